@@ -1,0 +1,1 @@
+"""What the three steps share: models, data and ranks; never which step is running."""

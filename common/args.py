@@ -1,0 +1,294 @@
+"""Command-line flags as dataclasses: a field is a flag, its help stands beside it. No torch in here.
+
+A program's arguments are one flat dataclass put together from the groups below (data only, no behaviour), so
+every flag has one definition, one default and one help text. `parse_args` reads a command line into it and
+collects every problem before it speaks: unknown flags with the nearest known one, values of the wrong type,
+missing flags. `Problems` carries on from there: the start-up checks of a program add to it, and `exit_if_any`
+prints them all once and leaves with exit code 2 before any model is loaded.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+import sys
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+REQUIRED = object()
+T = TypeVar("T")
+
+
+def flag(default: Any, help: str, *, choices: tuple = (), const: Any = None, no_effect: str = "") -> Any:
+    """Return a dataclass field that `parse_args` turns into a flag.
+
+    `default=REQUIRED` makes the flag mandatory; `const` is the value of a flag given without one;
+    `no_effect` marks a flag that is accepted for DeepSpeed-Chat's scripts and only says why it does nothing.
+    """
+    metadata = {"help": help, "choices": choices, "const": const, "no_effect": no_effect}
+    if default is REQUIRED:
+        return dataclasses.field(default=None, metadata=metadata | {"required": True})
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Problems:
+    """Everything that is wrong with a start-up, told in one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def add(self, message: str) -> None:
+        """Remember one problem: it names the flag or file, the value and the cure."""
+        if message not in self.messages:
+            self.messages.append(message)
+
+    def check(self, is_good: bool, message: str) -> None:
+        """Add `message` unless `is_good`."""
+        if not is_good:
+            self.add(message)
+
+    def exit_if_any(self) -> None:
+        """Leave with exit code 2 when anything was added; only the first process prints."""
+        if not self.messages:
+            return
+        if int(os.environ.get("RANK", "0")) == 0:
+            count = len(self.messages)
+            print(f"error: {count} problem{'s' if count > 1 else ''}, nothing was started:", file=sys.stderr)
+            for message in self.messages:
+                print(f"  - {message}", file=sys.stderr)
+            sys.stderr.flush()
+        raise SystemExit(2)
+
+
+@dataclass
+class DataArguments:
+    """Which data, how it is shared between the steps, and how long a row may be."""
+
+    data_path: list[str] = flag(
+        ["Dahoas/rm-static"], "data sets: files, folders, saved `datasets` folders, registered or hub names"
+    )
+    data_split: str = flag("2,4,4", "shares of every data set for steps 1, 2 and 3; disjoint and stable")
+    data_output_path: str = flag("", "folder of the token cache; empty: ~/.cache/triptych")
+    template: str = flag(
+        "human_assistant",
+        "dialogue form: Human:/Assistant:, the tokenizer's own, or the prompt as it is",
+        choices=("human_assistant", "chat", "plain"),
+    )
+    eval_fraction: float = flag(0.05, "held-out share of a data set that brings no evaluation part")
+    max_bad_rows: int = flag(100, "stop when more rows than this cannot be read")
+    max_pairs_per_prompt: int = flag(10, "pairs made at most from one prompt/pos_answers/neg_answers row")
+    preprocessing_num_workers: int | None = flag(
+        None, "accepted", no_effect="the tokenizer uses its own threads, rank 0 tokenises once for all"
+    )
+
+
+@dataclass
+class TokenizerArguments:
+    """The end-of-turn token, one across all steps."""
+
+    add_eot_token: bool = flag(False, "add --eot_token to the vocabulary when the tokenizer lacks it")
+    eot_token: str = flag("", "text of the end-of-turn token; empty: the tokenizer's EOS")
+    num_padding_at_beginning: int = flag(
+        1, "accepted", no_effect="lengths are carried along, so leading padding needs no special case"
+    )
+    trust_remote_code: bool = flag(False, "run code that comes with a hub model")
+
+
+@dataclass
+class LoraArguments:
+    """Low-rank adapters (PEFT) of a single-model program."""
+
+    lora_dim: int = flag(0, "rank of the adapters; 0 trains without LoRA")
+    lora_alpha: float = flag(0.0, "LoRA scaling is alpha / dim; 0 means alpha = dim")
+    lora_module_name: str = flag(
+        "auto", "adapt the linear layers whose name contains this; auto: all of them but the head"
+    )
+    only_optimize_lora: bool = flag(False, "freeze everything but the adapters (and the score head)")
+    lora_learning_rate: float = flag(5e-4, "learning rate of the adapters")
+
+
+@dataclass
+class ScheduleArguments:
+    """How long, and how the learning rate moves."""
+
+    gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step")
+    num_train_epochs: int = flag(1, "passes over the data")
+    max_train_steps: int = flag(0, "stop after this many steps; 0: whole epochs")
+    lr_scheduler_type: str = flag(
+        "cosine",
+        "learning-rate schedule",
+        choices=(
+            "linear",
+            "cosine",
+            "cosine_with_restarts",
+            "polynomial",
+            "constant",
+            "constant_with_warmup",
+        ),
+    )
+
+
+@dataclass
+class TrainArguments:
+    """Batches, optimizer and memory of a single-model program."""
+
+    max_seq_len: int = flag(
+        512, "tokens of prompt and response at most; longer rows are truncated and counted"
+    )
+    per_device_train_batch_size: int = flag(16, "rows per rank and micro-batch")
+    per_device_eval_batch_size: int = flag(16, "rows per rank and evaluation batch")
+    weight_decay: float = flag(0.0, "AdamW weight decay of matrices (biases and norms have none)")
+    num_warmup_steps: int = flag(0, "optimizer steps of linear warm-up")
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass")
+    zero_stage: int = flag(0, "DeepSpeed ZeRO stage", choices=(0, 1, 2, 3))
+    dropout: float | None = flag(None, "dropout everywhere in the model; empty: the model's own")
+    eval_interval: int = flag(0, "evaluate every so many steps too; 0: only before, and after each epoch")
+    eval_iters: int = flag(100, "evaluation batches per rank at most; 0: the whole held-out part")
+    print_loss: bool = flag(False, "accepted", no_effect="the loss is printed at every step")
+
+
+@dataclass
+class RunArguments:
+    """Precision, offload, seeds, output and launcher."""
+
+    output_dir: str = flag("", "folder for export/, metrics.jsonl, curves.png; empty: nothing is saved")
+    overwrite_output_dir: bool = flag(False, "let a new run replace what an earlier one left in --output_dir")
+    dtype: str = flag(
+        "",
+        "weights and activations; empty: bf16 on a GPU that has it, else fp32",
+        choices=("fp32", "bf16", "fp16"),
+    )
+    offload: str = flag(
+        "none",
+        "keep on the CPU: optimizer state, parameters (ZeRO-3 only), or all that can be; alone: all",
+        choices=("none", "optimizer", "param", "all"),
+        const="all",
+    )
+    gradient_clipping: float = flag(1.0, "largest global gradient norm; 0 turns clipping off")
+    adam_beta2: float = flag(0.95, "AdamW beta2")
+    pad_vocab_multiple: int = flag(1, "pad the embeddings to a multiple of this while training")
+    seed: int = flag(1234, "seed of shuffling, dropout, new weights and sampling")
+    enable_tensorboard: bool = flag(False, "write TensorBoard event files")
+    tensorboard_path: str = flag("", "their folder; empty: OUTPUT_DIR/tensorboard")
+    log_interval: int = flag(1, "print a line every so many steps (metrics.jsonl always has all)")
+    ds_config: str = flag("", "JSON file merged over the DeepSpeed configuration that the flags make")
+    dry_run: bool = flag(False, "check everything, print the resolved configuration as JSON, load nothing")
+    compute_fp32_loss: bool = flag(False, "accepted", no_effect="losses are always computed in fp32")
+    deepspeed: bool = flag(False, "accepted", no_effect="every program runs on DeepSpeed")
+    deepspeed_config: str = flag("", "accepted", no_effect="use --ds_config FILE to override single keys")
+    local_rank: int = flag(-1, "set by the deepspeed launcher")
+
+
+def field_type(field: dataclasses.Field) -> tuple[type, bool]:
+    """Return (scalar type, is a list) of a field's annotation such as `int | None` or `list[str]`."""
+    annotation = field.type
+    if typing.get_origin(annotation) is list:
+        return typing.get_args(annotation)[0], True
+    if isinstance(annotation, types.UnionType):
+        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    return annotation, False
+
+
+def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    groups = [base for base in cls.__mro__ if dataclasses.is_dataclass(base)]
+    for field in dataclasses.fields(cls):
+        owner = next(g for g in reversed(groups) if field.name in {f.name for f in dataclasses.fields(g)})
+        title = (owner.__doc__ or owner.__name__).splitlines()[0]
+        group = next((g for g in parser._action_groups if g.title == title), None)
+        group = group or parser.add_argument_group(title)
+        scalar, is_list = field_type(field)
+        default = field.default_factory() if is_list else field.default
+        shown = "required" if field.metadata.get("required") else f"default: {default!r}"
+        no_effect = field.metadata["no_effect"]
+        text = f"no effect: {no_effect}" if no_effect else field.metadata["help"]
+        choices = "|".join(map(str, field.metadata["choices"]))
+        options: dict[str, Any] = {
+            "help": f"{text} ({shown})".replace("%", "%%"),
+            "default": argparse.SUPPRESS,
+        }
+        options["metavar"] = choices or scalar.__name__.upper()
+        if scalar is bool:
+            options |= {"nargs": "?", "const": "true", "metavar": "true|false"}
+        elif is_list:
+            options["nargs"] = "*"
+        elif field.metadata["const"] is not None:
+            options |= {"nargs": "?", "const": str(field.metadata["const"])}
+        group.add_argument(f"--{field.name}", **options)
+    return parser
+
+
+def _convert(field: dataclasses.Field, text: str, scalar: type, problems: Problems) -> Any:
+    if scalar is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        problems.add(f"--{field.name} {text}: expected true or false")
+        return False
+    if text.lower() == "none" and types.NoneType in typing.get_args(field.type):
+        return None
+    try:
+        value = scalar(text)
+    except ValueError:
+        kind = {"int": "a whole number", "float": "a number"}.get(scalar.__name__, scalar.__name__)
+        problems.add(f"--{field.name} {text}: expected {kind}")
+        return None
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        problems.add(f"--{field.name} {text}: choose from {', '.join(map(str, choices))}")
+    return value
+
+
+def parse_args(
+    cls: type[T], argv: list[str] | None = None, *, description: str = "", problems: Problems
+) -> T:
+    """Return the flags of `argv` (default: this process's) as an instance of the dataclass `cls`.
+
+    What is wrong goes into `problems`; the caller adds its own checks and then calls `exit_if_any`.
+    """
+    parser = _build_parser(cls, description)
+    # argparse leaves at its first error; ours are collected instead.
+    parser.error = lambda message: problems.add(message)  # type: ignore[method-assign,assignment]
+    argv = sys.argv[1:] if argv is None else argv
+    known_names = [f"--{f.name}" for f in dataclasses.fields(cls)]
+    try:
+        given, unknown = parser.parse_known_args(argv)
+    except TypeError:  # argparse goes on with a half-made namespace after our error hook
+        problems.exit_if_any()
+        raise
+    flag_words = [w for w in unknown if w.startswith("-")]
+    for word in flag_words or unknown:  # words behind an unknown flag are its values
+        name = word.split("=")[0]
+        near = difflib.get_close_matches(name.replace("-", "_").replace("__", "--", 1), known_names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; --help lists all flags"
+        is_flag = word.startswith("-")
+        problems.add(f"unknown flag {name}{hint}" if is_flag else f"unexpected word {word!r} among the flags")
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        scalar, is_list = field_type(field)
+        text = getattr(given, field.name, None)
+        if text is None:
+            if field.metadata.get("required"):
+                problems.add(f"--{field.name} is required: {field.metadata['help']}")
+            continue
+        if is_list:
+            values[field.name] = [_convert(field, item, scalar, problems) for item in text]
+        else:
+            values[field.name] = _convert(field, text, scalar, problems)
+    return cls(**values)
+
+
+def no_effect_notes(args: Any, argv: list[str] | None = None) -> list[str]:
+    """Return one line for each flag that was given, is accepted for old scripts, and does nothing."""
+    words = {word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv)}
+    fields = [f for f in dataclasses.fields(args) if f.metadata["no_effect"] and f"--{f.name}" in words]
+    return [f"--{f.name} has no effect: {f.metadata['no_effect']}" for f in fields]
+
+
+def as_json(args: Any, **more: Any) -> str:
+    """Return the resolved flags, and whatever else is given, as indented JSON."""
+    return json.dumps(dataclasses.asdict(args) | more, indent=2, sort_keys=True)

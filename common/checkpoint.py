@@ -1,0 +1,175 @@
+"""Exports: folders that load with plain `from_pretrained`, written under a temporary name and then renamed.
+
+An export carries no adapter and no vocabulary padding: LoRA is merged in fp32 (the trained weights are not
+touched) and the padding rows are cut off.
+"""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from common import distributed
+from common.models import plain_model
+from common.zero3 import gather_whole
+
+METADATA_FILE = "triptych.json"
+NEW_PAD_TOKEN = "<|pad|>"
+
+
+def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the plain transformers weights on rank 0's CPU (elsewhere {}), adapters merged.
+
+    `model` is a transformers model or its PEFT wrapper, sharded or not; weights are gathered one at a time.
+    Every rank must call this.
+    """
+    plain = plain_model(model)
+    lora_layers = {name: m for name, m in plain.named_modules() if isinstance(m, LoraLayer)}
+    state: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if ".lora_" in name:
+                continue
+            layer = (
+                lora_layers.get(name.removesuffix(".base_layer.weight"))
+                if ".base_layer.weight" in name
+                else None
+            )
+            factors = [layer.lora_A["default"].weight, layer.lora_B["default"].weight] if layer else []
+            with gather_whole([parameter, *factors]):
+                if distributed.is_main():
+                    state[name.replace(".base_layer.", ".")] = _merged(parameter, layer, factors).to(
+                        "cpu", copy=True
+                    )
+    if distributed.is_main():
+        buffers = dict(plain.named_buffers())
+        persistent = plain.state_dict().keys() & buffers.keys()
+        state |= {name: buffers[name].detach().to("cpu", copy=True) for name in persistent}
+    return state
+
+
+def _merged(weight: torch.Tensor, layer: Any, factors: list[torch.Tensor]) -> torch.Tensor:
+    if layer is None:
+        return weight.data
+    lora_a, lora_b = (f.float() for f in factors)
+    delta = layer.scaling["default"] * (lora_b @ lora_a)
+    delta = delta.T if getattr(layer, "fan_in_fan_out", False) else delta  # GPT-2 keeps (in, out)
+    return (weight.float() + delta).to(weight.dtype)
+
+
+def _set_num_rows(model: PreTrainedModel, state: dict[str, torch.Tensor], num_rows: int) -> None:
+    """Cut or fill (with zeros) the rows of the embeddings and of the output head in place."""
+    old_rows = model.config.get_text_config().vocab_size
+    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    owned = {id(p) for m in modules if m is not None for p in m.parameters(recurse=False)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in owned and name in state and state[name].shape[0] == old_rows:
+            rows = state[name][:num_rows]
+            missing = num_rows - rows.shape[0]
+            state[name] = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]).contiguous()
+
+
+def with_own_pad_token(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """Return a copy whose PAD is no other token.
+
+    transformers' sequence classifiers look for the last token that is not PAD, so they could not see an EOS
+    that is PAD too. Existing ids do not change.
+    """
+    tokenizer = copy.deepcopy(tokenizer)
+    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+        tokenizer.add_special_tokens({"pad_token": NEW_PAD_TOKEN})
+    return tokenizer
+
+
+def save_export(
+    folder: Path | str,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    metadata: dict[str, Any] | None = None,
+    needs_own_pad: bool = False,
+) -> None:
+    """Write model and tokenizer to `folder`, replacing it only when the new one is whole.
+
+    `model` is a transformers model, its PEFT wrapper, sharded or not. `metadata` goes to triptych.json (template,
+    step, held-out numbers), which chat.py and step 3 read. Every rank must call this.
+    """
+    state = gather_state_dict(model)
+    if distributed.is_main():
+        plain = plain_model(model)
+        if needs_own_pad:
+            tokenizer = with_own_pad_token(tokenizer)
+        num_rows = max(plain.num_exported_rows, len(tokenizer))
+        _set_num_rows(plain, state, num_rows)
+        folder = Path(folder)
+        temporary = folder.with_name(folder.name + ".writing")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        _write_model(plain, state, tokenizer, num_rows, temporary)
+        tokenizer.save_pretrained(temporary)
+        (temporary / METADATA_FILE).write_text(json.dumps(metadata or {}, indent=2))
+        if folder.exists():
+            old = folder.with_name(folder.name + ".old")
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+            temporary.rename(folder)
+            shutil.rmtree(old)
+        else:
+            temporary.rename(folder)
+    distributed.barrier()
+
+
+def _write_model(
+    plain: PreTrainedModel,
+    state: dict[str, torch.Tensor],
+    tokenizer: PreTrainedTokenizerFast,
+    num_rows: int,
+    folder: Path,
+) -> None:
+    """Write weights and configuration; the live model's own configuration is put back afterwards."""
+    pad_and_eos = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    changes: list[tuple[Any, dict[str, Any]]] = [
+        (plain.config, {"use_cache": True, **pad_and_eos}),
+        (plain.config.get_text_config(), {"vocab_size": num_rows}),
+    ]
+    if getattr(plain, "generation_config", None) is not None:
+        changes.append((plain.generation_config, pad_and_eos))
+    before = [(owner, {name: getattr(owner, name, None) for name in new}) for owner, new in changes]
+    try:
+        _set_all(changes)
+        plain.save_pretrained(folder, state_dict=state)
+    finally:
+        _set_all(before)
+
+
+def _set_all(changes: list[tuple[Any, dict[str, Any]]]) -> None:
+    for owner, values in changes:
+        for name, value in values.items():
+            setattr(owner, name, value)
+
+
+def save_adapter(folder: Path | str, model: nn.Module) -> None:
+    """Write the LoRA factors alone, to load with PEFT over the base model. Every rank must call this."""
+    if not hasattr(model, "peft_config"):
+        return
+    factors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            with gather_whole([parameter]):
+                if distributed.is_main():
+                    factors[name] = parameter.detach().to("cpu", copy=True)
+    if distributed.is_main():
+        model.save_pretrained(folder, state_dict=factors)
+    distributed.barrier()
+
+
+def read_metadata(folder: str) -> dict[str, Any]:
+    """Return what triptych.json says of an export, {} for a model of another origin."""
+    path = Path(folder) / METADATA_FILE
+    return json.loads(path.read_text()) if path.exists() else {}

@@ -1,0 +1,1 @@
+"""Raw rows to token batches: sources, adapters, stage splits, token cache, collators."""

@@ -1,0 +1,51 @@
+"""Rows of the usual forms: from local files and folders, or from a hub data set without an adapter."""
+
+from pathlib import Path
+from typing import Any
+
+from common.data import hub_data, raw_files
+from common.data.adapters.base import Adapter, Parts, register_dataset
+from common.data.adapters.row_forms import read_row
+from common.data.example import Example
+
+
+class AnyForm(Adapter):
+    """A hub data set whose rows have one of the usual forms."""
+
+    def to_examples(self, row: dict[str, Any]) -> list[Example]:
+        """See Adapter."""
+        return read_row(row)
+
+
+class LocalFiles(AnyForm):
+    """A file, a folder of train and eval files, or a folder saved by `datasets`."""
+
+    def load(self) -> Parts:
+        """See Adapter.
+
+        Raises:
+            ValueError: nothing usable there; says what was found and what would do.
+        """
+        path = Path(self.source)
+        if path.is_dir() and hub_data.is_saved_folder(path):
+            return Parts(*hub_data.load_saved(path))
+        train, held_out = raw_files.find_parts(path)
+        rows = raw_files.read_files(train)
+        return Parts(rows, raw_files.read_files(held_out) if held_out else None)
+
+    def data_digest(self) -> str:
+        """See Adapter."""
+        path = Path(self.source)
+        if path.is_dir() and hub_data.is_saved_folder(path):
+            return raw_files.digest_files(sorted(p for p in path.rglob("*") if p.is_file()), path)
+        train, held_out = raw_files.find_parts(path)
+        return raw_files.digest_files([*train, *held_out], path)
+
+
+@register_dataset("local/jsonfile")
+class LocalJsonFile(LocalFiles):
+    """DeepSpeed-Chat's name for data/train.json and data/eval.json."""
+
+    def __init__(self, source: str = "") -> None:
+        """The folder is fixed: data, in the working folder."""
+        super().__init__("data")

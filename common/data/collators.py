@@ -1,0 +1,100 @@
+"""Rows to padded batches. What the padding holds never matters: masks and lengths say what counts."""
+
+# B sequences, N pairs, T tokens of the longest row, P prompt
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def pad_rows(
+    rows: Sequence[Sequence[int]], pad: int, *, on_left: bool = False, pad_to_multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids (B, T) int64 padded with `pad`, and the mask (B, T) bool of what is no padding.
+
+    T is the longest row's length, rounded up to a multiple of `pad_to_multiple`.
+    """
+    longest = max(len(row) for row in rows)
+    width = -(-longest // pad_to_multiple) * pad_to_multiple
+    ids = torch.full((len(rows), width), pad, dtype=torch.int64)  # (B, T)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)  # (B, T)
+    for i, row in enumerate(rows):
+        span = slice(width - len(row), width) if on_left else slice(0, len(row))
+        ids[i, span] = torch.tensor(row, dtype=torch.int64)
+        mask[i, span] = True
+    return ids, mask
+
+
+class SFTCollator:
+    """Rows of `build_sft` to a right-padded batch."""
+
+    def __init__(self, pad_id: int, pad_to_multiple: int = 1) -> None:
+        self.pad_id, self.pad_to_multiple = pad_id, pad_to_multiple
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """input_ids and attention_mask (B, T) int64, loss_mask (B, T) bool, lengths (B,) int64, row_ids.
+
+        loss_mask is True where the token itself is a target (the logits one position before predict it).
+        """
+        input_ids, is_token = pad_rows(
+            [row["input_ids"] for row in rows], self.pad_id, pad_to_multiple=self.pad_to_multiple
+        )
+        loss_mask, _ = pad_rows([row["loss_mask"] for row in rows], 0, pad_to_multiple=self.pad_to_multiple)
+        return {
+            "input_ids": input_ids,
+            "attention_mask": is_token.long(),
+            "loss_mask": loss_mask.bool(),
+            "lengths": is_token.sum(dim=1),
+            "row_ids": [row["row_id"] for row in rows],
+        }
+
+
+class PairCollator:
+    """Rows of `build_pairs` to one right-padded batch: the N chosen rows, then the N rejected ones."""
+
+    def __init__(self, pad_id: int, pad_to_multiple: int = 1) -> None:
+        self.pad_id, self.pad_to_multiple = pad_id, pad_to_multiple
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """input_ids, attention_mask (2N, T), lengths, response_starts (2N,) int64, margins (N,) fp32.
+
+        A response is [response_start, length): its end is never searched for.
+        """
+        sides = ("chosen", "rejected")
+        input_ids, is_token = pad_rows(
+            [row[f"{side}_ids"] for side in sides for row in rows],
+            self.pad_id,
+            pad_to_multiple=self.pad_to_multiple,
+        )
+        starts = [row[f"{side}_response_start"] for side in sides for row in rows]
+        return {
+            "input_ids": input_ids,
+            "attention_mask": is_token.long(),
+            "lengths": is_token.sum(dim=1),
+            "response_starts": torch.tensor(starts, dtype=torch.int64),
+            "margins": torch.tensor([row["margin"] for row in rows], dtype=torch.float32),
+            "row_ids": [row["row_id"] for row in rows],
+        }
+
+
+class PromptCollator:
+    """Rows of `build_prompts` to a left-padded batch, whose last column is every prompt's last token."""
+
+    def __init__(self, pad_id: int, pad_to_multiple: int = 1) -> None:
+        self.pad_id, self.pad_to_multiple = pad_id, pad_to_multiple
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """prompt_ids (B, P) int64, prompt_mask (B, P) bool, prompt_texts, row_ids."""
+        prompt_ids, prompt_mask = pad_rows(
+            [row["prompt_ids"] for row in rows],
+            self.pad_id,
+            on_left=True,
+            pad_to_multiple=self.pad_to_multiple,
+        )
+        return {
+            "prompt_ids": prompt_ids,
+            "prompt_mask": prompt_mask,
+            "prompt_texts": [row["prompt_text"] for row in rows],
+            "row_ids": [row["row_id"] for row in rows],
+        }

@@ -1,0 +1,63 @@
+"""What decides the rows of a step, apart from tokenizer and template."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.data.split import parse_data_split
+
+DEFAULT_CACHE = Path("~/.cache/triptych")
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Sources, shares, lengths and tolerances of one step's data."""
+
+    data_path: list[str]
+    stage: int  # 1 SFT, 2 reward model, 3 PPO
+    data_split: str = "2,4,4"
+    sft_only_data_path: list[str] = field(default_factory=list)  # used whole, by step 1 only
+    max_seq_len: int = 512  # tokens of prompt and response, steps 1 and 2
+    max_prompt_tokens: int = 256  # step 3
+    loss_on: str = "response"  # or "all"
+    eval_fraction: float = 0.05  # held out of a source that has no evaluation part
+    seed: int = 1234
+    max_bad_rows: int = 100
+    max_pairs_per_prompt: int = 10
+    cache_dir: str = ""  # empty: ~/.cache/triptych
+
+    @property
+    def cache_folder(self) -> Path:
+        """The folder that holds the token caches."""
+        return Path(self.cache_dir or DEFAULT_CACHE).expanduser()
+
+    @property
+    def max_tokens(self) -> int:
+        """The length that this step's rows are truncated to."""
+        return self.max_prompt_tokens if self.stage == 3 else self.max_seq_len
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong with the values themselves; each names flag, value and cure."""
+        found = []
+        try:
+            share = parse_data_split(self.data_split)[self.stage - 1]
+            if share == 0 and self.data_path and not (self.stage == 1 and self.sft_only_data_path):
+                found.append(
+                    f"--data_split {self.data_split} leaves nothing to step {self.stage}; make its number "
+                    f"{self.stage} more than 0"
+                )
+        except ValueError as error:
+            found.append(str(error))
+        if not self.data_path and not (self.stage == 1 and self.sft_only_data_path):
+            found.append("--data_path names no data; give at least one file, folder or data set")
+        length_flag = "--max_prompt_seq_len" if self.stage == 3 else "--max_seq_len"
+        if self.max_tokens < 4:
+            found.append(f"{length_flag} {self.max_tokens} must be at least 4 tokens")
+        if not 0 <= self.eval_fraction < 1:
+            found.append(f"--eval_fraction {self.eval_fraction} must be at least 0 and less than 1")
+        if self.loss_on not in ("response", "all"):
+            found.append(f"--loss_on {self.loss_on} must be response or all")
+        if self.max_pairs_per_prompt < 1:
+            found.append(f"--max_pairs_per_prompt {self.max_pairs_per_prompt} must be at least 1")
+        if self.max_bad_rows < 0:
+            found.append(f"--max_bad_rows {self.max_bad_rows} must be at least 0")
+        return found

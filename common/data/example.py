@@ -1,0 +1,45 @@
+"""What one row of data means, whatever file or hub it came from."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+ROLES = ("system", "user", "assistant")
+
+
+class BadRow(ValueError):
+    """A row whose form is wrong; the text is the reason, without the place."""
+
+
+class EmptyRow(BadRow):
+    """A row of the right form with nothing in it; counted apart, never a reason to stop."""
+
+
+class Message(NamedTuple):
+    """One turn of a dialogue."""
+
+    role: str  # one of ROLES
+    content: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """A dialogue up to the reply, with the replies that are known; or a plain text."""
+
+    prompt: tuple[Message, ...] = ()
+    chosen: str | None = None
+    rejected: str | None = None
+    text: str | None = None  # a pretraining row: no prompt, no reply
+    margin: float = 0.0  # how much better `chosen` is, for a loss with a margin
+    is_tie: bool = False  # both replies were rated alike: good for steps 1 and 3, no pair for step 2
+    learn_all_turns: bool = False  # step 1 learns the earlier assistant turns too
+
+
+def missing_for(stage: int, example: Example) -> str | None:
+    """What an Example lacks to serve step 1, 2 or 3; None when it lacks nothing."""
+    if stage == 1 and not (example.chosen or example.text):
+        return "there is no answer to learn"
+    if stage == 2 and not (example.chosen and example.rejected):
+        return "there is no pair of a chosen and a rejected answer; step 1 can use it by --sft_only_data_path"
+    if stage == 3 and not example.prompt:
+        return "there is no prompt"
+    return None

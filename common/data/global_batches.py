@@ -1,0 +1,83 @@
+"""Global batches whose rows depend on the seed alone, dealt to the ranks.
+
+A step's rows are the next G of a seeded permutation, G = rows per micro-batch x accumulation x ranks. One rank, two
+ranks and accumulation thus see the same global batches, and a token mean over them is the same loss.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+
+class GlobalBatches:
+    """Micro-batches of one rank, optimizer step by optimizer step.
+
+    Raises ValueError when the data do not fill one global batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        collate: Callable[[list[Any]], Any],
+        *,
+        rows_per_micro_batch: int,
+        accumulation: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        what: str = "training data",
+    ) -> None:
+        self.dataset, self.collate, self.seed = dataset, collate, seed
+        self.rows, self.accumulation = rows_per_micro_batch, accumulation
+        self.rank, self.world_size = rank, world_size
+        self.global_rows = rows_per_micro_batch * accumulation * world_size
+        if len(dataset) < self.global_rows:
+            raise ValueError(
+                f"the {what} has {len(dataset)} rows, fewer than one global batch of {self.global_rows} = "
+                f"{rows_per_micro_batch} rows x {accumulation} accumulation steps x {world_size} ranks: "
+                "lower the batch size or give more data"
+            )
+
+    def __len__(self) -> int:
+        """Return the optimizer steps of one epoch; a last incomplete global batch is left out."""
+        return len(self.dataset) // self.global_rows
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Any]]:
+        """Yield this rank's list of collated micro-batches for every step of an epoch."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(len(self.dataset), generator=generator).tolist()
+        for step in range(first_step, len(self)):
+            rows = order[step * self.global_rows : (step + 1) * self.global_rows]
+            starts = [(a * self.world_size + self.rank) * self.rows for a in range(self.accumulation)]
+            yield [self.collate([self.dataset[i] for i in rows[s : s + self.rows]]) for s in starts]
+
+    def forever(self) -> Iterator[list[Any]]:
+        """Yield steps, epoch after epoch."""
+        epoch = 0
+        while True:
+            yield from self.epoch(epoch)
+            epoch += 1
+
+
+def evaluation_batches(
+    dataset: Dataset,
+    collate: Callable[[list[Any]], Any],
+    *,
+    rows_per_batch: int,
+    rank: int = 0,
+    world_size: int = 1,
+    max_batches: int = 0,
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield (batch, is_real): every row once over all ranks, the same number of batches on each.
+
+    `is_real` (rows,) bool is False for the rows that only fill up the last batches: they must not be counted.
+    `max_batches` per rank bounds the work, 0 takes all rows.
+    """
+    num_batches = -(-len(dataset) // (rows_per_batch * world_size))
+    for batch in range(min(num_batches, max_batches) if max_batches else num_batches):
+        first = (batch * world_size + rank) * rows_per_batch
+        indexes = range(first, first + rows_per_batch)
+        rows = [dataset[i if i < len(dataset) else 0] for i in indexes]
+        yield collate(rows), torch.tensor([i < len(dataset) for i in indexes])

@@ -1,0 +1,112 @@
+"""Rows through the `datasets` library: hub names, and folders saved by it."""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common.data.raw_rows import FrozenRows
+
+_EVAL_SPLITS = ("test", "validation", "eval", "valid", "dev")
+
+
+def is_saved_folder(path: Path) -> bool:
+    """Whether `datasets.save_to_disk` wrote this folder."""
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def is_offline() -> bool:
+    """Whether the environment forbids asking the hub."""
+    return any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON") for name in _OFFLINE_VARIABLES)
+
+
+_OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+
+
+def load_hub(name: str, config_name: str | None = None) -> tuple[FrozenRows, FrozenRows | None]:
+    """Training and evaluation rows of a hub data set.
+
+    Raises:
+        ValueError: it cannot be had, with the reason and the cure.
+    """
+    import datasets
+
+    try:
+        with _quiet():
+            loaded = datasets.load_dataset(name, config_name)
+    except Exception as error:  # the library raises its own, OSError, ValueError, requests' errors, ...
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"--data_path {name}: the hub data set could not be loaded ({type(error).__name__}: {reason}); "
+            "check the name and the network, or give a local file or folder"
+        ) from error
+    return _parts(loaded, name)
+
+
+def load_saved(path: Path) -> tuple[FrozenRows, FrozenRows | None]:
+    """Training and evaluation rows of a folder that `datasets.save_to_disk` wrote.
+
+    Raises:
+        ValueError: the folder is damaged.
+    """
+    import datasets
+
+    try:
+        with _quiet():
+            loaded = datasets.load_from_disk(str(path))
+    except Exception as error:  # pyarrow's, json's and the library's own
+        raise ValueError(f"--data_path {path}: the saved data set cannot be read: {error}") from error
+    return _parts(loaded, str(path))
+
+
+def _parts(loaded: Any, name: str) -> tuple[FrozenRows, FrozenRows | None]:
+    splits = dict(loaded) if hasattr(loaded, "keys") else {"train": loaded}
+    if "train" not in splits:
+        raise ValueError(
+            f"--data_path {name}: there is no split called train, only {', '.join(splits)}; "
+            "save the part to train on as a local file"
+        )
+    held_out = next((split for split in _EVAL_SPLITS if split in splits), None)
+    return _rows(splits["train"], name), _rows(splits[held_out], f"{name}/{held_out}") if held_out else None
+
+
+def _rows(split: Any, origin: str) -> FrozenRows:
+    if len(split) == 0:
+        raise ValueError(f"--data_path {origin}: the data set is empty; it must hold at least one row")
+    return FrozenRows(_Unformatted(split.with_format(None)), origin, str(split._fingerprint))
+
+
+class _Unformatted(Sequence):
+    """A split whose rows are plain dicts."""
+
+    def __init__(self, split: Any) -> None:
+        self._split = split
+
+    def __len__(self) -> int:
+        return len(self._split)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(self._split[index])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The library's progress bars and notices stay off the console; its errors are raised, not logged."""
+    import datasets
+
+    had_bars = not datasets.are_progress_bars_disabled()
+    verbosity = datasets.logging.get_verbosity()
+    hub_logger = logging.getLogger("huggingface_hub")  # it tells of every retry
+    hub_level = hub_logger.level
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.ERROR)
+    hub_logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        hub_logger.setLevel(hub_level)
+        datasets.logging.set_verbosity(verbosity)
+        if had_bars:
+            datasets.enable_progress_bars()

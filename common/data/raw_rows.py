@@ -1,0 +1,144 @@
+"""Rows before their meaning: a sequence of dicts that knows where each came from."""
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import PurePath
+from typing import Any
+
+from common.data.example import BadRow
+
+
+class RawRows:
+    """Rows by index; `lines[i]` is the line (or else the number, from 1) of row i in `origin`."""
+
+    def __init__(self, rows: Sequence[Any], origin: str, lines: Sequence[int] | None = None) -> None:
+        """`rows` may be anything with a length and integer indexing."""
+        self._rows, self.origin, self._lines = rows, origin, lines
+
+    @classmethod
+    def of(cls, rows: "RawRows | Sequence[Any]", origin: str = "rows") -> "RawRows":
+        """`rows` itself, or wrapped when it is a plain sequence."""
+        return rows if isinstance(rows, RawRows) else cls(rows, origin)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Row `index`.
+
+        Raises:
+            BadRow: what is there is no row.
+        """
+        row = self._rows[index]
+        if isinstance(row, BadRow):  # the reader of the file already saw what is wrong
+            raise row
+        if not isinstance(row, dict):
+            raise BadRow(f"the row is of type {type(row).__name__}, not an object with named columns")
+        return row
+
+    def line(self, index: int) -> int:
+        """Line of a row in its file, or its number from 1."""
+        return self._lines[index] if self._lines is not None else index + 1
+
+    def location(self, index: int) -> str:
+        """Where the row is, for a message: file:line."""
+        return f"{self.origin}:{self.line(index)}"
+
+    def row_id(self, index: int) -> str:
+        """A name for the row that does not depend on the folder it lies in."""
+        return f"{PurePath(self.origin).name}:{self.line(index)}"
+
+    def update_digest(self, total: Any) -> None:
+        """Feed every row into a hashlib object."""
+        for index in range(len(self)):
+            try:
+                total.update(canonical(self[index]))
+            except BadRow as error:
+                total.update(str(error).encode())
+
+
+class JsonLines(RawRows):
+    """One JSON value a line, read when asked for; blank lines are passed over."""
+
+    def __init__(self, data: bytes, origin: str) -> None:
+        """Keep the lines of a file's content."""
+        numbered = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
+        super().__init__([line for _, line in numbered], origin, [number for number, _ in numbered])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """See RawRows."""
+        try:
+            row = json.loads(self._rows[index])
+        except UnicodeDecodeError as error:
+            raise BadRow(f"the line is not UTF-8 ({error.reason} at byte {error.start})") from error
+        except ValueError as error:
+            raise BadRow(f"the line is not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise BadRow(f"the line is a JSON {type(row).__name__}, not an object")
+        return row
+
+
+class ArrowRows(RawRows):
+    """Rows of a pyarrow table."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """See RawRows."""
+        return self._rows.slice(index, 1).to_pylist()[0]
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return self._rows.num_rows
+
+
+class JoinedRows(RawRows):
+    """The rows of several files, one file after the other."""
+
+    def __init__(self, parts: Sequence[RawRows]) -> None:
+        """Keep the parts, in order."""
+        super().__init__((), ", ".join(part.origin for part in parts))
+        self._parts = parts
+        self._ends = list(accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        """Number of rows of all parts."""
+        return self._ends[-1]
+
+    def _find(self, index: int) -> tuple[RawRows, int]:
+        which = bisect_right(self._ends, index)
+        return self._parts[which], index - (self._ends[which] - len(self._parts[which]))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """See RawRows."""
+        part, inner = self._find(index)
+        return part[inner]
+
+    def location(self, index: int) -> str:
+        """See RawRows."""
+        part, inner = self._find(index)
+        return part.location(inner)
+
+    def row_id(self, index: int) -> str:
+        """See RawRows."""
+        part, inner = self._find(index)
+        return part.row_id(inner)
+
+
+class FrozenRows(RawRows):
+    """Rows whose digest is known without reading them: a hub data set has a fingerprint."""
+
+    def __init__(self, rows: Sequence[Any], origin: str, fingerprint: str) -> None:
+        """`fingerprint` changes when the rows change."""
+        super().__init__(rows, origin)
+        self._fingerprint = fingerprint
+
+    def update_digest(self, total: Any) -> None:
+        """See RawRows."""
+        total.update(self._fingerprint.encode())
+
+
+def canonical(row: Any) -> bytes:
+    """Bytes that depend on a row's content and not on the order of its columns."""
+    return json.dumps(row, sort_keys=True, default=repr).encode()

@@ -1,0 +1,235 @@
+"""The data sets of the three steps, from sources to token rows on disk.
+
+`build_sft`, `build_pairs` and `build_prompts` differ only in the rows they make. Every rank must call them:
+rank 0 tokenises, the others wait, then all read the same files.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from common.data.data_options import DataOptions
+from common.data.data_report import DataReport
+from common.data.example import BadRow, EmptyRow, Example, missing_for
+from common.data.first_rank import make_on_first_rank
+from common.data.raw_rows import RawRows
+from common.data.registry import RawSource, load_source
+from common.data.split import is_held_out, share_indexes
+from common.data.stage_rows import PAIR, PROMPT, SFT, Item, RowKind
+from common.data.token_cache import REPORT_NAME, TokenTable, TokenWriter, build_once, cache_key
+from common.dialogue import Template
+
+__all__ = ["DataOptions", "StageData", "build_pairs", "build_prompts", "build_sft"]
+
+CHUNK_ROWS = 1024  # rows tokenised together and written as one chunk
+
+
+@dataclass
+class StageData:
+    """Rows to train on, rows held out (in a fixed shuffled order), and what became of the raw rows."""
+
+    train: TokenTable
+    eval: TokenTable
+    report: DataReport
+
+
+@dataclass
+class _Share:
+    """The part of a source that belongs to this step."""
+
+    source: RawSource
+    is_whole: bool  # --sft_only_data_path: all rows, whatever --data_split says
+
+
+def build_sft(options: DataOptions, tokenizer: PreTrainedTokenizerFast, template: Template) -> StageData:
+    """Rows of {input_ids, loss_mask, row_id}. Every rank must call this.
+
+    Raises:
+        ValueError: bad options, a source that cannot be read, too many bad rows, or no rows.
+    """
+    return _build(SFT, options, template, partial(SFT.to_rows, loss_on=options.loss_on))
+
+
+def build_pairs(options: DataOptions, tokenizer: PreTrainedTokenizerFast, template: Template) -> StageData:
+    """Rows of {chosen_ids, rejected_ids, chosen_response_start, rejected_response_start, margin, row_id}.
+
+    Every rank must call this.
+
+    Raises:
+        ValueError: see `build_sft`.
+    """
+    return _build(PAIR, options, template, PAIR.to_rows)
+
+
+def build_prompts(options: DataOptions, tokenizer: PreTrainedTokenizerFast, template: Template) -> StageData:
+    """Rows of {prompt_ids, row_id, prompt_text}; the text is whole where the ids were truncated.
+
+    Every rank must call this.
+
+    Raises:
+        ValueError: see `build_sft`.
+    """
+    return _build(PROMPT, options, template, PROMPT.to_rows)
+
+
+def _build(kind: RowKind, options: DataOptions, template: Template, to_rows: partial) -> StageData:
+    problems = options.problems()
+    if problems:
+        raise ValueError("\n".join(problems))
+    was_built: list[bool] = []
+
+    def make() -> Path:
+        shares = [_Share(load_source(name), False) for name in options.data_path]
+        if options.stage == 1:
+            shares += [_Share(load_source(name), True) for name in options.sft_only_data_path]
+        folder = options.cache_folder / f"{kind.name}-{_key(kind, shares, options, template)}"
+        was_built.append(
+            build_once(folder, lambda path: _write(path, kind, shares, options, template, to_rows))
+        )
+        return folder
+
+    folder = make_on_first_rank(make)
+    report = DataReport.from_json((folder / REPORT_NAME).read_text())
+    report.cache_folder, report.from_cache = str(folder), not any(was_built)
+    report.check_bad_rows(options.max_bad_rows)  # the cache may be a more tolerant run's
+    return StageData(
+        TokenTable(folder / "train.arrow"),
+        TokenTable(folder / "eval.arrow", shuffle_seed=options.seed),
+        report,
+    )
+
+
+def _key(kind: RowKind, shares: Sequence[_Share], options: DataOptions, template: Template) -> str:
+    return cache_key(
+        kind=kind.name,
+        sources=[(share.source.digest(), share.is_whole) for share in shares],
+        template=template.digest(),
+        stage=options.stage,
+        data_split=options.data_split,
+        eval_fraction=options.eval_fraction,
+        seed=options.seed,
+        max_tokens=options.max_tokens,
+        loss_on=options.loss_on,
+        max_pairs_per_prompt=options.max_pairs_per_prompt,
+    )
+
+
+def _write(
+    folder: Path,
+    kind: RowKind,
+    shares: Sequence[_Share],
+    options: DataOptions,
+    template: Template,
+    to_rows: partial,
+) -> None:
+    """Tokenise all shares into train.arrow, eval.arrow and report.json."""
+    report = DataReport(kind=kind.name)
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(TokenWriter(folder / f"{n}.arrow", kind.columns)) for n in ("train", "eval")
+        ]
+        for share in shares:
+            num_before = writers[0].num_rows
+            waiting: tuple[list[Item], list[Item]] = ([], [])
+            for item, is_eval in _items(share, kind, options, report):
+                queue = waiting[is_eval]
+                queue.append(item)
+                if len(queue) == CHUNK_ROWS:
+                    writers[is_eval].append(to_rows(queue, template, report, max_tokens=options.max_tokens))
+                    queue.clear()
+                    report.check_bad_rows(options.max_bad_rows)
+            for writer, queue in zip(writers, waiting, strict=True):
+                writer.append(to_rows(queue, template, report, max_tokens=options.max_tokens))
+            report.check_bad_rows(options.max_bad_rows)
+            if writers[0].num_rows == num_before:
+                raise ValueError(_no_rows(share, options, report))
+        report.num_train, report.num_eval = (writer.num_rows for writer in writers)
+    (folder / REPORT_NAME).write_text(report.to_json())
+
+
+def _items(
+    share: _Share, kind: RowKind, options: DataOptions, report: DataReport
+) -> Iterator[tuple[Item, bool]]:
+    """The usable Examples of a share, each with whether it is held out.
+
+    A source's own evaluation part is used whole by every step: nobody trains on it.
+    """
+    source = share.source
+    data_split = "1,0,0" if share.is_whole else options.data_split
+    indexes = share_indexes(
+        len(source.train), data_split, 1 if share.is_whole else options.stage, options.seed
+    )
+    eval_fraction = options.eval_fraction if source.eval is None else 0.0
+    parts: list[tuple[RawRows, Sequence[int], bool]] = [(source.train, indexes, False)]
+    if source.eval is not None:
+        parts.append((source.eval, range(len(source.eval)), True))
+    for rows, chosen_indexes, is_eval_part in parts:
+        for index in chosen_indexes:
+            report.num_raw_rows += 1
+            try:
+                row = rows[index]
+                examples = _usable(source.adapter.to_examples(row), kind, report)
+            except EmptyRow:
+                report.num_empty += 1
+                continue
+            except BadRow as error:
+                report.add_bad(rows.location(index), str(error))
+                report.check_bad_rows(options.max_bad_rows)
+                continue
+            row_id = rows.row_id(index)
+            is_eval = is_eval_part or (eval_fraction > 0 and is_held_out(row, eval_fraction, options.seed))
+            examples = _at_most(
+                examples, options.max_pairs_per_prompt, kind, report, f"{options.seed} {row_id}"
+            )
+            for number, example in enumerate(examples):
+                name = row_id if len(examples) == 1 else f"{row_id}#{number}"
+                yield Item(example, name, rows.location(index)), is_eval
+
+
+def _usable(examples: Sequence[Example], kind: RowKind, report: DataReport) -> list[Example]:
+    """Examples of one raw row that this step can use, without repeats.
+
+    Raises:
+        BadRow: one of them lacks what the step needs.
+    """
+    kept: dict[object, Example] = {}
+    for example in examples:
+        reason = missing_for(kind.stage, example)
+        if reason is not None:
+            raise BadRow(reason)
+        if kind is PAIR and example.is_tie:
+            report.num_ties += 1
+        else:
+            kept.setdefault(kind.text_key(example), example)
+    return list(kept.values())
+
+
+def _at_most(
+    examples: list[Example], max_pairs: int, kind: RowKind, report: DataReport, key: str
+) -> list[Example]:
+    """At most `max_pairs` pairs of one raw row, drawn by the row's name: the same ones in every run."""
+    if kind is not PAIR or len(examples) <= max_pairs:
+        return examples
+    report.num_dropped_pairs += len(examples) - max_pairs
+    # random.Random's `sample` may change between Pythons; an order by hash does not.
+    order = sorted(range(len(examples)), key=lambda i: hashlib.sha256(f"{key} {i}".encode()).digest())
+    return [examples[i] for i in sorted(order[:max_pairs])]
+
+
+def _no_rows(share: _Share, options: DataOptions, report: DataReport) -> str:
+    """Why a source gave no row, and what to do."""
+    flag = "--sft_only_data_path" if share.is_whole else "--data_path"
+    num_rows = len(share.source.train)
+    cure = f"use more rows, an --eval_fraction under {options.eval_fraction}"
+    if not share.is_whole:
+        cure += f", or a --data_split that gives step {options.stage} more than {options.data_split} does"
+    seen = "; ".join(report.lines()[1:])
+    return (
+        f"{flag} {share.source.name}: none of its {num_rows} rows is left to train step {options.stage} on; "
+        f"{cure}" + (f" ({seen})" if seen else "")
+    )

@@ -1,0 +1,160 @@
+"""Examples to the token rows of each step."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from common.data.data_report import DataReport
+from common.data.example import BadRow, Example
+from common.dialogue import Template, Tokenised, response_start, truncate
+
+
+class Item(NamedTuple):
+    """An Example with its name and place, already known to serve the step."""
+
+    example: Example
+    row_id: str
+    location: str
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """What a step's rows hold, and how a batch of Examples becomes rows."""
+
+    name: str
+    stage: int
+    columns: dict[str, str]  # see token_cache.COLUMN_TYPES
+    text_key: Callable[[Example], Any]  # examples of one raw row with equal keys would give the same row
+    to_rows: Callable[..., list[dict[str, Any]]]
+
+
+def sft_rows(
+    items: Sequence[Item], template: Template, report: DataReport, *, max_tokens: int, loss_on: str
+) -> list[dict[str, Any]]:
+    """input_ids, loss_mask (True = a target; never the first token, which nothing predicts), row_id."""
+    kept, tokenised = _tokenise(
+        items, template, report, lambda example: [_learnt_segments(template, example)]
+    )
+    rows = []
+    for item, (row,) in zip(kept, tokenised, strict=True):
+        ids, mask, truncated = truncate(row, max_tokens, bos_id=template.bos_id)
+        mask = [False] + (mask[1:] if loss_on == "response" else [True] * (len(ids) - 1))
+        report.num_truncated += truncated
+        report.num_straddling += row.straddles
+        report.num_tokens += len(ids)
+        rows.append({"input_ids": ids, "loss_mask": mask, "row_id": item.row_id})
+    return rows
+
+
+def _learnt_segments(template: Template, example: Example) -> list:
+    if example.text is not None:
+        return template.text_segments(example.text)
+    return template.segments(example.prompt, example.chosen, learn_all_turns=example.learn_all_turns)
+
+
+def pair_rows(
+    items: Sequence[Item], template: Template, report: DataReport, *, max_tokens: int
+) -> list[dict[str, Any]]:
+    """Both answers after the same context; a pair whose answers are alike teaches nothing and is skipped."""
+
+    def both(example: Example) -> list:
+        return [template.segments(example.prompt, answer) for answer in (example.chosen, example.rejected)]
+
+    kept, tokenised = _tokenise(items, template, report, both)
+    rows = []
+    for item, (chosen, rejected) in zip(kept, tokenised, strict=True):
+        if chosen.input_ids == rejected.input_ids:
+            report.num_identical += 1
+            continue
+        longer = max(len(row.input_ids) - response_start(row.response_mask) for row in (chosen, rejected))
+        chosen_row, rejected_row = (
+            truncate(row, max_tokens, bos_id=template.bos_id, max_response_tokens=longer)
+            for row in (chosen, rejected)
+        )
+        if chosen_row.input_ids == rejected_row.input_ids:
+            report.num_identical_truncated += 1
+            continue
+        report.num_truncated += chosen_row.truncated or rejected_row.truncated
+        report.num_straddling += chosen.straddles or rejected.straddles
+        report.num_tokens += len(chosen_row.input_ids) + len(rejected_row.input_ids)
+        rows.append(
+            {
+                "chosen_ids": chosen_row.input_ids,
+                "rejected_ids": rejected_row.input_ids,
+                "chosen_response_start": response_start(chosen_row.response_mask),
+                "rejected_response_start": response_start(rejected_row.response_mask),
+                "margin": item.example.margin,
+                "row_id": item.row_id,
+            }
+        )
+    return rows
+
+
+def prompt_rows(
+    items: Sequence[Item], template: Template, report: DataReport, *, max_tokens: int
+) -> list[dict[str, Any]]:
+    """prompt_ids (the last `max_tokens` of them), row_id, and the prompt's whole text."""
+    kept, tokenised = _tokenise(
+        items, template, report, lambda example: [template.segments(example.prompt, None)]
+    )
+    rows = []
+    for item, (row,) in zip(kept, tokenised, strict=True):
+        ids, _, truncated = truncate(row, max_tokens, bos_id=template.bos_id)
+        report.num_truncated += truncated
+        report.num_tokens += len(ids)
+        text = template.prompt_text(item.example.prompt)
+        rows.append({"prompt_ids": ids, "row_id": item.row_id, "prompt_text": text})
+    return rows
+
+
+def _tokenise(
+    items: Sequence[Item], template: Template, report: DataReport, to_segments: Callable[[Example], list]
+) -> tuple[list[Item], list[list[Tokenised]]]:
+    """Items that the template can show, each with the tokens of its texts, from one batch."""
+    kept, segments, num_texts = [], [], 0
+    for item in items:
+        try:
+            texts = to_segments(item.example)
+            for segment in (segment for text in texts for segment in text):
+                segment.text.encode()
+        except UnicodeEncodeError as error:
+            report.add_bad(item.location, f"the text has half of a surrogate pair at character {error.start}")
+            continue
+        except BadRow as error:
+            report.add_bad(item.location, str(error))
+            continue
+        kept.append(item)
+        segments += texts
+        num_texts = len(texts)
+    flat = template.tokenise_batch(segments)
+    return kept, [flat[i : i + num_texts] for i in range(0, len(flat), num_texts or 1)]
+
+
+SFT = RowKind(
+    "sft",
+    1,
+    {"input_ids": "ids", "loss_mask": "mask", "row_id": "text"},
+    lambda example: (example.prompt, example.chosen, example.text),
+    sft_rows,
+)
+PAIR = RowKind(
+    "pair",
+    2,
+    {
+        "chosen_ids": "ids",
+        "rejected_ids": "ids",
+        "chosen_response_start": "int",
+        "rejected_response_start": "int",
+        "margin": "float",
+        "row_id": "text",
+    },
+    lambda example: (example.prompt, example.chosen, example.rejected),
+    pair_rows,
+)
+PROMPT = RowKind(
+    "prompt",
+    3,
+    {"prompt_ids": "ids", "row_id": "text", "prompt_text": "text"},
+    lambda example: example.prompt,
+    prompt_rows,
+)

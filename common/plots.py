@@ -1,0 +1,58 @@
+"""Curves of a run, drawn from its metrics.jsonl."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+# One name for a number everywhere; these are worth a picture, in this order.
+FIRST = (
+    "sft/loss",
+    "reward/loss",
+    "reward/accuracy",
+    "objective/score",
+    "objective/kl",
+    "policy/loss",
+    "value/loss",
+)
+
+
+def read_curves(metrics_file: Path) -> dict[str, tuple[list[int], list[float]]]:
+    """Return {metric: (steps, values)} of a metrics.jsonl."""
+    curves: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
+    for line in metrics_file.read_text().splitlines():
+        row = json.loads(line)
+        for name, value in row.items():
+            if "/" in name and isinstance(value, int | float):
+                curves[name][0].append(row["step"])
+                curves[name][1].append(value)
+    return dict(curves)
+
+
+def plot_curves(metrics_file: Path, picture: Path) -> None:
+    """Draw every metric of the file as a small panel with a shared step axis; nothing without points."""
+    curves = read_curves(metrics_file)
+    if not curves:
+        return
+    import matplotlib  # slow to import: only when a run ends
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = sorted(curves, key=lambda n: (FIRST.index(n) if n in FIRST else len(FIRST), n))
+    num_columns = min(4, len(names))
+    num_rows = -(-len(names) // num_columns)
+    figure, axes = plt.subplots(
+        num_rows, num_columns, figsize=(3.6 * num_columns, 2.4 * num_rows), squeeze=False
+    )
+    for axis, name in zip(axes.flat, names, strict=False):
+        steps, values = curves[name]
+        axis.plot(steps, values, "." if len(steps) < 3 else "-", linewidth=1.2)
+        axis.set_title(name, fontsize=9)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+    for axis in axes.flat[len(names) :]:
+        axis.set_visible(False)
+    figure.supxlabel("step", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,158 @@
+"""Sampling that does not depend on the batch. PURE: imports torch only.
+
+One uniform per (seed, sample id, position) comes from a counter-based hash, and turns into a token through
+the inverse of the cumulated probabilities in the order of the vocabulary. Probabilities are cumulated as
+integers: their sums are exact in whatever order a device adds them up, so a row's token does not depend on
+the rows around it, and a token of weight 0 occupies no part of the interval.
+
+# B sequences, V vocabulary
+"""
+
+import torch
+import torch.nn.functional as F
+
+# splitmix64: increment and finaliser. Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+# generators".
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_FIRST_MULTIPLIER = 0xBF58476D1CE4E5B9
+_SECOND_MULTIPLIER = 0x94D049BB133111EB
+_UNIFORM_BITS = 24  # what an fp32 in [0, 1) can hold everywhere
+
+_WEIGHT_ONE = 2.0**40  # integer weight of the likeliest token; 2^22 tokens of it still fit into an int64
+_CPU_CHUNK_ELEMENTS = 2**17  # int64 weights made at a time: they stay in the cache
+_BLOCK = 256  # tokens whose weights are added up before the search looks inside
+# Sorting a vocabulary of 32,000 on a CPU takes 4 times as long as finding this many likeliest tokens.
+_CPU_NUCLEUS_CANDIDATES = 4096
+
+
+def counter_uniform(seed: int, sample_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return a uniform in [0, 1) for each (seed, sample id, position): (B,) fp32, a multiple of 2^-24.
+
+    sample_ids (B,) and positions (B,) int64 on one device; seed is any int (its low 64 bits count). Three
+    rounds of splitmix64 in wrapping int64 arithmetic: the same bits on every device, whatever else is in
+    the batch.
+    """
+    if sample_ids.dtype != torch.int64 or positions.dtype != torch.int64:
+        raise ValueError(f"sample_ids and positions must be int64, not {sample_ids.dtype}, {positions.dtype}")
+    state = _mix(torch.full_like(sample_ids, _as_int64(seed + _GOLDEN_GAMMA)))
+    for word in (sample_ids, positions):
+        state = _mix(state + word * _as_int64(_GOLDEN_GAMMA))
+    return _shift_right(state, 64 - _UNIFORM_BITS).float() * 2.0**-_UNIFORM_BITS
+
+
+def sample_tokens(
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    do_sample: bool = True,
+    num_valid_tokens: int | None = None,
+) -> torch.Tensor:
+    """Return a token for each row: (B,) int64, below `num_valid_tokens`, never one of probability 0.
+
+    logits (B, V) of any float dtype, uniforms (B,) in [0, 1]. First the temperature, then `top_k` (0 =
+    all), then `top_p` (1 = all) of what is left: the likeliest tokens up to and with the one that reaches
+    it. Tokens as likely as the last one kept are kept too, since an order among them would differ from
+    device to device. A probability below 2^-40 of the likeliest counts as 0. `do_sample=False` returns the
+    argmax. A row with a NaN or without a finite logit gets an arbitrary valid token: its log-probability
+    tells.
+
+    Raises ValueError for an option out of its range.
+    """
+    vocabulary = logits.shape[-1]
+    num_valid = vocabulary if num_valid_tokens is None else num_valid_tokens
+    _check_options(vocabulary, num_valid, temperature, top_k, top_p)
+    logits = logits[:, :num_valid]
+    if not do_sample:
+        return logits.argmax(-1)
+    weights = logits.float() - logits.amax(-1, keepdim=True).float()
+    if temperature != 1.0:
+        weights.div_(temperature)
+    weights.exp_().mul_(_WEIGHT_ONE)  # (B, V) in [0, 2^40]
+    if 0 < top_k < num_valid or top_p < 1.0:
+        threshold = _smallest_weight_kept(weights, top_k, top_p)
+        weights.masked_fill_(weights < threshold, 0.0)
+    return _invert_cumulated(weights, uniforms).clamp_(0, num_valid - 1)
+
+
+def _check_options(vocabulary: int, num_valid: int, temperature: float, top_k: int, top_p: float) -> None:
+    if not 0 < num_valid <= vocabulary:
+        raise ValueError(f"num_valid_tokens {num_valid} must be between 1 and the vocabulary, {vocabulary}")
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature {temperature} must be above 0; for the likeliest token use do_sample=False"
+        )
+    if top_k < 0:
+        raise ValueError(f"top_k {top_k} must be 0 (all tokens) or above")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p {top_p} must be above 0 and at most 1 (all tokens)")
+
+
+def _smallest_weight_kept(weights: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Return (B, 1): a token stays if its weight is at least this."""
+    largest = min(top_k, weights.shape[-1]) if top_k else weights.shape[-1]
+    if top_k:
+        threshold = weights.topk(largest).values[:, -1:]
+        weights = weights.masked_fill(weights < threshold, 0.0)
+    return _smallest_weight_in_nucleus(weights, top_p, largest) if top_p < 1.0 else threshold
+
+
+def _smallest_weight_in_nucleus(weights: torch.Tensor, top_p: float, largest: int) -> torch.Tensor:
+    """Return (B, 1): the falling weights add up to `top_p` of their sum with this one, and not before it."""
+    target = top_p * weights.long().sum(-1, keepdim=True).double()
+    # The loop waits for the device, so a GPU, which sorts fast, goes straight to all of them.
+    first_try = min(largest, _CPU_NUCLEUS_CANDIDATES) if weights.device.type == "cpu" else largest
+    for num_candidates in (first_try, largest):
+        ordered = weights.topk(num_candidates).values  # (B, num_candidates), falling
+        integers = ordered.long()
+        is_kept = (integers.cumsum(-1) - integers).double() < target
+        if num_candidates == largest or not is_kept[:, -1].any():
+            break
+    num_kept = is_kept.sum(-1, keepdim=True).clamp(min=1)  # 0 only in a row of NaN
+    return ordered.gather(-1, num_kept - 1)
+
+
+def _invert_cumulated(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Return for each row the first token whose cumulated weight exceeds uniform * total: (B,) int64."""
+    num_tokens = weights.shape[-1]
+    cumulated = _block_sums(weights).cumsum(-1)  # (B, blocks)
+    total = cumulated[:, -1:]
+    # Rounded in float64 the product can reach the total, where no token is left to find.
+    target = (uniforms.unsqueeze(-1).double() * total.double()).long().minimum(total - 1).clamp_(min=0)
+    block = torch.searchsorted(cumulated, target, right=True).clamp_(max=cumulated.shape[-1] - 1)  # (B, 1)
+    tokens = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)  # (B, _BLOCK)
+    inside = weights.gather(-1, tokens.clamp(max=num_tokens - 1)).masked_fill_(tokens >= num_tokens, 0.0)
+    inside = inside.long().cumsum(-1)
+    mass_before = cumulated.gather(-1, block) - inside[:, -1:]
+    return (block * _BLOCK + torch.searchsorted(inside, target - mass_before, right=True)).squeeze(-1)
+
+
+def _block_sums(weights: torch.Tensor) -> torch.Tensor:
+    """Return the integer weights of each _BLOCK tokens added up: (B, V / _BLOCK rounded up) int64."""
+    padding = -weights.shape[-1] % _BLOCK
+    rows = _CPU_CHUNK_ELEMENTS // weights.shape[-1] if weights.device.type == "cpu" else len(weights)
+    return torch.cat(
+        [
+            F.pad(part, (0, padding)).long().unflatten(-1, (-1, _BLOCK)).sum(-1)
+            for part in weights.split(max(1, rows))
+        ]
+    )
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift_right(x, 30)) * _as_int64(_FIRST_MULTIPLIER)
+    x = (x ^ _shift_right(x, 27)) * _as_int64(_SECOND_MULTIPLIER)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift in zeros: int64's own shift copies the sign bit."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _as_int64(value: int) -> int:
+    """Return the int64 with the low 64 bits of `value`."""
+    low = value & (2**64 - 1)
+    return low - 2**64 if low >= 2**63 else low

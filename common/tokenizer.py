@@ -1,0 +1,113 @@
+"""Load a tokenizer with an end-of-turn token that is one id, and a padding token."""
+
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+
+def load_tokenizer(
+    name_or_path: str,
+    *,
+    eot_token: str | None = None,
+    add_eot_token: bool = False,
+    trust_remote_code: bool = False,
+    flag: str = "--model_name_or_path",
+) -> PreTrainedTokenizerFast:
+    """Return a fast tokenizer whose eos ends a turn and whose pad is set.
+
+    `eot_token` replaces the tokenizer's own eos; it must be one id already, unless `add_eot_token` lets it be
+    a new one (the embeddings of the model must then grow). No existing id changes. PAD may be the same id as
+    EOS.
+
+    Raises:
+        ValueError: no tokenizer there, no fast one, no eos, or an end-of-turn token of several ids; `flag` is
+        named.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name_or_path, use_fast=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # transformers raises OSError, KeyError, TypeError, ... by what is missing
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"{flag} {name_or_path}: no tokenizer could be loaded ({reason[0]}); "
+            "give a folder that holds tokenizer.json, or a hub name that can be reached"
+        ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            f"{flag} {name_or_path}: {type(tokenizer).__name__} has no fast form, and response masks need "
+            "its character offsets; save the model with a tokenizer.json"
+        )
+    return prepare_tokenizer(tokenizer, eot_token=eot_token, add_eot_token=add_eot_token, name=name_or_path)
+
+
+def prepare_tokenizer(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    eot_token: str | None = None,
+    add_eot_token: bool = False,
+    name: str = "tokenizer",
+) -> PreTrainedTokenizerFast:
+    """Set eos and pad on a tokenizer that is loaded already, in place, and return it; see `load_tokenizer`.
+
+    Raises:
+        ValueError: there is no end-of-turn token, or it is not exactly one id.
+    """
+    eot = eot_token or tokenizer.eos_token
+    if not eot:
+        raise ValueError(
+            f"the tokenizer of {name} has no eos token, so no reply could end; name one of its tokens by "
+            "--eot_token, or add a new one by --eot_token '<|endoftext|>' --add_eot_token"
+        )
+    if eot not in tokenizer.get_vocab() and not add_eot_token:
+        pieces = tokenizer.tokenize(eot)
+        raise ValueError(
+            f"--eot_token {eot}: the tokenizer of {name} splits it into {len(pieces)} tokens {pieces}; an "
+            f"end-of-turn token must be one id: pass --add_eot_token to add it"
+            + (f", or leave --eot_token out to use {tokenizer.eos_token}" if tokenizer.eos_token else "")
+        )
+    if (
+        eot != tokenizer.eos_token
+        or eot not in tokenizer.all_special_tokens
+        or _token_ids(tokenizer, eot) is None
+    ):
+        # A token of the vocabulary keeps its id: registering it only stops the pre-tokenizer from splitting
+        # it.
+        tokenizer.add_special_tokens({"eos_token": AddedToken(eot, special=True, normalized=False)})
+    if _token_ids(tokenizer, eot) != tokenizer.eos_token_id:
+        raise ValueError(
+            f"--eot_token {eot}: the tokenizer of {name} still splits it; pass another token with "
+            "--add_eot_token"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> int | None:
+    """The id of `text` when it is exactly one, else None."""
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return ids[0] if len(ids) == 1 else None
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether the tokenizer itself puts its bos before a text."""
+    if tokenizer.bos_token_id is None:
+        return False
+    return tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+
+
+def vocabulary_difference(
+    tokenizer_a: PreTrainedTokenizerFast, tokenizer_b: PreTrainedTokenizerFast
+) -> str | None:
+    """None when every token of a has the same id in b (b may hold more), else a sentence that names a few."""
+    vocabulary_a, vocabulary_b = tokenizer_a.get_vocab(), tokenizer_b.get_vocab()
+    different = [token for token, token_id in vocabulary_a.items() if vocabulary_b.get(token) != token_id]
+    if not different:
+        return None
+    different.sort(key=vocabulary_a.__getitem__)
+    named = ", ".join(
+        f"{token!r} is {vocabulary_a[token]} here and {vocabulary_b.get(token, 'absent')} there"
+        for token in different[:3]
+    )
+    sizes = f"{len(vocabulary_a)} tokens (the other vocabulary has {len(vocabulary_b)})"
+    return f"{len(different)} of {sizes} differ: {named}"

@@ -1,0 +1,97 @@
+"""The critic and the reward model: a backbone with a scalar head, values per token, one score per sequence.
+
+It *is* transformers' AutoModelForSequenceClassification with one label, so a saved reward model loads with plain
+`from_pretrained` and an SFT model, a base model or a reward model can all be its beginning.
+
+# B sequences, T positions
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from common.models import (
+    LoraOptions,
+    ModelOptions,
+    add_lora,
+    build_position_ids,
+    draw_weight,
+    forward_accepts,
+    load_pretrained,
+    plain_model,
+)
+
+
+class ScoreHead(nn.Linear):
+    """A bias-free linear layer that answers in fp32 whatever its weights' dtype: scores keep their digits."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return scores (..., 1) fp32."""
+        return F.linear(hidden.float(), self.weight.float())
+
+
+class ValueModel(nn.Module):
+    """Values per token over a sequence-classification model whose head is called `score`."""
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.classifier = classifier
+        plain = plain_model(classifier)
+        backbone = getattr(plain, plain.base_model_prefix)
+        self.takes_position_ids = forward_accepts(backbone, "position_ids")
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Return values (B, T) fp32: the head on every position's last hidden state."""
+        plain = plain_model(self.classifier)
+        inputs: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "use_cache": False,
+        }
+        if self.takes_position_ids:
+            inputs["position_ids"] = build_position_ids(attention_mask)
+        hidden = getattr(plain, plain.base_model_prefix)(**inputs)[0]  # (B, T, H)
+        return plain.score(hidden).squeeze(-1)
+
+
+def gather_scores(values: torch.Tensor, last_positions: torch.Tensor) -> torch.Tensor:
+    """Return the score (B,) of each sequence: the value (of B, T) at its last real token, EOS included.
+
+    The position comes from the sequence's length, never from a search for PAD: PAD may be EOS.
+    """
+    return values.gather(1, last_positions.view(-1, 1)).squeeze(1)
+
+
+def load_value_model(
+    options: ModelOptions,
+    num_tokens: int,
+    lora: LoraOptions | None = None,
+    *,
+    seed: int = 0,
+    fresh_head: bool = False,
+) -> ValueModel:
+    """Return a value model from a base, SFT or reward model; the head is new unless a saved one is there.
+
+    `fresh_head` forgets a saved one. Raises ValueError for a family without a `score` head in transformers.
+    Every rank must call this.
+    """
+    classifier = load_pretrained(AutoModelForSequenceClassification, options, num_tokens, num_labels=1)
+    if not isinstance(getattr(classifier, "score", None), nn.Linear):
+        raise ValueError(
+            f"{options.name_or_path}: {type(classifier).__name__} has no linear `score` head; "
+            "use a decoder family such as Llama, Qwen2, OPT, GPT-2, GPT-NeoX or BLOOM"
+        )
+    # The class is swapped in place so that the parameter, sharded or not, keeps its identity and its name.
+    classifier.score.__class__ = ScoreHead
+    if fresh_head or not has_saved_head(options.name_or_path):
+        draw_weight(classifier.score.weight, "score.weight", std=0.02, seed=seed)
+    return ValueModel(add_lora(classifier, lora, seed) if lora else classifier)
+
+
+def has_saved_head(name_or_path: str) -> bool:
+    """Whether the saved model is a sequence classifier, that is: has learned scores."""
+    architectures = AutoConfig.from_pretrained(name_or_path).architectures or []
+    return any(name.endswith("ForSequenceClassification") for name in architectures)

@@ -1,0 +1,1 @@
+"""Step 2: preference pairs to a reward model."""

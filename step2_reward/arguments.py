@@ -1,0 +1,49 @@
+"""The flags of step 2. No torch in here."""
+
+from dataclasses import dataclass
+
+from common.args import (
+    REQUIRED,
+    DataArguments,
+    LoraArguments,
+    RunArguments,
+    ScheduleArguments,
+    TokenizerArguments,
+    TrainArguments,
+    flag,
+)
+
+
+@dataclass
+class RewardArguments(
+    DataArguments, TokenizerArguments, LoraArguments, ScheduleArguments, TrainArguments, RunArguments
+):
+    """Reward modelling."""
+
+    model_name_or_path: str = flag(REQUIRED, "base, SFT or reward model: a folder or a hub name")
+    rank_loss: str = flag(
+        "end_score",
+        "Bradley-Terry on the score at the last token, or on every token from the first difference on",
+        choices=("end_score", "token_wise"),
+    )
+    use_margin: bool = flag(False, "require the margin that a row's `margin` column names")
+    center_coef: float = flag(0.0, "weight of (chosen + rejected)^2, which keeps scores around 0")
+    learning_rate: float = flag(5e-5, "peak learning rate")
+
+
+@dataclass
+class RewardEvalArguments(DataArguments, TokenizerArguments):
+    """Evaluation of a reward model on any pairs."""
+
+    model_name_or_path: str = flag(REQUIRED, "reward model: the export/ folder of step 2, or a hub name")
+    max_seq_len: int = flag(
+        512, "tokens of prompt and response at most; longer rows are truncated and counted"
+    )
+    per_device_eval_batch_size: int = flag(16, "pairs per batch")
+    dtype: str = flag(
+        "",
+        "weights and activations; empty: bf16 on a GPU that has it, else fp32",
+        choices=("fp32", "bf16", "fp16"),
+    )
+    num_samples: int = flag(5, "pairs printed with their scores")
+    seed: int = flag(1234, "seed of the choice of printed pairs")

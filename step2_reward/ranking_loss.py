@@ -1,0 +1,83 @@
+"""Losses of a reward model on pairs of answers. PURE: imports torch only.
+
+All are unreduced, one number a pair, in fp32. Sequences start at column 0 and are told by their lengths;
+what stands after them is never read.
+
+# N pairs, T tokens of prompt and answer, right-padded
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class TokenWiseLoss(NamedTuple):
+    """The token-wise loss of each pair, and whether there was anything to compare."""
+
+    loss: torch.Tensor  # (N,) fp32, 0 for identical pairs
+    has_difference: torch.Tensor  # (N,) bool, False for identical pairs: leave them out of the mean
+
+
+def end_score_loss(
+    chosen_scores: torch.Tensor, rejected_scores: torch.Tensor, margin: torch.Tensor | float = 0.0
+) -> torch.Tensor:
+    """Return -log sigmoid(chosen - rejected - margin): (N,) fp32, finite for any finite scores.
+
+    Scores (N,); margin a number or (N,). Bradley-Terry, arXiv:2203.02155 eq. 1; margin, arXiv:2307.09288
+    eq. 2.
+    """
+    return -F.logsigmoid(chosen_scores.float() - rejected_scores.float() - margin)
+
+
+def token_wise_loss(
+    chosen_values: torch.Tensor,
+    rejected_values: torch.Tensor,
+    chosen_lengths: torch.Tensor,
+    rejected_lengths: torch.Tensor,
+    divergence: torch.Tensor,
+) -> TokenWiseLoss:
+    """Return the mean of -log sigmoid(chosen - rejected) from the first difference to the longer one's end.
+
+    Values (N, T); lengths (N,) of prompt and answer; divergence (N,) of `first_difference`. After the shorter
+    answer its last real value is held: DeepSpeed-Chat, whose loss this is, reads values at padding there.
+    """
+    positions = torch.arange(chosen_values.shape[1], device=chosen_values.device)  # (T,)
+    differences = _hold_last(chosen_values, chosen_lengths) - _hold_last(rejected_values, rejected_lengths)
+    longer = torch.maximum(chosen_lengths, rejected_lengths)
+    counts = (positions >= divergence[:, None]) & (positions < longer[:, None])  # (N, T)
+    num_compared = counts.sum(1)
+    total = torch.where(counts, -F.logsigmoid(differences), 0.0).sum(1)
+    return TokenWiseLoss(total / num_compared.clamp(min=1), num_compared > 0)
+
+
+def first_difference(
+    chosen_ids: torch.Tensor,
+    rejected_ids: torch.Tensor,
+    chosen_lengths: torch.Tensor,
+    rejected_lengths: torch.Tensor,
+) -> torch.Tensor:
+    """Return the first position that differs: (N,) int64, the common length where the two are identical.
+
+    ids (N, T), lengths (N,). Where one is the beginning of the other they differ at the end of the shorter
+    one.
+    """
+    positions = torch.arange(chosen_ids.shape[1], device=chosen_ids.device)
+    is_chosen, is_rejected = positions < chosen_lengths[:, None], positions < rejected_lengths[:, None]
+    differs = (is_chosen != is_rejected) | (is_chosen & is_rejected & (chosen_ids != rejected_ids))
+    longer = torch.maximum(chosen_lengths, rejected_lengths)
+    return torch.where(differs, positions, longer[:, None]).amin(1)
+
+
+def center_penalty(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> torch.Tensor:
+    """Return (chosen + rejected)^2: (N,) fp32. It keeps scores near 0, where a pair's loss does not care.
+
+    Eisenstein et al. 2023, arXiv:2312.09244.
+    """
+    return (chosen_scores.float() + rejected_scores.float()).square()
+
+
+def _hold_last(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return values (N, T) in fp32 with all after a row's length replaced by its last real one."""
+    positions = torch.arange(values.shape[1], device=values.device)
+    return values.float().gather(1, torch.minimum(positions, lengths[:, None] - 1).clamp(min=0))

@@ -1,0 +1,54 @@
+"""How well a reward model ranks pairs. PURE: imports torch only.
+
+Each metric takes the scores of a whole evaluation, gathered from all ranks: none of them is a mean of means.
+
+# N pairs
+"""
+
+import torch
+
+
+@torch.no_grad()
+def pair_accuracy(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> torch.Tensor:
+    """Return the share of pairs ranked rightly: fp32 scalar. A tie counts half: it says nothing either way.
+
+    Scores (N,). Raises ValueError without pairs.
+    """
+    differences = chosen_scores.double() - rejected_scores.double()
+    return _wins(differences).mean().float()
+
+
+@torch.no_grad()
+def expected_calibration_error(score_differences: torch.Tensor, bins: int = 10) -> torch.Tensor:
+    """Return sum over bins of (share of pairs) |accuracy - mean confidence|: fp32 scalar in [0, 1].
+
+    score_differences (N,): chosen minus rejected, the log odds that the chosen answer is better. The
+    confidence is the probability of the answer it prefers, in [0.5, 1], cut into `bins` of equal width; a tie
+    counts half. Guo et al. 2017, arXiv:1706.04599 eq. 3. Raises ValueError without pairs.
+    """
+    differences = score_differences.double()
+    wins = _wins(differences)
+    confidence = torch.sigmoid(differences.abs())
+    bin_index = ((confidence - 0.5) * 2 * bins).long().clamp_(max=bins - 1)
+    # |sum of wins - sum of confidences| of a bin is its count times |accuracy - mean confidence|.
+    gaps = differences.new_zeros(bins).index_add_(0, bin_index, wins - confidence)
+    return (gaps.abs().sum() / len(differences)).float()
+
+
+@torch.no_grad()
+def score_length_correlation(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return Pearson's correlation of scores (N,) and lengths (N,): fp32 scalar, 0 where either is constant.
+
+    Near 1 means the model rewards length. Raises ValueError without entries.
+    """
+    if len(scores) == 0:
+        raise ValueError("there are no scores to correlate with lengths")
+    x, y = scores.double() - scores.double().mean(), lengths.double() - lengths.double().mean()
+    spread = (x.square().sum() * y.square().sum()).sqrt()
+    return torch.where(spread > 0, (x * y).sum() / spread, 0.0).clamp(-1, 1).float()
+
+
+def _wins(differences: torch.Tensor) -> torch.Tensor:
+    if len(differences) == 0:
+        raise ValueError("there are no pairs to measure; is the evaluation set empty?")
+    return (differences.sign() + 1) / 2

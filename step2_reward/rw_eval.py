@@ -1,0 +1,97 @@
+#!/usr/bin/env python
+"""Scores any pairs with a reward model: accuracy, margin, calibration, length correlation.
+
+python step2_reward/rw_eval.py --model_name_or_path OUT/export --data_path PAIRS
+
+A data set's evaluation part is used, or all of it where it has none. The last line printed is one JSON object.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a script: import from the repository root, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from common import distributed, startup
+from common.args import Problems, parse_args
+from common.checkpoint import read_metadata
+from common.data.collators import PairCollator
+from common.data.data_options import DataOptions
+from common.data.global_batches import evaluation_batches
+from common.data.source_checks import check_sources
+from common.data.stage_datasets import build_pairs
+from common.dialogue import build_template
+from common.models import ModelOptions
+from common.value_model import has_saved_head, load_value_model
+from step2_reward.arguments import RewardEvalArguments
+from step2_reward.reward_trainer import compute_pair_scores, evaluate_pairs
+
+
+def main() -> None:
+    """Check, load, score, print."""
+    problems = Problems()
+    args = parse_args(RewardEvalArguments, description=__doc__.splitlines()[0], problems=problems)
+    problems.exit_if_any()
+    startup.check_positive(args, ["per_device_eval_batch_size"], problems)
+    name = args.model_name_or_path
+    config = startup.check_model("--model_name_or_path", name, args, problems)
+    if config and not has_saved_head(name):
+        problems.add(
+            f"--model_name_or_path {name} has no trained score head; give the export/ folder of step 2"
+        )
+    tokenizer = config and startup.check_tokenizer("--model_name_or_path", name, args, problems)
+    options = DataOptions(
+        data_path=args.data_path,
+        stage=2,
+        data_split="0,1,0",  # nothing is shared out: an evaluation takes the rows it is given
+        max_seq_len=args.max_seq_len,
+        eval_fraction=0.0,
+        seed=args.seed,
+        max_bad_rows=args.max_bad_rows,
+        max_pairs_per_prompt=args.max_pairs_per_prompt,
+        cache_dir=args.data_output_path,
+    )
+    for problem in check_sources(args.data_path, 2, options):
+        problems.add(problem)
+    template_name = read_metadata(name).get("template", args.template)
+    with startup.as_problem(problems):
+        template = tokenizer and build_template(template_name, tokenizer)
+    problems.exit_if_any()
+    distributed.start()
+    with startup.as_problem(problems):
+        data = build_pairs(options, tokenizer, template)
+        model_options = ModelOptions(name, dtype=args.dtype or distributed.default_dtype_name(), dropout=0.0)
+        model = load_value_model(model_options, len(tokenizer)).to(distributed.device()).eval()
+    rows = data.eval if data.eval is not None and len(data.eval) else data.train
+    collate = PairCollator(tokenizer.pad_token_id)
+    for line in data.report.lines():
+        print(line)
+    batches = evaluation_batches(
+        rows,
+        collate,
+        rows_per_batch=args.per_device_eval_batch_size,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+    )
+    figures = evaluate_pairs(model, batches)
+    if distributed.is_main():
+        _print_samples(model, [rows[i] for i in range(min(args.num_samples, len(rows)))], collate, tokenizer)
+        for metric, value in figures.items():
+            print(f"{metric:>20}  {value:.4f}")
+        print(json.dumps(figures))
+
+
+def _print_samples(model, rows: list[dict], collate: PairCollator, tokenizer) -> None:
+    if not rows:
+        return
+    scores = compute_pair_scores(model, collate(rows))
+    for index, row in enumerate(rows):
+        print(repr(tokenizer.decode(row["chosen_ids"][: row["chosen_response_start"]])))
+        for kind, value in (("chosen", scores.chosen[index]), ("rejected", scores.rejected[index])):
+            answer = tokenizer.decode(row[f"{kind}_ids"][row[f"{kind}_response_start"] :])
+            print(f"  {kind:>8} {float(value):>8.3f}  {answer!r}")
+
+
+if __name__ == "__main__":
+    startup.run_program(main)

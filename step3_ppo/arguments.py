@@ -1,0 +1,142 @@
+"""The flags of step 3. No torch in here."""
+
+from dataclasses import dataclass
+
+from common.args import REQUIRED, DataArguments, RunArguments, ScheduleArguments, TokenizerArguments, flag
+
+PLAIN_GENERATION = "generation is a plain key/value-cache loop on the training weights"
+
+
+@dataclass
+class PromptArguments:
+    """Prompts, answers and pretraining text."""
+
+    max_prompt_seq_len: int = flag(
+        256, "prompt tokens at most; the tail of a longer prompt is kept, and counted"
+    )
+    max_answer_seq_len: int = flag(256, "response tokens at most")
+    unsupervised_dataset_name: str = flag("", "text data mixed into the actor's loss; empty: none")
+    unsupervised_dataset_config_name: str = flag("", "its configuration on the hub")
+    unsup_coef: float = flag(27.8, "weight of the language-modelling loss on that text")
+    temperature: float = flag(1.0, "sampling temperature; log-probabilities are taken at it too")
+    top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all")
+    top_p: float = flag(1.0, "sample from the smallest set of tokens with this probability")
+
+
+@dataclass
+class RoleArguments:
+    """The four models: where they come from, how they are trained and placed."""
+
+    actor_model_name_or_path: str = flag(REQUIRED, "SFT model; also the reference")
+    critic_model_name_or_path: str = flag(REQUIRED, "reward model that the critic begins as")
+    reward_model_name_or_path: str = flag("", "reward model that scores; empty: the critic's")
+    actor_learning_rate: float = flag(9.65e-6, "peak learning rate of the actor")
+    critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic")
+    actor_weight_decay: float = flag(0.0, "AdamW weight decay of the actor's matrices")
+    critic_weight_decay: float = flag(0.0, "AdamW weight decay of the critic's matrices")
+    actor_zero_stage: int = flag(
+        0, "ZeRO stage of the actor; 3 shards the reference too", choices=(0, 1, 2, 3)
+    )
+    critic_zero_stage: int = flag(
+        0, "ZeRO stage of the critic; 3 shards the reward too", choices=(0, 1, 2, 3)
+    )
+    actor_gradient_checkpointing: bool = flag(False, "recompute the actor's activations")
+    critic_gradient_checkpointing: bool = flag(False, "recompute the critic's activations")
+    actor_dropout: float | None = flag(None, "accepted", no_effect="dropout is off in every PPO forward pass")
+    critic_dropout: float | None = flag(
+        None, "accepted", no_effect="dropout is off in every PPO forward pass"
+    )
+    offload_reference_model: bool = flag(False, "keep the reference model's weights on the CPU between uses")
+    offload_reward_model: bool = flag(False, "keep the reward model's weights on the CPU between uses")
+    actor_lora_dim: int = flag(0, "rank of the actor's adapters; 0: no LoRA")
+    actor_lora_alpha: float = flag(0.0, "their scaling is alpha / dim; 0 means alpha = dim")
+    actor_lora_module_name: str = flag("auto", "adapt the actor's linear layers whose name contains this")
+    actor_lora_learning_rate: float = flag(5e-4, "learning rate of the actor's adapters")
+    critic_lora_dim: int = flag(0, "rank of the critic's adapters; 0: no LoRA")
+    critic_lora_alpha: float = flag(0.0, "their scaling is alpha / dim; 0 means alpha = dim")
+    critic_lora_module_name: str = flag("auto", "adapt the critic's linear layers whose name contains this")
+    critic_lora_learning_rate: float = flag(5e-4, "learning rate of the critic's adapters")
+    only_optimize_lora: bool = flag(False, "freeze everything but adapters and the critic's head")
+    enable_mixed_precision_lora: bool = flag(False, "accepted", no_effect="it belonged to DeepSpeed's MixZ++")
+
+
+@dataclass
+class RolloutArguments:
+    """Batches of a PPO step."""
+
+    per_device_generation_batch_size: int = flag(16, "prompts per rank and generation batch")
+    generation_batches: int = flag(1, "generation batches per PPO step")
+    per_device_training_batch_size: int = flag(16, "samples per rank and micro-batch of the update")
+    ppo_epochs: int = flag(1, "passes over the samples of a step, reshuffled each time")
+    num_warmup_steps: int = flag(100, "optimizer steps of linear warm-up")
+
+
+@dataclass
+class PPOMathArguments:
+    """Rewards, advantages and losses."""
+
+    algorithm: str = flag("ppo", "how advantages are made")
+    kl_coef: float = flag(0.1, "weight of the KL penalty to the reference in the reward")
+    kl_estimator: str = flag("k1", "estimate of the KL", choices=("k1", "k2", "k3"))
+    kl_target: float = flag(0.0, "steer kl_coef towards this KL (nats a response); 0: it stays fixed")
+    kl_horizon: int = flag(10000, "samples over which kl_coef is steered")
+    reward_clip: float = flag(5.0, "scores are clipped to +- this; 0: never")
+    whiten_scores: bool = flag(False, "scale each step's scores to mean 0 and deviation 1 before clipping")
+    length_reward_coef: float = flag(
+        0.0,
+        "taken off the score for a response that ends at once, less for a longer one: see length_reward_tokens",
+    )
+    length_reward_tokens: int = flag(0, "response tokens from which nothing is taken off any more")
+    truncated: str = flag(
+        "score",
+        "a response cut by max_answer_seq_len: is scored as it is, also gets the critic's value of what would "
+        "follow, or gets truncated_penalty in place of a score",
+        choices=("score", "bootstrap", "penalty"),
+    )
+    truncated_penalty: float = flag(-1.0, "the score of a cut response under --truncated penalty")
+    gamma: float = flag(1.0, "discount of later rewards")
+    gae_lambda: float = flag(0.95, "lambda of generalised advantage estimation")
+    whiten_advantages: bool = flag(True, "scale each step's advantages to mean 0 and deviation 1")
+    clip_range: float = flag(0.2, "the ratio's gradient ends outside 1 +- this")
+    value_clip_range: float = flag(0.2, "the critic moves at most this far from its old value; 0: no limit")
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus")
+    old_logprobs: str = flag(
+        "recompute",
+        "log-probabilities at rollout: from the sampler, or from a forward pass like the update's",
+        choices=("rollout", "recompute"),
+    )
+
+
+@dataclass
+class HybridArguments:
+    """Generation inside training, EMA, samples, test mode."""
+
+    enable_hybrid_engine: bool = flag(False, "accepted", no_effect=PLAIN_GENERATION)
+    inference_tp_size: int = flag(1, "accepted", no_effect=PLAIN_GENERATION)
+    tp_gather_partition_size: int = flag(8, "accepted", no_effect=PLAIN_GENERATION)
+    unpin_actor_parameters: bool = flag(False, "accepted", no_effect=PLAIN_GENERATION)
+    release_inference_cache: bool = flag(False, "accepted", no_effect=PLAIN_GENERATION)
+    enable_ema: bool = flag(False, "average the actor's weights; the average is exported to export_ema/")
+    ema_decay: float = flag(0.992, "how much of the average an update keeps")
+    print_answers: bool = flag(False, "print a prompt and its answer (samples.jsonl always has some)")
+    print_answers_interval: int = flag(1, "every so many steps")
+    enable_test_mode: bool = flag(False, "stop after test_stop_step steps")
+    test_stop_step: int = flag(0, "steps of the test mode")
+    align_overflow: bool = flag(
+        False, "accepted", no_effect="each fp16 engine skips its own overflowing steps"
+    )
+
+
+@dataclass
+class PPOArguments(
+    DataArguments,
+    PromptArguments,
+    TokenizerArguments,
+    RoleArguments,
+    RolloutArguments,
+    ScheduleArguments,
+    PPOMathArguments,
+    HybridArguments,
+    RunArguments,
+):
+    """PPO."""

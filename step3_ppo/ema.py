@@ -1,0 +1,45 @@
+"""An exponential moving average of the actor's trained weights, kept shard by shard: no communication."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from common.zero3 import is_sharded, local_shard
+
+
+class ExponentialMovingAverage:
+    """average <- decay average + (1 - decay) weights, in fp32, on whatever part of a weight this rank holds."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"--ema_decay {decay} must be at least 0 and less than 1; 0.992 is usual")
+        self.decay = decay
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.averages = {name: local_shard(p).detach().float().clone() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the weights as they are now."""
+        for name, parameter in self.parameters.items():
+            self.averages[name].lerp_(local_shard(parameter).float(), 1 - self.decay)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Hold the averages in the weights' place inside the block, for an export. Every rank must call this."""
+        saved = {name: local_shard(p).detach().clone() for name, p in self.parameters.items()}
+        try:
+            self._write(self.averages)
+            yield
+        finally:
+            self._write(saved)
+
+    @torch.no_grad()
+    def _write(self, values: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            if is_sharded(parameter):
+                # A small parameter stays whole between uses (persistence): without this its old whole copy would
+                # be read instead of the shard.
+                parameter.partition(has_been_updated=False)
+            local_shard(parameter).copy_(values[name])

@@ -1,0 +1,239 @@
+"""The mathematics of PPO for language models. PURE: imports torch only.
+
+Rewards, advantages, losses and KL estimates, unreduced: the caller sums them over the global batch and
+divides by its number of response tokens. Everything is computed in fp32 or better and returned as fp32.
+What stands outside `response_mask` is never read, NaN included, and comes out as 0.
+
+# B sequences, R response; response_mask (B, R) bool, True for the response, its end token included
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+class PolicyLossTerms(NamedTuple):
+    """One entry a token, 0 or False outside the mask; only `loss` has a gradient."""
+
+    loss: torch.Tensor  # (B, R) fp32
+    ratio: torch.Tensor  # (B, R) fp32, new probability / old probability
+    is_clipped: torch.Tensor  # (B, R) bool, True where the clipping takes the gradient away
+    approx_kl: torch.Tensor  # (B, R) fp32, k3 estimate of KL(old || new), at least 0
+
+
+class ValueLossTerms(NamedTuple):
+    """One entry a token, 0 or False outside the mask; only `loss` has a gradient."""
+
+    loss: torch.Tensor  # (B, R) fp32
+    is_clipped: torch.Tensor  # (B, R) bool, True where the clipping takes the gradient away
+
+
+def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
+    """Return an estimate of KL(policy || reference) for each token drawn from the policy: fp32, same shape.
+
+    With d = logprobs - ref_logprobs: k1 = d (unbiased), k2 = d^2 / 2 (biased, small variance),
+    k3 = exp(-d) - 1 + d (unbiased, at least 0). J. Schulman 2020, "Approximating KL divergence".
+
+    Raises ValueError for another name.
+    """
+    difference = logprobs.double() - ref_logprobs.double()  # k3 cancels all but the last digits of an fp32
+    if estimator == "k1":
+        return difference.float()
+    if estimator == "k2":
+        return (0.5 * difference.square()).float()
+    if estimator == "k3":
+        return (torch.expm1(-difference) + difference).float()
+    raise ValueError(f"KL estimator {estimator!r} is unknown; use k1, k2 or k3")
+
+
+@torch.no_grad()
+def kl_penalised_rewards(
+    scores: torch.Tensor,
+    kl: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    kl_coef: float,
+    reward_clip: float | None,
+) -> torch.Tensor:
+    """Return -kl_coef * kl per token, the clipped score added at the last one: (B, R) fp32, no gradient.
+
+    scores (B,), kl (B, R). Scores are clamped to [-reward_clip, reward_clip]; 0 or None leaves them. A row
+    without a response gets no score. InstructGPT, arXiv:2203.02155 eq. 2.
+    """
+    mask = response_mask.bool()
+    scores = scores.float().clamp(-reward_clip, reward_clip) if reward_clip else scores.float()
+    tokens_from_here = mask.flip(1).cumsum(1).flip(1)
+    is_last = mask & (tokens_from_here == 1)
+    penalties = torch.where(mask, -kl_coef * kl.float(), 0.0)
+    return penalties + torch.where(is_last, scores.unsqueeze(1), 0.0)
+
+
+@torch.no_grad()
+def generalized_advantages(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    bootstrap_values: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (advantages, returns), both (B, R) fp32 without gradient, 0 outside the mask; returns = A + V.
+
+    rewards, values (B, R); values[:, t] is the value of the state in which token t is chosen. After the
+    last real token stands a terminal state of value 0, or of `bootstrap_values` (B,) for responses that
+    were cut short. GAE, arXiv:1506.02438 eq. 16: A_t = delta_t + gamma lambda A_t+1, delta_t = r_t + gamma
+    V_t+1 - V_t.
+    """
+    mask = response_mask.bool()
+    values = values.double()
+    next_value = values.new_zeros(len(values)) if bootstrap_values is None else bootstrap_values.double()
+    next_advantage = torch.zeros_like(next_value)
+    columns = []
+    for reward, value, counts in zip(
+        reversed(rewards.double().unbind(1)),
+        reversed(values.unbind(1)),
+        reversed(mask.unbind(1)),
+        strict=True,
+    ):
+        advantage = reward + gamma * next_value - value + gamma * gae_lambda * next_advantage  # (B,)
+        columns.append(torch.where(counts, advantage, 0.0))
+        # A masked column is stepped over: what comes before it continues with what comes after it.
+        next_advantage = torch.where(counts, advantage, next_advantage)
+        next_value = torch.where(counts, value, next_value)
+    advantages = torch.stack(columns[::-1], dim=1) if columns else torch.zeros_like(values)
+    returns = torch.where(mask, advantages + values, 0.0)
+    return advantages.float(), returns.float()
+
+
+def policy_loss_terms(
+    new_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    clip_range: float,
+    clip_range_high: float | None = None,
+    dual_clip: float | None = None,
+) -> PolicyLossTerms:
+    """Return the clipped surrogate loss of each token, max(-A ratio, -A clamp(ratio, 1 - clip, 1 + clip)).
+
+    All (B, R). A ratio that has reached its bound in the direction that the advantage rewards gets no
+    gradient; only `new_logprobs` ever gets one. PPO, arXiv:1707.06347 eq. 7. `clip_range_high` is another
+    range above 1 (DAPO, arXiv:2503.14476); `dual_clip` > 1 bounds the loss of a negative advantage by -A
+    dual_clip (arXiv:1912.09729).
+    """
+    mask = response_mask.bool()
+    advantages = torch.where(mask, advantages.detach().float(), 0.0)
+    old_logprobs = old_logprobs.detach().float()
+    log_ratio = torch.where(mask, new_logprobs.float() - old_logprobs, 0.0)
+    ratio = log_ratio.detach().exp()
+    low, high = 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
+    is_above = (advantages > 0) & (ratio >= high)
+    is_below = (advantages < 0) & (ratio <= low)
+    bound = torch.where(is_above, high, low)
+    is_clipped = is_above | is_below
+    if dual_clip is not None:
+        is_too_bad = (advantages < 0) & (ratio >= dual_clip)
+        bound = torch.where(is_too_bad, dual_clip, bound)
+        is_clipped = is_clipped | is_too_bad
+    # The inner where keeps a huge clipped ratio, whose gradient would be 0 * inf, out of the graph.
+    unclipped_ratio = torch.where(is_clipped, 0.0, log_ratio).exp()
+    loss = -advantages * torch.where(is_clipped, bound, unclipped_ratio)
+    with torch.no_grad():
+        approx_kl = kl_estimate(-log_ratio, torch.zeros_like(log_ratio), "k3")
+    return PolicyLossTerms(loss, torch.where(mask, ratio, 0.0), is_clipped, approx_kl)
+
+
+def value_loss_terms(
+    new_values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    clip_range: float | None,
+) -> ValueLossTerms:
+    """Return 0.5 max((V - G)^2, (clamp(V, V_old - clip, V_old + clip) - G)^2) for each token.
+
+    All (B, R), V new_values, G returns. `clip_range` 0 or None leaves the second square out. Only
+    `new_values` gets a gradient. As in OpenAI baselines and InstructGPT.
+    """
+    mask = response_mask.bool()
+    # A masked entry becomes 0 before anything is computed from it, so that its NaN reaches no gradient.
+    new, old, target = (
+        torch.where(mask, x.float(), 0.0) for x in (new_values, old_values.detach(), returns.detach())
+    )
+    squares = (new - target).square()
+    if not clip_range:
+        return ValueLossTerms(0.5 * squares, torch.zeros_like(mask))
+    clipped_squares = (new.detach().clamp(old - clip_range, old + clip_range) - target).square()
+    is_clipped = clipped_squares > squares.detach()
+    return ValueLossTerms(0.5 * torch.where(is_clipped, clipped_squares, squares), is_clipped)
+
+
+@torch.no_grad()
+def explained_variance(
+    values: torch.Tensor,
+    returns: torch.Tensor,
+    mask: torch.Tensor,
+    reduce_sum: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return 1 - Var(returns - values) / Var(returns) over the masked entries: fp32 scalar, at most 1.
+
+    1 is a perfect critic, 0 one that knows only the mean; 0 also where the returns do not vary. All inputs
+    have one shape. `reduce_sum` adds a float64 vector up over ranks; with it every rank must call this.
+    """
+    reduce_sum = reduce_sum or (lambda total: total)
+    mask = mask.bool()
+    targets = torch.where(mask, returns.double(), 0.0)
+    errors = torch.where(mask, returns.double() - values.double(), 0.0)
+    count, *totals = reduce_sum(torch.stack([mask.sum().double(), targets.sum(), errors.sum()])).unbind()
+    squares = [
+        torch.where(mask, x - total / count.clamp(min=1), 0.0).square().sum()
+        for x, total in zip((targets, errors), totals, strict=True)
+    ]
+    target_squares, error_squares = reduce_sum(torch.stack(squares)).unbind()
+    return torch.where(target_squares > 0, 1 - error_squares / target_squares, 0.0).float()
+
+
+class KLController:
+    """The coefficient of the KL penalty: fixed, or steered towards a target KL.
+
+    With a target, each update multiplies it by 1 + clamp(kl / target - 1, -0.2, 0.2) num_samples / horizon
+    (Ziegler et al. 2019, arXiv:1909.08593 section 2.2).
+    """
+
+    def __init__(self, init_coef: float, *, target: float | None = None, horizon: int = 10000) -> None:
+        for name, value in (("target", target), ("horizon", horizon)):
+            if value is not None and not value > 0:
+                raise ValueError(f"the KL controller's {name} {value} must be above 0")
+        if not init_coef >= 0:
+            raise ValueError(f"the KL coefficient {init_coef} must be at least 0")
+        self.coef = float(init_coef)
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, mean_kl: float, num_samples: int) -> None:
+        """Move `coef` after a batch of `num_samples` responses whose KL, summed over tokens, has this mean.
+
+        Every rank must give the mean over all ranks. With a target, a KL that
+        is not finite raises ValueError.
+        """
+        if self.target is None:
+            return
+        if not math.isfinite(mean_kl):
+            raise ValueError(f"the mean KL {mean_kl} must be finite to steer the KL coefficient")
+        error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
+        self.coef *= 1 + error * num_samples / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what moves: the coefficient. Target and horizon are options of the run."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue with the coefficient of `state_dict`."""
+        self.coef = float(state["coef"])

@@ -1,0 +1,1 @@
+"""What a response earns before the KL penalty."""

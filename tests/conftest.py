@@ -1,0 +1,40 @@
+"""Fixtures that several test files use."""
+
+from collections.abc import Callable
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+SENTENCES = [
+    "\n\nHuman: How are you today?\n\nAssistant: I am fine, thank you. And you?",
+    "\n\nHuman: What is the weather like?\n\nAssistant: It is a sunny day, and rather warm.",
+    "The quick brown fox jumps over the lazy dog while the cat looks on.",
+]
+
+
+def train_tiny_tokenizer(vocab_size: int = 320, eos: str | None = "<|endoftext|>") -> PreTrainedTokenizerFast:
+    """A byte-level BPE of SENTENCES with eos (if any), without pad and bos."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[eos] if eos else [],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(SENTENCES, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Shared by all tests of a session: do not add tokens to it."""
+    return train_tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+    """`train_tiny_tokenizer`, for a test that needs one of its own."""
+    return train_tiny_tokenizer

@@ -1,0 +1,181 @@
+"""common/dialogue.py: the exact text, one tokenisation for ids and mask, truncation."""
+
+import pytest
+from tokenizers import processors
+
+from common.data.example import BadRow, Message
+from common.dialogue import Segment, Tokenised, build_template, response_start, truncate
+
+QUESTION = (Message("user", "How are you today?"),)
+CHAT_JINJA = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def response_text(template, row) -> str:
+    ids = [i for i, is_response in zip(row.input_ids, row.response_mask, strict=True) if is_response]
+    return template.tokenizer.decode(ids)
+
+
+def with_bos(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    return tokenizer
+
+
+def test_default_template_is_the_form_of_hh_rlhf(tiny_tokenizer):
+    template = build_template("human_assistant", tiny_tokenizer)
+    prompt = (*QUESTION, Message("assistant", "Fine."), Message("user", " Good! "))
+    segments = template.segments(prompt, "Bye.")
+    assert "".join(segment.text for segment in segments) == (
+        "\n\nHuman: How are you today?\n\nAssistant: Fine.\n\nHuman: Good!\n\nAssistant: Bye.<|endoftext|>"
+    )
+    assert [segment.text for segment in segments if segment.is_response] == [" Bye.<|endoftext|>"]
+    assert template.prompt_text(prompt).endswith("Good!\n\nAssistant:")
+
+
+def test_ids_are_those_of_the_whole_text_and_the_mask_is_the_response(tiny_tokenizer):
+    template = build_template("human_assistant", tiny_tokenizer)
+    row = template.encode(template.segments(QUESTION, "I am fine é漢."), 1000)
+    whole = "\n\nHuman: How are you today?\n\nAssistant: I am fine é漢.<|endoftext|>"
+    assert row.input_ids == tiny_tokenizer(whole).input_ids
+    assert response_text(template, row) == " I am fine é漢.<|endoftext|>"
+    assert row.input_ids.count(template.eot_id) == 1 and row.input_ids[-1] == template.eot_id
+    assert not row.truncated
+
+
+def test_a_prompt_alone_has_the_ids_it_has_before_its_response(tiny_tokenizer):
+    template = build_template("human_assistant", tiny_tokenizer)
+    whole = template.encode(template.segments(QUESTION, "Fine."), 1000)
+    alone = template.encode(template.segments(QUESTION, None), 1000)
+    assert alone.input_ids == whole.input_ids[: response_start(whole.response_mask)]
+    assert not any(alone.response_mask)
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_a_straddling_token_belongs_to_the_side_it_starts_on_and_is_told(trim_offsets, make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    template = build_template("human_assistant", tokenizer)
+    assert tokenizer.tokenize("x the")[-1] == "Ġthe"
+    (row,) = template.tokenise_batch([[Segment("x ", False), Segment("the", True)]])
+    assert row.straddles and not any(row.response_mask)  # " the" starts at the space, which is the prompt's
+    (row,) = template.tokenise_batch([[Segment("x", False), Segment(" the", True)]])
+    assert not row.straddles and row.response_mask[-1] and not row.response_mask[0]
+    spaces = template.tokenise_batch([[Segment("x  ", False), Segment("<|endoftext|>", True)]])[0]
+    assert spaces.response_mask == [False] * (len(spaces.input_ids) - 1) + [
+        True
+    ]  # white space stays the prompt's
+
+
+def test_all_turns_are_learnt_each_with_its_end(tiny_tokenizer):
+    template = build_template("human_assistant", tiny_tokenizer)
+    prompt = (*QUESTION, Message("assistant", "Fine."), Message("user", "Good!"))
+    row = template.encode(template.segments(prompt, "Bye.", learn_all_turns=True), 1000)
+    assert response_text(template, row) == " Fine.<|endoftext|> Bye.<|endoftext|>"
+
+
+def test_an_end_of_turn_in_the_data_is_not_doubled(tiny_tokenizer):
+    for name in ("human_assistant", "plain"):
+        template = build_template(name, tiny_tokenizer)
+        row = template.encode(template.segments(QUESTION, "Bye.<|endoftext|>"), 1000)
+        assert row.input_ids.count(template.eot_id) == 1
+
+
+def test_plain_template_keeps_the_text_to_the_letter(tiny_tokenizer):
+    template = build_template("plain", tiny_tokenizer)
+    segments = template.segments((Message("user", "TL;DR: "),), " short ")
+    assert [segment.text for segment in segments] == ["TL;DR: ", " short <|endoftext|>"]
+
+
+def test_bos_is_added_once_and_survives_truncation(make_tokenizer):
+    tokenizer = with_bos(make_tokenizer)
+    template = build_template("human_assistant", tokenizer)
+    segments = template.segments(QUESTION, "Fine.")
+    row = template.encode(segments, 1000)
+    assert row.input_ids[0] == tokenizer.bos_token_id
+    assert row.input_ids.count(tokenizer.bos_token_id) == 1 and row.response_mask[0] is False
+    cut = template.encode(segments, len(row.input_ids) - 4)
+    assert cut.truncated and cut.input_ids == [row.input_ids[0], *row.input_ids[5:]]
+    tokenizer.chat_template = "<s>" + CHAT_JINJA
+    chat = build_template("chat", tokenizer)
+    assert chat.encode(chat.segments(QUESTION, "Fine."), 1000).input_ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_truncate_drops_the_prompt_on_the_left_then_the_response_on_the_right():
+    row = Tokenised([1, 2, 3, 4, 5, 6], [False, False, False, True, True, True], False)
+    assert truncate(row, 6).input_ids == [1, 2, 3, 4, 5, 6] and not truncate(row, 6).truncated
+    assert truncate(row, 4) == ([3, 4, 5, 6], [False, True, True, True], True)
+    assert truncate(row, 3) == ([3, 4, 5], [False, True, True], True)  # one token stays to predict the first
+    assert truncate(row, 4, bos_id=1).input_ids == [1, 4, 5, 6]
+    assert truncate(row, 6, max_response_tokens=5) == ([3, 4, 5, 6], [False, True, True, True], True)
+    prompt = Tokenised([1, 2, 3], [False] * 3, False)
+    assert truncate(prompt, 2).input_ids == [2, 3]
+    text = Tokenised([1, 2, 3], [True] * 3, False)
+    assert truncate(text, 2).input_ids == [1, 2]
+
+
+def test_chat_template_of_the_tokenizer(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_JINJA
+    template = build_template("chat", tokenizer)
+    prompt = (
+        Message("system", "Be kind."),
+        *QUESTION,
+        Message("assistant", "Fine."),
+        Message("user", "Good!"),
+    )
+    row = template.encode(template.segments(prompt, "Bye."), 1000)
+    assert tokenizer.decode(row.input_ids) == (
+        "<|system|>\nBe kind.<|endoftext|>\n<|user|>\nHow are you today?<|endoftext|>\n<|assistant|>\nFine."
+        "<|endoftext|>\n<|user|>\nGood!<|endoftext|>\n<|assistant|>\nBye.<|endoftext|>"
+    )
+    assert response_text(template, row) == "Bye.<|endoftext|>"
+    row = template.encode(template.segments(prompt, "Bye.", learn_all_turns=True), 1000)
+    assert response_text(template, row) == "Fine.<|endoftext|>Bye.<|endoftext|>"
+
+
+def test_chat_template_with_white_space_before_the_reply(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+        "{% else %} {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}"
+    )
+    template = build_template("chat", tokenizer)
+    texts = [segment.text for segment in template.segments(QUESTION, "Fine.")]
+    assert texts == ["[INST] How are you today? [/INST]", " Fine.<|endoftext|>"]
+
+
+def test_chat_template_problems_name_the_cure(make_tokenizer):
+    with pytest.raises(ValueError, match="no chat template; use --template human_assistant"):
+        build_template("chat", make_tokenizer())
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_JINJA.replace("{{ eos_token }}", "<|im_end|>")
+    with pytest.raises(ValueError, match=r"ends a turn by '<\|im_end\|>'.*pass that token by --eot_token"):
+        build_template("chat", tokenizer)
+    with pytest.raises(ValueError, match="--template nope is unknown; use one of human_assistant, chat"):
+        build_template("nope", tokenizer)
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + (CHAT_JINJA)
+    )
+    with pytest.raises(BadRow, match="no system"):
+        build_template("chat", tokenizer).segments((Message("system", "x"), *QUESTION), "y")
+
+
+def test_digest_changes_with_tokenizer_and_template(tiny_tokenizer, make_tokenizer):
+    digests = [build_template("human_assistant", tiny_tokenizer).digest()]
+    assert build_template("human_assistant", make_tokenizer()).digest() == digests[0]
+    digests.append(build_template("plain", tiny_tokenizer).digest())
+    digests.append(build_template("human_assistant", make_tokenizer(300)).digest())
+    more = make_tokenizer()
+    more.add_tokens(["<new>"])
+    digests.append(build_template("human_assistant", more).digest())
+    for jinja in (CHAT_JINJA, CHAT_JINJA + " "):
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = jinja
+        digests.append(build_template("chat", tokenizer).digest())
+    assert len(set(digests)) == len(digests)

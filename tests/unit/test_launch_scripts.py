@@ -1,0 +1,194 @@
+"""Every launch script is sound and starts its program with flags that the program accepts.
+
+The scripts run for real, with a fake `deepspeed` first on PATH that writes down its arguments.
+"""
+
+import importlib
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from common.args import Problems, parse_args
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "training_scripts"
+STEPS = {
+    "step1_sft": ("step1_sft.arguments", "SFTArguments"),
+    "step2_reward": ("step2_reward.arguments", "RewardArguments"),
+    "step3_ppo": ("step3_ppo.arguments", "PPOArguments"),
+}
+SCRIPTS = sorted(path for step in STEPS for path in (FOLDER / step).rglob("*.sh"))
+FAKE_DEEPSPEED = """#!/usr/bin/env bash
+echo "a line of output"
+echo "a line of complaint" >&2
+pwd > "$RECORD/cwd"
+printf '%s\\0' "$@" > "$RECORD/arguments"
+exit "${FAKE_EXIT_CODE:-0}"
+"""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one run of a script did."""
+
+    exit_code: int
+    cwd: Path
+    launcher_words: list[str]  # before the program
+    program: str
+    program_words: list[str]  # after it
+    output_dir: Path
+
+
+def launch(script: Path, folder: Path, *extra: str, **variables: str) -> Launch:
+    """Run `script` from another folder, all it makes in `folder`."""
+    fake = folder / "bin" / "deepspeed"
+    fake.parent.mkdir()
+    fake.write_text(FAKE_DEEPSPEED)
+    fake.chmod(0o755)
+    hostfile = folder / "hosts"
+    hostfile.write_text("first slots=8\nsecond slots=8\n")
+    output_dir = folder / "out put"  # a space, for missing quotes
+    knobs = (
+        "NUM_GPUS",
+        "MODEL",
+        "ACTOR_MODEL",
+        "CRITIC_MODEL",
+        "ZERO_STAGE",
+        "OFFLOAD",
+        "LORA_DIM",
+        "TEST_STOP_STEP",
+    )
+    env = {name: value for name, value in os.environ.items() if name not in knobs}
+    env |= {"PATH": f"{fake.parent}:{env['PATH']}", "RECORD": str(folder), "CDPATH": str(folder)}
+    env |= {"OUTPUT_DIR": str(output_dir), "HOSTFILE": str(hostfile)} | variables
+    done = subprocess.run(
+        [str(script), *extra], env=env, cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    words = (folder / "arguments").read_text().split("\0")[:-1] if (folder / "arguments").exists() else []
+    assert words, f"{script.name} did not reach deepspeed: {done.stderr}"
+    at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    cwd = Path((folder / "cwd").read_text().strip())
+    return Launch(done.returncode, cwd, words[:at], words[at], words[at + 1 :], output_dir)
+
+
+def value_after(words: list[str], flag: str) -> str:
+    """The word that follows the last `flag`."""
+    return words[len(words) - words[::-1].index(flag)]
+
+
+def script_id(script: Path) -> str:
+    return str(script.relative_to(FOLDER))
+
+
+each_script = pytest.mark.parametrize("script", SCRIPTS, ids=script_id)
+
+
+def test_there_is_a_script_for_every_step_and_family():
+    places = {tuple(script_id(script).split("/")[:2]) for script in SCRIPTS}
+    assert places == {
+        (step, family) for step in STEPS for family in ("opt", "llama2", "llama3", "qwen2.5")
+    } | {("step1_sft", "other_language")}
+
+
+def test_every_script_is_in_the_table_and_every_row_has_a_script():
+    linked = set(re.findall(r"\]\((step\d_\w+/[^)]+\.sh)\)", (FOLDER / "README.md").read_text()))
+    assert linked == {script_id(script) for script in SCRIPTS}
+
+
+@each_script
+def test_form(script: Path):
+    text = script.read_text()
+    lines = text.splitlines()
+    assert os.access(script, os.X_OK), f"{script} is not executable"
+    assert subprocess.run(["bash", "-n", str(script)], timeout=30).returncode == 0
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert "set -euo pipefail" in lines
+    header = text[: text.index("set -euo pipefail")]
+    assert "# Hardware: " in header and "# Time and memory: " in header
+    assert lines[-1] == '    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"'
+    assert "&>" not in text  # hides the output
+    start = next(i for i, line in enumerate(lines) if line.startswith("deepspeed "))
+    for line in lines[start + 1 : -1]:
+        assert line.count(" --") <= 1 and line.endswith(" \\"), f"one flag a line: {line}"
+
+
+@each_script
+def test_the_program_accepts_the_flags(script: Path, tmp_path: Path):
+    step = script_id(script).split("/")[0]
+    run = launch(script, tmp_path)
+    assert run.exit_code == 0
+    assert run.cwd == ROOT
+    assert run.program == f"{step}/main.py"
+    is_multi_node = "multi_node" in script.parts
+    assert ("--hostfile" in run.launcher_words) == is_multi_node
+    assert run.launcher_words[:2] == ["--num_gpus", "1" if "single_gpu" in script.parts else "8"]
+
+    module, name = STEPS[step]
+    problems = Problems()
+    args = parse_args(getattr(importlib.import_module(module), name), run.program_words, problems=problems)
+    assert problems.messages == []
+    assert args.output_dir == str(run.output_dir)
+    flags = [word for word in run.program_words if word.startswith("--")]
+    assert len(flags) == len(set(flags)), "a flag is given twice"
+    log = (run.output_dir / "train.log").read_text()
+    assert "a line of output" in log and "a line of complaint" in log
+
+
+@each_script
+def test_default_models_of_step_3_are_what_a_script_exports(script: Path, tmp_path: Path):
+    words = launch(script, tmp_path).program_words
+    models = [word for word in words if word.startswith("output/")]
+    assert len(models) == (2 if script_id(script).startswith("step3") else 0)
+    for model, step in zip(models, ("step1_sft", "step2_reward"), strict=False):
+        assert model.endswith("/export")
+        source = FOLDER / model.removeprefix("output/").removesuffix("/export")
+        assert source.relative_to(FOLDER).parts[0] == step
+        producer = source.with_name(source.name + ".sh")
+        assert producer.is_file(), f"{model}: no script writes it"
+        assert f"OUTPUT_DIR=${{OUTPUT_DIR:-{model.removesuffix('/export')}}}" in producer.read_text()
+
+
+EXAMPLES = ["step1_sft/opt/single_gpu/run_1.3b.sh", "step3_ppo/opt/multi_node/run_66b.sh"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_knobs_and_extra_flags_reach_the_program(name: str, tmp_path: Path):
+    variables = {"NUM_GPUS": "3", "MODEL": "my model", "ACTOR_MODEL": "my model"}
+    run = launch(FOLDER / name, tmp_path, "--seed", "7", "--data_path", "my data.jsonl", **variables)
+    assert value_after(run.launcher_words, "--num_gpus") == "3"
+    assert "my model" in run.program_words
+    assert run.program_words[-4:] == ["--seed", "7", "--data_path", "my data.jsonl"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_exit_code_of_the_program_is_the_scripts_own(name: str, tmp_path: Path):
+    assert launch(FOLDER / name, tmp_path, FAKE_EXIT_CODE="3").exit_code == 3  # tee must not swallow it
+
+
+def test_a_script_runs_through_a_symbolic_link(tmp_path: Path):
+    link = tmp_path / "mine.sh"
+    link.symlink_to(FOLDER / EXAMPLES[0])
+    assert launch(link, tmp_path).cwd == ROOT
+
+
+def test_a_missing_hostfile_is_an_error_and_not_a_run_on_one_machine(tmp_path: Path):
+    script = FOLDER / "step3_ppo/opt/multi_node/run_66b.sh"
+    env = os.environ | {"HOSTFILE": str(tmp_path / "nowhere"), "OUTPUT_DIR": str(tmp_path / "out")}
+    done = subprocess.run([str(script)], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "HOSTFILE=" in done.stderr and "slots=8" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("lora_dim", "only_optimize_lora"), [("0", "false"), ("128", "true")])
+def test_a_sweep_point_takes_its_knobs(lora_dim: str, only_optimize_lora: str, tmp_path: Path):
+    script = FOLDER / "step1_sft/opt/single_node/sweep/run_single.sh"
+    words = launch(script, tmp_path, ZERO_STAGE="3", OFFLOAD="none", LORA_DIM=lora_dim).program_words
+    assert value_after(words, "--zero_stage") == "3"
+    assert value_after(words, "--offload") == "none"
+    assert value_after(words, "--lora_dim") == lora_dim
+    assert value_after(words, "--only_optimize_lora") == only_optimize_lora

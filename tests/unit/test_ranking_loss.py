@@ -1,0 +1,301 @@
+"""Ranking losses of the reward model: by hand, against float64 loops, against wrong forms."""
+
+import math
+
+import torch
+from right_or_wrong import close, forms, judge
+
+from step2_reward.ranking_loss import (
+    TokenWiseLoss,
+    center_penalty,
+    end_score_loss,
+    first_difference,
+    token_wise_loss,
+)
+
+
+def softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- end_score_loss ---
+
+
+END_FORMS = forms(
+    end_score_loss,
+    sign=lambda chosen, rejected, margin=0.0: end_score_loss(rejected, chosen, margin),
+    margin_sign=lambda chosen, rejected, margin=0.0: end_score_loss(
+        chosen, rejected, -torch.as_tensor(margin)
+    ),
+    without_log=lambda chosen, rejected, margin=0.0: 1 - torch.sigmoid(chosen - rejected - margin),
+    reduced=lambda chosen, rejected, margin=0.0: (
+        end_score_loss(chosen, rejected, margin).mean().expand_as(chosen)
+    ),
+)
+
+
+@END_FORMS
+def test_end_score_loss_by_hand(form, is_right):
+    def check(form):
+        # sigmoid(log 3) = 3 / 4; sigmoid(-log 3) = 1 / 4; sigmoid(0) = 1 / 2
+        chosen, rejected = torch.tensor([math.log(3), 0.0, 5.0]), torch.tensor([0.0, math.log(3), 5.0])
+        close(form(chosen, rejected), [math.log(4 / 3), math.log(4), math.log(2)])
+        # a margin of log 3 takes the first advantage away
+        margin = torch.tensor([math.log(3), 0.0, 0.0])
+        close(form(chosen, rejected, margin), [math.log(2), math.log(4), math.log(2)])
+        close(form(chosen, rejected, math.log(3))[0], math.log(2))
+
+    judge(check, form, is_right)
+
+
+@END_FORMS
+def test_end_score_loss_and_gradient_equal_a_float64_loop(form, is_right):
+    def check(form):
+        chosen, rejected, margin = 3 * random_numbers(3, 20)
+        leaf = chosen.clone().requires_grad_()
+        loss = form(leaf, rejected, margin)
+        differences = (chosen.double() - rejected.double() - margin.double()).tolist()
+        close(loss, [softplus(-d) for d in differences], atol=2e-6)
+        loss.sum().backward()
+        close(leaf.grad, [-1 / (1 + math.exp(d)) for d in differences])
+
+    judge(check, form, is_right)
+
+
+def log_of_sigmoid(chosen, rejected):
+    return -torch.log(torch.sigmoid(chosen - rejected))
+
+
+@forms(end_score_loss, log_of_sigmoid=log_of_sigmoid)
+def test_end_score_loss_of_far_apart_scores_is_finite(form, is_right):
+    def check(form):
+        chosen = torch.tensor([-150.0, 150.0], requires_grad=True)
+        loss = form(chosen, torch.zeros(2))
+        loss.sum().backward()
+        close(loss, [150.0, 0.0])
+        close(chosen.grad, [-1.0, 0.0])
+
+    judge(check, form, is_right)
+
+
+def test_losses_of_bf16_scores_are_fp32():
+    scores = random_numbers(2, 4).bfloat16()
+    assert end_score_loss(*scores).dtype == center_penalty(*scores).dtype == torch.float32
+    lengths = torch.tensor([4, 3])
+    assert token_wise_loss(scores, -scores, lengths, lengths, 0 * lengths).loss.dtype == torch.float32
+
+
+# --- token_wise_loss ---
+
+
+def loop_token_wise(chosen_values, rejected_values, chosen_lengths, rejected_lengths, divergence):
+    losses = []
+    for i in range(len(divergence)):
+        c, r = chosen_lengths[i].item(), rejected_lengths[i].item()
+        terms = [
+            softplus(rejected_values[i, min(t, r - 1)].item() - chosen_values[i, min(t, c - 1)].item())
+            for t in range(divergence[i].item(), max(c, r))
+        ]
+        losses.append(math.fsum(terms) / len(terms) if terms else 0.0)
+    return losses
+
+
+def over_window(start, stop, hold=True):
+    """Return a wrong form that averages over [start, stop) of its own choice."""
+
+    def form(chosen_values, rejected_values, chosen_lengths, rejected_lengths, divergence):
+        positions = torch.arange(chosen_values.shape[1])
+        longer = torch.maximum(chosen_lengths, rejected_lengths)
+        shorter = torch.minimum(chosen_lengths, rejected_lengths)
+        held = []
+        for values, lengths in ((chosen_values, chosen_lengths), (rejected_values, rejected_lengths)):
+            index = torch.minimum(positions, lengths[:, None] - 1) if hold else positions.expand_as(values)
+            held.append(values.gather(1, index))
+        first, last = start(divergence)[:, None], stop(shorter, longer)[:, None]
+        counts = (positions >= first) & (positions < last)
+        terms = torch.where(counts, -torch.nn.functional.logsigmoid(held[0] - held[1]), 0.0)
+        has_difference = divergence < longer
+        return TokenWiseLoss(
+            torch.where(has_difference, terms.sum(1) / counts.sum(1).clamp(min=1), 0.0), has_difference
+        )
+
+    return form
+
+
+TOKEN_WISE_FORMS = forms(
+    token_wise_loss,
+    reads_padding_of_the_shorter=over_window(lambda d: d, lambda shorter, longer: longer, hold=False),
+    to_the_shorter_end=over_window(lambda d: d, lambda shorter, longer: shorter),
+    to_the_last_column=over_window(lambda d: d, lambda shorter, longer: torch.full_like(longer, 7)),
+    from_the_prompt_on=over_window(lambda d: 0 * d, lambda shorter, longer: longer),
+    after_the_divergence=over_window(lambda d: d + 1, lambda shorter, longer: longer),
+    last_token_left_out=over_window(lambda d: d, lambda shorter, longer: longer - 1),
+    sign=lambda c, r, *lengths: token_wise_loss(-c, -r, *lengths),
+)
+
+
+def right_padded_pairs() -> tuple[torch.Tensor, ...]:
+    """Return values, lengths, divergence: chosen longer, rejected longer, equal, a prefix, identical."""
+    values = random_numbers(2, 5, 7)
+    chosen_lengths, rejected_lengths = torch.tensor([6, 3, 5, 4, 5]), torch.tensor([4, 7, 5, 6, 5])
+    return *values, chosen_lengths, rejected_lengths, torch.tensor([2, 1, 4, 4, 5])
+
+
+@TOKEN_WISE_FORMS
+def test_token_wise_loss_by_hand(form, is_right):
+    def check(form):
+        log3 = math.log(3)
+        # the same prompt of 2, answers of 3 and 1 tokens, padding in column 5 and 6
+        chosen = torch.tensor([[9.0, 9.0, log3, 0.0, log3, 70.0, 70.0]])
+        rejected = torch.tensor([[5.0, 5.0, 0.0, -80.0, -80.0, -80.0, -80.0]])
+        terms = form(chosen, rejected, torch.tensor([5]), torch.tensor([3]), torch.tensor([2]))
+        # differences log 3, 0 - 0, log 3 - 0, the rejected value 0 held: (log 4/3 + log 2 + log 4/3) / 3
+        close(terms.loss, [(2 * math.log(4 / 3) + math.log(2)) / 3])
+        assert terms.has_difference.tolist() == [True]
+
+    judge(check, form, is_right)
+
+
+@TOKEN_WISE_FORMS
+def test_token_wise_loss_equals_a_float64_loop(form, is_right):
+    def check(form):
+        pairs = right_padded_pairs()
+        terms = form(*pairs)
+        close(terms.loss, loop_token_wise(*pairs))
+        assert terms.has_difference.tolist() == [True, True, True, True, False]
+
+    judge(check, form, is_right)
+
+
+@forms(
+    token_wise_loss,
+    reads_padding_of_the_shorter=over_window(lambda d: d, lambda shorter, longer: longer, hold=False),
+)
+def test_token_wise_loss_and_its_gradient_do_not_read_padding(form, is_right):
+    def check(form):
+        *values, chosen_lengths, rejected_lengths, divergence = right_padded_pairs()
+        lengths = (chosen_lengths, rejected_lengths)
+        expected = token_wise_loss(*values, *lengths, divergence).loss
+        masks = [torch.arange(7) < length[:, None] for length in lengths]
+        for padding in (0.0, 1e6, math.nan, -math.inf):
+            filled = [
+                torch.where(mask, x, padding).requires_grad_() for x, mask in zip(values, masks, strict=True)
+            ]
+            loss = form(*filled, *lengths, divergence).loss
+            assert torch.equal(loss, expected)
+            loss.sum().backward()
+            for leaf, mask in zip(filled, masks, strict=True):
+                assert leaf.grad.isfinite().all() and leaf.grad[~mask].eq(0).all()
+
+    judge(check, form, is_right)
+
+
+def test_token_wise_gradient_sums_up_on_the_value_that_is_held():
+    chosen = torch.zeros(1, 4, requires_grad=True)
+    rejected = torch.zeros(1, 4, requires_grad=True)
+    one = torch.tensor([1])
+    token_wise_loss(chosen, rejected, 4 * one, 2 * one, one).loss.sum().backward()
+    # three positions of weight 1/3, each with a slope of -1/2 at 0; the rejected value of column 1 is in all
+    close(chosen.grad, [[0.0, -1 / 6, -1 / 6, -1 / 6]])
+    close(rejected.grad, [[0.0, 0.5, 0.0, 0.0]])
+
+
+def test_identical_pairs_have_no_gradient():
+    chosen, rejected, chosen_lengths, rejected_lengths, divergence = (x[4:] for x in right_padded_pairs())
+    leaf = chosen.clone().requires_grad_()
+    terms = token_wise_loss(leaf, rejected, chosen_lengths, rejected_lengths, divergence)
+    terms.loss.sum().backward()
+    assert terms.loss.tolist() == [0.0] and leaf.grad.eq(0).all()
+
+
+# --- first_difference ---
+
+
+def loop_first_difference(chosen_ids, rejected_ids, chosen_lengths, rejected_lengths):
+    found = []
+    rows = zip(
+        *(x.tolist() for x in (chosen_ids, rejected_ids, chosen_lengths, rejected_lengths)), strict=True
+    )
+    for chosen, rejected, c, r in rows:
+        chosen, rejected = chosen[:c], rejected[:r]
+        same = [a == b for a, b in zip(chosen, rejected, strict=False)]
+        found.append(same.index(False) if False in same else min(c, r))
+    return found
+
+
+def reads_padding(chosen_ids, rejected_ids, chosen_lengths, rejected_lengths):
+    whole = torch.full_like(chosen_lengths, chosen_ids.shape[1])
+    return first_difference(chosen_ids, rejected_ids, whole, whole)
+
+
+DIFFERENCE_FORMS = forms(
+    first_difference,
+    reads_padding=reads_padding,
+    last_difference=lambda c, r, *lengths: c.shape[1] - 1 - reads_padding(c.flip(1), r.flip(1), *lengths),
+    one_later=lambda *pair: first_difference(*pair) + 1,
+    same_token=lambda c, r, *lengths: first_difference(c, torch.where(c == r, r + 1, c), *lengths),
+)
+
+
+@DIFFERENCE_FORMS
+def test_first_difference_by_hand(form, is_right):
+    def check(form):
+        chosen = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 0, 0], [5, 6, 7, 1], [1, 2, 3, 4]])
+        rejected = torch.tensor([[5, 6, 9, 8], [5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 2], [9, 2, 3, 4]])
+        chosen_lengths, rejected_lengths = torch.tensor([4, 4, 2, 3, 4]), torch.tensor([4, 2, 4, 3, 4])
+        # at 7 / 9; where the shorter one ends, twice; identical, of length 3; at the very first
+        assert form(chosen, rejected, chosen_lengths, rejected_lengths).tolist() == [2, 2, 2, 3, 0]
+
+    judge(check, form, is_right)
+
+
+@DIFFERENCE_FORMS
+def test_first_difference_equals_a_loop_whatever_the_padding(form, is_right):
+    def check(form):
+        generator = torch.Generator().manual_seed(0)
+        chosen, rejected = torch.randint(0, 2, (2, 200, 8), generator=generator)
+        lengths = torch.randint(1, 9, (2, 200), generator=generator)
+        expected = loop_first_difference(chosen, rejected, *lengths)
+        assert 0 in expected and any(d == c == r for d, c, r in zip(expected, *lengths.tolist(), strict=True))
+        for padding in (0, 1, 7):
+            filled = [
+                torch.where(torch.arange(8) < length[:, None], ids, padding)
+                for ids, length in zip((chosen, rejected), lengths, strict=True)
+            ]
+            result = form(*filled, *lengths)
+            assert result.tolist() == expected and result.dtype == torch.int64
+
+    judge(check, form, is_right)
+
+
+def test_what_differs_first_is_where_the_token_wise_loss_begins():
+    chosen, rejected = torch.tensor([[5, 6, 7], [5, 6, 7]]), torch.tensor([[5, 6, 7], [5, 9, 7]])
+    lengths = torch.tensor([3, 3])
+    divergence = first_difference(chosen, rejected, lengths, lengths)
+    terms = token_wise_loss(torch.zeros(2, 3), torch.zeros(2, 3), lengths, lengths, divergence)
+    assert terms.has_difference.tolist() == [False, True]
+    close(terms.loss, [0.0, math.log(2)])
+
+
+# --- center_penalty ---
+
+
+@forms(
+    center_penalty,
+    of_the_difference=lambda chosen, rejected: (chosen - rejected).square(),
+    of_each=lambda chosen, rejected: chosen.square() + rejected.square(),
+    not_squared=lambda chosen, rejected: (chosen + rejected).abs(),
+)
+def test_center_penalty_by_hand(form, is_right):
+    def check(form):
+        chosen = torch.tensor([1.0, 2.0, -1.0], requires_grad=True)
+        penalty = form(chosen, torch.tensor([-1.0, 1.0, -3.0]))
+        penalty.sum().backward()
+        close(penalty, [0.0, 9.0, 16.0])  # (1 - 1)^2, (2 + 1)^2, (-1 - 3)^2
+        close(chosen.grad, [0.0, 6.0, -8.0])
+
+    judge(check, form, is_right)

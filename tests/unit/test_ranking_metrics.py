@@ -1,0 +1,113 @@
+"""Ranking metrics of the reward model: by hand, against a float64 loop, against wrong forms."""
+
+import math
+
+import pytest
+import torch
+from right_or_wrong import close, forms, judge
+
+from step2_reward.ranking_metrics import (
+    expected_calibration_error,
+    pair_accuracy,
+    score_length_correlation,
+)
+
+
+@forms(
+    pair_accuracy,
+    other_way=lambda chosen, rejected: pair_accuracy(rejected, chosen),
+    ties_win=lambda chosen, rejected: (chosen >= rejected).float().mean(),
+    positive_chosen=lambda chosen, rejected: (chosen > 0).float().mean(),
+)
+def test_pair_accuracy_by_hand(form, is_right):
+    def check(form):
+        # right, right, wrong, a tie: (1 + 1 + 0 + 1/2) / 4
+        chosen, rejected = torch.tensor([3.0, -1.0, 0.0, 2.0]), torch.tensor([1.0, -2.0, 0.5, 2.0])
+        close(form(chosen, rejected), 0.625)
+
+    judge(check, form, is_right)
+
+
+def loop_calibration(differences: list[float], bins: int) -> float:
+    groups: list[list[tuple[float, float]]] = [[] for _ in range(bins)]
+    for d in differences:
+        confidence = 1 / (1 + math.exp(-abs(d)))
+        index = min(int((confidence - 0.5) / 0.5 * bins), bins - 1)
+        groups[index].append((confidence, 1.0 if d > 0 else 0.0 if d < 0 else 0.5))
+    error = 0.0
+    for group in groups:
+        if group:
+            confidence, accuracy = (math.fsum(x) / len(group) for x in zip(*group, strict=True))
+            error += len(group) / len(differences) * abs(accuracy - confidence)
+    return error
+
+
+def unweighted_calibration(differences, bins=10):
+    confidence, wins = differences.abs().sigmoid(), (differences > 0).float()
+    index = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    gaps = [(wins[index == b].mean() - confidence[index == b].mean()).abs() for b in index.unique()]
+    return torch.stack(gaps).mean()
+
+
+@forms(
+    expected_calibration_error,
+    bins_unweighted=unweighted_calibration,
+    one_bin=lambda differences, bins=10: expected_calibration_error(differences, 1),
+    other_way=lambda differences, bins=10: expected_calibration_error(-differences, bins),
+    brier=lambda differences, bins=10: (1 - differences.sigmoid()).square().mean(),
+)
+def test_calibration_error_by_hand_and_by_loop(form, is_right):
+    def check(form):
+        # confidence 3/4 (bin [.7, .8) of 5): right, right, wrong, right: 3/4, no gap
+        # confidence 9/10 (bin [.9, 1]): right, wrong: 1/2, gap 0.4, weight 2/6
+        odds = torch.tensor([3.0, 3.0, 1 / 3, 3.0, 9.0001, 1 / 9.0001])
+        close(form(odds.log(), bins=5), 0.4 * 2 / 6, atol=1e-5)
+        differences = 0.7 + 2 * torch.randn(300, generator=torch.Generator().manual_seed(0))
+        for bins in (3, 10):
+            close(form(differences, bins=bins), loop_calibration(differences.tolist(), bins))
+
+    judge(check, form, is_right)
+
+
+def test_calibration_of_extremes():
+    assert expected_calibration_error(torch.tensor([100.0, 1000.0])) == 0  # certain and right
+    assert expected_calibration_error(torch.tensor([-100.0])) == 1  # certain and wrong
+    assert expected_calibration_error(torch.zeros(8)) == 0  # no opinion, no claim
+
+
+def not_centred(x, y):
+    return (x * y).sum() / (x.square().sum() * y.square().sum()).sqrt()
+
+
+@forms(
+    score_length_correlation,
+    not_centred=not_centred,
+    covariance=lambda x, y: ((x - x.mean()) * (y - y.mean())).mean(),
+    sign=lambda x, y: -score_length_correlation(x, y),
+    of_ranks=lambda x, y: score_length_correlation(x.argsort().argsort(), y.argsort().argsort()),
+)
+def test_correlation_by_hand(form, is_right):
+    def check(form):
+        # scores 0 1 5: centred -2 -1 3; lengths 10 30 20: centred -10 10 0
+        # (20 - 10) / sqrt(14 * 200)
+        close(form(torch.tensor([0.0, 1.0, 5.0]), torch.tensor([10.0, 30.0, 20.0])), 10 / math.sqrt(2800))
+
+    judge(check, form, is_right)
+
+
+def test_correlation_of_extremes_and_of_whole_lengths():
+    scores, lengths = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([100, 200, 400])
+    close(score_length_correlation(scores, lengths), 1.0)
+    close(score_length_correlation(-scores, lengths), -1.0)
+    assert score_length_correlation(scores, torch.tensor([7, 7, 7])) == 0
+    assert score_length_correlation(torch.full((3,), 0.1), lengths) == 0
+
+
+def test_metrics_of_nothing_say_so():
+    nothing = torch.zeros(0)
+    with pytest.raises(ValueError, match="no pairs"):
+        pair_accuracy(nothing, nothing)
+    with pytest.raises(ValueError, match="no pairs"):
+        expected_calibration_error(nothing)
+    with pytest.raises(ValueError, match="no scores"):
+        score_length_correlation(nothing, nothing)

@@ -1,0 +1,110 @@
+"""Whitening: by hand, against a float64 loop, against wrong forms, and over ranks."""
+
+import functools
+import math
+
+import pytest
+import torch
+from right_or_wrong import close, forms, judge, play_ranks
+
+from common.tensor_ops import whiten
+
+
+def random_entries(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return 2 + 3 * torch.randn(*shape, generator=generator), torch.rand(*shape, generator=generator) < 0.5
+
+
+def one_pass_whiten(x, mask, eps=1e-8, **_):
+    count = mask.sum()
+    mean = (x * mask).sum() / count
+    variance = (x.square() * mask).sum() / count - mean.square()
+    return (x - mean) * mask * torch.rsqrt(variance + eps)
+
+
+def padded_whiten(x, mask, eps=1e-8, **_):
+    return (x - x.mean()) * torch.rsqrt(x.var(correction=0) + eps)
+
+
+WHITEN_FORMS = forms(
+    whiten,
+    adds_the_mean_back=lambda x, mask, **_: whiten(x, mask, keep_mean=True),
+    statistics_of_padding=padded_whiten,
+    divides_by_variance=lambda x, mask, **_: whiten(x, mask) / x[mask].std(correction=0),
+    only_centred=lambda x, mask, **_: torch.where(mask, x - x[mask].mean(), 0.0),
+    opposite_mask=lambda x, mask, **_: whiten(x, ~mask),
+)
+
+
+@WHITEN_FORMS
+def test_whiten_by_hand(form, is_right):
+    def check(form):
+        # 1, 3, 5, 7: mean 4, variance (9 + 1 + 1 + 9) / 4 = 5
+        x = torch.tensor([[1.0, 3.0, 100.0], [5.0, 7.0, -100.0]])
+        mask = torch.tensor([[True, True, False], [True, True, False]])
+        expected = torch.tensor([[-3.0, -1.0, 0.0], [1.0, 3.0, 0.0]]) / math.sqrt(5)
+        close(form(x, mask), expected)
+
+    judge(check, form, is_right)
+
+
+@WHITEN_FORMS
+def test_whiten_equals_a_float64_loop(form, is_right):
+    def check(form):
+        x, mask = random_entries(5, 40)
+        kept = x[mask].tolist()
+        mean = math.fsum(kept) / len(kept)
+        variance = math.fsum((value - mean) ** 2 for value in kept) / len(kept)
+        expected = [
+            [
+                (value - mean) / math.sqrt(variance + 1e-8) if counts else 0.0
+                for value, counts in zip(*rows, strict=True)
+            ]
+            for rows in zip(x.tolist(), mask.tolist(), strict=True)
+        ]
+        close(form(x, mask), expected)
+
+    judge(check, form, is_right)
+
+
+@forms(whiten, one_pass_variance=one_pass_whiten)
+def test_whiten_of_constants_is_zero(form, is_right):
+    def check(form):
+        for step in range(1, 200):
+            x = torch.full((7, 13), 0.1 * step)
+            assert torch.equal(form(x, torch.ones_like(x).bool()), torch.zeros_like(x))
+
+    judge(check, form, is_right)
+
+
+@forms(whiten, one_pass_variance=one_pass_whiten)
+def test_whiten_survives_a_mean_far_from_zero(form, is_right):
+    def check(form):
+        x = 1000 + 0.01 * random_entries(400)[0]
+        exact = x.double() - x.double().mean()
+        expected = exact / (exact.square().mean() + 1e-8).sqrt()
+        close(form(x, x > 0), expected)
+
+    judge(check, form, is_right)
+
+
+def test_whiten_can_keep_the_mean_and_zeroes_what_is_masked():
+    x = torch.tensor([1.0, 3.0, torch.nan])
+    mask = torch.tensor([True, True, False])
+    # mean 2, variance 1
+    close(whiten(x, mask, keep_mean=True), [1.0, 3.0, 0.0])
+    close(whiten(x, mask), [-1.0, 1.0, 0.0])
+    assert whiten(x, torch.zeros(3).bool()).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_whiten_over_ranks_is_whiten_of_the_whole(num_ranks):
+    x, mask = random_entries(4, 30)
+    mask[3] = False  # a rank without a single response token still takes part
+    shares = zip(x.chunk(num_ranks), mask.chunk(num_ranks), strict=True)
+    results = play_ranks([functools.partial(whiten_share, *share) for share in shares])
+    close(torch.cat(results), whiten(x, mask))
+
+
+def whiten_share(x, mask, reduce_sum):
+    return whiten(x, mask, reduce_sum=reduce_sum)

@@ -1,0 +1,103 @@
+# shellcheck shell=bash
+# Makes the environment ready in the calling shell. Source it, and always name a requirements file:
+#
+#   source training_scripts/setup_env.sh requirements.txt
+#
+# An active virtual environment (VIRTUAL_ENV) or conda environment (CONDA_PREFIX) is used as it is; otherwise .venv is
+# made in the repository root and activated. Installation is skipped when the environment carries a stamp with the
+# digest of the same requirements: a second call takes a fraction of a second.
+#
+# PYTHON=python3.12     the interpreter that makes .venv (3.11 or newer)
+# TRIPTYCH_OFFLINE=1    also export HF_HUB_OFFLINE=1: models and data come from local files or the cache only
+
+if [[ "${BASH_SOURCE[0]}" == "$0" ]]; then
+    echo "setup_env.sh: source it, so that the environment stays active: source $0 requirements.txt" >&2
+    exit 2
+fi
+
+_triptych_fail() {
+    echo "setup_env.sh: $*" >&2
+    return 1
+}
+
+# Prints the first interpreter that runs and is new enough.
+_triptych_find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return 0
+        fi
+    done
+    _triptych_fail "no Python 3.11 or newer among: ${PYTHON:-python3 python3.13 python3.12 python3.11}." \
+        "Install one, or name it: PYTHON=/path/to/python3.11"
+}
+
+# Activates .venv, making it first where it is missing or was left half made.
+_triptych_activate_venv() {
+    local root=$1 python
+    if ! "$root/.venv/bin/python" -c "" >/dev/null 2>&1 || [[ ! -f "$root/.venv/bin/activate" ]]; then
+        python=$(_triptych_find_python) || return 1
+        echo "setup_env.sh: making $root/.venv with $("$python" --version)"
+        "$python" -m venv --clear "$root/.venv" ||
+            _triptych_fail "$python -m venv failed; on Debian and Ubuntu: apt install python3-venv" || return 1
+    fi
+    # shellcheck source=/dev/null
+    source "$root/.venv/bin/activate"
+}
+
+# Prints the digest of the interpreter's version and of a requirements file with all it includes by -r.
+_triptych_digest() {
+    python - "$1" <<'PYTHON'
+import hashlib, pathlib, sys
+digest = hashlib.sha256(sys.version.encode())
+files = [pathlib.Path(sys.argv[1])]
+for file in files:
+    text = file.read_text()
+    digest.update(text.encode())
+    files += [file.parent / line.split()[1] for line in text.splitlines() if line.startswith("-r ")]
+print(digest.hexdigest())
+PYTHON
+}
+
+_triptych_setup() {
+    local root requirements stamp digest torch_pin started=$SECONDS
+    root=$(dirname "$(dirname "$(realpath "${BASH_SOURCE[0]}")")") || return 1
+    requirements="$root/${1:-}"
+    [[ "${1:-}" == *.txt && -f "$requirements" ]] ||
+        _triptych_fail "name a requirements file of the repository: source setup_env.sh requirements.txt" || return 1
+
+    if [[ -n "${VIRTUAL_ENV:-}" ]]; then
+        [[ -x "$VIRTUAL_ENV/bin/python" ]] ||
+            _triptych_fail "VIRTUAL_ENV=$VIRTUAL_ENV is no environment; unset it, or make it" || return 1
+        # A shell that inherited the variable but not the PATH would install somewhere else.
+        [[ ":$PATH:" == *":$VIRTUAL_ENV/bin:"* ]] || export PATH="$VIRTUAL_ENV/bin:$PATH"
+    elif [[ -z "${CONDA_PREFIX:-}" ]]; then
+        _triptych_activate_venv "$root" || return 1
+    fi
+    python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+        _triptych_fail "the active environment ${VIRTUAL_ENV:-${CONDA_PREFIX:-}} has no Python 3.11 or newer;" \
+            "deactivate it, or make another" || return 1
+
+    stamp="$(python -c 'import sys; print(sys.prefix)')/.triptych-$1.sha256" || return 1
+    digest=$(_triptych_digest "$requirements") || return 1
+    if [[ -f "$stamp" && "$(<"$stamp")" == "$digest" ]]; then
+        echo "setup_env.sh: $1 is installed already ($((SECONDS - started)) s)"
+    else
+        # torch alone and first: what comes after finds it installed and cannot bring another build of it.
+        torch_pin=$(sed -nE 's/^(torch==[^ #;]+).*/\1/p' "$root/requirements.txt")
+        [[ -n "$torch_pin" ]] || _triptych_fail "requirements.txt has no line torch==VERSION" || return 1
+        python -m pip --version >/dev/null 2>&1 || python -m ensurepip >/dev/null || return 1
+        echo "setup_env.sh: installing $1 into $(python -c 'import sys; print(sys.prefix)')"
+        python -m pip install --quiet "$torch_pin" && python -m pip install --quiet -r "$requirements" ||
+            _triptych_fail "installing $1 failed; pip's message is above. Nothing was stamped: call again" || return 1
+        echo "$digest" >"$stamp"
+        echo "setup_env.sh: installed $1 in $((SECONDS - started)) s"
+    fi
+
+    if [[ "${TRIPTYCH_OFFLINE:-0}" == 1 ]]; then
+        export HF_HUB_OFFLINE=1
+    fi
+}
+
+_triptych_setup "${1:-}"

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Step 1, supervised fine-tuning: mGPT on Japanese data, one machine.
+#
+# Hyper-parameters of DeepSpeed-Chat's step1_supervised_finetuning/.../other_language/run_japanese.sh.
+# Hardware: eight GPUs of 80 GB in one machine.
+# Time and memory: not measured by us.
+#
+# These data sets have row forms of their own and need adapters (CONTRIBUTING.md, "Add a data set"); until an adapter is
+# registered the program names the columns it found and stops. With data of your own: --data_path FILE.
+#
+# The variables below can be set from outside; flags of step1_sft/main.py may follow and win over those below.
+set -euo pipefail
+cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
+
+NUM_GPUS=${NUM_GPUS:-8}
+MODEL=${MODEL:-sberbank-ai/mGPT}
+OUTPUT_DIR=${OUTPUT_DIR:-output/step1_sft/other_language/single_node/run_japanese}
+
+mkdir -p "$OUTPUT_DIR"
+deepspeed --num_gpus "$NUM_GPUS" step1_sft/main.py \
+    --model_name_or_path "$MODEL" \
+    --data_path \
+        mkqa-Japanese \
+        Cohere/miracl-ja-queries-22-12 \
+        lmqg/qg_jaquad \
+        lmqg/qag_jaquad \
+    --data_split 2,4,4 \
+    --per_device_train_batch_size 8 \
+    --per_device_eval_batch_size 8 \
+    --max_seq_len 512 \
+    --learning_rate 9.65e-6 \
+    --weight_decay 0.0 \
+    --num_train_epochs 16 \
+    --gradient_accumulation_steps 1 \
+    --lr_scheduler_type cosine \
+    --num_warmup_steps 0 \
+    --zero_stage 2 \
+    --output_dir "$OUTPUT_DIR" \
+    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Step 3, PPO: Llama-2-7B actor and critic on one machine.
+#
+# Hyper-parameters of DeepSpeed-Chat's step3_rlhf_finetuning/.../llama2/run_llama2_7b.sh.
+# Hardware: eight GPUs of 80 GB in one machine.
+# Time and memory: not measured by us.
+#
+# The variables below can be set from outside; flags of step3_ppo/main.py may follow and win over those below.
+set -euo pipefail
+cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
+
+NUM_GPUS=${NUM_GPUS:-8}
+ACTOR_MODEL=${ACTOR_MODEL:-output/step1_sft/llama2/single_node/run_7b/export}
+CRITIC_MODEL=${CRITIC_MODEL:-output/step2_reward/llama2/single_node/run_7b/export}
+OUTPUT_DIR=${OUTPUT_DIR:-output/step3_ppo/llama2/single_node/run_7b}
+
+mkdir -p "$OUTPUT_DIR"
+deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
+    --actor_model_name_or_path "$ACTOR_MODEL" \
+    --critic_model_name_or_path "$CRITIC_MODEL" \
+    --data_path Dahoas/rm-static \
+    --data_split 2,4,4 \
+    --per_device_generation_batch_size 1 \
+    --per_device_training_batch_size 1 \
+    --generation_batches 1 \
+    --ppo_epochs 1 \
+    --max_prompt_seq_len 256 \
+    --max_answer_seq_len 256 \
+    --actor_learning_rate 9.65e-6 \
+    --critic_learning_rate 5e-6 \
+    --actor_weight_decay 0.1 \
+    --critic_weight_decay 0.1 \
+    --num_train_epochs 1 \
+    --gradient_accumulation_steps 1 \
+    --lr_scheduler_type cosine \
+    --num_warmup_steps 100 \
+    --actor_gradient_checkpointing \
+    --critic_gradient_checkpointing \
+    --offload_reference_model \
+    --actor_dropout 0.0 \
+    --actor_zero_stage 3 \
+    --critic_zero_stage 3 \
+    --enable_hybrid_engine \
+    --output_dir "$OUTPUT_DIR" \
+    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
