@@ -142,6 +142,7 @@ class TrainArguments:
     )
     per_device_train_batch_size: int = flag(16, "rows per rank and micro-batch")
     per_device_eval_batch_size: int = flag(16, "rows per rank and evaluation batch")
+    group_by_length: bool = flag(False, "let rows of like length meet in a batch: less padding to compute")
     weight_decay: float = flag(0.0, "AdamW weight decay of matrices (biases and norms have none)")
     num_warmup_steps: int = flag(0, "optimizer steps of linear warm-up")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass")

@@ -4,12 +4,14 @@ Only the first process prints and writes; on the others every call does nothing.
 """
 
 import json
+import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from common import distributed
@@ -61,6 +63,7 @@ class RunLogger:
         """Write one step's numbers everywhere; `step` counts from 1."""
         if not self.is_on:
             return
+        metrics = {**metrics, "perf/peak_memory_gib": peak_memory_gib()}
         row = {"step": step, "seconds": round(time.monotonic() - self.started, 3), **metrics}
         self._append("metrics.jsonl", row)
         if self.writer:
@@ -115,6 +118,14 @@ class RunLogger:
                 self.folder / name, "a", buffering=1, encoding="utf-8"
             )  # a line at a time
         self._files[name].write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def peak_memory_gib() -> float:
+    """Return the most memory this process has held so far: the GPU's where there is one, else resident memory."""
+    if distributed.has_gpu():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def _short(value: float) -> str:

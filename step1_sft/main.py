@@ -87,6 +87,7 @@ def main() -> None:
             rows_per_micro_batch=args.per_device_train_batch_size,
             accumulation=args.gradient_accumulation_steps,
             seed=args.seed,
+            group_lengths=data.train.lengths("input_ids").tolist() if args.group_by_length else None,
             **ranks,
         )
     num_steps = count_steps(args, len(batches))

@@ -9,6 +9,7 @@ OUT/export loads with AutoModelForSequenceClassification.from_pretrained. --help
 
 import sys
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -52,6 +53,12 @@ def build_data_options(args: RewardArguments) -> DataOptions:
     )
 
 
+def pair_lengths(table: Any) -> list[int]:
+    """Return the tokens of each pair's longer answer, prompt included."""
+    chosen, rejected = table.lengths("chosen_ids"), table.lengths("rejected_ids")
+    return [max(pair) for pair in zip(chosen.tolist(), rejected.tolist(), strict=True)]
+
+
 def main() -> None:
     """Check everything, load, train, evaluate, export."""
     # ---- flags and checks: no model yet -----------------------------------------------------------------
@@ -92,6 +99,7 @@ def main() -> None:
             rows_per_micro_batch=args.per_device_train_batch_size,
             accumulation=args.gradient_accumulation_steps,
             seed=args.seed,
+            group_lengths=pair_lengths(data.train) if args.group_by_length else None,
             **ranks,
         )
     num_steps = count_steps(args, len(batches))

@@ -4,15 +4,21 @@ A step's rows are the next G of a seeded permutation, G = rows per micro-batch x
 ranks and accumulation thus see the same global batches, and a token mean over them is the same loss.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
 
+WINDOW_BATCHES = 32  # global batches that are sorted by length together: enough for next to no padding
+
+
 class GlobalBatches:
     """Micro-batches of one rank, optimizer step by optimizer step.
+
+    With `group_lengths` (a length per row) rows of like length meet in a batch, so there is less padding to
+    compute; which rows meet still depends on the seed alone.
 
     Raises ValueError when the data do not fill one global batch.
     """
@@ -28,10 +34,11 @@ class GlobalBatches:
         world_size: int = 1,
         seed: int = 0,
         what: str = "training data",
+        group_lengths: Sequence[int] | None = None,
     ) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
         self.rows, self.accumulation = rows_per_micro_batch, accumulation
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.group_lengths = rank, world_size, group_lengths
         self.global_rows = rows_per_micro_batch * accumulation * world_size
         if len(dataset) < self.global_rows:
             raise ValueError(
@@ -46,12 +53,27 @@ class GlobalBatches:
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Any]]:
         """Yield this rank's list of collated micro-batches for every step of an epoch."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        order = torch.randperm(len(self.dataset), generator=generator).tolist()
+        order = self._order(epoch)
         for step in range(first_step, len(self)):
             rows = order[step * self.global_rows : (step + 1) * self.global_rows]
             starts = [(a * self.world_size + self.rank) * self.rows for a in range(self.accumulation)]
             yield [self.collate([self.dataset[i] for i in rows[s : s + self.rows]]) for s in starts]
+
+    def _order(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(len(self.dataset), generator=generator).tolist()
+        if self.group_lengths is None:
+            return order
+        window = WINDOW_BATCHES * self.global_rows
+        batches: list[list[int]] = []
+        for first in range(0, len(self) * self.global_rows, window):
+            rows = sorted(order[first : min(first + window, len(self) * self.global_rows)], key=self._length)
+            batches += [rows[i : i + self.global_rows] for i in range(0, len(rows), self.global_rows)]
+        mixed = torch.randperm(len(batches), generator=generator).tolist()
+        return [row for index in mixed for row in batches[index]]
+
+    def _length(self, row: int) -> int:
+        return self.group_lengths[row]
 
     def forever(self) -> Iterator[list[Any]]:
         """Yield steps, epoch after epoch."""

@@ -21,6 +21,7 @@ def add_advantages(experience: Experience, args: PPOArguments, kl_coef: float) -
         experience.scores,
         experience.response_lengths,
         experience.is_finished,
+        reward_clip=args.reward_clip,
         truncated=args.truncated,
         truncated_penalty=args.truncated_penalty,
         length_reward_coef=args.length_reward_coef,
@@ -28,7 +29,7 @@ def add_advantages(experience: Experience, args: PPOArguments, kl_coef: float) -
         whiten_scores=args.whiten_scores,
     )
     kl = kl_estimate(experience.old_logprobs, experience.ref_logprobs, args.kl_estimator)
-    rewards = kl_penalised_rewards(scores, kl, mask, kl_coef=kl_coef, reward_clip=args.reward_clip)
+    rewards = kl_penalised_rewards(scores, kl, mask, kl_coef=kl_coef, reward_clip=None)
     # A finished response ends in a terminal state of value 0; a cut one may go on, as far as the critic knows.
     is_bootstrapped = ~experience.is_finished & (args.truncated == "bootstrap")
     advantages, returns = generalized_advantages(

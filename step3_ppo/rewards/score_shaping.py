@@ -24,16 +24,21 @@ def shape_scores(
     response_lengths: torch.Tensor,
     is_finished: torch.Tensor,
     *,
+    reward_clip: float = 0.0,
     truncated: str = "score",
     truncated_penalty: float = -1.0,
     length_reward_coef: float = 0.0,
     length_reward_tokens: int = 0,
     whiten_scores: bool = False,
 ) -> torch.Tensor:
-    """Return the scores (B,) fp32 after, in this order: whitening, the penalty for cut responses, the length term."""
+    """Return scores (B,) fp32 after, in this order: whitening, clipping, the penalty for cut responses, the
+    length term (after clipping, else a response at the clip could be shortened for nothing).
+    """
     shaped = scores.float()
     if whiten_scores:
         shaped = whiten(shaped, torch.ones_like(shaped, dtype=torch.bool))
+    if reward_clip:
+        shaped = shaped.clamp(-reward_clip, reward_clip)
     if truncated == "penalty":
         shaped = torch.where(is_finished, shaped, truncated_penalty)
     return shaped - length_reward_coef * length_shortfall(response_lengths, length_reward_tokens)

@@ -1,0 +1,12 @@
+"""Print the largest perf/peak_memory_gib of some metrics.jsonl files.
+
+python training_scripts/demo/peak_memory.py output/demo/step?/metrics.jsonl
+"""
+
+import json
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    rows = [json.loads(line) for name in sys.argv[1:] for line in Path(name).read_text().splitlines()]
+    print(max((row.get("perf/peak_memory_gib", 0.0) for row in rows), default=0.0))

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# The whole pipeline on real conversations: builds a small base model, then SFT, reward model and PPO, then measures.
+# Hardware: 2 CPU cores, 4 GiB; no GPU, no model hub, no account. Time and memory: see README.md.
+#   bash training_scripts/demo/run_demo.sh                    the small model
+#   bash training_scripts/demo/run_demo.sh --size smollm2     SmolLM2-135M-Instruct with LoRA, for a GPU
+# Knobs (environment): OUTPUT_DIR (default output/demo), NUM_THREADS.
+set -euo pipefail
+cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../.."
+
+SIZE=small
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --size) SIZE=${2:-}; shift 2 || true ;;
+    --size=*) SIZE=${1#--size=}; shift ;;
+    *) echo "error: unknown flag $1; the only one is --size small|smollm2" >&2; exit 2 ;;
+  esac
+done
+case "$SIZE" in
+  small | smollm2) ;;
+  *) echo "error: --size '$SIZE' must be small or smollm2" >&2; exit 2 ;;
+esac
+
+OUTPUT_DIR=${OUTPUT_DIR:-output/demo}
+if [ "$SIZE" = smollm2 ] && [ "$OUTPUT_DIR" = output/demo ]; then OUTPUT_DIR=output/demo_smollm2; fi
+mkdir -p "$OUTPUT_DIR"
+
+# shellcheck source=training_scripts/setup_env.sh
+source training_scripts/setup_env.sh requirements.txt
+
+export OMP_NUM_THREADS=${NUM_THREADS:-$(env -u OMP_NUM_THREADS nproc)} # nproc itself reads the variable
+export OMP_WAIT_POLICY=PASSIVE # threads that spin cost more than they gain when the cores are shared
+STARTED_AT=$(date +%s.%N)
+DATA="$OUTPUT_DIR/inputs"
+BASE="$DATA/base"
+
+# shellcheck source=training_scripts/demo/settings_small.sh
+source "training_scripts/demo/settings_$SIZE.sh"
+
+echo "== 0. inputs: conversations, preference pairs, tokenizer and base model"
+build_inputs
+
+echo "== 1. supervised fine-tuning: learn to reply"
+python step1_sft/main.py \
+  --model_name_or_path "$BASE" \
+  --data_path "$DATA/sft" \
+  --data_split 1,0,0 \
+  --data_output_path "$OUTPUT_DIR/cache" \
+  --output_dir "$OUTPUT_DIR/step1" \
+  --overwrite_output_dir \
+  "${SFT_FLAGS[@]}" 2>&1 | tee "$OUTPUT_DIR/step1.log"
+
+echo "== 2. reward model: learn which of two replies is more positive"
+python step2_reward/main.py \
+  --model_name_or_path "$OUTPUT_DIR/step1/export" \
+  --data_path "$DATA/pairs" \
+  --data_split 0,1,0 \
+  --data_output_path "$OUTPUT_DIR/cache" \
+  --output_dir "$OUTPUT_DIR/step2" \
+  --overwrite_output_dir \
+  "${REWARD_FLAGS[@]}" 2>&1 | tee "$OUTPUT_DIR/step2.log"
+python step2_reward/rw_eval.py \
+  --model_name_or_path "$OUTPUT_DIR/step2/export" \
+  --data_path "$DATA/pairs/eval.jsonl" \
+  --data_output_path "$OUTPUT_DIR/cache" \
+  "${REWARD_EVAL_FLAGS[@]}" 2>&1 | tee "$OUTPUT_DIR/reward_eval.log"
+
+echo "== 3. PPO: make the replies more positive"
+python step3_ppo/main.py \
+  --actor_model_name_or_path "$OUTPUT_DIR/step1/export" \
+  --critic_model_name_or_path "$OUTPUT_DIR/step2/export" \
+  --data_path "$DATA/prompts/train.jsonl" \
+  --data_split 0,0,1 \
+  --data_output_path "$OUTPUT_DIR/cache" \
+  --output_dir "$OUTPUT_DIR/step3" \
+  --overwrite_output_dir \
+  "${PPO_FLAGS[@]}" 2>&1 | tee "$OUTPUT_DIR/step3.log"
+
+echo "== 4. what was reached, on held-out conversations"
+PEAK_GIB=$(python training_scripts/demo/peak_memory.py "$OUTPUT_DIR"/step?/metrics.jsonl)
+python training_scripts/demo/measure.py \
+  --inputs "$DATA" \
+  --base "$BASE" \
+  --sft "$OUTPUT_DIR/step1/export" \
+  --ppo "$OUTPUT_DIR/step3/export" \
+  --reward_json "$OUTPUT_DIR/reward_eval.log" \
+  --output_dir "$OUTPUT_DIR" \
+  --started_at "$STARTED_AT" \
+  --peak_gib "$PEAK_GIB" \
+  "${MEASURE_FLAGS[@]}" 2>&1 | tee "$OUTPUT_DIR/measure.log"
+
+echo
+echo "curves:  $OUTPUT_DIR/step1/curves.png  $OUTPUT_DIR/step2/curves.png  $OUTPUT_DIR/step3/curves.png"
+echo "summary: $OUTPUT_DIR/summary.json"
+echo "try it:  python chat.py --path $OUTPUT_DIR/step3/export"

@@ -1,0 +1,56 @@
+# shellcheck shell=bash disable=SC2034
+# Settings of `run_demo.sh` for the small model (2.2M parameters, vocabulary 2048), sourced by it.
+
+build_inputs() { python training_scripts/demo/build_inputs.py "$DATA"; }
+
+SFT_FLAGS=(
+  --dtype fp32
+  --max_seq_len 48
+  --loss_on all
+  --per_device_train_batch_size 16
+  --per_device_eval_batch_size 64
+  --group_by_length
+  --learning_rate 2.5e-3
+  --weight_decay 0.05
+  --num_warmup_steps 30
+  --max_train_steps 1300
+  --eval_iters 0
+  --log_interval 50
+)
+REWARD_FLAGS=(
+  --dtype fp32
+  --max_seq_len 48
+  --per_device_train_batch_size 16
+  --per_device_eval_batch_size 64
+  --group_by_length
+  --learning_rate 7e-4
+  --weight_decay 0.05
+  --num_warmup_steps 15
+  --max_train_steps 450
+  --eval_iters 0
+  --log_interval 25
+)
+REWARD_EVAL_FLAGS=(
+  --dtype fp32
+  --max_seq_len 48
+  --per_device_eval_batch_size 64
+)
+PPO_FLAGS=(
+  --dtype fp32
+  --max_prompt_seq_len 32
+  --max_answer_seq_len 32
+  --per_device_generation_batch_size 64
+  --per_device_training_batch_size 32
+  --ppo_epochs 2
+  --max_train_steps 30
+  --actor_learning_rate 3e-4
+  --critic_learning_rate 5e-4
+  --num_warmup_steps 5
+  --kl_coef 0.4
+  --value_clip_range 0
+  --reward_clip 5
+  # Taken off the score, openly: 1 for an empty reply, falling to 0 at 10 tokens, so that short is not cheap.
+  --length_reward_coef 1.0
+  --length_reward_tokens 10
+)
+MEASURE_FLAGS=()
