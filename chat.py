@@ -26,7 +26,9 @@ class ChatArguments(TokenizerArguments):
 
     path: str = flag(REQUIRED, "the model: an export/ folder, or a hub name")
     template: str = flag(
-        "", "dialogue form; empty: what the model was trained with", choices=("human_assistant", "chat", "plain")
+        "",
+        "dialogue form; empty: what the model was trained with",
+        choices=("human_assistant", "chat", "plain"),
     )
     max_new_tokens: int = flag(128, "tokens of an answer at most")
     temperature: float = flag(0.7, "sampling temperature; 0 takes the likeliest token")
@@ -45,7 +47,7 @@ class Conversation:
         self.num_answers = 0
 
     def answer(self, text: str) -> str:
-        """Return the model's answer to the next message; the oldest turns are left out when room runs short."""
+        """Return the answer to the next message; the oldest turns are left out when room runs short."""
         self.messages.append(Message("user", text))
         limit = getattr(self.model.config, "max_position_embeddings", None) or 4096
         room = max(limit - self.options.max_new_tokens, 8)

@@ -97,8 +97,8 @@ def save_export(
 ) -> None:
     """Write model and tokenizer to `folder`, replacing it only when the new one is whole.
 
-    `model` is a transformers model, its PEFT wrapper, sharded or not. `metadata` goes to triptych.json (template,
-    step, held-out numbers), which chat.py and step 3 read. Every rank must call this.
+    `model` is a transformers model, its PEFT wrapper, sharded or not. `metadata` goes to triptych.json
+    (template, step, held-out numbers), which chat.py and step 3 read. Every rank must call this.
     """
     state = gather_state_dict(model)
     if distributed.is_main():

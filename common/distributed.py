@@ -37,8 +37,9 @@ def start(local_rank: int = -1) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
         backend = "nccl" if has_gpu() else "gloo"
-        # DeepSpeed would compile its shared-memory collectives at the first start on a CPU: that needs a compiler,
-        # takes a while, and a killed build leaves a lock that hangs every later run. gloo needs none of this.
+        # DeepSpeed would compile its shared-memory collectives at the first start on a CPU: that needs a
+        # compiler, takes a while, and a killed build leaves a lock that hangs every later run. gloo needs
+        # none of this.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(minutes=30))
 

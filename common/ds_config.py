@@ -75,7 +75,8 @@ def _build(options: EngineOptions, is_trained: bool) -> dict[str, Any]:
         "gradient_clipping": options.gradient_clipping,
         "prescale_gradients": False,
         "wall_clock_breakdown": False,
-        # torch's AdamW is ours everywhere: DeepSpeed's CPU Adam is compiled at first use and its lock outlives a kill.
+        # torch's AdamW is ours everywhere: DeepSpeed's CPU Adam is compiled at first use and its lock
+        # outlives a kill.
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }

@@ -14,9 +14,9 @@ from common import distributed
 class LossTerm:
     """One mean in a loss, over all micro-batches of all ranks.
 
-    `compute_sums(micro_batch)` returns (loss_sum, stats): a differentiable sum of per-item losses and named sums
-    to report. `count_items(micro_batch)` is the number of items (tokens, pairs) in those sums; it must not need a
-    forward pass, because the denominator is known before the first one.
+    `compute_sums(micro_batch)` returns (loss_sum, stats): a differentiable sum of per-item losses and named
+    sums to report. `count_items(micro_batch)` is the number of items (tokens, pairs) in those sums; it must
+    not need a forward pass, because the denominator is known before the first one.
     """
 
     name: str
@@ -80,6 +80,6 @@ def _refuse_if_not_finite(engine: Any, means: dict[str, float], names: list[str]
     bad = [name for name in names if not math.isfinite(means[name])]
     if bad:
         raise FloatingPointError(
-            f"{', '.join(bad)} is not finite at optimizer step {engine.global_steps + 1}; the step was refused. "
-            "Lower the learning rate, or use --dtype bf16 or fp32 in place of fp16."
+            f"{', '.join(bad)} is not finite at optimizer step {engine.global_steps + 1}; the step "
+            "was refused. Lower the learning rate, or use --dtype bf16 or fp32 in place of fp16."
         )

@@ -50,9 +50,10 @@ def generate(
 ) -> Generation:
     """Return one response for each left-padded prompt (B, P).
 
-    A token is drawn from one uniform per (seed, sample id, position in the response), so a text does not depend
-    on the batch it is generated in. A response ends with its stop token; its length is counted, never searched
-    for, so the stop token may be the pad token. The model must hold whole weights and be in eval mode.
+    A token is drawn from one uniform per (seed, sample id, position in the response), so a text does not
+    depend on the batch it is generated in. A response ends with its stop token; its length is counted, never
+    searched for, so the stop token may be the pad token. The model must hold whole weights and be in eval
+    mode.
     """
     takes_positions = forward_accepts(model, "position_ids")
     keeps_logits = forward_accepts(model, "logits_to_keep")

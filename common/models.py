@@ -1,4 +1,5 @@
-"""Causal language models: loading, dropout, vocabulary padding, LoRA, and the forward pass that all steps share.
+"""Causal language models: loading, dropout, vocabulary padding, LoRA, and the forward pass that all steps
+share.
 
 # B sequences, T positions, V vocabulary
 """
@@ -19,14 +20,15 @@ from common.zero3 import gather_whole
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DROPOUT_NAMES = (
-    "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "classifier_dropout", "embd_pdrop",
-    "attn_pdrop", "resid_pdrop", "summary_first_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
+    "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "classifier_dropout",
+    "embd_pdrop", "attn_pdrop", "resid_pdrop", "summary_first_dropout", "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a model is loaded. `ds_config` matters under ZeRO stage 3, where weights are sharded as they load."""
+    """How a model is loaded. `ds_config` matters under ZeRO 3, where weights are sharded as they load."""
 
     name_or_path: str
     dtype: str = "fp32"
@@ -53,7 +55,7 @@ def zero_stage_of(ds_config: dict[str, Any] | None) -> int:
 
 
 def load_config(options: ModelOptions) -> Any:
-    """Return the model's configuration with every kind of dropout set to `options.dropout` (None: unchanged)."""
+    """Return the model's configuration, every dropout set to `options.dropout` (None: unchanged)."""
     config = AutoConfig.from_pretrained(options.name_or_path, trust_remote_code=options.trust_remote_code)
     if options.dropout is not None:
         for name in DROPOUT_NAMES:
@@ -66,10 +68,12 @@ def load_config(options: ModelOptions) -> Any:
 def load_pretrained(
     auto_class: Any, options: ModelOptions, num_tokens: int, **config_changes: Any
 ) -> PreTrainedModel:
-    """Return the model of `auto_class`, its vocabulary grown to `num_tokens`; under ZeRO 3 only this rank's shard.
+    """Return the model of `auto_class`, its vocabulary grown to `num_tokens`; under ZeRO 3 only this rank's
+    shard.
 
     Embeddings only ever grow: a model that has more rows than its tokenizer has tokens keeps them. Rows past
-    `num_tokens` must be masked out of every softmax (`num_valid_tokens` of tensor_ops). Every rank must call this.
+    `num_tokens` must be masked out of every softmax (`num_valid_tokens` of tensor_ops). Every rank must
+    call this.
     """
     config = load_config(options)
     for name, value in config_changes.items():
@@ -146,7 +150,7 @@ def lora_targets(names: list[str], module_name: str) -> list[str]:
             {n.rsplit(".", 1)[-1] for n in names} | {n.split(".0.")[0] + "." for n in names if ".0." in n}
         )
         raise ValueError(
-            f"--lora_module_name {module_name!r} matches no linear layer; use auto or a part of a name such as: "
+            f"--lora_module_name {module_name!r} matches no linear layer; use auto, or a part of a name: "
             + ", ".join(candidates)
         )
     return targets

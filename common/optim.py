@@ -10,7 +10,7 @@ NO_DECAY_NAMES = ("bias", "norm", "ln_", "layernorm")
 def build_parameter_groups(
     model: nn.Module, *, learning_rate: float, weight_decay: float, lora_learning_rate: float
 ) -> list[dict]:
-    """Return AdamW groups of the trained parameters: matrices, vectors without decay, LoRA with its own rate."""
+    """Return AdamW groups: matrices, vectors without weight decay, LoRA factors with their own rate."""
     groups: dict[str, dict] = {
         "decay": {"params": [], "weight_decay": weight_decay, "lr": learning_rate},
         "no_decay": {"params": [], "weight_decay": 0.0, "lr": learning_rate},

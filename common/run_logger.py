@@ -44,8 +44,8 @@ class RunLogger:
         self._files: dict[str, Any] = {}
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                (self.folder / name).write_text("")  # a new run: --overwrite_output_dir was asked for
+            (self.folder / "metrics.jsonl").write_text("")  # a new run: --overwrite_output_dir was asked for
+            (self.folder / "samples.jsonl").unlink(missing_ok=True)
         if self.is_on and sys.stderr.isatty():
             self.bar = tqdm(total=num_steps, unit="step", dynamic_ncols=True, leave=False)
         if tensorboard_dir and self.is_on:
@@ -72,9 +72,8 @@ class RunLogger:
         if self.bar is not None:
             self.bar.update(step - self.bar.n)
         if step % self.log_interval == 0 or step == self.num_steps:
-            cells = [
-                f"{name.removeprefix(self.prefix)} {_short(metrics[name])}" for name in self.columns if name in metrics
-            ]
+            shown = [name for name in self.columns if name in metrics]
+            cells = [f"{name.removeprefix(self.prefix)} {_short(metrics[name])}" for name in shown]
             self.note(f"step {step:>5}/{self.num_steps}  " + "  ".join(cells))
 
     def log_event(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -121,7 +120,7 @@ class RunLogger:
 
 
 def peak_memory_gib() -> float:
-    """Return the most memory this process has held so far: the GPU's where there is one, else resident memory."""
+    """Return the most memory this process has held so far: the GPU's if there is one, else resident."""
     if distributed.has_gpu():
         return torch.cuda.max_memory_allocated() / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere

@@ -1,4 +1,5 @@
-"""What every program does before it loads a model: quiet libraries, checks, tokenizer, one list of problems."""
+"""What every program does before it loads a model: quiet libraries, checks, tokenizer, one list of
+problems."""
 
 import contextlib
 import json
@@ -42,8 +43,8 @@ def check_output_dir(args: RunArguments, problems: Problems) -> None:
         left = sorted(p.name for p in folder.iterdir() if p.name not in FOREIGN_FILES)
         if left:
             problems.add(
-                f"--output_dir {folder} holds {', '.join(left[:3])} of an earlier run; choose another folder, "
-                "or give --overwrite_output_dir to replace it"
+                f"--output_dir {folder} holds {', '.join(left[:3])} of an earlier run; choose another "
+                "folder, or give --overwrite_output_dir to replace it"
             )
 
 
@@ -56,9 +57,7 @@ def check_run(args: RunArguments, zero_stages: dict[str, int], problems: Problem
         if args.offload == "param" and stage != 3:
             problems.add(f"--offload param needs {name} 3, not {stage}; use --offload optimizer or stage 3")
         if args.offload in ("optimizer", "all") and stage == 0 and args.dtype != "bf16":
-            problems.add(
-                f"--offload {args.offload} needs {name} 1, 2 or 3: under stage 0 no state can leave the device"
-            )
+            problems.add(f"--offload {args.offload} needs {name} 1, 2 or 3: under stage 0 no state can move")
     if args.ds_config:
         try:
             if not isinstance(json.loads(Path(args.ds_config).read_text()), dict):
@@ -126,6 +125,12 @@ def resolved_json(args: Any, **more: Any) -> str:
     return as_json(args, resolved_dtype=args.dtype or distributed.default_dtype_name(), **more)
 
 
+def print_resolved(args: Any, **more: Any) -> None:
+    """Print `resolved_json` on the first process: what --dry_run is for."""
+    if distributed.is_main():
+        print(resolved_json(args, **more))
+
+
 def load_overrides(args: RunArguments) -> dict[str, Any]:
     """Return the DeepSpeed keys of --ds_config, {} without it."""
     return json.loads(Path(args.ds_config).read_text()) if args.ds_config else {}
@@ -149,7 +154,7 @@ def as_problem(problems: Problems) -> Iterator[None]:
 
 
 def run_program(program: Callable[[], None]) -> None:
-    """Run a program's main function; a user's error, Ctrl-C and a refused step end in one line, no traceback."""
+    """Run a program's main function; Ctrl-C and a refused step end in one line, without a traceback."""
     quiet_libraries()
     try:
         program()

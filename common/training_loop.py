@@ -1,15 +1,89 @@
-"""What the single-model programs (steps 1 and 2) share: engine, batches, and the loop over epochs."""
+"""What the single-model programs (steps 1 and 2) share: checks, batches, engine, and the loop over epochs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
 from torch import nn
 
-from common import distributed
+from common import distributed, startup
+from common.args import Problems
+from common.data.data_options import DataOptions
+from common.data.global_batches import GlobalBatches, evaluation_batches
+from common.data.source_checks import check_sources
+from common.dialogue import Template, build_template
 from common.ds_config import EngineOptions, build_train_config
+from common.models import LoraOptions, ModelOptions
 from common.optim import build_optimizer, build_schedule
 from common.run_logger import RunLogger
+
+
+def check_single_model(args: Any, options: DataOptions, problems: Problems) -> tuple[Any, Template]:
+    """Return (tokenizer, template) when all is right with a start-up, else leave with all that is not.
+
+    No model is loaded.
+    """
+    startup.check_run(args, {"--zero_stage": args.zero_stage}, problems)
+    startup.check_positive(args, ["per_device_train_batch_size", "per_device_eval_batch_size"], problems)
+    flag, name = "--model_name_or_path", args.model_name_or_path
+    config = startup.check_model(flag, name, args, problems)
+    startup.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)
+    tokenizer = config and startup.check_tokenizer(flag, name, args, problems)
+    if args.only_optimize_lora and not args.lora_dim:
+        problems.add("--only_optimize_lora needs --lora_dim above 0, else nothing is trained")
+    for problem in check_sources([*options.data_path, *options.sft_only_data_path], options.stage, options):
+        problems.add(problem)
+    with startup.as_problem(problems):
+        template = tokenizer and build_template(args.template, tokenizer)
+    problems.exit_if_any()
+    startup.print_notes(args)
+    return tokenizer, template
+
+
+def build_global_batches(
+    args: Any, dataset: Any, collate: Callable, lengths: Sequence[int] | None
+) -> GlobalBatches:
+    """Return the training batches of this rank; ValueError when the data do not fill one."""
+    return GlobalBatches(
+        dataset,
+        collate,
+        rows_per_micro_batch=args.per_device_train_batch_size,
+        accumulation=args.gradient_accumulation_steps,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        seed=args.seed,
+        group_lengths=lengths if args.group_by_length else None,
+    )
+
+
+def held_out_batches(args: Any, dataset: Any, collate: Callable) -> Iterable:
+    """Return the evaluation batches of this rank, --eval_iters at most."""
+    return evaluation_batches(
+        dataset,
+        collate,
+        rows_per_batch=args.per_device_eval_batch_size,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        max_batches=args.eval_iters,
+    )
+
+
+def model_options(args: Any, ds_config: dict[str, Any], *, dropout: float | None) -> ModelOptions:
+    """Return how the flags of a single-model program want their model loaded."""
+    return ModelOptions(
+        args.model_name_or_path,
+        dtype=args.dtype or distributed.default_dtype_name(),
+        dropout=dropout,
+        gradient_checkpointing=args.gradient_checkpointing,
+        pad_vocab_multiple=args.pad_vocab_multiple,
+        trust_remote_code=args.trust_remote_code,
+        ds_config=ds_config,
+    )
+
+
+def lora_options(args: Any) -> LoraOptions:
+    """Return the adapters that the flags of a single-model program ask for."""
+    return LoraOptions(args.lora_dim, args.lora_alpha, args.lora_module_name, args.only_optimize_lora)
 
 
 def build_engine(
@@ -40,17 +114,32 @@ def build_engine(
     return engine
 
 
-def build_single_model_config(args: Any, dtype: str, overrides: dict[str, Any]) -> dict[str, Any]:
+def build_single_model_engine(model: nn.Module, ds_config: dict[str, Any], args: Any, num_steps: int) -> Any:
+    """Return the engine that the flags of a single-model program ask for. Every rank must call this."""
+    return build_engine(
+        model,
+        ds_config,
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        lora_learning_rate=args.lora_learning_rate,
+        beta2=args.adam_beta2,
+        schedule=args.lr_scheduler_type,
+        num_warmup_steps=args.num_warmup_steps,
+        num_steps=num_steps,
+    )
+
+
+def build_single_model_config(args: Any) -> dict[str, Any]:
     """Return the DeepSpeed configuration that a single-model program's flags ask for."""
     options = EngineOptions(
         zero_stage=args.zero_stage,
-        dtype=dtype,
+        dtype=args.dtype or distributed.default_dtype_name(),
         offload=args.offload,
         micro_batch_size=args.per_device_train_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         world_size=distributed.world_size(),
         gradient_clipping=args.gradient_clipping,
-        overrides=overrides,
+        overrides=startup.load_overrides(args),
     )
     return build_train_config(options)
 
@@ -62,14 +151,13 @@ def count_steps(args: Any, steps_per_epoch: int) -> int:
 
 
 def run_steps(
-    batches: Any,
+    batches: GlobalBatches,
     num_steps: int,
-    *,
     train_step: Callable[[int, list[Any]], Any],
     evaluate: Callable[[int], Any],
     eval_interval: int,
 ) -> None:
-    """Train for `num_steps`; evaluate before, every `eval_interval` steps, after each epoch and at the end."""
+    """Train for `num_steps`; evaluate before, every `eval_interval` steps, after an epoch, at the end."""
     evaluate(0)
     steps: Iterator[tuple[int, list[Any]]] = enumerate(batches.forever(), start=1)
     for step, micro_batches in steps:
@@ -81,13 +169,22 @@ def run_steps(
             return
 
 
-def build_logger(args: Any, columns: tuple[str, ...], num_steps: int) -> RunLogger:
-    """Return the run's logger; TensorBoard's folder is --tensorboard_path or OUTPUT_DIR/tensorboard."""
+def build_logger(
+    args: Any, columns: tuple[str, ...], num_steps: int, first_lines: Sequence[str]
+) -> RunLogger:
+    """Return the run's logger, with args.json written and the data report said.
+
+    TensorBoard's folder is --tensorboard_path or OUTPUT_DIR/tensorboard.
+    """
     folder = args.tensorboard_path or f"{args.output_dir or '.'}/tensorboard"
-    return RunLogger(
+    logger = RunLogger(
         args.output_dir,
         columns=columns,
         num_steps=num_steps,
         log_interval=args.log_interval,
         tensorboard_dir=folder if args.enable_tensorboard else None,
     )
+    logger.write_json("args.json", startup.resolved_json(args))
+    for line in first_lines:
+        logger.note(line)
+    return logger

@@ -14,17 +14,12 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from common import distributed, startup
+from common import distributed, startup, training_loop
 from common.args import Problems, parse_args
 from common.checkpoint import save_adapter, save_export
 from common.data.collators import PairCollator
 from common.data.data_options import DataOptions
-from common.data.global_batches import GlobalBatches, evaluation_batches
-from common.data.source_checks import check_sources
 from common.data.stage_datasets import build_pairs
-from common.dialogue import build_template
-from common.models import LoraOptions, ModelOptions
-from common.training_loop import build_engine, build_logger, build_single_model_config, count_steps, run_steps
 from common.value_model import load_value_model
 from step2_reward.arguments import RewardArguments
 from step2_reward.reward_trainer import RewardTrainer
@@ -65,79 +60,29 @@ def main() -> None:
     problems = Problems()
     args = parse_args(RewardArguments, description=__doc__.splitlines()[0], problems=problems)
     problems.exit_if_any()
-    startup.check_run(args, {"--zero_stage": args.zero_stage}, problems)
-    startup.check_positive(args, ["per_device_train_batch_size", "per_device_eval_batch_size"], problems)
-    config = startup.check_model("--model_name_or_path", args.model_name_or_path, args, problems)
-    startup.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)
-    tokenizer = config and startup.check_tokenizer(
-        "--model_name_or_path", args.model_name_or_path, args, problems
-    )
     options = build_data_options(args)
-    for problem in check_sources(args.data_path, 2, options):
-        problems.add(problem)
-    with startup.as_problem(problems):
-        template = tokenizer and build_template(args.template, tokenizer)
-    problems.exit_if_any()
-    startup.print_notes(args)
-    dtype = args.dtype or distributed.default_dtype_name()
+    tokenizer, template = training_loop.check_single_model(args, options, problems)
+    ds_config = training_loop.build_single_model_config(args)
     if args.dry_run:
-        ds_config = build_single_model_config(args, dtype, startup.load_overrides(args))
-        if distributed.is_main():
-            print(startup.resolved_json(args, deepspeed_config_resolved=ds_config))
+        startup.print_resolved(args, deepspeed_config_resolved=ds_config)
         return
 
     # ---- data -------------------------------------------------------------------------------------------
     distributed.start(args.local_rank)
     distributed.seed_everything(args.seed)
-    ranks = {"rank": distributed.rank(), "world_size": distributed.world_size()}
     collate = PairCollator(tokenizer.pad_token_id)
     with startup.as_problem(problems):
         data = build_pairs(options, tokenizer, template)
-        batches = GlobalBatches(
-            data.train,
-            collate,
-            rows_per_micro_batch=args.per_device_train_batch_size,
-            accumulation=args.gradient_accumulation_steps,
-            seed=args.seed,
-            group_lengths=pair_lengths(data.train) if args.group_by_length else None,
-            **ranks,
-        )
-    num_steps = count_steps(args, len(batches))
-    logger = build_logger(args, COLUMNS, num_steps)
-    logger.write_json("args.json", startup.resolved_json(args))
-    for line in data.report.lines():
-        logger.note(line)
+        batches = training_loop.build_global_batches(args, data.train, collate, pair_lengths(data.train))
+    num_steps = training_loop.count_steps(args, len(batches))
+    logger = training_loop.build_logger(args, COLUMNS, num_steps, data.report.lines())
 
     # ---- model ------------------------------------------------------------------------------------------
-    ds_config = build_single_model_config(args, dtype, startup.load_overrides(args))
-    lora = LoraOptions(args.lora_dim, args.lora_alpha, args.lora_module_name, args.only_optimize_lora)
     with startup.as_problem(problems):
-        model = load_value_model(
-            ModelOptions(
-                args.model_name_or_path,
-                dtype=dtype,
-                # a score that changes from one pass to the next cannot be ranked by: dropout is off by default
-                dropout=args.dropout or 0.0,
-                gradient_checkpointing=args.gradient_checkpointing,
-                pad_vocab_multiple=args.pad_vocab_multiple,
-                trust_remote_code=args.trust_remote_code,
-                ds_config=ds_config,
-            ),
-            len(tokenizer),
-            lora,
-            seed=args.seed,
-        )
-        engine = build_engine(
-            model,
-            ds_config,
-            learning_rate=args.learning_rate,
-            weight_decay=args.weight_decay,
-            lora_learning_rate=args.lora_learning_rate,
-            beta2=args.adam_beta2,
-            schedule=args.lr_scheduler_type,
-            num_warmup_steps=args.num_warmup_steps,
-            num_steps=num_steps,
-        )
+        # A score that changes from one pass to the next cannot be ranked by: dropout is off unless asked for.
+        loading = training_loop.model_options(args, ds_config, dropout=args.dropout or 0.0)
+        model = load_value_model(loading, len(tokenizer), training_loop.lora_options(args), seed=args.seed)
+        engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
 
     # ---- training ---------------------------------------------------------------------------------------
     trainer = RewardTrainer(
@@ -147,23 +92,17 @@ def main() -> None:
         center_coef=args.center_coef,
         logger=logger,
     )
+    metadata: dict[str, Any] = {"step": "reward", "template": args.template}
 
     def evaluate(step: int) -> None:
-        if data.eval is not None and len(data.eval):
-            rows = args.per_device_eval_batch_size
-            held_out = evaluation_batches(
-                data.eval, collate, rows_per_batch=rows, max_batches=args.eval_iters, **ranks
-            )
-            metrics["eval"] = trainer.evaluate(step, held_out)
+        if len(data.eval):
+            held_out = training_loop.held_out_batches(args, data.eval, collate)
+            metadata["eval"] = trainer.evaluate(step, held_out)
 
-    metrics: dict = {}
-    run_steps(
-        batches, num_steps, train_step=trainer.train_step, evaluate=evaluate, eval_interval=args.eval_interval
-    )
+    training_loop.run_steps(batches, num_steps, trainer.train_step, evaluate, args.eval_interval)
 
     # ---- export -----------------------------------------------------------------------------------------
     if args.output_dir:
-        metadata = {"step": "reward", "template": args.template, **metrics}
         folder = Path(args.output_dir)
         save_export(folder / "export", model.classifier, tokenizer, metadata=metadata, needs_own_pad=True)
         save_adapter(folder / "adapter", model.classifier)

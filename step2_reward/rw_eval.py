@@ -3,7 +3,8 @@
 
 python step2_reward/rw_eval.py --model_name_or_path OUT/export --data_path PAIRS
 
-A data set's evaluation part is used, or all of it where it has none. The last line printed is one JSON object.
+A data set's evaluation part is used, or all of it where it has none. The last line printed is one JSON
+object.
 """
 
 import json

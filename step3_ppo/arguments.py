@@ -84,13 +84,13 @@ class PPOMathArguments:
     whiten_scores: bool = flag(False, "scale each step's scores to mean 0 and deviation 1 before clipping")
     length_reward_coef: float = flag(
         0.0,
-        "taken off the score for a response that ends at once, less for a longer one: see length_reward_tokens",
+        "taken off the score of an empty response, less for a longer one, up to length_reward_tokens",
     )
     length_reward_tokens: int = flag(0, "response tokens from which nothing is taken off any more")
     truncated: str = flag(
         "score",
-        "a response cut by max_answer_seq_len: is scored as it is, also gets the critic's value of what would "
-        "follow, or gets truncated_penalty in place of a score",
+        "a response cut by max_answer_seq_len: is scored as it is, also gets the critic's value of what "
+        "would follow, or gets truncated_penalty in place of a score",
         choices=("score", "bootstrap", "penalty"),
     )
     truncated_penalty: float = flag(-1.0, "the score of a cut response under --truncated penalty")

@@ -10,7 +10,7 @@ from common.zero3 import is_sharded, local_shard
 
 
 class ExponentialMovingAverage:
-    """average <- decay average + (1 - decay) weights, in fp32, on whatever part of a weight this rank holds."""
+    """average <- decay average + (1 - decay) weights, in fp32, on the part of a weight this rank holds."""
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         if not 0 <= decay < 1:
@@ -27,7 +27,7 @@ class ExponentialMovingAverage:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Hold the averages in the weights' place inside the block, for an export. Every rank must call this."""
+        """Hold the averages in the weights' place inside the block. Every rank must call this."""
         saved = {name: local_shard(p).detach().clone() for name, p in self.parameters.items()}
         try:
             self._write(self.averages)
@@ -39,7 +39,7 @@ class ExponentialMovingAverage:
     def _write(self, values: dict[str, torch.Tensor]) -> None:
         for name, parameter in self.parameters.items():
             if is_sharded(parameter):
-                # A small parameter stays whole between uses (persistence): without this its old whole copy would
-                # be read instead of the shard.
+                # A small parameter stays whole between uses (persistence): without this its old whole copy
+                # would be read instead of the shard.
                 parameter.partition(has_been_updated=False)
             local_shard(parameter).copy_(values[name])

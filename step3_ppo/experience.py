@@ -65,7 +65,7 @@ class Experience:
 
 
 def concatenate(parts: Sequence[Experience]) -> Experience:
-    """Return all rows in the order of their sample ids: prompts padded on the left, responses on the right."""
+    """Return all rows by sample id, prompts padded on the left and responses on the right."""
     num_prompt = max(p.prompt_ids.shape[1] for p in parts)
     num_response = max(p.response_ids.shape[1] for p in parts)
     columns: dict[str, list[torch.Tensor]] = {}
@@ -84,8 +84,8 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
 def gather_experience(parts: Sequence[Experience]) -> Experience:
     """Return the step's experience of all ranks, on the CPU. Every rank must call this.
 
-    It is small (a few numbers a token), and once every rank holds it, advantages and minibatches are the same for
-    any number of ranks.
+    It is small (a few numbers a token), and once every rank holds it, advantages and minibatches are the
+    same for any number of ranks.
     """
     local = concatenate([part.to("cpu") for part in parts])
     return concatenate(distributed.gather_objects(local))
@@ -93,7 +93,7 @@ def gather_experience(parts: Sequence[Experience]) -> Experience:
 
 @dataclass(frozen=True)
 class MinibatchPlan:
-    """How a step's samples are cut for the update: `rows` a rank and micro-batch, `accumulation` of them a step."""
+    """How a step's samples are cut: `rows` a rank and micro-batch, `accumulation` of those an update."""
 
     rows: int
     accumulation: int
@@ -101,7 +101,7 @@ class MinibatchPlan:
     seed: int
 
     def minibatches(self, experience: Experience, step: int) -> Iterator[list[Experience]]:
-        """Yield this rank's micro-batches for every optimizer step; reshuffled in each epoch by (seed, step, epoch).
+        """Yield this rank's micro-batches of every optimizer step, reshuffled by (seed, step, epoch).
 
         The samples of an optimizer step do not depend on the number of ranks or on the accumulation.
         """

@@ -1,7 +1,7 @@
 """Train mode <-> generate mode of the actor: one set of weights, two uses.
 
-ZeRO 0-2: the inference module *is* the trained module, nothing is copied or sent. ZeRO 3: the weights are gathered
-one parameter at a time into a plain module without DeepSpeed's hooks, and dropped on leaving.
+ZeRO 0-2: the inference module *is* the trained module, nothing is copied or sent. ZeRO 3: the weights are
+gathered one parameter at a time into a plain module without DeepSpeed's hooks, and dropped on leaving.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,14 +13,15 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from common import distributed
+from common.models import plain_model
 from common.zero3 import gather_whole, is_sharded
 
 
 class HybridEngine:
     """A DeepSpeed engine that can also generate.
 
-    `build_module` makes a module of the engine's structure; it is called once, without memory for weights, and
-    only when the engine's own are sharded.
+    `build_module` makes a module of the engine's structure; it is called once, without memory for weights,
+    and only when the engine's own are sharded.
     """
 
     def __init__(self, engine: Any, build_module: Callable[[], nn.Module]) -> None:
@@ -30,6 +31,7 @@ class HybridEngine:
         if self.is_sharded:
             with init_empty_weights(include_buffers=False):
                 self.inference_module = build_module()
+            plain_model(self.inference_module).tie_weights()  # each empty weight is an object of its own
             for module in self.inference_module.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(distributed.device()))
@@ -37,7 +39,8 @@ class HybridEngine:
 
     @contextmanager
     def generation_mode(self) -> Iterator[nn.Module]:
-        """Give the inference module, in eval mode with whole weights; leaving gives back the trainer untouched.
+        """Give the inference module, in eval mode with whole weights; leaving gives back the trainer
+        untouched.
 
         Every rank must enter it together; inside, ranks need not keep step.
         """

@@ -19,7 +19,7 @@ import torch
 
 from common import distributed, startup
 from common.args import Problems, parse_args
-from common.checkpoint import read_metadata, save_adapter, save_export
+from common.checkpoint import save_adapter, save_export
 from common.data.collators import PromptCollator
 from common.data.data_options import DataOptions
 from common.data.global_batches import GlobalBatches
@@ -27,6 +27,7 @@ from common.data.pretraining import build_pretraining
 from common.data.source_checks import check_sources
 from common.data.stage_datasets import build_prompts
 from common.dialogue import build_template
+from common.run_logger import RunLogger
 from common.tokenizer import vocabulary_difference
 from common.training_loop import build_logger, count_steps
 from common.value_model import has_saved_head
@@ -80,8 +81,9 @@ def check_ppo(args: PPOArguments, problems: Problems) -> None:
     update = args.per_device_training_batch_size * args.gradient_accumulation_steps
     if update < 1 or samples % update:
         problems.add(
-            f"--per_device_generation_batch_size {args.per_device_generation_batch_size} x --generation_batches "
-            f"{args.generation_batches} = {samples} samples a rank must be a multiple of "
+            f"--per_device_generation_batch_size {args.per_device_generation_batch_size} x "
+            f"--generation_batches {args.generation_batches} = {samples} samples a rank must be a "
+            f"multiple of "
             f"--per_device_training_batch_size {args.per_device_training_batch_size} x "
             f"--gradient_accumulation_steps {args.gradient_accumulation_steps} = {update}"
         )
@@ -120,8 +122,9 @@ def check_models(args: PPOArguments, problems: Problems) -> Any:
         difference = actor and tokenizer and vocabulary_difference(actor, tokenizer)
         if difference:
             problems.add(
-                f"--actor_model_name_or_path and --{role}_model_name_or_path have other vocabularies, and the same "
-                f"token ids are given to both: {difference}; train the reward model from the same base"
+                f"--actor_model_name_or_path and --{role}_model_name_or_path have other vocabularies, "
+                f"and the same token ids are given to both: {difference}; train the reward model "
+                "from the same base"
             )
     return actor
 
@@ -156,6 +159,48 @@ def collate_blocks(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
 
 
+def build_trainer(
+    args: PPOArguments, tokenizer: Any, num_steps: int, logger: RunLogger, pretraining: Any
+) -> PPOTrainer:
+    """Load the four models and return what does the PPO steps. Every rank must call this."""
+    plan = MinibatchPlan(
+        args.per_device_training_batch_size, args.gradient_accumulation_steps, args.ppo_epochs, args.seed
+    )
+    samples = args.per_device_generation_batch_size * args.generation_batches
+    updates_per_step = args.ppo_epochs * samples // (plan.rows * plan.accumulation)
+    dtype = args.dtype or distributed.default_dtype_name()
+    overrides = startup.load_overrides(args)
+    roles = RoleBuilder(args, dtype, tokenizer, num_steps * updates_per_step, overrides).build()
+    place = PromptPlace(args.per_device_generation_batch_size, args.generation_batches)
+    return PPOTrainer(
+        args,
+        roles,
+        Rollout(roles, place=place, recompute_old_logprobs=args.old_logprobs == "recompute"),
+        ALGORITHMS[args.algorithm],
+        plan,
+        KLController(args.kl_coef, target=args.kl_target or None, horizon=args.kl_horizon),
+        logger,
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        ema=ExponentialMovingAverage(roles.actor.engine.module, args.ema_decay) if args.enable_ema else None,
+        pretraining=pretraining,
+    )
+
+
+def save_all(args: PPOArguments, trainer: PPOTrainer, tokenizer: Any, metrics: dict[str, float]) -> None:
+    """Write the chat model, its average, the adapter and the critic. Every rank must call this."""
+    folder, roles = Path(args.output_dir), trainer.roles
+    actor, critic = roles.actor.engine.module, roles.critic.engine.module.classifier
+    final = {name: metrics[name] for name in ("objective/score", "objective/kl")}
+    metadata = {"step": "ppo", "template": args.template, "last_step": final}
+    save_export(folder / "export", actor, tokenizer, metadata=metadata)
+    save_adapter(folder / "adapter", actor)
+    save_export(folder / "export_critic", critic, tokenizer, metadata={"step": "critic"}, needs_own_pad=True)
+    if trainer.ema:
+        with trainer.ema.averaged_weights():
+            save_export(folder / "export_ema", actor, tokenizer, metadata=metadata)
+    trainer.logger.note(f"saved {folder}/export")
+
+
 def main() -> None:
     """Check everything, load, train, export."""
     # ---- flags and checks: no model yet -----------------------------------------------------------------
@@ -173,10 +218,8 @@ def main() -> None:
         template = tokenizer and build_template(args.template, tokenizer)
     problems.exit_if_any()
     startup.print_notes(args)
-    dtype = args.dtype or distributed.default_dtype_name()
     if args.dry_run:
-        if distributed.is_main():
-            print(startup.resolved_json(args))
+        startup.print_resolved(args)
         return
 
     # ---- data -------------------------------------------------------------------------------------------
@@ -198,37 +241,13 @@ def main() -> None:
     num_steps = count_steps(args, len(prompts))
     if args.enable_test_mode:
         num_steps = min(num_steps, args.test_stop_step)
-    logger = build_logger(args, COLUMNS, num_steps)
-    logger.write_json("args.json", startup.resolved_json(args))
-    for line in data.report.lines():
-        logger.note(line)
+    logger = build_logger(args, COLUMNS, num_steps, data.report.lines())
 
     # ---- models -----------------------------------------------------------------------------------------
-    plan = MinibatchPlan(
-        args.per_device_training_batch_size, args.gradient_accumulation_steps, args.ppo_epochs, args.seed
-    )
-    samples = args.per_device_generation_batch_size * args.generation_batches
-    updates_per_step = args.ppo_epochs * samples // (plan.rows * plan.accumulation)
     with startup.as_problem(problems):
-        builder = RoleBuilder(
-            args, dtype, tokenizer, num_steps * updates_per_step, startup.load_overrides(args)
-        )
-        roles = builder.build()
+        trainer = build_trainer(args, tokenizer, num_steps, logger, pretraining)
 
     # ---- training ---------------------------------------------------------------------------------------
-    place = PromptPlace(args.per_device_generation_batch_size, args.generation_batches)
-    trainer = PPOTrainer(
-        args,
-        roles,
-        Rollout(roles, place=place, recompute_old_logprobs=args.old_logprobs == "recompute"),
-        ALGORITHMS[args.algorithm],
-        plan,
-        KLController(args.kl_coef, target=args.kl_target or None, horizon=args.kl_horizon),
-        logger,
-        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-        ema=ExponentialMovingAverage(roles.actor.engine.module, args.ema_decay) if args.enable_ema else None,
-        pretraining=pretraining,
-    )
     for step, prompt_batches in enumerate(prompts.forever(), start=1):
         metrics = trainer.train_step(step, prompt_batches)
         if step == num_steps:
@@ -236,20 +255,7 @@ def main() -> None:
 
     # ---- export -----------------------------------------------------------------------------------------
     if args.output_dir:
-        folder, actor = Path(args.output_dir), roles.actor.engine.module
-        template_name = read_metadata(args.actor_model_name_or_path).get("template", args.template)
-        final = {name: metrics[name] for name in ("objective/score", "objective/kl")}
-        metadata = {"step": "ppo", "template": template_name, "last_step": final}
-        save_export(folder / "export", actor, tokenizer, metadata=metadata)
-        save_adapter(folder / "adapter", actor)
-        critic = roles.critic.engine.module.classifier
-        save_export(
-            folder / "export_critic", critic, tokenizer, metadata={"step": "critic"}, needs_own_pad=True
-        )
-        if trainer.ema:
-            with trainer.ema.averaged_weights():
-                save_export(folder / "export_ema", actor, tokenizer, metadata=metadata)
-        logger.note(f"saved {folder}/export")
+        save_all(args, trainer, tokenizer, metrics)
     logger.close()
 
 

@@ -1,4 +1,5 @@
-"""The four roles: actor, reference, critic, reward. Each answers `score`; the actor `generate`s, two `update`.
+"""The four roles: actor, reference, critic, reward. Each answers `score`; the actor `generate`s, two
+`update`.
 
 # B sequences, P prompt, R response, T = P + R, V vocabulary
 """
@@ -33,7 +34,7 @@ class TokenScores(NamedTuple):
 
 
 def whole_sequences(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (input_ids, attention_mask), both (B, T) on this rank's device, of anything with prompts and responses."""
+    """Return (input_ids, attention_mask), both (B, T) on this rank's device, of prompts with responses."""
     input_ids = torch.cat([batch.prompt_ids, batch.response_ids], dim=1)
     attention_mask = torch.cat([batch.prompt_mask.bool(), batch.response_mask], dim=1).long()
     return input_ids.to(distributed.device()), attention_mask.to(distributed.device())
@@ -51,7 +52,8 @@ class Frozen:
             model, *_ = deepspeed.initialize(model=model, config=ds_config)
         elif not self.is_offloaded:
             model.to(distributed.device())
-        self.model = model.eval()
+        model.eval()  # a DeepSpeed engine's eval returns nothing
+        self.model = model
 
     @contextmanager
     def on_device(self) -> Iterator[nn.Module]:

@@ -1,7 +1,8 @@
 """Global batches whose rows depend on the seed alone, dealt to the ranks.
 
-A step's rows are the next G of a seeded permutation, G = rows per micro-batch x accumulation x ranks. One rank, two
-ranks and accumulation thus see the same global batches, and a token mean over them is the same loss.
+A step's rows are the next G of a seeded permutation, G = rows per micro-batch x accumulation x ranks. One
+rank, two ranks and accumulation thus see the same global batches, and a token mean over them is the same
+loss.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-
 
 WINDOW_BATCHES = 32  # global batches that are sorted by length together: enough for next to no padding
 

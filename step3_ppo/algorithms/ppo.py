@@ -30,7 +30,8 @@ def add_advantages(experience: Experience, args: PPOArguments, kl_coef: float) -
     )
     kl = kl_estimate(experience.old_logprobs, experience.ref_logprobs, args.kl_estimator)
     rewards = kl_penalised_rewards(scores, kl, mask, kl_coef=kl_coef, reward_clip=None)
-    # A finished response ends in a terminal state of value 0; a cut one may go on, as far as the critic knows.
+    # A finished response ends in a terminal state of value 0; a cut one may go on, as far as the critic
+    # knows.
     is_bootstrapped = ~experience.is_finished & (args.truncated == "bootstrap")
     advantages, returns = generalized_advantages(
         rewards,

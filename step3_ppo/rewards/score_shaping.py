@@ -11,8 +11,8 @@ from common.tensor_ops import whiten
 def length_shortfall(response_lengths: torch.Tensor, enough_tokens: int) -> torch.Tensor:
     """Return (B,) fp32 in [0, 1]: 1 for an empty response, falling to 0 at `enough_tokens`; 0 when that is 0.
 
-    A per-token KL penalty makes short answers cheap, so PPO shrinks them unless something says otherwise; this
-    says so openly, up to a length, and rewards nothing beyond it.
+    A per-token KL penalty makes short answers cheap, so PPO shrinks them unless something says otherwise;
+    this says so openly, up to a length, and rewards nothing beyond it.
     """
     if enough_tokens <= 0:
         return torch.zeros(len(response_lengths), dtype=torch.float32, device=response_lengths.device)

@@ -3,7 +3,7 @@
 # Hardware: 2 CPU cores, 4 GiB; no GPU, no model hub, no account. Time and memory: see README.md.
 #   bash training_scripts/demo/run_demo.sh                    the small model
 #   bash training_scripts/demo/run_demo.sh --size smollm2     SmolLM2-135M-Instruct with LoRA, for a GPU
-# Knobs (environment): OUTPUT_DIR (default output/demo), NUM_THREADS.
+# Knobs (environment): OUTPUT_DIR (default output/demo), NUM_RANKS (default: the cores, 2 at most; 1 with a GPU).
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../.."
 
@@ -27,8 +27,15 @@ mkdir -p "$OUTPUT_DIR"
 # shellcheck source=training_scripts/setup_env.sh
 source training_scripts/setup_env.sh requirements.txt
 
-export OMP_NUM_THREADS=${NUM_THREADS:-$(env -u OMP_NUM_THREADS nproc)} # nproc itself reads the variable
+# One rank a core (two at most) on a CPU, one on a GPU: small matrix products gain more from ranks than from threads,
+# and the curves are the same for any number of ranks.
+CORES=$(env -u OMP_NUM_THREADS nproc) # nproc itself reads the variable
+if [ -z "${NUM_RANKS:-}" ]; then
+  if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then NUM_RANKS=1; else NUM_RANKS=$((CORES < 2 ? 1 : 2)); fi
+fi
+export OMP_NUM_THREADS=$((CORES / NUM_RANKS > 0 ? CORES / NUM_RANKS : 1))
 export OMP_WAIT_POLICY=PASSIVE # threads that spin cost more than they gain when the cores are shared
+LAUNCH=(torchrun --standalone --nproc_per_node "$NUM_RANKS")
 STARTED_AT=$(date +%s.%N)
 DATA="$OUTPUT_DIR/inputs"
 BASE="$DATA/base"
@@ -40,7 +47,7 @@ echo "== 0. inputs: conversations, preference pairs, tokenizer and base model"
 build_inputs
 
 echo "== 1. supervised fine-tuning: learn to reply"
-python step1_sft/main.py \
+"${LAUNCH[@]}" step1_sft/main.py \
   --model_name_or_path "$BASE" \
   --data_path "$DATA/sft" \
   --data_split 1,0,0 \
@@ -50,7 +57,7 @@ python step1_sft/main.py \
   "${SFT_FLAGS[@]}" 2>&1 | tee "$OUTPUT_DIR/step1.log"
 
 echo "== 2. reward model: learn which of two replies is more positive"
-python step2_reward/main.py \
+"${LAUNCH[@]}" step2_reward/main.py \
   --model_name_or_path "$OUTPUT_DIR/step1/export" \
   --data_path "$DATA/pairs" \
   --data_split 0,1,0 \
@@ -65,7 +72,7 @@ python step2_reward/rw_eval.py \
   "${REWARD_EVAL_FLAGS[@]}" 2>&1 | tee "$OUTPUT_DIR/reward_eval.log"
 
 echo "== 3. PPO: make the replies more positive"
-python step3_ppo/main.py \
+"${LAUNCH[@]}" step3_ppo/main.py \
   --actor_model_name_or_path "$OUTPUT_DIR/step1/export" \
   --critic_model_name_or_path "$OUTPUT_DIR/step2/export" \
   --data_path "$DATA/prompts/train.jsonl" \
@@ -76,7 +83,8 @@ python step3_ppo/main.py \
   "${PPO_FLAGS[@]}" 2>&1 | tee "$OUTPUT_DIR/step3.log"
 
 echo "== 4. what was reached, on held-out conversations"
-PEAK_GIB=$(python training_scripts/demo/peak_memory.py "$OUTPUT_DIR"/step?/metrics.jsonl)
+PEAK_GIB=$(python training_scripts/demo/peak_memory.py "$NUM_RANKS" "$OUTPUT_DIR"/step?/metrics.jsonl)
+export OMP_NUM_THREADS=$CORES
 python training_scripts/demo/measure.py \
   --inputs "$DATA" \
   --base "$BASE" \

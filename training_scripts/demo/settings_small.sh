@@ -7,26 +7,26 @@ SFT_FLAGS=(
   --dtype fp32
   --max_seq_len 48
   --loss_on all
-  --per_device_train_batch_size 16
+  --per_device_train_batch_size $((16 / NUM_RANKS))
   --per_device_eval_batch_size 64
   --group_by_length
   --learning_rate 2.5e-3
   --weight_decay 0.05
-  --num_warmup_steps 30
-  --max_train_steps 1300
+  --num_warmup_steps 50
+  --max_train_steps 1800
   --eval_iters 0
   --log_interval 50
 )
 REWARD_FLAGS=(
   --dtype fp32
   --max_seq_len 48
-  --per_device_train_batch_size 16
+  --per_device_train_batch_size $((16 / NUM_RANKS))
   --per_device_eval_batch_size 64
   --group_by_length
   --learning_rate 7e-4
   --weight_decay 0.05
   --num_warmup_steps 15
-  --max_train_steps 450
+  --max_train_steps 550
   --eval_iters 0
   --log_interval 25
 )
@@ -39,8 +39,8 @@ PPO_FLAGS=(
   --dtype fp32
   --max_prompt_seq_len 32
   --max_answer_seq_len 32
-  --per_device_generation_batch_size 64
-  --per_device_training_batch_size 32
+  --per_device_generation_batch_size $((64 / NUM_RANKS))
+  --per_device_training_batch_size $((32 / NUM_RANKS))
   --ppo_epochs 2
   --max_train_steps 30
   --actor_learning_rate 3e-4
