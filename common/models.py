@@ -116,7 +116,8 @@ def draw_weight(parameter: nn.Parameter, name: str, *, std: float, seed: int) ->
     """
     with torch.no_grad(), gather_whole([parameter], to_modify=True):
         if parameter.numel():
-            generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+            # torch seeds its generator with 32 bits: both must be in them
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             noise = torch.randn(parameter.shape, generator=generator) * std
             parameter.copy_(noise.to(parameter.device, parameter.dtype))
 

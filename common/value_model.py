@@ -71,11 +71,10 @@ def load_value_model(
     lora: LoraOptions | None = None,
     *,
     seed: int = 0,
-    fresh_head: bool = False,
 ) -> ValueModel:
     """Return a value model from a base, SFT or reward model; the head is new unless a saved one is there.
 
-    `fresh_head` forgets a saved one. Raises ValueError for a family without a `score` head in transformers.
+    Raises ValueError for a family without a `score` head in transformers.
     Every rank must call this.
     """
     classifier = load_pretrained(AutoModelForSequenceClassification, options, num_tokens, num_labels=1)
@@ -86,7 +85,7 @@ def load_value_model(
         )
     # The class is swapped in place so that the parameter, sharded or not, keeps its identity and its name.
     classifier.score.__class__ = ScoreHead
-    if fresh_head or not has_saved_head(options.name_or_path):
+    if not has_saved_head(options.name_or_path):
         draw_weight(classifier.score.weight, "score.weight", std=0.02, seed=seed)
     return ValueModel(add_lora(classifier, lora, seed) if lora else classifier)
 

@@ -38,3 +38,56 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
     """`train_tiny_tokenizer`, for a test that needs one of its own."""
     return train_tiny_tokenizer
+
+
+FAMILIES = ("opt", "gpt2", "gpt_neox", "bloom", "llama", "qwen2")
+
+
+def tiny_config(family: str, vocab_size: int):
+    """The configuration of a random model of two layers and hidden size 32."""
+    import transformers
+
+    heads = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 2}
+    mlp = heads | {"intermediate_size": 64, "max_position_embeddings": 128}
+    grouped = mlp | {"num_key_value_heads": 2}
+    makers = {
+        "opt": (transformers.OPTConfig, mlp | {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+        "gpt2": (transformers.GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
+        "gpt_neox": (transformers.GPTNeoXConfig, mlp),
+        "bloom": (transformers.BloomConfig, {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+        "llama": (transformers.LlamaConfig, grouped),
+        "qwen2": (transformers.Qwen2Config, grouped),
+    }
+    maker, options = makers[family]
+    return maker(vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, pad_token_id=None, **options)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_folder(tmp_path_factory, tiny_tokenizer) -> Callable[[str], str]:
+    """A folder with a saved random model of the family and the tiny tokenizer, whose PAD is its EOS."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    made: dict[str, str] = {}
+
+    def make(family: str) -> str:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            torch.manual_seed(0)
+            config = tiny_config(family, len(tiny_tokenizer))
+            config.initializer_range = config.init_std = 0.2  # logits that differ, unlike those of std 0.02
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            tiny_tokenizer.save_pretrained(folder)
+            made[family] = str(folder)
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def process_group() -> None:
+    """A world of one rank, for what needs a DeepSpeed engine."""
+    from common import distributed, startup
+
+    startup.quiet_libraries()
+    distributed.start()

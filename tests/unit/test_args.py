@@ -1,0 +1,140 @@
+"""Flags: every problem at once, every default typed, every flag read by something."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from common.args import Problems, as_json, field_type, no_effect_notes, parse_args
+from step1_sft.arguments import SFTArguments
+from step2_reward.arguments import RewardArguments, RewardEvalArguments
+from step3_ppo.arguments import PPOArguments
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = {
+    SFTArguments: (),
+    RewardArguments: (),
+    RewardEvalArguments: (),
+    PPOArguments: ("actor", "critic", "reward"),
+}
+
+
+def parse(cls, text: str):
+    problems = Problems()
+    return parse_args(cls, text.split(), problems=problems), problems.messages
+
+
+def test_values_have_the_types_of_their_fields():
+    args, messages = parse(
+        SFTArguments,
+        "--model_name_or_path m --data_path a b --learning_rate 2e-5 --dropout 0.1 --zero_stage=2 "
+        "--local_rank=1",
+    )
+    assert messages == []
+    assert (args.data_path, args.learning_rate, args.dropout) == (["a", "b"], 2e-5, 0.1)
+    assert (args.zero_stage, args.local_rank, args.seed) == (2, 1, 1234)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [("", "none"), ("--offload", "all"), ("--offload param", "param")]
+)
+def test_offload_alone_means_all(words, expected):
+    assert parse(SFTArguments, "--model_name_or_path m " + words)[0].offload == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("", True), ("--whiten_advantages", True), ("--whiten_advantages false", False)],
+)
+def test_a_boolean_can_be_set_both_ways(words, expected):
+    args, _ = parse(PPOArguments, "--actor_model_name_or_path a --critic_model_name_or_path c " + words)
+    assert args.whiten_advantages is expected
+
+
+def test_all_problems_come_at_once_and_name_flag_value_and_cure():
+    _, messages = parse(
+        SFTArguments, "--lora_din 3 --seed x --zero_stage 7 --bogus_thing --gradient_checkpointing 3"
+    )
+    text = "\n".join(messages)
+    assert "unknown flag --lora_din; did you mean --lora_dim?" in text
+    assert "unknown flag --bogus_thing" in text
+    assert "--seed x: expected a whole number" in text
+    assert "--zero_stage 7: choose from 0, 1, 2, 3" in text
+    assert "--gradient_checkpointing 3: expected true or false" in text
+    assert "--model_name_or_path is required" in text
+    assert len(messages) == 6
+
+
+def test_problems_leave_with_code_2_and_one_message(capsys):
+    problems = Problems()
+    problems.exit_if_any()
+    problems.add("first")
+    problems.add("first")
+    problems.check(True, "never")
+    problems.check(False, "second")
+    with pytest.raises(SystemExit) as exit_info:
+        problems.exit_if_any()
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == "error: 2 problems, nothing was started:\n  - first\n  - second\n"
+
+
+def test_only_given_flags_without_effect_are_named():
+    words = ["--num_padding_at_beginning", "1", "--compute_fp32_loss"]
+    args, messages = parse(SFTArguments, "--model_name_or_path m " + " ".join(words))
+    assert messages == []
+    notes = no_effect_notes(args, words)
+    assert {n.split()[0] for n in notes} == {"--num_padding_at_beginning", "--compute_fp32_loss"}
+    assert no_effect_notes(args, []) == []
+
+
+def test_the_resolved_flags_are_json():
+    args, _ = parse(SFTArguments, "--model_name_or_path m")
+    assert '"max_seq_len": 512' in as_json(args) and '"more": 1' in as_json(args, more=1)
+
+
+@pytest.mark.parametrize("cls", PROGRAMS, ids=lambda cls: cls.__name__)
+def test_defaults_have_their_type_and_their_choices(cls):
+    for field in dataclasses.fields(cls):
+        assert field.metadata["help"], field.name
+        value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        scalar, is_list = field_type(field)
+        if value is not None and not is_list:
+            assert isinstance(value, scalar), field.name
+        if field.metadata["choices"] and value:
+            assert value in field.metadata["choices"], field.name
+
+
+def unread_flags(cls, roles: tuple[str, ...], sources: str) -> list[str]:
+    """The flags that no code reads: neither by name nor, for a role's, by its part behind the role."""
+    unread = []
+    for field in dataclasses.fields(cls):
+        if field.metadata["no_effect"]:
+            continue
+        role = next((r for r in roles if field.name.startswith(r + "_")), None)
+        by_role = role and re.search(rf"\{{role\}}_{field.name.removeprefix(role + '_')}\b", sources)
+        by_name = re.search(rf"\b(args|self\.args)\.{field.name}\b|\"{field.name}\"", sources)
+        if not by_role and not by_name:
+            unread.append(field.name)
+    return unread
+
+
+def program_sources() -> str:
+    files = [
+        p for d in ("common", "step1_sft", "step2_reward", "step3_ppo") for p in (ROOT / d).rglob("*.py")
+    ]
+    return "\n".join(p.read_text() for p in files if p.name not in ("args.py", "arguments.py"))
+
+
+@pytest.mark.parametrize("cls", PROGRAMS, ids=lambda cls: cls.__name__)
+def test_every_flag_is_read_by_something(cls):
+    assert unread_flags(cls, PROGRAMS[cls], program_sources()) == []
+
+
+def test_a_flag_that_nothing_reads_is_found():
+    without = program_sources().replace("args.gae_lambda", "0.95").replace('"gae_lambda"', '""')
+    assert unread_flags(PPOArguments, PROGRAMS[PPOArguments], without) == ["gae_lambda"]
+
+
+def test_step_3_keeps_to_about_a_hundred_flags():
+    assert len(dataclasses.fields(PPOArguments)) <= 115

@@ -1,0 +1,145 @@
+"""Loading: vocabulary growth, LoRA targets, dropout, positions."""
+
+import pytest
+import torch
+
+from common.models import (
+    LoraOptions,
+    ModelOptions,
+    add_lora,
+    build_position_ids,
+    compute_logits,
+    draw_weight,
+    linear_module_names,
+    load_causal_lm,
+    lora_targets,
+)
+from common.optim import build_optimizer
+from common.value_model import ScoreHead, has_saved_head, load_value_model
+
+NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "multiple", "rows"),
+    [(320, 1, 320), (300, 1, 320), (323, 1, 323), (323, 8, 328), (320, 96, 384)],
+)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])  # tied and untied embeddings
+def test_the_vocabulary_only_grows_and_new_tokens_begin_as_the_mean(
+    family, num_tokens, multiple, rows, tiny_model_folder
+):
+    folder = tiny_model_folder(family)
+    old = load_causal_lm(ModelOptions(folder), 320).get_input_embeddings().weight
+    model = load_causal_lm(ModelOptions(folder, pad_vocab_multiple=multiple), num_tokens)
+    for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
+        assert embedding.weight.shape[0] == rows
+    weight = model.get_input_embeddings().weight
+    assert weight[:320].equal(old)
+    for new in weight[320:]:
+        torch.testing.assert_close(new, old.mean(0))
+    assert model.num_exported_rows == max(320, num_tokens)
+
+
+def test_dropout_is_set_everywhere(tiny_model_folder):
+    model = load_causal_lm(ModelOptions(tiny_model_folder("gpt2"), dropout=0.0), 320).train()
+    assert all(m.p == 0.0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
+    own = load_causal_lm(ModelOptions(tiny_model_folder("gpt2")), 320)
+    assert any(m.p > 0.0 for m in own.modules() if isinstance(m, torch.nn.Dropout))
+
+
+def test_lora_targets_by_name_part():
+    assert lora_targets(NAMES, "auto") == NAMES
+    assert lora_targets(NAMES, "layers.1.") == NAMES[2:]
+    assert lora_targets(NAMES, "q_proj") == NAMES[:1]
+
+
+def test_lora_that_matches_nothing_names_candidates():
+    with pytest.raises(
+        ValueError, match="--lora_module_name 'decoder.layers.' matches no linear layer"
+    ) as info:
+        lora_targets(NAMES, "decoder.layers.")
+    assert "q_proj" in str(info.value) and "up_proj" in str(info.value) and "model.layers." in str(info.value)
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox", "bloom", "llama", "qwen2"])
+def test_lora_adapts_every_linear_layer_but_the_head(family, tiny_model_folder):
+    model = load_causal_lm(ModelOptions(tiny_model_folder(family)), 320)
+    names = linear_module_names(model)
+    assert len(names) >= 8 and not any("lm_head" in n or "embed_out" in n for n in names)
+    adapted = add_lora(model, LoraOptions(dim=2, only_optimize_lora=True))
+    trained = [n for n, p in adapted.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * len(names) and all("lora_" in n for n in trained)
+
+
+def test_without_only_optimize_lora_all_but_the_adapted_matrices_train(tiny_model_folder):
+    adapted = add_lora(load_causal_lm(ModelOptions(tiny_model_folder("llama")), 320), LoraOptions(dim=2))
+    frozen = [n for n, p in adapted.named_parameters() if not p.requires_grad]
+    assert frozen and all(".base_layer.weight" in n for n in frozen)
+    assert any("embed_tokens" in n for n, p in adapted.named_parameters() if p.requires_grad)
+
+
+def test_lora_begins_as_no_change_and_does_not_depend_on_what_was_drawn_before(tiny_model_folder):
+    ids = torch.arange(1, 9).view(1, 8)
+    logits, factors = [], []
+    for draws in (0, 5):
+        torch.manual_seed(0)
+        torch.rand(draws)
+        model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320).eval()
+        adapted = add_lora(model, LoraOptions(dim=2), seed=7).eval()
+        logits.append(compute_logits(adapted, ids, torch.ones_like(ids)))
+        factors.append([p for n, p in adapted.named_parameters() if "lora_A" in n][0])
+    plain = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320).eval()
+    assert logits[0].equal(compute_logits(plain, ids, torch.ones_like(ids)))
+    assert factors[0].equal(factors[1]) and factors[0].std() > 0
+
+
+def test_a_drawn_weight_depends_on_seed_and_name_alone():
+    weights = [torch.nn.Parameter(torch.zeros(3, 4)) for _ in range(4)]
+    for weight, (name, seed) in zip(weights, [("a", 1), ("a", 1), ("b", 1), ("a", 2)], strict=True):
+        draw_weight(weight, name, std=1.0, seed=seed)
+    assert weights[0].equal(weights[1])
+    assert not weights[0].equal(weights[2]) and not weights[0].equal(weights[3])
+
+
+def test_positions_count_real_tokens_from_either_side():
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
+    assert build_position_ids(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2]]
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox", "bloom", "llama", "qwen2"])
+def test_left_padding_and_what_it_holds_change_nothing(family, tiny_model_folder):
+    model = load_causal_lm(ModelOptions(tiny_model_folder(family), dropout=0.0), 320).eval()
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    plain = compute_logits(model, ids, torch.ones_like(ids), num_last=4)
+    for pad in (0, 77):
+        padded = torch.cat([torch.full((1, 3), pad), ids], dim=1)
+        mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+        torch.testing.assert_close(
+            compute_logits(model, padded, mask, num_last=4), plain, atol=1e-5, rtol=1e-5
+        )
+
+
+def test_a_new_score_head_is_seeded_and_a_saved_one_is_kept(tiny_model_folder, tmp_path):
+    folder = tiny_model_folder("llama")
+    heads = [load_value_model(ModelOptions(folder), 320, seed=s).classifier.score for s in (1, 1, 2)]
+    assert heads[0].weight.equal(heads[1].weight) and not heads[0].weight.equal(heads[2].weight)
+    assert isinstance(heads[0], ScoreHead) and not has_saved_head(folder)
+    model = load_value_model(ModelOptions(folder), 320, seed=1)
+    model.classifier.save_pretrained(tmp_path)
+    assert has_saved_head(str(tmp_path))
+    assert load_value_model(ModelOptions(str(tmp_path)), 320, seed=9).classifier.score.weight.equal(
+        heads[0].weight
+    )
+
+
+def test_values_are_fp32_from_bf16_weights(tiny_model_folder):
+    model = load_value_model(ModelOptions(tiny_model_folder("llama"), dtype="bf16"), 320)
+    values = model(torch.tensor([[3, 4, 5]]), torch.ones(1, 3).long())
+    assert values.dtype == torch.float32 and values.shape == (1, 3)
+    assert not values.equal(values.bfloat16().float()), "a score rounded to bf16 has lost its digits"
+
+
+def test_nothing_to_train_is_an_error(tiny_model_folder):
+    model = load_causal_lm(ModelOptions(tiny_model_folder("llama")), 320).requires_grad_(False)
+    with pytest.raises(ValueError, match="--only_optimize_lora needs --lora_dim"):
+        build_optimizer(model, learning_rate=1e-3)
