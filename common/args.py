@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import math
 import os
 import sys
 import types
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 REQUIRED = object()
+NO_VALUE = object()  # what the parser gives for a flag without its value
 T = TypeVar("T")
 
 
@@ -218,29 +220,31 @@ def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
             options |= {"nargs": "?", "const": "true", "metavar": "true|false"}
         elif is_list:
             options["nargs"] = "*"
-        elif field.metadata["const"] is not None:
-            options |= {"nargs": "?", "const": str(field.metadata["const"])}
+        else:
+            const = field.metadata["const"]
+            options |= {"nargs": "?", "const": NO_VALUE if const is None else str(const)}
         group.add_argument(f"--{field.name}", **options)
     return parser
 
 
-def _convert(field: dataclasses.Field, text: str, scalar: type, problems: Problems) -> Any:
+def _convert(field: dataclasses.Field, text: str, scalar: type) -> Any:
+    """Return the flag's value. Raises ValueError, with the message, when `text` is none."""
     if scalar is bool:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
-        problems.add(f"--{field.name} {text}: expected true or false")
-        return False
+        raise ValueError(f"--{field.name} {text}: expected true or false")
     if text.lower() == "none" and types.NoneType in typing.get_args(field.type):
         return None
     try:
         value = scalar(text)
-    except ValueError:
+        if scalar is float and not math.isfinite(value):
+            raise ValueError(text)
+    except ValueError as error:
         kind = {"int": "a whole number", "float": "a number"}.get(scalar.__name__, scalar.__name__)
-        problems.add(f"--{field.name} {text}: expected {kind}")
-        return None
+        raise ValueError(f"--{field.name} {text}: expected {kind}") from error
     choices = field.metadata["choices"]
     if choices and value not in choices:
-        problems.add(f"--{field.name} {text}: choose from {', '.join(map(str, choices))}")
+        raise ValueError(f"--{field.name} {text}: choose from {', '.join(map(str, choices))}")
     return value
 
 
@@ -272,14 +276,20 @@ def parse_args(
     for field in dataclasses.fields(cls):
         scalar, is_list = field_type(field)
         text = getattr(given, field.name, None)
-        if text is None:
+        if text is NO_VALUE:
+            problems.add(f"--{field.name} needs a value: {field.metadata['help']}")
+            continue
+        if text is None or (text == "" and field.metadata.get("required")):
             if field.metadata.get("required"):
                 problems.add(f"--{field.name} is required: {field.metadata['help']}")
             continue
-        if is_list:
-            values[field.name] = [_convert(field, item, scalar, problems) for item in text]
-        else:
-            values[field.name] = _convert(field, text, scalar, problems)
+        try:
+            if is_list:
+                values[field.name] = [_convert(field, item, scalar) for item in text]
+            else:
+                values[field.name] = _convert(field, text, scalar)
+        except ValueError as error:  # the default stands in, so that the checks after this one can be made
+            problems.add(str(error))
     return cls(**values)
 
 

@@ -4,6 +4,7 @@ An export carries no adapter and no vocabulary padding: LoRA is merged in fp32 (
 touched) and the padding rows are cut off.
 """
 
+import contextlib
 import copy
 import json
 import shutil
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from common import distributed
 from common.models import plain_model
@@ -139,13 +140,30 @@ def _write_model(
         (plain.config.get_text_config(), {"vocab_size": num_rows}),
     ]
     if getattr(plain, "generation_config", None) is not None:
-        changes.append((plain.generation_config, pad_and_eos))
+        changes.append(
+            (plain, {"generation_config": _savable_generation_config(plain.generation_config, pad_and_eos)})
+        )
     before = [(owner, {name: getattr(owner, name, None) for name in new}) for owner, new in changes]
     try:
         _set_all(changes)
         plain.save_pretrained(folder, state_dict=state)
     finally:
         _set_all(before)
+
+
+def _savable_generation_config(generation_config: GenerationConfig, token_ids: dict[str, Any]) -> Any:
+    """Return a copy with these token ids that transformers agrees to save.
+
+    Some published ones name a temperature without do_sample, or a length penalty without beams; transformers
+    saves those back only as they were.
+    """
+    for more in ({}, {"do_sample": True}):
+        changed = copy.deepcopy(generation_config)
+        _set_all([(changed, token_ids | more)])
+        with contextlib.suppress(ValueError):
+            changed.validate(strict=True)
+            return changed
+    return GenerationConfig(bos_token_id=generation_config.bos_token_id, **token_ids)
 
 
 def _set_all(changes: list[tuple[Any, dict[str, Any]]]) -> None:

@@ -9,6 +9,8 @@ import torch
 
 from common import distributed
 
+GRAD_NORM = "the gradient's norm"
+
 
 @dataclass(frozen=True)
 class LossTerm:
@@ -32,10 +34,10 @@ def update_engine(engine: Any, terms: Sequence[LossTerm]) -> dict[str, float]:
     A loss is a mean over the global batch: the item count is summed over ranks and micro-batches first, each
     backward pass then adds its share. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
     The result holds each term's loss under its name, its stats, `grad_norm` and `learning_rate`.
-    Every rank must call this with as many micro-batches. Raises FloatingPointError when a loss is not finite,
-    before the weights are touched.
+    Every rank must call this with as many micro-batches. Raises FloatingPointError when a loss or the
+    gradient is not finite; the weights are not touched. (fp16 skips such a step and lowers its loss scale.)
     """
-    world_size = distributed.world_size()
+    world_size, step = distributed.world_size(), engine.global_steps + 1
     counts = [sum(float(term.count_items(m)) for m in term.micro_batches) for term in terms]
     totals = distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
     passes = [
@@ -54,10 +56,13 @@ def update_engine(engine: Any, terms: Sequence[LossTerm]) -> dict[str, float]:
         engine.backward(loss_sum * (term.weight * world_size / total), scale_wrt_gas=False)
         if is_last:
             means = _reduce_means(sums)
-            _refuse_if_not_finite(engine, means, [t.name for t in terms])
+            _refuse_if_not_finite(step, {t.name: means[t.name] for t in terms})
             plain_norm = _plain_grad_norm(engine)
+            _refuse_if_not_finite(step, {GRAD_NORM: plain_norm})
         engine.step()
     means["grad_norm"] = plain_norm if plain_norm is not None else float(engine.get_global_grad_norm() or 0.0)
+    if not engine.fp16_enabled():  # ZeRO has skipped the step, and would go on skipping without a word
+        _refuse_if_not_finite(step, {GRAD_NORM: means["grad_norm"]})
     means["learning_rate"] = float(engine.optimizer.param_groups[0]["lr"])
     return means
 
@@ -76,10 +81,10 @@ def _reduce_means(sums: dict[str, torch.Tensor]) -> dict[str, float]:
     return dict(zip(sums, reduced.tolist(), strict=True))
 
 
-def _refuse_if_not_finite(engine: Any, means: dict[str, float], names: list[str]) -> None:
-    bad = [name for name in names if not math.isfinite(means[name])]
+def _refuse_if_not_finite(step: int, numbers: dict[str, float | None]) -> None:
+    bad = [name for name, value in numbers.items() if value is not None and not math.isfinite(value)]
     if bad:
         raise FloatingPointError(
-            f"{', '.join(bad)} is not finite at optimizer step {engine.global_steps + 1}; the step "
+            f"{', '.join(bad)} is not finite at optimizer step {step}; the step "
             "was refused. Lower the learning rate, or use --dtype bf16 or fp32 in place of fp16."
         )

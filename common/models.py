@@ -4,6 +4,7 @@ share.
 # B sequences, T positions, V vocabulary
 """
 
+import importlib.util
 import inspect
 import zlib
 from dataclasses import dataclass
@@ -85,12 +86,19 @@ def load_pretrained(
         config=config,
         dtype=DTYPES[options.dtype],
         trust_remote_code=options.trust_remote_code,
+        attn_implementation=choose_attention(options.dtype),
     )
     _grow_vocabulary(model, num_tokens, options.pad_vocab_multiple)
     del sharding
     if options.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
+
+
+def choose_attention(dtype: str) -> str | None:
+    """Return flash-attn if it is installed and usable (a GPU, 16-bit weights), else None: torch's own."""
+    is_usable = torch.cuda.is_available() and dtype in ("bf16", "fp16")
+    return "flash_attention_2" if is_usable and importlib.util.find_spec("flash_attn") else None
 
 
 def _grow_vocabulary(model: PreTrainedModel, num_tokens: int, multiple: int) -> None:

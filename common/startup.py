@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import distributed
 from common.args import Problems, RunArguments, as_json, no_effect_notes
+from common.models import linear_module_names, lora_targets
 from common.tokenizer import load_tokenizer
 
 # What a launch script or the demo may have put into the folder before the program starts.
@@ -67,6 +69,9 @@ def check_run(args: RunArguments, zero_stages: dict[str, int], problems: Problem
     for name in ("log_interval", "num_train_epochs", "gradient_accumulation_steps"):
         if getattr(args, name) < 1:
             problems.add(f"--{name} {getattr(args, name)} must be at least 1")
+    for name in ("max_train_steps", "num_warmup_steps", "gradient_clipping"):
+        if getattr(args, name) < 0:
+            problems.add(f"--{name} {getattr(args, name)} must be at least 0")
 
 
 def check_positive(args: Any, names: list[str], problems: Problems) -> None:
@@ -92,6 +97,18 @@ def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> 
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         problems.add(f"{flag} {name_or_path} is neither a model folder nor a hub model at hand: {first_line}")
         return None
+
+
+def check_lora(flag: str, config: Any, module_name: str, args: Any, problems: Problems) -> None:
+    """Add a problem when no linear layer's name contains `module_name`; no weights are made for that."""
+    if config is None or module_name == "auto":
+        return
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    try:
+        lora_targets(linear_module_names(model), module_name)
+    except ValueError as error:
+        problems.add(str(error).replace("--lora_module_name", flag))
 
 
 def check_tokenizer(

@@ -28,6 +28,8 @@ def check_single_model(args: Any, options: DataOptions, problems: Problems) -> t
     flag, name = "--model_name_or_path", args.model_name_or_path
     config = startup.check_model(flag, name, args, problems)
     startup.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)
+    if args.lora_dim:
+        startup.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
     tokenizer = config and startup.check_tokenizer(flag, name, args, problems)
     if args.only_optimize_lora and not args.lora_dim:
         problems.add("--only_optimize_lora needs --lora_dim above 0, else nothing is trained")

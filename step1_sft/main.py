@@ -48,7 +48,6 @@ def main() -> None:
     # ---- flags and checks: no model yet -----------------------------------------------------------------
     problems = Problems()
     args = parse_args(SFTArguments, description=__doc__.splitlines()[0], problems=problems)
-    problems.exit_if_any()
     options = build_data_options(args)
     tokenizer, template = training_loop.check_single_model(args, options, problems)
     ds_config = training_loop.build_single_model_config(args)
@@ -65,7 +64,6 @@ def main() -> None:
         lengths = data.train.lengths("input_ids").tolist()
         batches = training_loop.build_global_batches(args, data.train, collate, lengths)
     num_steps = training_loop.count_steps(args, len(batches))
-    logger = training_loop.build_logger(args, COLUMNS, num_steps, data.report.lines())
 
     # ---- model ------------------------------------------------------------------------------------------
     with startup.as_problem(problems):
@@ -74,6 +72,7 @@ def main() -> None:
         )
         model = add_lora(model, training_loop.lora_options(args), args.seed)
         engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
+    logger = training_loop.build_logger(args, COLUMNS, num_steps, data.report.lines())  # the first to write
 
     # ---- training ---------------------------------------------------------------------------------------
     trainer = SFTTrainer(engine, num_valid_tokens=len(tokenizer), logger=logger)

@@ -59,7 +59,6 @@ def main() -> None:
     # ---- flags and checks: no model yet -----------------------------------------------------------------
     problems = Problems()
     args = parse_args(RewardArguments, description=__doc__.splitlines()[0], problems=problems)
-    problems.exit_if_any()
     options = build_data_options(args)
     tokenizer, template = training_loop.check_single_model(args, options, problems)
     ds_config = training_loop.build_single_model_config(args)
@@ -75,7 +74,6 @@ def main() -> None:
         data = build_pairs(options, tokenizer, template)
         batches = training_loop.build_global_batches(args, data.train, collate, pair_lengths(data.train))
     num_steps = training_loop.count_steps(args, len(batches))
-    logger = training_loop.build_logger(args, COLUMNS, num_steps, data.report.lines())
 
     # ---- model ------------------------------------------------------------------------------------------
     with startup.as_problem(problems):
@@ -83,6 +81,7 @@ def main() -> None:
         loading = training_loop.model_options(args, ds_config, dropout=args.dropout or 0.0)
         model = load_value_model(loading, len(tokenizer), training_loop.lora_options(args), seed=args.seed)
         engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
+    logger = training_loop.build_logger(args, COLUMNS, num_steps, data.report.lines())  # the first to write
 
     # ---- training ---------------------------------------------------------------------------------------
     trainer = RewardTrainer(

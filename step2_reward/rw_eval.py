@@ -14,6 +14,8 @@ from pathlib import Path
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import torch
+
 from common import distributed, startup
 from common.args import Problems, parse_args
 from common.checkpoint import read_metadata
@@ -33,7 +35,6 @@ def main() -> None:
     """Check, load, score, print."""
     problems = Problems()
     args = parse_args(RewardEvalArguments, description=__doc__.splitlines()[0], problems=problems)
-    problems.exit_if_any()
     startup.check_positive(args, ["per_device_eval_batch_size"], problems)
     name = args.model_name_or_path
     config = startup.check_model("--model_name_or_path", name, args, problems)
@@ -55,7 +56,7 @@ def main() -> None:
     )
     for problem in check_sources(args.data_path, 2, options):
         problems.add(problem)
-    template_name = read_metadata(name).get("template", args.template)
+    template_name = read_metadata(name or "").get("template", args.template)
     with startup.as_problem(problems):
         template = tokenizer and build_template(template_name, tokenizer)
     problems.exit_if_any()
@@ -83,6 +84,7 @@ def main() -> None:
         print(json.dumps(figures))
 
 
+@torch.no_grad()
 def _print_samples(model, rows: list[dict], collate: PairCollator, tokenizer) -> None:
     if not rows:
         return

@@ -27,7 +27,6 @@ from common.data.pretraining import build_pretraining
 from common.data.source_checks import check_sources
 from common.data.stage_datasets import build_prompts
 from common.dialogue import build_template
-from common.run_logger import RunLogger
 from common.tokenizer import vocabulary_difference
 from common.training_loop import build_logger, count_steps
 from common.value_model import has_saved_head
@@ -112,6 +111,9 @@ def check_models(args: PPOArguments, problems: Problems) -> Any:
         if config is None:
             continue
         startup.check_length(config, num_tokens, f"{lengths} ({role})", problems)
+        if role != "reward" and getattr(args, f"{role}_lora_dim"):
+            pattern = getattr(args, f"{role}_lora_module_name")
+            startup.check_lora(f"--{role}_lora_module_name", config, pattern, args, problems)
         tokenizers[role] = startup.check_tokenizer(flag, name, args, problems)
         if role != "actor" and not has_saved_head(name):
             problems.add(
@@ -148,6 +150,7 @@ def build_pretraining_batches(args: PPOArguments, tokenizer: Any, ranks: dict[st
         accumulation=args.gradient_accumulation_steps,
         seed=args.seed,
         what="--unsupervised_dataset_name data",
+        rows_flag="--per_device_training_batch_size",
         **ranks,
     )
     return batches.forever()
@@ -160,7 +163,7 @@ def collate_blocks(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def build_trainer(
-    args: PPOArguments, tokenizer: Any, num_steps: int, logger: RunLogger, pretraining: Any
+    args: PPOArguments, tokenizer: Any, num_steps: int, first_lines: list[str], pretraining: Any
 ) -> PPOTrainer:
     """Load the four models and return what does the PPO steps. Every rank must call this."""
     plan = MinibatchPlan(
@@ -179,7 +182,7 @@ def build_trainer(
         ALGORITHMS[args.algorithm],
         plan,
         KLController(args.kl_coef, target=args.kl_target or None, horizon=args.kl_horizon),
-        logger,
+        build_logger(args, COLUMNS, num_steps, first_lines),  # the first to write: all models are there
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         ema=ExponentialMovingAverage(roles.actor.engine.module, args.ema_decay) if args.enable_ema else None,
         pretraining=pretraining,
@@ -206,7 +209,6 @@ def main() -> None:
     # ---- flags and checks: no model yet -----------------------------------------------------------------
     problems = Problems()
     args = parse_args(PPOArguments, description=__doc__.splitlines()[0], problems=problems)
-    problems.exit_if_any()
     stages = {"--actor_zero_stage": args.actor_zero_stage, "--critic_zero_stage": args.critic_zero_stage}
     startup.check_run(args, stages, problems)
     check_ppo(args, problems)
@@ -235,17 +237,17 @@ def main() -> None:
             accumulation=args.generation_batches,
             seed=args.seed,
             what="prompt data",
+            rows_flag="--per_device_generation_batch_size",
             **ranks,
         )
         pretraining = build_pretraining_batches(args, tokenizer, ranks)
     num_steps = count_steps(args, len(prompts))
     if args.enable_test_mode:
         num_steps = min(num_steps, args.test_stop_step)
-    logger = build_logger(args, COLUMNS, num_steps, data.report.lines())
 
     # ---- models -----------------------------------------------------------------------------------------
     with startup.as_problem(problems):
-        trainer = build_trainer(args, tokenizer, num_steps, logger, pretraining)
+        trainer = build_trainer(args, tokenizer, num_steps, data.report.lines(), pretraining)
 
     # ---- training ---------------------------------------------------------------------------------------
     for step, prompt_batches in enumerate(prompts.forever(), start=1):
@@ -256,7 +258,7 @@ def main() -> None:
     # ---- export -----------------------------------------------------------------------------------------
     if args.output_dir:
         save_all(args, trainer, tokenizer, metrics)
-    logger.close()
+    trainer.logger.close()
 
 
 if __name__ == "__main__":

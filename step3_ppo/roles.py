@@ -268,7 +268,9 @@ class RoleBuilder:
         def build_module() -> nn.Module:
             config = load_config(options)
             config.get_text_config().vocab_size = num_rows
-            return add_lora(AutoModelForCausalLM.from_config(config), lora, draw=False)
+            remote = args.trust_remote_code
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
+            return add_lora(model, lora, draw=False)
 
         sampling = SamplingOptions(
             max_new_tokens=args.max_answer_seq_len,

@@ -40,9 +40,6 @@ def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
     return train_tiny_tokenizer
 
 
-FAMILIES = ("opt", "gpt2", "gpt_neox", "bloom", "llama", "qwen2")
-
-
 def tiny_config(family: str, vocab_size: int):
     """The configuration of a random model of two layers and hidden size 32."""
     import transformers

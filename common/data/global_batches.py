@@ -34,6 +34,7 @@ class GlobalBatches:
         world_size: int = 1,
         seed: int = 0,
         what: str = "training data",
+        rows_flag: str = "--per_device_train_batch_size",
         group_lengths: Sequence[int] | None = None,
     ) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
@@ -44,7 +45,7 @@ class GlobalBatches:
             raise ValueError(
                 f"the {what} has {len(dataset)} rows, fewer than one global batch of {self.global_rows} = "
                 f"{rows_per_micro_batch} rows x {accumulation} accumulation steps x {world_size} ranks: "
-                "lower the batch size or give more data"
+                f"lower {rows_flag} {rows_per_micro_batch}, or give more data"
             )
 
     def __len__(self) -> int:

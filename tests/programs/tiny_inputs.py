@@ -25,11 +25,13 @@ WORDS = ("the", "quick", "brown", "fox", "is", "fine", "warm", "sunny", "day", "
 def save_causal_lm(
     folder: Path, tokenizer: PreTrainedTokenizerFast | None, *, family: str = "llama", seed: int = 0
 ) -> Path:
-    """Return the folder of a random two-layer model (GPT-2's weights are tied and lie the other way round)."""
+    """Return the folder of a random two-layer model (GPT-2's are tied and lie the other way round)."""
     torch.manual_seed(seed)
     num_tokens = len(tokenizer) if tokenizer else 320
     if family == "gpt2":
-        config = GPT2Config(n_embd=HIDDEN, n_layer=2, n_head=4, n_positions=NUM_POSITIONS, vocab_size=num_tokens)
+        config = GPT2Config(
+            n_embd=HIDDEN, n_layer=2, n_head=4, n_positions=NUM_POSITIONS, vocab_size=num_tokens
+        )
         return _save(folder, GPT2LMHeadModel(config), tokenizer)
     return _save(folder, LlamaForCausalLM(_llama_config(num_tokens, num_layers=2)), tokenizer)
 
@@ -45,8 +47,9 @@ def save_reward_model(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed:
 def save_token_lover(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
     """Return the folder of a reward model that is made by hand: it loves texts of tokens with an even id.
 
-    An embedding says +1 or -1 in its first place, and a constant in its second. Attention with queries of zero
-    takes the mean over all tokens; nothing else is done. The score grows with that mean and with the last token.
+    An embedding says +1 or -1 in its first place, and a constant in its second. Attention with queries of
+    zero takes the mean over all tokens; nothing else is done. The score grows with that mean, and with what
+    the last token says.
     """
     model = LlamaForSequenceClassification(_llama_config(len(tokenizer), num_layers=1))
     with torch.no_grad():
@@ -85,7 +88,7 @@ def _save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFa
 
 
 def make_rows(count: int, *, seed: int = 0) -> list[dict[str, str]]:
-    """Return rows that serve all three steps, of very different lengths; a chosen answer says "fine" more often."""
+    """Return rows that serve all three steps, of very different lengths; chosen is full of "fine"."""
     draw = random.Random(seed)
 
     def say(num_words: int, more: Sequence[str] = ()) -> str:
@@ -95,7 +98,10 @@ def make_rows(count: int, *, seed: int = 0) -> list[dict[str, str]]:
     for index in range(count):
         long = 14 if index % 4 == 0 else 2
         prompt = f"{say(draw.randint(1, long))} {index}?"
-        chosen, rejected = say(draw.randint(1, long + 4), ("fine",) * 12), say(draw.randint(1, long + 4), ("dog",) * 12)
+        chosen, rejected = (
+            say(draw.randint(1, long + 4), ("fine",) * 12),
+            say(draw.randint(1, long + 4), ("dog",) * 12),
+        )
         rows.append({"prompt": prompt, "chosen": f"{chosen}.", "rejected": f"{rejected}!"})
     return rows
 

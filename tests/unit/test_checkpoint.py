@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import FAMILIES
+from families import FAMILIES
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 

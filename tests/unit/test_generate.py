@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import FAMILIES
+from families import FAMILIES
 from transformers import AutoModelForCausalLM
 
 from common.generate import SamplingOptions, generate

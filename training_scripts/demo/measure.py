@@ -29,6 +29,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 from common.data.example import Message
 from common.dialogue import Template, build_template
+from common.startup import quiet_libraries
 from common.tokenizer import load_tokenizer
 from training_scripts.demo.aims import format_summary
 from training_scripts.demo.text_measures import (
@@ -303,6 +304,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Measures, prints, and writes summary.json."""
+    quiet_libraries()
     args = parse_args()
     started_at = args.started_at if args.started_at is not None else time.time()
     numbers, lines = measure(args)

