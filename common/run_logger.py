@@ -4,6 +4,7 @@ Only the first process prints and writes; on the others every call does nothing.
 """
 
 import json
+import math
 import resource
 import sys
 import time
@@ -116,7 +117,9 @@ class RunLogger:
             self._files[name] = open(
                 self.folder / name, "a", buffering=1, encoding="utf-8"
             )  # a line at a time
-        self._files[name].write(json.dumps(row, ensure_ascii=False) + "\n")
+        # JSON has no word for infinity (the gradient norm of a step that fp16 skips) or NaN.
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self._files[name].write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def peak_memory_gib() -> float:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from common import distributed
 from common.args import Problems, RunArguments, as_json, no_effect_notes
+from common.ds_config import effective_zero_stage
 from common.models import linear_module_names, lora_targets
 from common.tokenizer import load_tokenizer
 
@@ -58,7 +59,8 @@ def check_run(args: RunArguments, zero_stages: dict[str, int], problems: Problem
     for name, stage in zero_stages.items():
         if args.offload == "param" and stage != 3:
             problems.add(f"--offload param needs {name} 3, not {stage}; use --offload optimizer or stage 3")
-        if args.offload in ("optimizer", "all") and stage == 0 and args.dtype != "bf16":
+        runs_at = effective_zero_stage(stage, args.dtype or distributed.default_dtype_name())
+        if args.offload in ("optimizer", "all") and runs_at == 0:
             problems.add(f"--offload {args.offload} needs {name} 1, 2 or 3: under stage 0 no state can move")
     if args.ds_config:
         try:

@@ -91,6 +91,7 @@ def load_value_model(
 
 
 def has_saved_head(name_or_path: str) -> bool:
-    """Whether the saved model is a sequence classifier, that is: has learned scores."""
-    architectures = AutoConfig.from_pretrained(name_or_path).architectures or []
-    return any(name.endswith("ForSequenceClassification") for name in architectures)
+    """Whether the saved model is a sequence classifier of one label, that is: has learned scores."""
+    config = AutoConfig.from_pretrained(name_or_path)
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
+    return is_classifier and config.num_labels == 1

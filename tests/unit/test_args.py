@@ -66,6 +66,33 @@ def test_all_problems_come_at_once_and_name_flag_value_and_cure():
     assert len(messages) == 6
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--seed", "--seed needs a value: seed of"),
+        ("--learning_rate --seed 3", "--learning_rate needs a value: peak"),
+        ("--model_name_or_path", "--model_name_or_path needs a value: base model"),
+        ("--model_name_or_path=", "--model_name_or_path is required: base model"),
+        ("--learning_rate nan", "--learning_rate nan: expected a number"),
+        ("--weight_decay inf", "--weight_decay inf: expected a number"),
+        ("stray", "unexpected word 'stray' among the flags"),
+        ("--bogus stray", "unknown flag --bogus; --help lists all flags"),
+    ],
+)
+def test_a_value_that_is_missing_or_none_is_one_problem(words, message):
+    args, messages = parse(SFTArguments, "--model_name_or_path m " + words)
+    assert len(messages) == 1 and messages[0].startswith(message)
+    assert args.learning_rate == SFTArguments().learning_rate, "the checks that follow need a number"
+
+
+def test_values_that_look_special_are_taken():
+    args, messages = parse(
+        SFTArguments, "--model_name_or_path m --dropout none --seed -1 --data_path --weight_decay 1e-2"
+    )
+    assert messages == []
+    assert (args.dropout, args.seed, args.data_path, args.weight_decay) == (None, -1, [], 0.01)
+
+
 def test_problems_leave_with_code_2_and_one_message(capsys):
     problems = Problems()
     problems.exit_if_any()

@@ -1,6 +1,7 @@
 """Exports load with plain transformers and give the same numbers; an interrupted one leaves the old one."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -107,7 +108,35 @@ def test_the_adapter_loads_with_peft_over_the_base_model(tiny_model_folder, tmp_
     torch.testing.assert_close(compute_logits(loaded, ids, mask), logits, atol=1e-5, rtol=1e-5)
 
 
-def test_an_export_that_fails_in_the_middle_leaves_the_old_one(tiny_model_folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("published", "kept"),
+    [
+        ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9, "do_sample": True}),
+        ({"length_penalty": 2.0}, {}),
+        ({"eos_token_id": [3, 4], "max_length": 99}, {"max_length": 99}),
+    ],
+)
+def test_a_generation_configuration_that_transformers_would_not_save_is_no_obstacle(
+    published, kept, tiny_model_folder, tmp_path
+):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder("llama"), folder)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | published))
+    tokenizer = load_tokenizer(str(folder))
+    model = load_causal_lm(ModelOptions(str(folder)), len(tokenizer))
+    before = model.generation_config
+    save_export(tmp_path / "export", model, tokenizer)
+    assert model.generation_config is before
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "export").generation_config.to_dict()
+    assert {name: saved.get(name) for name in kept} == kept
+    assert (saved["eos_token_id"], saved["pad_token_id"]) == (0, 0)
+
+
+@pytest.mark.parametrize("what", ["weights", "tokenizer"])
+def test_an_export_that_fails_in_the_middle_leaves_the_old_one(
+    what, tiny_model_folder, tmp_path, monkeypatch
+):
     folder = tiny_model_folder("llama")
     tokenizer = load_tokenizer(folder)
     model = load_causal_lm(ModelOptions(folder), len(tokenizer))
@@ -117,7 +146,10 @@ def test_an_export_that_fails_in_the_middle_leaves_the_old_one(tiny_model_folder
     def fail(*args, **kwargs):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(checkpoint, "_write_model", fail)
+    if what == "weights":
+        monkeypatch.setattr(checkpoint, "_write_model", fail)
+    else:
+        monkeypatch.setattr(type(tokenizer), "save_pretrained", fail)
     with pytest.raises(OSError, match="no space"):
         save_export(tmp_path / "export", model, tokenizer, metadata={"run": 2})
     assert sorted(p.name for p in (tmp_path / "export").iterdir()) == before

@@ -3,6 +3,10 @@
 import pytest
 import torch
 
+from common.checkpoint import gather_state_dict
+from common.ds_config import EngineOptions, build_train_config
+from common.models import ModelOptions, compute_logits, load_causal_lm
+from common.training_loop import build_engine
 from step3_ppo.ema import ExponentialMovingAverage
 
 
@@ -41,3 +45,47 @@ def test_a_bf16_weight_is_averaged_in_fp32():
 def test_a_decay_out_of_range_is_named(decay):
     with pytest.raises(ValueError, match="--ema_decay"):
         ExponentialMovingAverage(torch.nn.Linear(1, 1), decay)
+
+
+def build(stage: int, folder: str):
+    """A tiny model's engine; under stage 3 its small weights stay whole between uses, the others do not."""
+    overrides = {"zero_optimization": {"stage3_param_persistence_threshold": 100}} if stage == 3 else {}
+    ds_config = build_train_config(EngineOptions(zero_stage=stage, overrides=overrides))
+    model = load_causal_lm(ModelOptions(folder, dropout=0.0, ds_config=ds_config), 320)
+    return build_engine(
+        model, ds_config, learning_rate=1e-2, weight_decay=0.0, lora_learning_rate=0.0, beta2=0.95,
+        schedule="constant", num_warmup_steps=0, num_steps=10,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_engine_computes_and_exports_with_the_average_and_trains_on_without_it(stage, tiny_model_folder):
+    engine = build(stage, tiny_model_folder("gpt2"))
+    ids = torch.arange(1, 13).view(2, 6)
+
+    def logits(train: bool = False) -> torch.Tensor:
+        engine.train(train)
+        with torch.set_grad_enabled(train):
+            return compute_logits(engine, ids, torch.ones_like(ids))
+
+    ema = ExponentialMovingAverage(engine.module, decay=0.5)
+    weights = [gather_state_dict(engine.module)]
+    for _ in range(2):
+        engine.backward(logits(train=True).square().mean())
+        engine.step()
+        ema.update()
+        weights.append(gather_state_dict(engine.module))
+    last = logits()
+    with ema.averaged_weights():
+        found, averaged = gather_state_dict(engine.module), logits()
+    for name in found:
+        expected = 0.25 * weights[0][name] + 0.25 * weights[1][name] + 0.5 * weights[2][name]
+        torch.testing.assert_close(found[name], expected, atol=1e-6, rtol=1e-5)
+    assert not averaged.allclose(last, atol=1e-3), "the engine must compute with the average"
+    assert logits().equal(last) and all(
+        w.equal(weights[2][n]) for n, w in gather_state_dict(engine.module).items()
+    )
+    engine.backward(logits(train=True).square().mean())
+    engine.step()
+    assert not logits().allclose(last, atol=1e-3)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from common import checkpoint
 from common.ds_config import EngineOptions, build_train_config
 from common.engine_step import LossTerm, update_engine
 from common.training_loop import build_engine
@@ -53,6 +54,13 @@ def test_the_gradient_is_that_of_the_global_mean(stage):
     torch.testing.assert_close(engine.module.weight.data, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_update_begins_without_the_gradient_of_the_last_one(stage):
+    engine = build(stage, learning_rate=0.0)
+    first, second = (update_engine(engine, [term(engine)]) for _ in range(2))
+    assert first == second and first["grad_norm"] > 0
+
+
 def test_terms_are_weighted_and_each_has_its_own_denominator():
     engine = build()
     second = LossTerm("other", MICRO_BATCHES[:1], squared_sums(engine), lambda batch: 5.0, weight=3.0)
@@ -72,3 +80,14 @@ def test_a_loss_that_is_not_finite_is_refused_before_the_weights_move():
     with pytest.raises(FloatingPointError, match="loss is not finite at optimizer step 1"):
         update_engine(engine, [bad])
     assert engine.module.weight.equal(before)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_is_not_finite_is_refused_before_the_weights_move(stage):
+    engine = build(stage)
+    before = checkpoint.gather_state_dict(engine.module)["weight"]
+    # The root's slope at 0 is infinite, the loss is finite.
+    bad = LossTerm("loss", MICRO_BATCHES, lambda b: ((engine(b) * 0).sqrt().sum(), {}), len)
+    with pytest.raises(FloatingPointError, match="the gradient's norm is not finite at optimizer step 1"):
+        update_engine(engine, [bad])
+    assert checkpoint.gather_state_dict(engine.module)["weight"].equal(before)

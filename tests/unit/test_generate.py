@@ -69,8 +69,9 @@ def test_logprobs_are_those_of_one_training_forward(family, tiny_model_folder):
     assert (out.logprobs[out.response_mask] < 0).all()
 
 
-def test_a_text_does_not_depend_on_its_batch(tiny_model_folder):
-    model = load(tiny_model_folder("llama"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_does_not_depend_on_its_batch(family, tiny_model_folder):
+    model = load(tiny_model_folder(family))
     ids, mask = make_prompts(model.config.vocab_size)
     together = generate(model, ids, mask, torch.arange(4), options(seed=3))
     order = torch.tensor([2, 0, 3, 1])

@@ -74,4 +74,6 @@ def test_an_exception_inside_leaves_the_trainer_usable(stage, tiny_model_folder)
     with pytest.raises(RuntimeError, match="inside"), hybrid.generation_mode():
         raise RuntimeError("inside")
     assert hybrid.engine.module.training
+    if stage == 3:
+        assert all(p.is_meta for p in hybrid.inference_module.parameters()), "weights must not stay"
     train_once(hybrid)

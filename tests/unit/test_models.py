@@ -30,14 +30,16 @@ def test_the_vocabulary_only_grows_and_new_tokens_begin_as_the_mean(
     family, num_tokens, multiple, rows, tiny_model_folder
 ):
     folder = tiny_model_folder(family)
-    old = load_causal_lm(ModelOptions(folder), 320).get_input_embeddings().weight
+    plain = load_causal_lm(ModelOptions(folder), 320)
+    old = (plain.get_input_embeddings().weight, plain.get_output_embeddings().weight)
     model = load_causal_lm(ModelOptions(folder, pad_vocab_multiple=multiple), num_tokens)
     for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
         assert embedding.weight.shape[0] == rows
-    weight = model.get_input_embeddings().weight
-    assert weight[:320].equal(old)
-    for new in weight[320:]:
-        torch.testing.assert_close(new, old.mean(0))
+        assert embedding.weight[:320].equal(old[embedding is model.get_output_embeddings()])
+        for new in embedding.weight[320:]:
+            torch.testing.assert_close(new, embedding.weight[:320].mean(0))
+    is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert is_tied == (family == "gpt2")
     assert model.num_exported_rows == max(320, num_tokens)
 
 

@@ -32,6 +32,16 @@ def test_files_and_lines_of_a_run(tmp_path, capsys):
     assert list((tmp_path / "tensorboard").iterdir())
 
 
+def test_a_number_that_json_cannot_hold_is_null_and_leaves_a_gap_in_the_curve(tmp_path, capsys):
+    logger = RunLogger(str(tmp_path), columns=("a/norm",), num_steps=2)
+    for step, norm in enumerate((float("inf"), 2.0), start=1):
+        logger.log(step, {"a/norm": norm})
+    logger.close()
+    first = (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
+    assert '"a/norm": null' in first and "norm      inf" in capsys.readouterr().out
+    assert read_curves(tmp_path / "metrics.jsonl")["a/norm"] == ([2], [2.0])
+
+
 def test_a_new_run_replaces_the_old_numbers(tmp_path):
     for value in (1.0, 2.0):
         logger = RunLogger(str(tmp_path), columns=("a/b",), num_steps=1)

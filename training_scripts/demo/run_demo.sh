@@ -30,8 +30,11 @@ source training_scripts/setup_env.sh requirements.txt
 # One rank a core (two at most) on a CPU, one on a GPU: small matrix products gain more from ranks than from threads,
 # and the curves are the same for any number of ranks.
 CORES=$(env -u OMP_NUM_THREADS nproc) # nproc itself reads the variable
-if [ -z "${NUM_RANKS:-}" ]; then
-  if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then NUM_RANKS=1; else NUM_RANKS=$((CORES < 2 ? 1 : 2)); fi
+if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+  NUM_RANKS=${NUM_RANKS:-1}
+else
+  NUM_RANKS=${NUM_RANKS:-$((CORES < 2 ? 1 : 2))}
+  export DS_ACCELERATOR=cpu # DeepSpeed would find out too, with a warning
 fi
 export OMP_NUM_THREADS=$((CORES / NUM_RANKS > 0 ? CORES / NUM_RANKS : 1))
 export OMP_WAIT_POLICY=PASSIVE # threads that spin cost more than they gain where cores are shared

@@ -42,11 +42,11 @@ PPO_FLAGS=(
   --per_device_generation_batch_size $((64 / NUM_RANKS))
   --per_device_training_batch_size $((32 / NUM_RANKS))
   --ppo_epochs 2
-  --max_train_steps 20
+  --max_train_steps 24
   --actor_learning_rate 3e-4
   --critic_learning_rate 5e-4
   --num_warmup_steps 4
-  --kl_coef 0.4
+  --kl_coef 0.3
   --value_clip_range 0
   --reward_clip 5
   # Taken off the score, openly: 1 for an empty reply, falling to 0 at 10 tokens, so that short is not cheap.

@@ -1,0 +1,71 @@
+"""Values per token and the score of a sequence, on models that transformers also knows."""
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES
+
+from common.models import LoraOptions, ModelOptions, plain_model
+from common.value_model import gather_scores, has_saved_head, load_value_model
+
+IDS = torch.tensor([[5, 6, 7, 8, 9], [11, 12, 13, 14, 15]])
+
+
+def load(folder: str, **options):
+    return load_value_model(ModelOptions(folder, dropout=0.0), 320, seed=1, **options).eval()
+
+
+def save_classifier(folder, config_class, **options) -> str:
+    config = config_class(vocab_size=320, num_hidden_layers=1, hidden_size=16, **options)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_score_is_the_value_at_the_last_real_token():
+    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    assert gather_scores(values, torch.tensor([2, 0])).tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_on_either_side_and_what_it_holds_change_no_value(family, tiny_model_folder):
+    model = load(tiny_model_folder(family))
+    plain = model(IDS, torch.ones_like(IDS))
+    assert plain.shape == (2, 5) and plain.std() > 1e-3
+    real, padding = torch.ones_like(IDS), torch.zeros(2, 3, dtype=torch.long)
+    for pad in (0, 77):
+        left = model(torch.cat([padding + pad, IDS], 1), torch.cat([padding, real], 1))
+        right = model(torch.cat([IDS, padding + pad], 1), torch.cat([real, padding], 1))
+        torch.testing.assert_close(left[:, 3:], plain, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(right[:, :5], plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_base_model_gives_its_trunk_and_the_head_is_linear_on_its_last_states(family, tiny_model_folder):
+    folder = tiny_model_folder(family)
+    model = load(folder)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    states = base(IDS, output_hidden_states=True).hidden_states[-1]
+    head = plain_model(model.classifier).score.weight
+    torch.testing.assert_close(model(IDS, torch.ones_like(IDS)), (states @ head.T).squeeze(-1))
+
+
+def test_the_head_trains_beside_the_adapters(tiny_model_folder):
+    lora = LoraOptions(dim=2, only_optimize_lora=True)
+    model = load(tiny_model_folder("llama"), lora=lora)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n}
+    assert len(trained) == 1 and trained.pop().endswith("score.weight")
+    before = model(IDS, torch.ones_like(IDS))
+    assert before.equal(load(tiny_model_folder("llama"))(IDS, torch.ones_like(IDS))), "B begins at zero"
+
+
+def test_a_family_without_a_score_head_is_named(tmp_path):
+    options = {"num_attention_heads": 2, "intermediate_size": 16, "num_labels": 1}
+    folder = save_classifier(tmp_path / "bert", transformers.BertConfig, **options)
+    with pytest.raises(ValueError, match="BertForSequenceClassification has no linear `score` head"):
+        load(folder)
+
+
+@pytest.mark.parametrize(("num_labels", "expected"), [(1, True), (2, False)])
+def test_only_one_label_is_a_score(num_labels, expected, tmp_path):
+    options = {"num_attention_heads": 2, "intermediate_size": 16, "num_labels": num_labels}
+    assert has_saved_head(save_classifier(tmp_path / "m", transformers.LlamaConfig, **options)) == expected
