@@ -97,6 +97,9 @@ def test_problems_leave_with_code_2_and_one_message(capsys):
     problems = Problems()
     problems.exit_if_any()
     problems.add("first")
+    with pytest.raises(SystemExit):
+        problems.exit_if_any()
+    assert capsys.readouterr().err == "error: 1 problem, nothing was started:\n  - first\n"
     problems.add("first")
     problems.check(True, "never")
     problems.check(False, "second")

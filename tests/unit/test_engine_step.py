@@ -63,11 +63,11 @@ def test_an_update_begins_without_the_gradient_of_the_last_one(stage):
 
 def test_terms_are_weighted_and_each_has_its_own_denominator():
     engine = build()
-    second = LossTerm("other", MICRO_BATCHES[:1], squared_sums(engine), lambda batch: 5.0, weight=3.0)
+    second = LossTerm("other", MICRO_BATCHES[1:], squared_sums(engine), lambda batch: 5.0, weight=3.0)
     means = update_engine(engine, [term(engine), second])
     weight = torch.tensor([[0.5, -0.25]], requires_grad=True)
     first_loss = (torch.cat(MICRO_BATCHES) @ weight.T).square().mean()
-    second_loss = (MICRO_BATCHES[0] @ weight.T).square().sum() / 5
+    second_loss = (MICRO_BATCHES[1] @ weight.T).square().sum() / 5
     (gradient,) = torch.autograd.grad(first_loss + 3.0 * second_loss, weight)
     assert means["other"] == pytest.approx(float(second_loss), abs=1e-6)
     assert means["grad_norm"] == pytest.approx(float(gradient.norm()), abs=1e-5)
