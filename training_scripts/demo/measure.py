@@ -207,8 +207,12 @@ def read_last_json(path: Path, key: str) -> float:
 
 
 def choose_shown(turns: Sequence[Turn], count: int) -> list[int]:
-    """Indexes of the first `count` turns whose message is neither a single word nor longer than a line."""
-    return [index for index, turn in enumerate(turns) if len(turn.context.split()) in _SHOWN_WORDS][:count]
+    """Indexes of `count` turns: the first whose message is neither a single word nor longer than a line.
+
+    Where these are too few, the first of the others come after them.
+    """
+    fits = [len(turn.context.split()) in _SHOWN_WORDS for turn in turns]
+    return sorted(range(len(turns)), key=lambda index: not fits[index])[:count]
 
 
 def load_model(path: Path, device: str) -> PreTrainedModel:
