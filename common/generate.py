@@ -1,98 +1,240 @@
-"""Sampling from a causal LM: prefill, then one token a step through the key/value cache.
+"""Sampling from a causal LM: prompts enter slots, every pass adds a token to each, who ends leaves at once.
 
-# B sequences, P prompt, R response, V vocabulary
+The text of a sample depends on (seed, sample id, prompt) and the weights alone: not on slots, order, batch
+or ranks.
+
+# B prompts, N samples of each, P prompt, R response, S slots, n live rows, V vocabulary
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from common.decode_state import DecodeState, SamplingOptions
+from common.decode_step import DecodeStep
+from common.kv_cache import SlotCache
 from common.models import build_position_ids, forward_accepts
-from common.sampling import counter_uniform, sample_tokens
-from common.tensor_ops import token_logprobs
+from common.slot_schedule import Admission, SlotSchedule
 
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How tokens are drawn. `num_valid_tokens` masks vocabulary padding, `stop_token_id` ends a response."""
-
-    max_new_tokens: int
-    stop_token_id: int
-    pad_token_id: int
-    num_valid_tokens: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    do_sample: bool = True
-    seed: int = 0
+DEFAULT_SLOTS = 128
+_MAX_TOKENS_PER_PASS = 4096  # of prompts that are read together: more would only take memory
 
 
 class Generation(NamedTuple):
-    """Responses laid to the right of their prompts."""
+    """Responses laid to the right of their prompts: those of one prompt are neighbours, B' = B x N."""
 
-    response_ids: torch.Tensor  # (B, R) int64, pad_token_id after the end
-    response_mask: torch.Tensor  # (B, R) bool, True for sampled tokens, the stop token included
-    logprobs: (
-        torch.Tensor
-    )  # (B, R) fp32, under the untruncated distribution at this temperature; 0 after the end
-    is_finished: torch.Tensor  # (B,) bool, False where max_new_tokens cut the response
+    response_ids: torch.Tensor  # (B', R) int64, pad_token_id after the end
+    response_mask: torch.Tensor  # (B', R) bool, True for sampled tokens, the stop token included
+    logprobs: torch.Tensor  # (B', R) fp32, untruncated distribution at this temperature; 0 after the end
+    truncated_logprobs: torch.Tensor  # (B', R) fp32, of what top_k and top_p left; 0 after the end
+    is_finished: torch.Tensor  # (B',) bool, False where the limit cut the response
 
 
-@torch.no_grad()
+class Generator:
+    """Generates with one model; keeps its keys and values, and captured graphs, from call to call.
+
+    `model` holds whole weights, or one rank's part of them, and is in eval mode. `agree_any`, for a model
+    whose forward pass needs all ranks (sharded weights), tells whether any rank still has work: ranks
+    without any keep step with passes that count nothing.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, num_slots: int = 0, agree_any: Callable[[bool], bool] | None = None
+    ) -> None:
+        self.model, self.num_slots, self.agree_any = model, num_slots, agree_any
+        self._takes_positions = forward_accepts(model, "position_ids")
+        self._keeps_logits = forward_accepts(model, "logits_to_keep")
+        self._step: DecodeStep | None = None
+
+    def release(self) -> None:
+        """Give the memory of keys, values and graphs back."""
+        self._step = None
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        sample_ids: torch.Tensor,
+        options: SamplingOptions,
+        *,
+        num_samples: int = 1,
+        limits: torch.Tensor | None = None,
+    ) -> Generation:
+        """Return `num_samples` responses for each left-padded prompt (B, P).
+
+        prompt_mask (B, P) True for real tokens; sample_ids (B x num_samples,) int64 name the random numbers;
+        limits (B x num_samples,) int64, from 1 up to max_new_tokens: tokens a response may have at most. A
+        response ends with its stop token; its length is counted, never searched for, so the stop token may be
+        the pad token.
+        """
+        device = prompt_ids.device
+        if limits is None:
+            limits = torch.full_like(sample_ids, options.max_new_tokens)
+        lengths = prompt_mask.long().sum(1).tolist()
+        num_slots = min(self.num_slots or DEFAULT_SLOTS, len(sample_ids))
+        schedule = SlotSchedule(
+            lengths,
+            num_samples=num_samples,
+            num_slots=num_slots,
+            max_tokens_per_pass=_MAX_TOKENS_PER_PASS,
+        )
+        step = self._prepare(num_slots, max(lengths) + options.max_new_tokens, options, device)
+        run = _Run(self, step, schedule, prompt_ids, prompt_mask.bool(), sample_ids, limits, options)
+        return run.to_end()
+
+    def _prepare(
+        self, num_slots: int, max_length: int, options: SamplingOptions, device: torch.device
+    ) -> DecodeStep:
+        """Return the step of the last call if it has room for this one, else a new one."""
+        step = self._step
+        if step is None or not step.has_room(num_slots, max_length, options):
+            self._step = None  # its memory is needed for the new one
+            cache = SlotCache(num_slots, max_length)
+            state = DecodeState.build(num_slots, options.max_new_tokens, device)
+            self._step = step = DecodeStep(self.model, cache, state, options)
+        return step
+
+    def read_prompts(
+        self, cache: SlotCache, ids: torch.Tensor, mask: torch.Tensor, slots: torch.Tensor
+    ) -> Any:
+        """Return logits (m, V) behind prompts (m, T), left-padded, whose keys and values go into `slots`."""
+        has_padding = not bool(mask.all())
+        cache.begin_prefill(slots, mask if has_padding else None)
+        inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
+        inputs["attention_mask"] = mask.long() if has_padding else None
+        if self._takes_positions:
+            inputs["position_ids"] = build_position_ids(mask)
+        if self._keeps_logits:
+            inputs["logits_to_keep"] = 1
+        return self.model(**inputs).logits[:, -1]
+
+
+class _Run:
+    """One call of `generate`, from the first prompt to the last token."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        step: DecodeStep,
+        schedule: SlotSchedule,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        sample_ids: torch.Tensor,
+        limits: torch.Tensor,
+        options: SamplingOptions,
+    ) -> None:
+        self.generator, self.step, self.schedule, self.options = generator, step, schedule, options
+        self.prompt_ids, self.prompt_mask = prompt_ids, prompt_mask
+        self.sample_ids, self.limits = sample_ids, limits
+        self.device = prompt_ids.device
+        self.lengths: list[int] = []  # tokens in the cache, slot by slot
+        self.first_logits: dict[int, torch.Tensor] = {}  # of prompts with samples that still wait
+        shape = (len(sample_ids), options.max_new_tokens)
+        self.response_ids = torch.full(shape, options.pad_token_id, device=self.device)
+        self.logprobs = torch.zeros(shape, device=self.device)
+        self.log_kept = torch.zeros(shape, device=self.device)
+        self.num_drawn = torch.zeros(len(sample_ids), dtype=torch.int64, device=self.device)
+        self.is_finished = torch.zeros(len(sample_ids), dtype=torch.bool, device=self.device)
+
+    def to_end(self) -> Generation:
+        """Run until nobody waits; return all responses in the order of the samples."""
+        agree_any = self.generator.agree_any or (lambda has_work: has_work)
+        while agree_any(self.schedule.has_work()):
+            if self.schedule.should_admit():
+                self._admit(self.schedule.admit())
+            elif self.schedule.slots:
+                self._decode()
+            else:
+                self._keep_step()
+            self._retire()
+        return self._result()
+
+    def _admit(self, admission: Admission) -> None:
+        """Read the new prompts, share them among their samples, draw every sample's first token."""
+        prompts, schedule = admission.prompts, self.schedule
+        if prompts:
+            width = max(schedule.prompt_lengths[prompt] for prompt in prompts)
+            ids, mask = self.prompt_ids[prompts, -width:], self.prompt_mask[prompts, -width:]
+            slots = torch.tensor(admission.prompt_slots, device=self.device)
+            logits = self.generator.read_prompts(self.step.cache, ids, mask, slots)  # (m, V)
+            self.first_logits.update(zip(prompts, logits, strict=True))
+        elif self.generator.agree_any:
+            self._keep_step()  # the other ranks run a pass
+        lengths = [schedule.prompt_lengths[schedule.prompt_of(sample)] for sample in admission.samples]
+        if admission.copies:
+            sources, targets = torch.tensor(admission.copies, device=self.device).unbind(1)
+            self.step.cache.copy_slots(sources, targets, max(lengths))
+        of_each = [schedule.prompt_of(sample) for sample in admission.samples]
+        logits = logits if of_each == prompts else torch.stack([self.first_logits[p] for p in of_each])
+        for prompt in set(of_each):
+            if not schedule.has_waiting_sibling(prompt):
+                del self.first_logits[prompt]
+        samples = torch.tensor(admission.samples, device=self.device)
+        state, first = self.step.state, admission.first_slot
+        state.enter(
+            first,
+            torch.tensor(lengths, device=self.device),
+            self.limits[samples],
+            self.sample_ids[samples],
+            self.options.seed,
+        )
+        self.lengths += lengths
+        state.draw(slice(first, first + len(lengths)), logits, self.options)
+
+    def _decode(self) -> None:
+        num_rows = len(self.lengths)
+        self.step.run(num_rows, max(self.lengths) + 1)
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def _keep_step(self) -> None:
+        """Run a pass that counts nothing: the weights are gathered by all ranks together."""
+        self.generator.model(input_ids=self.prompt_ids[:1, -1:], use_cache=False)
+
+    def _retire(self) -> None:
+        """Take the responses of those that ended out of their slots, and close the gaps."""
+        num_rows, state = len(self.lengths), self.step.state
+        finished = (~state.is_live[:num_rows]).nonzero().flatten().tolist()
+        if not finished:
+            return
+        samples = torch.tensor([self.schedule.slots[slot] for slot in finished], device=self.device)
+        slots = torch.tensor(finished, device=self.device)
+        self.response_ids[samples] = state.response_ids[slots, :-1]
+        self.logprobs[samples] = state.logprobs[slots, :-1]
+        self.log_kept[samples] = state.log_kept[slots, :-1]
+        self.num_drawn[samples] = state.num_drawn[slots]
+        self.is_finished[samples] = state.is_stopped[slots]
+        moves = self.schedule.retire(finished)
+        if moves:
+            sources, targets = torch.tensor(moves, device=self.device).unbind(1)
+            self.step.cache.copy_slots(sources, targets, max(self.lengths[source] for source, _ in moves))
+            state.move(sources, targets)
+            for source, target in moves:
+                self.lengths[target] = self.lengths[source]
+        del self.lengths[num_rows - len(finished) :]
+
+    def _result(self) -> Generation:
+        width = int(self.num_drawn.max())
+        mask = torch.arange(width, device=self.device) < self.num_drawn.unsqueeze(1)
+        logprobs = torch.where(mask, self.logprobs[:, :width], 0.0)
+        return Generation(
+            response_ids=torch.where(mask, self.response_ids[:, :width], self.options.pad_token_id),
+            response_mask=mask,
+            logprobs=logprobs,
+            truncated_logprobs=torch.where(mask, logprobs - self.log_kept[:, :width], 0.0),
+            is_finished=self.is_finished,
+        )
+
+
 def generate(
     model: nn.Module,
     prompt_ids: torch.Tensor,
     prompt_mask: torch.Tensor,
     sample_ids: torch.Tensor,
     options: SamplingOptions,
+    **more: Any,
 ) -> Generation:
-    """Return one response for each left-padded prompt (B, P).
-
-    A token is drawn from one uniform per (seed, sample id, position in the response), so a text does not
-    depend on the batch it is generated in. A response ends with its stop token; its length is counted, never
-    searched for, so the stop token may be the pad token. The model must hold whole weights and be in eval
-    mode.
-    """
-    takes_positions = forward_accepts(model, "position_ids")
-    keeps_logits = forward_accepts(model, "logits_to_keep")
-    num_sequences = prompt_ids.shape[0]
-    mask = prompt_mask.long()
-    position_ids = build_position_ids(mask)
-    step_ids, cache = prompt_ids, None
-    is_live = torch.ones(num_sequences, dtype=torch.bool, device=prompt_ids.device)
-    tokens, masks, logprobs = [], [], []
-    for position in range(options.max_new_tokens):
-        inputs: dict[str, Any] = {"input_ids": step_ids, "attention_mask": mask, "use_cache": True}
-        inputs["past_key_values"] = cache
-        if takes_positions:
-            inputs["position_ids"] = position_ids
-        if keeps_logits:
-            inputs["logits_to_keep"] = 1
-        output = model(**inputs)
-        logits, cache = output.logits[:, -1], output.past_key_values  # (B, V)
-        uniforms = counter_uniform(options.seed, sample_ids, torch.full_like(sample_ids, position))
-        drawn = sample_tokens(
-            logits,
-            uniforms,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            do_sample=options.do_sample,
-            num_valid_tokens=options.num_valid_tokens,
-        )
-        drawn_logprobs = token_logprobs(
-            logits, drawn, temperature=options.temperature, num_valid_tokens=options.num_valid_tokens
-        )
-        tokens.append(torch.where(is_live, drawn, options.pad_token_id))
-        masks.append(is_live.clone())
-        logprobs.append(torch.where(is_live, drawn_logprobs, 0.0))
-        is_live &= drawn != options.stop_token_id
-        if not is_live.any():
-            break
-        step_ids = tokens[-1].unsqueeze(1)
-        mask = torch.cat([mask, mask.new_ones(num_sequences, 1)], dim=1)
-        position_ids = position_ids[:, -1:] + 1
-    stacked = [torch.stack(columns, dim=1) for columns in (tokens, masks, logprobs)]
-    return Generation(*stacked, is_finished=~is_live)
+    """Return one response for each left-padded prompt (B, P); see `Generator.generate`."""
+    return Generator(model).generate(prompt_ids, prompt_mask, sample_ids, options, **more)

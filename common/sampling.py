@@ -8,6 +8,8 @@ the rows around it, and a token of weight 0 occupies no part of the interval.
 # B sequences, V vocabulary
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -25,6 +27,13 @@ _BLOCK = 256  # tokens whose weights are added up before the search looks inside
 _CPU_NUCLEUS_CANDIDATES = 4096
 
 
+class Draw(NamedTuple):
+    """A token for each row, and how much of the distribution it was drawn from."""
+
+    token_ids: torch.Tensor  # (B,) int64
+    log_kept: torch.Tensor  # (B,) fp32, log of the probability that top_k and top_p kept; 0: all of it
+
+
 def counter_uniform(seed: int, sample_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return a uniform in [0, 1) for each (seed, sample id, position): (B,) fp32, a multiple of 2^-24.
 
@@ -40,7 +49,7 @@ def counter_uniform(seed: int, sample_ids: torch.Tensor, positions: torch.Tensor
     return _shift_right(state, 64 - _UNIFORM_BITS).float() * 2.0**-_UNIFORM_BITS
 
 
-def sample_tokens(
+def draw_tokens(
     logits: torch.Tensor,
     uniforms: torch.Tensor,
     *,
@@ -49,15 +58,15 @@ def sample_tokens(
     top_p: float = 1.0,
     do_sample: bool = True,
     num_valid_tokens: int | None = None,
-) -> torch.Tensor:
-    """Return a token for each row: (B,) int64, below `num_valid_tokens`, never one of probability 0.
+) -> Draw:
+    """Return a token for each row, below `num_valid_tokens`, never one of probability 0.
 
     logits (B, V) of any float dtype, uniforms (B,) in [0, 1]. First the temperature, then `top_k` (0 =
     all), then `top_p` (1 = all) of what is left: the likeliest tokens up to and with the one that reaches
     it. Tokens as likely as the last one kept are kept too, since an order among them would differ from
     device to device. A probability below 2^-40 of the likeliest counts as 0. `do_sample=False` returns the
-    argmax. A row with a NaN or without a finite logit gets an arbitrary valid token: its log-probability
-    tells.
+    argmax, as of the whole distribution. A row with a NaN or without a finite logit gets an arbitrary valid
+    token: its log-probability tells.
 
     Raises ValueError for an option out of its range.
     """
@@ -66,15 +75,18 @@ def sample_tokens(
     _check_options(vocabulary, num_valid, temperature, top_k, top_p)
     logits = logits[:, :num_valid]
     if not do_sample:
-        return logits.argmax(-1)
+        return Draw(logits.argmax(-1), torch.zeros_like(uniforms))
     weights = logits.float() - logits.amax(-1, keepdim=True).float()
     if temperature != 1.0:
         weights.div_(temperature)
     weights.exp_().mul_(_WEIGHT_ONE)  # (B, V) in [0, 2^40]
+    log_kept = torch.zeros_like(uniforms)
     if 0 < top_k < num_valid or top_p < 1.0:
+        whole = weights.sum(-1, dtype=torch.float64)
         threshold = _smallest_weight_kept(weights, top_k, top_p)
         weights.masked_fill_(weights < threshold, 0.0)
-    return _invert_cumulated(weights, uniforms).clamp_(0, num_valid - 1)
+        log_kept = (weights.sum(-1, dtype=torch.float64) / whole).log().float()
+    return Draw(_invert_cumulated(weights, uniforms).clamp_(0, num_valid - 1), log_kept)
 
 
 def _check_options(vocabulary: int, num_valid: int, temperature: float, top_k: int, top_p: float) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from tiny_configs import tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -38,25 +39,6 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
     """`train_tiny_tokenizer`, for a test that needs one of its own."""
     return train_tiny_tokenizer
-
-
-def tiny_config(family: str, vocab_size: int):
-    """The configuration of a random model of two layers and hidden size 32."""
-    import transformers
-
-    heads = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 2}
-    mlp = heads | {"intermediate_size": 64, "max_position_embeddings": 128}
-    grouped = mlp | {"num_key_value_heads": 2}
-    makers = {
-        "opt": (transformers.OPTConfig, mlp | {"ffn_dim": 64, "word_embed_proj_dim": 32}),
-        "gpt2": (transformers.GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
-        "gpt_neox": (transformers.GPTNeoXConfig, mlp),
-        "bloom": (transformers.BloomConfig, {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
-        "llama": (transformers.LlamaConfig, grouped),
-        "qwen2": (transformers.Qwen2Config, grouped),
-    }
-    maker, options = makers[family]
-    return maker(vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, pad_token_id=None, **options)
 
 
 @pytest.fixture(scope="session")

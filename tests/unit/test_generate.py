@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from families import FAMILIES
+from families import DECODERS
 from transformers import AutoModelForCausalLM
 
-from common.generate import SamplingOptions, generate
+from common.decode_state import SamplingOptions
+from common.generate import generate
 from common.models import compute_logits
 from common.tensor_ops import token_logprobs
 
@@ -31,7 +32,7 @@ def options(**changes) -> SamplingOptions:
     return SamplingOptions(**({"max_new_tokens": 12, "stop_token_id": 0, "pad_token_id": 0} | changes))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODERS)
 def test_greedy_text_of_left_padded_prompts_is_that_of_transformers_one_by_one(family, tiny_model_folder):
     model = load(tiny_model_folder(family))
     ids, mask = make_prompts(model.config.vocab_size)
@@ -56,7 +57,7 @@ def test_greedy_text_of_left_padded_prompts_is_that_of_transformers_one_by_one(f
     assert ours.is_finished.any()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODERS)
 def test_logprobs_are_those_of_one_training_forward(family, tiny_model_folder):
     model = load(tiny_model_folder(family))
     ids, mask = make_prompts(model.config.vocab_size)
@@ -69,7 +70,7 @@ def test_logprobs_are_those_of_one_training_forward(family, tiny_model_folder):
     assert (out.logprobs[out.response_mask] < 0).all()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODERS)
 def test_a_text_does_not_depend_on_its_batch(family, tiny_model_folder):
     model = load(tiny_model_folder(family))
     ids, mask = make_prompts(model.config.vocab_size)

@@ -1,0 +1,40 @@
+"""Configurations of random models of two layers and hidden size 32, a family each."""
+
+from typing import Any
+
+import transformers
+
+_HEADS = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 2}
+_MLP = _HEADS | {"intermediate_size": 64, "max_position_embeddings": 128}
+_GROUPED = _MLP | {"num_key_value_heads": 2}
+_GEMMA = _GROUPED | {"head_dim": 8, "hidden_activation": "gelu_pytorch_tanh"}
+_FALCON = _HEADS | {"max_position_embeddings": 128}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+
+CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "opt": (transformers.OPTConfig, _MLP | {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "gpt2": (transformers.GPT2Config, _GPT2),
+    "gptj": (transformers.GPTJConfig, _GPT2 | {"rotary_dim": 4}),
+    "gpt_neox": (transformers.GPTNeoXConfig, _MLP),
+    "bloom": (transformers.BloomConfig, {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "falcon": (transformers.FalconConfig, _FALCON | {"alibi": False, "multi_query": True}),
+    "falcon_alibi": (transformers.FalconConfig, _FALCON | {"alibi": True, "multi_query": False}),
+    "falcon_new": (
+        transformers.FalconConfig,
+        _FALCON | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "llama": (transformers.LlamaConfig, _GROUPED),
+    "qwen2": (transformers.Qwen2Config, _GROUPED),
+    "qwen3": (transformers.Qwen3Config, _GROUPED | {"head_dim": 8}),
+    "mistral": (transformers.MistralConfig, _GROUPED),
+    "mistral_window": (transformers.MistralConfig, _GROUPED | {"sliding_window": 6}),
+    "gemma": (transformers.GemmaConfig, _GEMMA),
+    "gemma2": (transformers.Gemma2Config, _GEMMA | {"sliding_window": 6, "query_pre_attn_scalar": 8}),
+    "phi": (transformers.PhiConfig, _MLP),
+}
+
+
+def tiny_config(family: str, vocab_size: int) -> Any:
+    """Return the configuration; its BOS and EOS are token 0."""
+    maker, options = CONFIGS[family]
+    return maker(vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, pad_token_id=None, **options)
