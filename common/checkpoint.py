@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from common import distributed
 from common.models import plain_model
+from common.trained_weights import trained_weights
 from common.zero3 import gather_whole
 
 METADATA_FILE = "triptych.json"
@@ -31,37 +31,20 @@ def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Every rank must call this.
     """
     plain = plain_model(model)
-    lora_layers = {name: m for name, m in plain.named_modules() if isinstance(m, LoraLayer)}
     state: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        for name, parameter in plain.named_parameters():
-            if ".lora_" in name:
-                continue
-            layer = (
-                lora_layers.get(name.removesuffix(".base_layer.weight"))
-                if ".base_layer.weight" in name
-                else None
-            )
-            factors = [layer.lora_A["default"].weight, layer.lora_B["default"].weight] if layer else []
-            with gather_whole([parameter, *factors]):
+        for name, trained in trained_weights(model).items():
+            factors = [trained.lora_a, trained.lora_b] if trained.lora_a is not None else []
+            with gather_whole([trained.parameter, *factors]):
                 if distributed.is_main():
-                    state[name.replace(".base_layer.", ".")] = _merged(parameter, layer, factors).to(
-                        "cpu", copy=True
-                    )
+                    weight = trained.parameter.data
+                    merged = trained.merge(weight, *factors) if factors else weight
+                    state[name] = merged.to("cpu", copy=True)
     if distributed.is_main():
         buffers = dict(plain.named_buffers())
         persistent = plain.state_dict().keys() & buffers.keys()
         state |= {name: buffers[name].detach().to("cpu", copy=True) for name in persistent}
     return state
-
-
-def _merged(weight: torch.Tensor, layer: Any, factors: list[torch.Tensor]) -> torch.Tensor:
-    if layer is None:
-        return weight.data
-    lora_a, lora_b = (f.float() for f in factors)
-    delta = layer.scaling["default"] * (lora_b @ lora_a)
-    delta = delta.T if getattr(layer, "fan_in_fan_out", False) else delta  # GPT-2 keeps (in, out)
-    return (weight.float() + delta).to(weight.dtype)
 
 
 def _set_num_rows(model: PreTrainedModel, state: dict[str, torch.Tensor], num_rows: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.decode_graphs import DecodeGraphs, round_positions, round_rows
 from common.decode_state import DecodeState, SamplingOptions
 from common.kv_cache import SlotCache
 from common.models import forward_accepts, plain_model
@@ -28,6 +29,14 @@ class DecodeStep:
         self._dtype = next(model.parameters()).dtype
         self._rows = torch.arange(cache.num_slots, device=device)
         self._places = torch.arange(cache.max_length, device=device)
+        # Passes that may run ahead before the host looks who ended: each look waits for the device.
+        self.passes_per_look = 4 if device.type == "cuda" else 1
+        self._graphs = DecodeGraphs(model) if device.type == "cuda" else None
+
+    def begin(self) -> None:
+        """Prepare for a generation; the weights may have moved since the last."""
+        if self._graphs:
+            self._graphs.check_weights()
 
     def has_room(self, num_slots: int, max_length: int, options: SamplingOptions) -> bool:
         """Whether the cache and the state are large enough."""
@@ -39,6 +48,14 @@ class DecodeStep:
 
     def run(self, num_rows: int, upto: int) -> None:
         """Draw a token for each of the first `num_rows` slots; `upto` is above every position in use."""
+        if self._graphs:
+            rows = round_rows(num_rows, self.cache.num_slots)
+            upto = round_positions(upto, self.cache.max_length)
+            self._graphs.run(rows, upto, self._run_pass, self.state.tensors())
+        else:
+            self._run_pass(num_rows, upto)
+
+    def _run_pass(self, num_rows: int, upto: int) -> None:
         state = self.state
         slots, positions = slice(0, num_rows), state.lengths[:num_rows]
         self.cache.begin_decode(self._rows[:num_rows], positions, upto)

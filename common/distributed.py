@@ -75,6 +75,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_world_size() -> int:
+    """Return the number of processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
+
+
 def is_main() -> bool:
     """Whether this is the process that prints and writes."""
     return rank() == 0
@@ -98,6 +103,15 @@ def reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
 def sum_float(value: float) -> float:
     """Return the sum of a number over ranks, in float64. Every rank must call this."""
     return float(reduce_sum(torch.tensor(float(value), dtype=torch.float64)))
+
+
+def max_float(value: float) -> float:
+    """Return the largest of a number over ranks. Every rank must call this."""
+    if world_size() == 1:
+        return value
+    largest = torch.tensor(value, dtype=torch.float64, device=device())
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def gather_objects(value: Any) -> list[Any]:

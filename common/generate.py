@@ -35,15 +35,22 @@ class Generation(NamedTuple):
 class Generator:
     """Generates with one model; keeps its keys and values, and captured graphs, from call to call.
 
-    `model` holds whole weights, or one rank's part of them, and is in eval mode. `agree_any`, for a model
-    whose forward pass needs all ranks (sharded weights), tells whether any rank still has work: ranks
+    `model` holds whole weights, or one rank's part of them, and is in eval mode. A slot has room for
+    `max_length` tokens of prompt and response, or for what a call needs if that is more. `agree_any`, for a
+    model whose forward pass needs all ranks (sharded weights), tells whether any rank still has work: ranks
     without any keep step with passes that count nothing.
     """
 
     def __init__(
-        self, model: nn.Module, *, num_slots: int = 0, agree_any: Callable[[bool], bool] | None = None
+        self,
+        model: nn.Module,
+        *,
+        num_slots: int = 0,
+        max_length: int = 0,
+        agree_any: Callable[[bool], bool] | None = None,
     ) -> None:
-        self.model, self.num_slots, self.agree_any = model, num_slots, agree_any
+        self.model, self.agree_any = model, agree_any
+        self.num_slots, self.max_length = num_slots, max_length
         self._takes_positions = forward_accepts(model, "position_ids")
         self._keeps_logits = forward_accepts(model, "logits_to_keep")
         self._step: DecodeStep | None = None
@@ -81,7 +88,8 @@ class Generator:
             num_slots=num_slots,
             max_tokens_per_pass=_MAX_TOKENS_PER_PASS,
         )
-        step = self._prepare(num_slots, max(lengths) + options.max_new_tokens, options, device)
+        length = max(max(lengths) + options.max_new_tokens, self.max_length)
+        step = self._prepare(num_slots, length, options, device)
         run = _Run(self, step, schedule, prompt_ids, prompt_mask.bool(), sample_ids, limits, options)
         return run.to_end()
 
@@ -95,6 +103,7 @@ class Generator:
             cache = SlotCache(num_slots, max_length)
             state = DecodeState.build(num_slots, options.max_new_tokens, device)
             self._step = step = DecodeStep(self.model, cache, state, options)
+        step.begin()
         return step
 
     def read_prompts(
@@ -132,12 +141,7 @@ class _Run:
         self.device = prompt_ids.device
         self.lengths: list[int] = []  # tokens in the cache, slot by slot
         self.first_logits: dict[int, torch.Tensor] = {}  # of prompts with samples that still wait
-        shape = (len(sample_ids), options.max_new_tokens)
-        self.response_ids = torch.full(shape, options.pad_token_id, device=self.device)
-        self.logprobs = torch.zeros(shape, device=self.device)
-        self.log_kept = torch.zeros(shape, device=self.device)
-        self.num_drawn = torch.zeros(len(sample_ids), dtype=torch.int64, device=self.device)
-        self.is_finished = torch.zeros(len(sample_ids), dtype=torch.bool, device=self.device)
+        self.results = DecodeState.build(len(sample_ids), options.max_new_tokens, self.device)
 
     def to_end(self) -> Generation:
         """Run until nobody waits; return all responses in the order of the samples."""
@@ -150,7 +154,7 @@ class _Run:
             else:
                 self._keep_step()
             self._retire()
-        return self._result()
+        return collect_responses(self.results, self.options)
 
     def _admit(self, admission: Admission) -> None:
         """Read the new prompts, share them among their samples, draw every sample's first token."""
@@ -185,9 +189,11 @@ class _Run:
         state.draw(slice(first, first + len(lengths)), logits, self.options)
 
     def _decode(self) -> None:
-        num_rows = len(self.lengths)
-        self.step.run(num_rows, max(self.lengths) + 1)
-        self.lengths = [length + 1 for length in self.lengths]
+        num_passes = 1 if self.generator.agree_any else self.step.passes_per_look
+        for _ in range(num_passes):
+            # A sequence that has ended meanwhile stays where it is: its length here is an upper bound.
+            self.step.run(len(self.lengths), min(max(self.lengths) + 1, self.step.cache.max_length))
+            self.lengths = [length + 1 for length in self.lengths]
 
     def _keep_step(self) -> None:
         """Run a pass that counts nothing: the weights are gathered by all ranks together."""
@@ -201,11 +207,8 @@ class _Run:
             return
         samples = torch.tensor([self.schedule.slots[slot] for slot in finished], device=self.device)
         slots = torch.tensor(finished, device=self.device)
-        self.response_ids[samples] = state.response_ids[slots, :-1]
-        self.logprobs[samples] = state.logprobs[slots, :-1]
-        self.log_kept[samples] = state.log_kept[slots, :-1]
-        self.num_drawn[samples] = state.num_drawn[slots]
-        self.is_finished[samples] = state.is_stopped[slots]
+        for result, tensor in zip(self.results.tensors(), state.tensors(), strict=True):
+            result[samples] = tensor[slots]
         moves = self.schedule.retire(finished)
         if moves:
             sources, targets = torch.tensor(moves, device=self.device).unbind(1)
@@ -215,17 +218,19 @@ class _Run:
                 self.lengths[target] = self.lengths[source]
         del self.lengths[num_rows - len(finished) :]
 
-    def _result(self) -> Generation:
-        width = int(self.num_drawn.max())
-        mask = torch.arange(width, device=self.device) < self.num_drawn.unsqueeze(1)
-        logprobs = torch.where(mask, self.logprobs[:, :width], 0.0)
-        return Generation(
-            response_ids=torch.where(mask, self.response_ids[:, :width], self.options.pad_token_id),
-            response_mask=mask,
-            logprobs=logprobs,
-            truncated_logprobs=torch.where(mask, logprobs - self.log_kept[:, :width], 0.0),
-            is_finished=self.is_finished,
-        )
+
+def collect_responses(state: DecodeState, options: SamplingOptions) -> Generation:
+    """Return the responses of sequences that have all ended, one a slot."""
+    width = int(state.num_drawn.max())
+    mask = torch.arange(width, device=state.num_drawn.device) < state.num_drawn.unsqueeze(1)
+    logprobs, log_kept = state.logprobs[:, :width], state.log_kept[:, :width]
+    return Generation(
+        response_ids=torch.where(mask, state.response_ids[:, :width], options.pad_token_id),
+        response_mask=mask,
+        logprobs=torch.where(mask, logprobs, 0.0),
+        truncated_logprobs=torch.where(mask, logprobs - log_kept, 0.0),
+        is_finished=state.is_stopped.clone(),
+    )
 
 
 def generate(

@@ -98,6 +98,8 @@ def kv_bytes_per_token(config: Any, bytes_per_number: int, tp_size: int = 1) -> 
     config = config.get_text_config()
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
-    per_rank = max((num_kv_heads or num_heads) // tp_size, 1)
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        num_kv_heads = 1  # Falcon-7B; larger ones repeat their key/value heads before they cache them
+    per_rank = max(num_kv_heads // tp_size, 1)
     return 2 * config.num_hidden_layers * per_rank * head_dim * bytes_per_number

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from common.args import REQUIRED, DataArguments, RunArguments, ScheduleArguments, TokenizerArguments, flag
 
-PLAIN_GENERATION = "generation is a plain key/value-cache loop on the training weights"
-
 
 @dataclass
 class PromptArguments:
@@ -101,9 +99,13 @@ class PPOMathArguments:
     value_clip_range: float = flag(0.2, "the critic moves at most this far from its old value; 0: no limit")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     old_logprobs: str = flag(
-        "recompute",
-        "log-probabilities at rollout: from the sampler, or from a forward pass like the update's",
-        choices=("rollout", "recompute"),
+        "auto",
+        "log-probabilities at rollout: from the sampler, or from one more forward pass, or (auto) from the "
+        "sampler as long as both agree within max_logprob_gap",
+        choices=("auto", "rollout", "recompute"),
+    )
+    max_logprob_gap: float = flag(
+        1e-3, "mean difference a token, in nats, up to which the sampler is trusted"
     )
 
 
@@ -111,11 +113,20 @@ class PPOMathArguments:
 class HybridArguments:
     """Generation inside training, EMA, samples, test mode."""
 
-    enable_hybrid_engine: bool = flag(False, "accepted", no_effect=PLAIN_GENERATION)
-    inference_tp_size: int = flag(1, "accepted", no_effect=PLAIN_GENERATION)
-    tp_gather_partition_size: int = flag(8, "accepted", no_effect=PLAIN_GENERATION)
-    unpin_actor_parameters: bool = flag(False, "accepted", no_effect=PLAIN_GENERATION)
-    release_inference_cache: bool = flag(False, "accepted", no_effect=PLAIN_GENERATION)
+    enable_hybrid_engine: bool = flag(
+        False, "generate by our own decoder; without it by transformers' generate on gathered weights"
+    )
+    inference_tp_size: int = flag(1, "ranks that share one copy of the actor while it generates")
+    generation_slots: int = flag(0, "sequences that are generated at a time on a replica; 0: up to 128")
+    max_out_tokens: int = flag(0, "tokens a slot has room for, prompt and answer; 0: what the lengths need")
+    tp_gather_partition_size: int = flag(8, "layers that are gathered at a time under ZeRO 3")
+    unpin_actor_parameters: bool = flag(
+        False, "under ZeRO 3 gather layer by layer in every pass: slow, takes the least memory"
+    )
+    release_inference_cache: bool = flag(False, "free keys, values and buffers after generation")
+    offload_states_for_generation: bool = flag(
+        False, "move the actor's optimizer state from the GPU to the CPU while it generates"
+    )
     enable_ema: bool = flag(False, "average the actor's weights; the average is exported to export_ema/")
     ema_decay: float = flag(0.992, "how much of the average an update keeps")
     print_answers: bool = flag(False, "print a prompt and its answer (samples.jsonl always has some)")

@@ -1,12 +1,11 @@
 """An exponential moving average of the actor's trained weights, kept shard by shard: no communication."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
-from common.zero3 import is_sharded, local_shard
+from common.zero3 import local_shard, swapped_shards
 
 
 class ExponentialMovingAverage:
@@ -25,21 +24,6 @@ class ExponentialMovingAverage:
         for name, parameter in self.parameters.items():
             self.averages[name].lerp_(local_shard(parameter).float(), 1 - self.decay)
 
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         """Hold the averages in the weights' place inside the block. Every rank must call this."""
-        saved = {name: local_shard(p).detach().clone() for name, p in self.parameters.items()}
-        try:
-            self._write(self.averages)
-            yield
-        finally:
-            self._write(saved)
-
-    @torch.no_grad()
-    def _write(self, values: dict[str, torch.Tensor]) -> None:
-        for name, parameter in self.parameters.items():
-            if is_sharded(parameter):
-                # A small parameter stays whole between uses (persistence): without this its old whole copy
-                # would be read instead of the shard.
-                parameter.partition(has_been_updated=False)
-            local_shard(parameter).copy_(values[name])
+        return swapped_shards(self.parameters, self.averages)

@@ -1,79 +1,257 @@
-"""Train mode <-> generate mode of the actor: one set of weights, two uses.
+"""Train mode <-> generate mode of the actor: one set of weights, two layouts.
 
-ZeRO 0-2: the inference module *is* the trained module, nothing is copied or sent. ZeRO 3: the weights are
-gathered one parameter at a time into a plain module without DeepSpeed's hooks, and dropped on leaving.
+ZeRO 0-2 with one rank per replica: the inference module holds the trained weights themselves, nothing is
+copied or sent. ZeRO 3, or `inference_tp_size` t > 1: each rank gets the slice of every weight that it
+computes with, and drops it on leaving. LoRA: adapted weights are merged into new tensors; the trained ones
+are never edited.
 """
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
 from common import distributed
+from common.decode_state import SamplingOptions
+from common.generate import Generation, Generator
+from common.inference_module import InferenceModule
 from common.models import plain_model
-from common.zero3 import gather_whole, is_sharded
+from common.tp_module import cut_module
+from common.tp_plans import Cut, build_cuts, has_plan
+from common.trained_weights import TrainedWeight, trained_weights
+from common.zero3 import is_sharded
+from step3_ppo.hybrid_options import HybridOptions
+from step3_ppo.reshard_plan import TPLayout
+from step3_ppo.tp_reshard import Resharder, TPGroups
+from step3_ppo.transformers_generate import TransformersGenerator
+
+LORA_A, LORA_B = ":lora_a", ":lora_b"
+OFFLOADED = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params)
+
+
+@dataclass
+class SwitchCosts:
+    """What the last change to generate mode took, on this rank."""
+
+    received_bytes: int = 0
+    peak_bytes: int = 0
+    seconds: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return them under the names of the log."""
+        return {
+            "hybrid/received_gib": self.received_bytes / 2**30,
+            "hybrid/peak_gib": self.peak_bytes / 2**30,
+            "hybrid/switch_seconds": self.seconds,
+        }
 
 
 class HybridEngine:
-    """A DeepSpeed engine that can also generate.
+    """A DeepSpeed engine that can also generate. Every rank must make and use it together."""
 
-    `build_module` makes a module of the engine's structure; it is called once, without memory for weights,
-    and only when the engine's own are sharded.
-    """
+    def __init__(self, engine: Any, options: HybridOptions) -> None:
+        self.engine, self.options = engine, options
+        self.costs = SwitchCosts()
+        self._weights = trained_weights(engine.module)
+        self.is_sharded = any(is_sharded(w.parameter) for w in self._weights.values())
+        plain = plain_model(engine.module)
+        wanted_tp = options.inference_tp_size if options.enabled else 1
+        tp_size = wanted_tp if has_plan(plain.config) else 1
+        if tp_size != wanted_tp and distributed.is_main():
+            print(
+                f"no tensor-parallel plan for {plain.config.model_type!r}: it generates with "
+                "--inference_tp_size 1; register_tp_plan adds one",
+                flush=True,
+            )
+        self.layout = TPLayout(distributed.world_size(), tp_size, distributed.rank())
+        self.groups = TPGroups(self.layout)
+        self.is_gathered_by_layer = options.enabled and self.is_sharded and not options.pin_parameters
+        if self.is_gathered_by_layer:
+            self.inference_module: nn.Module = engine.module
+        else:
+            self._build_inference_module(plain)
+        self.generator = self._build_generator()
 
-    def __init__(self, engine: Any, build_module: Callable[[], nn.Module]) -> None:
-        self.engine = engine
-        self.is_sharded = any(is_sharded(p) for p in engine.module.parameters())
-        self.inference_module: nn.Module = engine.module
-        if self.is_sharded:
-            with init_empty_weights(include_buffers=False):
-                self.inference_module = build_module()
-            plain_model(self.inference_module).tie_weights()  # each empty weight is an object of its own
-            for module in self.inference_module.modules():
-                for name, buffer in module.named_buffers(recurse=False):
-                    setattr(module, name, buffer.to(distributed.device()))
-            self._owners = _find_owners(self.inference_module)
+    def _build_inference_module(self, plain: Any) -> None:
+        layout = self.layout
+        self._cuts: dict[str, Cut] = {}
+
+        def cut(module: Any) -> None:
+            self._cuts = build_cuts(module, layout.tp_size)
+            cut_module(module, self._cuts, layout.tp_rank, layout.tp_size, self.groups.tp_group)
+
+        self._inference = InferenceModule(plain, distributed.device(), cut)
+        self.inference_module = self._inference.module
+        parameters: dict[str, nn.Parameter] = {}
+        for name, weight in self._weights.items():
+            parameters[name] = weight.parameter
+            if weight.lora_a is not None:  # behind their weight: it is merged when the last factor is here
+                parameters |= {name + LORA_A: weight.lora_a, name + LORA_B: weight.lora_b}
+        self._resharder = Resharder(
+            parameters,
+            self._cuts,
+            layout,
+            self.groups,
+            gather_partition_size=self.options.tp_gather_partition_size,
+        )
+
+    def _build_generator(self) -> Generator | TransformersGenerator:
+        options = self.options
+        if not options.enabled:
+            return TransformersGenerator(self.inference_module)
+        return Generator(
+            self.inference_module,
+            num_slots=options.num_slots,
+            max_length=options.max_out_tokens,
+            agree_any=_any_rank if self.is_gathered_by_layer else None,
+        )
 
     @contextmanager
     def generation_mode(self) -> Iterator[nn.Module]:
-        """Give the inference module, in eval mode with whole weights; leaving gives back the trainer
+        """Give the inference module, in eval mode; leaving, by an exception too, gives back the trainer
         untouched.
 
-        Every rank must enter it together; inside, ranks need not keep step.
+        Every rank must enter it together; inside, only ranks of a tensor-parallel group need keep step.
         """
         was_training = self.engine.module.training
+        if self.is_gathered_by_layer:
+            self.engine.module.eval()
         try:
-            if self.is_sharded:
-                self._gather_weights()
-            self.inference_module.eval()
+            self._enter()
             yield self.inference_module
         finally:
-            if self.is_sharded:
-                self._drop_weights()
+            self._leave()
             self.engine.module.train(was_training)
 
-    def _gather_weights(self) -> None:
-        for name, parameter in self.engine.module.named_parameters():
-            with torch.no_grad(), gather_whole([parameter]):
-                weight = nn.Parameter(parameter.detach().clone(), requires_grad=False)
-            for module, attribute in self._owners[name]:
-                module._parameters[attribute] = weight
+    def _enter(self) -> None:
+        started = time.monotonic()
+        if self._offloads:
+            self.engine.offload_states(include=OFFLOADED)
+        self.costs = SwitchCosts()
+        if not self.is_gathered_by_layer:
+            with named_out_of_memory(self._cure_of_entering()):
+                self._lend_weights()
+            traffic = self._resharder.traffic
+            self.costs = SwitchCosts(traffic.received_bytes, traffic.peak_bytes)
+        self.costs.seconds = time.monotonic() - started
 
-    def _drop_weights(self) -> None:
-        for owners in self._owners.values():
-            for module, attribute in owners:
-                parameter = module._parameters[attribute]
-                module._parameters[attribute] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+    @torch.no_grad()
+    def _lend_weights(self) -> None:
+        adapted: dict[str, torch.Tensor] = {}
+        for name, part in self._resharder.load():
+            owner = name.removesuffix(LORA_A).removesuffix(LORA_B)
+            if self._weights[owner].lora_a is None:
+                self._inference.lend(name, part)
+                continue
+            adapted[name] = part
+            if name.endswith(LORA_B):
+                factors = adapted.pop(owner + LORA_A), adapted.pop(owner + LORA_B)
+                merged = self._merge(owner, self._weights[owner], adapted.pop(owner), factors)
+                self._inference.lend(owner, merged)
+
+    def _merge(
+        self,
+        name: str,
+        weight: TrainedWeight,
+        part: torch.Tensor,
+        factors: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        cut, tp_rank = self._cuts.get(name), self.layout.tp_rank
+
+        def take(factor: torch.Tensor, dim: int) -> torch.Tensor:
+            return cut.take(factor, tp_rank) if cut is not None and cut.dim == dim else factor
+
+        return weight.merge(part, *factors, take)
+
+    def _leave(self) -> None:
+        if not self.is_gathered_by_layer:
+            self._inference.take_back()
+        if self.options.release_inference_cache:
+            self.generator.release()
+            if not self.is_gathered_by_layer:
+                self._resharder.release()
+        if self._offloads:
+            self.engine.reload_states()
+
+    @property
+    def _offloads(self) -> bool:
+        return self.options.offload_states and distributed.has_gpu()
+
+    def _cure_of_entering(self) -> str:
+        size = self.options.tp_gather_partition_size
+        if size > 1:
+            return f"lower --tp_gather_partition_size {size}: fewer layers are then moved at a time"
+        return (
+            f"raise --inference_tp_size {self.layout.tp_size}: each rank then holds less of the model; or "
+            "give --unpin_actor_parameters, which gathers one layer at a time"
+        )
+
+    def generate(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        sample_ids: torch.Tensor,
+        options: SamplingOptions,
+        **more: Any,
+    ) -> Generation:
+        """Return this rank's responses, see `Generator.generate`; to be called in generation mode.
+
+        Ranks that share a replica generate for all of them together. Every rank must call this.
+        """
+        cure = f"lower --generation_slots {self.options.num_slots}, the sequences that run at a time"
+        rows = slice(None)
+        if self.layout.tp_size > 1:
+            prompt_ids, prompt_mask, sample_ids, more, rows = self._gather_prompts(
+                prompt_ids, prompt_mask, sample_ids, more
+            )
+        with named_out_of_memory(cure):
+            found = self.generator.generate(prompt_ids, prompt_mask, sample_ids, options, **more)
+        return Generation(*(tensor[rows] for tensor in found))
+
+    def _gather_prompts(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        sample_ids: torch.Tensor,
+        more: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any], slice]:
+        """Return the prompts of all ranks of the replica, and which responses are this rank's."""
+        device = prompt_ids.device
+        limits = more.get("limits")
+        mine = [x if x is None else x.cpu() for x in (prompt_ids, prompt_mask, sample_ids, limits)]
+        everyone: list[Any] = [None] * self.layout.tp_size
+        dist.all_gather_object(everyone, mine, group=self.groups.tp_group)
+        width = max(ids.shape[1] for ids, *_ in everyone)
+        columns = list(zip(*everyone, strict=True))
+        ids, mask = (
+            torch.cat([F.pad(x, (width - x.shape[1], 0)) for x in column]).to(device)
+            for column in columns[:2]
+        )
+        all_samples = torch.cat(columns[2]).to(device)
+        if limits is not None:
+            more = more | {"limits": torch.cat(columns[3]).to(device)}
+        first = sum(len(samples) for samples in columns[2][: self.layout.tp_rank])
+        return ids, mask, all_samples, more, slice(first, first + len(sample_ids))
 
 
-def _find_owners(root: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Return {parameter name: every (module, attribute) that holds it}; tied weights have several."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in root.modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module, attribute))
-    return {name: owners[id(parameter)] for name, parameter in root.named_parameters()}
+def _any_rank(has_work: bool) -> bool:
+    """Return whether any rank still has work. Every rank must call this."""
+    return distributed.sum_float(float(has_work)) > 0
+
+
+@contextmanager
+def named_out_of_memory(cure: str) -> Iterator[None]:
+    """Turn running out of memory into an error that says what to change."""
+    try:
+        yield
+    except RuntimeError as error:  # a CPU's allocator has no class of its own for it
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise MemoryError(f"no memory left to generate: {cure}") from error

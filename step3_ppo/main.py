@@ -34,10 +34,11 @@ from step3_ppo.algorithms import ALGORITHMS
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage
 from step3_ppo.experience import MinibatchPlan
+from step3_ppo.hybrid_options import HYBRID_SECTION, check_hybrid, take_hybrid_section
 from step3_ppo.ppo_math import KLController
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.roles import RoleBuilder
-from step3_ppo.rollout import PromptPlace, Rollout
+from step3_ppo.rollout import OldLogprobs, PromptPlace, Rollout
 
 COLUMNS = (
     "objective/score",
@@ -111,6 +112,8 @@ def check_models(args: PPOArguments, problems: Problems) -> Any:
         if config is None:
             continue
         startup.check_length(config, num_tokens, f"{lengths} ({role})", problems)
+        if role == "actor":
+            check_hybrid(args, config, problems)
         if role != "reward" and getattr(args, f"{role}_lora_dim"):
             pattern = getattr(args, f"{role}_lora_module_name")
             startup.check_lora(f"--{role}_lora_module_name", config, pattern, args, problems)
@@ -172,13 +175,13 @@ def build_trainer(
     samples = args.per_device_generation_batch_size * args.generation_batches
     updates_per_step = args.ppo_epochs * samples // (plan.rows * plan.accumulation)
     dtype = args.dtype or distributed.default_dtype_name()
-    overrides = startup.load_overrides(args)
+    overrides = {k: v for k, v in startup.load_overrides(args).items() if k != HYBRID_SECTION}
     roles = RoleBuilder(args, dtype, tokenizer, num_steps * updates_per_step, overrides).build()
     place = PromptPlace(args.per_device_generation_batch_size, args.generation_batches)
     return PPOTrainer(
         args,
         roles,
-        Rollout(roles, place=place, recompute_old_logprobs=args.old_logprobs == "recompute"),
+        Rollout(roles, place=place, old_logprobs=OldLogprobs(args.old_logprobs, args.max_logprob_gap)),
         ALGORITHMS[args.algorithm],
         plan,
         KLController(args.kl_coef, target=args.kl_target or None, horizon=args.kl_horizon),
@@ -211,6 +214,7 @@ def main() -> None:
     args = parse_args(PPOArguments, description=__doc__.splitlines()[0], problems=problems)
     stages = {"--actor_zero_stage": args.actor_zero_stage, "--critic_zero_stage": args.critic_zero_stage}
     startup.check_run(args, stages, problems)
+    take_hybrid_section(args, problems)
     check_ppo(args, problems)
     tokenizer = check_models(args, problems)
     options = build_data_options(args)

@@ -6,7 +6,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class PPOTrainer:
     decode: Callable[[torch.Tensor], str]
     ema: ExponentialMovingAverage | None = None
     pretraining: Iterator[list[dict[str, torch.Tensor]]] | None = None
+    _in_first_minibatch: bool = field(default=False, init=False)
+    _first_gap_max: float = field(default=0.0, init=False)
 
     def train_step(self, step: int, prompt_batches: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Do PPO step `step` (from 1), log it, return its numbers. Every rank must call this."""
@@ -47,12 +49,16 @@ class PPOTrainer:
         collected = time.monotonic()
         experience = self.algorithm(experience, self.args, self.kl_controller.coef)
         losses: dict[str, list[float]] = defaultdict(list)
+        self._in_first_minibatch, self._first_gap_max = True, 0.0
         for micro_batches in self.plan.minibatches(experience, step):
             for name, value in (self.update_actor(micro_batches) | self.update_critic(micro_batches)).items():
                 losses[name].append(value)
+            self._in_first_minibatch = False
             if self.ema:
                 self.ema.update()
-        metrics = summarise(experience) | {name: sum(v) / len(v) for name, v in losses.items()}
+        gaps = self._logprob_gap(experience, losses)
+        metrics = summarise(experience) | {name: sum(v) / len(v) for name, v in losses.items()} | gaps
+        metrics |= self.roles.actor.hybrid_engine.costs.metrics()
         metrics["objective/kl_coef"] = self.kl_controller.coef
         self.kl_controller.update(metrics["objective/kl"], len(experience.sample_ids))
         finished = time.monotonic()
@@ -63,8 +69,30 @@ class PPOTrainer:
             "perf/collect_seconds": collected - started,
         }
         self.logger.log(step, metrics)
+        advice = self.rollout.old_logprobs.judge(metrics["policy/logprob_gap"])
+        if advice:
+            self.logger.note(f"step {step}: {advice}")
         self._show_samples(step, experience)
         return metrics
+
+    def _logprob_gap(self, experience: Experience, losses: dict[str, list[float]]) -> dict[str, float]:
+        """Return how far the sampler's log-probabilities are from the trainer's, mean and largest.
+
+        Where no pass was spent on the trainer's, the first minibatch tells: it was scored before the first
+        update. Every rank must call this.
+        """
+        of_minibatches = losses.pop("policy/rollout_gap")
+        if not self.rollout.old_logprobs.recomputes:
+            return {
+                "policy/logprob_gap": of_minibatches[0],
+                "policy/logprob_gap_max": distributed.max_float(self._first_gap_max),
+            }
+        gap = (experience.rollout_logprobs - experience.old_logprobs).abs()
+        mask = experience.response_mask
+        return {
+            "policy/logprob_gap": float(masked_mean(gap, mask)),
+            "policy/logprob_gap_max": float(torch.where(mask, gap, 0.0).max()),
+        }
 
     def update_actor(self, micro_batches: list[Experience]) -> dict[str, float]:
         """Return the means of one optimizer step of the actor. Every rank must call this."""
@@ -95,6 +123,9 @@ class PPOTrainer:
         terms = policy_loss_terms(
             logprobs, batch.old_logprobs, batch.advantages, mask, clip_range=self.args.clip_range
         )
+        gap = (logprobs.detach() - batch.rollout_logprobs).abs()
+        if self._in_first_minibatch:
+            self._first_gap_max = max(self._first_gap_max, float(torch.where(mask, gap, 0.0).max()))
         entropy_sum = masked_sum(entropy, mask)
         loss_sum = terms.loss.sum() - self.args.entropy_coef * entropy_sum
         return loss_sum, {
@@ -102,6 +133,7 @@ class PPOTrainer:
             "policy/clip_fraction": terms.is_clipped.sum(),
             "policy/approx_kl": terms.approx_kl.sum(),
             "policy/ratio": terms.ratio.sum(),
+            "policy/rollout_gap": masked_sum(gap, mask),
         }
 
     def _value_sums(self, batch: Experience) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -150,7 +182,6 @@ def summarise(experience: Experience) -> dict[str, float]:
     """Return what a step's experience says of the policy; `objective/kl` is in nats a response (k1)."""
     mask = experience.response_mask
     kl_per_response = masked_sum(experience.old_logprobs - experience.ref_logprobs, mask, dim=1)
-    gap = (experience.rollout_logprobs - experience.old_logprobs).abs()
     lengths = experience.response_lengths.float()
     centred = (lengths - lengths.mean(), experience.scores - experience.scores.mean())
     spread = float(centred[0].norm() * centred[1].norm())
@@ -161,8 +192,6 @@ def summarise(experience: Experience) -> dict[str, float]:
         "objective/score_length_correlation": float((centred[0] * centred[1]).sum()) / spread
         if spread
         else 0.0,
-        "policy/logprob_gap": float(masked_mean(gap, mask)),
-        "policy/logprob_gap_max": float(torch.where(mask, gap, 0.0).max()),
         "value/explained_variance": float(
             explained_variance(experience.old_values, experience.returns, mask)
         ),

@@ -12,18 +12,20 @@ from typing import Any, NamedTuple
 import deepspeed
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from common import distributed
+from common.decode_state import SamplingOptions
 from common.ds_config import EngineOptions, build_frozen_config, build_train_config
 from common.engine_step import LossTerm, update_engine
-from common.generate import Generation, SamplingOptions, generate
-from common.models import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm, load_config
+from common.generate import Generation
+from common.models import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
 from common.tensor_ops import token_entropy, token_logprobs
 from common.training_loop import build_engine
 from common.value_model import gather_scores, load_value_model
+from common.zero3 import local_shard, swapped_shards
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.hybrid_engine import HybridEngine
+from step3_ppo.hybrid_options import hybrid_options
 
 
 class TokenScores(NamedTuple):
@@ -65,6 +67,29 @@ class Frozen:
                 self.model.to("cpu")
 
 
+class AdapterOff:
+    """The actor as it began: its adapters off, and the few other weights that train put back meanwhile.
+
+    Those are all but the adapted matrices, unless --only_optimize_lora; each rank keeps its own part of them.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.others = {
+            name: parameter
+            for name, parameter in engine.module.named_parameters()
+            if parameter.requires_grad and ".lora_" not in name
+        }
+        self.beginnings = {name: local_shard(p).detach().clone() for name, p in self.others.items()}
+
+    @contextmanager
+    def on_device(self) -> Iterator[nn.Module]:
+        """Give the engine while it computes what it computed before training. Every rank must call this."""
+        self.engine.eval()
+        with self.engine.module.disable_adapter(), swapped_shards(self.others, self.beginnings):
+            yield self.engine
+
+
 class Policy:
     """Log-probabilities of responses: the actor and the reference."""
 
@@ -89,7 +114,7 @@ class Policy:
 class Reference(Policy):
     """The frozen policy that the KL penalty is measured against."""
 
-    def __init__(self, frozen: Frozen, **options: Any) -> None:
+    def __init__(self, frozen: Frozen | AdapterOff, **options: Any) -> None:
         super().__init__(**options)
         self.frozen = frozen
 
@@ -116,11 +141,9 @@ class Actor(Policy):
         self, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, sample_ids: torch.Tensor
     ) -> Generation:
         """Return one sampled response for each left-padded prompt. Every rank must call this."""
-        device = distributed.device()
-        with self.generation_mode() as model:
-            return generate(
-                model, prompt_ids.to(device), prompt_mask.to(device), sample_ids.to(device), self.sampling
-            )
+        inputs = [x.to(distributed.device()) for x in (prompt_ids, prompt_mask, sample_ids)]
+        with self.generation_mode():
+            return self.hybrid_engine.generate(*inputs, self.sampling)
 
     @torch.no_grad()
     def score(self, batch: Any) -> torch.Tensor:
@@ -200,7 +223,8 @@ class RoleBuilder:
 
     def build(self) -> Roles:
         """Return all four. Every rank must call this."""
-        return Roles(self.build_actor(), self.build_reference(), self.build_critic(), self.build_reward())
+        actor = self.build_actor()
+        return Roles(actor, self.build_reference(actor), self.build_critic(), self.build_reward())
 
     def _engine_options(self, zero_stage: int, offload: str) -> EngineOptions:
         return EngineOptions(
@@ -262,16 +286,7 @@ class RoleBuilder:
             args.actor_model_name_or_path, ds_config, gradient_checkpointing=checkpointing
         )
         model = load_causal_lm(options, len(self.tokenizer))
-        num_rows = model.config.get_text_config().vocab_size
         engine = self._engine("actor", add_lora(model, lora, args.seed), ds_config)
-
-        def build_module() -> nn.Module:
-            config = load_config(options)
-            config.get_text_config().vocab_size = num_rows
-            remote = args.trust_remote_code
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
-            return add_lora(model, lora, draw=False)
-
         sampling = SamplingOptions(
             max_new_tokens=args.max_answer_seq_len,
             stop_token_id=self.tokenizer.eos_token_id,
@@ -282,14 +297,18 @@ class RoleBuilder:
             top_p=args.top_p,
             seed=args.seed,
         )
-        return Actor(HybridEngine(engine, build_module), sampling, **self._policy_options())
+        return Actor(HybridEngine(engine, hybrid_options(args)), sampling, **self._policy_options())
 
     def _policy_options(self) -> dict[str, Any]:
         return {"num_valid_tokens": len(self.tokenizer), "temperature": self.args.temperature}
 
-    def build_reference(self) -> Reference:
-        """Return the actor's beginning, frozen. Every rank must call this."""
+    def build_reference(self, actor: Actor) -> Reference:
+        """Return the actor's beginning, frozen; with LoRA it is the actor itself. Every rank must call
+        this.
+        """
         args = self.args
+        if args.actor_lora_dim:
+            return Reference(AdapterOff(actor.engine), **self._policy_options())
         ds_config = self._frozen_config("actor", args.offload_reference_model)
         options = self._model_options(args.actor_model_name_or_path, ds_config)
         model = load_causal_lm(options, len(self.tokenizer))

@@ -31,11 +31,36 @@ class PromptPlace:
         return torch.arange(first, first + self.rows_per_batch)
 
 
+class OldLogprobs:
+    """Where the log-probabilities at rollout come from: the sampler, or one more forward pass.
+
+    `auto` spends the pass until it has seen that both agree within `max_gap` nats a token on average, and
+    again from the step after one in which they do not.
+    """
+
+    def __init__(self, source: str, max_gap: float) -> None:
+        self.source, self.max_gap = source, max_gap
+        self.recomputes = source != "rollout"
+
+    def judge(self, gap: float) -> str | None:
+        """Take the mean gap of a step; return what to tell the user, if anything."""
+        was_recomputed, is_small = self.recomputes, gap <= self.max_gap
+        if self.source == "auto":
+            self.recomputes = not is_small
+        if was_recomputed or is_small:
+            return None
+        cure = ": recomputed from here on" if self.recomputes else "; --old_logprobs recompute avoids it"
+        return (
+            f"sampler and trainer differ by {gap:.2g} nats a token, more than --max_logprob_gap "
+            f"{self.max_gap}{cure}"
+        )
+
+
 class Rollout:
     """Collects the experience of a PPO step."""
 
-    def __init__(self, roles: Roles, *, place: PromptPlace, recompute_old_logprobs: bool) -> None:
-        self.roles, self.place, self.recompute = roles, place, recompute_old_logprobs
+    def __init__(self, roles: Roles, *, place: PromptPlace, old_logprobs: OldLogprobs) -> None:
+        self.roles, self.place, self.old_logprobs = roles, place, old_logprobs
 
     def collect(self, step: int, prompt_batches: Sequence[dict[str, Any]]) -> Experience:
         """Return the step's experience of all ranks, on the CPU. Every rank must call this."""
@@ -70,7 +95,7 @@ class Rollout:
             "next_values": critic.last_values,
             "scores": self.roles.reward.score(part),
         }
-        if self.recompute:
+        if self.old_logprobs.recomputes:
             found["old_logprobs"] = self.roles.actor.score(part)
         mask = part.response_mask
         cleared = {n: torch.where(mask, v, 0.0) if v.dim() == 2 else v for n, v in found.items()}

@@ -1,34 +1,36 @@
 """Generation mode: shared weights where they are whole, gathered ones where they are sharded."""
 
+import copy
+
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from common.decode_state import SamplingOptions
 from common.ds_config import EngineOptions, build_train_config
-from common.models import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
+from common.models import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm, plain_model
+from common.tensor_ops import token_logprobs
+from common.trained_weights import trained_weights
 from common.training_loop import build_engine
-from step3_ppo.hybrid_engine import HybridEngine
+from common.zero3 import local_shard
+from step3_ppo.hybrid_engine import HybridEngine, named_out_of_memory
+from step3_ppo.hybrid_options import HybridOptions
 
 pytestmark = pytest.mark.usefixtures("process_group")
 IDS = torch.arange(1, 13).view(2, 6)
+SAMPLING = SamplingOptions(max_new_tokens=10, stop_token_id=0, pad_token_id=0, seed=3)
+STAGES = [0, 1, 2, 3]
 
 
-def build(folder: str, stage: int, lora_dim: int = 0) -> HybridEngine:
+def build(folder: str, stage: int, lora_dim: int = 0, **options) -> HybridEngine:
     overrides = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
     ds_config = build_train_config(EngineOptions(zero_stage=stage, overrides=overrides))
-    lora = LoraOptions(dim=lora_dim)
     model = load_causal_lm(ModelOptions(folder, dropout=0.0, ds_config=ds_config), 320)
     engine = build_engine(
-        add_lora(model, lora), ds_config, learning_rate=1e-2, weight_decay=0.0,
+        add_lora(model, LoraOptions(dim=lora_dim)), ds_config, learning_rate=1e-2, weight_decay=0.0,
         lora_learning_rate=1e-2, beta2=0.95,
-        schedule="constant", num_warmup_steps=0, num_steps=10,
+        schedule="constant", num_warmup_steps=0, num_steps=100,
     )  # fmt: skip
-
-    def build_module():
-        plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        return add_lora(plain, lora, draw=False)
-
-    return HybridEngine(engine, build_module)
+    return HybridEngine(engine, HybridOptions(**({"enabled": True} | options)))
 
 
 def train_once(hybrid: HybridEngine) -> None:
@@ -38,21 +40,36 @@ def train_once(hybrid: HybridEngine) -> None:
     hybrid.engine.step()
 
 
+def generate(hybrid: HybridEngine, **changes):
+    with hybrid.generation_mode():
+        mask = torch.ones_like(IDS)
+        return hybrid.generate(IDS, mask, torch.arange(2), SAMPLING, **changes)
+
+
+def holds_no_weight(hybrid: HybridEngine) -> bool:
+    return all(p.is_meta for p in hybrid.inference_module.parameters())
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_whole_weights_are_shared_not_copied(stage, tiny_model_folder):
-    hybrid = build(tiny_model_folder("llama"), stage)
-    pointers = [p.data_ptr() for p in hybrid.engine.module.parameters()]
+@pytest.mark.parametrize("enabled", [True, False])
+def test_whole_weights_are_shared_not_copied(stage, enabled, tiny_model_folder):
+    hybrid = build(tiny_model_folder("llama"), stage, enabled=enabled)
+    pointers = {n: p.data_ptr() for n, p in hybrid.engine.module.named_parameters()}
     hybrid.engine.train()
     with hybrid.generation_mode() as module:
-        assert [p.data_ptr() for p in module.parameters()] == pointers
-        assert not module.training
-    assert hybrid.engine.module.training
+        assert {n: p.data_ptr() for n, p in module.named_parameters()} == pointers
+        assert not module.training and hybrid.engine.module.training
+    assert hybrid.costs.received_bytes == 0
+    assert holds_no_weight(hybrid) and hybrid.engine.module.training
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])  # tied, untied, ALiBi
 @pytest.mark.parametrize("lora_dim", [0, 2])
-def test_sharded_weights_are_gathered_anew_after_each_update_and_dropped(family, lora_dim, tiny_model_folder):
-    hybrid = build(tiny_model_folder(family), 3, lora_dim)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_trainers_weights_are_seen_after_each_update_and_dropped(
+    family, lora_dim, stage, tiny_model_folder
+):
+    hybrid = build(tiny_model_folder(family), stage, lora_dim)
     texts = []
     for _ in range(2):
         hybrid.engine.eval()
@@ -62,7 +79,7 @@ def test_sharded_weights_are_gathered_anew_after_each_update_and_dropped(family,
                 found = compute_logits(module, IDS, torch.ones_like(IDS))
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         texts.append(found)
-        assert all(p.is_meta for p in hybrid.inference_module.parameters()), "weights must not stay"
+        assert holds_no_weight(hybrid), "weights must not stay"
         train_once(hybrid)
     assert not texts[0].allclose(texts[1]), "the update must be seen"
 
@@ -73,7 +90,97 @@ def test_an_exception_inside_leaves_the_trainer_usable(stage, tiny_model_folder)
     hybrid.engine.train()
     with pytest.raises(RuntimeError, match="inside"), hybrid.generation_mode():
         raise RuntimeError("inside")
-    assert hybrid.engine.module.training
-    if stage == 3:
-        assert all(p.is_meta for p in hybrid.inference_module.parameters()), "weights must not stay"
+    assert hybrid.engine.module.training and holds_no_weight(hybrid)
     train_once(hybrid)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("lora_dim", [0, 2])
+def test_fifty_switches_leave_every_bit_of_the_trainer(stage, lora_dim, tiny_model_folder):
+    folder = tiny_model_folder("llama")
+    hybrid, never = build(folder, stage, lora_dim), build(folder, stage, lora_dim)
+    for _ in range(5):
+        for _ in range(10):
+            with hybrid.generation_mode():
+                pass
+        train_once(hybrid)
+        train_once(never)
+    pairs = zip(hybrid.engine.module.parameters(), never.engine.module.parameters(), strict=True)
+    assert all(local_shard(a).equal(local_shard(b)) for a, b in pairs)
+    assert hybrid.costs.received_bytes == 0  # one rank
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_adapted_weights_are_merged_into_new_tensors(stage, tiny_model_folder):
+    hybrid = build(tiny_model_folder("gpt2"), stage, lora_dim=4)
+    train_once(hybrid)  # B is zero before
+    weights = trained_weights(hybrid.engine.module)
+    before = {name: local_shard(w.parameter).clone() for name, w in weights.items()}
+    with hybrid.generation_mode() as module:
+        inside = dict(module.named_parameters())
+        adapted = [name for name, w in weights.items() if w.lora_a is not None]
+        assert len(adapted) == 8 and set(inside) == set(weights)
+        for name, weight in weights.items():
+            is_shared = inside[name].data_ptr() == local_shard(weight.parameter).data_ptr()
+            assert is_shared == (name not in adapted)
+            flat = before[name].view(inside[name].shape)
+            assert inside[name].equal(flat) == (name not in adapted)
+    assert all(local_shard(w.parameter).equal(before[n]) for n, w in weights.items())
+
+
+@pytest.mark.parametrize("options", [{"enabled": False}, {"num_slots": 1}, {"pin_parameters": False}])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_way_of_generating_gives_the_same_texts(stage, options, tiny_model_folder):
+    folder = tiny_model_folder("llama")
+    expected = generate(build(folder, 0), limits=torch.tensor([7, 10]))
+    found = generate(build(folder, stage, **options), limits=torch.tensor([7, 10]))
+    assert found.response_ids.equal(expected.response_ids)
+    assert found.response_mask.equal(expected.response_mask)
+    assert found.is_finished.equal(expected.is_finished)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("lora_dim", [0, 2])
+def test_the_first_ratio_is_one_and_later_logprobs_agree_too(stage, lora_dim, tiny_model_folder):
+    hybrid = build(tiny_model_folder("qwen2"), stage, lora_dim)
+    # fp32 numbers between 8 and 16 lie 1e-6 apart, and there log-probabilities are: two such steps a token.
+    for largest_gap, gap_of_mean in ((2e-6, 1e-6), (1e-5, 1e-5)):
+        out = generate(hybrid)
+        whole = torch.cat([IDS, out.response_ids], dim=1)
+        mask = torch.cat([torch.ones_like(IDS), out.response_mask.long()], dim=1)
+        hybrid.engine.train()
+        num_last = out.response_ids.shape[1] + 1
+        logits = compute_logits(hybrid.engine, whole, mask, num_last=num_last)[:, :-1]
+        ratio = (token_logprobs(logits, out.response_ids) - out.logprobs).exp()[out.response_mask]
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=largest_gap, rtol=0)
+        assert abs(float(ratio.mean()) - 1) < gap_of_mean
+        train_once(hybrid)
+
+
+def test_the_cache_is_kept_or_released_as_asked(tiny_model_folder):
+    folder = tiny_model_folder("llama")
+    kept, released = build(folder, 0), build(folder, 0, release_inference_cache=True)
+    pointers = []
+    for _ in range(2):
+        generate(kept)
+        pointers.append([k.data_ptr() for k in kept.generator._step.cache.keys])
+        generate(released)
+        assert released.generator._step is None
+    assert pointers[0] == pointers[1]
+
+
+def test_what_generation_wants_of_the_configuration_leaves_the_trainers_alone(tiny_model_folder):
+    hybrid = build(tiny_model_folder("llama"), 0)
+    before = copy.deepcopy(plain_model(hybrid.engine.module).config.to_dict())
+    generate(hybrid)
+    assert plain_model(hybrid.engine.module).config.to_dict() == before
+    assert not before["use_cache"] and hybrid.inference_module.config.use_cache
+
+
+def test_out_of_memory_names_the_cure():
+    with pytest.raises(MemoryError, match="lower --generation_slots"):
+        with named_out_of_memory("lower --generation_slots 9"):
+            torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="another"), named_out_of_memory("x"):
+        raise RuntimeError("another")

@@ -1,0 +1,150 @@
+"""Options of the hybrid engine, and what can be told of them before any model is loaded."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM
+
+from common import distributed, startup
+from common.args import Problems
+from common.generate import DEFAULT_SLOTS
+from common.kv_cache import kv_bytes_per_token
+from common.models import DTYPES
+from common.tp_plans import NoPlan, build_cuts
+from step3_ppo.arguments import PPOArguments
+
+
+@dataclass(frozen=True)
+class HybridOptions:
+    """The keys of DeepSpeed's `hybrid_engine` section, and two of our own.
+
+    Not `enabled`: transformers' `generate` on gathered weights. `inference_tp_size` ranks share a replica.
+    `release_inference_cache` frees keys, values and graphs on leaving. Without `pin_parameters` ZeRO-3
+    weights are gathered layer by layer in every pass: slow, but it never holds more. `max_out_tokens` is the
+    room of a slot, prompt and response together; 0: what a call needs. `num_slots` sequences run at a
+    time, 0: all up to the decoder's default. `offload_states` moves the optimizer's states away meanwhile.
+    """
+
+    enabled: bool = False
+    inference_tp_size: int = 1
+    release_inference_cache: bool = False
+    pin_parameters: bool = True
+    tp_gather_partition_size: int = 8
+    max_out_tokens: int = 0
+    num_slots: int = 0
+    offload_states: bool = False
+
+
+HYBRID_SECTION = "hybrid_engine"
+_FLAG_OF_KEY = {
+    "enabled": "enable_hybrid_engine",
+    "inference_tp_size": "inference_tp_size",
+    "release_inference_cache": "release_inference_cache",
+    "pin_parameters": "unpin_actor_parameters",
+    "tp_gather_partition_size": "tp_gather_partition_size",
+    "max_out_tokens": "max_out_tokens",
+}
+
+
+def take_hybrid_section(args: PPOArguments, problems: Problems) -> None:
+    """Set the flags that the `hybrid_engine` section of --ds_config names; a flag that was given must agree.
+
+    DeepSpeed never sees the section: it would build its own hybrid engine.
+    """
+    if not args.ds_config or problems.messages:
+        return
+    for key, value in startup.load_overrides(args).get(HYBRID_SECTION, {}).items():
+        flag = _FLAG_OF_KEY.get(key)
+        if flag is None:
+            problems.add(
+                f"--ds_config {args.ds_config}: {HYBRID_SECTION} has no key {key!r}; it knows "
+                + ", ".join(_FLAG_OF_KEY)
+            )
+            continue
+        value = not value if key == "pin_parameters" else value
+        given, default = getattr(args, flag), getattr(PPOArguments, flag)
+        if given not in (default, value):
+            problems.add(
+                f"--{flag} {given} and {HYBRID_SECTION}.{key} of --ds_config {args.ds_config} differ; "
+                "give one of them"
+            )
+        setattr(args, flag, value)
+
+
+def hybrid_options(args: PPOArguments) -> HybridOptions:
+    """Return the options that the flags ask for."""
+    return HybridOptions(
+        enabled=args.enable_hybrid_engine,
+        inference_tp_size=args.inference_tp_size,
+        release_inference_cache=args.release_inference_cache,
+        pin_parameters=not args.unpin_actor_parameters,
+        tp_gather_partition_size=args.tp_gather_partition_size,
+        max_out_tokens=args.max_out_tokens or args.max_prompt_seq_len + args.max_answer_seq_len,
+        num_slots=args.generation_slots,
+        offload_states=args.offload_states_for_generation,
+    )
+
+
+def check_hybrid(args: PPOArguments, config: Any, problems: Problems) -> None:
+    """Add what is wrong with the hybrid engine's flags; `config` is the actor's, None if there is none."""
+    for name in ("inference_tp_size", "tp_gather_partition_size"):
+        problems.check(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} must be at least 1")
+    for name in ("generation_slots", "max_out_tokens", "max_logprob_gap"):
+        problems.check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)} must be at least 0")
+    needed = args.max_prompt_seq_len + args.max_answer_seq_len
+    if 0 < args.max_out_tokens < needed:
+        problems.add(
+            f"--max_out_tokens {args.max_out_tokens} is less than --max_prompt_seq_len "
+            f"{args.max_prompt_seq_len} + --max_answer_seq_len {args.max_answer_seq_len}; use {needed}"
+        )
+    tp_size = args.inference_tp_size
+    if tp_size > 1 and not args.enable_hybrid_engine:
+        problems.add(f"--inference_tp_size {tp_size} needs --enable_hybrid_engine")
+    elif tp_size > 1:
+        _check_tp_size(args, config, problems)
+    if config is not None and args.enable_hybrid_engine and not problems.messages:
+        _check_slots(args, config, problems)
+
+
+def _check_tp_size(args: PPOArguments, config: Any, problems: Problems) -> None:
+    tp_size, num_ranks = args.inference_tp_size, distributed.world_size()
+    if num_ranks % tp_size:
+        divisors = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
+        problems.add(f"--inference_tp_size {tp_size} does not divide the {num_ranks} ranks; use {divisors}")
+    elif args.unpin_actor_parameters and args.actor_zero_stage == 3:
+        problems.add(
+            f"--inference_tp_size {tp_size} and --unpin_actor_parameters exclude each other: weights gathered "
+            "layer by layer are whole; give one of them"
+        )
+    elif config is not None:
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+        try:
+            build_cuts(model, tp_size)
+        except NoPlan:
+            pass  # it generates with 1, and says so
+        except ValueError as error:
+            problems.add(str(error))
+
+
+def _check_slots(args: PPOArguments, config: Any, problems: Problems) -> None:
+    """Add a problem when keys and values alone would not fit into what is free now."""
+    num_bytes = DTYPES[args.dtype or distributed.default_dtype_name()].itemsize
+    slot_length = args.max_out_tokens or args.max_prompt_seq_len + args.max_answer_seq_len
+    num_slots = min(
+        args.generation_slots or DEFAULT_SLOTS, args.per_device_generation_batch_size * args.inference_tp_size
+    )
+    slot_bytes = slot_length * kv_bytes_per_token(config, num_bytes, args.inference_tp_size)
+    if distributed.has_gpu():
+        free_bytes, _ = torch.cuda.mem_get_info()
+    else:
+        free_bytes = psutil.virtual_memory().available // distributed.local_world_size()
+    if num_slots * slot_bytes > free_bytes:
+        problems.add(
+            f"--generation_slots {num_slots} of {slot_length} tokens need "
+            f"{num_slots * slot_bytes / 2**30:.1f} GiB for keys and values, and {free_bytes / 2**30:.1f} GiB "
+            f"are free; use at most {free_bytes // (2 * slot_bytes)}, which leaves half of it to the rest"
+        )

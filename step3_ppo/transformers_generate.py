@@ -1,0 +1,74 @@
+"""Generation by transformers' own `generate`, drawing by our sampler: the baseline to compare with.
+
+It gives the same texts as our own decoder, which tests use; it holds whole weights, pads every prompt to the
+longest and decodes until the last response of the batch has ended.
+
+# B prompts, N samples of each, P prompt, R response, V vocabulary
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from common.decode_state import DecodeState, SamplingOptions
+from common.generate import Generation, collect_responses
+
+
+class TransformersGenerator:
+    """Has the `generate` of `common.generate.Generator`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def release(self) -> None:
+        """Nothing is kept from call to call."""
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        sample_ids: torch.Tensor,
+        options: SamplingOptions,
+        *,
+        num_samples: int = 1,
+        limits: torch.Tensor | None = None,
+    ) -> Generation:
+        """Return `num_samples` responses for each left-padded prompt (B, P), see `Generator.generate`."""
+        if limits is None:
+            limits = torch.full_like(sample_ids, options.max_new_tokens)
+        ids, mask = (x.repeat_interleave(num_samples, dim=0) for x in (prompt_ids, prompt_mask.long()))
+        state = DecodeState.build(len(sample_ids), options.max_new_tokens, ids.device)
+        state.enter(0, mask.sum(1), limits, sample_ids, options.seed)
+        self.model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,  # the processor has drawn
+            max_new_tokens=options.max_new_tokens,
+            pad_token_id=options.pad_token_id,
+            eos_token_id=None,
+            logits_processor=LogitsProcessorList([_DrawByOurSampler(state, options)]),
+            stopping_criteria=StoppingCriteriaList([_EndedByOurCount(state)]),
+        )
+        return collect_responses(state, options)
+
+
+class _DrawByOurSampler(LogitsProcessor):
+    """Leaves one token possible: the one that was drawn."""
+
+    def __init__(self, state: DecodeState, options: SamplingOptions) -> None:
+        self.state, self.options = state, options
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.state.draw(slice(None), scores, self.options)
+        return torch.full_like(scores, -torch.inf).scatter_(1, self.state.last_ids.unsqueeze(1), 0.0)
+
+
+class _EndedByOurCount(StoppingCriteria):
+    def __init__(self, state: DecodeState) -> None:
+        self.state = state
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return ~self.state.is_live

@@ -1,0 +1,238 @@
+"""Which ranks need what of whom: by hand, and all ranks' exchange played by one process."""
+
+import random
+from math import prod
+
+import pytest
+import torch
+from torch import nn
+
+from common.tp_plans import Cut
+from step3_ppo.reshard_plan import (
+    Route,
+    WeightPlan,
+    group_by_layers,
+    pack_pieces,
+    plan_weight,
+    unpack_pieces,
+    unpack_whole,
+)
+from step3_ppo.tp_reshard import Resharder, TPGroups, TPLayout
+
+WORLDS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)]
+
+
+def even_cut(dim: int, size: int, tp_size: int) -> Cut:
+    step = size // tp_size
+    return Cut(dim, tuple(((j * step, (j + 1) * step),) for j in range(tp_size)))
+
+
+def fused_cut(dim: int, size: int, tp_size: int) -> Cut:
+    """Return the cut of query, key and value that lie behind one another."""
+    part = size // 3
+    step = part // tp_size
+    return Cut(
+        dim,
+        tuple(
+            tuple((k * part + j * step, k * part + (j + 1) * step) for k in range(3)) for j in range(tp_size)
+        ),
+    )
+
+
+def route(shape: tuple[int, ...], cut: Cut | None, world_size: int, tp_size: int) -> Route:
+    return plan_weight(shape, cut, TPLayout(world_size, tp_size, 0)).route
+
+
+def shards_of(weight: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    """Return what DeepSpeed gives each rank: equal runs, the last of them filled up."""
+    size = -(-weight.numel() // world_size)
+    flat = torch.full((size * world_size,), float("nan"))
+    flat[: weight.numel()] = weight.flatten()
+    return list(flat.view(world_size, size).unbind())
+
+
+def play_exchange(weights: list[torch.Tensor], cuts: list[Cut], world_size: int, tp_size: int):
+    """Return (plans, slices) by rank after an exchange of pieces among ranks that this process plays."""
+    layouts = [TPLayout(world_size, tp_size, rank) for rank in range(world_size)]
+    plans = [
+        [plan_weight(tuple(w.shape), cut, layout) for w, cut in zip(weights, cuts, strict=True)]
+        for layout in layouts
+    ]
+    shards = [[shards_of(w, world_size)[rank] for w in weights] for rank in range(world_size)]
+    inboxes: list[list[torch.Tensor]] = [[] for _ in layouts]
+    for rank in range(world_size):
+        sizes = [sum(plan.count_elements(rank, other) for plan in plans[rank]) for other in range(world_size)]
+        buffer = torch.full((sum(sizes),), float("nan"))
+        pack_pieces(plans[rank], shards[rank], buffer)
+        for inbox, part in zip(inboxes, buffer.split(sizes), strict=True):
+            inbox.append(part)
+    slices = []
+    for rank in range(world_size):
+        received = torch.cat(inboxes[rank])
+        assert received.numel() == sum(plan.count_received() for plan in plans[rank])
+        slices.append([torch.full(plan.local_shape, float("nan")) for plan in plans[rank]])
+        unpack_pieces(plans[rank], shards[rank], received, slices[rank])
+    return plans, slices
+
+
+def play_gather(plan: WeightPlan, weight: torch.Tensor) -> torch.Tensor:
+    """Return the slice of the plan's rank by one of the ways that gather whole shards."""
+    layout = plan.layout
+    shards = torch.stack(shards_of(weight, layout.world_size))
+    if plan.route is Route.WHOLE:
+        found = unpack_whole(plan, shards)
+        shards.fill_(float("nan"))  # the next group's weights arrive where these did
+        return found
+    ranks = layout.gather_ranks if plan.route is Route.ROWS else list(range(layout.world_size))
+    return shards[ranks].flatten().view(plan.local_shape)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "tp_groups", "gather_groups"),
+    [
+        (1, [[0], [1], [2], [3]], [[0, 1, 2, 3]]),
+        (2, [[0, 2], [1, 3]], [[0, 1], [2, 3]]),
+        (4, [[0, 1, 2, 3]], [[0], [1], [2], [3]]),
+    ],
+)
+def test_layout_of_four_ranks(tp_size, tp_groups, gather_groups):
+    for rank in range(4):
+        layout = TPLayout(4, tp_size, rank)
+        assert (layout.all_tp_groups, layout.all_gather_groups) == (tp_groups, gather_groups)
+        assert layout.tp_ranks == next(group for group in tp_groups if rank in group)
+        assert layout.gather_ranks == next(group for group in gather_groups if rank in group)
+        assert layout.tp_rank == layout.tp_ranks.index(rank) == gather_groups.index(layout.gather_ranks)
+
+
+@pytest.mark.parametrize("tp_size", [0, 3, 8])
+def test_layout_refuses_sizes_that_do_not_divide(tp_size):
+    with pytest.raises(ValueError, match="does not divide"):
+        TPLayout(4, tp_size, 0)
+
+
+def test_route_by_shape():
+    assert route((8, 6), even_cut(0, 8, 2), 4, 2) is Route.ROWS
+    assert route((6, 6), even_cut(0, 6, 2), 4, 2) is Route.ROWS  # a shard ends inside a row: no matter
+    assert route((8,), even_cut(0, 8, 2), 4, 2) is Route.ROWS
+    assert route((8, 6), even_cut(1, 6, 2), 4, 2) is Route.PIECES
+    assert route((8, 6, 5), even_cut(1, 6, 2), 4, 2) is Route.PIECES
+    assert route((12, 6), fused_cut(0, 12, 2), 4, 2) is Route.PIECES
+    assert route((7, 3), Cut(0, (((0, 4),), ((4, 7),))), 4, 2) is Route.PIECES
+    assert route((6, 6), even_cut(1, 6, 2), 4, 2) is Route.WHOLE  # shards end inside rows
+    assert route((4, 4, 4), even_cut(2, 4, 2), 4, 2) is Route.WHOLE
+    assert route((8, 6), None, 4, 2) is Route.ALL
+    assert route((8,), None, 4, 2) is Route.WHOLE
+    assert route((7, 3), None, 4, 2) is Route.WHOLE
+
+
+def test_a_cut_that_leaves_all_to_everybody_is_none():
+    assert route((8, 6), fused_cut(1, 6, 1), 4, 1) is Route.ALL
+    assert plan_weight((8, 6), Cut(0, (((0, 8),),) * 2), TPLayout(4, 2, 1)).cut is None
+    assert route((12, 6), Cut(0, (((6, 12), (0, 6)),)), 4, 1) is Route.PIECES  # all, in another order
+
+
+def test_a_cut_must_be_made_for_as_many_ranks():
+    with pytest.raises(ValueError, match="tp_size is 2"):
+        route((8, 6), even_cut(0, 8, 4), 4, 2)
+
+
+@pytest.mark.parametrize(("world_size", "tp_size"), WORLDS)
+def test_received_elements_by_the_formulas(world_size, tp_size):
+    layout = TPLayout(world_size, tp_size, world_size - 1)
+    rows = plan_weight((32, 48), even_cut(0, 32, tp_size), layout)
+    columns = plan_weight((32, 48), even_cut(1, 48, tp_size), layout)
+    numel, both = 32 * 48, world_size * tp_size
+    assert rows.count_received() * both == (world_size - tp_size) * numel
+    assert columns.count_received() * both == (world_size - 1) * numel
+    assert plan_weight((32, 48), None, layout).count_received() * world_size == (world_size - 1) * numel
+    assert plan_weight((33,), None, layout).count_received() == (world_size - 1) * -(-33 // world_size)
+
+
+def test_layers_move_together():
+    names = ["embed.weight", "layers.0.a", "layers.0.b", "layers.1.a", "layers.2.experts.7.a", "norm", "head"]
+    names = [f"model.{name}" for name in names]
+    assert group_by_layers(names, 1) == [names[:1], names[1:3], names[3:4], names[4:5], names[5:]]
+    assert group_by_layers(names, 2) == [names[:1], names[1:4], names[4:5], names[5:]]
+    assert group_by_layers(names, 9) == [names[:1], names[1:5], names[5:]]
+
+
+def random_cut(draw: random.Random, shape: tuple[int, ...], tp_size: int) -> Cut:
+    """Return ranges in any order, uneven, some empty, some given to several ranks."""
+    dim = draw.randrange(len(shape))
+    ranges = [
+        tuple(
+            (start, draw.randint(start, shape[dim]))
+            for start in (draw.randint(0, shape[dim]) for _ in range(draw.randint(1, 3)))
+        )
+        for _ in range(tp_size)
+    ]
+    return Cut(dim, tuple(ranges))
+
+
+@pytest.mark.parametrize(("world_size", "tp_size"), WORLDS)
+def test_every_way_gives_the_slices_of_the_whole_weight(world_size, tp_size):
+    draw, seen = random.Random(world_size * 10 + tp_size), set()
+    for _ in range(150):
+        shape = tuple(draw.choice((1, 3, 4, 7, 8, 12, 24)) for _ in range(draw.randint(1, 3)))
+        weight = torch.arange(prod(shape), dtype=torch.float32).view(shape)
+        cut = draw.choice((random_cut, lambda *_: None, even, fused))(draw, shape, tp_size)
+        for rank in range(world_size):
+            plan = plan_weight(shape, cut, TPLayout(world_size, tp_size, rank))
+            seen.add(plan.route)
+            if plan.route is not Route.PIECES:
+                expected = weight if cut is None else cut.take(weight, plan.layout.tp_rank)
+                assert torch.equal(play_gather(plan, weight), expected), plan
+        if plan.route is Route.PIECES:
+            plans, slices = play_exchange([weight], [cut], world_size, tp_size)
+            for of_rank, found in zip(plans, slices, strict=True):
+                assert torch.equal(found[0], cut.take(weight, of_rank[0].layout.tp_rank)), of_rank
+    assert seen >= {Route.ALL, Route.PIECES, Route.WHOLE} and (tp_size == 1 or Route.ROWS in seen)
+
+
+def even(draw: random.Random, shape: tuple[int, ...], tp_size: int) -> Cut | None:
+    dims = [dim for dim, size in enumerate(shape) if size % tp_size == 0]
+    return even_cut(dims[0], shape[dims[0]], tp_size) if dims else None
+
+
+def fused(draw: random.Random, shape: tuple[int, ...], tp_size: int) -> Cut | None:
+    dims = [dim for dim, size in enumerate(shape) if size % (3 * tp_size) == 0]
+    return fused_cut(dims[-1], shape[dims[-1]], tp_size) if dims else None
+
+
+@pytest.mark.parametrize(("world_size", "tp_size"), WORLDS)
+def test_pieces_of_several_weights_travel_in_one_message(world_size, tp_size):
+    torch.manual_seed(0)
+    weights = [torch.randn(8, 24), torch.randn(24, 8), torch.randn(7, 5), torch.randn(24)]
+    half = Cut(0, tuple(((0, 3 + j % 2),) for j in range(tp_size)))
+    cuts = [fused_cut(1, 24, 1) if tp_size == 1 else even_cut(1, 24, tp_size), half, half, half]
+    if tp_size == 1:
+        weights, cuts = weights[1:], cuts[1:]
+    plans, slices = play_exchange(weights, cuts, world_size, tp_size)
+    for rank, found in enumerate(slices):
+        for weight, cut, one in zip(weights, cuts, found, strict=True):
+            assert torch.equal(one, cut.take(weight, plans[rank][0].layout.tp_rank))
+
+
+def test_whole_parameters_are_cut_here_and_shared_where_they_can_be():
+    parameters = {
+        name: nn.Parameter(torch.randn(8, 6))
+        for name in ("layers.0.rows", "layers.0.columns", "layers.0.uncut", "layers.0.fused")
+    }
+    rows, columns, uncut, fused_weight = parameters.values()
+    cuts = {
+        "layers.0.rows": even_cut(0, 8, 2),
+        "layers.0.columns": even_cut(1, 6, 2),
+        "layers.0.fused": fused_cut(1, 6, 2),
+    }
+    groups = TPGroups.__new__(TPGroups)  # nothing may be sent: there is nobody
+    resharder = Resharder(parameters, cuts, TPLayout(4, 2, 3), groups, gather_partition_size=1)
+    found = dict(resharder.load())
+    assert list(found) == list(parameters)
+    assert found["layers.0.uncut"].data_ptr() == uncut.data_ptr()
+    assert found["layers.0.rows"].data_ptr() == rows[4:].data_ptr()
+    assert torch.equal(found["layers.0.rows"], rows[4:])
+    assert torch.equal(found["layers.0.columns"], columns[:, 3:])
+    assert torch.equal(found["layers.0.fused"], fused_weight[:, [1, 3, 5]])
+    assert all(tensor.is_contiguous() and not tensor.requires_grad for tensor in found.values())
+    assert resharder.expected_bytes() == resharder.traffic.received_bytes == 0
+    assert resharder.traffic.peak_bytes == (4 * 8 * 6 + 2 * 8 * 3) * 4
