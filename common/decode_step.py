@@ -12,6 +12,7 @@ from common.decode_graphs import DecodeGraphs, round_positions, round_rows
 from common.decode_state import DecodeState, SamplingOptions
 from common.kv_cache import SlotCache
 from common.models import forward_accepts, plain_model
+from common.slot_attention import decoding
 
 
 class DecodeStep:
@@ -67,7 +68,8 @@ class DecodeStep:
         }
         if self._takes_positions:
             inputs["position_ids"] = positions.unsqueeze(1)
-        logits = self.model(**inputs).logits[:, -1]
+        with decoding(positions):
+            logits = self.model(**inputs).logits[:, -1]
         positions.add_(state.is_live[:num_rows])
         state.draw(slots, logits, self.options)
 

@@ -69,19 +69,20 @@ class Generator:
         *,
         num_samples: int = 1,
         limits: torch.Tensor | None = None,
+        max_slots: int | None = None,
     ) -> Generation:
         """Return `num_samples` responses for each left-padded prompt (B, P).
 
         prompt_mask (B, P) True for real tokens; sample_ids (B x num_samples,) int64 name the random numbers;
         limits (B x num_samples,) int64, from 1 up to max_new_tokens: tokens a response may have at most. A
         response ends with its stop token; its length is counted, never searched for, so the stop token may be
-        the pad token.
+        the pad token. Of the generator's slots this call uses `max_slots` at most, from 1 on; None: all.
         """
         device = prompt_ids.device
         if limits is None:
             limits = torch.full_like(sample_ids, options.max_new_tokens)
         lengths = prompt_mask.long().sum(1).tolist()
-        num_slots = min(self.num_slots or DEFAULT_SLOTS, len(sample_ids))
+        num_slots = min(self.num_slots or DEFAULT_SLOTS, len(sample_ids), max_slots or len(sample_ids))
         schedule = SlotSchedule(
             lengths,
             num_samples=num_samples,

@@ -8,13 +8,11 @@ import copy
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel
 
-# From here on torch's own product is as fast: what is below is a step of decoding.
-_FEW_ROWS = 256
+from common.slot_attention import choose_slot_attention
 
 
 class InferenceModule:
@@ -31,8 +29,7 @@ class InferenceModule:
     ) -> None:
         config = copy.deepcopy(source.config)
         config.use_cache = True
-        if config._attn_implementation == "flash_attention_2":
-            config._attn_implementation = "sdpa"  # flash-attn takes none of the masks of slots
+        config._attn_implementation = choose_slot_attention(source, device)
         with init_empty_weights(include_buffers=False):
             self.module: PreTrainedModel = type(source)(config)
         self.module.tie_weights()  # each empty weight is an object of its own
@@ -43,9 +40,6 @@ class InferenceModule:
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffers.get(f"{prefix}.{name}".lstrip("."), buffer).to(device))
         self._owners = _find_owners(self.module)
-        for module in self.module.modules():
-            if type(module) is nn.Linear:
-                module.__class__ = _DecodeLinear
 
     def lend(self, name: str, weight: torch.Tensor) -> None:
         """Put a weight in its place, and in those that are tied to it; nothing is copied."""
@@ -59,21 +53,6 @@ class InferenceModule:
             for module, attribute in owners:
                 parameter = module._parameters[attribute]
                 module._parameters[attribute] = nn.Parameter(parameter.to("meta"), requires_grad=False)
-
-
-class _DecodeLinear(nn.Linear):
-    """A linear layer that on a CPU multiplies a few rows as `(W x^T)^T`.
-
-    MKL reads a row-major weight from the left up to twice as fast as its transpose from the right.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        num_rows = x.numel() // x.shape[-1]
-        if x.device.type != "cpu" or x.dtype != torch.float32 or not 1 < num_rows <= _FEW_ROWS:
-            return F.linear(x, self.weight, self.bias)
-        rows = torch.mm(self.weight, x.reshape(num_rows, -1).t()).t()
-        rows = rows if self.bias is None else rows + self.bias
-        return rows.unflatten(0, x.shape[:-1])
 
 
 def _find_owners(root: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

@@ -22,7 +22,7 @@ class SlotCache(Cache):
     def __init__(self, num_slots: int, max_length: int) -> None:
         super().__init__(layers=[])
         self.num_slots, self.max_length = num_slots, max_length
-        self.keys: list[torch.Tensor] = []  # a layer: (S, L, H, D)
+        self.keys: list[torch.Tensor] = []  # a layer: (S, H, L, D)
         self.values: list[torch.Tensor] = []
         self._slots: torch.Tensor | None = None  # prefill: (n,) int64
         self._is_real: torch.Tensor | None = None  # prefill: (n, T) bool, None without padding
@@ -54,31 +54,34 @@ class SlotCache(Cache):
         new, blocks = (key_states, value_states), (self.keys[layer_idx], self.values[layer_idx])
         if self._positions is None:
             for states, block in zip(new, blocks, strict=True):
-                self._write_prompts(states.transpose(1, 2), block)
+                self._write_prompts(states, block)
             return key_states, value_states
         num_rows = len(key_states)
         for states, block in zip(new, blocks, strict=True):
-            block.index_put_((self._rows, self._positions), states[:, :, 0])
-        keys, values = (block[:num_rows, : self._upto].transpose(1, 2) for block in blocks)
+            block[self._rows, :, self._positions] = states[:, :, 0]
+        keys, values = (block[:num_rows, :, : self._upto] for block in blocks)
         return keys, values
 
     def _make_block(self, states: torch.Tensor) -> torch.Tensor:
+        """Return zeros: what was never written is masked, but 0 x NaN would not be."""
         _, num_heads, _, width = states.shape
-        # Zeros: what was never written is masked, but 0 x NaN would not be.
-        return states.new_zeros(self.num_slots, self.max_length, num_heads, width)
+        if states.device.type == "cpu":  # a head's keys lie together: read in one stream
+            return states.new_zeros(self.num_slots, num_heads, self.max_length, width)
+        # flash-attn's kernel wants a position's heads together
+        return states.new_zeros(self.num_slots, self.max_length, num_heads, width).transpose(1, 2)
 
     def _write_prompts(self, states: torch.Tensor, block: torch.Tensor) -> None:
         if self._is_real is None:
-            block[self._slots, : states.shape[1]] = states
+            block[self._slots, :, : states.shape[2]] = states
             return
-        rows, _ = self._is_real.nonzero(as_tuple=True)
-        positions = (self._is_real.cumsum(1) - 1)[self._is_real]
-        block[self._slots[rows], positions] = states[self._is_real]
+        rows, columns = self._is_real.nonzero(as_tuple=True)
+        positions = (self._is_real.cumsum(1) - 1)[rows, columns]
+        block[self._slots[rows], :, positions] = states[rows, :, columns]
 
     def copy_slots(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
         """Copy the first `length` positions of slots to other slots; both (m,) int64, no target a source."""
         for block in (*self.keys, *self.values):
-            block[targets, :length] = block[sources, :length]
+            block[targets, :, :length] = block[sources, :, :length]
 
     def num_bytes(self) -> int:
         """Return the bytes of all blocks."""
