@@ -232,15 +232,3 @@ def collect_responses(state: DecodeState, options: SamplingOptions) -> Generatio
         truncated_logprobs=torch.where(mask, logprobs - log_kept, 0.0),
         is_finished=state.is_stopped.clone(),
     )
-
-
-def generate(
-    model: nn.Module,
-    prompt_ids: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    sample_ids: torch.Tensor,
-    options: SamplingOptions,
-    **more: Any,
-) -> Generation:
-    """Return one response for each left-padded prompt (B, P); see `Generator.generate`."""
-    return Generator(model).generate(prompt_ids, prompt_mask, sample_ids, options, **more)

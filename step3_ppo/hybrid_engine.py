@@ -174,11 +174,15 @@ class HybridEngine:
         if not self.is_gathered_by_layer:
             self._inference.take_back()
         if self.options.release_inference_cache:
-            self.generator.release()
-            if not self.is_gathered_by_layer:
-                self._resharder.release()
+            self.release()
         if self._offloads:
             self.engine.reload_states()
+
+    def release(self) -> None:
+        """Give back the memory that is kept for the next time: keys, values, graphs, staging buffers."""
+        self.generator.release()
+        if not self.is_gathered_by_layer:
+            self._resharder.release()
 
     @property
     def _offloads(self) -> bool:

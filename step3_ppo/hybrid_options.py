@@ -116,8 +116,8 @@ def _check_tp_size(args: PPOArguments, config: Any, problems: Problems) -> None:
         problems.add(f"--inference_tp_size {tp_size} does not divide the {num_ranks} ranks; use {divisors}")
     elif args.unpin_actor_parameters and args.actor_zero_stage == 3:
         problems.add(
-            f"--inference_tp_size {tp_size} and --unpin_actor_parameters exclude each other: what is gathered "
-            "layer by layer is whole; give one of them"
+            f"--inference_tp_size {tp_size} and --unpin_actor_parameters exclude each other: what is "
+            "gathered layer by layer is whole; give one of them"
         )
     elif config is not None:
         with init_empty_weights():

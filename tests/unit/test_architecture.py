@@ -209,14 +209,13 @@ def check_imported_libraries_are_required(tree: Tree) -> list[str]:
     ]
     required = {m[0].lower().replace("-", "_") for line in lines if (m := re.match(r"[\w-]+", line))}
     own = {file.parts[0].removesuffix(".py") for file in tree.files if file.suffix == ".py"}
-    beside = {(file.parent, file.stem) for file in tree.files}  # pytest puts a test's own folder on sys.path
+    beside = {(file.parent, file.stem) for file in tree.files}  # pytest puts a test's folders on sys.path
     complaints = []
     for file, module in tree.modules():
         for line, name in imports(file, module):
             top = name.split(".")[0]
-            is_ours = top in own or (
-                file.parts[0] == "tests" and (file.parent, top) in beside | {(Path("tests"), top)}
-            )
+            folders = (file.parent, Path("tests")) if file.parts[0] == "tests" else ()
+            is_ours = top in own or any((folder, top) in beside for folder in folders)
             if top not in sys.stdlib_module_names and top.lower() not in required and not is_ours:
                 complaints.append(f"{file}:{line}: {top} is in no requirements file")
     return complaints

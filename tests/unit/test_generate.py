@@ -2,13 +2,19 @@
 
 import pytest
 import torch
+from chi_square import NUM_DRAWS, SMALLEST_P_VALUE, p_value
 from families import DECODERS
 from transformers import AutoModelForCausalLM
 
 from common.decode_state import SamplingOptions
-from common.generate import generate
+from common.generate import Generator
 from common.models import compute_logits
 from common.tensor_ops import token_logprobs
+
+
+def generate(model, *inputs, **more):
+    return Generator(model).generate(*inputs, **more)
+
 
 LENGTHS = (3, 7, 5, 12)
 
@@ -108,3 +114,82 @@ def test_vocabulary_padding_is_never_sampled_and_has_no_probability(tiny_model_f
     logits = compute_logits(model, torch.cat([ids, out.response_ids], 1), torch.ones(4, 24).long())
     rest = torch.log_softmax(logits[..., :50].float() / 5.0, -1)
     assert rest.exp().sum(-1).allclose(torch.ones(()))
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "gemma2"])
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 64])
+def test_slots_change_no_text(family, num_slots, tiny_model_folder):
+    model = load(tiny_model_folder(family))
+    ids, mask = make_prompts(model.config.vocab_size)
+    chosen = options(seed=3, top_k=40, top_p=0.9, temperature=1.2)
+    limits = torch.tensor([2, 12, 5, 9])
+    expected = generate(model, ids, mask, torch.arange(4), chosen, limits=limits)
+    found = Generator(model, num_slots=num_slots).generate(ids, mask, torch.arange(4), chosen, limits=limits)
+    assert found.response_ids.equal(expected.response_ids)
+    assert found.response_mask.equal(expected.response_mask) and found.is_finished.equal(expected.is_finished)
+    assert (found.response_mask.sum(1) <= limits).all()
+    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 4, 64])
+def test_samples_of_a_prompt_share_its_prefill(num_slots, tiny_model_folder):
+    model = load(tiny_model_folder("qwen2"))
+    ids, mask = make_prompts(model.config.vocab_size)
+    each, sample_ids = 3, torch.arange(12)
+    apart = generate(
+        model, ids.repeat_interleave(each, 0), mask.repeat_interleave(each, 0), sample_ids, options(seed=9)
+    )
+    num_read = []
+    generator = Generator(model, num_slots=num_slots)
+    read = generator.read_prompts
+    generator.read_prompts = lambda cache, ids, *more: num_read.append(len(ids)) or read(cache, ids, *more)
+    together = generator.generate(ids, mask, sample_ids, options(seed=9), num_samples=each)
+    assert together.response_ids.equal(apart.response_ids)
+    torch.testing.assert_close(together.logprobs, apart.logprobs, atol=1e-5, rtol=0)
+    # Every prompt once, unless its last running sample had left before the next could enter.
+    assert sum(num_read) == 4 if num_slots == 64 else sum(num_read) <= 12
+    assert len({tuple(row) for row in together.response_ids.tolist()}) > 4, "samples of a prompt differ"
+
+
+def test_truncation_keeps_both_log_probabilities(tiny_model_folder):
+    model = load(tiny_model_folder("llama"))
+    ids, mask = make_prompts(model.config.vocab_size)
+    out = generate(model, ids, mask, torch.arange(4), options(top_k=5, stop_token_id=-1))
+    whole = torch.cat([ids, out.response_ids], dim=1)
+    all_mask = torch.cat([mask, torch.ones_like(out.response_ids)], dim=1)
+    logits = compute_logits(model, whole, all_mask, num_last=13)[:, :-1]
+    kept = logits.masked_fill(logits < logits.topk(5).values[..., -1:], -torch.inf)
+    expected = torch.log_softmax(kept.double(), -1).gather(-1, out.response_ids.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(out.truncated_logprobs.double(), expected, atol=1e-5, rtol=0)
+    assert (out.truncated_logprobs > out.logprobs).all()
+    whole_out = generate(model, ids, mask, torch.arange(4), options())
+    assert whole_out.truncated_logprobs.equal(whole_out.logprobs)
+
+
+def test_the_block_is_used_again_and_grows_when_it_must(tiny_model_folder):
+    model = load(tiny_model_folder("llama"))
+    ids, mask = make_prompts(model.config.vocab_size)
+    generator = Generator(model, num_slots=4)
+    first = generator.generate(ids, mask, torch.arange(4), options())
+    step = generator._step
+    assert generator.generate(ids, mask, torch.arange(4), options()).response_ids.equal(first.response_ids)
+    assert generator._step is step
+    longer = torch.cat([ids, ids], dim=1), torch.cat([mask, mask], dim=1)
+    generator.generate(*longer, torch.arange(4), options())
+    assert generator._step is not step and generator._step.cache.max_length == 24 + 12
+
+
+def test_draws_follow_the_distribution(tiny_model_folder):
+    model = load(tiny_model_folder("llama"))
+    prompt = torch.tensor([[5, 9, 2]])
+    one_token = options(max_new_tokens=1, stop_token_id=-1, temperature=0.7, top_k=12)
+    out = Generator(model, num_slots=512).generate(
+        prompt, torch.ones_like(prompt), torch.arange(NUM_DRAWS), one_token, num_samples=NUM_DRAWS
+    )
+    with torch.no_grad():
+        logits = compute_logits(model, prompt, torch.ones_like(prompt), num_last=1)[0, -1].double() / 0.7
+    kept = logits.masked_fill(logits < logits.topk(12).values[-1], -torch.inf)
+    counts = torch.bincount(out.response_ids[:, 0], minlength=len(logits))
+    assert int((counts > 0).sum()) == 12
+    chosen = kept.isfinite()
+    assert p_value(counts[chosen], NUM_DRAWS * torch.softmax(kept[chosen], -1)) > SMALLEST_P_VALUE

@@ -4,33 +4,19 @@ import copy
 
 import pytest
 import torch
+from hybrid_engines import build
 
 from common.decode_state import SamplingOptions
-from common.ds_config import EngineOptions, build_train_config
-from common.models import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm, plain_model
+from common.models import compute_logits, plain_model
 from common.tensor_ops import token_logprobs
 from common.trained_weights import trained_weights
-from common.training_loop import build_engine
 from common.zero3 import local_shard
 from step3_ppo.hybrid_engine import HybridEngine, named_out_of_memory
-from step3_ppo.hybrid_options import HybridOptions
 
 pytestmark = pytest.mark.usefixtures("process_group")
 IDS = torch.arange(1, 13).view(2, 6)
 SAMPLING = SamplingOptions(max_new_tokens=10, stop_token_id=0, pad_token_id=0, seed=3)
 STAGES = [0, 1, 2, 3]
-
-
-def build(folder: str, stage: int, lora_dim: int = 0, **options) -> HybridEngine:
-    overrides = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
-    ds_config = build_train_config(EngineOptions(zero_stage=stage, overrides=overrides))
-    model = load_causal_lm(ModelOptions(folder, dropout=0.0, ds_config=ds_config), 320)
-    engine = build_engine(
-        add_lora(model, LoraOptions(dim=lora_dim)), ds_config, learning_rate=1e-2, weight_decay=0.0,
-        lora_learning_rate=1e-2, beta2=0.95,
-        schedule="constant", num_warmup_steps=0, num_steps=100,
-    )  # fmt: skip
-    return HybridEngine(engine, HybridOptions(**({"enabled": True} | options)))
 
 
 def train_once(hybrid: HybridEngine) -> None:

@@ -1,0 +1,57 @@
+"""The captured decode step on a CUDA device."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from common.decode_state import SamplingOptions
+from common.generate import Generator
+from common.inference_module import share_weights
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+GREEDY = SamplingOptions(max_new_tokens=40, stop_token_id=-1, pad_token_id=0, do_sample=False)
+LIMITS = torch.tensor([3, 40, 17, 29, 8, 40])
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, vocab_size=512, initializer_range=0.2)  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def run(generator, device):
+    ids = torch.arange(1, 61, device=device).view(6, 10)
+    limits = LIMITS.to(device)
+    return generator.generate(
+        ids, torch.ones_like(ids), torch.arange(6, device=device), GREEDY, limits=limits
+    )
+
+
+def test_texts_are_those_of_the_cpu_and_graphs_stay(model):
+    expected = run(Generator(model, num_slots=4), torch.device("cpu"))
+    on_gpu = LlamaForCausalLM(model.config).eval().cuda()
+    on_gpu.load_state_dict(model.state_dict())
+    generator = Generator(share_weights(on_gpu), num_slots=4)
+    captured = []
+    for _ in range(2):
+        found = run(generator, torch.device("cuda"))
+        assert found.response_ids.cpu().equal(expected.response_ids)
+        torch.testing.assert_close(found.logprobs.cpu(), expected.logprobs, atol=1e-4, rtol=0)
+        captured.append(dict(generator._step._graphs.graphs))
+    assert captured[0] and captured[0] == captured[1]
+
+
+def test_an_update_in_place_is_seen_by_the_graphs(model):
+    on_gpu = LlamaForCausalLM(model.config).eval().cuda()
+    on_gpu.load_state_dict(model.state_dict())
+    generator = Generator(share_weights(on_gpu), num_slots=4)
+    run(generator, torch.device("cuda"))
+    with torch.no_grad():
+        for parameter in on_gpu.parameters():
+            parameter.mul_(1.1)
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    expected = run(Generator(model, num_slots=4), torch.device("cpu"))
+    assert run(generator, torch.device("cuda")).response_ids.cpu().equal(expected.response_ids)

@@ -1,0 +1,145 @@
+"""A saved model that answers: transformers' greedy text, prompts that fit, weights and memory kept."""
+
+import io
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import chat
+from common import answering
+from common.answering import Answerer, AnsweringArguments, load_answerer, load_template
+from common.args import Problems
+from common.data.example import Message
+from common.generate import Generator
+
+QUESTIONS = [
+    (Message("user", "How are you today?"),),
+    (Message("user", "What is the weather like?"),),
+    (Message("user", "Hi"), Message("assistant", "Hello."), Message("user", "Who are you?")),
+]
+GREEDY = {"do_sample": False, "max_new_tokens": 12}
+
+
+def load(folder: str, **sampling) -> Answerer:
+    args = AnsweringArguments()
+    template = load_template("--path", folder, args, Problems())
+    return load_answerer(folder, template, args, **({"max_new_tokens": 12} | sampling))
+
+
+@pytest.fixture
+def prompts_read(monkeypatch, tiny_tokenizer) -> list[str]:
+    """The texts of all prompts that a model reads, in order."""
+    texts: list[str] = []
+    generate = Generator.generate
+
+    def spy(self, ids, mask, *args, **more):
+        texts.extend(tiny_tokenizer.decode(row[is_real]) for row, is_real in zip(ids, mask, strict=True))
+        return generate(self, ids, mask, *args, **more)
+
+    monkeypatch.setattr(Generator, "generate", spy)
+    return texts
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])  # tied weights, grouped heads, ALiBi
+def test_greedy_answers_are_those_of_transformers(family, tiny_model_folder, tiny_tokenizer):
+    folder = tiny_model_folder(family)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    answerer = load(folder, **GREEDY)
+    for question, answers in zip(QUESTIONS, answerer.answer(QUESTIONS), strict=True):
+        text = answerer.template.prompt_text(question)
+        prompt = tiny_tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+        whole = model.generate(**prompt, do_sample=False, max_new_tokens=12, pad_token_id=0)
+        reply = whole[0, prompt.input_ids.shape[1] :]
+        assert answers == [tiny_tokenizer.decode(reply, skip_special_tokens=True).strip()]
+
+
+def test_answers_of_one_call_are_those_one_by_one(tiny_model_folder):
+    together, alone = (load(tiny_model_folder("llama")) for _ in range(2))
+    expected = together.answer(QUESTIONS, num_samples=2)
+    assert expected == [alone.answer([question], num_samples=2)[0] for question in QUESTIONS]
+    assert len({text for answers in expected for text in answers}) == 6
+    assert expected != together.answer(QUESTIONS, num_samples=2), "asked again: other random numbers"
+
+
+def test_the_models_weights_are_used_and_memory_is_kept_from_turn_to_turn(tiny_model_folder, monkeypatch):
+    models, load_causal_lm = [], answering.load_causal_lm
+    monkeypatch.setattr(
+        answering, "load_causal_lm", lambda *args: models.append(load_causal_lm(*args)) or models[0]
+    )
+    answerer = load(tiny_model_folder("gpt2"), **GREEDY)
+    generator = answerer._generator
+    for theirs, ours in zip(models[0].parameters(), generator.model.parameters(), strict=True):
+        assert ours.data_ptr() == theirs.data_ptr()
+    answerer.answer(QUESTIONS)
+    blocks = [block.data_ptr() for block in generator._step.cache.keys]
+    answerer.answer([(Message("user", "How are you today, you there?"),)])
+    assert [block.data_ptr() for block in generator._step.cache.keys] == blocks
+    answerer.answer([(Message("user", "fox " * 500),)])
+    assert generator._step.cache.max_length == 128, "no more than the model has positions"
+
+
+def test_a_long_conversation_loses_its_oldest_turns_whole(tiny_model_folder, prompts_read):
+    answerer = load(tiny_model_folder("gpt2"), **GREEDY)  # 128 positions
+    system = (Message("system", "Be kind."),)
+    said: tuple[Message, ...] = ()
+    for number in range(8):
+        said += (Message("user", f"What is the weather like on day {number}?"),)
+        for head in ((), system):
+            answerer.answer([head + said])
+            dropped = next(i for i in range(8) if f"day {i}?" in prompts_read[-1])
+            assert prompts_read[-1] == answerer.template.prompt_text(head + said[2 * dropped :])
+            longer = head + said[2 * max(dropped - 1, 0) :]
+            assert dropped == 0 or answerer._encode(longer).truncated, "a turn more would not fit"
+        said += (Message("assistant", "It is a sunny day."),)
+    assert dropped > 0
+
+
+def test_an_answer_fits_into_the_models_positions(tiny_model_folder, prompts_read):
+    folder = tiny_model_folder("gpt2")
+    long_turn = (Message("user", "the quick brown fox " * 100 + "ends here"),)
+    load(folder, max_new_tokens=20).answer([long_turn])
+    assert prompts_read[-1].endswith("fox ends here\n\nAssistant:")
+    greedy = load(folder, do_sample=False, max_new_tokens=1000)
+    [[text]] = greedy.answer([long_turn])
+    assert greedy.options.max_new_tokens == 120 and text
+
+
+def test_a_model_that_cannot_answer_is_named(tiny_model_folder, tmp_path):
+    folder, problems = tiny_model_folder("gpt2"), Problems()
+    assert load_template("--path", str(tmp_path), AnsweringArguments(), problems) is None
+    assert load_template("--path", folder, AnsweringArguments(template="chat"), problems) is None
+    assert load_template("--path", folder, AnsweringArguments(eot_token="<end>"), problems) is None
+    nothing_there, no_chat_template, several_ids = problems.messages
+    assert nothing_there.startswith(f"--path {tmp_path} holds no config.json")
+    assert no_chat_template.startswith(
+        f"--path {folder}: --template chat: the tokenizer has no chat template"
+    )
+    assert several_ids.startswith("--eot_token <end>")
+
+
+def talk(monkeypatch, lines: str, *flags: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    monkeypatch.setattr("sys.argv", ["chat.py", *flags])
+    chat.main()
+
+
+def test_chat_answers_line_by_line(tiny_model_folder, monkeypatch, capsys, prompts_read):
+    flags = ["--path", tiny_model_folder("llama"), "--max_new_tokens", "8", "--temperature", "0"]
+    talk(monkeypatch, "Hi\nWho are you?\nclear\nHi\n\nnever read\n", *flags)
+    first, *others = capsys.readouterr().out.split("bot> ")[1:]
+    assert len(others) == 2 and others[1] == first
+    hi = "\n\nHuman: Hi\n\nAssistant:"
+    reply = f" {first.strip()}"
+    assert prompts_read[0] == prompts_read[2] == hi
+    assert prompts_read[1] == f"{hi}{reply}\n\nHuman: Who are you?\n\nAssistant:"
+    talk(monkeypatch, "", *flags)
+    assert capsys.readouterr().out == ""
+
+
+def test_chat_names_wrong_flags_in_one_message(tiny_model_folder, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        talk(monkeypatch, "", "--temperature", "-1", "--top_p", "2", "--dtype", "int8")
+    error = capsys.readouterr().err
+    assert error.startswith("error: 4 problems") and "--path is required" in error
+    for message in ("--temperature -1.0 must be", "--top_p 2.0 must be", "--dtype int8: choose from"):
+        assert message in error

@@ -1,0 +1,102 @@
+"""The hybrid engine's flags: what is refused, and what --ds_config says."""
+
+import json
+
+import pytest
+from tiny_configs import tiny_config
+
+from common.args import Problems, parse_args
+from step3_ppo import hybrid_options as options
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.rollout import OldLogprobs
+
+REQUIRED = "--data_path x --actor_model_name_or_path a --critic_model_name_or_path c".split()
+
+
+def parse(*words: str) -> PPOArguments:
+    return parse_args(PPOArguments, [*REQUIRED, *words], description="", problems=Problems())
+
+
+def problems_of(*words: str, family: str = "llama", num_ranks: int = 4, monkeypatch) -> list[str]:
+    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+    monkeypatch.setattr(options.distributed, "world_size", lambda: num_ranks)
+    found = Problems()
+    options.check_hybrid(parse(*words), tiny_config(family, 320), found)
+    return found.messages
+
+
+ENABLED = "--enable_hybrid_engine"
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ((ENABLED, "--inference_tp_size", "3"), ("--inference_tp_size 3", "4 ranks", "use 1, 2, 4")),
+        ((ENABLED, "--inference_tp_size", "0"), ("--inference_tp_size 0 must be at least 1",)),
+        (("--inference_tp_size", "2"), ("needs --enable_hybrid_engine",)),
+        ((ENABLED, "--generation_slots", "-1"), ("--generation_slots -1 must be at least 0",)),
+        ((ENABLED, "--max_out_tokens", "300"), ("--max_out_tokens 300", "use 512")),
+        (
+            (ENABLED, "--generation_slots", "9000000", "--per_device_generation_batch_size", "9000000"),
+            ("--generation_slots 9000000", "GiB are free; use at most"),
+        ),
+        (
+            (ENABLED, "--inference_tp_size", "2", "--unpin_actor_parameters", "--actor_zero_stage", "3"),
+            ("exclude each other",),
+        ),
+        ((ENABLED, "--tp_gather_partition_size", "0"), ("--tp_gather_partition_size 0",)),
+        (("--max_logprob_gap", "-1"), ("--max_logprob_gap -1",)),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_cure(words, parts, monkeypatch):
+    messages = problems_of(*words, monkeypatch=monkeypatch)
+    assert len(messages) == 1
+    assert all(part in messages[0] for part in parts), messages
+
+
+def test_heads_that_do_not_divide_name_the_sizes_that_work(monkeypatch):
+    messages = problems_of(ENABLED, "--inference_tp_size", "8", num_ranks=8, monkeypatch=monkeypatch)
+    assert len(messages) == 1 and "--inference_tp_size 8" in messages[0] and "1, 2, 4" in messages[0]
+
+
+@pytest.mark.parametrize("words", [(), (ENABLED,), (ENABLED, "--inference_tp_size", "2")])
+def test_what_works_passes(words, monkeypatch):
+    assert problems_of(*words, monkeypatch=monkeypatch) == []
+
+
+def test_the_section_of_ds_config_sets_flags(tmp_path):
+    path = tmp_path / "ds.json"
+    section = {"enabled": True, "inference_tp_size": 2, "pin_parameters": False, "max_out_tokens": 700}
+    path.write_text(json.dumps({"hybrid_engine": section, "zero_optimization": {}}))
+    args, problems = parse("--ds_config", str(path)), Problems()
+    options.take_hybrid_section(args, problems)
+    assert problems.messages == []
+    made = options.hybrid_options(args)
+    assert (made.enabled, made.inference_tp_size, made.pin_parameters) == (True, 2, False)
+    assert made.max_out_tokens == 700
+
+    args, problems = parse("--ds_config", str(path), "--inference_tp_size", "4"), Problems()
+    options.take_hybrid_section(args, problems)
+    assert len(problems.messages) == 1 and "--inference_tp_size 4" in problems.messages[0]
+
+    path.write_text(json.dumps({"hybrid_engine": {"enable": True}}))
+    args, problems = parse("--ds_config", str(path)), Problems()
+    options.take_hybrid_section(args, problems)
+    assert len(problems.messages) == 1 and "no key 'enable'" in problems.messages[0]
+
+
+def test_a_slot_has_room_for_prompt_and_answer_by_default():
+    assert options.hybrid_options(parse("--max_prompt_seq_len", "30")).max_out_tokens == 286
+
+
+def test_the_sampler_is_trusted_as_long_as_it_agrees():
+    auto = OldLogprobs("auto", 1e-3)
+    assert auto.recomputes and auto.judge(1e-7) is None and not auto.recomputes
+    assert auto.judge(1e-4) is None and not auto.recomputes
+    assert "recomputed from here on" in auto.judge(0.01) and auto.recomputes
+    assert auto.judge(0.01) is None and auto.recomputes
+    rollout = OldLogprobs("rollout", 1e-3)
+    assert not rollout.recomputes and "--old_logprobs recompute" in rollout.judge(0.01)
+    assert not rollout.recomputes
+    recompute = OldLogprobs("recompute", 1e-3)
+    assert recompute.recomputes and recompute.judge(1e-9) is None and recompute.recomputes

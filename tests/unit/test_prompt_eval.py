@@ -1,0 +1,97 @@
+"""Two models asked the same, side by side."""
+
+import json
+
+import pytest
+
+from common.answering import load_answerer, load_template
+from common.args import Problems
+from common.data.example import Message
+from step1_sft import prompt_eval
+from step1_sft.prompt_eval import PromptEvalArguments
+
+QUESTIONS = ("How are you today?", "What is the weather like?", "Who are you?")
+
+
+def ask(monkeypatch, before: str, after: str, *flags: str) -> None:
+    models = ["--model_name_or_path_baseline", before, "--model_name_or_path_finetune", after]
+    monkeypatch.setattr("sys.argv", ["prompt_eval.py", *models, *flags])
+    prompt_eval.main()
+
+
+@pytest.fixture
+def folders(tiny_model_folder) -> dict[str, str]:
+    return {"baseline": tiny_model_folder("gpt2"), "finetune": tiny_model_folder("llama")}
+
+
+@pytest.fixture
+def rows_path(tmp_path) -> str:
+    rows = [
+        {"prompt": f"\n\nHuman: {q}\n\nAssistant:", "chosen": " Fine.", "rejected": " No."} for q in QUESTIONS
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_both_models_answers_stand_below_each_prompt(num_samples, folders, rows_path, monkeypatch, capsys):
+    flags = ["--data_path", rows_path, "--num_prompts", "2", "--max_new_tokens", "8"]
+    ask(monkeypatch, *folders.values(), *flags, "--num_return_sequences", str(num_samples))
+    args = PromptEvalArguments()
+    answers = {
+        kind: load_answerer(
+            folder,
+            load_template("--path", folder, args, Problems()),
+            args,
+            max_new_tokens=8,
+            top_k=4,
+            do_sample=num_samples > 1,
+        ).answer([(Message("user", q),) for q in QUESTIONS[:2]], num_samples=num_samples)
+        for kind, folder in folders.items()
+    }
+    expected = ""
+    for index, question in enumerate(QUESTIONS[:2]):
+        expected += f"\n{question}\n"
+        for kind in ("baseline", "finetune"):
+            assert len(set(answers[kind][index])) == num_samples
+            expected += "".join(f"  {kind}: {text}\n" for text in answers[kind][index])
+    assert capsys.readouterr().out == expected
+
+
+def test_built_in_questions_and_flags_that_do_nothing(folders, monkeypatch, capsys):
+    flags = ["--language", "Japanese", "--max_new_tokens", "4", "--num_beams", "4"]
+    ask(monkeypatch, *folders.values(), *flags)
+    out, err = capsys.readouterr()
+    assert all(question in out for question in prompt_eval.QUESTIONS["Japanese"])
+    assert out.count("  baseline: ") == out.count("  finetune: ") == 2
+    assert err.startswith("note: --num_beams has no effect: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "messages"),
+    [
+        (["--num_prompts", "0", "--top_k", "-1"], ["--num_prompts 0 must be above 0", "--top_k -1 must be"]),
+        (["--data_path", "nowhere.jsonl"], ["--data_path nowhere.jsonl"]),
+        (["--template", "chat"], ["baseline", "finetune"]),
+        (["--num_return_sequence", "2"], ["did you mean --num_return_sequences?"]),
+    ],
+)
+def test_wrong_arguments_give_one_message(flags, messages, folders, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        ask(monkeypatch, *folders.values(), *flags)
+    out, err = capsys.readouterr()
+    first, *lines = err.splitlines()
+    assert not out and first.startswith(f"error: {len(messages)} problem")
+    assert all(message in line for message, line in zip(messages, lines, strict=True))
+
+
+def test_models_and_data_that_are_none_are_told_together(tmp_path, monkeypatch, capsys):
+    empty = tmp_path / "text.jsonl"
+    empty.write_text('{"text": "a text without a prompt"}\n')
+    with pytest.raises(SystemExit, match="2"):
+        ask(monkeypatch, str(tmp_path), "no/such-model", "--data_path", str(empty))
+    _, baseline, finetune, data = capsys.readouterr().err.splitlines()
+    assert f"--model_name_or_path_baseline {tmp_path} holds no config.json" in baseline
+    assert "--model_name_or_path_finetune no/such-model is neither" in finetune
+    assert f"--data_path {empty} has no prompts" in data
