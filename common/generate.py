@@ -217,7 +217,9 @@ class _Run:
             state.move(sources, targets)
             for source, target in moves:
                 self.lengths[target] = self.lengths[source]
-        del self.lengths[num_rows - len(finished) :]
+        num_left = num_rows - len(finished)
+        state.is_live[num_left:num_rows] = False  # a pass may be rounded up to slots that nobody is in
+        del self.lengths[num_left:]
 
 
 def collect_responses(state: DecodeState, options: SamplingOptions) -> Generation:

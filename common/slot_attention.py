@@ -65,7 +65,8 @@ def slot_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        cache_seqlens=_lengths,
+        # A pass may be rounded up to slots that nobody is in, whose lengths mean nothing.
+        cache_seqlens=_lengths.clamp(max=key.shape[2]),
         softmax_scale=scaling,
         causal=True,
         window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),

@@ -173,7 +173,11 @@ def as_problem(problems: Problems) -> Iterator[None]:
 
 
 def run_program(program: Callable[[], None]) -> None:
-    """Run a program's main function; Ctrl-C and a refused step end in one line, without a traceback."""
+    """Run a program's main function.
+
+    Ctrl-C, a refused step, and memory that ran out where a flag would help, end in one line without a
+    traceback.
+    """
     quiet_libraries()
     try:
         program()
@@ -181,7 +185,7 @@ def run_program(program: Callable[[], None]) -> None:
         print("stopped by Ctrl-C", file=sys.stderr)
         sys.stderr.flush()
         os._exit(130)  # other threads and ranks may still wait in a collective
-    except FloatingPointError as error:
+    except (FloatingPointError, MemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(3)

@@ -20,7 +20,7 @@ from torch import nn
 
 from common import distributed
 from common.decode_state import SamplingOptions
-from common.generate import Generation, Generator
+from common.generate import DEFAULT_SLOTS, Generation, Generator
 from common.inference_module import InferenceModule
 from common.models import plain_model
 from common.tp_module import cut_module
@@ -209,7 +209,8 @@ class HybridEngine:
 
         Ranks that share a replica generate for all of them together. Every rank must call this.
         """
-        cure = f"lower --generation_slots {self.options.num_slots}, the sequences that run at a time"
+        num_slots = self.options.num_slots or DEFAULT_SLOTS
+        cure = f"lower --generation_slots {num_slots}, the sequences that run at a time"
         rows = slice(None)
         if self.layout.tp_size > 1:
             prompt_ids, prompt_mask, sample_ids, more, rows = self._gather_prompts(

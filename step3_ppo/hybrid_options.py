@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from common import distributed, startup
 from common.args import Problems
+from common.ds_config import effective_zero_stage
 from common.generate import DEFAULT_SLOTS
 from common.kv_cache import kv_bytes_per_token
 from common.models import DTYPES
@@ -99,6 +100,14 @@ def check_hybrid(args: PPOArguments, config: Any, problems: Problems) -> None:
         problems.add(
             f"--max_out_tokens {args.max_out_tokens} is less than --max_prompt_seq_len "
             f"{args.max_prompt_seq_len} + --max_answer_seq_len {args.max_answer_seq_len}; use {needed}"
+        )
+    dtype = args.dtype or distributed.default_dtype_name()
+    if args.offload_states_for_generation and effective_zero_stage(args.actor_zero_stage, dtype) == 0:
+        problems.add("--offload_states_for_generation needs --actor_zero_stage 1, 2 or 3")
+    if args.offload_states_for_generation and args.offload in ("param", "all"):
+        problems.add(
+            f"--offload_states_for_generation and --offload {args.offload} exclude each other: parameters "
+            "that live on the CPU already cannot be moved; use --offload none or optimizer"
         )
     tp_size = args.inference_tp_size
     if tp_size > 1 and not args.enable_hybrid_engine:

@@ -1,4 +1,6 @@
-"""The same numbers on one rank, two, with accumulation, under every ZeRO stage, with LoRA, with offload."""
+"""The same numbers on one rank, two, with accumulation, under every ZeRO stage, with LoRA, with offload, and
+however the actor generates.
+"""
 
 import json
 import math
@@ -52,6 +54,8 @@ class Job:
     family: str = "base"
     # Small weights stay whole under ZeRO-3 below DeepSpeed's threshold: all of a tiny model's, were it not 0.
     threshold: int | None = 0
+    # Generation by the hybrid engine; the others sample by transformers' generate. tp 0: layer by layer.
+    tp: int | None = None
 
     @property
     def name(self) -> str:
@@ -59,6 +63,7 @@ class Job:
         parts += ["lora"] if self.lora else []
         parts += [f"offload-{self.offload}"] if self.offload != "none" else []
         parts += [f"accumulation{self.accumulation}"] if self.accumulation > 1 else []
+        parts += [f"hybrid-tp{self.tp}"] if self.tp is not None else []
         return "-".join(parts + (["threshold"] if self.threshold is None else []))
 
     @property
@@ -95,6 +100,14 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
             "zero_stage": job.zero,
             "lora_dim": lora,
             "weight_decay": 0.01,
+        }
+    if job.tp is not None:
+        flags |= {
+            "enable_hybrid_engine": True,
+            "inference_tp_size": job.tp or 1,
+            "unpin_actor_parameters": job.tp == 0,
+            "generation_slots": 3,
+            "release_inference_cache": job.lora,
         }
     return flags | {
         "actor_model_name_or_path": getattr(tiny, job.family),
@@ -134,7 +147,9 @@ def make_jobs() -> list[Job]:
             jobs.append(Job(step, 3, lora, "all", accumulation=2))
         jobs.append(Job(step, 3, threshold=None))
         jobs += [Job(step, family="gpt2", ranks=1, lora=True), Job(step, 3, True, family="gpt2")]
-    return jobs
+    jobs += [Job(3, zero, tp=tp) for zero, tp in ((0, 1), (0, 2), (2, 2), (3, 0), (3, 1), (3, 2))]
+    jobs += [Job(3, ranks=1, tp=1), Job(3, 0, True, tp=1), Job(3, 3, True, tp=2)]
+    return jobs + [Job(3, 3, True, tp=2, family="gpt2"), Job(3, 3, dtype="bf16", tp=2)]
 
 
 JOBS = make_jobs()

@@ -46,6 +46,11 @@ ENABLED = "--enable_hybrid_engine"
         ),
         ((ENABLED, "--tp_gather_partition_size", "0"), ("--tp_gather_partition_size 0",)),
         (("--max_logprob_gap", "-1"), ("--max_logprob_gap -1",)),
+        (("--offload_states_for_generation", "--dtype", "fp32"), ("needs --actor_zero_stage 1, 2 or 3",)),
+        (
+            ("--offload_states_for_generation", "--actor_zero_stage", "3", "--offload", "all"),
+            ("--offload all exclude each other", "use --offload none or optimizer"),
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_cure(words, parts, monkeypatch):

@@ -37,6 +37,7 @@ REWARD_EVAL_FLAGS=(
 )
 PPO_FLAGS=(
   --dtype fp32
+  --enable_hybrid_engine
   --max_prompt_seq_len 32
   --max_answer_seq_len 32
   --per_device_generation_batch_size $((64 / NUM_RANKS))

@@ -40,6 +40,7 @@ REWARD_EVAL_FLAGS=(
 )
 PPO_FLAGS=(
   --template chat
+  --enable_hybrid_engine
   --max_prompt_seq_len 96
   --max_answer_seq_len 48
   --per_device_generation_batch_size "$([ -n "${FEW_STEPS:-}" ] && echo 4 || echo 64)"

@@ -45,5 +45,6 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --critic_lora_dim 64 \
     --critic_lora_module_name layers. \
     --enable_mixed_precision_lora \
+    --enable_hybrid_engine \
     --output_dir "$OUTPUT_DIR" \
     "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
