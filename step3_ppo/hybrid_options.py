@@ -122,7 +122,9 @@ def _check_tp_size(args: PPOArguments, config: Any, problems: Problems) -> None:
     tp_size, num_ranks = args.inference_tp_size, distributed.world_size()
     if num_ranks % tp_size:
         divisors = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
-        problems.add(f"--inference_tp_size {tp_size} does not divide the {num_ranks} ranks; use {divisors}")
+        problems.add(
+            f"--inference_tp_size {tp_size} does not divide the number of ranks, {num_ranks}; use {divisors}"
+        )
     elif args.unpin_actor_parameters and args.actor_zero_stage == 3:
         problems.add(
             f"--inference_tp_size {tp_size} and --unpin_actor_parameters exclude each other: what is "

@@ -109,6 +109,18 @@ SIMPLE = [
     (3, {"actor_lora_dim": 4, "actor_lora_module_name": "nothing."}, ["--actor_lora_module_name", "q_proj"]),
     (1, {"only_optimize_lora": True}, ["--only_optimize_lora", "--lora_dim"]),
     (3, {"algorithm": "grpq"}, ["--algorithm grpq", "ppo"]),
+    (3, {"inference_tp_size": 2}, ["--inference_tp_size 2 needs --enable_hybrid_engine"]),
+    (
+        3,
+        {"enable_hybrid_engine": True, "inference_tp_size": 2},
+        ["--inference_tp_size 2", "number of ranks, 1", "use 1"],
+    ),
+    (3, {"enable_hybrid_engine": True, "max_out_tokens": 29}, ["--max_out_tokens 29", "use 30"]),
+    (
+        3,
+        {"enable_hybrid_engine": True, "per_device_generation_batch_size": 2**40, "generation_slots": 2**40},
+        ["--generation_slots", "GiB are free", "use at most"],
+    ),
     (3, {"gamma": 1.5}, ["--gamma 1.5", "between 0 and 1"]),
     (3, {"unsupervised_dataset_name": "no.jsonl"}, ["--unsupervised_dataset_name no.jsonl", "no such file"]),
 ]  # fmt: skip

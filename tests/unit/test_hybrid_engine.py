@@ -11,6 +11,7 @@ from common.models import compute_logits, plain_model
 from common.tensor_ops import token_logprobs
 from common.trained_weights import trained_weights
 from common.zero3 import local_shard
+from step3_ppo import hybrid_engine
 from step3_ppo.hybrid_engine import HybridEngine, named_out_of_memory
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -170,3 +171,12 @@ def test_out_of_memory_names_the_cure():
             torch.empty(2**60, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="another"), named_out_of_memory("x"):
         raise RuntimeError("another")
+
+
+def test_a_family_without_a_plan_generates_whole_and_says_so(tiny_model_folder, monkeypatch, capsys):
+    monkeypatch.setattr(hybrid_engine, "has_plan", lambda config: False)
+    hybrid = build(tiny_model_folder("llama"), 0, inference_tp_size=2)
+    assert hybrid.layout.tp_size == 1
+    said = capsys.readouterr().out
+    assert "no tensor-parallel plan for 'llama'" in said and "register_tp_plan" in said
+    assert generate(hybrid).response_ids.equal(generate(build(tiny_model_folder("llama"), 0)).response_ids)

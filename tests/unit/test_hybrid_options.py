@@ -31,7 +31,10 @@ ENABLED = "--enable_hybrid_engine"
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ((ENABLED, "--inference_tp_size", "3"), ("--inference_tp_size 3", "4 ranks", "use 1, 2, 4")),
+        (
+            (ENABLED, "--inference_tp_size", "3"),
+            ("--inference_tp_size 3", "number of ranks, 4", "use 1, 2, 4"),
+        ),
         ((ENABLED, "--inference_tp_size", "0"), ("--inference_tp_size 0 must be at least 1",)),
         (("--inference_tp_size", "2"), ("needs --enable_hybrid_engine",)),
         ((ENABLED, "--generation_slots", "-1"), ("--generation_slots -1 must be at least 0",)),
