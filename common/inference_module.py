@@ -5,7 +5,6 @@ configuration, so nothing that generation wants touches the module that is train
 """
 
 import copy
-from collections.abc import Callable
 
 import torch
 from accelerate import init_empty_weights
@@ -16,24 +15,15 @@ from common.slot_attention import choose_slot_attention
 
 
 class InferenceModule:
-    """An empty transformers module; `lend` gives it a weight, `take_back` all of them.
+    """An empty transformers module; `lend` gives it a weight, `take_back` takes all of them back."""
 
-    `cut` may change the module before it gets any weight, to hold one rank's part of them.
-    """
-
-    def __init__(
-        self,
-        source: PreTrainedModel,
-        device: torch.device,
-        cut: Callable[[PreTrainedModel], None] = lambda module: None,
-    ) -> None:
+    def __init__(self, source: PreTrainedModel, device: torch.device) -> None:
         config = copy.deepcopy(source.config)
         config.use_cache = True
         config._attn_implementation = choose_slot_attention(source, device)
         with init_empty_weights(include_buffers=False):
             self.module: PreTrainedModel = type(source)(config)
         self.module.tie_weights()  # each empty weight is an object of its own
-        cut(self.module)
         self.module.eval().requires_grad_(False)
         buffers = dict(source.named_buffers())
         for prefix, module in self.module.named_modules():

@@ -22,7 +22,7 @@ class NoPlan(ValueError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"--inference_tp_size: {reason}; use 1, or register a plan of your own with register_tp_plan"
+            f"{reason}; use --inference_tp_size 1, or register a plan of your own with register_tp_plan"
         )
 
 
@@ -145,14 +145,6 @@ def register_tp_plan(family: str) -> Callable[[Callable[[Any], Plan]], Callable[
         return make_plan
 
     return register
-
-
-def has_plan(config: Any) -> bool:
-    """Whether models of this config can be cut; the module may still differ from what the config says."""
-    try:
-        return bool(plan_of(config))
-    except NoPlan:
-        return False
 
 
 def build_cuts(model: nn.Module, tp_size: int) -> dict[str, Cut]:

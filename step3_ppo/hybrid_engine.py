@@ -24,7 +24,7 @@ from common.generate import DEFAULT_SLOTS, Generation, Generator
 from common.inference_module import InferenceModule
 from common.models import plain_model
 from common.tp_module import cut_module
-from common.tp_plans import Cut, build_cuts, has_plan
+from common.tp_plans import Cut, NoPlan, build_cuts
 from common.trained_weights import TrainedWeight, trained_weights
 from common.zero3 import is_sharded
 from step3_ppo.hybrid_options import HybridOptions
@@ -61,34 +61,29 @@ class HybridEngine:
         self.costs = SwitchCosts()
         self._weights = trained_weights(engine.module)
         self.is_sharded = any(is_sharded(w.parameter) for w in self._weights.values())
-        plain = plain_model(engine.module)
-        wanted_tp = options.inference_tp_size if options.enabled else 1
-        tp_size = wanted_tp if has_plan(plain.config) else 1
-        if tp_size != wanted_tp and distributed.is_main():
-            print(
-                f"no tensor-parallel plan for {plain.config.model_type!r}: it generates with "
-                "--inference_tp_size 1; register_tp_plan adds one",
-                flush=True,
-            )
-        self.layout = TPLayout(distributed.world_size(), tp_size, distributed.rank())
-        self.groups = TPGroups(self.layout)
         self.is_gathered_by_layer = options.enabled and self.is_sharded and not options.pin_parameters
+        self._cuts: dict[str, Cut] = {}
         if self.is_gathered_by_layer:
+            self.layout = TPLayout(distributed.world_size(), 1, distributed.rank())
+            self.groups = TPGroups(self.layout)
             self.inference_module: nn.Module = engine.module
         else:
-            self._build_inference_module(plain)
+            self._build_inference_module()
         self.generator = self._build_generator()
 
-    def _build_inference_module(self, plain: Any) -> None:
-        layout = self.layout
-        self._cuts: dict[str, Cut] = {}
-
-        def cut(module: Any) -> None:
-            self._cuts = build_cuts(module, layout.tp_size)
-            cut_module(module, self._cuts, layout.tp_rank, layout.tp_size, self.groups.tp_group)
-
-        self._inference = InferenceModule(plain, distributed.device(), cut)
-        self.inference_module = self._inference.module
+    def _build_inference_module(self) -> None:
+        self._inference = InferenceModule(plain_model(self.engine.module), distributed.device())
+        self.inference_module = module = self._inference.module
+        tp_size = self.options.inference_tp_size if self.options.enabled else 1
+        try:
+            self._cuts = build_cuts(module, tp_size)
+        except NoPlan as reason:
+            tp_size = 1
+            if distributed.is_main():
+                print(f"generating with --inference_tp_size 1: {reason}", flush=True)
+        self.layout = layout = TPLayout(distributed.world_size(), tp_size, distributed.rank())
+        self.groups = TPGroups(layout)
+        cut_module(module, self._cuts, layout.tp_rank, layout.tp_size, self.groups.tp_group)
         parameters: dict[str, nn.Parameter] = {}
         for name, weight in self._weights.items():
             parameters[name] = weight.parameter

@@ -8,7 +8,10 @@ from common.decode_state import SamplingOptions
 from common.generate import Generator
 from common.inference_module import share_weights
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 GREEDY = SamplingOptions(max_new_tokens=40, stop_token_id=-1, pad_token_id=0, do_sample=False)
 LIMITS = torch.tensor([3, 40, 17, 29, 8, 40])
 

@@ -9,6 +9,7 @@ from hybrid_engines import build
 from common.decode_state import SamplingOptions
 from common.models import compute_logits, plain_model
 from common.tensor_ops import token_logprobs
+from common.tp_plans import NoPlan
 from common.trained_weights import trained_weights
 from common.zero3 import local_shard
 from step3_ppo import hybrid_engine
@@ -174,9 +175,13 @@ def test_out_of_memory_names_the_cure():
 
 
 def test_a_family_without_a_plan_generates_whole_and_says_so(tiny_model_folder, monkeypatch, capsys):
-    monkeypatch.setattr(hybrid_engine, "has_plan", lambda config: False)
+    def no_plan(model, tp_size):
+        raise NoPlan("there is no plan for this family")
+
+    monkeypatch.setattr(hybrid_engine, "build_cuts", no_plan)
     hybrid = build(tiny_model_folder("llama"), 0, inference_tp_size=2)
     assert hybrid.layout.tp_size == 1
     said = capsys.readouterr().out
-    assert "no tensor-parallel plan for 'llama'" in said and "register_tp_plan" in said
+    assert "generating with --inference_tp_size 1: there is no plan" in said and "register_tp_plan" in said
+    monkeypatch.undo()
     assert generate(hybrid).response_ids.equal(generate(build(tiny_model_folder("llama"), 0)).response_ids)

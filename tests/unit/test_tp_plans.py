@@ -19,8 +19,8 @@ from common.tp_plans import (
     Part,
     Row,
     build_cuts,
-    has_plan,
     lay_out,
+    plan_of,
     register_tp_plan,
     working_tp_sizes,
 )
@@ -43,6 +43,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", GROUPED | {"head_dim": 16}),
     "phi": ("Phi", GROUPED),
 }
+
+
+def has_plan(config) -> bool:
+    try:
+        return bool(plan_of(config))
+    except NoPlan:
+        return False
 
 
 def make_model(name: str, **more: Any) -> nn.Module:
@@ -219,7 +226,9 @@ def test_an_unknown_family_has_no_plan(codegen):
     assert not has_plan(codegen.config)
     assert working_tp_sizes(codegen) == [1]
     assert build_cuts(codegen, 1) == {}
-    with pytest.raises(NoPlan, match="'codegen' has no .* use 1, or register .* with register_tp_plan"):
+    with pytest.raises(
+        NoPlan, match="'codegen' has no .* use --inference_tp_size 1, or register .* with register_tp_plan"
+    ):
         build_cuts(codegen, 2)
 
 
