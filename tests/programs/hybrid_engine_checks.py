@@ -1,0 +1,341 @@
+"""What a hybrid engine promises, check by check; run on every rank by hybrid_engine_worker.py.
+
+A check returns {what: complaint or ""}, or texts to compare with those of other worlds.
+"""
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from transformers import AutoModelForCausalLM
+
+from common import distributed
+from common.decode_state import SamplingOptions
+from common.ds_config import EngineOptions, build_train_config
+from common.generate import Generation
+from common.models import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
+from common.tensor_ops import token_logprobs
+from common.trained_weights import trained_weights
+from common.training_loop import build_engine
+from common.zero3 import gather_whole, is_sharded, local_shard
+from step3_ppo.hybrid_engine import HybridEngine
+from step3_ppo.hybrid_options import HybridOptions
+
+VOCABULARY = 320
+NEW_TOKENS = 8
+WHENS = ("before", "after")
+LENGTHS_OF_RANK = ((3, 7, 5), (11, 2, 9, 4), (1, 6, 8), (13, 5, 10))  # of prompts: numbers and widths differ
+SAMPLED_LENGTHS = (3, 7, 5, 12, 9, 2, 8, 6)  # dealt out to the ranks
+Found = dict[str, Any]
+
+
+def make_prompt(number: int, length: int) -> torch.Tensor:
+    """Return the same tokens wherever it is called."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(1, VOCABULARY, (length,), generator=generator)
+
+
+def own_prompts() -> list[torch.Tensor]:
+    """Return prompts that no other rank has."""
+    rank = distributed.rank()
+    return [make_prompt(10 * rank + i, length) for i, length in enumerate(LENGTHS_OF_RANK[rank])]
+
+
+def pad_left(prompts: list[torch.Tensor], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (ids, mask)."""
+    width = max(map(len, prompts))
+    ids, mask = torch.full((len(prompts), width), pad), torch.zeros(len(prompts), width, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
+    return ids, mask
+
+
+def texts_of(out: Generation) -> list[list[int]]:
+    """Return the responses without what fills them up."""
+    return [ids[mask].tolist() for ids, mask in zip(out.response_ids, out.response_mask, strict=True)]
+
+
+def build(folder: str, stage: int, *, lora_dim: int = 0, num_tokens: int = VOCABULARY) -> Any:
+    """Return an engine; stage 3 shards every parameter, however small."""
+    overrides = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
+    ds_config = build_train_config(
+        EngineOptions(zero_stage=stage, world_size=distributed.world_size(), overrides=overrides)
+    )
+    model = load_causal_lm(ModelOptions(folder, dropout=0.0, ds_config=ds_config), num_tokens)
+    engine = build_engine(
+        add_lora(model, LoraOptions(dim=lora_dim)), ds_config, learning_rate=1e-2, weight_decay=0.0,
+        lora_learning_rate=1e-2, beta2=0.95,
+        schedule="constant", num_warmup_steps=0, num_steps=100,
+    )  # fmt: skip
+    sharded = [p for p in engine.module.parameters() if is_sharded(p)]
+    assert len(sharded) == (len(list(engine.module.parameters())) if stage == 3 else 0)
+    assert all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in sharded)
+    return engine
+
+
+def train_once(engine: Any) -> None:
+    """Make an optimizer step on data that differ from rank to rank."""
+    engine.train()
+    ids = torch.stack([make_prompt(100 * distributed.rank() + i, 6) for i in range(2)])
+    loss = compute_logits(engine, ids, torch.ones_like(ids)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+
+
+@contextmanager
+def hybrid_engine(engine: Any, **options: Any) -> Iterator[HybridEngine]:
+    """Give a hybrid engine, whose process groups go with it: hundreds of them would take all threads."""
+    hybrid = HybridEngine(engine, HybridOptions(**({"enabled": True} | options)))
+    try:
+        yield hybrid
+    finally:
+        for group in (hybrid.groups.tp_group, hybrid.groups.gather_group):
+            if group not in (None, dist.group.WORLD):
+                dist.destroy_process_group(group)
+
+
+def shards_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Return copies of what this rank holds of every parameter, adapters and adapted ones too."""
+    return {name: local_shard(p).detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def name_changed(engine: Any, before: dict[str, torch.Tensor]) -> str:
+    """Return a complaint if any bit of the parameters is not what it was."""
+    parameters = dict(engine.module.named_parameters())
+    changed = [name for name, p in parameters.items() if not local_shard(p).equal(before[name])]
+    return f"changed: {changed}" if changed or parameters.keys() != before.keys() else ""
+
+
+@torch.no_grad()
+def copy_weights(engine: Any, plain: torch.nn.Module) -> None:
+    """Give a plain model the engine's gathered weights, adapters merged."""
+    targets, weights = dict(plain.named_parameters()), trained_weights(engine.module)
+    assert targets.keys() == weights.keys()
+    for name, weight in weights.items():
+        factors = [weight.lora_a, weight.lora_b] if weight.lora_a is not None else []
+        with gather_whole([weight.parameter, *factors]):
+            whole = weight.parameter.data
+            targets[name].copy_(weight.merge(whole, *factors) if factors else whole)
+
+
+class Reference:
+    """Greedy texts of this rank's prompts by transformers, one at a time, and a stop token for all ranks."""
+
+    def __init__(self, plain: Any) -> None:
+        plain.eval()
+        self.prompts = own_prompts()
+        free = [self._continue(plain, prompt) for prompt in self.prompts]
+        rows = [text for texts in distributed.gather_objects(free) for text in texts]
+        self.stop = pick_stop(rows)
+        # What follows a token does not change what comes before it: this is the text with that stop token.
+        self.texts = [text[: text.index(self.stop) + 1] if self.stop in text else text for text in free]
+
+    @staticmethod
+    def _continue(plain: Any, prompt: torch.Tensor) -> list[int]:
+        plain.generation_config.eos_token_id = None
+        ids = prompt.unsqueeze(0)
+        out = plain.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS,
+            pad_token_id=0, use_cache=True, synced_gpus=False,
+        )  # fmt: skip
+        return out[0, len(prompt) :].tolist()
+
+
+@cache
+def untrained_reference(folder: str) -> Reference:
+    """Return the texts of a model as it was saved."""
+    return Reference(AutoModelForCausalLM.from_pretrained(folder))
+
+
+def trained_reference(folder: str, engine: Any) -> Reference:
+    """Return the texts of the weights that the engine has now."""
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    copy_weights(engine, plain)
+    return Reference(plain)
+
+
+def pick_stop(rows: list[list[int]]) -> int:
+    """Return the token that ends most rows in their middle, but not all of them."""
+
+    def count(token: int) -> int:
+        return sum(token in row and 0 < row.index(token) < len(row) - 1 for row in rows)
+
+    candidates = {t for row in rows for t in row if sum(t in other for other in rows) < len(rows)}
+    best = max(sorted(candidates), key=count)
+    assert count(best), "no row has a stop token in its middle"
+    return best
+
+
+def compare_greedy(hybrid: HybridEngine, reference: Reference) -> Found:
+    """Return complaints about this rank's greedy texts, their log-probabilities, traffic and the trainer."""
+    engine, stop = hybrid.engine, reference.stop
+    ids, mask = pad_left(reference.prompts, stop)
+    sampling = SamplingOptions(NEW_TOKENS, stop_token_id=stop, pad_token_id=stop, do_sample=False)
+    if hybrid.is_sharded:
+        engine.empty_partition_cache()  # an evaluation leaves weights whole when there is room: nothing moves
+    before, wanted = shards_of(engine), 0
+    if not hybrid.is_gathered_by_layer:
+        wanted = hybrid._resharder.expected_bytes()
+    with hybrid.generation_mode():
+        out = hybrid.generate(ids, mask, torch.arange(len(ids)), sampling)
+    found = {"trainer": name_changed(engine, before)}
+    texts, is_stopped = texts_of(out), [text[-1] == stop for text in reference.texts]
+    found["texts"] = "" if texts == reference.texts else f"{texts}, expected {reference.texts}"
+    if out.is_finished.tolist() != is_stopped or not (out.response_ids[~out.response_mask] == stop).all():
+        found["texts"] += f" wrong ends: {out.is_finished.tolist()}, {out.response_ids.tolist()}"
+    engine.eval()
+    with torch.no_grad():
+        whole = torch.cat([ids, out.response_ids], dim=1)
+        whole_mask = torch.cat([mask, out.response_mask.long()], dim=1)
+        logits = compute_logits(engine, whole, whole_mask, num_last=out.response_ids.shape[1] + 1)[:, :-1]
+        expected = torch.where(out.response_mask, token_logprobs(logits, out.response_ids), 0.0)
+    gap = float((out.logprobs - expected).abs().max())
+    found["logprobs"] = "" if gap <= 1e-5 else f"off by {gap:.1e}"
+    received, must_move = hybrid.costs.received_bytes, hybrid.is_sharded and not hybrid.is_gathered_by_layer
+    is_right = received == wanted and (received > 0) == must_move
+    found["traffic"] = "" if is_right else f"{received} bytes came, expected {wanted}"
+    return found
+
+
+def check_greedy(folder: str, stage: int, tp_sizes: tuple[int, ...], lora_dim: int = 0) -> Found:
+    """Hybrid engines of all sizes before and after an update; adapters only after, when they are not zero."""
+    engine, found = build(folder, stage, lora_dim=lora_dim), {}
+    with ExitStack() as stack:
+        hybrids = {t: stack.enter_context(hybrid_engine(engine, inference_tp_size=t)) for t in tp_sizes}
+        for when in WHENS[bool(lora_dim) :]:
+            reference = untrained_reference(folder)
+            if when == "after":
+                train_once(engine)
+                reference = trained_reference(folder, engine)
+            for tp_size, hybrid in hybrids.items():
+                one = compare_greedy(hybrid, reference)
+                found |= {f"{tp_size} {when} {what}": complaint for what, complaint in one.items()}
+    if lora_dim:
+        adapters = [w.lora_b for w in trained_weights(engine.module).values() if w.lora_b is not None]
+        assert adapters and any(bool(local_shard(b).any()) for b in adapters), "zeros would show nothing"
+    engine.destroy()
+    return found
+
+
+def check_by_layer(folder: str) -> Found:
+    """Weights gathered layer by layer: ranks with few prompts keep step with those that have many."""
+    engine, found = build(folder, stage=3), {}
+    for num_slots in (0, 2):
+        with hybrid_engine(engine, pin_parameters=False, num_slots=num_slots) as hybrid:
+            assert hybrid.is_gathered_by_layer
+            one = compare_greedy(hybrid, untrained_reference(folder))
+        found |= {f"{num_slots} {what}": complaint for what, complaint in one.items()}
+    engine.destroy()
+    return found
+
+
+def sample(
+    hybrid: HybridEngine, stop: int, *, repeat: int = 1, num_samples: int = 1, permuted: bool = False
+) -> list[list[int]]:
+    """Return the sampled texts of SAMPLED_LENGTHS' prompts, those of all ranks, by sample id."""
+    rows = list(range(distributed.rank(), len(SAMPLED_LENGTHS), distributed.world_size()))
+    rows = [row for row in rows for _ in range(repeat)]
+    per_prompt = repeat * num_samples
+    samples = [per_prompt * row + i % repeat + k for i, row in enumerate(rows) for k in range(num_samples)]
+    if permuted:
+        rows, samples = rows[1:] + rows[:1], samples[1:] + samples[:1]
+    ids, mask = pad_left([make_prompt(1000 + row, SAMPLED_LENGTHS[row]) for row in rows], 0)
+    sampling = SamplingOptions(NEW_TOKENS, stop, pad_token_id=0, temperature=1.5, top_p=0.9, seed=11)
+    with hybrid.generation_mode():
+        out = hybrid.generate(ids, mask, torch.tensor(samples), sampling, num_samples=num_samples)
+    texts: dict[int, list[int]] = {}
+    for of_rank in distributed.gather_objects(dict(zip(samples, texts_of(out), strict=True))):
+        texts |= of_rank
+    return [texts[sample] for sample in sorted(texts)]
+
+
+def check_sampled(folder: str, tp_sizes: tuple[int, ...]) -> Found:
+    """Return texts, not complaints: they are compared across worlds."""
+    engine, found = build(folder, stage=3), {}
+    with hybrid_engine(engine) as hybrid:
+        stop = pick_stop(sample(hybrid, stop=-1))
+    for tp_size in tp_sizes:
+        with hybrid_engine(engine, inference_tp_size=tp_size) as hybrid:
+            found[f"once: t {tp_size}, default slots"] = sample(hybrid, stop)
+            hybrid.generator.num_slots = 3
+            found[f"once: t {tp_size}, 3 slots"] = sample(hybrid, stop)
+            found[f"once: t {tp_size}, 3 slots, permuted"] = sample(hybrid, stop, permuted=True)
+            found[f"thrice: t {tp_size}, 3 slots"] = sample(hybrid, stop, num_samples=3)
+            hybrid.generator.num_slots = 1
+            found[f"once: t {tp_size}, 1 slot"] = sample(hybrid, stop)
+            if tp_size == 1:
+                hybrid.generator.num_slots = 0
+                found["thrice: t 1, default slots"] = sample(hybrid, stop, num_samples=3)
+                found["thrice: t 1, prompts repeated"] = sample(hybrid, stop, repeat=3)
+    with hybrid_engine(engine, pin_parameters=False, num_slots=3) as hybrid:
+        found["once: by layer"] = sample(hybrid, stop)
+        found["thrice: by layer"] = sample(hybrid, stop, num_samples=3)
+    engine.destroy()
+    return found
+
+
+def measure_memory() -> tuple[int, int]:
+    """Return (resident bytes, live tensors) of this process."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later is no leak
+    num_tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+    return psutil.Process().memory_info().rss, num_tensors
+
+
+def check_switches(folder: str, stage: int, tp_size: int) -> Found:
+    """Fifty switches, texts at every fifth, an update after every tenth, beside one that never switches."""
+    # With so many tokens the slices are large beside what allocators and threads take as they warm up.
+    engine, never = (build(folder, stage, num_tokens=4096) for _ in range(2))
+    ids, mask = pad_left(own_prompts(), 0)
+    sampling = SamplingOptions(3, stop_token_id=-1, pad_token_id=0)
+    memory = []
+    with hybrid_engine(engine, inference_tp_size=tp_size) as hybrid:
+        for number in range(1, 51):
+            with hybrid.generation_mode() as module:
+                slice_mib = sum(p.nbytes for p in module.parameters()) / 2**20
+                if number % 5 == 0:
+                    hybrid.generate(ids, mask, torch.arange(len(ids)), sampling)
+            if number % 10 == 0:
+                train_once(engine)
+                train_once(never)
+                memory.append(measure_memory())
+    found = {"trainer": name_changed(engine, shards_of(never))}
+    mib, counts = zip(*((num_bytes / 2**20, num_tensors) for num_bytes, num_tensors in memory), strict=True)
+    # Slices that one switch in four forgot would show, on every rank; allocators warm up at random.
+    growth = min(distributed.gather_objects(mib[-1] - mib[0]))
+    found["memory"] = "" if growth < 10 * slice_mib else f"MiB after every ten: {mib}"
+    found["tensors"] = "" if counts[0] == counts[-1] else f"live tensors after every ten: {counts}"
+    for each in (engine, never):
+        each.destroy()
+    return found
+
+
+def check_exception(folder: str, stage: int, tp_size: int) -> Found:
+    """What goes wrong inside must leave a trainer that trains, and that generates again."""
+    engine, never = build(folder, stage), build(folder, stage)
+    ids, mask = pad_left(own_prompts(), 0)
+    found = {"raised": "the exception was swallowed"}
+    with hybrid_engine(engine, inference_tp_size=tp_size) as hybrid:
+        engine.train()
+        try:
+            with hybrid.generation_mode():
+                hybrid.generate(ids, mask, torch.arange(len(ids)), SamplingOptions(3, -1, 0))
+                raise RuntimeError("inside")
+        except RuntimeError as error:
+            found["raised"] = "" if str(error) == "inside" else str(error)
+        is_left = engine.module.training and all(p.is_meta for p in hybrid.inference_module.parameters())
+        found["left"] = "" if is_left else "the trainer is in eval mode, or weights stayed"
+        train_once(engine)
+        train_once(never)
+        found["trained"] = name_changed(engine, shards_of(never))
+        found |= compare_greedy(hybrid, trained_reference(folder, engine))
+    for each in (engine, never):
+        each.destroy()
+    return found
