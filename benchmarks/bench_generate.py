@@ -7,7 +7,8 @@ Sections, the ways of each taking turns in one run:
   chat    64 prompts of 8-64 tokens, responses of 4-128 tokens as a chat model gives them (mean about 33);
           generate at every batch size, DeepSpeed's HybridEngineRollout, our decoder at several slot counts
   fixed   the same prompts, 32 tokens each
-  zero3   two ranks of ZeRO 3: generate on sharded weights, generate on gathered ones, the hybrid engine
+  zero3   the chat prompts on two ranks of ZeRO 3: generate on sharded weights, generate on gathered ones
+          (a plain module, no hooks), the hybrid engine with its switch
   gpu     a model of 1.3 billion weights in bf16, 64 prompts: generate, our decoder, and which share of the
           measured copy bandwidth the decoder reaches. Needs a CUDA GPU with 24 GB.
 The model is a random Llama (6 layers, hidden 256, vocabulary 8192, fp32), or that of --model. The last line
@@ -51,7 +52,6 @@ from step3_ppo.hybrid_engine import HybridEngine
 from step3_ppo.hybrid_options import HybridOptions
 
 NUM_PROMPTS, PROMPT_TOKENS, FIXED_TOKENS = 64, (8, 64), 32
-ZERO3_PROMPTS, ZERO3_TOKENS = 8, 24  # a rank: generate on sharded weights takes its time
 BATCH_SIZES, SLOTS = (8, 16, 32, 64), (16, 64)
 SECTIONS = ("chat", "fixed", "zero3", "gpu")
 
@@ -61,6 +61,12 @@ def small_llama(**changes: Any) -> LlamaConfig:
     options = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}
     options |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 8192}
     return LlamaConfig(**(options | {"max_position_embeddings": 2048, "tie_word_embeddings": True} | changes))
+
+
+def chat_workload(vocabulary: int) -> Workload:
+    """Return the prompts and lengths of the sections `chat` and `zero3`."""
+    lengths = chat_lengths(NUM_PROMPTS, torch.Generator().manual_seed(1))
+    return build_workload(lengths, vocabulary=vocabulary, prompt_tokens=PROMPT_TOKENS, seed=1)
 
 
 def take_turns(
@@ -176,16 +182,16 @@ def run_zero3_rank(folder: str, num_runs: int) -> None:
         schedule="constant", num_warmup_steps=0, num_steps=1,
     )  # fmt: skip
     engine.eval()
-    lengths = torch.full((ZERO3_PROMPTS,), ZERO3_TOKENS)
-    work = build_workload(
-        lengths, vocabulary=8192, prompt_tokens=PROMPT_TOKENS, seed=3 + distributed.rank()
-    ).to(distributed.device())
+    whole = chat_workload(model.config.vocab_size)
+    rows = slice(distributed.rank(), None, distributed.world_size())
+    work = whole.part(rows).to(distributed.device())
+    batch_size = len(work.lengths)
     hybrid = HybridEngine(engine, HybridOptions(enabled=True))
     gathering = HybridEngine(engine, HybridOptions(enabled=False))
 
     def on_gathered_weights() -> None:
         with gathering.generation_mode() as module:
-            run_transformers(module, work, ZERO3_PROMPTS)
+            run_transformers(module, work, batch_size)
 
     def ours() -> None:
         with hybrid.generation_mode():
@@ -193,13 +199,13 @@ def run_zero3_rank(folder: str, num_runs: int) -> None:
 
     ways = {
         "generate, sharded weights": lambda: run_transformers(
-            engine.module, work, ZERO3_PROMPTS, synced_gpus=True
+            engine.module, work, batch_size, synced_gpus=True
         ),
         "generate, gathered weights": on_gathered_weights,
         "ours": ours,
     }
     with torch.no_grad():
-        rates = take_turns(ways, work.num_tokens * distributed.world_size(), num_runs)
+        rates = take_turns(ways, whole.num_tokens, num_runs)
     if distributed.is_main():
         Path(folder, "rates.json").write_text(json.dumps(rates))
     distributed.stop()
@@ -219,7 +225,7 @@ def run_zero3(model: Any, num_runs: int) -> dict[str, Any]:
         words = [__file__, "--zero3_folder", folder, "--runs", str(num_runs)]
         subprocess.run([sys.executable, *launcher, *words], env=environment, check=True, timeout=1800)
         rates = json.loads(Path(folder, "rates.json").read_text())
-    title = f"zero3: two ranks, {ZERO3_PROMPTS} prompts each, {ZERO3_TOKENS} tokens each"
+    title = f"zero3: two ranks, {NUM_PROMPTS // 2} of the chat prompts each"
     over_gathered = print_table(title, rates, "generate, gathered")
     over_sharded = round(best(rates, "ours") / best(rates, "generate, sharded"), 4)
     print(f"ours over generate on sharded weights: {over_sharded:.1f}")
@@ -246,9 +252,8 @@ def main() -> None:
     else:
         model = LlamaForCausalLM(small_llama())
     model.eval()
-    vocabulary = model.config.vocab_size
-    lengths = chat_lengths(NUM_PROMPTS, torch.Generator().manual_seed(1))
-    work = build_workload(lengths, vocabulary=vocabulary, prompt_tokens=PROMPT_TOKENS, seed=1)
+    work = chat_workload(model.config.vocab_size)
+    lengths = work.lengths
     found: dict[str, Any] = {}
     if "chat" in args.sections:
         title = (
