@@ -59,7 +59,6 @@ class Generator:
         """Give the memory of keys, values and graphs back."""
         self._step = None
 
-    @torch.no_grad()
     def generate(
         self,
         prompt_ids: torch.Tensor,
@@ -90,9 +89,12 @@ class Generator:
             max_tokens_per_pass=_MAX_TOKENS_PER_PASS,
         )
         length = max(max(lengths) + options.max_new_tokens, self.max_length)
-        step = self._prepare(num_slots, length, options, device)
-        run = _Run(self, step, schedule, prompt_ids, prompt_mask.bool(), sample_ids, limits, options)
-        return run.to_end()
+        # Inference mode is a tenth faster on a CPU; DeepSpeed's gathering hooks do not run in it.
+        with torch.no_grad() if self.agree_any else torch.inference_mode():
+            step = self._prepare(num_slots, length, options, device)
+            run = _Run(self, step, schedule, prompt_ids, prompt_mask.bool(), sample_ids, limits, options)
+            found = run.to_end()
+        return Generation(*(tensor.clone() for tensor in found))  # such tensors can take part in a loss
 
     def _prepare(
         self, num_slots: int, max_length: int, options: SamplingOptions, device: torch.device
