@@ -87,12 +87,7 @@ class PPOTrainer:
                 "policy/logprob_gap": of_minibatches[0],
                 "policy/logprob_gap_max": distributed.max_float(self._first_gap_max),
             }
-        gap = (experience.rollout_logprobs - experience.old_logprobs).abs()
-        mask = experience.response_mask
-        return {
-            "policy/logprob_gap": float(masked_mean(gap, mask)),
-            "policy/logprob_gap_max": float(torch.where(mask, gap, 0.0).max()),
-        }
+        return summarise_gap(experience)
 
     def update_actor(self, micro_batches: list[Experience]) -> dict[str, float]:
         """Return the means of one optimizer step of the actor. Every rank must call this."""
@@ -176,6 +171,16 @@ def count_response_tokens(batch: Experience) -> float:
 def count_text_targets(batch: dict[str, torch.Tensor]) -> float:
     """Return the predicted tokens of a batch of text."""
     return float(batch["attention_mask"][:, 1:].sum())
+
+
+def summarise_gap(experience: Experience) -> dict[str, float]:
+    """Return how far the sampler's log-probabilities are from recomputed ones, mean and largest."""
+    gap = (experience.rollout_logprobs - experience.old_logprobs).abs()
+    mask = experience.response_mask
+    return {
+        "policy/logprob_gap": float(masked_mean(gap, mask)),
+        "policy/logprob_gap_max": float(torch.where(mask, gap, 0.0).max()),
+    }
 
 
 def summarise(experience: Experience) -> dict[str, float]:

@@ -10,7 +10,7 @@ from common.tensor_ops import whiten
 from step3_ppo.algorithms import ALGORITHMS
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.experience import Experience, MinibatchPlan, concatenate
-from step3_ppo.ppo_trainer import summarise
+from step3_ppo.ppo_trainer import summarise, summarise_gap
 
 
 def make(sample_ids, prompt_lengths, response_lengths, fill: int = 0, seed: int = 0) -> Experience:
@@ -152,7 +152,7 @@ def test_the_summary_by_hand():
         scores=torch.tensor([1.0, 3.0]),
     )
     experience = ALGORITHMS["ppo"](experience, PPOArguments(), 0.1)
-    found = summarise(experience)
+    found = summarise(experience) | summarise_gap(experience)
     assert found["objective/kl"] == pytest.approx((1.0 + (0.0 - 1.0)) / 2)
     assert found["objective/score"] == 2.0 and found["rollout/response_tokens"] == 1.5
     assert found["policy/logprob_gap"] == pytest.approx(0.5 / 3) and found["policy/logprob_gap_max"] == 0.5
