@@ -17,10 +17,7 @@ is a JSON object; its `ratio` is our best over generate's best on the chat lengt
 
 import argparse
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,6 +39,7 @@ from benchmarks.generate_peers import (
     run_ours,
     run_transformers,
 )
+from benchmarks.rank_launch import launch_ranks
 from common import distributed, startup
 from common.ds_config import EngineOptions, build_train_config
 from common.generate import Generator
@@ -213,17 +211,9 @@ def run_zero3_rank(folder: str, num_runs: int) -> None:
 
 def run_zero3(model: Any, num_runs: int) -> dict[str, Any]:
     """Return the rates of two ranks together, and the ratios over both of generate's."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if torch.cuda.device_count() < 2:
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # nccl wants a device for each rank: both use the CPU
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        words = [__file__, "--zero3_folder", folder, "--runs", str(num_runs)]
-        subprocess.run([sys.executable, *launcher, *words], env=environment, check=True, timeout=1800)
+        launch_ranks(__file__, 2, ["--zero3_folder", folder, "--runs", str(num_runs)], limit_seconds=1800)
         rates = json.loads(Path(folder, "rates.json").read_text())
     title = f"zero3: two ranks, {NUM_PROMPTS // 2} of the chat prompts each"
     over_gathered = print_table(title, rates, "generate, gathered")

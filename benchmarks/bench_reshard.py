@@ -15,10 +15,7 @@ is a JSON object; its `ratio` is gather-all's bytes over ours at 4 ranks, tensor
 
 import argparse
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.rank_launch import launch_ranks
 from common import distributed, startup
 from common.ds_config import EngineOptions, build_train_config
 from common.models import ModelOptions, load_causal_lm
@@ -221,15 +219,7 @@ def run_rank(folder: str, num_runs: int) -> None:
 
 def start_ranks(world_size: int, folder: str, num_runs: int) -> dict[str, Any]:
     """Return the report of so many ranks on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(world_size), "--master_port", port]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if torch.cuda.device_count() < world_size:
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # nccl wants a device for each rank: all use the CPU
-    words = [__file__, "--runs", str(num_runs), "--rank_folder", folder]
-    subprocess.run([sys.executable, *launcher, *words], env=environment, check=True, timeout=900)
+    launch_ranks(__file__, world_size, ["--runs", str(num_runs), "--rank_folder", folder], limit_seconds=900)
     return json.loads(Path(folder, "report.json").read_text())
 
 

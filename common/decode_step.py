@@ -79,10 +79,9 @@ class DecodeStep:
         is_visible = places <= positions.unsqueeze(1)  # (n, L)
         if self._has_alibi:
             return is_visible.long()  # the model makes its biases from it
-        mask = self._additive(is_visible)
-        if self._window is None or upto <= self._window:
-            return {"full_attention": mask, "sliding_attention": mask} if self._is_mixed else mask
-        near = self._additive(is_visible & (places > positions.unsqueeze(1) - self._window))
+        near = mask = self._additive(is_visible)
+        if self._window is not None and upto > self._window:
+            near = self._additive(is_visible & (places > positions.unsqueeze(1) - self._window))
         return {"full_attention": mask, "sliding_attention": near} if self._is_mixed else near
 
     def _additive(self, is_visible: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,7 @@ class Generator:
 
     def read_prompts(
         self, cache: SlotCache, ids: torch.Tensor, mask: torch.Tensor, slots: torch.Tensor
-    ) -> Any:
+    ) -> torch.Tensor:
         """Return logits (m, V) behind prompts (m, T), left-padded, whose keys and values go into `slots`."""
         has_padding = not bool(mask.all())
         cache.begin_prefill(slots, mask if has_padding else None)
@@ -234,5 +234,5 @@ def collect_responses(state: DecodeState, options: SamplingOptions) -> Generatio
         response_mask=mask,
         logprobs=torch.where(mask, logprobs, 0.0),
         truncated_logprobs=torch.where(mask, logprobs - log_kept, 0.0),
-        is_finished=state.is_stopped.clone(),
+        is_finished=state.is_stopped,
     )

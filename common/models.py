@@ -165,11 +165,11 @@ def lora_targets(names: list[str], module_name: str) -> list[str]:
     return targets
 
 
-def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0, *, draw: bool = True) -> nn.Module:
+def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.Module:
     """Return the model with PEFT adapters, or the model itself when `options.dim` is 0.
 
     As in DeepSpeed-Chat the adapted matrices are frozen; all else trains too unless `only_optimize_lora`.
-    The score head of a value model always trains. `draw=False` leaves the new factors as PEFT makes them.
+    The score head of a value model always trains.
     """
     if options.dim == 0:
         return model
@@ -183,7 +183,7 @@ def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0, *, dra
         is_frozen_matrix = ".base_layer." in name
         if "lora_" not in name and not is_frozen_matrix:
             parameter.requires_grad = not options.only_optimize_lora or name.endswith("score.weight")
-        if draw and "lora_A" in name:  # PEFT's own draw would depend on the ZeRO stage; B stays zero
+        if "lora_A" in name:  # PEFT's own draw would depend on the ZeRO stage; B stays zero
             shape = getattr(parameter, "ds_shape", parameter.shape)
             draw_weight(parameter, name, std=shape[-1] ** -0.5, seed=seed)
     return adapted
