@@ -136,6 +136,18 @@ class ScheduleArguments:
 
 
 @dataclass
+class PackingArguments:
+    """Sequences without padding."""
+
+    packed: bool = flag(
+        False, "no padding: sequences end to end (GPU), or micro-batches of like lengths (CPU)"
+    )
+    max_tokens_per_micro_batch: int = flag(
+        0, "cut micro-batches by tokens, padding included, in place of rows; 0: by rows"
+    )
+
+
+@dataclass
 class TrainArguments:
     """Batches, optimizer and memory of a single-model program."""
 
@@ -180,6 +192,7 @@ class RunArguments:
     tensorboard_path: str = flag("", "their folder; empty: OUTPUT_DIR/tensorboard")
     log_interval: int = flag(1, "print a line every so many steps (metrics.jsonl always has all)")
     ds_config: str = flag("", "JSON file merged over the DeepSpeed configuration that the flags make")
+    plugins: list[str] = flag([], "modules to import first: what they register can be named by flags")
     dry_run: bool = flag(False, "check everything, print the resolved configuration as JSON, load nothing")
     compute_fp32_loss: bool = flag(False, "accepted", no_effect="losses are always computed in fp32")
     deepspeed: bool = flag(False, "accepted", no_effect="every program runs on DeepSpeed")
@@ -293,10 +306,16 @@ def parse_args(
     return cls(**values)
 
 
+def given_flags(argv: list[str] | None = None) -> set[str]:
+    """Return the names, without dashes, of the flags on the command line."""
+    words = sys.argv[1:] if argv is None else argv
+    return {word.split("=")[0].removeprefix("--") for word in words if word.startswith("--")}
+
+
 def no_effect_notes(args: Any, argv: list[str] | None = None) -> list[str]:
     """Return one line for each flag that was given, is accepted for old scripts, and does nothing."""
-    words = {word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv)}
-    fields = [f for f in dataclasses.fields(args) if f.metadata["no_effect"] and f"--{f.name}" in words]
+    given = given_flags(argv)
+    fields = [f for f in dataclasses.fields(args) if f.metadata["no_effect"] and f.name in given]
     return [f"--{f.name} has no effect: {f.metadata['no_effect']}" for f in fields]
 
 

@@ -18,7 +18,8 @@ class LossTerm:
 
     `compute_sums(micro_batch)` returns (loss_sum, stats): a differentiable sum of per-item losses and named
     sums to report. `count_items(micro_batch)` is the number of items (tokens, pairs) in those sums; it must
-    not need a forward pass, because the denominator is known before the first one.
+    not need a forward pass, because the denominator is known before the first one. `count_stats` is that of
+    the named sums, where it is another.
     """
 
     name: str
@@ -26,6 +27,7 @@ class LossTerm:
     compute_sums: Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
     count_items: Callable[[Any], float]
     weight: float = 1.0
+    count_stats: Callable[[Any], float] | None = None
 
 
 def update_engine(engine: Any, terms: Sequence[LossTerm]) -> dict[str, float]:
@@ -38,20 +40,18 @@ def update_engine(engine: Any, terms: Sequence[LossTerm]) -> dict[str, float]:
     gradient is not finite; the weights are not touched. (fp16 skips such a step and lowers its loss scale.)
     """
     world_size, step = distributed.world_size(), engine.global_steps + 1
-    counts = [sum(float(term.count_items(m)) for m in term.micro_batches) for term in terms]
-    totals = distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
+    totals = _global_counts(terms)
     passes = [
-        (term, max(total, 1.0), m)
-        for term, total in zip(terms, totals, strict=True)
-        for m in term.micro_batches
+        (term, *total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches
     ]
     sums: dict[str, torch.Tensor] = {}
-    for index, (term, total, micro_batch) in enumerate(passes):
+    for index, (term, total, stats_total, micro_batch) in enumerate(passes):
         is_last = index == len(passes) - 1
         engine.set_gradient_accumulation_boundary(is_last)
         loss_sum, stats = term.compute_sums(micro_batch)
-        for name, value in {term.name: loss_sum, **stats}.items():
-            share = value.detach().double().cpu() / total
+        shares = {term.name: loss_sum / total} | {name: value / stats_total for name, value in stats.items()}
+        for name, share in shares.items():
+            share = share.detach().double().cpu()
             sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + share
         engine.backward(loss_sum * (term.weight * world_size / total), scale_wrt_gas=False)
         if is_last:
@@ -65,6 +65,17 @@ def update_engine(engine: Any, terms: Sequence[LossTerm]) -> dict[str, float]:
         _refuse_if_not_finite(step, {GRAD_NORM: means["grad_norm"]})
     means["learning_rate"] = float(engine.optimizer.param_groups[0]["lr"])
     return means
+
+
+def _global_counts(terms: Sequence[LossTerm]) -> list[tuple[float, float]]:
+    """Return the denominators of each term's loss and statistics, summed over ranks and micro-batches."""
+    counts = [
+        sum(float(count(m)) for m in term.micro_batches)
+        for term in terms
+        for count in (term.count_items, term.count_stats or term.count_items)
+    ]
+    totals = distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).clamp(min=1).tolist()
+    return list(zip(totals[0::2], totals[1::2], strict=True))
 
 
 def _plain_grad_norm(engine: Any) -> float | None:

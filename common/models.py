@@ -4,7 +4,6 @@ share.
 # B sequences, T positions, V vocabulary
 """
 
-import importlib.util
 import inspect
 import zlib
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.pytorch_utils import Conv1D
 
+from common.model_inputs import ModelInputs
+from common.varlen_attention import choose_attention
 from common.zero3 import gather_whole
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,6 +39,7 @@ class ModelOptions:
     pad_vocab_multiple: int = 1
     trust_remote_code: bool = False
     ds_config: dict[str, Any] | None = None
+    is_packed: bool = False  # sequences will come end to end, if there is an attention for it
 
 
 @dataclass(frozen=True)
@@ -81,24 +83,19 @@ def load_pretrained(
         setattr(config, name, value)
     # transformers looks for this object while it loads and resizes: it shards from the first layer on.
     sharding = HfDeepSpeedConfig(options.ds_config) if zero_stage_of(options.ds_config) == 3 else None
+    model_class = auto_class._model_mapping.get(type(config), None)  # None: remote code
     model = auto_class.from_pretrained(
         options.name_or_path,
         config=config,
         dtype=DTYPES[options.dtype],
         trust_remote_code=options.trust_remote_code,
-        attn_implementation=choose_attention(options.dtype),
+        attn_implementation=choose_attention(model_class, config, options.dtype, is_packed=options.is_packed),
     )
     _grow_vocabulary(model, num_tokens, options.pad_vocab_multiple)
     del sharding
     if options.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
-
-
-def choose_attention(dtype: str) -> str | None:
-    """Return flash-attn if it is installed and usable (a GPU, 16-bit weights), else None: torch's own."""
-    is_usable = torch.cuda.is_available() and dtype in ("bf16", "fp16")
-    return "flash_attention_2" if is_usable and importlib.util.find_spec("flash_attn") else None
 
 
 def _grow_vocabulary(model: PreTrainedModel, num_tokens: int, multiple: int) -> None:
@@ -202,6 +199,15 @@ def build_position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
 def forward_accepts(model: nn.Module, name: str) -> bool:
     """Whether the transformers model takes this argument (BLOOM's ALiBi has no position_ids, for one)."""
     return name in inspect.signature(plain_model(model).forward).parameters
+
+
+def compute_hidden(model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
+    """Return the last hidden states (S, T, H), or (1, total, H), of a transformers model's backbone."""
+    backbone = getattr(model, model.base_model_prefix)
+    arguments = inputs.model_arguments()
+    if not forward_accepts(backbone, "position_ids"):
+        del arguments["position_ids"]
+    return backbone(**arguments)[0]
 
 
 def compute_logits(

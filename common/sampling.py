@@ -76,10 +76,7 @@ def draw_tokens(
     logits = logits[:, :num_valid]
     if not do_sample:
         return Draw(logits.argmax(-1), torch.zeros_like(uniforms))
-    weights = logits.float() - logits.amax(-1, keepdim=True).float()
-    if temperature != 1.0:
-        weights.div_(temperature)
-    weights.exp_().mul_(_WEIGHT_ONE)  # (B, V) in [0, 2^40]
+    weights = _integer_weights(logits, temperature)
     log_kept = torch.zeros_like(uniforms)
     if 0 < top_k < num_valid or top_p < 1.0:
         whole = weights.sum(-1, dtype=torch.float64)
@@ -87,6 +84,36 @@ def draw_tokens(
         weights.masked_fill_(weights < threshold, 0.0)
         log_kept = (weights.sum(-1, dtype=torch.float64) / whole).log().float()
     return Draw(_invert_cumulated(weights, uniforms).clamp_(0, num_valid - 1), log_kept)
+
+
+def kept_tokens(
+    logits: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    num_valid_tokens: int | None = None,
+) -> torch.Tensor:
+    """Return (B, V) bool: the tokens among which `draw_tokens` draws with these options.
+
+    Raises ValueError for an option out of its range.
+    """
+    vocabulary = logits.shape[-1]
+    num_valid = vocabulary if num_valid_tokens is None else num_valid_tokens
+    _check_options(vocabulary, num_valid, temperature, top_k, top_p)
+    weights = _integer_weights(logits[:, :num_valid], temperature)
+    is_kept = weights > 0
+    if 0 < top_k < num_valid or top_p < 1.0:
+        is_kept &= weights >= _smallest_weight_kept(weights, top_k, top_p)
+    return F.pad(is_kept, (0, vocabulary - num_valid))
+
+
+def _integer_weights(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the tokens' weights (B, V) fp32 in [0, 2^40], the likeliest at the upper end."""
+    weights = logits.float() - logits.amax(-1, keepdim=True).float()
+    if temperature != 1.0:
+        weights.div_(temperature)
+    return weights.exp_().mul_(_WEIGHT_ONE)
 
 
 def _check_options(vocabulary: int, num_valid: int, temperature: float, top_k: int, top_p: float) -> None:

@@ -16,6 +16,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from common.varlen_attention import FLASH_ATTENTION
+from common.varlen_attention import NAME as VARLEN
+
 NAME = "triptych_slots"
 _lengths: torch.Tensor | None = None  # (n,) int32 of the decode pass that is under way
 
@@ -32,7 +35,7 @@ def choose_slot_attention(source: PreTrainedModel, device: torch.device) -> str:
     takes_any = getattr(source, "_supports_attention_backend", False)
     if is_usable and takes_any and getattr(source.config, "attn_logit_softcapping", None) is None:
         return NAME
-    return "sdpa" if chosen == "flash_attention_2" else chosen
+    return "sdpa" if chosen in (FLASH_ATTENTION, VARLEN) else chosen
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from common import distributed
 from common.args import Problems, RunArguments, as_json, no_effect_notes
 from common.ds_config import effective_zero_stage
 from common.models import linear_module_names, lora_targets
+from common.refusal import StepRefused
 from common.tokenizer import load_tokenizer
 
 # What a launch script or the demo may have put into the folder before the program starts.
@@ -157,9 +158,14 @@ def load_overrides(args: RunArguments) -> dict[str, Any]:
 
 def print_notes(args: Any) -> None:
     """Say once, on the first process, which given flags do nothing."""
+    for note in no_effect_notes(args):
+        print_note(note)
+
+
+def print_note(text: str) -> None:
+    """Say something on the first process, once, before the start."""
     if distributed.is_main():
-        for note in no_effect_notes(args):
-            print(f"note: {note}", file=sys.stderr)
+        print(f"note: {text}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -185,7 +191,7 @@ def run_program(program: Callable[[], None]) -> None:
         print("stopped by Ctrl-C", file=sys.stderr)
         sys.stderr.flush()
         os._exit(130)  # other threads and ranks may still wait in a collective
-    except (FloatingPointError, MemoryError) as error:
+    except (FloatingPointError, MemoryError, StepRefused) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(3)

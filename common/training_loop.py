@@ -9,13 +9,15 @@ from torch import nn
 from common import distributed, startup
 from common.args import Problems
 from common.data.data_options import DataOptions
-from common.data.global_batches import GlobalBatches, evaluation_batches
+from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
 from common.data.source_checks import check_sources
 from common.dialogue import Template, build_template
 from common.ds_config import EngineOptions, build_train_config
-from common.models import LoraOptions, ModelOptions
+from common.models import LoraOptions, ModelOptions, plain_model
 from common.optim import build_optimizer, build_schedule
+from common.plugins import import_plugins
 from common.run_logger import RunLogger
+from common.varlen_attention import takes_flat
 
 
 def check_single_model(args: Any, options: DataOptions, problems: Problems) -> tuple[Any, Template]:
@@ -23,6 +25,7 @@ def check_single_model(args: Any, options: DataOptions, problems: Problems) -> t
 
     No model is loaded.
     """
+    import_plugins(args.plugins, problems)
     startup.check_run(args, {"--zero_stage": args.zero_stage}, problems)
     startup.check_positive(args, ["per_device_train_batch_size", "per_device_eval_batch_size"], problems)
     flag, name = "--model_name_or_path", args.model_name_or_path
@@ -43,9 +46,19 @@ def check_single_model(args: Any, options: DataOptions, problems: Problems) -> t
 
 
 def build_global_batches(
-    args: Any, dataset: Any, collate: Callable, lengths: Sequence[int] | None
+    args: Any, dataset: Any, collate: Callable, read_lengths: Callable[[], list[tuple[int, ...]]]
 ) -> GlobalBatches:
-    """Return the training batches of this rank; ValueError when the data do not fill one."""
+    """Return the training batches of this rank; ValueError when the data do not fill one.
+
+    `read_lengths` gives the lengths of every row's sequences; it is called where something depends on them.
+    """
+    is_cut_by_tokens = args.packed or args.max_tokens_per_micro_batch
+    row_lengths = read_lengths() if is_cut_by_tokens or args.group_by_length else []
+    budget = None
+    if is_cut_by_tokens:
+        num_sequences = max((len(lengths) for lengths in row_lengths), default=1)
+        most = args.per_device_train_batch_size * num_sequences * args.max_seq_len
+        budget = TokenBudget(row_lengths, args.max_tokens_per_micro_batch or most)
     return GlobalBatches(
         dataset,
         collate,
@@ -54,7 +67,8 @@ def build_global_batches(
         rank=distributed.rank(),
         world_size=distributed.world_size(),
         seed=args.seed,
-        group_lengths=lengths if args.group_by_length else None,
+        group_lengths=[max(lengths) for lengths in row_lengths] if args.group_by_length else None,
+        budget=budget,
     )
 
 
@@ -70,6 +84,14 @@ def held_out_batches(args: Any, dataset: Any, collate: Callable) -> Iterable:
     )
 
 
+def use_layout(batches: GlobalBatches, model: nn.Module, args: Any) -> bool:
+    """Return whether sequences stand end to end in this model's passes, and let the batches know."""
+    is_flat = args.packed and takes_flat(plain_model(model))
+    if batches.budget:
+        batches.budget.is_flat = is_flat
+    return is_flat
+
+
 def model_options(args: Any, ds_config: dict[str, Any], *, dropout: float | None) -> ModelOptions:
     """Return how the flags of a single-model program want their model loaded."""
     return ModelOptions(
@@ -80,6 +102,7 @@ def model_options(args: Any, ds_config: dict[str, Any], *, dropout: float | None
         pad_vocab_multiple=args.pad_vocab_multiple,
         trust_remote_code=args.trust_remote_code,
         ds_config=ds_config,
+        is_packed=args.packed,
     )
 
 

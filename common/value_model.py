@@ -3,23 +3,21 @@
 It *is* transformers' AutoModelForSequenceClassification with one label, so a saved reward model loads with
 plain `from_pretrained` and an SFT model, a base model or a reward model can all be its beginning.
 
-# B sequences, T positions
+# N places
 """
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from common.model_inputs import ModelInputs
 from common.models import (
     LoraOptions,
     ModelOptions,
     add_lora,
-    build_position_ids,
+    compute_hidden,
     draw_weight,
-    forward_accepts,
     load_pretrained,
     plain_model,
 )
@@ -39,30 +37,17 @@ class ValueModel(nn.Module):
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
         self.classifier = classifier
-        plain = plain_model(classifier)
-        backbone = getattr(plain, plain.base_model_prefix)
-        self.takes_position_ids = forward_accepts(backbone, "position_ids")
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return values (B, T) fp32: the head on every position's last hidden state."""
+    def forward(self, inputs: ModelInputs, places: torch.Tensor | None = None) -> torch.Tensor:
+        """Return values (N,) fp32 at `places` (N,) int64 of the inputs, rows end to end; by default those of
+        all tokens in the packed order.
+
+        A sequence's score is the value at its last token, end-of-turn token included: `inputs.last_places`.
+        It comes from the length, never from a search for PAD: PAD may be EOS.
+        """
         plain = plain_model(self.classifier)
-        inputs: dict[str, Any] = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "use_cache": False,
-        }
-        if self.takes_position_ids:
-            inputs["position_ids"] = build_position_ids(attention_mask)
-        hidden = getattr(plain, plain.base_model_prefix)(**inputs)[0]  # (B, T, H)
-        return plain.score(hidden).squeeze(-1)
-
-
-def gather_scores(values: torch.Tensor, last_positions: torch.Tensor) -> torch.Tensor:
-    """Return the score (B,) of each sequence: the value (of B, T) at its last real token, EOS included.
-
-    The position comes from the sequence's length, never from a search for PAD: PAD may be EOS.
-    """
-    return values.gather(1, last_positions.view(-1, 1)).squeeze(1)
+        hidden = compute_hidden(plain, inputs).flatten(0, 1)
+        return plain.score(hidden[inputs.token_places if places is None else places]).squeeze(-1)
 
 
 def load_value_model(

@@ -16,10 +16,11 @@ if not __package__:  # run as a script: import from the repository root, not fro
 from common import distributed, startup, training_loop
 from common.args import Problems, parse_args
 from common.checkpoint import save_adapter, save_export
-from common.data.collators import SFTCollator
+from common.data.collators import PackedSFTCollator, SFTCollator
 from common.data.data_options import DataOptions
 from common.data.stage_datasets import build_sft
 from common.models import add_lora, load_causal_lm
+from common.policy_model import PolicyModel
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
 
@@ -58,11 +59,15 @@ def main() -> None:
     # ---- data -------------------------------------------------------------------------------------------
     distributed.start(args.local_rank)
     distributed.seed_everything(args.seed)
-    collate = SFTCollator(tokenizer.pad_token_id)
+    pad = SFTCollator(tokenizer.pad_token_id)
     with startup.as_problem(problems):
         data = build_sft(options, tokenizer, template)
-        lengths = data.train.lengths("input_ids").tolist()
-        batches = training_loop.build_global_batches(args, data.train, collate, lengths)
+        batches = training_loop.build_global_batches(
+            args,
+            data.train,
+            PackedSFTCollator() if args.packed else pad,
+            lambda: [(length,) for length in data.train.lengths("input_ids").tolist()],
+        )
     num_steps = training_loop.count_steps(args, len(batches))
 
     # ---- model ------------------------------------------------------------------------------------------
@@ -71,16 +76,18 @@ def main() -> None:
             training_loop.model_options(args, ds_config, dropout=args.dropout), len(tokenizer)
         )
         model = add_lora(model, training_loop.lora_options(args), args.seed)
+        model = PolicyModel(model, num_valid_tokens=len(tokenizer))
         engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
     logger = training_loop.build_logger(args, COLUMNS, num_steps, data.report.lines())  # the first to write
 
     # ---- training ---------------------------------------------------------------------------------------
-    trainer = SFTTrainer(engine, num_valid_tokens=len(tokenizer), logger=logger)
+    is_flat = training_loop.use_layout(batches, model.causal_lm, args)
+    trainer = SFTTrainer(engine, is_flat=is_flat, logger=logger)
     metadata = {"step": "sft", "template": args.template}
 
     def evaluate(step: int) -> None:
         if len(data.eval):
-            held_out = training_loop.held_out_batches(args, data.eval, collate)
+            held_out = training_loop.held_out_batches(args, data.eval, pad)
             metadata["eval_perplexity"] = trainer.evaluate(step, held_out)
 
     training_loop.run_steps(batches, num_steps, trainer.train_step, evaluate, args.eval_interval)
@@ -88,8 +95,8 @@ def main() -> None:
     # ---- export -----------------------------------------------------------------------------------------
     if args.output_dir:
         folder = Path(args.output_dir)
-        save_export(folder / "export", engine.module, tokenizer, metadata=metadata)
-        save_adapter(folder / "adapter", engine.module)
+        save_export(folder / "export", model.causal_lm, tokenizer, metadata=metadata)
+        save_adapter(folder / "adapter", model.causal_lm)
         logger.note(f"saved {folder}/export")
     logger.close()
 

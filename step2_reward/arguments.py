@@ -6,6 +6,7 @@ from common.args import (
     REQUIRED,
     DataArguments,
     LoraArguments,
+    PackingArguments,
     RunArguments,
     ScheduleArguments,
     TokenizerArguments,
@@ -16,7 +17,13 @@ from common.args import (
 
 @dataclass
 class RewardArguments(
-    DataArguments, TokenizerArguments, LoraArguments, ScheduleArguments, TrainArguments, RunArguments
+    DataArguments,
+    TokenizerArguments,
+    LoraArguments,
+    ScheduleArguments,
+    TrainArguments,
+    PackingArguments,
+    RunArguments,
 ):
     """Reward modelling."""
 

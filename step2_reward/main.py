@@ -17,7 +17,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 from common import distributed, startup, training_loop
 from common.args import Problems, parse_args
 from common.checkpoint import save_adapter, save_export
-from common.data.collators import PairCollator
+from common.data.collators import PackedPairCollator, PairCollator
 from common.data.data_options import DataOptions
 from common.data.stage_datasets import build_pairs
 from common.value_model import load_value_model
@@ -48,10 +48,10 @@ def build_data_options(args: RewardArguments) -> DataOptions:
     )
 
 
-def pair_lengths(table: Any) -> list[int]:
-    """Return the tokens of each pair's longer answer, prompt included."""
+def pair_lengths(table: Any) -> list[tuple[int, int]]:
+    """Return the tokens of each pair's two answers, prompt included."""
     chosen, rejected = table.lengths("chosen_ids"), table.lengths("rejected_ids")
-    return [max(pair) for pair in zip(chosen.tolist(), rejected.tolist(), strict=True)]
+    return list(zip(chosen.tolist(), rejected.tolist(), strict=True))
 
 
 def main() -> None:
@@ -69,10 +69,13 @@ def main() -> None:
     # ---- data -------------------------------------------------------------------------------------------
     distributed.start(args.local_rank)
     distributed.seed_everything(args.seed)
-    collate = PairCollator(tokenizer.pad_token_id)
+    pad = PairCollator(tokenizer.pad_token_id)
     with startup.as_problem(problems):
         data = build_pairs(options, tokenizer, template)
-        batches = training_loop.build_global_batches(args, data.train, collate, pair_lengths(data.train))
+        collate = PackedPairCollator() if args.packed else pad
+        batches = training_loop.build_global_batches(
+            args, data.train, collate, lambda: pair_lengths(data.train)
+        )
     num_steps = training_loop.count_steps(args, len(batches))
 
     # ---- model ------------------------------------------------------------------------------------------
@@ -86,6 +89,7 @@ def main() -> None:
     # ---- training ---------------------------------------------------------------------------------------
     trainer = RewardTrainer(
         engine,
+        is_flat=training_loop.use_layout(batches, model.classifier, args),
         rank_loss=args.rank_loss,
         use_margin=args.use_margin,
         center_coef=args.center_coef,
@@ -95,7 +99,7 @@ def main() -> None:
 
     def evaluate(step: int) -> None:
         if len(data.eval):
-            held_out = training_loop.held_out_batches(args, data.eval, collate)
+            held_out = training_loop.held_out_batches(args, data.eval, pad)
             metadata["eval"] = trainer.evaluate(step, held_out)
 
     training_loop.run_steps(batches, num_steps, trainer.train_step, evaluate, args.eval_interval)

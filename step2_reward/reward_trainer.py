@@ -1,6 +1,6 @@
 """Training of step 2: a ranking loss on pairs, and what a reward model is judged by.
 
-# N pairs, T positions; rows 0..N-1 of a batch are the chosen answers, N..2N-1 the rejected ones
+# N pairs; a batch laid end to end holds each pair's chosen answer, then its rejected one
 """
 
 import time
@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from common import distributed
+from common.data.collators import Batch, pack_pairs
 from common.engine_step import LossTerm, update_engine
+from common.model_inputs import lay_out
 from common.run_logger import RunLogger
-from common.value_model import gather_scores
 from step2_reward.ranking_loss import center_penalty, end_score_loss, first_difference, token_wise_loss
 from step2_reward.ranking_metrics import expected_calibration_error, pair_accuracy, score_length_correlation
-
-Batch = dict[str, Any]
 
 
 class PairScores(NamedTuple):
@@ -24,30 +23,41 @@ class PairScores(NamedTuple):
 
     chosen: torch.Tensor  # (N,) fp32
     rejected: torch.Tensor  # (N,) fp32
-    values: torch.Tensor  # (2N, T) fp32
+    values: torch.Tensor  # (total,) fp32, of all tokens end to end
 
 
-def compute_pair_scores(model: Any, batch: Batch) -> PairScores:
-    """Return the scores of both answers: the value at the last real token, end-of-turn token included."""
-    device = distributed.device()
-    values = model(batch["input_ids"].to(device), batch["attention_mask"].to(device))
-    scores = gather_scores(values, batch["lengths"].to(device) - 1)
-    return PairScores(*scores.chunk(2), values)
+def compute_pair_scores(model: Any, batch: Batch, *, is_flat: bool = False) -> PairScores:
+    """Return the scores of both answers: the value at the last real token, end-of-turn token included.
+
+    `model` is a ValueModel or its engine.
+    """
+    packed = pack_pairs(batch).to(distributed.device())
+    lengths = packed.lengths["input_ids"]
+    inputs = lay_out(packed.data["input_ids"], lengths, is_flat=is_flat, device=distributed.device())
+    values = model(inputs)
+    scores = values[lengths.to(values.device).cumsum(0) - 1]
+    return PairScores(scores[0::2], scores[1::2], values)
 
 
 def compute_pair_losses(
     batch: Batch, scores: PairScores, *, rank_loss: str, use_margin: bool
 ) -> torch.Tensor:
     """Return the ranking loss (N,) of each pair."""
-    device = scores.values.device
+    packed = pack_pairs(batch).to(scores.values.device)
     if rank_loss == "end_score":
-        margin = batch["margins"].to(device) if use_margin else 0.0
-        return end_score_loss(scores.chosen, scores.rejected, margin)
-    chosen_ids, rejected_ids = batch["input_ids"].to(device).chunk(2)
-    chosen_lengths, rejected_lengths = batch["lengths"].to(device).chunk(2)
-    divergence = first_difference(chosen_ids, rejected_ids, chosen_lengths, rejected_lengths)
-    chosen_values, rejected_values = scores.values.chunk(2)
-    return token_wise_loss(chosen_values, rejected_values, chosen_lengths, rejected_lengths, divergence).loss
+        return end_score_loss(
+            scores.chosen, scores.rejected, packed.numbers("margins") if use_margin else 0.0
+        )
+    ids, _ = packed.pad("input_ids")
+    values, _ = packed.with_key("values", scores.values, like="input_ids").pad("values")
+    lengths = packed.lengths["input_ids"].to(ids.device)
+    divergence = first_difference(ids[0::2], ids[1::2], lengths[0::2], lengths[1::2])
+    return token_wise_loss(values[0::2], values[1::2], lengths[0::2], lengths[1::2], divergence).loss
+
+
+def count_pairs(batch: Batch) -> int:
+    """Return the pairs of a batch."""
+    return len(pack_pairs(batch))
 
 
 def judge_pairs(chosen: torch.Tensor, rejected: torch.Tensor, lengths: torch.Tensor) -> dict[str, float]:
@@ -68,13 +78,17 @@ def judge_pairs(chosen: torch.Tensor, rejected: torch.Tensor, lengths: torch.Ten
 
 
 @torch.no_grad()
-def evaluate_pairs(model: Any, batches: Iterable[tuple[Batch, torch.Tensor]]) -> dict[str, float]:
+def evaluate_pairs(
+    model: Any, batches: Iterable[tuple[Batch, torch.Tensor]], *, is_flat: bool = False
+) -> dict[str, float]:
     """Return `judge_pairs` over the rows of all ranks, and their number. Every rank must call this."""
     columns: list[tuple[torch.Tensor, ...]] = []
     for batch, is_real in batches:
-        scores = compute_pair_scores(model, batch)
-        lengths = (batch["lengths"] - batch["response_starts"]).chunk(2)
-        columns.append(tuple(x.cpu()[is_real] for x in (scores.chosen, scores.rejected, *lengths)))
+        scores = compute_pair_scores(model, batch, is_flat=is_flat)
+        packed = pack_pairs(batch)
+        lengths = packed.lengths["input_ids"] - packed.data["response_starts"]
+        found = (scores.chosen, scores.rejected, lengths[0::2], lengths[1::2])
+        columns.append(tuple(x.cpu()[is_real] for x in found))
     gathered = [row for rank_rows in distributed.gather_objects(columns) for row in rank_rows]
     chosen, rejected, chosen_lengths, rejected_lengths = (torch.cat(c) for c in zip(*gathered, strict=True))
     return judge_pairs(chosen, rejected, torch.cat([chosen_lengths, rejected_lengths])) | {
@@ -86,19 +100,28 @@ class RewardTrainer:
     """Moves an engine by the mean ranking loss over the global batch's pairs."""
 
     def __init__(
-        self, engine: Any, *, rank_loss: str, use_margin: bool, center_coef: float, logger: RunLogger
+        self,
+        engine: Any,
+        *,
+        is_flat: bool,
+        rank_loss: str,
+        use_margin: bool,
+        center_coef: float,
+        logger: RunLogger,
     ) -> None:
-        self.engine, self.logger = engine, logger
+        self.engine, self.is_flat, self.logger = engine, is_flat, logger
         self.rank_loss, self.use_margin, self.center_coef = rank_loss, use_margin, center_coef
 
     def train_step(self, step: int, micro_batches: list[Batch]) -> float:
         """Do optimizer step `step` (from 1), log it, return its loss. Every rank must call this."""
         started = time.monotonic()
         self.engine.train()
-        term = LossTerm("reward/loss", micro_batches, self._compute_sums, lambda b: len(b["margins"]))
+        term = LossTerm("reward/loss", micro_batches, self._compute_sums, count_pairs)
         means = update_engine(self.engine, [term])
         seconds = time.monotonic() - started
-        num_tokens = distributed.sum_float(sum(float(b["attention_mask"].sum()) for b in micro_batches))
+        num_tokens = distributed.sum_float(
+            sum(float(len(pack_pairs(batch).data["input_ids"])) for batch in micro_batches)
+        )
         self.logger.log(
             step,
             {
@@ -114,12 +137,12 @@ class RewardTrainer:
     def evaluate(self, step: int, batches: Iterable[tuple[Batch, torch.Tensor]]) -> dict[str, float]:
         """Return and log the held-out figures. Every rank must call this."""
         self.engine.eval()
-        figures = evaluate_pairs(self.engine, batches)
+        figures = evaluate_pairs(self.engine, batches, is_flat=self.is_flat)
         self.logger.log_event(step, {f"reward/eval_{name}": value for name, value in figures.items()})
         return figures
 
     def _compute_sums(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        scores = compute_pair_scores(self.engine, batch)
+        scores = compute_pair_scores(self.engine, batch, is_flat=self.is_flat)
         losses = compute_pair_losses(batch, scores, rank_loss=self.rank_loss, use_margin=self.use_margin)
         if self.center_coef:
             losses = losses + self.center_coef * center_penalty(scores.chosen, scores.rejected)

@@ -2,7 +2,15 @@
 
 from dataclasses import dataclass
 
-from common.args import REQUIRED, DataArguments, RunArguments, ScheduleArguments, TokenizerArguments, flag
+from common.args import (
+    REQUIRED,
+    DataArguments,
+    PackingArguments,
+    RunArguments,
+    ScheduleArguments,
+    TokenizerArguments,
+    flag,
+)
 
 
 @dataclass
@@ -19,6 +27,7 @@ class PromptArguments:
     temperature: float = flag(1.0, "sampling temperature; log-probabilities are taken at it too")
     top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all")
     top_p: float = flag(1.0, "sample from the smallest set of tokens with this probability")
+    num_samples_per_prompt: int = flag(1, "responses sampled for each prompt: a group")
 
 
 @dataclass
@@ -26,7 +35,11 @@ class RoleArguments:
     """The four models: where they come from, how they are trained and placed."""
 
     actor_model_name_or_path: str = flag(REQUIRED, "SFT model; also the reference")
-    critic_model_name_or_path: str = flag(REQUIRED, "reward model that the critic begins as")
+    critic_model_name_or_path: str = flag(
+        "",
+        "what the critic begins as: a reward model, or with --reward also a language model, which gets a new "
+        "head; empty with --reward: the actor's; algorithms without a critic need none",
+    )
     reward_model_name_or_path: str = flag("", "reward model that scores; empty: the critic's")
     actor_learning_rate: float = flag(9.65e-6, "peak learning rate of the actor")
     critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic")
@@ -66,18 +79,28 @@ class RolloutArguments:
     generation_batches: int = flag(1, "generation batches per PPO step")
     per_device_training_batch_size: int = flag(16, "samples per rank and micro-batch of the update")
     ppo_epochs: int = flag(1, "passes over the samples of a step, reshuffled each time")
+    rollout_staleness: int = flag(0, "train on rollouts of so many PPO steps ago")
+    dynamic_sampling_rounds: int = flag(
+        0, "replace prompts whose responses all have one score by new prompts, up to so many times a step"
+    )
     num_warmup_steps: int = flag(100, "optimizer steps of linear warm-up")
 
 
 @dataclass
-class PPOMathArguments:
-    """Rewards, advantages and losses."""
+class ScoreArguments:
+    """Where scores come from, and what becomes of them before the KL penalty."""
 
-    algorithm: str = flag("ppo", "how advantages are made")
-    kl_coef: float = flag(0.1, "weight of the KL penalty to the reference in the reward")
-    kl_estimator: str = flag("k1", "estimate of the KL", choices=("k1", "k2", "k3"))
-    kl_target: float = flag(0.0, "steer kl_coef towards this KL (nats a response); 0: it stays fixed")
-    kl_horizon: int = flag(10000, "samples over which kl_coef is steered")
+    reward: list[str] = flag(
+        [],
+        "scores: [WEIGHT*]model:PATH, classifier:PATH[:LABEL], function:MODULE:NAME or http://...; several "
+        "are added up, one of weight 0 is only logged; empty: the reward model",
+    )
+    reward_timeout_seconds: float = flag(60.0, "how long a function or a server may take for a batch")
+    reward_processes: int = flag(0, "processes that a plain reward function runs in; 0: in this one")
+    reward_batch_size: int = flag(64, "samples given to a classifier, a function or a server at a time")
+    min_reward_accuracy: float = flag(
+        0.6, "warn before the start when a reward model's held-out accuracy is lower"
+    )
     reward_clip: float = flag(5.0, "scores are clipped to +- this; 0: never")
     whiten_scores: bool = flag(False, "scale each step's scores to mean 0 and deviation 1 before clipping")
     length_reward_coef: float = flag(
@@ -85,18 +108,73 @@ class PPOMathArguments:
         "taken off the score of an empty response, less for a longer one, up to length_reward_tokens",
     )
     length_reward_tokens: int = flag(0, "response tokens from which nothing is taken off any more")
+    overlong_penalty: float = flag(
+        0.0, "taken off the score of a response of full length, less inside the last overlong_buffer_tokens"
+    )
+    overlong_buffer_tokens: int = flag(0, "tokens before max_answer_seq_len in which that penalty grows")
     truncated: str = flag(
         "score",
         "a response cut by max_answer_seq_len: is scored as it is, also gets the critic's value of what "
-        "would follow, or gets truncated_penalty in place of a score",
-        choices=("score", "bootstrap", "penalty"),
+        "would follow, gets truncated_penalty in place of a score, or counts in no loss",
+        choices=("score", "bootstrap", "penalty", "mask"),
     )
     truncated_penalty: float = flag(-1.0, "the score of a cut response under --truncated penalty")
+
+
+@dataclass
+class PPOMathArguments:
+    """Advantages and losses."""
+
+    algorithm: str = flag(
+        "ppo",
+        "how advantages are made: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, one that "
+        "--plugins registers, or MODULE:FUNCTION",
+    )
+    kl_coef: float = flag(0.1, "weight of the KL penalty to the reference")
+    kl_in: str = flag(
+        "", "where that penalty goes; empty: where the algorithm has it", choices=("", "reward", "loss")
+    )
+    kl_estimator: str = flag(
+        "", "estimate of the KL; empty: k1 in the reward, k3 in the loss", choices=("", "k1", "k2", "k3")
+    )
+    kl_target: float = flag(0.0, "steer kl_coef towards this KL (nats a response); 0: it stays fixed")
+    kl_horizon: int = flag(10000, "samples over which kl_coef is steered")
     gamma: float = flag(1.0, "discount of later rewards")
     gae_lambda: float = flag(0.95, "lambda of generalised advantage estimation")
-    whiten_advantages: bool = flag(True, "scale each step's advantages to mean 0 and deviation 1")
+    adv_norm: str = flag(
+        "",
+        "scale advantages to mean 0 and deviation 1 over the step or over each prompt's responses; empty: as "
+        "the algorithm does",
+        choices=("", "none", "batch", "group"),
+    )
     clip_range: float = flag(0.2, "the ratio's gradient ends outside 1 +- this")
+    clip_range_high: float = flag(0.0, "another range above 1; 0: clip_range")
+    c_clip: float = flag(0.0, "dual clip: a negative advantage costs at most this times itself; 0: no limit")
+    loss_aggregation: str = flag(
+        "",
+        "a policy loss is the mean over tokens, the mean over responses of their means, or the sum over "
+        "tokens by the number of responses times max_answer_seq_len; empty: as the algorithm does",
+        choices=("", "token", "sequence", "constant"),
+    )
+    use_decoupled_loss: bool = flag(
+        False, "clip around the policy before the updates, and weigh by what it was to the sampler"
+    )
+    behav_imp_weight_cap: float = flag(0.0, "tokens with a larger such weight count nothing; 0: no limit")
+    early_stop_kl: float = flag(
+        0.0, "end a step's updates when a minibatch has moved by this KL a token; 0: never"
+    )
+    early_stop_imp_ratio: float = flag(
+        0.0, "end a step's updates when a minibatch's mean ratio is above this; 0: never"
+    )
     value_clip_range: float = flag(0.2, "the critic moves at most this far from its old value; 0: no limit")
+    value_loss: str = flag("mse", "squared error, or Huber's", choices=("mse", "huber"))
+    value_norm: str = flag(
+        "none",
+        "let the critic learn returns scaled by their running mean and deviation: an exponential average or "
+        "that of all",
+        choices=("none", "exp", "ma"),
+    )
+    value_norm_beta: float = flag(0.99995, "how much of the exponential average a step keeps")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     old_logprobs: str = flag(
         "auto",
@@ -106,6 +184,9 @@ class PPOMathArguments:
     )
     max_logprob_gap: float = flag(
         1e-3, "mean difference a token, in nats, up to which the sampler is trusted"
+    )
+    replay_sampling_support: bool = flag(
+        False, "with top_k or top_p, take probabilities among the tokens that could be sampled, everywhere"
     )
 
 
@@ -146,6 +227,8 @@ class PPOArguments(
     RoleArguments,
     RolloutArguments,
     ScheduleArguments,
+    PackingArguments,
+    ScoreArguments,
     PPOMathArguments,
     HybridArguments,
     RunArguments,

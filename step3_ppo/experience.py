@@ -1,117 +1,143 @@
-"""What one PPO step has seen: prompts, responses, and their numbers, as one record of tensors.
+"""What one PPO step has seen: packed as it is kept and sent, padded as algorithms read it.
 
-# B sequences, P prompt, R response, T = P + R
+A step's record is a PackedBatch with one item a response, in the order of the sample ids. Its keys are the
+fields of `Experience` of one number a token, laid end to end, and of one number a response; prompt_ids too.
+
+# B responses, R tokens of the longest, total response tokens of all
 """
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from common import distributed
+from common.data.micro_batches import plan_micro_batches
+from common.data.packed_batch import PackedBatch
 
 
 @dataclass(frozen=True)
 class Experience:
-    """Left-padded prompts with their responses to the right; every rank holds the whole step's.
+    """The responses of a step as algorithms see them, right-padded, on the CPU; every rank holds all of them.
 
-    `old_` was computed at the rollout, `ref_` by the frozen reference. Nothing behind a response counts.
+    `old_` was computed at the rollout, `ref_` by the frozen reference. Rows are in the order of their sample
+    ids, those of a group next to each other. Nothing outside `response_mask` counts: it may hold any number.
     """
 
-    sample_ids: (
-        torch.Tensor
-    )  # (B,) int64, the place in the run's sequence of prompts: the same for any rank count
-    prompt_ids: torch.Tensor  # (B, P) int64
-    prompt_mask: torch.Tensor  # (B, P) bool
+    sample_ids: torch.Tensor  # (B,) int64, the place in the run's sequence of responses, for any rank count
+    group_ids: torch.Tensor  # (B,) int64, one for all responses to a prompt
     response_ids: torch.Tensor  # (B, R) int64
     response_mask: torch.Tensor  # (B, R) bool, stop token included
     is_finished: torch.Tensor  # (B,) bool, False where the length limit cut the response
+    versions: torch.Tensor  # (B, R) int64, PPO steps that the policy had made when it sampled the token
     rollout_logprobs: torch.Tensor  # (B, R) fp32, the sampler's own
-    old_logprobs: torch.Tensor  # (B, R) fp32, what the ratio is taken to
+    old_logprobs: torch.Tensor  # (B, R) fp32, of the policy that sampled: what the ratio is taken to
     ref_logprobs: torch.Tensor  # (B, R) fp32
-    old_values: torch.Tensor  # (B, R) fp32, of the state before each token
-    next_values: torch.Tensor  # (B,) fp32, of the state after the last token; counts only for a cut response
-    scores: torch.Tensor  # (B,) fp32, as the reward model gave them
-    rewards: torch.Tensor | None = None  # (B, R) fp32
-    advantages: torch.Tensor | None = None  # (B, R) fp32
-    returns: torch.Tensor | None = None  # (B, R) fp32
+    scores: torch.Tensor  # (B,) fp32, as the rewards gave them, weighted and added up
+    old_values: torch.Tensor | None = None  # (B, R) fp32, of the state before each token; None: no critic
+    next_values: torch.Tensor | None = None  # (B,) fp32, of the state after the last token
+    prox_logprobs: torch.Tensor | None = None  # (B, R) fp32, of the policy before the step's updates
+    rewards: torch.Tensor | None = None  # (B, R) fp32, filled in by the algorithm
+    advantages: torch.Tensor | None = None  # (B, R) fp32, filled in by the algorithm
+    returns: torch.Tensor | None = None  # (B, R) fp32, filled in by an algorithm with a critic
+    loss_mask: torch.Tensor | None = None  # (B, R) bool, tokens that losses count; None: response_mask
 
     @property
     def response_lengths(self) -> torch.Tensor:
         """Return the response tokens (B,) int64, stop token included."""
         return self.response_mask.sum(1)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the fields that are there, by name."""
-        return {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) is not None}
 
-    def select(self, indexes: torch.Tensor) -> "Experience":
-        """Return the rows of `indexes`, with the columns that none of them uses cut off."""
-        rows = {name: value[indexes] for name, value in self.tensors().items()}
-        num_prompt = int(rows["prompt_mask"].sum(1).max())
-        num_response = max(int(rows["response_mask"].sum(1).max()), 1)
-        for name, value in rows.items():
-            if name.startswith("prompt_"):
-                rows[name] = value[:, value.shape[1] - num_prompt :]
-            elif value.dim() == 2:
-                rows[name] = value[:, :num_response]
-        return Experience(**rows)
-
-    def to(self, device: torch.device | str) -> "Experience":
-        """Return the record on another device."""
-        return Experience(**{name: value.to(device) for name, value in self.tensors().items()})
+TOKEN_FIELDS = (
+    "response_ids", "versions", "rollout_logprobs", "old_logprobs", "ref_logprobs", "old_values",
+    "prox_logprobs",
+)  # fmt: skip
+RESPONSE_FIELDS = ("group_ids", "is_finished", "scores", "next_values")
+RESULT_FIELDS = ("rewards", "advantages", "returns", "loss_mask")  # what algorithms fill in, a number a token
 
 
-def concatenate(parts: Sequence[Experience]) -> Experience:
-    """Return all rows by sample id, prompts padded on the left and responses on the right."""
-    num_prompt = max(p.prompt_ids.shape[1] for p in parts)
-    num_response = max(p.response_ids.shape[1] for p in parts)
-    columns: dict[str, list[torch.Tensor]] = {}
-    for part in parts:
-        for name, value in part.tensors().items():
-            if name.startswith("prompt_"):
-                value = F.pad(value, (num_prompt - value.shape[1], 0))
-            elif value.dim() == 2:
-                value = F.pad(value, (0, num_response - value.shape[1]))
-            columns.setdefault(name, []).append(value)
-    whole = {name: torch.cat(values) for name, values in columns.items()}
-    order = whole["sample_ids"].argsort()
-    return Experience(**{name: value[order] for name, value in whole.items()})
+def read_experience(record: PackedBatch) -> Experience:
+    """Return a step's record as algorithms see it."""
+    fields = {name: record.pad(name)[0] for name in TOKEN_FIELDS if name in record.data}
+    fields |= {name: record.numbers(name) for name in RESPONSE_FIELDS if name in record.data}
+    _, response_mask = record.pad("response_ids")
+    return Experience(sample_ids=torch.tensor(record.ids), response_mask=response_mask, **fields)
 
 
-def gather_experience(parts: Sequence[Experience]) -> Experience:
-    """Return the step's experience of all ranks, on the CPU. Every rank must call this.
+def add_results(record: PackedBatch, experience: Experience) -> PackedBatch:
+    """Return the record with what an algorithm has filled in."""
+    mask = experience.response_mask
+    for name in RESULT_FIELDS:
+        padded = getattr(experience, name)
+        if padded is None and name == "loss_mask":
+            padded = mask
+        if padded is not None:
+            record = record.with_key(name, padded[mask], like="response_ids")
+    return record
 
-    It is small (a few numbers a token), and once every rank holds it, advantages and minibatches are the
-    same for any number of ranks.
+
+def gather_records(local: PackedBatch) -> PackedBatch:
+    """Return the responses of all ranks by sample id. Every rank must call this.
+
+    They are small (a few numbers a token), and once every rank holds all, advantages and minibatches are the
+    same for any number of ranks, and a group is whole everywhere.
     """
-    local = concatenate([part.to("cpu") for part in parts])
-    return concatenate(distributed.gather_objects(local))
+    whole = PackedBatch.gather(distributed.gather_objects(local))
+    order = sorted(range(len(whole)), key=lambda item: whole.ids[item])
+    return whole.select(order)
+
+
+def sequence_lengths(record: PackedBatch) -> list[tuple[int]]:
+    """Return the tokens of each prompt with its response."""
+    return [(n,) for n in (record.lengths["prompt_ids"] + record.lengths["response_ids"]).tolist()]
+
+
+@dataclass(frozen=True)
+class TokenCap:
+    """How many tokens a forward pass may take; `is_flat`: sequences stand end to end there."""
+
+    max_tokens: int
+    is_flat: bool = False
+
+    def cut(self, record: PackedBatch) -> list[PackedBatch]:
+        """Return this rank's micro-batches of a record that all ranks hold; every rank gets as many."""
+        plan = plan_micro_batches(
+            sequence_lengths(record),
+            num_ranks=distributed.world_size(),
+            max_tokens=self.max_tokens,
+            is_flat=self.is_flat,
+        )
+        return [record.select(items) for items in plan[distributed.rank()]]
 
 
 @dataclass(frozen=True)
 class MinibatchPlan:
-    """How a step's samples are cut: `rows` a rank and micro-batch, `accumulation` of those an update."""
+    """How a step's responses are cut: `rows` a rank and micro-batch, `accumulation` of those an update.
+
+    With a `cap` an update has as many responses, but its micro-batches are cut by tokens.
+    """
 
     rows: int
     accumulation: int
     epochs: int
     seed: int
+    cap: TokenCap | None = None
 
-    def minibatches(self, experience: Experience, step: int) -> Iterator[list[Experience]]:
+    def minibatches(self, record: PackedBatch, step: int) -> Iterator[list[PackedBatch]]:
         """Yield this rank's micro-batches of every optimizer step, reshuffled by (seed, step, epoch).
 
-        The samples of an optimizer step do not depend on the number of ranks or on the accumulation.
+        The responses of an optimizer step do not depend on the number of ranks, on the accumulation or on the
+        cut into micro-batches.
         """
         rank, world_size = distributed.rank(), distributed.world_size()
-        num_samples = len(experience.sample_ids)
         size = self.rows * self.accumulation * world_size
         for epoch in range(self.epochs):
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) * 101 + epoch)
-            order = torch.randperm(num_samples, generator=generator)
-            for first in range(0, num_samples - size + 1, size):
+            order = torch.randperm(len(record), generator=generator)
+            for first in range(0, len(record) - size + 1, size):
                 chosen = order[first : first + size]
+                if self.cap:
+                    yield self.cap.cut(record.select(chosen))
+                    continue
                 starts = [(a * world_size + rank) * self.rows for a in range(self.accumulation)]
-                yield [experience.select(chosen[s : s + self.rows]) for s in starts]
+                yield [record.select(chosen[s : s + self.rows]) for s in starts]

@@ -23,6 +23,7 @@ from common.decode_state import SamplingOptions
 from common.generate import DEFAULT_SLOTS, Generation, Generator
 from common.inference_module import InferenceModule
 from common.models import plain_model
+from common.policy_model import language_model
 from common.tp_module import cut_module
 from common.tp_plans import Cut, NoPlan, build_cuts
 from common.trained_weights import TrainedWeight, trained_weights
@@ -59,20 +60,21 @@ class HybridEngine:
     def __init__(self, engine: Any, options: HybridOptions) -> None:
         self.engine, self.options = engine, options
         self.costs = SwitchCosts()
-        self._weights = trained_weights(engine.module)
+        self.module = language_model(engine.module)
+        self._weights = trained_weights(self.module)
         self.is_sharded = any(is_sharded(w.parameter) for w in self._weights.values())
         self.is_gathered_by_layer = options.enabled and self.is_sharded and not options.pin_parameters
         self._cuts: dict[str, Cut] = {}
         if self.is_gathered_by_layer:
             self.layout = TPLayout(distributed.world_size(), 1, distributed.rank())
             self.groups = TPGroups(self.layout)
-            self.inference_module: nn.Module = engine.module
+            self.inference_module: nn.Module = self.module
         else:
             self._build_inference_module()
         self.generator = self._build_generator()
 
     def _build_inference_module(self) -> None:
-        self._inference = InferenceModule(plain_model(self.engine.module), distributed.device())
+        self._inference = InferenceModule(plain_model(self.module), distributed.device())
         self.inference_module = module = self._inference.module
         tp_size = self.options.inference_tp_size if self.options.enabled else 1
         try:
@@ -115,15 +117,15 @@ class HybridEngine:
 
         Every rank must enter it together; inside, only ranks of a tensor-parallel group need keep step.
         """
-        was_training = self.engine.module.training
+        was_training = self.module.training
         if self.is_gathered_by_layer:
-            self.engine.module.eval()
+            self.module.eval()
         try:
             self._enter()
             yield self.inference_module
         finally:
             self._leave()
-            self.engine.module.train(was_training)
+            self.module.train(was_training)
 
     def _enter(self) -> None:
         started = time.monotonic()

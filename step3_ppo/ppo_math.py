@@ -1,10 +1,11 @@
 """The mathematics of PPO for language models. PURE: imports torch only.
 
-Rewards, advantages, losses and KL estimates, unreduced: the caller sums them over the global batch and
-divides by its number of response tokens. Everything is computed in fp32 or better and returned as fp32.
-What stands outside `response_mask` is never read, NaN included, and comes out as 0.
+Rewards, advantages, losses and KL estimates, unreduced: the caller sums them, weighed by `loss_weights`, over
+the global batch. Everything is computed in fp32 or better and returned as fp32. What stands outside a mask is
+never read, NaN included, and comes out as 0. `group_math.py` has what compares the responses to one prompt.
 
-# B sequences, R response; response_mask (B, R) bool, True for the response, its end token included
+# B sequences, R response; N tokens of any layout, flat or (B, R)
+# response_mask (B, R) bool, True for the response, its end token included; mask (N) bool, tokens that count
 """
 
 import math
@@ -14,22 +15,29 @@ from typing import Literal, NamedTuple
 import torch
 
 KLEstimator = Literal["k1", "k2", "k3"]
+Aggregation = Literal["token", "sequence", "constant"]
+ValueLoss = Literal["mse", "huber"]
 
 
 class PolicyLossTerms(NamedTuple):
-    """One entry a token, 0 or False outside the mask; only `loss` has a gradient."""
+    """One entry a token, 0 or False outside the mask; only `loss` has a gradient.
 
-    loss: torch.Tensor  # (B, R) fp32
-    ratio: torch.Tensor  # (B, R) fp32, new probability / old probability
-    is_clipped: torch.Tensor  # (B, R) bool, True where the clipping takes the gradient away
-    approx_kl: torch.Tensor  # (B, R) fp32, k3 estimate of KL(old || new), at least 0
+    "prox" is the old policy where the loss is not decoupled.
+    """
+
+    loss: torch.Tensor  # (N) fp32
+    ratio: torch.Tensor  # (N) fp32, new probability / prox probability
+    is_clipped: torch.Tensor  # (N) bool, True where the clipping takes the gradient away
+    approx_kl: torch.Tensor  # (N) fp32, k3 estimate of KL(prox || new), at least 0
+    behav_kl: torch.Tensor  # (N) fp32, log(prox / old probability); 0 where capped, or without prox
+    behav_imp_weight: torch.Tensor  # (N) fp32, prox / old probability; 0 where capped, or without prox
 
 
 class ValueLossTerms(NamedTuple):
     """One entry a token, 0 or False outside the mask; only `loss` has a gradient."""
 
-    loss: torch.Tensor  # (B, R) fp32
-    is_clipped: torch.Tensor  # (B, R) bool, True where the clipping takes the gradient away
+    loss: torch.Tensor  # (N) fp32
+    is_clipped: torch.Tensor  # (N) bool, True where the clipping takes the gradient away
 
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
@@ -110,69 +118,160 @@ def generalized_advantages(
     return advantages.float(), returns.float()
 
 
+@torch.no_grad()
+def discounted_returns(rewards: torch.Tensor, response_mask: torch.Tensor, *, gamma: float) -> torch.Tensor:
+    """Return the reward to go G_t = r_t + gamma G_t+1 of each token: (B, R) fp32, 0 outside the mask.
+
+    rewards (B, R). REINFORCE, and the advantage of REINFORCE++ before its normalisation.
+    """
+    # GAE with lambda 1 and a critic that knows nothing.
+    no_values = torch.zeros_like(rewards)
+    return generalized_advantages(rewards, no_values, response_mask, gamma=gamma, gae_lambda=1.0)[0]
+
+
 def policy_loss_terms(
     new_logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
     advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    mask: torch.Tensor,
     *,
     clip_range: float,
     clip_range_high: float | None = None,
     dual_clip: float | None = None,
+    prox_logprobs: torch.Tensor | None = None,
+    behav_imp_weight_cap: float | None = None,
 ) -> PolicyLossTerms:
     """Return the clipped surrogate loss of each token, max(-A ratio, -A clamp(ratio, 1 - clip, 1 + clip)).
 
-    All (B, R). A ratio that has reached its bound in the direction that the advantage rewards gets no
-    gradient; only `new_logprobs` ever gets one. PPO, arXiv:1707.06347 eq. 7. `clip_range_high` is another
-    range above 1 (DAPO, arXiv:2503.14476); `dual_clip` > 1 bounds the loss of a negative advantage by -A
-    dual_clip (arXiv:1912.09729).
+    All (N). A ratio that has reached its bound in the direction that the advantage rewards gets no gradient;
+    only `new_logprobs` ever gets one. PPO, arXiv:1707.06347 eq. 7. 0 or None leaves these out:
+    `clip_range_high` is another range above 1 (DAPO, arXiv:2503.14476); `dual_clip` > 1 bounds the loss of a
+    negative advantage by -A dual_clip (arXiv:1912.09729).
+
+    With `prox_logprobs`, of the policy before the updates, the loss is decoupled (AReaL, arXiv:2505.24298):
+    the ratio is taken to that policy, and the loss weighs prox / old probability, a constant. A token whose
+    weight exceeds `behav_imp_weight_cap` (0 or None: none does) has loss and `behav_` entries of 0.
     """
-    mask = response_mask.bool()
+    mask = mask.bool()
     advantages = torch.where(mask, advantages.detach().float(), 0.0)
-    old_logprobs = old_logprobs.detach().float()
-    log_ratio = torch.where(mask, new_logprobs.float() - old_logprobs, 0.0)
+    old = torch.where(mask, old_logprobs.detach().float(), 0.0)
+    is_decoupled = prox_logprobs is not None
+    prox = torch.where(mask, prox_logprobs.detach().float(), 0.0) if is_decoupled else old
+    cap = behav_imp_weight_cap if is_decoupled and behav_imp_weight_cap else math.inf
+    has_weight = mask & ~((prox - old).exp() > cap)  # a NaN that counts must show, not be capped
+    behav_kl = torch.where(has_weight, prox - old, 0.0)
+    weight = torch.where(has_weight, behav_kl.exp(), 0.0)
+
+    log_ratio = torch.where(mask, new_logprobs.float() - prox, 0.0)
     ratio = log_ratio.detach().exp()
-    low, high = 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
-    is_above = (advantages > 0) & (ratio >= high)
-    is_below = (advantages < 0) & (ratio <= low)
-    bound = torch.where(is_above, high, low)
-    is_clipped = is_above | is_below
-    if dual_clip is not None:
-        is_too_bad = (advantages < 0) & (ratio >= dual_clip)
-        bound = torch.where(is_too_bad, dual_clip, bound)
-        is_clipped = is_clipped | is_too_bad
-    # The inner where keeps a huge clipped ratio, whose gradient would be 0 * inf, out of the graph.
-    unclipped_ratio = torch.where(is_clipped, 0.0, log_ratio).exp()
-    loss = -advantages * torch.where(is_clipped, bound, unclipped_ratio)
+    high = 1 + (clip_range_high or clip_range)
+    is_clipped, bound = _clip(ratio, advantages, low=1 - clip_range, high=high, dual_clip=dual_clip)
+    # The inner where keeps a huge ratio that gets no gradient out of the graph: it would be 0 * inf there.
+    unclipped_ratio = torch.where(is_clipped | ~has_weight, 0.0, log_ratio).exp()
+    loss = -advantages * torch.where(is_clipped, bound, unclipped_ratio) * weight
     with torch.no_grad():
         approx_kl = kl_estimate(-log_ratio, torch.zeros_like(log_ratio), "k3")
-    return PolicyLossTerms(loss, torch.where(mask, ratio, 0.0), is_clipped, approx_kl)
+    shown_weight = weight if is_decoupled else torch.zeros_like(weight)
+    return PolicyLossTerms(loss, torch.where(mask, ratio, 0.0), is_clipped, approx_kl, behav_kl, shown_weight)
+
+
+def _clip(
+    ratio: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float, dual_clip: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (whether the ratio gets no gradient, what stands in for it there)."""
+    is_above = (advantages > 0) & (ratio >= high)
+    is_below = (advantages < 0) & (ratio <= low)
+    is_clipped, bound = is_above | is_below, torch.where(is_above, high, low)
+    if dual_clip:
+        is_too_bad = (advantages < 0) & (ratio >= dual_clip)
+        is_clipped, bound = is_clipped | is_too_bad, torch.where(is_too_bad, dual_clip, bound)
+    return is_clipped, bound
+
+
+def kl_loss_terms(
+    new_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor, estimator: KLEstimator
+) -> torch.Tensor:
+    """Return `kl_estimate` of each token as a loss: (N) fp32, 0 outside the mask.
+
+    All (N). Only `new_logprobs` gets a gradient: that of the value, the draw of the token held fixed. So, for
+    tokens drawn from the policy: the gradient of k1 has mean 0, it regularises nothing; that of k2 is the
+    gradient of KL(policy || reference); that of k3, which GRPO uses, is the gradient of
+    KL(reference || policy), the same to first order. Liu et al. 2025, arXiv:2510.01555.
+
+    Raises ValueError for another name.
+    """
+    mask = mask.bool()
+    # A masked entry becomes 0 before anything is computed from it, so that its NaN reaches no gradient.
+    new, ref = (torch.where(mask, x.double(), 0.0) for x in (new_logprobs, ref_logprobs.detach()))
+    return kl_estimate(new, ref, estimator)
 
 
 def value_loss_terms(
     new_values: torch.Tensor,
     old_values: torch.Tensor,
     returns: torch.Tensor,
-    response_mask: torch.Tensor,
+    mask: torch.Tensor,
     *,
     clip_range: float | None,
+    kind: ValueLoss = "mse",
+    huber_delta: float = 1.0,
 ) -> ValueLossTerms:
-    """Return 0.5 max((V - G)^2, (clamp(V, V_old - clip, V_old + clip) - G)^2) for each token.
+    """Return max(h(V - G), h(clamp(V, V_old - clip, V_old + clip) - G)) for each token.
 
-    All (B, R), V new_values, G returns. `clip_range` 0 or None leaves the second square out. Only
-    `new_values` gets a gradient. As in OpenAI baselines and InstructGPT.
+    All (N), V new_values, G returns. h(e) = e^2 / 2; with `kind` "huber" only up to |e| = huber_delta, and
+    huber_delta (|e| - huber_delta / 2) from there on. `clip_range` 0 or None leaves the second error out.
+    Only `new_values` gets a gradient. As in OpenAI baselines and InstructGPT.
+
+    Raises ValueError for another kind.
     """
-    mask = response_mask.bool()
+    if kind not in ("mse", "huber"):
+        raise ValueError(f"--value_loss {kind} is unknown; use mse or huber")
+    mask = mask.bool()
     # A masked entry becomes 0 before anything is computed from it, so that its NaN reaches no gradient.
     new, old, target = (
         torch.where(mask, x.float(), 0.0) for x in (new_values, old_values.detach(), returns.detach())
     )
-    squares = (new - target).square()
+
+    def loss_of(errors: torch.Tensor) -> torch.Tensor:
+        if kind == "mse":
+            return 0.5 * errors.square()
+        return torch.nn.functional.huber_loss(
+            errors, torch.zeros_like(errors), reduction="none", delta=huber_delta
+        )
+
+    loss = loss_of(new - target)
     if not clip_range:
-        return ValueLossTerms(0.5 * squares, torch.zeros_like(mask))
-    clipped_squares = (new.detach().clamp(old - clip_range, old + clip_range) - target).square()
-    is_clipped = clipped_squares > squares.detach()
-    return ValueLossTerms(0.5 * torch.where(is_clipped, clipped_squares, squares), is_clipped)
+        return ValueLossTerms(loss, torch.zeros_like(mask))
+    clipped_loss = loss_of(new.detach().clamp(old - clip_range, old + clip_range) - target)
+    is_clipped = clipped_loss > loss.detach()
+    return ValueLossTerms(torch.where(is_clipped, clipped_loss, loss), is_clipped)
+
+
+def loss_weights(
+    loss_mask: torch.Tensor, aggregation: Aggregation, max_response_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (weights (B, R) fp32, counts (B,) fp64): a loss is sum(weights * terms) / sum(counts).
+
+    loss_mask (B, R) bool, the tokens that count; weights are 0 elsewhere. Both sums run over micro-batches
+    and ranks, so that the loss is that of the global batch however it is cut. "token": the mean over tokens.
+    "sequence": the mean over responses of the mean over their tokens (GRPO, arXiv:2402.03300 eq. 3).
+    "constant": the sum over tokens by the number of responses times `max_response_tokens` (Dr. GRPO,
+    arXiv:2503.20783). A response without a counting token has weights of 0; it counts 0 for the first two,
+    and `max_response_tokens` for "constant", whose divisor must not depend on what was sampled.
+
+    Raises ValueError for another name, and for "constant" without a positive number of tokens.
+    """
+    mask = loss_mask.bool()
+    lengths = mask.sum(1, dtype=torch.float64)  # (B,)
+    if aggregation == "token":
+        return mask.float(), lengths
+    if aggregation == "sequence":
+        return (mask / lengths.clamp(min=1)[:, None]).float(), (lengths > 0).double()
+    if aggregation != "constant":
+        raise ValueError(f"--loss_aggregation {aggregation} is unknown; use token, sequence or constant")
+    if max_response_tokens <= 0:
+        raise ValueError(f"--max_answer_seq_len {max_response_tokens} must be above 0 to divide a loss by it")
+    return mask.float(), torch.full_like(lengths, max_response_tokens)
 
 
 @torch.no_grad()

@@ -1,18 +1,22 @@
-"""Prompts -> Experience: generate, then score with all four roles.
+"""Prompts -> a step's record: generate, then score with all roles.
 
-# B sequences, P prompt, R response
+# B responses, R response
 """
 
-import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from common import distributed
-from step3_ppo.experience import Experience, gather_experience
+from common.data.packed_batch import PackedBatch
+from step3_ppo.experience import TokenCap, gather_records
+from step3_ppo.group_math import constant_groups
+from step3_ppo.rewards.score_sum import PromptTexts, ScoreSum
 from step3_ppo.roles import Roles
+
+PromptBatches = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,11 @@ class PromptPlace:
     rows_per_batch: int
     num_batches: int
 
-    def sample_ids(self, step: int, batch: int) -> torch.Tensor:
-        """Return (B,) int64: the same id for the same prompt of the same step, for any number of ranks."""
+    def prompt_numbers(self, draw: int, batch: int) -> torch.Tensor:
+        """Return (B,) int64: a prompt of a draw has the same number for any number of ranks."""
         world_size, rank = distributed.world_size(), distributed.rank()
         first = (
-            step * self.num_batches + batch
+            draw * self.num_batches + batch
         ) * world_size * self.rows_per_batch + rank * self.rows_per_batch
         return torch.arange(first, first + self.rows_per_batch)
 
@@ -35,18 +39,19 @@ class OldLogprobs:
     """Where the log-probabilities at rollout come from: the sampler, or one more forward pass.
 
     `auto` spends the pass until it has seen that both agree within `max_gap` nats a token on average, and
-    again from the step after one in which they do not.
+    again from the step after one in which they do not. `is_stale`: the policy moves on before it is updated
+    by the rollout, so the first minibatch cannot tell, and `auto` always spends the pass.
     """
 
-    def __init__(self, source: str, max_gap: float) -> None:
-        self.source, self.max_gap = source, max_gap
+    def __init__(self, source: str, max_gap: float, *, is_stale: bool = False) -> None:
+        self.source, self.max_gap, self.is_stale = source, max_gap, is_stale
         self.recomputes = source != "rollout"
 
     def judge(self, gap: float) -> str | None:
         """Take the mean gap of a step; return what to tell the user, if anything."""
         was_recomputed, is_small = self.recomputes, gap <= self.max_gap
         if self.source == "auto":
-            self.recomputes = not is_small
+            self.recomputes = self.is_stale or not is_small
         if was_recomputed or is_small:
             return None
         cure = ": recomputed from here on" if self.recomputes else "; --old_logprobs recompute avoids it"
@@ -56,47 +61,120 @@ class OldLogprobs:
         )
 
 
+@dataclass
 class Rollout:
-    """Collects the experience of a PPO step."""
+    """Collects the records of PPO steps.
 
-    def __init__(self, roles: Roles, *, place: PromptPlace, old_logprobs: OldLogprobs) -> None:
-        self.roles, self.place, self.old_logprobs = roles, place, old_logprobs
+    `replays_support`: probabilities are taken among the tokens that the sampler could draw, in all roles.
+    """
 
-    def collect(self, step: int, prompt_batches: Sequence[dict[str, Any]]) -> Experience:
-        """Return the step's experience of all ranks, on the CPU. Every rank must call this."""
-        parts = [self._generate(step, index, prompts) for index, prompts in enumerate(prompt_batches)]
-        return gather_experience([self._score(part) for part in parts])
+    roles: Roles
+    place: PromptPlace
+    old_logprobs: OldLogprobs
+    cap: TokenCap
+    scores: ScoreSum
+    num_samples_per_prompt: int = 1
+    dynamic_sampling_rounds: int = 0
+    replays_support: bool = False
+    num_draws: int = field(default=0, init=False)  # global batches of prompts that have been used
+    refilled_fraction: float = field(default=0.0, init=False)  # of the last record's groups
 
-    def _generate(self, step: int, index: int, prompts: dict[str, Any]) -> Experience:
-        sample_ids = self.place.sample_ids(step, index)
+    def collect(self, prompts: Iterator[PromptBatches], version: int) -> PackedBatch:
+        """Return a step's record, whole on every rank; `version` counts the steps the policy has made.
+
+        Groups with one score are replaced by groups of further prompts, as far as these have others. Every
+        rank must call this.
+        """
+        record = self._collect_once(prompts, version)
+        num_refilled = 0
+        for _ in range(self.dynamic_sampling_rounds):
+            is_constant = constant_groups(record.numbers("scores"), record.numbers("group_ids"))
+            if not is_constant.any():
+                break
+            more = self._collect_once(prompts, version)
+            is_useless = constant_groups(more.numbers("scores"), more.numbers("group_ids"))
+            record, num_replaced = _refill(record, is_constant, more.select((~is_useless).nonzero()[:, 0]))
+            num_refilled += num_replaced
+        self.refilled_fraction = num_refilled / len(record)
+        return record
+
+    def _collect_once(self, prompts: Iterator[PromptBatches], version: int) -> PackedBatch:
+        generated = [self._generate(i, batch, version) for i, batch in enumerate(next(prompts))]
+        self.num_draws += 1
+        record = gather_records(PackedBatch.gather([part for part, _ in generated]))
+        texts: PromptTexts = {}
+        if self.scores.reads_texts:
+            local = {number: text for _, of_part in generated for number, text in of_part.items()}
+            for of_rank in distributed.gather_objects(local):
+                texts |= of_rank
+        return gather_records(self._score(self.cap.cut(record), texts))
+
+    def _generate(self, index: int, prompts: dict[str, Any], version: int) -> tuple[PackedBatch, PromptTexts]:
+        numbers, num_samples = self.place.prompt_numbers(self.num_draws, index), self.num_samples_per_prompt
         prompt_ids, prompt_mask = prompts["prompt_ids"], prompts["prompt_mask"].bool()
-        generation = self.roles.actor.generate(prompt_ids, prompt_mask, sample_ids)
-        nothing_yet = torch.zeros_like(generation.logprobs)
-        return Experience(
-            sample_ids=sample_ids,
-            prompt_ids=prompt_ids,
-            prompt_mask=prompt_mask,
-            response_ids=generation.response_ids,
-            response_mask=generation.response_mask,
-            is_finished=generation.is_finished,
-            rollout_logprobs=generation.logprobs,
-            old_logprobs=generation.logprobs,
-            ref_logprobs=nothing_yet,
-            old_values=nothing_yet,
-            next_values=nothing_yet[:, 0],
-            scores=nothing_yet[:, 0],
-        ).to(distributed.device())
-
-    def _score(self, part: Experience) -> Experience:
-        critic = self.roles.critic.score(part)
-        found = {
-            "ref_logprobs": self.roles.reference.score(part),
-            "old_values": critic.values,
-            "next_values": critic.last_values,
-            "scores": self.roles.reward.score(part),
+        group_ids = numbers.repeat_interleave(num_samples)
+        sample_ids = group_ids * num_samples + torch.arange(num_samples).repeat(len(numbers))
+        found = self.roles.actor.generate(prompt_ids, prompt_mask, sample_ids, num_samples=num_samples)
+        found = type(found)(*(x.cpu() for x in found))
+        logprobs = found.truncated_logprobs if self.replays_support else found.logprobs
+        mask = found.response_mask
+        columns = {
+            "prompt_ids": tuple(x.repeat_interleave(num_samples, dim=0) for x in (prompt_ids, prompt_mask)),
+            "response_ids": (found.response_ids, mask),
+            "rollout_logprobs": (logprobs, mask),
         }
+        record = PackedBatch.unpad(sample_ids.tolist(), columns)
+        versions = torch.full_like(record.data["response_ids"], version)
+        record = record.with_key("versions", versions, like="response_ids")
+        record = record.with_numbers("group_ids", group_ids).with_numbers("is_finished", found.is_finished)
+        texts = zip(prompts["prompt_texts"], prompts["row_fields"], strict=True)
+        return record, dict(zip(numbers.tolist(), texts, strict=True))
+
+    def _score(self, records: list[PackedBatch], texts: PromptTexts) -> PackedBatch:
+        """Return this rank's records with what all roles say of them, end to end."""
+        roles = self.roles
+        if self.replays_support:
+            supports = roles.actor.find_support(records)
+            records = [add_support(r, s) for r, s in zip(records, supports, strict=True)]
         if self.old_logprobs.recomputes:
-            found["old_logprobs"] = self.roles.actor.score(part)
-        mask = part.response_mask
-        cleared = {n: torch.where(mask, v, 0.0) if v.dim() == 2 else v for n, v in found.items()}
-        return dataclasses.replace(part, **cleared)
+            old_logprobs = roles.actor.score(records)
+        else:
+            old_logprobs = [record.data["rollout_logprobs"] for record in records]
+        columns = {"old_logprobs": old_logprobs, "ref_logprobs": roles.reference.score(records)}
+        numbers = {}
+        if roles.critic:
+            values = roles.critic.score(records)
+            columns["old_values"] = [v.values for v in values]
+            numbers["next_values"] = [v.last_values for v in values]
+        numbers |= self.scores.score(roles.rewards, records, texts)
+        for name, found in columns.items():
+            pairs = zip(records, found, strict=True)
+            records = [record.with_key(name, x.cpu(), like="response_ids") for record, x in pairs]
+        for name, found in numbers.items():
+            pairs = zip(records, found, strict=True)
+            records = [record.with_numbers(name, x.cpu()) for record, x in pairs]
+        return PackedBatch.gather(records)
+
+
+def add_support(record: PackedBatch, support: Any) -> PackedBatch:
+    """Return the record with the tokens that the sampler could draw at each response token."""
+    counts = support.offsets.cpu().diff()
+    record = record.with_key("support_counts", counts, like="response_ids")
+    of_responses = torch.stack([part.sum() for part in record.sequences("support_counts")])
+    ids = PackedBatch.from_lengths(
+        record.ids, {"support_ids": support.token_ids.cpu().int()}, {"support_ids": of_responses}
+    )
+    return record.join(ids)
+
+
+def _refill(record: PackedBatch, is_constant: torch.Tensor, fresh: PackedBatch) -> tuple[PackedBatch, int]:
+    """Return the record with responses of constant groups replaced by fresh ones, group by group, and how
+    many were.
+    """
+    num_replaced = min(int(is_constant.sum()), len(fresh))
+    if not num_replaced:
+        return record, 0
+    dropped = is_constant.nonzero()[:num_replaced, 0].tolist()
+    kept = sorted(set(range(len(record))) - set(dropped))
+    parts = [record.select(kept)] if kept else []
+    return PackedBatch.gather([*parts, fresh.select(range(num_replaced))]), num_replaced

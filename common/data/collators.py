@@ -1,11 +1,16 @@
-"""Rows to padded batches. What the padding holds never matters: masks and lengths say what counts."""
+"""Rows to batches, padded or packed. What padding holds never matters: masks and lengths say what counts."""
 
 # B sequences, N pairs, T tokens of the longest row, P prompt
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from common.data.packed_batch import PackedBatch
+
+Batch = dict[str, Any] | PackedBatch
 
 
 def pad_rows(
@@ -78,6 +83,65 @@ class PairCollator:
         }
 
 
+class PackedSFTCollator:
+    """Rows of `build_sft` laid end to end."""
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> PackedBatch:
+        """input_ids int64 and loss_mask bool, one sequence of each a row."""
+        input_ids = [[torch.tensor(row["input_ids"], dtype=torch.int64)] for row in rows]
+        loss_mask = [[torch.tensor(row["loss_mask"], dtype=torch.bool)] for row in rows]
+        return PackedBatch.build(_unique_ids(rows), {"input_ids": input_ids, "loss_mask": loss_mask})
+
+
+class PackedPairCollator:
+    """Rows of `build_pairs` laid end to end: each pair's chosen answer, then its rejected one."""
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> PackedBatch:
+        """input_ids int64, response_starts int64 (both two sequences a pair), margins fp32."""
+        sides = ("chosen", "rejected")
+        columns = {
+            "input_ids": [[torch.tensor(row[f"{side}_ids"]) for side in sides] for row in rows],
+            "response_starts": [
+                [torch.tensor([row[f"{side}_response_start"]]) for side in sides] for row in rows
+            ],
+            "margins": [[torch.tensor([row["margin"]], dtype=torch.float32)] for row in rows],
+        }
+        return PackedBatch.build(_unique_ids(rows), columns)
+
+
+def _unique_ids(rows: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Return (place in the batch, row id): two sources may name their rows alike."""
+    return [(place, row["row_id"]) for place, row in enumerate(rows)]
+
+
+def pack_sft(batch: Batch) -> PackedBatch:
+    """Return the batch without its padding, if it had any."""
+    if isinstance(batch, PackedBatch):
+        return batch
+    is_token = batch["attention_mask"].bool()
+    loss_mask = batch["loss_mask"].bool().clone()
+    loss_mask[:, 0] = False  # nothing stands before a first token
+    columns = {"input_ids": (batch["input_ids"], is_token), "loss_mask": (loss_mask, is_token)}
+    return PackedBatch.unpad(range(len(is_token)), columns)
+
+
+def pack_pairs(batch: Batch) -> PackedBatch:
+    """Return the pairs without their padding, if they had any; row ids become places in the batch."""
+    if isinstance(batch, PackedBatch):
+        return batch
+    num_pairs = len(batch["margins"])
+    is_token = batch["attention_mask"].bool()
+    sides = range(0, 2 * num_pairs, num_pairs)
+    rows = [[batch["input_ids"][r + s][is_token[r + s]] for s in sides] for r in range(num_pairs)]
+    starts = batch["response_starts"].view(-1, 1)
+    columns = {
+        "input_ids": rows,
+        "response_starts": [[starts[r + s] for s in sides] for r in range(num_pairs)],
+        "margins": [[margin.view(1)] for margin in batch["margins"]],
+    }
+    return PackedBatch.build(range(num_pairs), columns)
+
+
 class PromptCollator:
     """Rows of `build_prompts` to a left-padded batch, whose last column is every prompt's last token."""
 
@@ -85,7 +149,7 @@ class PromptCollator:
         self.pad_id, self.pad_to_multiple = pad_id, pad_to_multiple
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """prompt_ids (B, P) int64, prompt_mask (B, P) bool, prompt_texts, row_ids."""
+        """prompt_ids (B, P) int64, prompt_mask (B, P) bool, prompt_texts, row_ids, row_fields (dicts)."""
         prompt_ids, prompt_mask = pad_rows(
             [row["prompt_ids"] for row in rows],
             self.pad_id,
@@ -97,4 +161,5 @@ class PromptCollator:
             "prompt_mask": prompt_mask,
             "prompt_texts": [row["prompt_text"] for row in rows],
             "row_ids": [row["row_id"] for row in rows],
+            "row_fields": [json.loads(row["fields"]) for row in rows],
         }

@@ -25,6 +25,7 @@ class DataReport:
     num_dropped_pairs: int = 0  # beyond --max_pairs_per_prompt
     num_tokens: int = 0
     bad_rows: list[str] = field(default_factory=list)  # "file:line: reason", the first few
+    notes: list[str] = field(default_factory=list)  # what an adapter has to say of how it read its rows
     cache_folder: str = ""
     from_cache: bool = False
 
@@ -65,7 +66,8 @@ class DataReport:
             "rows with a token that starts in the prompt and ends in the response": self.num_straddling,
         }
         result += [f"{self.kind} data: {count} {what}" for what, count in notes.items() if count]
-        return result + [f"{self.kind} data: bad row {row}" for row in self.bad_rows]
+        result += [f"{self.kind} data: bad row {row}" for row in self.bad_rows]
+        return result + [f"{self.kind} data: {note}" for note in self.notes]
 
     def to_json(self) -> str:
         """All fields, as JSON."""

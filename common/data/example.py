@@ -32,10 +32,20 @@ class Example:
     margin: float = 0.0  # how much better `chosen` is, for a loss with a margin
     is_tie: bool = False  # both replies were rated alike: good for steps 1 and 3, no pair for step 2
     learn_all_turns: bool = False  # step 1 learns the earlier assistant turns too
+    absence: BadRow | None = None  # why a reply is not there; an EmptyRow where its data set leaves it out
 
 
-def missing_for(stage: int, example: Example) -> str | None:
-    """What an Example lacks to serve step 1, 2 or 3; None when it lacks nothing."""
+def missing_for(stage: int, example: Example) -> BadRow | None:
+    """What an Example lacks to serve step 1, 2 or 3, to be raised; None when it lacks nothing."""
+    reason = _missing(stage, example)
+    if reason is None:
+        return None
+    if example.absence is None:
+        return BadRow(reason)
+    return type(example.absence)(f"{reason} ({example.absence})")
+
+
+def _missing(stage: int, example: Example) -> str | None:
     if stage == 1 and not (example.chosen or example.text):
         return "there is no answer to learn"
     if stage == 2 and not (example.chosen and example.rejected):

@@ -1,26 +1,52 @@
 """Global batches whose rows depend on the seed alone, dealt to the ranks.
 
 A step's rows are the next G of a seeded permutation, G = rows per micro-batch x accumulation x ranks. One
-rank, two ranks and accumulation thus see the same global batches, and a token mean over them is the same
-loss.
+rank, two ranks, accumulation and any cut into micro-batches thus see the same global batches, and a token
+mean over them is the same loss.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
+from common.data.micro_batches import plan_micro_batches
+
 WINDOW_BATCHES = 32  # global batches that are sorted by length together: enough for next to no padding
+
+
+@dataclass
+class TokenBudget:
+    """Micro-batches are cut by tokens: `row_lengths` has the lengths of each row's sequences."""
+
+    row_lengths: Sequence[Sequence[int]]
+    max_tokens: int
+    is_flat: bool = False  # sequences end to end: padding costs nothing
+
+    def check(self) -> None:
+        """Raise ValueError when a row alone is above the budget."""
+        longest = max(range(len(self.row_lengths)), key=lambda row: max(self.row_lengths[row]))
+        plan_micro_batches([self.row_lengths[longest]], max_tokens=self.max_tokens, is_flat=self.is_flat)
+
+    def cut(self, rows: Sequence[int], rank: int, world_size: int) -> list[list[int]]:
+        """Return this rank's micro-batches of a global batch's rows; every rank gets as many."""
+        lengths = [self.row_lengths[row] for row in rows]
+        plan = plan_micro_batches(
+            lengths, num_ranks=world_size, max_tokens=self.max_tokens, is_flat=self.is_flat
+        )
+        return [[rows[i] for i in micro_batch] for micro_batch in plan[rank]]
 
 
 class GlobalBatches:
     """Micro-batches of one rank, optimizer step by optimizer step.
 
     With `group_lengths` (a length per row) rows of like length meet in a batch, so there is less padding to
-    compute; which rows meet still depends on the seed alone.
+    compute; which rows meet still depends on the seed alone. With a `budget` the rows of a step are cut into
+    micro-batches by tokens; `rows_per_micro_batch` and `accumulation` then only say how many there are.
 
-    Raises ValueError when the data do not fill one global batch.
+    Raises ValueError when the data do not fill one global batch, or a row is above the budget.
     """
 
     def __init__(
@@ -36,10 +62,14 @@ class GlobalBatches:
         what: str = "training data",
         rows_flag: str = "--per_device_train_batch_size",
         group_lengths: Sequence[int] | None = None,
+        budget: TokenBudget | None = None,
     ) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
         self.rows, self.accumulation = rows_per_micro_batch, accumulation
         self.rank, self.world_size, self.group_lengths = rank, world_size, group_lengths
+        self.budget = budget
+        if budget and len(budget.row_lengths):
+            budget.check()
         self.global_rows = rows_per_micro_batch * accumulation * world_size
         if len(dataset) < self.global_rows:
             raise ValueError(
@@ -57,8 +87,13 @@ class GlobalBatches:
         order = self._order(epoch)
         for step in range(first_step, len(self)):
             rows = order[step * self.global_rows : (step + 1) * self.global_rows]
-            starts = [(a * self.world_size + self.rank) * self.rows for a in range(self.accumulation)]
-            yield [self.collate([self.dataset[i] for i in rows[s : s + self.rows]]) for s in starts]
+            yield [self.collate([self.dataset[i] for i in chosen]) for chosen in self._cut(rows)]
+
+    def _cut(self, rows: list[int]) -> list[list[int]]:
+        if self.budget:
+            return self.budget.cut(rows, self.rank, self.world_size)
+        starts = [(a * self.world_size + self.rank) * self.rows for a in range(self.accumulation)]
+        return [rows[s : s + self.rows] for s in starts]
 
     def _order(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)

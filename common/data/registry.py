@@ -2,7 +2,6 @@
 
 import difflib
 import hashlib
-import importlib
 import re
 from functools import cached_property
 from pathlib import Path
@@ -10,13 +9,15 @@ from pathlib import Path
 import common.data.adapters  # noqa: F401  (fills ADAPTERS)
 from common.data.adapters.base import ADAPTERS, Adapter, Parts, register_dataset
 from common.data.adapters.local_files import AnyForm, LocalFiles
+from common.data.adapters.ported_class import PortedClass
 from common.data.raw_files import extension_of
 from common.data.raw_rows import RawRows
+from common.plugins import get_from, import_own_module
 
 __all__ = ["Adapter", "Parts", "RawSource", "load_source", "register_dataset", "registered_names"]
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_CLASS_PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
+_CLASS_PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.+))?")
 
 
 class RawSource:
@@ -71,22 +72,24 @@ def registered_names() -> list[str]:
 def load_source(source: str) -> RawSource:
     """The source that a `--data_path` entry names.
 
-    It is, in this order: `module:Class` (an adapter of your own), a file or folder, a registered name, a hub
-    name. A local folder or file under a registered name (`/data/openai/webgpt_comparisons`) is read by that
-    adapter.
+    It is, in this order: `module:Class` or `module:Class:NAME` (a class of your own; NAME is the file, folder
+    or hub data set that it reads), a file or folder, a registered name, a hub name. A local folder or file
+    under a registered name (`/data/openai/webgpt_comparisons`) is read by that adapter. The class is an
+    Adapter, or one with the methods of DeepSpeed-Chat's.
 
     Raises:
         ValueError: it is none of them; the message names the nearest registered name.
     """
     class_path = _CLASS_PATH.fullmatch(source)
-    if class_path and not Path(source).exists():
-        return RawSource(source, _import_adapter(source, *class_path.groups()))
     path = Path(source)
+    if class_path and not path.exists():
+        return _own_source(source, *class_path.groups(default=""))
     if path.exists() and source not in ADAPTERS:
-        reader = LocalFiles(source)
-        return RawSource(source, _adapter_for_local(path, reader), reader)
+        return _local_source(source, path)
     if source in ADAPTERS:
         known = ADAPTERS[source]
+        if not issubclass(known, Adapter):
+            return RawSource(source, PortedClass(known, source, source))
         if (
             "/" in source and path.exists()
         ):  # a local copy; a folder that happens to be called chitchat is none
@@ -97,23 +100,42 @@ def load_source(source: str) -> RawSource:
     raise ValueError(_unknown(source))
 
 
-def _adapter_for_local(path: Path, reader: LocalFiles) -> Adapter:
-    full_name = "/".join(path.resolve().parts[-2:])
+def _local_source(source: str, path: Path) -> RawSource:
+    """A file or folder; one with the name of a known data set is read by that one's adapter."""
+    reader, full_name = LocalFiles(source), "/".join(path.resolve().parts[-2:])
     known = ADAPTERS.get(full_name)
-    return reader if known is None else known(full_name)
+    if known is None:
+        return RawSource(source, reader)
+    if not issubclass(known, Adapter):
+        return RawSource(source, PortedClass(known, source, source))
+    return RawSource(source, known(full_name), reader)
 
 
-def _import_adapter(source: str, module_name: str, class_name: str) -> Adapter:
+def _own_source(source: str, module_name: str, class_name: str, dataset_name: str) -> RawSource:
+    """`module:Class[:NAME]`."""
     try:
-        adapter = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+        kind = get_from(import_own_module(module_name), class_name)
+    except ImportError as error:
         raise ValueError(
             f"--data_path {source}: {error}; MODULE:CLASS must name a subclass of "
-            "common.data.registry.Adapter that can be imported (PYTHONPATH)"
+            "common.data.registry.Adapter, or a class with DeepSpeed-Chat's methods"
         ) from error
-    if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
-        raise ValueError(f"--data_path {source}: {class_name} is no subclass of common.data.registry.Adapter")
-    return adapter(source)
+    if not isinstance(kind, type):
+        raise ValueError(
+            f"--data_path {source}: {class_name} is of type {type(kind).__name__}, not a class; name a "
+            "subclass of common.data.registry.Adapter, or a class with DeepSpeed-Chat's methods"
+        )
+    if not issubclass(kind, Adapter):
+        return RawSource(source, PortedClass(kind, source, dataset_name))
+    if kind.load is not Adapter.load:  # it reads its rows itself
+        return RawSource(source, kind(dataset_name or source))
+    if not dataset_name:
+        raise ValueError(
+            f"--data_path {source}: {class_name} has no load(), so the rows that it reads must be named: "
+            f"--data_path {source}:NAME, a file, a folder or a hub data set"
+        )
+    reader = LocalFiles(dataset_name) if Path(dataset_name).exists() else None
+    return RawSource(source, kind(dataset_name), reader)
 
 
 def _unknown(source: str) -> str:

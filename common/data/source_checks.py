@@ -62,7 +62,7 @@ def _why_none_serves(rows: RawRows, source: RawSource, stage: int) -> str | None
                 return None
             reason = reasons[0]
         except BadRow as error:
-            reason = str(error)
+            reason = error
         first_reason = first_reason or f"{rows.location(index)}: {reason}"
     forms = f"; step {stage} reads {accepted_forms(stage)}" if isinstance(source.adapter, AnyForm) else ""
     return f"the first rows cannot be used. {first_reason}{forms}"

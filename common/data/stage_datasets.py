@@ -19,6 +19,7 @@ from common.data.example import BadRow, EmptyRow, Example, missing_for
 from common.data.first_rank import make_on_first_rank
 from common.data.raw_rows import RawRows
 from common.data.registry import RawSource, load_source
+from common.data.row_fields import build_row_fields
 from common.data.split import is_held_out, share_indexes
 from common.data.stage_rows import PAIR, PROMPT, SFT, Item, RowKind
 from common.data.token_cache import REPORT_NAME, TokenTable, TokenWriter, build_once, cache_key
@@ -67,8 +68,9 @@ def build_pairs(options: DataOptions, tokenizer: PreTrainedTokenizerFast, templa
 
 
 def build_prompts(options: DataOptions, tokenizer: PreTrainedTokenizerFast, template: Template) -> StageData:
-    """Rows of {prompt_ids, row_id, prompt_text}; the text is whole where the ids were truncated.
+    """Rows of {prompt_ids, row_id, prompt_text, fields}; the text is whole where the ids were truncated.
 
+    `fields` is the JSON of the raw row's other columns, see row_fields.py: what a reward may compare with.
     Every rank must call this.
 
     Raises:
@@ -146,6 +148,7 @@ def _write(
             for writer, queue in zip(writers, waiting, strict=True):
                 writer.append(to_rows(queue, template, report, max_tokens=options.max_tokens))
             report.check_bad_rows(options.max_bad_rows)
+            report.notes += [f"{share.source.name}: {note}" for note in share.source.adapter.notes]
             if writers[0].num_rows == num_before:
                 raise ValueError(_no_rows(share, options, report))
         report.num_train, report.num_eval = (writer.num_rows for writer in writers)
@@ -182,13 +185,14 @@ def _items(
                 report.check_bad_rows(options.max_bad_rows)
                 continue
             row_id = rows.row_id(index)
+            fields = build_row_fields(row) if "fields" in kind.columns else "{}"
             is_eval = is_eval_part or (eval_fraction > 0 and is_held_out(row, eval_fraction, options.seed))
             examples = _at_most(
                 examples, options.max_pairs_per_prompt, kind, report, f"{options.seed} {row_id}"
             )
             for number, example in enumerate(examples):
                 name = row_id if len(examples) == 1 else f"{row_id}#{number}"
-                yield Item(example, name, rows.location(index)), is_eval
+                yield Item(example, name, rows.location(index), fields), is_eval
 
 
 def _usable(examples: Sequence[Example], kind: RowKind, report: DataReport) -> list[Example]:
@@ -199,9 +203,9 @@ def _usable(examples: Sequence[Example], kind: RowKind, report: DataReport) -> l
     """
     kept: dict[object, Example] = {}
     for example in examples:
-        reason = missing_for(kind.stage, example)
-        if reason is not None:
-            raise BadRow(reason)
+        problem = missing_for(kind.stage, example)
+        if problem is not None:
+            raise problem
         if kind is PAIR and example.is_tie:
             report.num_ties += 1
         else:

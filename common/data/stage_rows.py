@@ -15,6 +15,7 @@ class Item(NamedTuple):
     example: Example
     row_id: str
     location: str
+    fields: str = "{}"  # the raw row's other columns as JSON, where the step's rows have them
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def pair_rows(
 def prompt_rows(
     items: Sequence[Item], template: Template, report: DataReport, *, max_tokens: int
 ) -> list[dict[str, Any]]:
-    """prompt_ids (the last `max_tokens` of them), row_id, and the prompt's whole text."""
+    """prompt_ids (the last `max_tokens` of them), row_id, the prompt's whole text, the raw row's fields."""
     kept, tokenised = _tokenise(
         items, template, report, lambda example: [template.segments(example.prompt, None)]
     )
@@ -103,7 +104,8 @@ def prompt_rows(
         report.num_truncated += truncated
         report.num_tokens += len(ids)
         text = template.prompt_text(item.example.prompt)
-        rows.append({"prompt_ids": ids, "row_id": item.row_id, "prompt_text": text})
+        names = {"row_id": item.row_id, "prompt_text": text, "fields": item.fields}
+        rows.append({"prompt_ids": ids} | names)
     return rows
 
 
@@ -154,7 +156,7 @@ PAIR = RowKind(
 PROMPT = RowKind(
     "prompt",
     3,
-    {"prompt_ids": "ids", "row_id": "text", "prompt_text": "text"},
+    {"prompt_ids": "ids", "row_id": "text", "prompt_text": "text", "fields": "text"},
     lambda example: example.prompt,
     prompt_rows,
 )

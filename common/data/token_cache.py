@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from torch.utils.data import Dataset
 
-FORMAT_VERSION = 1  # raise it when the same key would mean other tokens
+FORMAT_VERSION = 2  # raise it when the same key would mean other tokens
 REPORT_NAME = "report.json"
 
 # What a column may hold. A mask is stored as bytes: bits cannot be read without a copy.

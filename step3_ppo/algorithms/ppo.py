@@ -4,43 +4,37 @@ import dataclasses
 
 import torch
 
-from common.tensor_ops import whiten
-from step3_ppo.algorithms import register_algorithm
+from step3_ppo.algorithms import ALGORITHMS, fill_defaults, register_algorithm
+from step3_ppo.algorithms.shared_steps import counted, normalised, shaped_scores, token_rewards
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.experience import Experience
-from step3_ppo.ppo_math import generalized_advantages, kl_estimate, kl_penalised_rewards
-from step3_ppo.rewards.score_shaping import shape_scores
+from step3_ppo.ppo_math import generalized_advantages
 
 
-@register_algorithm("ppo")
+@register_algorithm("ppo", needs_critic=True, adv_norm="batch")
 @torch.no_grad()
 def add_advantages(experience: Experience, args: PPOArguments, kl_coef: float) -> Experience:
-    """Return the experience with rewards, advantages and returns (all (B, R) fp32)."""
-    mask = experience.response_mask
-    scores = shape_scores(
-        experience.scores,
-        experience.response_lengths,
-        experience.is_finished,
-        reward_clip=args.reward_clip,
-        truncated=args.truncated,
-        truncated_penalty=args.truncated_penalty,
-        length_reward_coef=args.length_reward_coef,
-        length_reward_tokens=args.length_reward_tokens,
-        whiten_scores=args.whiten_scores,
-    )
-    kl = kl_estimate(experience.old_logprobs, experience.ref_logprobs, args.kl_estimator)
-    rewards = kl_penalised_rewards(scores, kl, mask, kl_coef=kl_coef, reward_clip=None)
+    """Return the experience with rewards, advantages and returns (all (B, R) fp32), and its loss mask.
+
+    PPO, arXiv:1707.06347; for language models arXiv:2203.02155. Values are in the units of the scores.
+    """
+    args = fill_defaults(args, ALGORITHMS["ppo"])
+    rewards = token_rewards(experience, shaped_scores(experience, args), args, kl_coef)
     # A finished response ends in a terminal state of value 0; a cut one may go on, as far as the critic
     # knows.
     is_bootstrapped = ~experience.is_finished & (args.truncated == "bootstrap")
     advantages, returns = generalized_advantages(
         rewards,
         experience.old_values,
-        mask,
+        experience.response_mask,
         gamma=args.gamma,
         gae_lambda=args.gae_lambda,
         bootstrap_values=torch.where(is_bootstrapped, experience.next_values, 0.0),
     )
-    if args.whiten_advantages:
-        advantages = whiten(advantages, mask)
-    return dataclasses.replace(experience, rewards=rewards, advantages=advantages, returns=returns)
+    return dataclasses.replace(
+        experience,
+        rewards=rewards,
+        advantages=normalised(advantages, experience, args),
+        returns=returns,
+        loss_mask=counted(experience, args),
+    )

@@ -19,6 +19,20 @@ def length_shortfall(response_lengths: torch.Tensor, enough_tokens: int) -> torc
     return (1.0 - response_lengths.float() / enough_tokens).clamp(min=0.0)
 
 
+def overlong_share(
+    response_lengths: torch.Tensor, is_finished: torch.Tensor, buffer_tokens: int, max_response_tokens: int
+) -> torch.Tensor:
+    """Return (B,) fp32 in [0, 1]: 0 up to `max_response_tokens - buffer_tokens`, rising to 1 at full length.
+
+    DAPO, arXiv:2503.14476 eq. 13. Without a buffer the rise is a step behind the full length, as in that
+    equation: 1 for responses that fill it and would have gone on, 0 for those that end on its last token.
+    """
+    over = response_lengths - (max_response_tokens - buffer_tokens)
+    if buffer_tokens > 0:
+        return (over.float() / buffer_tokens).clamp(0.0, 1.0)
+    return ((over >= 0) & ~is_finished).float()
+
+
 def shape_scores(
     scores: torch.Tensor,
     response_lengths: torch.Tensor,
@@ -29,10 +43,17 @@ def shape_scores(
     truncated_penalty: float = -1.0,
     length_reward_coef: float = 0.0,
     length_reward_tokens: int = 0,
+    overlong_penalty: float = 0.0,
+    overlong_buffer_tokens: int = 0,
+    max_response_tokens: int = 0,
     whiten_scores: bool = False,
 ) -> torch.Tensor:
-    """Return scores (B,) fp32 after, in this order: whitening, clipping, the penalty for cut responses, the
-    length term (after clipping, else a response at the clip could be shortened for nothing).
+    """Return scores (B,) fp32 after, in this order: whitening, clipping, `truncated_penalty` in place of the
+    score of a cut response, the two length terms.
+
+    Those come after clipping, else a response at the clip could be shortened, or drawn out, for nothing. Of
+    the choices of `truncated` only "penalty" changes a score; under "mask" it still is what its group is
+    compared with. scores, response_lengths, is_finished (B,).
     """
     shaped = scores.float()
     if whiten_scores:
@@ -41,4 +62,9 @@ def shape_scores(
         shaped = shaped.clamp(-reward_clip, reward_clip)
     if truncated == "penalty":
         shaped = torch.where(is_finished, shaped, truncated_penalty)
-    return shaped - length_reward_coef * length_shortfall(response_lengths, length_reward_tokens)
+    shaped = shaped - length_reward_coef * length_shortfall(response_lengths, length_reward_tokens)
+    if not overlong_penalty:
+        return shaped
+    assert max_response_tokens > 0, "an overlong penalty needs the length limit"
+    share = overlong_share(response_lengths, is_finished, overlong_buffer_tokens, max_response_tokens)
+    return shaped - overlong_penalty * share

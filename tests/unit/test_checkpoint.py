@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from common import checkpoint
 from common.checkpoint import read_metadata, save_adapter, save_export
+from common.model_inputs import lay_out
 from common.models import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
 from common.tokenizer import load_tokenizer
-from common.value_model import gather_scores, load_value_model
+from common.value_model import load_value_model
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -79,7 +80,8 @@ def test_a_reward_model_is_a_sequence_classifier_with_the_same_scores(
     ).eval()
     shake(model)
     ids, mask, lengths = right_padded(0)
-    ours = gather_scores(model(ids, mask), lengths - 1)
+    inputs = lay_out(ids[mask.bool()], lengths, is_flat=False)
+    ours = model(inputs, inputs.last_places)
     save_export(tmp_path / "export", model.classifier, tokenizer, needs_own_pad=True)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export").eval()
     saved_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
@@ -90,7 +92,7 @@ def test_a_reward_model_is_a_sequence_classifier_with_the_same_scores(
     theirs = loaded(input_ids=padded, attention_mask=mask).logits.squeeze(-1)
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
     again = load_value_model(ModelOptions(str(tmp_path / "export"), dropout=0.0), len(saved_tokenizer)).eval()
-    torch.testing.assert_close(gather_scores(again(ids, mask), lengths - 1), ours, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(again(inputs, inputs.last_places), ours, atol=1e-5, rtol=1e-5)
     assert ours.std() > 1e-3, "scores that do not differ would prove nothing"
 
 

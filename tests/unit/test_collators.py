@@ -67,10 +67,10 @@ def test_pair_batch_has_chosen_then_rejected():
 
 def test_prompts_end_in_the_last_column():
     rows = [
-        {"prompt_ids": [1, 2, 3], "row_id": "a", "prompt_text": "abc"},
-        {"prompt_ids": [EOS], "row_id": "b", "prompt_text": "d"},
+        {"prompt_ids": [1, 2, 3], "row_id": "a", "prompt_text": "abc", "fields": '{"answer": "4"}'},
+        {"prompt_ids": [EOS], "row_id": "b", "prompt_text": "d", "fields": "{}"},
     ]
     batch = PromptCollator(EOS)(rows)
     assert batch["prompt_ids"].tolist() == [[1, 2, 3], [EOS, EOS, EOS]]
     assert batch["prompt_mask"].tolist() == [[True] * 3, [False, False, True]]
-    assert batch["prompt_texts"] == ["abc", "d"]
+    assert batch["prompt_texts"] == ["abc", "d"] and batch["row_fields"] == [{"answer": "4"}, {}]

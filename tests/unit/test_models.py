@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from common.model_inputs import lay_out
 from common.models import (
     LoraOptions,
     ModelOptions,
     add_lora,
     build_position_ids,
-    choose_attention,
     compute_logits,
     draw_weight,
     linear_module_names,
@@ -137,24 +137,9 @@ def test_a_new_score_head_is_seeded_and_a_saved_one_is_kept(tiny_model_folder, t
 
 def test_values_are_fp32_from_bf16_weights(tiny_model_folder):
     model = load_value_model(ModelOptions(tiny_model_folder("llama"), dtype="bf16"), 320)
-    values = model(torch.tensor([[3, 4, 5]]), torch.ones(1, 3).long())
-    assert values.dtype == torch.float32 and values.shape == (1, 3)
+    values = model(lay_out(torch.tensor([3, 4, 5]), torch.tensor([3]), is_flat=False))
+    assert values.dtype == torch.float32 and values.shape == (3,)
     assert not values.equal(values.bfloat16().float()), "a score rounded to bf16 has lost its digits"
-
-
-@pytest.mark.parametrize(
-    ("has_gpu", "is_installed", "dtype", "expected"),
-    [
-        (True, True, "bf16", "flash_attention_2"),
-        (True, True, "fp32", None),
-        (True, False, "bf16", None),
-        (False, True, "bf16", None),
-    ],
-)
-def test_flash_attn_is_used_where_it_can_be(has_gpu, is_installed, dtype, expected, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if is_installed else None)
-    assert choose_attention(dtype) == expected
 
 
 def test_nothing_to_train_is_an_error(tiny_model_folder):

@@ -1,89 +1,15 @@
-"""KL estimates and controller, rewards and advantages of PPO: by hand, against loops and wrong forms."""
+"""Rewards, advantages and returns of PPO: by hand, against float64 loops and wrong forms.
+
+O4 and the like in a docstring are rows of the seeds.
+"""
 
 import math
 
-import pytest
 import torch
 from response_batches import PADDING, fill, random_batch
 from right_or_wrong import close, forms, judge
 
-from step3_ppo.ppo_math import KLController, generalized_advantages, kl_estimate, kl_penalised_rewards
-
-# --- kl_estimate ---
-
-
-def in_fp32(logprobs, ref_logprobs, estimator):
-    d = logprobs - ref_logprobs
-    return {"k1": d, "k2": d.square() / 2, "k3": (-d).exp() - 1 + d}[estimator]
-
-
-KL_FORMS = forms(
-    kl_estimate,
-    sign=lambda logprobs, ref, estimator: kl_estimate(ref, logprobs, estimator),
-    k2_for_k3=lambda logprobs, ref, estimator: kl_estimate(
-        logprobs, ref, {"k3": "k2"}.get(estimator, estimator)
-    ),
-    k2_not_halved=lambda logprobs, ref, estimator: (
-        kl_estimate(logprobs, ref, estimator) * (2 if estimator == "k2" else 1)
-    ),
-)
-
-
-@KL_FORMS
-def test_kl_estimates_by_hand(form, is_right):
-    def check(form):
-        # p = 1/2, reference 1/4: d = log 2; k3 = 1/2 - 1 + log 2
-        # p = 1/8, reference 1/4: d = -log 2; k3 = 2 - 1 - log 2
-        logprobs, ref = torch.tensor([1 / 2, 1 / 8]).log(), torch.tensor([1 / 4, 1 / 4]).log()
-        log2 = math.log(2)
-        close(form(logprobs, ref, "k1"), [log2, -log2])
-        close(form(logprobs, ref, "k2"), [log2**2 / 2, log2**2 / 2])
-        close(form(logprobs, ref, "k3"), [log2 - 0.5, 1 - log2])
-
-    judge(check, form, is_right)
-
-
-@KL_FORMS
-def test_kl_estimates_equal_a_float64_loop(form, is_right):
-    def check(form):
-        logprobs, ref, _ = random_batch(2)
-        differences = (logprobs.double() - ref.double()).flatten().tolist()
-        for estimator, formula in {
-            "k1": lambda d: d,
-            "k2": lambda d: d * d / 2,
-            "k3": lambda d: math.expm1(-d) + d,
-        }.items():
-            close(form(logprobs, ref, estimator).flatten(), [formula(d) for d in differences], atol=2e-6)
-
-    judge(check, form, is_right)
-
-
-@forms(kl_estimate, in_fp32=in_fp32)
-def test_k3_of_a_policy_near_its_reference_is_not_rounding_noise(form, is_right):
-    def check(form):
-        ref = torch.linspace(-3, -1, 100)
-        logprobs = ref + 1e-3
-        d = logprobs.double() - ref.double()
-        result = form(logprobs, ref, "k3")
-        assert (result >= 0).all()
-        # k3 = d^2 / 2 - d^3 / 6 + ...: about 5e-7
-        close(result, d.square() / 2 - d**3 / 6, atol=1e-12)
-
-    judge(check, form, is_right)
-
-
-def test_the_means_of_k1_and_k3_are_the_kl_and_k3_has_no_negative_entry():
-    policy, reference = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.3, 0.3, 0.4]).double()
-    kl = (policy * (policy / reference).log()).sum()
-    for estimator in ("k1", "k3"):
-        close((policy * kl_estimate(policy.log(), reference.log(), estimator)).sum(), kl)
-    assert (kl_estimate(policy.log(), reference.log(), "k3") >= 0).all()
-
-
-def test_an_unknown_kl_estimator_is_named():
-    with pytest.raises(ValueError, match="'k4' is unknown; use k1, k2 or k3"):
-        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
-
+from step3_ppo.ppo_math import discounted_returns, generalized_advantages, kl_estimate, kl_penalised_rewards
 
 # --- kl_penalised_rewards ---
 
@@ -137,6 +63,8 @@ REWARD_FORMS = forms(
 
 @REWARD_FORMS
 def test_rewards_by_hand(form, is_right):
+    """O4: R_t. O5: kl_ctl 0.1. O6, O13: clamped to -5 and to 5. O11, O12: at each row's own last token."""
+
     def check(form):
         kl = torch.tensor([[1.0, 2.0, 3.0, 9.0], [4.0, 9.0, 9.0, 9.0], [-1.0, -2.0, 0.0, 1.0]])
         mask = torch.arange(4) < torch.tensor([3, 1, 4])[:, None]
@@ -149,6 +77,15 @@ def test_rewards_by_hand(form, is_right):
         close(form(scores, kl, mask, kl_coef=0.1, reward_clip=5.0), expected)
 
     judge(check, form, is_right)
+
+
+def test_rewards_from_log_probabilities_by_hand():
+    """O4, O8: -kl_ctl (log P - log P_ref), and + R at t = T."""
+    logprobs, ref = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -1.0, -3.0]])
+    kl = kl_estimate(logprobs, ref, "k1")  # 0.5, -1, 0
+    mask = torch.ones(1, 3).bool()
+    rewards = kl_penalised_rewards(torch.tensor([2.0]), kl, mask, kl_coef=0.1, reward_clip=5.0)
+    close(rewards, [[-0.05, 0.1, 2.0]])
 
 
 @REWARD_FORMS
@@ -164,6 +101,7 @@ def test_rewards_equal_a_float64_loop(form, is_right):
 
 
 def test_rewards_ignore_padding_and_give_an_empty_response_nothing():
+    """O9, O19: only the response's positions count."""
     kl, scores, mask = random_batch(2)
     expected = kl_penalised_rewards(scores[:, 0], kl, mask, kl_coef=0.3, reward_clip=2.0)
     assert expected[~mask].eq(0).all() and expected[3].eq(0).all() and not mask[3].any()
@@ -241,6 +179,8 @@ ADVANTAGE_FORMS = forms(
 
 @ADVANTAGE_FORMS
 def test_advantages_by_hand(form, is_right):
+    """O14: the recursion. O15: A_T+1 = 0. O17: returns = A + V. R57: bootstrapped only where it was cut."""
+
     def check(form):
         rewards = torch.tensor([[1.0, 2.0, 3.0, 50.0], [4.0, 60.0, 60.0, 60.0]])
         values = torch.tensor([[0.5, 1.0, 2.0, 70.0], [1.0, 80.0, 80.0, 80.0]])
@@ -297,6 +237,8 @@ def test_lambda_one_gives_the_discounted_sum_of_rewards_as_returns(form, is_righ
 
 @forms(generalized_advantages, reads_the_padded_tail=reads_the_padded_tail)
 def test_advantages_do_not_read_padding(form, is_right):
+    """O16: the seed's loop runs over the padded tail, and reads its values."""
+
     def check(form):
         rewards, values, mask = random_batch(2)
         options = {"gamma": 0.97, "gae_lambda": 0.9}
@@ -321,6 +263,7 @@ def test_advantages_step_over_a_gap_in_the_mask():
 
 
 def test_advantages_carry_no_gradient_and_take_no_tokens_at_all():
+    """O18."""
     leaves = [x.requires_grad_() for x in random_batch(2)[:2]]
     mask = random_batch(2)[2]
     results = generalized_advantages(*leaves, mask, gamma=1.0, gae_lambda=0.95)
@@ -329,67 +272,53 @@ def test_advantages_carry_no_gradient_and_take_no_tokens_at_all():
     assert [x.shape for x in empty] == [(5, 0), (5, 0)]
 
 
-# --- KLController ---
+# --- discounted_returns ---
 
 
-def test_a_fixed_coefficient_stays():
-    controller = KLController(0.1)
-    controller.update(1e9, 64)
-    controller.update(math.nan, 64)
-    assert controller.coef == 0.1
+def returns_of(**changes):
+    return lambda rewards, mask, **options: discounted_returns(rewards, mask, **options | changes)
 
 
-class ErrorNotClipped(KLController):
-    def update(self, mean_kl, num_samples):
-        self.coef *= 1 + (mean_kl / self.target - 1) * num_samples / self.horizon
-
-
-class OtherDirection(KLController):
-    def update(self, mean_kl, num_samples):
-        super().update(2 * self.target - mean_kl, num_samples)
-
-
-class CountsUpdates(KLController):
-    def update(self, mean_kl, num_samples):
-        super().update(mean_kl, 1)
-
-
-@forms(
-    KLController,
-    error_not_clipped=ErrorNotClipped,
-    other_direction=OtherDirection,
-    counts_updates=CountsUpdates,
+RETURN_FORMS = forms(
+    discounted_returns,
+    rewards_so_far=lambda rewards, mask, *, gamma: torch.where(mask, rewards, 0.0).cumsum(1) * mask,
+    not_discounted=returns_of(gamma=1.0),
+    without_its_own=lambda rewards, mask, *, gamma: (
+        discounted_returns(rewards, mask, gamma=gamma) - torch.where(mask, rewards, 0.0)
+    ),
+    one_number_a_response=lambda rewards, mask, *, gamma: torch.where(
+        mask, discounted_returns(rewards, mask, gamma=gamma)[:, :1], 0.0
+    ),
+    reads_the_padded_tail=lambda rewards, mask, *, gamma: torch.where(
+        mask, discounted_returns(rewards, torch.ones_like(mask), gamma=gamma), 0.0
+    ),
 )
-def test_an_adaptive_coefficient_by_hand(form, is_right):
+
+
+@RETURN_FORMS
+def test_discounted_returns_by_hand(form, is_right):
     def check(form):
-        controller = form(0.2, target=6.0, horizon=1000)
-        controller.update(6.6, 100)  # error 0.1: 1 + 0.1 * 100 / 1000 = 1.01
-        assert controller.coef == pytest.approx(0.2 * 1.01, rel=1e-9)
-        controller.update(60.0, 100)  # error clipped to 0.2: 1.02
-        assert controller.coef == pytest.approx(0.2 * 1.01 * 1.02, rel=1e-9)
-        controller.update(0.0, 500)  # error clipped to -0.2: 0.9
-        assert controller.coef == pytest.approx(0.2 * 1.01 * 1.02 * 0.9, rel=1e-9)
+        rewards = torch.tensor([[1.0, 2.0, 4.0, 9.0], [3.0, 9.0, 9.0, 9.0]])
+        mask = torch.arange(4) < torch.tensor([3, 1])[:, None]
+        # 1 + 0.5 * 4; 2 + 0.5 * 4; 4
+        close(form(rewards, mask, gamma=0.5), [[3.0, 4.0, 4.0, 0.0], [3.0, 0.0, 0.0, 0.0]])
 
     judge(check, form, is_right)
 
 
-def test_a_saved_controller_goes_on_where_it_was():
-    whole = KLController(0.2, target=6.0)
-    for kl in (3.0, 9.0):
-        whole.update(kl, 64)
-    resumed = KLController(0.2, target=6.0)
-    resumed.load_state_dict(whole.state_dict())
-    for controller in (whole, resumed):
-        controller.update(7.0, 64)
-    assert resumed.coef == whole.coef != 0.2
+@RETURN_FORMS
+def test_discounted_returns_equal_a_float64_loop(form, is_right):
+    def check(form):
+        rewards, mask = random_batch(1)
+        expected = torch.zeros(rewards.shape, dtype=torch.float64)
+        for i in range(len(rewards)):
+            to_go = 0.0
+            for t in reversed(range(int(mask[i].sum()))):
+                to_go = rewards[i, t].item() + 0.9 * to_go
+                expected[i, t] = to_go
+        for padding in PADDING:
+            returns = form(fill(rewards, mask, padding), mask, gamma=0.9)
+            assert returns.dtype == torch.float32 and not returns.requires_grad
+            close(returns, expected)
 
-
-def test_a_controller_refuses_what_would_ruin_it():
-    for options in ({"init_coef": -1.0}, {"target": 0.0}, {"target": -6.0}, {"horizon": 0}):
-        with pytest.raises(ValueError, match=str(next(iter(options.values())))):
-            KLController(**{"init_coef": 0.1} | options)
-    controller = KLController(0.1, target=6.0)
-    for kl in (math.nan, math.inf):
-        with pytest.raises(ValueError, match="finite"):
-            controller.update(kl, 64)
-    assert controller.coef == 0.1
+    judge(check, form, is_right)

@@ -1,8 +1,9 @@
-"""From the reward model's scores to what PPO maximises."""
+"""From the reward model's scores to what PPO maximises. A31 and the like are rows of the seeds."""
 
 import torch
+from right_or_wrong import close, forms, judge
 
-from step3_ppo.rewards.score_shaping import length_shortfall, shape_scores
+from step3_ppo.rewards.score_shaping import length_shortfall, overlong_share, shape_scores
 
 LENGTHS = torch.tensor([0, 5, 10, 40])
 FINISHED = torch.tensor([True, True, False, False])
@@ -39,3 +40,74 @@ def test_the_length_term_still_counts_at_the_clip():
 def test_whitened_scores_have_mean_0_and_deviation_1():
     found = shape_scores(SCORES, LENGTHS, FINISHED, whiten_scores=True)
     assert abs(float(found.mean())) < 1e-6 and abs(float(found.std(correction=0)) - 1) < 1e-5
+
+
+def test_a_cut_response_has_the_penalty_only_under_truncated_penalty():
+    """R57, A32: score only when it ended (penalty 0), told by the flag; "mask" is the loss's business."""
+    for truncated in ("score", "bootstrap", "mask"):
+        assert shape_scores(SCORES, LENGTHS, FINISHED, truncated=truncated).equal(SCORES)
+    found = shape_scores(SCORES, LENGTHS, FINISHED, truncated="penalty", truncated_penalty=0.0)
+    assert found.tolist() == [1.0, -9.0, 0.0, 0.0]
+
+
+# --- the overlong penalty ---
+
+
+def wrong_share(change):
+    return lambda lengths, finished, buffer, most: change(lengths.float(), finished, buffer, most)
+
+
+SHARE_FORMS = forms(
+    overlong_share,
+    from_the_first_token=wrong_share(lambda n, finished, buffer, most: n / most),
+    step=wrong_share(lambda n, finished, buffer, most: (n > most - buffer).float()),
+    not_bounded=wrong_share(lambda n, finished, buffer, most: (n - (most - buffer)) / max(buffer, 1)),
+    reversed=wrong_share(
+        lambda n, finished, buffer, most: ((most - n) / max(buffer, 1)).clamp(0, 1) * (n > most - buffer)
+    ),
+    finished_ones_free=wrong_share(
+        lambda n, finished, buffer, most: (
+            overlong_share(n, finished, buffer, most) * ~(finished & (n == most))
+        )
+    ),
+)
+
+
+@SHARE_FORMS
+def test_the_overlong_share_by_hand(form, is_right):
+    """A31: DAPO's eq. 13 with L_max 40 and L_cache 8."""
+
+    def check(form):
+        lengths = torch.tensor([1, 32, 33, 36, 40, 40])
+        finished = torch.tensor([True, True, True, True, True, False])
+        close(form(lengths, finished, 8, 40), [0.0, 0.0, 1 / 8, 1 / 2, 1.0, 1.0])
+
+    judge(check, form, is_right)
+
+
+@forms(
+    overlong_share,
+    all_of_full_length=lambda lengths, finished, buffer, most: (lengths >= most).float(),
+    all_that_are_cut=lambda lengths, finished, buffer, most: (~finished).float(),
+    nobody=lambda lengths, finished, buffer, most: torch.zeros(len(lengths)),
+)
+def test_without_a_buffer_only_who_would_have_gone_on_pays(form, is_right):
+    """A31: the same equation with L_cache 0 is a step behind L_max."""
+
+    def check(form):
+        lengths = torch.tensor([39, 40, 40, 12])
+        finished = torch.tensor([True, True, False, False])  # the last was stopped by something else
+        close(form(lengths, finished, 0, 40), [0.0, 0.0, 1.0, 0.0])
+
+    judge(check, form, is_right)
+
+
+def test_the_overlong_penalty_comes_after_clipping_by_hand():
+    """A31."""
+    options = {"overlong_penalty": 2.0, "overlong_buffer_tokens": 20, "max_response_tokens": 40}
+    lengths = torch.tensor([0, 25, 30, 40])
+    found = shape_scores(SCORES, lengths, FINISHED, reward_clip=5.0, **options)
+    close(found, [1.0, -5.0 - 0.5, 5.0 - 1.0, 2.0 - 2.0])
+    cut = shape_scores(SCORES, lengths, FINISHED, truncated="penalty", truncated_penalty=-1.0, **options)
+    close(cut, [1.0, -9.5, -1.0 - 1.0, -1.0 - 2.0])  # both are taken off
+    assert shape_scores(SCORES, lengths, FINISHED, **options | {"overlong_penalty": 0.0}).equal(SCORES)

@@ -129,6 +129,15 @@ def test_prompt_rows_keep_their_end(tiny_tokenizer, template, write_rows, option
     assert data.report.num_truncated == 1
 
 
+def test_prompt_rows_bring_the_other_columns_of_the_raw_row(tiny_tokenizer, template, write_rows, options):
+    rows = [{"prompt": "2 + 2?", "answer": "4", "level": 1}, {"prompt": "no more", "chosen": "x"}]
+    path = write_rows([*rows, {"prompt": "q", "pos_answers": ["a", "b"], "neg_answers": ["c"]}])
+    data = build_prompts(options(path, 3), tiny_tokenizer, template)
+    found = [json.loads(data.train[i]["fields"]) for i in range(len(data.train))]
+    assert found == [{"answer": "4", "level": 1}, {}, {"pos_answers": ["a", "b"], "neg_answers": ["c"]}]
+    assert "fields" not in build_sft(options(path, 1), tiny_tokenizer, template).train.columns
+
+
 def test_truncated_sft_row(tiny_tokenizer, template, write_rows, options):
     path = write_rows([{"prompt": "q", "answer": "y" * 100}, {"prompt": "q", "answer": "y"}])
     data = build_sft(options(path, 1, max_seq_len=32), tiny_tokenizer, template)

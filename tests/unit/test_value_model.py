@@ -5,8 +5,9 @@ import torch
 import transformers
 from families import FAMILIES
 
+from common.model_inputs import lay_out
 from common.models import LoraOptions, ModelOptions, plain_model
-from common.value_model import gather_scores, has_saved_head, load_value_model
+from common.value_model import has_saved_head, load_value_model
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [11, 12, 13, 14, 15]])
 
@@ -21,22 +22,31 @@ def save_classifier(folder, config_class, **options) -> str:
     return str(folder)
 
 
-def test_a_score_is_the_value_at_the_last_real_token():
-    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    assert gather_scores(values, torch.tensor([2, 0])).tolist() == [3.0, 4.0]
+def values_of(model, rows):
+    """The values of all tokens, laid end to end, in one pass."""
+    return model(lay_out(torch.cat(list(rows)), torch.tensor([len(row) for row in rows]), is_flat=False))
+
+
+def test_a_score_is_the_value_at_the_last_real_token(tiny_model_folder):
+    model = load(tiny_model_folder("llama"))
+    rows = [IDS[0], IDS[1, :2], IDS[0, :1]]
+    inputs = lay_out(torch.cat(rows), torch.tensor([5, 2, 1]), is_flat=False)
+    assert inputs.last_places.tolist() == [4, 6, 10]
+    scores = model(inputs, inputs.last_places)
+    alone = torch.stack([values_of(model, [row])[-1] for row in rows])
+    torch.testing.assert_close(scores, alone, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padding_on_either_side_and_what_it_holds_change_no_value(family, tiny_model_folder):
+def test_padding_and_what_it_holds_change_no_value(family, tiny_model_folder):
     model = load(tiny_model_folder(family))
-    plain = model(IDS, torch.ones_like(IDS))
-    assert plain.shape == (2, 5) and plain.std() > 1e-3
-    real, padding = torch.ones_like(IDS), torch.zeros(2, 3, dtype=torch.long)
+    rows = [IDS[0, :2], IDS[1], IDS[0, :3]]
+    alone = torch.cat([values_of(model, [row]) for row in rows])
+    assert alone.shape == (10,) and alone.std() > 1e-3
+    inputs = lay_out(torch.cat(rows), torch.tensor([2, 5, 3]), is_flat=False)
     for pad in (0, 77):
-        left = model(torch.cat([padding + pad, IDS], 1), torch.cat([padding, real], 1))
-        right = model(torch.cat([IDS, padding + pad], 1), torch.cat([real, padding], 1))
-        torch.testing.assert_close(left[:, 3:], plain, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(right[:, :5], plain, atol=1e-5, rtol=1e-5)
+        inputs.input_ids[~inputs.attention_mask.bool()] = pad
+        torch.testing.assert_close(model(inputs), alone, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -46,7 +56,7 @@ def test_a_base_model_gives_its_trunk_and_the_head_is_linear_on_its_last_states(
     base = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     states = base(IDS, output_hidden_states=True).hidden_states[-1]
     head = plain_model(model.classifier).score.weight
-    torch.testing.assert_close(model(IDS, torch.ones_like(IDS)), (states @ head.T).squeeze(-1))
+    torch.testing.assert_close(values_of(model, IDS), (states @ head.T).flatten())
 
 
 def test_the_head_trains_beside_the_adapters(tiny_model_folder):
@@ -54,8 +64,8 @@ def test_the_head_trains_beside_the_adapters(tiny_model_folder):
     model = load(tiny_model_folder("llama"), lora=lora)
     trained = {n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n}
     assert len(trained) == 1 and trained.pop().endswith("score.weight")
-    before = model(IDS, torch.ones_like(IDS))
-    assert before.equal(load(tiny_model_folder("llama"))(IDS, torch.ones_like(IDS))), "B begins at zero"
+    before = values_of(model, IDS)
+    assert before.equal(values_of(load(tiny_model_folder("llama")), IDS)), "B begins at zero"
 
 
 def test_a_family_without_a_score_head_is_named(tmp_path):

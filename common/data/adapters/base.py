@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.data import hub_data
@@ -10,7 +11,7 @@ from common.data.adapters.row_forms import messages_from_prompt, reply_text
 from common.data.example import BadRow, Example
 from common.data.raw_rows import RawRows
 
-ADAPTERS: dict[str, type["Adapter"]] = {}
+ADAPTERS: dict[str, type] = {}  # Adapters, and classes that PortedClass can wrap
 
 
 class Parts(NamedTuple):
@@ -20,6 +21,19 @@ class Parts(NamedTuple):
     eval: RawRows | None
 
 
+def digest_code(kind: type) -> str:
+    """Digest of the files that hold a class and its bases: a helper function beside them counts too."""
+    total = hashlib.sha256(kind.__qualname__.encode())
+    for part in kind.__mro__:
+        if part.__module__ == "builtins":
+            continue
+        try:
+            total.update(Path(inspect.getsourcefile(part) or "").read_bytes())
+        except (OSError, TypeError):  # made in an interpreter
+            total.update(repr(part).encode())
+    return total.hexdigest()
+
+
 class Adapter:
     """Rows of one data set to Examples.
 
@@ -27,6 +41,8 @@ class Adapter:
     raw_datasets.py (`get_rejected` may return None). A row that means several pairs, or none of these,
     overrides `to_examples`.
     """
+
+    notes: tuple[str, ...] = ()  # for the data report, when the rows have been read
 
     def __init__(self, source: str = "") -> None:
         """Keep the name by which the data set was asked for."""
@@ -42,11 +58,7 @@ class Adapter:
 
     def code_digest(self) -> str:
         """Changes when this adapter is edited, so that no token cache outlives the code that filled it."""
-        try:
-            code = inspect.getsource(type(self))
-        except (OSError, TypeError):
-            code = repr(type(self))
-        return hashlib.sha256(code.encode()).hexdigest()
+        return digest_code(type(self))
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
         """Examples of a raw row.
@@ -101,16 +113,33 @@ class Adapter:
         return None if rejected is None else self.get_prompt(row) + rejected
 
 
-def register_dataset(*names: str) -> Callable[[type[Adapter]], type[Adapter]]:
-    """Class decorator: `--data_path NAME` uses this adapter for each of `names`."""
+def register_dataset(*names: str) -> Callable[[type], type]:
+    """Class decorator: `--data_path NAME` uses this class for each of `names`.
 
-    def register(adapter: type[Adapter]) -> type[Adapter]:
+    It is an Adapter, or a class with the methods of DeepSpeed-Chat's (see ported_class.py). A module that is
+    imported twice registers its classes again without harm.
+    """
+
+    def register(kind: type) -> type:
         for name in names:
-            if ADAPTERS.get(name, adapter).__qualname__ != adapter.__qualname__:
-                raise ValueError(
-                    f"data set name {name!r} is registered twice: {ADAPTERS[name]} and {adapter}"
-                )
-            ADAPTERS[name] = adapter
-        return adapter
+            known = ADAPTERS.get(name, kind)
+            if not _is_same(known, kind):
+                raise ValueError(f"data set name {name!r} is registered twice: by {known} and {kind}")
+            ADAPTERS[name] = kind
+        return kind
 
     return register
+
+
+def _is_same(one: type, other: type) -> bool:
+    """Whether two classes are one that was defined again: by a reload, or under another module name."""
+    if one.__qualname__ != other.__qualname__:
+        return False
+    return one.__module__ == other.__module__ or _file_of(one) == _file_of(other) is not None
+
+
+def _file_of(kind: type) -> str | None:
+    try:
+        return inspect.getsourcefile(kind)
+    except (OSError, TypeError):
+        return None

@@ -1,0 +1,203 @@
+#!/usr/bin/env python
+"""Serves a reward model over HTTP, to step 3's --reward http://HOST:PORT/score and to anyone else.
+
+python step2_reward/serve.py --model_name_or_path OUT/export --host 127.0.0.1 --port 8000
+
+POST /score {"prompts": [...], "responses": [...]} is answered by {"scores": [...]}; GET /health says what is
+served. Prompts are texts as the model was trained on them, rendered by its template, and responses stand to
+the letter behind them: the end-of-turn token is added here, a leading space is not. There is no password.
+"""
+
+import math
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: import from the repository root, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from transformers import PreTrainedTokenizerFast
+
+from common import distributed, startup
+from common.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
+from common.checkpoint import read_metadata
+from common.data.example import Message
+from common.dialogue import build_template
+from common.model_inputs import lay_out
+from common.models import DTYPES, ModelOptions
+from common.value_model import ValueModel, has_saved_head, load_value_model
+
+
+@dataclass
+class ServeArguments(TokenizerArguments):
+    """A reward model behind an address."""
+
+    model_name_or_path: str = flag(REQUIRED, "reward model: the export/ folder of step 2, or a hub name")
+    host: str = flag("127.0.0.1", "address that is listened on; 0.0.0.0: every one, for other machines")
+    port: int = flag(8000, "its port; 0: any free one, which is printed")
+    batch_size: int = flag(32, "sequences in a forward pass")
+    max_seq_len: int = flag(
+        0,
+        "tokens of prompt and response at most; a longer prompt loses its beginning; 0: the model's limit",
+    )
+    dtype: str = flag(
+        "", "weights and activations; empty: bf16 on a GPU that has it, else fp32", choices=tuple(DTYPES)
+    )
+
+
+class RewardScorer:
+    """Scores texts as step 3 scores finished responses: the value at their last token, the end of turn."""
+
+    def __init__(
+        self,
+        model: ValueModel,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        batch_size: int,
+        max_tokens: int = sys.maxsize,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        """`facts` is what GET /health answers."""
+        self.model, self.batch_size, self.max_tokens = model, batch_size, max_tokens
+        # A prompt and its continuation, both to the letter: the prompt's own form is already in its text.
+        self.template = build_template("plain", tokenizer)
+        self.facts = facts or {}
+        self._lock = threading.Lock()  # requests come in threads; the device has memory for one batch
+
+    def score(self, prompts: list[str], responses: list[str]) -> list[float]:
+        """Return one fp32 score for each response, batched by length."""
+        rows = [self.encode(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+        scores = [0.0] * len(rows)
+        with self._lock:
+            for first in range(0, len(order), self.batch_size):
+                batch = order[first : first + self.batch_size]
+                for index, score in zip(batch, self._score_rows([rows[i] for i in batch]), strict=True):
+                    scores[index] = score
+        return scores
+
+    def encode(self, prompt: str, response: str) -> list[int]:
+        """Return the token ids of both and of the end of turn, as a row of training has them."""
+        segments = self.template.segments([Message("user", prompt)], response)
+        return self.template.encode(segments, self.max_tokens).input_ids
+
+    @torch.no_grad()
+    def _score_rows(self, rows: list[list[int]]) -> list[float]:
+        token_ids = torch.tensor([token_id for row in rows for token_id in row])
+        lengths = torch.tensor([len(row) for row in rows])
+        inputs = lay_out(token_ids, lengths, is_flat=False, device=distributed.device())
+        return self.model(inputs, inputs.last_places).tolist()
+
+
+@dataclass
+class ScoreRequest:
+    """What POST /score takes; `rows` is what step 3 sends to any reward, and is not looked at."""
+
+    prompts: list[str]
+    responses: list[str]
+    rows: list[dict[str, Any]] | None = None
+
+
+def create_app(scorer: RewardScorer) -> FastAPI:
+    """Return the web application of a scorer."""
+    app = FastAPI(title="Triptych reward model")
+
+    @app.exception_handler(RequestValidationError)
+    def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
+        """Say what is wrong in one line; the library's own answer repeats the whole request."""
+        found = (f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors())
+        expected = 'expected {"prompts": [texts], "responses": [texts]}'
+        return JSONResponse({"detail": f"{'; '.join(found)}; {expected}"}, status_code=422)
+
+    @app.post("/score")
+    def score(body: ScoreRequest) -> dict[str, list[float]]:
+        """Return a score for each response."""
+        num_prompts, num_responses = len(body.prompts), len(body.responses)
+        if num_prompts != num_responses:
+            message = (
+                f"{num_prompts} prompts but {num_responses} responses; send one prompt for each response"
+            )
+            raise HTTPException(422, message)
+        scores = scorer.score(body.prompts, body.responses)
+        if not all(map(math.isfinite, scores)):  # JSON has no word for them
+            raise HTTPException(500, "a score is not finite; serve the model with --dtype fp32")
+        return {"scores": scores}
+
+    @app.get("/health")
+    def health() -> dict[str, Any]:
+        """Return what is served."""
+        return scorer.facts
+
+    return app
+
+
+def bind(host: str, port: int, problems: Problems) -> socket.socket | None:
+    """Return a socket that is bound but does not listen yet, or None after adding why there is none."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that just ended leaves traces
+        bound.bind(address)
+    except (OSError, OverflowError) as error:
+        problems.add(f"--host {host} --port {port}: {error}; choose another port, 0 for any free one")
+        return None
+    return bound
+
+
+def load_scorer(args: ServeArguments, config: Any, tokenizer: PreTrainedTokenizerFast) -> RewardScorer:
+    """Return the scorer of the model of --model_name_or_path. Raises ValueError."""
+    name = args.model_name_or_path
+    options = ModelOptions(
+        name,
+        dtype=args.dtype or distributed.default_dtype_name(),
+        dropout=0.0,
+        trust_remote_code=args.trust_remote_code,
+    )
+    model = load_value_model(options, len(tokenizer)).to(distributed.device()).eval()
+    metadata = read_metadata(name)
+    num_positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    facts = {"name": name, "step": metadata.get("step"), "template": metadata.get("template")}
+    return RewardScorer(
+        model,
+        tokenizer,
+        batch_size=args.batch_size,
+        max_tokens=args.max_seq_len or num_positions,
+        facts=facts | {"accuracy": metadata.get("eval", {}).get("accuracy")},
+    )
+
+
+def main() -> None:
+    """Check, load, serve until Ctrl-C."""
+    problems = Problems()
+    args = parse_args(ServeArguments, description=__doc__.splitlines()[0], problems=problems)
+    startup.check_positive(args, ["batch_size"], problems)
+    problems.check(args.max_seq_len >= 0, f"--max_seq_len {args.max_seq_len} must be at least 0")
+    name = args.model_name_or_path
+    config = startup.check_model("--model_name_or_path", name, args, problems)
+    if config and not has_saved_head(name):
+        problems.add(
+            f"--model_name_or_path {name} has no trained score head; give the export/ folder of step 2"
+        )
+    startup.check_length(config, args.max_seq_len, "--max_seq_len", problems)
+    tokenizer = config and startup.check_tokenizer("--model_name_or_path", name, args, problems)
+    bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
+    problems.exit_if_any()
+    with startup.as_problem(problems):
+        scorer = load_scorer(args, config, tokenizer)
+    bound.listen()  # from here on a request waits, and is not refused
+    host, port = bound.getsockname()[:2]
+    print(f"{name} answers POST http://{host}:{port}/score and GET /health; Ctrl-C ends it", flush=True)
+    server = uvicorn.Server(uvicorn.Config(create_app(scorer), log_level="warning"))
+    server.run(sockets=[bound])
+
+
+if __name__ == "__main__":
+    startup.run_program(main)

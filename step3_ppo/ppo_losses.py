@@ -1,0 +1,145 @@
+"""The losses of a minibatch, and the optimizer steps on them: from records to `update`.
+
+# S responses of a micro-batch, total response tokens of all
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from common import distributed
+from common.data.packed_batch import PackedBatch
+from common.engine_step import LossTerm
+from common.model_inputs import lay_out
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.ppo_math import kl_loss_terms, policy_loss_terms, value_loss_terms
+from step3_ppo.roles import Roles
+
+Sums = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+@dataclass
+class PPOLosses:
+    """Updates the actor and the critic by records that have advantages, returns and loss_weights."""
+
+    args: PPOArguments
+    roles: Roles
+    pretraining: Iterator[list[dict[str, torch.Tensor]]] | None = None
+    first_gap: float = field(default=0.0, init=False)  # of the sampler, mean over the first minibatch
+    first_gap_max: float = field(default=0.0, init=False)  # of this rank's tokens
+    _kl_coef: float = field(default=0.0, init=False)
+    _in_first_minibatch: bool = field(default=False, init=False)
+
+    def begin_step(self, kl_coef: float) -> None:
+        """Prepare for the minibatches of a PPO step."""
+        self._kl_coef, self._in_first_minibatch, self.first_gap_max = kl_coef, True, 0.0
+
+    def update_actor(self, micro_batches: list[PackedBatch]) -> dict[str, float]:
+        """Return the means of one optimizer step of the actor. Every rank must call this."""
+        terms = [
+            LossTerm(
+                "policy/loss",
+                micro_batches,
+                self._policy_sums,
+                count_loss_items,
+                count_stats=count_loss_tokens,
+            )
+        ]
+        if self.pretraining is not None:
+            texts, weight = next(self.pretraining), self.args.unsup_coef
+            terms.append(
+                LossTerm("policy/unsup_loss", texts, self._pretraining_sums, count_text_targets, weight)
+            )
+        means = self.roles.actor.update(terms)
+        means["policy/grad_norm"] = means.pop("grad_norm")
+        means["policy/learning_rate"] = means.pop("learning_rate")
+        if self._in_first_minibatch:
+            self.first_gap, self._in_first_minibatch = means["policy/rollout_gap"], False
+        return means
+
+    def update_critic(self, micro_batches: list[PackedBatch]) -> dict[str, float]:
+        """Return the means of one optimizer step of the critic. Every rank must call this."""
+        assert self.roles.critic is not None
+        means = self.roles.critic.update(
+            [LossTerm("value/loss", micro_batches, self._value_sums, count_loss_tokens)]
+        )
+        means["value/grad_norm"] = means.pop("grad_norm")
+        means["value/learning_rate"] = means.pop("learning_rate")
+        return means
+
+    def _policy_sums(self, batch: PackedBatch) -> Sums:
+        args, actor, data = self.args, self.roles.actor, batch.to(distributed.device()).data
+        logprobs, entropies = actor.compute_logprobs(actor.engine, batch, with_entropy=True)
+        mask, weights = data["loss_mask"], data["loss_weights"]
+        terms = policy_loss_terms(
+            logprobs,
+            data["old_logprobs"],
+            data["advantages"],
+            mask,
+            clip_range=args.clip_range,
+            clip_range_high=args.clip_range_high,
+            dual_clip=args.c_clip,
+            prox_logprobs=data.get("prox_logprobs"),
+            behav_imp_weight_cap=args.behav_imp_weight_cap,
+        )
+        per_token = terms.loss
+        stats = {}
+        if args.kl_in == "loss":
+            kl = kl_loss_terms(logprobs, data["ref_logprobs"], mask, args.kl_estimator)
+            per_token = per_token + self._kl_coef * kl
+            stats["policy/kl_loss"] = kl.sum()
+        if args.entropy_coef:
+            per_token = per_token - args.entropy_coef * entropies
+        gap = (logprobs.detach() - data["rollout_logprobs"]).abs()
+        if self._in_first_minibatch and len(gap):
+            self.first_gap_max = max(self.first_gap_max, float(gap.max()))
+        if args.use_decoupled_loss:
+            stats |= {
+                "policy/behav_kl": terms.behav_kl.sum(),
+                "policy/behav_imp_weight": terms.behav_imp_weight.sum(),
+            }
+        return (per_token * weights).sum(), stats | {
+            "policy/entropy": entropies.detach()[mask].sum(),
+            "policy/clip_fraction": terms.is_clipped.sum(),
+            "policy/approx_kl": terms.approx_kl.sum(),
+            "policy/ratio": terms.ratio.sum(),
+            "policy/rollout_gap": gap[mask].sum(),
+        }
+
+    def _value_sums(self, batch: PackedBatch) -> Sums:
+        critic, data = self.roles.critic, batch.to(distributed.device()).data
+        assert critic is not None
+        terms = value_loss_terms(
+            critic.compute_values(critic.engine, batch).values,
+            data["old_values"],
+            data["returns"],
+            data["loss_mask"],
+            clip_range=self.args.value_clip_range,
+            kind=self.args.value_loss,
+        )
+        return terms.loss.sum(), {"value/clip_fraction": terms.is_clipped.sum()}
+
+    def _pretraining_sums(self, batch: dict[str, Any]) -> Sums:
+        actor, blocks = self.roles.actor, batch["input_ids"]  # (S, T), all of one length
+        lengths = torch.full((len(blocks),), blocks.shape[1])
+        inputs = lay_out(blocks.flatten(), lengths, is_flat=actor.is_flat, device=distributed.device())
+        places = inputs.token_places.view(blocks.shape)[:, 1:].flatten()
+        targets = blocks[:, 1:].flatten().to(places.device)
+        return -actor.engine(inputs, places, targets, is_summed=True, temperature=1.0), {}
+
+
+def count_loss_items(batch: PackedBatch) -> float:
+    """Return what the policy loss of a micro-batch is divided by, see `loss_weights`."""
+    return float(batch.data["loss_counts"].sum())
+
+
+def count_loss_tokens(batch: PackedBatch) -> float:
+    """Return the tokens of a micro-batch that losses count."""
+    return float(batch.data["loss_mask"].sum())
+
+
+def count_text_targets(batch: dict[str, torch.Tensor]) -> float:
+    """Return the predicted tokens of a batch of text."""
+    return float(batch["input_ids"][:, 1:].numel())

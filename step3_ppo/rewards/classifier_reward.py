@@ -1,0 +1,174 @@
+"""`--reward classifier:PATH[:LABEL]`: the logit of a label of any sequence classifier, which reads the text.
+
+It has its own tokenizer, so it need not know the actor's vocabulary: a sentiment or toxicity model, a reward
+model of another family.
+
+# B texts, T tokens of the longest, L labels
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from common.data.collators import pad_rows
+from common.models import DTYPES
+from step3_ppo.rewards.text_rewards import Answers, checked_scores
+
+_ENDLESS_TOKENS = 10**9  # tokenizers without a limit say 10^30
+
+
+class ClassifierReward:
+    """A `TextReward` from a frozen classifier: the score is the logit of one label."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        batch_size: int = 64,
+        device: torch.device | str = "cpu",
+        dtype: str = "fp32",
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Load model and tokenizer; `dtype` is a key of DTYPES.
+
+        Raises:
+            ValueError: there is no classifier, no tokenizer, or no such label.
+        """
+        self.name, self.batch_size, self.device = f"classifier:{target}", batch_size, device
+        path, label = split_label(target)
+        config = load_classifier_config(target, trust_remote_code=trust_remote_code)
+        self.label_index = label_index(config, label, target)
+        self.tokenizer = load_classifier_tokenizer(target, trust_remote_code=trust_remote_code)
+        self.tokenizer.truncation_side = "left"  # the end of the answer is what is judged
+        model = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
+        )
+        self.model = model.requires_grad_(False).to(device).eval()
+        self.max_tokens = _max_tokens(self.model, self.tokenizer)
+
+    @torch.no_grad()
+    def score(self, answers: Answers) -> list[float]:
+        """See `TextReward.score`; the text is the prompt and the response, one behind the other."""
+        texts = [
+            prompt + response for prompt, response in zip(answers.prompts, answers.responses, strict=True)
+        ]
+        rows = self._tokenise(texts) if texts else []
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+        scores = [0.0] * len(rows)
+        for first in range(0, len(order), self.batch_size):
+            batch = order[first : first + self.batch_size]
+            for index, score in zip(batch, self._score_rows([rows[i] for i in batch]), strict=True):
+                scores[index] = score
+        return checked_scores(self.name, scores, answers)
+
+    def close(self) -> None:
+        """Do nothing: the model goes when this object does."""
+
+    def _tokenise(self, texts: list[str]) -> list[list[int]]:
+        limit = {"truncation": True, "max_length": self.max_tokens} if self.max_tokens else {}
+        rows = self.tokenizer(texts, **limit)["input_ids"]
+        return [row or [self.tokenizer.eos_token_id or 0] for row in rows]  # no model reads nothing
+
+    def _score_rows(self, rows: list[list[int]]) -> list[float]:
+        config, pad_id = self.model.config.get_text_config(), self._choose_pad_id(rows)
+        input_ids, is_token = pad_rows(rows, pad_id)  # (B, T), on the right: positions count from 0
+        own_pad_id, config.pad_token_id = config.pad_token_id, pad_id
+        try:
+            logits = self.model(
+                input_ids=input_ids.to(self.device), attention_mask=is_token.long().to(self.device)
+            ).logits  # (B, L)
+        finally:
+            config.pad_token_id = own_pad_id
+        return logits[:, self.label_index].float().tolist()
+
+    def _choose_pad_id(self, rows: list[list[int]]) -> int:
+        """Return the model's own PAD; where it has none, the first of PAD, EOS, 0, 1 ... that ends no row.
+
+        A decoder is read at the last token that is not PAD, so an EOS that ends a text must not be PAD.
+        """
+        own = self.model.config.get_text_config().pad_token_id
+        if own is not None and own >= 0:
+            return own
+        ends = {row[-1] for row in rows}
+        candidates = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, *range(len(rows) + 1))
+        return next(i for i in candidates if i is not None and i not in ends)
+
+
+def split_label(target: str) -> tuple[str, str | None]:
+    """Return path and label of `PATH[:LABEL]`; a path that exists is never cut."""
+    path, colon, label = target.rpartition(":")
+    return (path, label) if colon and not Path(target).exists() else (target, None)
+
+
+def load_classifier_config(target: str, *, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of the classifier that `PATH[:LABEL]` names; no weights are read.
+
+    Raises:
+        ValueError: there is no model, or one without a trained head: transformers would make a random one.
+    """
+    path, _ = split_label(target)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # OSError, ValueError, KeyError ... by what is missing
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"--reward classifier:{target}: {path} is neither a model folder nor a hub model at hand: "
+            f"{first_line}"
+        ) from error
+    if not any("ForSequenceClassification" in name for name in config.architectures or []):
+        kind = ", ".join(config.architectures or ["bare model"])
+        raise ValueError(
+            f"--reward classifier:{target}: {path} is a {kind}, not a sequence classifier; give a model that "
+            "was saved from AutoModelForSequenceClassification"
+        )
+    return config
+
+
+def load_classifier_tokenizer(target: str, *, trust_remote_code: bool = False) -> Any:
+    """Return the classifier's own tokenizer. Raises ValueError where there is none."""
+    path, _ = split_label(target)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises OSError, KeyError, TypeError ... by what is missing
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    else:
+        if len(tokenizer) > len(tokenizer.all_special_tokens):
+            return tokenizer
+        reason = "it knows no word"  # what transformers makes of a configuration alone
+    raise ValueError(
+        f"--reward classifier:{target}: no tokenizer could be loaded from {path} ({reason}); save the "
+        "classifier's tokenizer beside it"
+    )
+
+
+def label_index(config: Any, label: str | None, target: str) -> int:
+    """Return the place of a label, given by name or number, among the logits; the last one for None.
+
+    Raises:
+        ValueError: there is no such label; those that there are are listed.
+    """
+    names = [config.id2label.get(index, f"LABEL_{index}") for index in range(config.num_labels)]
+    if label is None:
+        return config.num_labels - 1
+    if label in names:
+        return names.index(label)
+    if label.isdecimal() and int(label) < config.num_labels:
+        return int(label)
+    listed = ", ".join(f"{index} {name}" for index, name in enumerate(names))
+    raise ValueError(f"--reward classifier:{target}: there is no label {label!r}; choose from {listed}")
+
+
+def _max_tokens(model: Any, tokenizer: Any) -> int | None:
+    """Return how many tokens the model reads at most, None where nothing limits it (ALiBi)."""
+    config = model.config.get_text_config()
+    num_positions = getattr(config, "max_position_embeddings", None)
+    if num_positions and any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules()):
+        num_positions -= (config.pad_token_id or 0) + 1  # RoBERTa counts positions from PAD + 1 on
+    limits = [
+        limit
+        for limit in (num_positions, tokenizer.model_max_length)
+        if limit and 0 < limit < _ENDLESS_TOKENS
+    ]
+    return min(limits, default=None)

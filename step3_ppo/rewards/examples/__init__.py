@@ -1,0 +1,1 @@
+"""Reward functions to use or to copy: `--reward function:step3_ppo.rewards.examples.length:brevity`."""

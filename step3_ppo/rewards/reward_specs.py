@@ -1,0 +1,107 @@
+"""What `--reward` says: which rewards there are, and how much each counts. No torch in here.
+
+[WEIGHT*]model:PATH  [WEIGHT*]classifier:PATH[:LABEL]  [WEIGHT*]function:MODULE:NAME  [WEIGHT*]http://HOST:PORT/PATH
+"""
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+FORMS = {
+    "model": "model:PATH",
+    "classifier": "classifier:PATH[:LABEL]",
+    "function": "function:MODULE:NAME",
+    "http": "http://HOST:PORT/PATH",
+}
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """One entry of `--reward`; `target` is what follows the kind, for http the whole address."""
+
+    kind: str  # a key of FORMS
+    target: str
+    weight: float  # 0: its scores are logged and count nothing
+    text: str  # as the user wrote it
+    number: int = 1  # the how-manieth of this name
+
+    @property
+    def name(self) -> str:
+        """Return the short name under which its scores are logged, such as `function_polite_2`."""
+        base = f"function_{self.target.rpartition(':')[2]}" if self.kind == "function" else self.kind
+        return base if self.number == 1 else f"{base}_{self.number}"
+
+
+def parse_rewards(texts: Sequence[str]) -> list[RewardSpec]:
+    """Return the rewards that `--reward` names, each under a name of its own; [] for none.
+
+    Raises:
+        ValueError: an entry is of no known form (see `parse_reward`), or nothing has a weight.
+    """
+    specs: list[RewardSpec] = []
+    for text in texts:
+        spec, taken = parse_reward(text), {spec.name for spec in specs}
+        while spec.name in taken:
+            spec = dataclasses.replace(spec, number=spec.number + 1)
+        specs.append(spec)
+    if specs and not any(spec.weight for spec in specs):
+        raise ValueError(
+            f"--reward {' '.join(texts)}: every weight is 0, so there is nothing to learn from; give one of "
+            "them a weight, such as 1*"
+        )
+    return specs
+
+
+def parse_reward(text: str) -> RewardSpec:
+    """Return what one entry of `--reward` says; its weight is 1 where it names none.
+
+    Raises:
+        ValueError: unknown kind (the nearest is named), a weight that is no number, nothing behind the kind.
+    """
+    head, colon, target = text.strip().partition(":")
+    weight_text, star, kind = head.rpartition("*")  # a * behind the kind belongs to a path
+    kind, target = kind.strip(), target.strip()
+    if kind in ("http", "https"):
+        kind, target = "http", f"{kind}:{target}"
+    if kind not in FORMS or not colon:
+        near = difflib.get_close_matches(kind, FORMS, n=1)
+        hint = f"did you mean {FORMS[near[0]]}?" if near else f"use one of {', '.join(FORMS.values())}"
+        raise ValueError(f"--reward {text}: {kind!r} is no kind of reward; {hint}")
+    weight = _parse_weight(text, weight_text) if star else 1.0
+    _check_target(text, kind, target)
+    return RewardSpec(kind, target, weight, text)
+
+
+def _parse_weight(text: str, weight_text: str) -> float:
+    try:
+        weight = float(weight_text)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise ValueError(
+            f"--reward {text}: the weight {weight_text!r} is no number; write it as in 0.5*model:PATH, or "
+            "leave it out for 1"
+        )
+    return weight
+
+
+def _check_target(text: str, kind: str, target: str) -> None:
+    form = FORMS[kind]
+    if kind == "http":
+        try:
+            is_address = bool(urlsplit(target).hostname) and urlsplit(target).port != 0
+        except ValueError:  # a port that is no number
+            is_address = False
+        if not is_address:
+            raise ValueError(f"--reward {text}: {target} is no address; write {form}")
+    elif not target.partition(":")[0]:
+        raise ValueError(f"--reward {text}: nothing stands behind {kind}:; write {form}")
+    elif kind == "function" and not _FUNCTION.fullmatch(target):
+        raise ValueError(
+            f"--reward {text}: {target} names no function; write {form}, such as function:my_rewards:polite"
+        )

@@ -1,0 +1,235 @@
+"""What step 3 checks before a model is loaded: flags, models, rewards, the algorithm and what it needs."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from common import startup
+from common.args import Problems, given_flags
+from common.checkpoint import read_metadata
+from common.data.data_options import DataOptions
+from common.data.source_checks import check_sources
+from common.dialogue import Template, build_template
+from common.plugins import import_plugins
+from common.tokenizer import vocabulary_difference
+from common.value_model import has_saved_head
+from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unused_flags
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.hybrid_options import check_hybrid, take_hybrid_section
+from step3_ppo.rewards.build_rewards import check_rewards
+from step3_ppo.rewards.reward_specs import RewardSpec
+
+POSITIVE = (
+    "per_device_generation_batch_size", "generation_batches", "per_device_training_batch_size", "ppo_epochs",
+    "max_prompt_seq_len", "max_answer_seq_len", "num_samples_per_prompt", "temperature", "top_p",
+    "clip_range", "kl_horizon",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "kl_coef", "rollout_staleness", "dynamic_sampling_rounds", "max_tokens_per_micro_batch",
+    "clip_range_high", "behav_imp_weight_cap", "early_stop_kl", "early_stop_imp_ratio", "overlong_penalty",
+    "overlong_buffer_tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """What the checks have found out."""
+
+    tokenizer: Any
+    template: Template
+    algorithm: Algorithm
+    rewards: list[RewardSpec]
+    warnings: list[str]
+
+
+def check_start_up(
+    args: PPOArguments, options: DataOptions, problems: Problems
+) -> tuple[PPOArguments, StartUp]:
+    """Return the flags with the algorithm's defaults filled in, and what the run is made of.
+
+    Leaves with all that is wrong. No model is loaded.
+    """
+    import_plugins(args.plugins, problems)
+    stages = {"--actor_zero_stage": args.actor_zero_stage, "--critic_zero_stage": args.critic_zero_stage}
+    startup.check_run(args, stages, problems)
+    take_hybrid_section(args, problems)
+    check_numbers(args, problems)
+    warnings: list[str] = []
+    algorithm = None
+    try:
+        algorithm = find_algorithm(args.algorithm)
+        args = fill_defaults(args, algorithm)
+        if algorithm.needs_critic and args.reward and not args.critic_model_name_or_path:
+            args = dataclasses.replace(args, critic_model_name_or_path=args.actor_model_name_or_path)
+        check_algorithm(args, algorithm, problems)
+        warnings += idle_flags(args, algorithm, given_flags())
+    except ValueError as error:
+        problems.add(str(error))
+    rewards = find_rewards(args, problems)
+    warnings += doubtful_rewards(args, rewards)
+    tokenizer = check_models(args, algorithm, rewards, problems)
+    for problem in check_sources(args.data_path, 3, options):
+        problems.add(problem)
+    with startup.as_problem(problems):
+        template = tokenizer and build_template(args.template, tokenizer)
+    problems.exit_if_any()
+    assert algorithm is not None
+    return args, StartUp(tokenizer, template, algorithm, rewards, warnings)
+
+
+def samples_per_rank(args: PPOArguments) -> int:
+    """Return the responses that a rank samples for one PPO step."""
+    return args.per_device_generation_batch_size * args.generation_batches * args.num_samples_per_prompt
+
+
+def check_numbers(args: PPOArguments, problems: Problems) -> None:
+    """Add the problems of step 3's own numbers."""
+    startup.check_positive(args, list(POSITIVE), problems)
+    for name in NOT_NEGATIVE:
+        problems.check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)} must be at least 0")
+    samples = samples_per_rank(args)
+    update = args.per_device_training_batch_size * args.gradient_accumulation_steps
+    if update < 1 or samples % update:
+        problems.add(
+            f"--per_device_generation_batch_size {args.per_device_generation_batch_size} x "
+            f"--generation_batches {args.generation_batches} x --num_samples_per_prompt "
+            f"{args.num_samples_per_prompt} = {samples} samples a rank must be a multiple of "
+            f"--per_device_training_batch_size {args.per_device_training_batch_size} x "
+            f"--gradient_accumulation_steps {args.gradient_accumulation_steps} = {update}"
+        )
+    longest = args.max_prompt_seq_len + args.max_answer_seq_len
+    if 0 < args.max_tokens_per_micro_batch < longest:
+        problems.add(
+            f"--max_tokens_per_micro_batch {args.max_tokens_per_micro_batch} holds no whole sequence of "
+            f"--max_prompt_seq_len {args.max_prompt_seq_len} + --max_answer_seq_len "
+            f"{args.max_answer_seq_len}; raise it to at least {longest}"
+        )
+    if args.enable_test_mode and args.test_stop_step < 1:
+        problems.add("--enable_test_mode needs --test_stop_step above 0")
+    for name in ("gamma", "gae_lambda"):
+        problems.check(
+            0 <= getattr(args, name) <= 1, f"--{name} {getattr(args, name)} must be between 0 and 1"
+        )
+    problems.check(0 <= args.ema_decay < 1, f"--ema_decay {args.ema_decay} must be at least 0 and below 1")
+    problems.check(args.top_p <= 1, f"--top_p {args.top_p} must be at most 1")
+    problems.check(
+        args.c_clip == 0 or args.c_clip > 1, f"--c_clip {args.c_clip} must be above 1, or 0: no limit"
+    )
+    problems.check(
+        0 <= args.value_norm_beta < 1, f"--value_norm_beta {args.value_norm_beta} must be at least 0, below 1"
+    )
+
+
+def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems) -> None:
+    """Add the problems of flags that the algorithm cannot do without, or cannot do with."""
+    name = f"--algorithm {algorithm.name}"
+    num_samples = args.num_samples_per_prompt
+    if algorithm.needs_group and num_samples < 2:
+        problems.add(
+            f"{name} compares the responses to one prompt: --num_samples_per_prompt {num_samples} must be 2 "
+            "or more"
+        )
+    for flag, value in (("adv_norm", args.adv_norm == "group"), ("dynamic_sampling_rounds", True)):
+        if value and getattr(args, flag) and num_samples < 2:
+            problems.add(
+                f"--{flag} {getattr(args, flag)} looks at groups of responses to one prompt: "
+                f"--num_samples_per_prompt {num_samples} must be 2 or more"
+            )
+    if algorithm.needs_critic and not args.critic_model_name_or_path:
+        problems.add(f"{name} has a critic: give --critic_model_name_or_path, the export/ of step 2")
+    if args.truncated == "bootstrap" and not algorithm.needs_critic:
+        problems.add(f"--truncated bootstrap asks a critic, and {name} has none; use score, penalty or mask")
+    critic_lora = args.critic_lora_dim or not algorithm.needs_critic
+    if args.only_optimize_lora and not (args.actor_lora_dim and critic_lora):
+        problems.add("--only_optimize_lora needs --actor_lora_dim and --critic_lora_dim above 0")
+
+
+def idle_flags(args: PPOArguments, algorithm: Algorithm, given: set[str]) -> list[str]:
+    """Return one warning for all given flags that nothing reads in this run, [] when there is none."""
+    idle = unused_flags(algorithm, given)
+    lines = []
+    if idle:
+        flags = ", ".join(f"--{name}" for name in idle)
+        lines.append(f"--algorithm {algorithm.name} does not use {flags}")
+    if "behav_imp_weight_cap" in given and not args.use_decoupled_loss:
+        lines.append("--behav_imp_weight_cap has no effect without --use_decoupled_loss")
+    if args.replay_sampling_support and not args.top_k and args.top_p == 1.0:
+        lines.append("--replay_sampling_support has no effect without --top_k or --top_p")
+    if args.overlong_buffer_tokens and not args.overlong_penalty:
+        lines.append("--overlong_buffer_tokens has no effect without --overlong_penalty")
+    return lines
+
+
+def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:
+    """Return where scores come from: --reward, or the reward model, which is the critic's by default."""
+    path = args.reward_model_name_or_path or args.critic_model_name_or_path
+    if args.reward:
+        if args.reward_model_name_or_path:
+            problems.add(
+                f"--reward and --reward_model_name_or_path {args.reward_model_name_or_path} both say where "
+                f"scores come from; write --reward model:{args.reward_model_name_or_path} among the others"
+            )
+        return check_rewards(args, problems)
+    if not path:
+        problems.add("nothing gives scores: give --reward, or --reward_model_name_or_path")
+        return []
+    return [RewardSpec("model", path, 1.0, f"model:{path}")]
+
+
+def doubtful_rewards(args: PPOArguments, rewards: list[RewardSpec]) -> list[str]:
+    """Return a warning for each reward model that ranked too few held-out pairs rightly."""
+    lines = []
+    for spec in rewards:
+        accuracy = (
+            read_metadata(spec.target).get("eval", {}).get("accuracy") if spec.kind == "model" else None
+        )
+        if accuracy is not None and accuracy < args.min_reward_accuracy:
+            lines.append(
+                f"the reward model {spec.target} ranked {accuracy:.1%} of its held-out pairs rightly, less "
+                f"than --min_reward_accuracy {args.min_reward_accuracy}: what it prefers may be noise"
+            )
+    return lines
+
+
+def check_models(
+    args: PPOArguments, algorithm: Algorithm | None, rewards: list[RewardSpec], problems: Problems
+) -> Any:
+    """Return the actor's tokenizer, or None after adding what is wrong with one of the models."""
+    num_tokens = args.max_prompt_seq_len + args.max_answer_seq_len
+    lengths = (
+        f"--max_prompt_seq_len {args.max_prompt_seq_len} + --max_answer_seq_len {args.max_answer_seq_len}"
+    )
+    models = {"--actor_model_name_or_path": args.actor_model_name_or_path}
+    if algorithm is None or algorithm.needs_critic:
+        models["--critic_model_name_or_path"] = args.critic_model_name_or_path
+    flag = "--reward model:" if args.reward else "--reward_model_name_or_path"
+    found = [*models.items(), *((flag, spec.target) for spec in rewards if spec.kind == "model")]
+    tokenizers: list[tuple[str, str, Any]] = []
+    for flag, name in found:
+        config = startup.check_model(flag, name, args, problems)
+        if config is None:
+            continue
+        role = flag.removeprefix("--").partition("_")[0].partition(" ")[0]
+        startup.check_length(config, num_tokens, f"{lengths} ({role})", problems)
+        if role == "actor":
+            check_hybrid(args, config, problems)
+        if role != "reward" and getattr(args, f"{role}_lora_dim"):
+            pattern = getattr(args, f"{role}_lora_module_name")
+            startup.check_lora(f"--{role}_lora_module_name", config, pattern, args, problems)
+        tokenizers.append((flag, name, startup.check_tokenizer(flag, name, args, problems)))
+        # A critic may begin with a new head where it is not what scores.
+        needs_head = role == "reward" or (role == "critic" and not args.reward)
+        if needs_head and not has_saved_head(name):
+            problems.add(
+                f"{flag} {name} is no reward model (it has no score head); give the export/ of step 2"
+            )
+    actor = next((t for flag, _, t in tokenizers if flag == "--actor_model_name_or_path"), None)
+    for flag, name, tokenizer in tokenizers:
+        difference = actor and tokenizer and vocabulary_difference(actor, tokenizer)
+        if difference:
+            problems.add(
+                f"--actor_model_name_or_path and {flag} have other vocabularies, and the same token ids are "
+                f"given to both: {difference}; train the reward model from the same base, or give it as "
+                f"--reward classifier:{name}, which reads text"
+            )
+    return actor

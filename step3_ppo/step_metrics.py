@@ -1,0 +1,78 @@
+"""What a step's experience says of the policy, by the names of the logs.
+
+# B responses, R tokens of the longest
+"""
+
+import torch
+
+from common.data.packed_batch import PackedBatch
+from common.tensor_ops import masked_mean, masked_sum
+from step3_ppo.experience import Experience
+from step3_ppo.ppo_math import explained_variance
+from step3_ppo.rewards.score_sum import PREFIX
+
+
+def summarise(experience: Experience) -> dict[str, float]:
+    """Return the means of a step's experience; `objective/kl` is in nats a response (k1)."""
+    mask = experience.response_mask
+    kl_per_response = masked_sum(experience.old_logprobs - experience.ref_logprobs, mask, dim=1)
+    lengths = experience.response_lengths.float()
+    found = {
+        "objective/score": float(experience.scores.mean()),
+        "objective/score_std": float(experience.scores.std(correction=0)),
+        "objective/kl": float(kl_per_response.mean()),
+        "objective/reward": float(masked_sum(experience.rewards, mask, dim=1).mean()),
+        "objective/score_length_correlation": correlation(experience.scores, lengths),
+        "rollout/response_tokens": float(lengths.mean()),
+        "rollout/finished_fraction": float(experience.is_finished.float().mean()),
+        "rollout/distinct_1": distinct_ngrams(experience.response_ids, mask, 1),
+        "rollout/distinct_2": distinct_ngrams(experience.response_ids, mask, 2),
+    }
+    if experience.old_values is not None:
+        found["value/explained_variance"] = float(
+            explained_variance(experience.old_values, experience.returns, mask)
+        )
+    return found
+
+
+def summarise_scores(record: PackedBatch) -> dict[str, float]:
+    """Return the mean of each reward, and how far each goes along with what is maximised."""
+    scores = record.numbers("scores")
+    names = [key for key in record.data if key.startswith(PREFIX)]
+    if len(names) < 2:
+        return {}
+    found = {}
+    for key in names:
+        one, name = record.numbers(key), key.removeprefix(PREFIX)
+        found[f"objective/score_{name}"] = float(one.mean())
+        found[f"objective/agreement_{name}"] = correlation(one, scores)
+    return found
+
+
+def summarise_gap(experience: Experience) -> dict[str, float]:
+    """Return how far the sampler's log-probabilities are from recomputed ones, mean and largest."""
+    gap = (experience.rollout_logprobs - experience.old_logprobs).abs()
+    mask = experience.response_mask
+    return {
+        "policy/logprob_gap": float(masked_mean(gap, mask)),
+        "policy/logprob_gap_max": float(torch.where(mask, gap, 0.0).max()),
+    }
+
+
+def correlation(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Return Pearson's correlation of two (B,), 0 where either is constant."""
+    x, y = (v.double() - v.double().mean() for v in (x, y))
+    spread = float(x.norm() * y.norm())
+    return float((x * y).sum()) / spread if spread else 0.0
+
+
+def distinct_ngrams(ids: torch.Tensor, mask: torch.Tensor, n: int) -> float:
+    """Return different n-grams by all n-grams of the responses: 1 when none comes twice, 0 without any.
+
+    ids, mask (B, R). Li et al. 2016, arXiv:1510.03055.
+    """
+    if ids.shape[1] < n:
+        return 0.0
+    windows, is_whole = ids.unfold(1, n, 1), mask.unfold(1, n, 1).all(-1)  # (B, R - n + 1, n)
+    grams = windows[is_whole]
+    return len(grams.unique(dim=0)) / len(grams) if len(grams) else 0.0

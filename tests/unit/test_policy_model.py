@@ -1,0 +1,105 @@
+"""common/policy_model.py: scores of tokens against the logits of transformers' own forward pass."""
+
+import pytest
+import torch
+from families import DECODERS
+from tiny_configs import tiny_config
+from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, LlamaConfig, LlamaForCausalLM
+
+from common.model_inputs import lay_out
+from common.models import LoraOptions, add_lora, compute_logits
+from common.policy_model import PolicyModel, read_logit_transform
+
+LENGTHS = (5, 1, 9, 3)
+SMALL = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SCALED = {
+    "granite": GraniteConfig(**SMALL, logits_scaling=7.0),
+    "cohere": CohereConfig(**SMALL, logit_scale=0.0625),
+}
+
+
+def build(family):
+    torch.manual_seed(0)
+    config = SCALED.get(family) or tiny_config(family, 64)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def sequences():
+    g = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 64, (n,), generator=g) for n in LENGTHS]
+
+
+def expected_logprobs(model, rows):
+    """One sequence at a time, without padding, by the model's own forward pass."""
+    found = []
+    for row in rows:
+        logits = compute_logits(model, row[None], torch.ones_like(row[None]))[0, :-1]
+        found.append(torch.log_softmax(logits.double(), -1).gather(1, row[1:, None])[:, 0])
+    return torch.cat(found)
+
+
+def scored_places(rows, inputs):
+    is_scored = torch.cat([torch.arange(len(row)) > 0 for row in rows])
+    return inputs.token_places[is_scored], torch.cat(rows)[is_scored]
+
+
+@pytest.mark.parametrize("family", [*DECODERS, *SCALED])
+def test_scores_equal_the_models_own_logits(family):
+    model, rows = build(family), sequences()
+    expected = expected_logprobs(model, rows)
+    policy = PolicyModel(model, num_valid_tokens=64)
+    inputs = lay_out(torch.cat(rows), torch.tensor(LENGTHS), is_flat=False)
+    places, token_ids = scored_places(rows, inputs)
+    with torch.no_grad():
+        logprobs, entropies = policy(inputs, places, token_ids, with_entropy=True)
+        total = policy(inputs, places, token_ids, is_summed=True)
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(total.double(), expected.sum(), atol=1e-4, rtol=1e-5)
+    assert (entropies > 0).all()
+
+
+def test_what_the_padding_holds_changes_nothing():
+    policy, rows = PolicyModel(build("opt"), num_valid_tokens=64), sequences()
+    inputs = lay_out(torch.cat(rows), torch.tensor(LENGTHS), is_flat=False)
+    places, token_ids = scored_places(rows, inputs)
+    found = policy(inputs, places, token_ids)[0]
+    inputs.input_ids[~inputs.attention_mask.bool()] = 17
+    assert policy(inputs, places, token_ids)[0].equal(found)
+
+
+@pytest.mark.parametrize(
+    ("family", "multiplier", "cap"),
+    [("llama", 1.0, None), ("granite", 1 / 7, None), ("cohere", 0.0625, None), ("gemma2", 1.0, 30.0)],
+)
+def test_the_models_own_treatment_of_logits_is_found(family, multiplier, cap):
+    options = read_logit_transform(build(family))
+    assert options.multiplier == pytest.approx(multiplier, rel=1e-5) and options.cap == cap
+
+
+def test_another_treatment_of_logits_is_refused():
+    class Squared(LlamaForCausalLM):
+        def forward(self, **inputs):
+            out = super().forward(**inputs)
+            out.logits = out.logits.square()
+            return out
+
+    with pytest.raises(ValueError, match="neither a factor nor a cap"):
+        PolicyModel(Squared(LlamaConfig(**SMALL)), num_valid_tokens=64)
+
+
+def test_adapters_are_part_of_the_scores_and_logits_stay_as_they_were():
+    model, rows = build("llama"), sequences()
+    ids = rows[2][None]
+    before = compute_logits(model, ids, torch.ones_like(ids))
+    adapted = add_lora(model, LoraOptions(4))
+    policy = PolicyModel(adapted, num_valid_tokens=64)
+    assert compute_logits(adapted, ids, torch.ones_like(ids)).equal(before)  # B is zero
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    inputs = lay_out(torch.cat(rows), torch.tensor(LENGTHS), is_flat=False)
+    found = policy(inputs, *scored_places(rows, inputs))[0]
+    torch.testing.assert_close(found.double(), expected_logprobs(adapted, rows), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,80 @@
+"""The example rewards, by numbers worked out by hand, and through the interface that users name them by."""
+
+from fractions import Fraction
+
+import pytest
+
+from step3_ppo.rewards.examples.arithmetic import evaluate, find_answer, first_number, right_answer
+from step3_ppo.rewards.examples.length import brevity
+from step3_ppo.rewards.examples.vader import sentiment
+from step3_ppo.rewards.function_reward import FunctionReward
+from step3_ppo.rewards.text_rewards import Answers
+
+
+def test_brevity_is_free_up_to_a_number_of_words_and_falls_behind_it():
+    responses = ["", "a b", "a b c d", "a b c d e f g"]
+    assert brevity([""] * 4, responses, [{}] * 4, num_free_words=4) == [0.0, 0.0, 0.0, -0.75]
+    assert brevity([""], ["word " * 200], [{}]) == [-1.0]
+
+
+def test_sentiment_is_vaders_compound_score():
+    good, bad, nothing = sentiment(
+        [""] * 3, ["I love this, it is great!", "I hate this awful mess.", ""], [{}] * 3
+    )
+    assert good > 0.5 and bad < -0.5 and nothing == 0.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "row", "response", "score"),
+    [
+        ("12 + 7 =", {}, " 19", 1.0),
+        ("12 + 7 =", {}, "It is 19, not 20.", 1.0),
+        ("12 + 7 =", {}, "20, not 19", 0.0),
+        ("12 + 7 =", {}, "nineteen", 0.0),
+        ("12 + 7 =", {}, "", 0.0),
+        ("12 + 7 =", {}, "119", 0.0),
+        ("12 + 7 =", {}, "19.5", 0.0),
+        ("12 + 7 =", {}, "19.0", 1.0),
+        ("1 + 1 = 2\n3 - 10 =", {}, "-7", 1.0),
+        ("1 + 1 = 2\n3 - 10 =", {}, "2", 0.0),
+        ("Q1. (2 + 3)*4 = ?", {}, "20", 1.0),
+        ("How much?", {"answer": 1234}, "1,234 apples", 1.0),
+        ("12 + 7 =", {"answer": "20"}, "20", 1.0),
+        ("12 + 7 =", {"answer": None}, "19", 1.0),
+        ("How much?", {"answer": "3 and 4 make 7.\n#### 7"}, "7", 1.0),
+    ],
+)
+def test_the_first_number_is_compared_with_the_right_answer(prompt, row, response, score):
+    assert right_answer([prompt], [response], [row]) == [score]
+
+
+def test_values_are_exact():
+    assert evaluate("0.1 + 0.2") == Fraction(3, 10)
+    assert evaluate("1/3*3") == 1
+    assert evaluate("-(2 - 5)") == 3
+    assert first_number("1,2345") == 1 and first_number("-1,234.5") == Fraction(-2469, 2)
+
+
+@pytest.mark.parametrize(
+    "text", ["__import__('os')", "2 ** 9", "1 if 1 else 2", "1 / 0", "1 +", "True + 1", "7 // 2"]
+)
+def test_nothing_but_sums_is_evaluated(text):
+    with pytest.raises(ValueError):
+        evaluate(text)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "row", "words"),
+    [("Hello.", {}, "no sum such as 12 \\+ 7 ="), ("12 + 7 =", {"answer": "x"}, "'x', holds no number")],
+)
+def test_a_prompt_without_an_answer_is_named(prompt, row, words):
+    with pytest.raises(ValueError, match=words):
+        find_answer(prompt, row)
+
+
+@pytest.mark.parametrize(
+    ("name", "score"), [("vader:sentiment", 0.0), ("length:brevity", 0.0), ("arithmetic:right_answer", 1.0)]
+)
+def test_they_are_reward_functions(name, score):
+    reward = FunctionReward(f"step3_ppo.rewards.examples.{name}", timeout_seconds=30.0)
+    assert reward.score(Answers(["12 + 7 ="], ["19"])) == [score]

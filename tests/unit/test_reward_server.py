@@ -1,0 +1,252 @@
+"""step2_reward/serve.py: the scores of training and of step 3, clear refusals, one message at start-up."""
+
+import socket
+import sys
+import threading
+
+import pytest
+import torch
+import uvicorn
+from fastapi.testclient import TestClient
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from common.args import Problems
+from common.checkpoint import save_export
+from common.data.example import Message
+from common.data.packed_batch import PackedBatch
+from common.dialogue import build_template
+from common.models import ModelOptions
+from common.tokenizer import load_tokenizer
+from common.value_model import load_value_model
+from step2_reward import serve
+from step3_ppo.rewards.http_reward import HttpReward
+from step3_ppo.rewards.text_rewards import Answers
+from step3_ppo.roles import Frozen, Reward
+
+PROMPTS = [
+    "\n\nHuman: How are you today?\n\nAssistant:",
+    "\n\nHuman: Hi\n\nAssistant:",
+    "The quick brown fox",
+]
+RESPONSES = [" I am fine, thank you.", "", " jumps over the lazy dog"]
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def export(request, tiny_model_folder, tmp_path_factory) -> str:
+    """An export of step 2, whose PAD is not its EOS."""
+    name = tiny_model_folder(request.param)
+    model = load_value_model(ModelOptions(name, dropout=0.0), 320, seed=3)
+    torch.nn.init.normal_(model.classifier.score.weight)
+    folder = tmp_path_factory.mktemp("reward") / "export"
+    metadata = {"step": "reward", "template": "human_assistant", "eval": {"accuracy": 0.75}}
+    save_export(folder, model.classifier, load_tokenizer(name), metadata=metadata, needs_own_pad=True)
+    return str(folder)
+
+
+def load_scorer(export: str, **changes) -> serve.RewardScorer:
+    problems = Problems()
+    args = serve.ServeArguments(model_name_or_path=export, dtype="fp32", batch_size=2)
+    config = serve.startup.check_model("--model_name_or_path", export, args, problems)
+    tokenizer = serve.startup.check_tokenizer("--model_name_or_path", export, args, problems)
+    for name, value in changes.items():
+        setattr(args, name, value)
+    return serve.load_scorer(args, config, tokenizer)
+
+
+@pytest.fixture
+def client(export) -> TestClient:
+    return TestClient(serve.create_app(load_scorer(export)))
+
+
+def ids_of(export: str, text: str) -> list[int]:
+    return AutoTokenizer.from_pretrained(export)(text)["input_ids"]
+
+
+def plain_score(export: str, token_ids: list[int]) -> float:
+    """Return what transformers alone reads at the last of these tokens."""
+    model = AutoModelForSequenceClassification.from_pretrained(export).eval()
+    with torch.no_grad():
+        return float(model(torch.tensor([token_ids])).logits)
+
+
+def test_a_score_is_read_at_the_end_of_turn_that_is_added(export, client):
+    answer = client.post("/score", json={"prompts": PROMPTS, "responses": RESPONSES})
+    assert answer.status_code == 200
+    eos = AutoTokenizer.from_pretrained(export).eos_token
+    texts = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    expected = [plain_score(export, ids_of(export, text + eos)) for text in texts]
+    without_end = [plain_score(export, ids_of(export, text)) for text in texts]
+    assert answer.json()["scores"] == pytest.approx(expected, abs=1e-5)
+    assert min(abs(a - b) for a, b in zip(expected, without_end, strict=True)) > 1e-3
+    assert torch.tensor(expected).std() > 1e-2
+
+
+def test_a_score_is_that_of_step_3s_reward_role_for_the_same_token_ids(export, client):
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    prompt_ids = [torch.tensor(tokenizer(text)["input_ids"]) for text in PROMPTS]
+    response_ids = [
+        torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in RESPONSES
+    ]
+    lengths = {"prompt_ids": [*map(len, prompt_ids)], "response_ids": [*map(len, response_ids)]}
+    data = {"prompt_ids": torch.cat(prompt_ids), "response_ids": torch.cat(response_ids).long()}
+    record = PackedBatch.from_lengths(range(3), data, lengths)
+    model = load_value_model(ModelOptions(export, dropout=0.0), len(tokenizer))
+    role = Reward(Frozen(model, {"zero_optimization": {"stage": 0}}, offload=False), is_flat=False)
+    (expected,) = role.score([record])
+
+    body = {
+        "prompts": [tokenizer.decode(ids) for ids in prompt_ids],
+        "responses": [tokenizer.decode(ids, skip_special_tokens=True) for ids in response_ids],
+    }
+    scores = client.post("/score", json=body).json()["scores"]
+    torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_response_that_ends_with_the_end_of_turn_gets_no_second_one(export, client):
+    eos = AutoTokenizer.from_pretrained(export).eos_token
+    bodies = [{"prompts": ["a"], "responses": [response]} for response in (" b", f" b{eos}")]
+    first, second = (client.post("/score", json=body).json()["scores"] for body in bodies)
+    assert first == second
+
+
+def test_token_ids_are_those_of_training(export):
+    scorer = load_scorer(export)
+    template = build_template("human_assistant", load_tokenizer(export))
+    messages = [Message("user", "How are you today?")]
+    row = template.encode(template.segments(messages, "I am fine."), 100)
+    assert scorer.encode(template.prompt_text(messages), " I am fine.") == row.input_ids
+
+
+def test_a_long_prompt_loses_its_beginning(export):
+    scorer = load_scorer(export, max_seq_len=12)
+    whole = load_scorer(export).encode(PROMPTS[0], " ok")
+    assert len(whole) > 12 and scorer.encode(PROMPTS[0], " ok") == whole[-12:]
+    assert load_scorer(export).max_tokens == 128, "the model's positions"
+
+
+def test_neither_batches_nor_order_change_a_score(export):
+    prompts = [*PROMPTS, "x" * 40, "y"]
+    responses = [*RESPONSES, " z", " z" * 20]
+    one = load_scorer(export, batch_size=1).score(prompts, responses)
+    for batch_size in (2, 5):
+        scores = load_scorer(export, batch_size=batch_size).score(prompts, responses)
+        assert scores == pytest.approx(one, abs=1e-5)
+
+
+def test_health_says_what_is_served(export, client):
+    expected = {"name": export, "step": "reward", "template": "human_assistant", "accuracy": 0.75}
+    assert client.get("/health").json() == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"prompts": ["a"], "responses": []}', "1 prompts but 0 responses"),
+        ('{"prompts": ["a"]}', "responses: Field required; expected"),
+        ('{"prompts": ["a"], "responses": [3]}', "responses.0: Input should be a valid string"),
+        ('{"prompts": "a", "responses": ["b"]}', "prompts: Input should be a valid list"),
+        ("[1]", "expected"),
+        ("no json", "JSON decode error"),
+    ],
+)
+def test_a_bad_request_is_refused_in_one_line(content, words, client):
+    answer = client.post("/score", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 422
+    assert words in answer.json()["detail"] and len(answer.json()["detail"]) < 300
+
+
+def test_no_response_has_no_score(client):
+    assert client.post("/score", json={"prompts": [], "responses": []}).json() == {"scores": []}
+
+
+def test_a_score_that_is_not_finite_is_an_error_with_its_cure(export):
+    scorer = load_scorer(export)
+    scorer.model.classifier.score.weight.data.fill_(float("nan"))
+    answer = TestClient(serve.create_app(scorer)).post("/score", json={"prompts": ["a"], "responses": ["b"]})
+    assert answer.status_code == 500 and "--dtype fp32" in answer.json()["detail"]
+
+
+def test_requests_at_the_same_time_are_scored_one_after_another(export):
+    scorer = load_scorer(export, batch_size=1)
+    running, most, score_rows = [], [], scorer._score_rows
+
+    def watched(rows):
+        running.append(rows)
+        most.append(len(running))
+        scores = score_rows(rows)
+        running.pop()
+        return scores
+
+    scorer._score_rows = watched
+    threads = [threading.Thread(target=scorer.score, args=(PROMPTS, RESPONSES)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 12
+
+
+def test_step_3_gets_these_scores_from_a_running_server(export):
+    """A real server, and step 3's own reward of kind http."""
+    scorer, bound = load_scorer(export), serve.bind("127.0.0.1", 0, Problems())
+    server = uvicorn.Server(uvicorn.Config(serve.create_app(scorer), log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}/score"
+    reward = HttpReward(url, timeout_seconds=10.0, batch_size=2, backoff_seconds=0.1)
+    try:
+        expected = scorer.score(PROMPTS, RESPONSES)
+        assert reward.score(Answers(PROMPTS, RESPONSES)) == pytest.approx(expected, abs=1e-5)
+    finally:
+        reward.close()
+        server.should_exit = True
+        thread.join(10)
+
+
+# ---- the program
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Return what main serves, and where; nothing is listened to."""
+    runs = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: runs.append((self.config.app, sockets)))
+
+    def start(*words: str):
+        monkeypatch.setattr(sys, "argv", ["serve.py", *words])
+        serve.main()
+        return runs[-1]
+
+    return start
+
+
+def test_the_program_serves_what_its_flags_say(export, started, capsys):
+    app, (bound,) = started("--model_name_or_path", export, "--port", "0", "--dtype", "fp32")
+    assert f"http://127.0.0.1:{bound.getsockname()[1]}/score" in capsys.readouterr().out
+    expected = load_scorer(export).score(PROMPTS, RESPONSES)
+    body = {"prompts": PROMPTS, "responses": RESPONSES}
+    assert TestClient(app).post("/score", json=body).json()["scores"] == pytest.approx(expected, abs=1e-5)
+    bound.close()
+
+
+def test_a_port_in_use_and_all_else_are_told_before_a_model_is_loaded(
+    started, monkeypatch, capsys, tiny_model_folder
+):
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
+    base = tiny_model_folder("llama")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        with pytest.raises(SystemExit) as left:
+            started("--model_name_or_path", base, "--port", port, "--batch_size", "0", "--max_seq_len", "999")
+    assert left.value.code == 2
+    text = capsys.readouterr().err
+    for words in (
+        "error: 4 problems",
+        f"--port {port}: ",
+        "in use; choose another port",
+        "--batch_size 0",
+        "no trained score head; give the export/ folder of step 2",
+        "--max_seq_len: 999 tokens are more than the model's 128",
+    ):
+        assert words in text
+    assert "Traceback" not in text

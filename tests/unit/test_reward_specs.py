@@ -1,0 +1,211 @@
+"""What --reward says, the messages about what it cannot say, and what is checked before a model is loaded."""
+
+from types import SimpleNamespace
+
+import pytest
+import transformers
+
+from common.args import Problems
+from step3_ppo.rewards.build_rewards import build_text_reward, check_rewards
+from step3_ppo.rewards.reward_specs import parse_reward, parse_rewards
+from step3_ppo.rewards.text_rewards import Answers, RewardError, checked_scores, join
+
+LENGTH = "function:step3_ppo.rewards.examples.length:brevity"
+
+
+def make_args(*rewards: str, **changes) -> SimpleNamespace:
+    good = {"reward_timeout_seconds": 5.0, "reward_processes": 0, "reward_batch_size": 2}
+    good |= {"dtype": "fp32", "trust_remote_code": False}
+    return SimpleNamespace(reward=list(rewards), **(good | changes))
+
+
+def problems_of(*rewards: str, **changes) -> list[str]:
+    problems = Problems()
+    check_rewards(make_args(*rewards, **changes), problems)
+    return problems.messages
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "target", "weight", "name"),
+    [
+        ("model:out/export", "model", "out/export", 1.0, "model"),
+        ("0.7*model:A", "model", "A", 0.7, "model"),
+        ("-2*classifier:org/toxic:toxic", "classifier", "org/toxic:toxic", -2.0, "classifier"),
+        ("1e-1*function:a.b:polite", "function", "a.b:polite", 0.1, "function_polite"),
+        ("http://host:80/score", "http", "http://host:80/score", 1.0, "http"),
+        ("0.5*https://host/a*b", "http", "https://host/a*b", 0.5, "http"),
+        ("model:a*b:c", "model", "a*b:c", 1.0, "model"),
+    ],
+)
+def test_an_entry_says_kind_target_and_weight(text, kind, target, weight, name):
+    spec = parse_reward(text)
+    assert (spec.kind, spec.target, spec.weight, spec.name) == (kind, target, weight, name)
+    assert spec.text == text
+
+
+def test_names_are_unique_even_where_a_function_is_called_like_a_second_one():
+    texts = ["model:A", "0*model:A", "function:a:f", "function:a:f_2", "function:b:f", "http://a", "http://b"]
+    names = [spec.name for spec in parse_rewards(texts)]
+    assert names == ["model", "model_2", "function_f", "function_f_2", "function_f_3", "http", "http_2"]
+
+
+def test_no_entry_is_no_reward():
+    assert parse_rewards([]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modle:A", ["--reward modle:A", "'modle'", "did you mean model:PATH?"]),
+        ("polite.py", ["--reward polite.py", "use one of", "function:MODULE:NAME"]),
+        ("model", ["--reward model", "model:PATH"]),
+        ("much*model:A", ["--reward much*model:A", "'much' is no number", "0.5*model:PATH"]),
+        ("*model:A", ["'' is no number"]),
+        ("nan*model:A", ["'nan' is no number"]),
+        ("model:", ["nothing stands behind model:", "model:PATH"]),
+        ("classifier::LABEL", ["nothing stands behind classifier:", "PATH[:LABEL]"]),
+        ("function:my_module", ["my_module names no function", "function:MODULE:NAME"]),
+        ("function:my/module.py:f", ["names no function"]),
+        ("http:///score", ["is no address", "http://HOST:PORT/PATH"]),
+        ("http://host:eighty/", ["is no address"]),
+    ],
+)
+def test_what_an_entry_cannot_say_is_named_with_its_cure(text, words):
+    with pytest.raises(ValueError) as error:
+        parse_rewards([LENGTH, text])
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+def test_weights_that_are_all_zero_are_refused():
+    with pytest.raises(ValueError, match=r"0\*model:A 0\*model:B: every weight is 0"):
+        parse_rewards(["0*model:A", "0*model:B"])
+    assert len(parse_rewards(["0*model:A", "-1*model:B"])) == 2
+
+
+# ---- checked_scores
+
+TWO = Answers(["Say yes. " * 30, "And no?"], ["yes", "no"])
+
+
+@pytest.mark.parametrize("values", [[1, 2.5], (True, False), {"a": 1}.values(), []])
+def test_lists_of_numbers_become_floats(values):
+    answers = Answers(["p"] * len(values), ["r"] * len(values))
+    scores = checked_scores("x", values, answers)
+    assert scores == [float(value) for value in values] and all(type(score) is float for score in scores)
+
+
+def test_arrays_and_tensors_become_floats():
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    for values in (numpy.array([1, 2]), torch.tensor([1.0, 2.0]), [numpy.float32(1), torch.tensor(2)]):
+        scores = checked_scores("x", values, TWO)
+        assert scores == [1.0, 2.0] and all(type(score) is float for score in scores)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (None, ["gave 'None' in place of a list of 2 numbers", "return one number"]),
+        (0.5, ["gave '0.5' in place"]),
+        ("12", ["gave '12' in place"]),
+        ({0: 1.0, 1: 2.0}, ["in place of a list"]),
+        ({1.0, 2.0}, ["in place of a list"]),
+        ([1.0], ["gave 1 scores for 2 responses"]),
+        (
+            [1.0, None],
+            ["gave 'None' for response 2 of 2", "prompt 'And no?', response 'no'", "finite number"],
+        ),
+        ([float("nan"), 1.0], ["gave 'nan' for response 1 of 2", "response 'yes'"]),
+        ([1.0, float("inf")], ["gave 'inf' for response 2 of 2"]),
+        ([1.0, "2"], ["gave '2' for response 2 of 2"]),
+        ([1.0, [2.0]], ["gave '[2.0]' for response 2 of 2"]),
+        ([1.0, 10**400], ["for response 2 of 2"]),
+    ],
+)
+def test_what_is_no_list_of_finite_numbers_is_named_with_the_sample(values, words):
+    with pytest.raises(RewardError) as error:
+        checked_scores("function:a:f", values, TWO)
+    text = str(error.value)
+    assert [word for word in ["reward function:a:f", *words] if word not in text] == []
+    assert len(text) < 500, "prompts are shortened"
+
+
+def test_batches_keep_the_order_and_the_rows():
+    seen = []
+
+    class Counter:
+        def score(self, answers):
+            seen.append((answers.prompts, answers.rows))
+            return [float(response) for response in answers.responses]
+
+        def close(self):
+            pass
+
+    answers = Answers(list("abc"), ["1", "2", "3"], [{"n": 1}, {}, {"n": 3}])
+    assert join(Counter().score(batch) for batch in answers.batches(2)) == [1.0, 2.0, 3.0]
+    assert seen == [(["a", "b"], [{"n": 1}, {}]), (["c"], [{"n": 3}])]
+
+
+# ---- check_rewards, build_text_reward
+
+
+def test_good_rewards_have_no_problem(tmp_path):
+    config = transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, num_labels=1)
+    config.architectures = ["GPT2ForSequenceClassification"]
+    config.save_pretrained(tmp_path / "reward")
+    problems = Problems()
+    specs = check_rewards(make_args(f"model:{tmp_path}/reward", f"0*{LENGTH}", "http://h:1/s"), problems)
+    assert problems.messages == [] and [spec.name for spec in specs] == ["model", "function_brevity", "http"]
+    assert check_rewards(make_args(), problems) == []
+
+
+def test_all_problems_are_told_at_once(tmp_path):
+    config = transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path / "lm")
+    found = problems_of(
+        f"model:{tmp_path}/lm",
+        f"classifier:{tmp_path}/lm",
+        f"model:{tmp_path}",
+        f"classifier:{tmp_path}/absent:POSITIVE",
+        "function:step3_ppo.rewards.examples.length:brevty",
+        reward_batch_size=0,
+        reward_timeout_seconds=-1.0,
+        reward_processes=-1,
+    )
+    expected = [
+        "--reward_timeout_seconds -1.0 must be above 0",
+        "--reward_batch_size 0 must be above 0",
+        "--reward_processes -1 must be at least 0",
+        "is no reward model (it has no score head); give the export/ of step 2",
+        "is a GPT2LMHeadModel, not a sequence classifier",
+        "holds no config.json",
+        "neither a model folder nor a hub model at hand",
+        "has no brevty; did you mean brevity?",
+    ]
+    assert len(found) == len(expected)
+    assert [words for words, message in zip(expected, found, strict=True) if words not in message] == []
+
+
+def test_every_entry_of_no_known_form_is_told():
+    found = problems_of("modle:A", "x*model:A", LENGTH)
+    assert len(found) == 2 and "modle" in found[0] and "'x'" in found[1]
+
+
+def test_processes_without_a_plain_function_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "asynchronous_rewards.py").write_text("async def f(prompts, responses, rows): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for rewards in ([], ["http://h:1/s"], ["function:asynchronous_rewards:f"]):
+        (found,) = problems_of(*rewards, reward_processes=2)
+        assert "--reward_processes 2 is for a plain function" in found
+    assert problems_of("function:asynchronous_rewards:f", LENGTH, reward_processes=2) == []
+
+
+def test_rewards_that_read_text_are_built_from_the_flags():
+    (spec,) = parse_rewards([LENGTH])
+    reward = build_text_reward(spec, make_args(reward_batch_size=1))
+    assert reward.score(Answers(["p", "p"], ["short", "word " * 150])) == [0.0, -0.5]
+    reward.close()
+    (spec,) = parse_rewards(["http://127.0.0.1:9/score"])
+    reward = build_text_reward(spec, make_args(reward_timeout_seconds=3.0, reward_batch_size=7))
+    assert (reward.url, reward.timeout_seconds, reward.batch_size) == ("http://127.0.0.1:9/score", 3.0, 7)
+    reward.close()

@@ -1,0 +1,124 @@
+"""Sequences end to end under a kernel for them, here in plain torch: the same numbers as padded rows."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_configs import tiny_config
+from transformers import AutoModelForCausalLM
+
+from common.model_inputs import lay_out
+from common.models import DROPOUT_NAMES, compute_hidden, compute_logits, enable_gradient_checkpointing
+from common.policy_model import PolicyModel
+from common.varlen_attention import NAME, choose_attention, takes_flat
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mistral_window", "gemma", "phi", "gpt_neox", "gpt2", "opt")
+LENGTHS = torch.tensor([7, 1, 12, 4])
+
+
+@pytest.fixture
+def plain_kernel(monkeypatch):
+    """Stand in for torch's CUDA kernel: one attention a sequence."""
+    calls = []
+
+    def attend(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        calls.append((cu_q.tolist(), max_q))
+        left = window_size[0] if window_size[0] >= 0 else 10**6
+        outputs = []
+        for first, last in zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False):
+            q, k, v = (x[first:last].transpose(0, 1)[None] for x in (query, key, value))
+            distance = torch.arange(last - first)[:, None] - torch.arange(last - first)
+            mask = (distance >= 0) & (distance <= left)
+            found = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+            outputs.append(found[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    monkeypatch.setattr("common.varlen_attention.varlen.varlen_attn", attend)
+    return calls
+
+
+def scores_and_gradients(model, *, is_flat):
+    policy = PolicyModel(model, num_valid_tokens=64)
+    ids = torch.randint(3, 64, (int(LENGTHS.sum()),), generator=torch.Generator().manual_seed(1))
+    inputs = lay_out(ids, LENGTHS, is_flat=is_flat)
+    is_scored = torch.ones(len(ids), dtype=torch.bool)
+    is_scored[F.pad(LENGTHS.cumsum(0)[:-1], (1, 0))] = False
+    logprobs, entropies = policy(inputs, inputs.token_places[is_scored], ids[is_scored], with_entropy=True)
+    model.zero_grad()
+    (logprobs.sum() + 0.1 * entropies.sum()).backward()
+    return logprobs.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flat_and_padded_give_the_same_scores_and_gradients(family, checkpointing, plain_kernel):
+    torch.manual_seed(0)
+    config = tiny_config(family, 64)
+    for name in DROPOUT_NAMES:
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    model = AutoModelForCausalLM.from_config(config).train()
+    if checkpointing:
+        enable_gradient_checkpointing(model)
+    expected, expected_gradients = scores_and_gradients(model, is_flat=False)
+    model.set_attn_implementation(NAME)
+    if not takes_flat(model):
+        pytest.skip(f"{family} does not hand through what the attention needs")
+    found, gradients = scores_and_gradients(model, is_flat=True)
+    assert plain_kernel and plain_kernel[0] == ([0, 7, 8, 20, 24], 12)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_the_module_still_reads_padded_rows_and_single_ones(plain_kernel):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", 64)).eval()
+    ids = torch.randint(3, 64, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    expected = compute_logits(model, ids, mask), compute_logits(model, ids[1:], mask[1:])
+    model.set_attn_implementation(NAME)
+    found = compute_logits(model, ids, mask), compute_logits(model, ids[1:], mask[1:])
+    torch.testing.assert_close(found[0][mask.bool()], expected[0][mask.bool()], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5)
+    assert not plain_kernel
+
+
+def test_without_a_kernel_transformers_makes_a_block_mask_from_the_positions():
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", 64)).eval()
+    ids = torch.randint(3, 64, (int(LENGTHS.sum()),))
+    padded, flat = (lay_out(ids, LENGTHS, is_flat=is_flat) for is_flat in (False, True))
+    expected = compute_hidden(model, padded).flatten(0, 1)[padded.token_places]
+    found = compute_hidden(model, flat).flatten(0, 1)[flat.token_places]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert not takes_flat(model)  # it would be right, and slower than padding
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "is_installed", "dtype", "is_packed", "expected"),
+    [
+        (True, True, "bf16", False, "flash_attention_2"),
+        (True, True, "fp16", True, "flash_attention_2"),
+        (True, False, "bf16", True, NAME),
+        (True, False, "bf16", False, None),
+        (True, False, "fp32", True, None),
+        (True, True, "fp32", False, None),
+        (False, True, "bf16", True, None),
+    ],
+)
+def test_a_kernel_is_chosen_where_it_can_be_used(
+    has_gpu, is_installed, dtype, is_packed, expected, monkeypatch
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if is_installed else None)
+    config = tiny_config("llama", 64)
+    model_class = type(AutoModelForCausalLM.from_config(config))
+    assert choose_attention(model_class, config, dtype, is_packed=is_packed) == expected
+
+
+def test_scores_capped_inside_attention_are_not_given_to_torchs_kernel(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = tiny_config("gemma2", 64)
+    model_class = type(AutoModelForCausalLM.from_config(config))
+    assert choose_attention(model_class, config, "bf16", is_packed=True) is None

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# One algorithm on a task whose answers can be checked: sums of two digits (see build_inputs.py).
+# Hardware: 1 CPU core, no GPU. Time: about 20 s for SFT, which all algorithms share, then about half a minute each.
+#   bash training_scripts/verifiable/run.sh grpo [further flags of step 3]
+#   ALGORITHM: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, or MODULE:FUNCTION
+# Knobs (environment): OUTPUT_DIR (default output/verifiable).
+set -euo pipefail
+cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../.."
+
+ALGORITHM=${1:?"error: name an algorithm: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline"}
+shift
+OUTPUT_DIR=${OUTPUT_DIR:-output/verifiable}
+RUN_DIR="$OUTPUT_DIR/${ALGORITHM//[:\/]/_}"
+mkdir -p "$RUN_DIR"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the model is small: a second thread would only wait
+export TQDM_DISABLE=1                         # libraries' own bars would fill the logs
+
+if [ ! -d "$OUTPUT_DIR/sft/export" ]; then
+  echo "== the SFT model, as careless as its teacher"
+  python training_scripts/verifiable/build_inputs.py "$OUTPUT_DIR/inputs"
+  python step1_sft/main.py \
+    --model_name_or_path "$OUTPUT_DIR/inputs/base" \
+    --data_path "$OUTPUT_DIR/inputs/sft.jsonl" \
+    --data_split 1,0,0 \
+    --data_output_path "$OUTPUT_DIR/cache" \
+    --output_dir "$OUTPUT_DIR/sft" \
+    --overwrite_output_dir \
+    --template plain \
+    --max_seq_len 16 \
+    --per_device_train_batch_size 128 \
+    --learning_rate 5e-3 \
+    --num_train_epochs 8 \
+    --eval_iters 1 \
+    --log_interval 50 2>&1 | tee "$OUTPUT_DIR/sft.log"
+fi
+
+CRITIC_FLAGS=()
+if [ "$ALGORITHM" = ppo ]; then CRITIC_FLAGS=(--critic_learning_rate 2e-3); fi # the others have no critic
+
+echo "== $ALGORITHM"
+python step3_ppo/main.py \
+  --algorithm "$ALGORITHM" \
+  --actor_model_name_or_path "$OUTPUT_DIR/sft/export" \
+  --reward function:step3_ppo.rewards.examples.arithmetic:right_answer \
+  --data_path "$OUTPUT_DIR/inputs/prompts.jsonl" \
+  --data_split 0,0,1 \
+  --data_output_path "$OUTPUT_DIR/cache" \
+  --output_dir "$RUN_DIR" \
+  --overwrite_output_dir \
+  --template plain \
+  --enable_hybrid_engine \
+  --packed \
+  --max_prompt_seq_len 8 \
+  --max_answer_seq_len 4 \
+  --num_samples_per_prompt 4 \
+  --per_device_generation_batch_size 50 \
+  --per_device_training_batch_size 100 \
+  --actor_learning_rate 1e-3 \
+  --num_warmup_steps 0 \
+  --lr_scheduler_type constant \
+  --kl_coef 0.01 \
+  --num_train_epochs 100 \
+  --max_train_steps 60 \
+  --log_interval 10 \
+  "${CRITIC_FLAGS[@]}" "$@" 2>&1 | tee "$RUN_DIR/train.log"
+echo "curves: $RUN_DIR/curves.png"
