@@ -22,7 +22,7 @@ from step3_ppo.rewards.reward_specs import RewardSpec
 POSITIVE = (
     "per_device_generation_batch_size", "generation_batches", "per_device_training_batch_size", "ppo_epochs",
     "max_prompt_seq_len", "max_answer_seq_len", "num_samples_per_prompt", "temperature", "top_p",
-    "clip_range", "kl_horizon",
+    "clip_range", "kl_horizon", "reward_timeout_seconds", "reward_batch_size",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "kl_coef", "rollout_staleness", "dynamic_sampling_rounds", "max_tokens_per_micro_batch",
@@ -203,7 +203,9 @@ def check_models(
     if algorithm is None or algorithm.needs_critic:
         models["--critic_model_name_or_path"] = args.critic_model_name_or_path
     flag = "--reward model:" if args.reward else "--reward_model_name_or_path"
-    found = [*models.items(), *((flag, spec.target) for spec in rewards if spec.kind == "model")]
+    critic = models.get("--critic_model_name_or_path")  # by default it scores too, and is looked at once
+    scorers = [spec.target for spec in rewards if spec.kind == "model" and spec.target != critic]
+    found = [*models.items(), *((flag, name) for name in scorers)]
     tokenizers: list[tuple[str, str, Any]] = []
     for flag, name in found:
         config = startup.check_model(flag, name, args, problems)

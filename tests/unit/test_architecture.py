@@ -199,8 +199,14 @@ def check_no_machine_and_no_registry_is_named(tree: Tree) -> list[str]:
     ]
 
 
+PEER_ENVIRONMENTS = Path("benchmarks/make_peer_env.sh")
+
+
 def check_imported_libraries_are_required(tree: Tree) -> list[str]:
-    """What is imported is named in a requirements file, not merely pulled in by a library that is."""
+    """What is imported is named in a requirements file, not merely pulled in by a library that is.
+
+    A benchmark's peer may also import what its environment is made of.
+    """
     lines = [
         line
         for file in tree.files
@@ -216,6 +222,7 @@ def check_imported_libraries_are_required(tree: Tree) -> list[str]:
             top = name.split(".")[0]
             folders = (file.parent, Path("tests")) if file.parts[0] == "tests" else ()
             is_ours = top in own or any((folder, top) in beside for folder in folders)
+            is_ours |= file.match("benchmarks/*_peer.py") and f'"{top}==' in tree.text(PEER_ENVIRONMENTS)
             if top not in sys.stdlib_module_names and top.lower() not in required and not is_ours:
                 complaints.append(f"{file}:{line}: {top} is in no requirements file")
     return complaints
@@ -234,6 +241,8 @@ SOUND = {
     "step1_sft/arguments.py": "from dataclasses import dataclass\n",
     "step3_ppo/ppo_math.py": '"""PURE: PPO."""\nfrom common.tensor_ops import masked_mean\n',
     "step3_ppo/rewards/http.py": "import urllib.request\n",
+    "benchmarks/make_peer_env.sh": 'pip install "trl==1.16.0"\n',
+    "benchmarks/trl_sft_peer.py": "import trl\n",
     "tests/unit/test_models.py": "import torch\nfrom tiny_models import tiny\n",
     "tests/unit/tiny_models.py": "from common.models import load\n",
 }
@@ -280,6 +289,8 @@ UNSOUND: list[tuple[Callable[[Tree], list[str]], str, str]] = [
     (check_no_machine_and_no_registry_is_named, "run.sh", f"MASTER_ADDR={10}.0.3.4\n"),
     (check_imported_libraries_are_required, "common/x.py", "import pandas\n"),
     (check_imported_libraries_are_required, "step1_sft/x.py", "import sft_trainer\n"),
+    (check_imported_libraries_are_required, "benchmarks/bench_x.py", "import trl\n"),
+    (check_imported_libraries_are_required, "benchmarks/x_peer.py", "import verl\n"),
 ]
 
 

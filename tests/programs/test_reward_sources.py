@@ -1,0 +1,108 @@
+"""Step 3 with rewards of a user's own: several with weights, and what happens when one fails."""
+
+import pytest
+from program_runs import ROOT, STEPS, as_flags, environment, read_metrics, run, torchrun
+
+pytestmark = pytest.mark.slow
+
+REWARDS = """
+import os
+import time
+
+calls = []
+
+
+def good(prompts, responses, rows):
+    assert len(prompts) == len(responses) == len(rows)
+    assert all("chosen" not in row and row["number"] >= 0 for row in rows), rows
+    return [float(len(response)) for response in responses]
+
+
+def second_fails(prompts, responses, rows):
+    calls.append(len(prompts))
+    if len(calls) == 2:
+        return [None] * len(prompts)
+    return [1.0] * len(prompts)
+
+
+def second_hangs(prompts, responses, rows):
+    calls.append(len(prompts))
+    if len(calls) == 2:
+        time.sleep(60)
+    return [1.0] * len(prompts)
+
+
+async def waits(prompts, responses, rows):
+    return [0.5] * len(prompts)
+"""
+
+
+@pytest.fixture
+def start(tiny, tmp_path, monkeypatch):
+    """Run step 3 with rewards of a module of ours, on one rank or two."""
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    rows = [f'{{"prompt": "how is dog {i}?", "chosen": "fine", "number": {i}}}\n' for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def run_step(*rewards, ranks=1, may_fail=False, **changes):
+        flags = {
+            "actor_model_name_or_path": tiny.base,
+            "data_path": tmp_path / "rows.jsonl",
+            "data_split": "0,0,1",
+            "data_output_path": tmp_path / "cache",
+            "output_dir": tmp_path / "output",
+            "max_prompt_seq_len": 20,
+            "max_answer_seq_len": 6,
+            "per_device_generation_batch_size": 8 // ranks,
+            "per_device_training_batch_size": 8 // ranks,
+            "max_train_steps": 2,
+            "algorithm": "reinforce++",
+        }
+        words = [STEPS[3] + "/main.py", *as_flags(flags | changes), "--reward", *rewards]
+        return run(torchrun(*words, processes=ranks), may_fail=may_fail), tmp_path / "output"
+
+    return run_step
+
+
+def test_several_rewards_are_added_up_and_logged_apart(start, tiny):
+    model = f"model:{tiny.reward}"
+    rewards = (
+        f"0.5*{model}",
+        "2*function:my_rewards:good",
+        "function:my_rewards:waits",
+        "0*function:step3_ppo.rewards.examples.vader:sentiment",
+    )
+    done, output = start(*rewards)
+    rows = read_metrics(output, "objective/score")
+    assert len(rows) == 2
+    for row in rows:
+        total = 0.5 * row["objective/score_model"] + 2 * row["objective/score_function_good"] + 0.5
+        assert row["objective/score"] == pytest.approx(total, abs=1e-4)
+        assert row["objective/score_function_waits"] == 0.5 and "objective/agreement_model" in row
+    assert not (output / "export_critic").exists() and (output / "export").is_dir()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_reward_that_fails_refuses_its_step_and_keeps_what_was_learned(start, ranks):
+    done, output = start("function:my_rewards:second_fails", ranks=ranks, may_fail=True)
+    assert done.returncode != 0
+    assert "function" in done.stderr and "second_fails" in done.stderr and "None" in done.stderr
+    assert "Traceback" not in done.stderr.split("error: ")[1].split("\n")[0]
+    assert len(read_metrics(output, "objective/score")) == 1, "the second step was refused"
+    assert (output / "export").is_dir(), "the first step is kept"
+
+
+def test_a_reward_that_hangs_is_ended(start):
+    done, output = start("function:my_rewards:second_hangs", may_fail=True, reward_timeout_seconds=3)
+    assert (
+        done.returncode != 0 and "second_hangs" in done.stderr and "--reward_timeout_seconds" in done.stderr
+    )
+    assert (output / "export").is_dir()
+
+
+def test_processes_give_the_same_scores(start):
+    _, output = start("function:my_rewards:good", reward_processes=2)
+    scores = [row["objective/score"] for row in read_metrics(output, "objective/score")]
+    assert len(scores) == 2 and all(score > 0 for score in scores)
+    assert environment()["OMP_NUM_THREADS"] == "1" and ROOT.is_dir()

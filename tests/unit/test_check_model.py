@@ -1,0 +1,380 @@
+"""python -m common.check model: sound models pass, each kind of error fails its own line."""
+
+import math
+import weakref
+from dataclasses import dataclass
+
+import pytest
+import torch
+import transformers
+from tiny_configs import tiny_config
+from torch import multiprocessing
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from common.check import check_model
+from common.check.causal_checks import Subject, compare_texts
+from common.check.check_model import LENGTHS, build_rows, main
+from common.check.findings import Finding, compare, tolerance_of
+from common.check.painter import Painter
+from common.check.tp_check import RankReport, compute, plan_slices
+from common.models import build_position_ids
+from common.output_head import LogitOptions
+from common.tp_plans import PLANS, Column
+
+FAMILIES = ("llama", "gpt2", "opt", "gemma2")
+QUICK = ("--tp_sizes", "1", "--max_new_tokens", "6")
+CAUSAL = ("log-probabilities", "what padding holds", "greedy texts", "their log-probabilities")
+
+
+@dataclass
+class Shown:
+    """What a run said."""
+
+    code: int
+    lines: list[str]
+    errors: str
+
+    def __post_init__(self):
+        rows = [line for line in self.lines if line[:5].strip() in ("ok", "FAIL", "note")]
+        self.states = {row[5:30].strip(): row[:5].strip() for row in rows}
+        self.texts = {row[5:30].strip(): row[30:] for row in rows}
+
+    def failed(self):
+        return [name for name, state in self.states.items() if state == "FAIL"]
+
+
+@pytest.fixture
+def check(capsys):
+    """Runs the check in this process."""
+
+    def run(*words):
+        code = 0
+        try:
+            main([*map(str, words)])
+        except SystemExit as leaving:
+            code = leaving.code
+        out, errors = capsys.readouterr()
+        return Shown(code, out.splitlines(), errors)
+
+    return run
+
+
+@pytest.fixture
+def save_reward_model(tmp_path, tiny_tokenizer):
+    def save(family="llama", **changes):
+        torch.manual_seed(0)
+        config = tiny_config(family, len(tiny_tokenizer))
+        config.initializer_range = 0.2
+        for name, value in ({"num_labels": 1} | changes).items():
+            setattr(config, name, value)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "reward")
+        tiny_tokenizer.save_pretrained(tmp_path / "reward")
+        return tmp_path / "reward"
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def subject(tiny_tokenizer):
+    """A model in which tokens 7 and 8 are always equally likely."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", len(tiny_tokenizer))).eval()
+    with torch.no_grad():
+        model.lm_head.weight[8] = model.lm_head.weight[7]
+    return Subject(model, tiny_tokenizer, [[5, 6, 9], [11, 12]], "fp32", 4)
+
+
+# ---- causal LMs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sound_model_passes(family, tiny_model_folder, check):
+    shown = check(tiny_model_folder(family), *QUICK)
+    assert shown.code == 0 and [shown.states[name] for name in CAUSAL] == ["ok"] * 4
+    assert shown.lines[0].endswith("fp32 on cpu; 4 rows of 2 to 41 tokens")
+    num_equal, _, told = shown.texts["greedy texts"].partition(" ")
+    assert int(num_equal) in (17, 18) and told.startswith("tokens of 4 texts in 2 slots equal")  # 6, 4, 2, 6
+    assert shown.texts["end to end"] == "padded rows are used: only a GPU has a kernel for them"
+    assert shown.texts["tensor parallel"] == "nothing is cut at t = 1; sizes that work: 1, 2, 4"
+    assert shown.lines[-1] == f"ok: 4 checks of {tiny_model_folder(family)}, all within rounding"
+
+
+def test_padding_of_the_vocabulary_is_left_out_and_told(tmp_path, tiny_tokenizer, check):
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", len(tiny_tokenizer) + 64))
+    with torch.no_grad():
+        model.lm_head.weight[len(tiny_tokenizer) :] *= 1000  # transformers would say nothing else
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    shown = check(tmp_path, *QUICK)
+    assert shown.code == 0 and shown.states["vocabulary"] == "note"
+    assert shown.texts["vocabulary"].startswith(
+        "384 rows for 320 tokens: the rest is left out of every softmax"
+    )
+
+
+def test_a_wrong_factor_of_the_logits_fails(tiny_model_folder, check, monkeypatch):
+    monkeypatch.setattr(
+        "common.policy_model.read_logit_transform", lambda model: LogitOptions(multiplier=1.01)
+    )
+    shown = check(tiny_model_folder("llama"), *QUICK)
+    assert shown.code == 1 and shown.failed() == ["log-probabilities", "their log-probabilities"]
+    assert shown.lines[-1] == "not ok: log-probabilities, their log-probabilities"
+
+
+def test_wrong_positions_of_the_cached_pass_fail_with_token_and_logits(tiny_model_folder, check, monkeypatch):
+    monkeypatch.setattr("common.generate.build_position_ids", lambda mask: build_position_ids(mask) + 1)
+    shown = check(tiny_model_folder("gpt2"), *QUICK)
+    assert shown.code == 1 and shown.failed() == ["greedy texts", "their log-probabilities"]
+    assert (
+        "here (its logit " in shown.texts["greedy texts"]
+        and "by transformers (" in shown.texts["greedy texts"]
+    )
+
+
+def test_padding_that_is_seen_fails(tiny_model_folder, check, monkeypatch):
+    def see_all(inputs):
+        arguments = {"input_ids": inputs.input_ids, "attention_mask": None, "position_ids": None}
+        return arguments | {"use_cache": False, "is_causal": False}
+
+    monkeypatch.setattr("common.model_inputs.ModelInputs.model_arguments", see_all)
+    shown = check(tiny_model_folder("llama"), *QUICK)
+    assert shown.code == 1 and "what padding holds" in shown.failed()
+
+
+def test_what_a_model_raises_is_a_finding_and_the_other_checks_run(tiny_model_folder, check, monkeypatch):
+    def refuse(model):
+        raise ValueError("does to its logits what is neither a factor nor a cap")
+
+    monkeypatch.setattr("common.policy_model.read_logit_transform", refuse)
+    shown = check(tiny_model_folder("opt"), *QUICK)
+    assert shown.code == 1 and shown.failed() == ["log-probabilities", "greedy texts"]
+    assert shown.texts["log-probabilities"] == "does to its logits what is neither a factor nor a cap"
+    assert shown.states["tensor parallel"] == "note"
+
+
+def test_rows_end_to_end_are_compared_where_the_attention_takes_them(tiny_model_folder, check, monkeypatch):
+    # Without a kernel transformers makes a mask of blocks from the positions; BLOOM has no positions.
+    monkeypatch.setattr("common.check.causal_checks.takes_flat", lambda model: True)
+    assert check(tiny_model_folder("llama"), *QUICK).states["end to end"] == "ok"
+    assert check(tiny_model_folder("bloom"), *QUICK).failed() == ["end to end"]
+
+
+@torch.no_grad()
+def test_a_tie_is_no_failure_and_is_told(subject):
+    first = [7, 3]
+    found = compare_texts(subject, [first, [4]], [[8, 3], [4]], num_slots=1)
+    assert found.is_ok and found.text.startswith("1 tokens of 2 texts in 1 slots equal transformers'; a tie")
+    assert "less than 1.0e-03 apart, at prompt 1, token 1: 7 here" in found.text
+    logits = subject.model(input_ids=torch.tensor([subject.rows[0]])).logits[0, -1]
+    far = int((logits - logits[7]).abs().argmax())
+    found = compare_texts(subject, [first, [4]], [[far, 3], [4]], num_slots=1)
+    assert found.is_ok is False and f"{far} by transformers ({float(logits[far]):.4f})" in found.text
+    found = compare_texts(subject, [first, [4]], [[7], [4]], num_slots=1)
+    assert (found.is_ok, found.text) == (False, "prompt 1: ends after 2 tokens, transformers' after 1")
+
+
+def test_what_the_checks_cannot_see_is_told(tmp_path, tiny_tokenizer, check):
+    config = tiny_config("mistral", len(tiny_tokenizer))
+    config.sliding_window = 100
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)  # without an output head
+    tiny_tokenizer.save_pretrained(tmp_path)
+    shown = check(tmp_path, *QUICK)
+    told = "saved as MistralModel, loaded as MistralForCausalLM: its head may be new"
+    assert shown.code == 0 and shown.texts["architecture"] == told
+    assert shown.texts["window"] == "rows end after 47 tokens, the model's window is 100: not reached"
+
+
+# ---- reward models
+
+
+def test_a_reward_model_scores_the_last_token_whatever_the_pad_id_is(save_reward_model, check):
+    shown = check(
+        save_reward_model(pad_token_id=0), "--max_new_tokens", "9"
+    )  # EOS too, at the end of every row
+    assert shown.code == 0 and shown.states["scores"] == shown.states["what padding holds"] == "ok"
+    assert shown.states["pad id"] == "note"
+    assert shown.texts["pad id"].startswith(
+        "0 is the end of turn too: transformers alone scores the token before"
+    )
+    assert shown.texts["--max_new_tokens"] == "has no effect: a reward model generates nothing"
+    assert check(save_reward_model("gpt2", pad_token_id=5)).states["pad id 5"] == "ok"
+    shown = check(save_reward_model(pad_token_id=None))
+    assert shown.code == 0 and shown.texts["pad id"].startswith("the config has none")
+
+
+def test_wrong_scores_fail(save_reward_model, check, monkeypatch):
+    before = "common.model_inputs.ModelInputs.last_places"
+    monkeypatch.setattr(before, property(lambda inputs: inputs.starts + inputs.lengths - 2))
+    shown = check(save_reward_model())
+    assert shown.code == 1 and shown.failed() == ["scores"] and shown.lines[-1] == "not ok: scores"
+
+
+def test_a_bias_that_our_head_drops_fails(save_reward_model, check, monkeypatch):
+    def load(*args):
+        value_model = loaded(*args)
+        value_model.classifier.score.bias = torch.nn.Parameter(torch.ones(1))
+        return value_model
+
+    loaded = check_model.load_value_model
+    monkeypatch.setattr(check_model, "load_value_model", load)
+    shown = check(save_reward_model())
+    assert shown.failed() == ["scores"] and shown.texts["scores"].startswith("largest difference 1.0e+00")
+
+
+def test_rewards_end_to_end(save_reward_model, check, monkeypatch):
+    monkeypatch.setattr("common.check.score_checks.takes_flat", lambda model: True)
+    assert check(save_reward_model()).states["end to end"] == "ok"
+
+
+# ---- tensor parallel: what one process can tell; the ranks are in tests/programs/test_check_model_tp.py
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Stands in for the ranks: gives what it is told to, or raises it, and keeps the sizes asked for."""
+    asked = []
+
+    def answer(what):
+        def run(job, tp_size):
+            asked.append(tp_size)
+            if isinstance(what, BaseException):
+                raise what
+            return what
+
+        monkeypatch.setattr("common.check.tp_check.run_ranks", run)
+        return asked
+
+    return answer
+
+
+def test_sizes_up_to_four_are_run_and_what_is_not_cut_is_told(tiny_model_folder, check, ranks):
+    asked = ranks(RankReport(1e-6, 5.0, True))
+    shown = check(tiny_model_folder("gpt2"), "--max_new_tokens", "4")
+    assert shown.code == 0 and asked == [2, 4] and shown.states["tensor parallel 2"] == "ok"
+    cut = 320 * 32 + 2 * (32 * 96 + 96 + 32 * 32 + 32 * 128 + 128 + 128 * 32)
+    whole = 128 * 32 + 5 * 2 * 32 + 2 * (32 + 32)  # positions, norms, biases behind a sum over ranks
+    told = f"; {whole / (cut + whole):.1%} of the bytes are whole on every rank"
+    assert f"largest difference 1.0e-06, at most {5 * 3e-5:.1e}{told}" in shown.texts["tensor parallel 2"]
+
+
+def test_the_model_is_gone_when_the_ranks_start(tiny_model_folder, check, monkeypatch):
+    def load(*args):
+        model = loaded(*args)
+        seen.append(weakref.ref(model))
+        return model
+
+    def run(job, tp_size):
+        alive.append(seen[0]() is not None)
+        return RankReport(0.0, 1.0, True)
+
+    seen, alive, loaded = [], [], check_model.load_causal_lm
+    monkeypatch.setattr(check_model, "load_causal_lm", load)
+    monkeypatch.setattr("common.check.tp_check.run_ranks", run)
+    shown = check(tiny_model_folder("llama"), "--tp_sizes", "2", "--max_new_tokens", "2")
+    assert shown.code == 0 and len(seen) == 1 and alive == [False]
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        (RankReport(0.5, 5.0, True), "largest difference 5.0e-01, at most 1.5e-04"),
+        (RankReport(math.nan, 5.0, True), "largest difference nan"),
+        (RankReport(0.0, 5.0, False), "ranks differ among themselves"),
+        (TimeoutError(), "no answer after 3 minutes; raise --tp_timeout_minutes"),
+        (
+            multiprocessing.ProcessRaisedException("-- Process 1\nTraceback\nRuntimeError: sizes\n", 1, 2),
+            "a rank failed: RuntimeError: sizes",
+        ),
+    ],
+)
+def test_ranks_that_fail(what, told, tiny_model_folder, check, ranks):
+    ranks(what)
+    flags = ("--tp_sizes", "2", "--tp_timeout_minutes", "3", "--max_new_tokens", "2")
+    shown = check(tiny_model_folder("llama"), *flags)
+    assert shown.code == 1 and shown.failed() == ["tensor parallel 2"]
+    assert shown.texts["tensor parallel 2"].startswith(told)
+
+
+def test_a_size_that_does_not_work_fails_with_those_that_do(tiny_model_folder, check, ranks):
+    asked = ranks(RankReport(0.0, 1.0, True))
+    shown = check(tiny_model_folder("llama"), "--tp_sizes", "3", "2", "--max_new_tokens", "2")
+    assert shown.code == 1 and shown.failed() == ["tensor parallel 3"] and asked == [2]
+    assert shown.texts["tensor parallel 3"].endswith("sizes that work for this model: 1, 2, 4")
+
+
+def test_no_plan_is_a_remark_unless_a_size_was_asked_for(monkeypatch):
+    model = AutoModelForCausalLM.from_config(tiny_config("gpt2", 320))
+    monkeypatch.delitem(PLANS, "gpt2")
+    for sizes, is_ok in (((), None), ((1,), None), ((2,), False)):
+        [finding], uncut = plan_slices(model, sizes)
+        assert finding.is_ok is is_ok and not uncut
+        assert finding.text.startswith(
+            "no plan: generation uses t = 1 (the family 'gpt2' has no tensor-parallel plan); to write one, "
+            "use register_tp_plan"
+        )
+    monkeypatch.setitem(PLANS, "gpt2", lambda config: {"h.*.attn.qkv": Column()})
+    [finding], uncut = plan_slices(model, ())
+    assert "(GPT2LMHeadModel has no h.*.attn.qkv, which its tensor-parallel plan names)" in finding.text
+
+
+def test_the_ranks_rows_are_read_as_transformers_reads_them_alone():
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", 64)).eval()
+    rows = [[5, 6, 7], [8, 9, 10, 11, 12]]
+    with torch.no_grad():
+        found = compute(model, rows)
+        alone = [model(input_ids=torch.tensor([row])).logits[0] for row in rows]
+    expected = torch.cat([alone[0][:-1], alone[1][:-1], alone[0][-1:], alone[1][-1:]])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+# ---- flags, rows, lines
+
+
+def test_what_is_no_model_is_told_before_anything_is_loaded(
+    tmp_path, tiny_model_folder, save_reward_model, check
+):
+    shown = check(tmp_path / "absent")
+    assert shown.code == 2 and "absent is neither a model folder nor a hub model at hand" in shown.errors
+    shown = check(tmp_path)
+    assert shown.code == 2 and "holds no config.json, so it is no model" in shown.errors
+    assert "--path is required" in check().errors
+    shown = check(save_reward_model(num_labels=3))
+    assert shown.code == 2 and "is a classifier of 3 labels; a reward model has one" in shown.errors
+    shown = check(
+        tiny_model_folder("llama"),
+        "--prompts",
+        "1",
+        "--max_new_tokens",
+        "127",
+        "--tp_sizes",
+        "0",
+        "--dtype",
+        "fp8",
+    )
+    assert shown.code == 2 and not shown.lines and "error: 4 problems, nothing was started" in shown.errors
+
+
+def test_a_model_that_cannot_be_loaded_is_told(tmp_path, tiny_tokenizer, check):
+    config = transformers.T5Config(vocab_size=320, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    shown = check(tmp_path)
+    assert shown.code == 2 and "the model cannot be loaded: Unrecognized configuration class" in shown.errors
+
+
+def test_rows_fit_into_the_models_positions_and_differ(tiny_tokenizer):
+    config = tiny_config("llama", 320)
+    rows = build_rows(tiny_tokenizer, config, 10, 16)
+    assert [len(row) for row in rows] == [*LENGTHS, *LENGTHS[:2]] and rows[0] != rows[8]
+    config.max_position_embeddings = 20
+    assert max(len(row) for row in build_rows(tiny_tokenizer, config, 4, 16)) == 4
+
+
+def test_lines_and_tolerances():
+    assert tolerance_of("fp32", 0.1) == 3e-5 and tolerance_of("bf16", 10.0) == pytest.approx(0.4)
+    finding = compare("a", torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), 0.4, "why\x1b")
+    assert finding.is_ok is False and "largest difference 5.0e-01, at most 4.0e-01" in finding.text
+    assert not compare("a", torch.tensor([math.nan]), torch.zeros(1), 1.0, "").is_ok
+    line = Finding("name\x1b", "text", True, "why").line(Painter(has_color=False))
+    assert line == r"ok   name\x1b" + 20 * " " + "text  (why)"
+    assert "\x1b[1;31mFAIL " in finding.line(Painter(has_color=True))

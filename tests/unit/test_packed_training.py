@@ -1,0 +1,137 @@
+"""Padded batches, packed ones and any cut of them give the same losses and gradients in steps 1 and 2."""
+
+import pytest
+import torch
+
+from common.data.collators import (
+    PackedPairCollator,
+    PackedSFTCollator,
+    PairCollator,
+    SFTCollator,
+    pack_pairs,
+    pack_sft,
+)
+from common.data.global_batches import GlobalBatches, TokenBudget
+from common.models import ModelOptions, load_causal_lm
+from common.policy_model import PolicyModel
+from common.value_model import load_value_model
+from step1_sft.sft_trainer import compute_nll_sum, count_targets, count_tokens
+from step2_reward.reward_trainer import compute_pair_losses, compute_pair_scores
+
+LENGTHS = [(4, 9), (1, 2), (12, 3), (2, 7), (6, 6)]  # prompt, response
+
+
+def sft_rows():
+    g = torch.Generator().manual_seed(0)
+    rows = []
+    for number, (prompt, response) in enumerate(LENGTHS):
+        ids = torch.randint(3, 320, (prompt + response,), generator=g).tolist()
+        rows.append(
+            {"input_ids": ids, "loss_mask": [False] * prompt + [True] * response, "row_id": str(number)}
+        )
+    return rows
+
+
+def pairs():
+    g = torch.Generator().manual_seed(1)
+    rows = []
+    for number, (prompt, response) in enumerate(LENGTHS):
+        start = torch.randint(3, 320, (prompt,), generator=g).tolist()
+        sides = [torch.randint(3, 320, (n,), generator=g).tolist() for n in (response, 11 - response)]
+        row = {"chosen_ids": start + sides[0], "rejected_ids": start + sides[1], "margin": 0.1 * number}
+        rows.append(
+            row | {f"{s}_response_start": prompt for s in ("chosen", "rejected")} | {"row_id": str(number)}
+        )
+    return rows
+
+
+def gradients(model, losses):
+    model.zero_grad()
+    for loss in losses:
+        loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+CUTS = ([[0, 1, 2, 3, 4]], [[1], [0, 3], [4, 2]], [[0], [1], [2], [3], [4]])
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("pad_id", [0, 99])
+def test_sft(cut, is_packed, pad_id, tiny_model_folder):
+    model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
+    policy, rows = PolicyModel(model, num_valid_tokens=320), sft_rows()
+    expected_loss = sum(compute_nll_sum(policy, PackedSFTCollator()([row])) for row in rows)
+    expected = gradients(policy, [expected_loss])
+    collate = PackedSFTCollator() if is_packed else SFTCollator(pad_id)
+    batches = [collate([rows[i] for i in part]) for part in cut]
+    assert sum(map(count_targets, batches)) == sum(response for _, response in LENGTHS)
+    assert sum(map(count_tokens, batches)) == sum(map(sum, LENGTHS))
+    losses = [compute_nll_sum(policy, batch) for batch in batches]
+    torch.testing.assert_close(sum(losses), expected_loss, atol=1e-4, rtol=1e-5)
+    check_same(gradients(policy, losses), expected)
+
+
+@pytest.mark.parametrize("rank_loss", ["end_score", "token_wise"])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+def test_pairs(cut, is_packed, rank_loss, tiny_model_folder):
+    model, rows = load_value_model(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320), pairs()
+
+    def loss_of(batch):
+        scores = compute_pair_scores(model, batch)
+        return compute_pair_losses(batch, scores, rank_loss=rank_loss, use_margin=True).sum()
+
+    expected_loss = sum(loss_of(PackedPairCollator()([row])) for row in rows)
+    expected = gradients(model, [expected_loss])
+    collate = PackedPairCollator() if is_packed else PairCollator(77)
+    losses = [loss_of(collate([rows[i] for i in part])) for part in cut]
+    torch.testing.assert_close(sum(losses), expected_loss, atol=1e-5, rtol=1e-5)
+    check_same(gradients(model, losses), expected)
+
+
+def test_padded_and_packed_collators_hold_the_same():
+    for pad, pack, collate, rows in (
+        (SFTCollator(0), pack_sft, PackedSFTCollator(), sft_rows()),
+        (PairCollator(0), pack_pairs, PackedPairCollator(), pairs()),
+    ):
+        found, expected = pack(pad(rows)), collate(rows)
+        for key, data in expected.data.items():
+            assert found.data[key].equal(data) and found.lengths[key].equal(expected.lengths[key]), key
+        assert expected.ids[1] == (1, "1")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_budget_cuts_the_same_global_batches(world_size):
+    rows, lengths = sft_rows() * 4, [(p + r,) for p, r in LENGTHS] * 4
+    for number, row in enumerate(rows):
+        rows[number] = row | {"row_id": str(number)}
+
+    def steps(budget, rows_per_micro_batch, world_size):
+        of_ranks = []
+        for rank in range(world_size):
+            batches = GlobalBatches(
+                rows, lambda part: [row["row_id"] for row in part], rank=rank, world_size=world_size, seed=3,
+                rows_per_micro_batch=rows_per_micro_batch, budget=budget,
+            )  # fmt: skip
+            of_ranks.append(list(batches.epoch(0)))
+        assert len({tuple(map(len, steps)) for steps in of_ranks}) == 1, "as many on each rank"
+        return [[m for part in step for m in part] for step in zip(*of_ranks, strict=True)]
+
+    plain = [sorted(sum(step, [])) for step in steps(None, 10, 1)]
+    found = steps(TokenBudget(lengths, 30), 10 // world_size, world_size)
+    assert [sorted(sum(step, [])) for step in found] == plain
+    for micro_batch in (m for step in found for m in step):
+        of_rows = [lengths[int(row)][0] for row in micro_batch]
+        assert len(of_rows) * max(of_rows) <= 30
+
+
+def test_a_row_above_the_budget_is_named_at_the_start():
+    with pytest.raises(ValueError, match="15 tokens is longer than --max_tokens_per_micro_batch 14"):
+        GlobalBatches(sft_rows(), list, rows_per_micro_batch=2, budget=TokenBudget([(13,), (15,)], 14))

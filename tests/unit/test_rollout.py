@@ -1,0 +1,169 @@
+"""Collecting a step's record: ids, groups, versions, refilled groups, and what each role says of it."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from records import make_record
+
+from common.data.packed_batch import PackedBatch
+from common.generate import Generation
+from common.output_head import Support
+from step3_ppo.experience import TokenCap
+from step3_ppo.rewards.reward_specs import RewardSpec
+from step3_ppo.rewards.score_sum import ScoreSum
+from step3_ppo.rewards.text_rewards import RewardError
+from step3_ppo.rollout import OldLogprobs, PromptPlace, Rollout, add_support
+
+PROMPTS = 3  # of a generation batch
+
+
+class FakeActor:
+    """Answers with the sample ids: response k of a prompt is as long as k + 1."""
+
+    def generate(self, prompt_ids, prompt_mask, sample_ids, *, num_samples):
+        assert len(sample_ids) == num_samples * len(prompt_ids)
+        lengths = torch.arange(num_samples).repeat(len(prompt_ids)) + 1
+        mask = torch.arange(num_samples) < lengths[:, None]
+        ids = torch.where(mask, sample_ids[:, None] + 1, 0)
+        logprobs = torch.where(mask, -0.5, 0.0)
+        return Generation(ids, mask, logprobs, logprobs + 0.25, lengths < num_samples)
+
+    def score(self, records):
+        return [record.data["rollout_logprobs"] - 0.125 for record in records]
+
+
+class FakeReward:
+    """Gives the scores that a function finds for the sample ids."""
+
+    def __init__(self, score_of):
+        self.score_of = score_of
+
+    def score(self, records):
+        return [torch.tensor([float(self.score_of(i)) for i in record.ids]) for record in records]
+
+
+def build(score_of=lambda sample: sample, *, num_samples=2, rounds=0, source="rollout", texts=None):
+    values = SimpleNamespace(
+        score=lambda records: [
+            SimpleNamespace(values=r.data["rollout_logprobs"] * 2, last_values=torch.zeros(len(r)))
+            for r in records
+        ]
+    )
+    reference = SimpleNamespace(score=lambda records: [r.data["rollout_logprobs"] - 1 for r in records])
+    roles = SimpleNamespace(
+        actor=FakeActor(), reference=reference, critic=values, rewards={"model": FakeReward(score_of)}
+    )
+    specs = [RewardSpec("model", "x", 1.0, "model:x")]
+    if texts:
+        specs.append(RewardSpec("function", "m:f", 0.5, "0.5*function:m:f"))
+    return Rollout(
+        roles,
+        PromptPlace(PROMPTS, 1),
+        OldLogprobs(source, 1e-3),
+        TokenCap(64),
+        ScoreSum(specs, {"function_f": texts} if texts else {}, lambda ids: f"<{len(ids)}>"),
+        num_samples_per_prompt=num_samples,
+        dynamic_sampling_rounds=rounds,
+    )
+
+
+def endless_prompts():
+    while True:
+        ids = torch.arange(PROMPTS * 4).view(PROMPTS, 4) + 5
+        mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]).bool()
+        texts = [f"prompt {i}" for i in range(PROMPTS)]
+        fields = [{"answer": i} for i in range(PROMPTS)]
+        yield [{"prompt_ids": ids, "prompt_mask": mask, "prompt_texts": texts, "row_fields": fields}]
+
+
+def test_a_record_has_a_response_an_item_in_the_order_of_the_samples():
+    rollout, prompts = build(num_samples=2), endless_prompts()
+    first, second = rollout.collect(prompts, version=0), rollout.collect(prompts, version=4)
+    first.check()
+    assert first.ids == tuple(range(6)) and second.ids == tuple(range(6, 12))
+    assert first.numbers("group_ids").tolist() == [0, 0, 1, 1, 2, 2]
+    assert first.lengths["prompt_ids"].tolist() == [3, 3, 4, 4, 1, 1]
+    assert first.lengths["response_ids"].tolist() == [1, 2] * 3
+    assert first.numbers("is_finished").tolist() == [True, False] * 3
+    assert set(first.data["versions"].tolist()) == {0} and set(second.data["versions"].tolist()) == {4}
+    assert first.numbers("scores").tolist() == list(range(6))
+    assert first.data["ref_logprobs"].eq(-1.5).all() and first.data["old_values"].eq(-1.0).all()
+    assert first.data["old_logprobs"].eq(-0.5).all()
+
+
+def test_old_logprobs_are_the_trainers_where_they_are_recomputed():
+    record = build(source="recompute").collect(endless_prompts(), 0)
+    assert record.data["old_logprobs"].eq(-0.625).all() and record.data["rollout_logprobs"].eq(-0.5).all()
+
+
+def test_groups_of_one_score_are_replaced_by_groups_of_further_prompts():
+    # Prompts 0 and 2 have one score; of the next draw prompt 3 has one too, 4 and 5 have not.
+    scores = {0: 1, 1: 1, 2: 0, 3: 1, 4: 2, 5: 2, 6: 7, 7: 7, 8: 0, 9: 1, 10: 5, 11: 6}
+    rollout = build(scores.__getitem__, rounds=3)
+    record = rollout.collect(endless_prompts(), 0)
+    assert record.ids == (2, 3, 8, 9, 10, 11) and rollout.num_draws == 2
+    assert rollout.refilled_fraction == pytest.approx(4 / 6)
+
+
+def test_after_the_last_round_a_group_of_one_score_stays():
+    rollout = build(lambda sample: 1.0 if sample < 12 else sample, rounds=1)
+    record = rollout.collect(endless_prompts(), 0)
+    assert record.ids == tuple(range(6)) and rollout.num_draws == 2 and rollout.refilled_fraction == 0
+    assert len(build(lambda sample: 1.0, rounds=0).collect(endless_prompts(), 0)) == 6
+
+
+def test_texts_and_row_fields_reach_the_rewards_that_read_them():
+    seen = []
+
+    class Text:
+        def score(self, answers):
+            seen.append(answers)
+            return [row["answer"] * 10.0 for row in answers.rows]
+
+        def close(self):
+            pass
+
+    record = build(texts=Text()).collect(endless_prompts(), 0)
+    assert record.numbers("score/function_f").tolist() == [0, 0, 10, 10, 20, 20]
+    assert record.numbers("scores").tolist() == [0, 1, 7, 8, 14, 15]  # sample + half of the function's
+    (answers,) = seen
+    by_prompt = sorted(zip(answers.prompts, answers.responses, strict=True))
+    assert by_prompt == sorted((f"prompt {i}", f"<{k}>") for i in range(3) for k in (1, 2))
+
+
+@pytest.mark.parametrize("bad", [[1.0], [None] * 6, [float("nan")] * 6])
+def test_a_reward_that_gives_something_else_refuses_the_step(bad):
+    text = SimpleNamespace(score=lambda answers: bad, close=lambda: None)
+    with pytest.raises(RewardError, match="function_f"):
+        build(texts=text).collect(endless_prompts(), 0)
+
+
+def test_a_failing_reward_is_told_on_every_rank(monkeypatch):
+    monkeypatch.setattr(
+        "common.distributed.gather_objects",
+        lambda value: [value, "reward function_f gave nothing"] if value in (None, "") else [value],
+    )
+    text = SimpleNamespace(score=lambda answers: [0.0] * len(answers), close=lambda: None)
+    rollout = build(texts=text)
+    records = [make_record([0, 1], [1, 1], [2, 1], num_samples=2)]
+    with pytest.raises(RewardError, match="gave nothing"):
+        rollout.scores.score(rollout.roles.rewards, records, {0: ("p", {})})
+
+
+def test_the_support_of_each_token_is_packed_beside_it():
+    record = make_record([4, 7], [1, 2], [2, 1])
+    support = Support(torch.tensor([5, 6, 9, 1, 2, 3]), torch.tensor([0, 2, 3, 6]))
+    found = add_support(record, support)
+    found.check()
+    assert found.data["support_counts"].tolist() == [2, 1, 3]
+    assert found.lengths["support_ids"].tolist() == [3, 3]
+    assert found.select([1]).data["support_ids"].tolist() == [1, 2, 3]
+    assert isinstance(found, PackedBatch) and found.ids == record.ids
+
+
+def test_stale_rollouts_are_always_rescored():
+    stale = OldLogprobs("auto", 1e-3, is_stale=True)
+    assert stale.judge(1e-9) is None and stale.recomputes
+    assert dataclasses.is_dataclass(Rollout)
