@@ -228,3 +228,58 @@ def test_top_k_one_is_greedy(ppo):
     again = ppo(max_train_steps=1, top_k=1, seed=99, per_device_training_batch_size=8)
     assert read_curve(output, "policy/logprob_gap")[0] < 1e-5
     assert read_curve(output, "rollout/response_tokens") == read_curve(again, "rollout/response_tokens")
+
+
+# ---- what an algorithm may be asked for
+
+
+def test_updates_end_early_when_the_policy_has_moved(ppo):
+    flags = {"ppo_epochs": 4, "max_train_steps": 1}
+    (row,) = read_metrics(ppo(early_stop_kl=1e-7, **flags))
+    assert row["policy/num_updates"] == 2, "the first minibatch is scored before anything has moved"
+    (row,) = read_metrics(ppo(early_stop_kl=1e3, early_stop_imp_ratio=1e3, **flags))
+    assert row["policy/num_updates"] == 4
+    (row,) = read_metrics(ppo(early_stop_imp_ratio=0.5, **flags))
+    assert row["policy/num_updates"] == 1
+
+
+@pytest.mark.parametrize("kind", ["exp", "ma"])
+def test_the_critic_may_learn_normalised_returns(ppo, kind, one_step):
+    flags = {"reward_clip": 0, "value_clip_range": 0, "max_train_steps": 1}
+    (plain,) = read_metrics(ppo(**flags))
+    (row,) = read_metrics(ppo(value_norm=kind, **flags))
+    # Before the first update of the statistics both read the same values; then the returns become numbers
+    # of mean 0 and deviation 1 to the critic, in real units they explain as much.
+    assert row["value/explained_variance"] == pytest.approx(plain["value/explained_variance"], abs=1e-5)
+    assert row["policy/loss"] == pytest.approx(plain["policy/loss"], abs=1e-5)
+    assert abs(row["value/loss"] - plain["value/loss"]) > 1e-2
+
+
+def test_the_decoupled_loss_tells_how_far_the_sampler_is(ppo):
+    flags = {"use_decoupled_loss": True, "max_train_steps": 3}
+    rows = read_metrics(ppo(**flags))
+    assert rows[0]["policy/behav_kl"] == 0 and rows[0]["policy/behav_imp_weight"] == 1
+    assert all(row["policy/behav_kl"] == pytest.approx(0, abs=1e-5) for row in rows)
+    rows = read_metrics(ppo(rollout_staleness=1, **flags))
+    assert rows[0]["policy/behav_kl"] == pytest.approx(0, abs=1e-6)
+    assert rows[1]["policy/behav_imp_weight"] != 1 and rows[1]["policy/behav_kl"] != 0
+    assert [row["rollout/staleness"] for row in rows] == [0, 1, 1]
+
+
+def test_a_step_in_which_nothing_counts_moves_nothing(ppo, tiny):
+    output = ppo(truncated="mask", max_answer_seq_len=1, max_train_steps=1, entropy_coef=0.1)
+    (row,) = read_metrics(output)
+    assert row["rollout/finished_fraction"] == 0
+    assert row["policy/loss"] == 0 and row["policy/grad_norm"] == 0
+    assert largest_difference(read_weights(tiny.base), read_weights(output / "export")) == 0
+
+
+@pytest.mark.parametrize("flags", [{"top_k": 3}, {"top_p": 0.7}, {"top_k": 8, "top_p": 0.9}], ids=str)
+def test_replayed_support_makes_ratio_and_kl_exact(ppo, flags):
+    """The sampler's own probabilities, taken among what it could draw, are those of actor and reference."""
+    for hybrid in ({}, {"enable_hybrid_engine": True}):
+        (row,) = read_metrics(ppo(replay_sampling_support=True, max_train_steps=1, **flags, **hybrid))
+        assert row["policy/logprob_gap"] < 1e-5 and row["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
+        assert row["objective/kl"] == pytest.approx(0.0, abs=1e-5)
+    (cut,) = read_metrics(ppo(max_train_steps=1, **flags))
+    assert row["policy/entropy"] < cut["policy/entropy"] - 0.5, "entropy is that of what could be drawn"

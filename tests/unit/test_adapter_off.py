@@ -1,0 +1,40 @@
+"""With LoRA the reference is the actor with its adapter off: what it was before it learned."""
+
+import pytest
+import torch
+from records import make_record
+
+from common.ds_config import EngineOptions, build_train_config
+from common.engine_step import LossTerm, update_engine
+from common.models import LoraOptions, ModelOptions, add_lora, load_causal_lm
+from common.policy_model import PolicyModel
+from common.training_loop import build_engine
+from step3_ppo.response_inputs import lay_out_responses
+from step3_ppo.roles import AdapterOff, Policy, Reference
+
+
+@pytest.mark.parametrize("only_lora", [False, True])
+@pytest.mark.usefixtures("process_group")
+def test_the_reference_stays_what_the_actor_was(only_lora, tiny_model_folder):
+    model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
+    policy = PolicyModel(add_lora(model, LoraOptions(4, only_optimize_lora=only_lora)), num_valid_tokens=320)
+    engine = build_engine(
+        policy, build_train_config(EngineOptions()), learning_rate=1e-2, weight_decay=0.0, beta2=0.95,
+        lora_learning_rate=1e-2, schedule="constant", num_warmup_steps=0, num_steps=9,
+    )  # fmt: skip
+    reference = Reference(AdapterOff(engine), is_flat=False)
+    record = make_record([0, 1], [3, 2], [4, 2])
+    (before,) = reference.score([record])
+
+    def sums(batch):
+        inputs = lay_out_responses(batch, is_flat=False)
+        return -engine(inputs.inputs, inputs.places, inputs.token_ids)[0].sum(), {}
+
+    for _ in range(3):
+        update_engine(engine, [LossTerm("x", [record], sums, lambda batch: 6.0)])
+    (after,) = reference.score([record])
+    engine.eval()
+    with torch.no_grad():
+        moved = Policy(is_flat=False).compute_logprobs(engine, record)[0]
+    assert after.equal(before)
+    assert (moved - before).abs().max() > 0.1
