@@ -13,13 +13,13 @@ import torch
 class ModelInputs:
     """What a forward pass takes, and where each token of the packed order stands in it.
 
-    Padded: rows (S, T) with the padding on the right. Flat: one row (1, total), for models whose attention
-    is told where sequences begin.
+    Padded: rows (S, T) with the padding on the right. There is no mask: a causal model's token never sees
+    what stands behind it, and without one attention takes its fast path. Flat: one row (1, total), for models
+    whose attention is told where sequences begin.
     """
 
     input_ids: torch.Tensor  # (S, T) or (1, total) int64
     position_ids: torch.Tensor  # the same shape, counted within each sequence
-    attention_mask: torch.Tensor | None  # (S, T) int64; None where nothing is padding and rows are flat
     starts: torch.Tensor  # (S,) int64, the place of each sequence's first token, rows end to end
     lengths: torch.Tensor  # (S,) int64
     cu_seqlens: torch.Tensor | None = None  # (S + 1,) int32, flat only
@@ -32,6 +32,13 @@ class ModelInputs:
         return self.starts.repeat_interleave(self.lengths) + within
 
     @property
+    def is_token(self) -> torch.Tensor:
+        """Return which places hold a token, the others pad: bool, the shape of input_ids."""
+        found = torch.zeros(self.input_ids.numel(), dtype=torch.bool, device=self.input_ids.device)
+        found[self.token_places] = True
+        return found.view(self.input_ids.shape)
+
+    @property
     def last_places(self) -> torch.Tensor:
         """Return (S,) int64: where each sequence's last token stands."""
         return self.starts + self.lengths - 1
@@ -40,7 +47,6 @@ class ModelInputs:
         """Return the arguments of a transformers backbone, `position_ids` among them."""
         arguments = {
             "input_ids": self.input_ids,
-            "attention_mask": self.attention_mask,
             "position_ids": self.position_ids,
             "use_cache": False,
         }
@@ -61,7 +67,6 @@ def lay_out(
         return ModelInputs(
             token_ids.unsqueeze(0),
             within.unsqueeze(0),
-            None,
             ends - lengths,
             lengths,
             cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).to(torch.int32),
@@ -73,9 +78,7 @@ def lay_out(
     is_token = columns < lengths.unsqueeze(1)  # (S, T)
     padded = torch.zeros(is_token.shape, dtype=token_ids.dtype, device=token_ids.device)
     padded[is_token] = token_ids
-    # A position that pads gets the last one: any would do, but it must lie within the model's table.
-    positions = torch.minimum(columns, lengths.unsqueeze(1) - 1)
-    return ModelInputs(padded, positions, is_token.long(), starts, lengths)
+    return ModelInputs(padded, columns.expand(len(lengths), -1), starts, lengths)
 
 
 def _count_within(lengths: torch.Tensor) -> torch.Tensor:

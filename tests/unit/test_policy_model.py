@@ -66,7 +66,7 @@ def test_what_the_padding_holds_changes_nothing():
     inputs = lay_out(torch.cat(rows), torch.tensor(LENGTHS), is_flat=False)
     places, token_ids = scored_places(rows, inputs)
     found = policy(inputs, places, token_ids)[0]
-    inputs.input_ids[~inputs.attention_mask.bool()] = 17
+    inputs.input_ids[~inputs.is_token] = 17
     assert policy(inputs, places, token_ids)[0].equal(found)
 
 

@@ -45,7 +45,7 @@ def test_padding_and_what_it_holds_change_no_value(family, tiny_model_folder):
     assert alone.shape == (10,) and alone.std() > 1e-3
     inputs = lay_out(torch.cat(rows), torch.tensor([2, 5, 3]), is_flat=False)
     for pad in (0, 77):
-        inputs.input_ids[~inputs.attention_mask.bool()] = pad
+        inputs.input_ids[~inputs.is_token] = pad
         torch.testing.assert_close(model(inputs), alone, atol=1e-5, rtol=1e-5)
 
 

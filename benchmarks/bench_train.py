@@ -1,0 +1,250 @@
+#!/usr/bin/env python
+"""Training: tokens a second of SFT, reward modelling and a PPO update, padded and packed, beside TRL.
+
+python benchmarks/bench_train.py --trl_python DIR/bin/python [--quick] [--sections sft reward ppo]
+
+DIR is made by `bash benchmarks/make_peer_env.sh trl-1.16 DIR`. Every way trains the same random Llama (4
+layers, hidden 256, vocabulary 8192, fp32) on the same rows, as long as a chat data set's (chat_rows.py), 16
+rows an optimizer step, with AdamW, clipping and a loss on response tokens only; one turn is one pass over the
+rows, and all take turns in one run. Tokens are real ones, padding counts nothing.
+
+  sft     ours padded and packed; TRL's SFTTrainer padded (16 rows at once, and one by one with accumulation),
+          padding_free, and packed (best fit decreasing)
+  reward  ours padded and packed; TRL's RewardTrainer padded, both ways, and grouped by length (no packing)
+  ppo     ours padded and packed: actor and critic updated by 64 responses, 16 a step
+
+The last line is a JSON object; `ratio` is SFT's: our best over TRL's best as it is shipped. `packed, labels
+only` is TRL with its output head as it is on a GPU, where it skips what has no label.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: import from the repository root, not from this folder
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+import torch
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+
+from benchmarks.chat_rows import pair_rows, sft_rows, small_llama_config, write_rows
+from benchmarks.peer_process import PeerProcess, how_to_make
+from benchmarks.ppo_update import build_ppo_update
+from common import distributed, startup
+from common.data.collators import PackedPairCollator, PackedSFTCollator, PairCollator, SFTCollator
+from common.data.global_batches import GlobalBatches, TokenBudget
+from common.ds_config import EngineOptions, build_train_config
+from common.policy_model import PolicyModel
+from common.training_loop import build_engine
+from common.value_model import ScoreHead, ValueModel
+from step1_sft.sft_trainer import SFTTrainer
+from step2_reward.reward_trainer import RewardTrainer
+
+ROWS_PER_STEP, MAX_SEQ_LEN = 16, 512
+SECTIONS = ("sft", "reward", "ppo")
+PEERS = Path(__file__).parent
+# Ways of TRL by section: name, script, its flags. 16 rows (or 4 packs of 512 tokens) an optimizer step; smaller
+# micro-batches with accumulation pad less, and are what a user of TRL can do about padding on a CPU.
+SFT, REWARD = "trl_sft_peer.py", "trl_reward_peer.py"
+TRL_WAYS = {
+    "sft": {
+        "trl, padded": (SFT, "--batching padded --batch_size 16"),
+        "trl, padded, accumulating": (SFT, "--batching padded --batch_size 1 --accumulation 16"),
+        "trl, padding_free": (SFT, "--batching padding_free --batch_size 4 --accumulation 4"),
+        "trl, packed": (SFT, "--batching bfd --batch_size 1 --accumulation 4"),
+        "packed, labels only": (SFT, "--batching bfd --batch_size 1 --accumulation 4 --labels_only"),
+    },
+    "reward": {
+        "trl, padded": (REWARD, "--batching padded --batch_size 16"),
+        "trl, padded, accumulating": (REWARD, "--batching padded --batch_size 1 --accumulation 16"),
+        "trl, grouped, accumulating": (REWARD, "--batching grouped --batch_size 2 --accumulation 8"),
+    },
+    "ppo": {},
+}
+
+
+class SilentLogger:
+    """Takes a trainer's numbers and keeps the last loss."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Keep the numbers."""
+        self.metrics = metrics
+
+
+def engine_of(model: torch.nn.Module) -> Any:
+    """Return the model in an engine of ZeRO 0, as the programs have it."""
+    ds_config = build_train_config(EngineOptions(micro_batch_size=ROWS_PER_STEP))
+    return build_engine(
+        model, ds_config, learning_rate=1e-5, weight_decay=0.0, lora_learning_rate=1e-5, beta2=0.95,
+        schedule="constant", num_warmup_steps=0, num_steps=1,
+    )  # fmt: skip
+
+
+def passes(trainer: Any, batches: GlobalBatches) -> Callable[[], None]:
+    """Return a function that trains for one pass over the rows."""
+    epochs = iter(range(10**6))
+
+    def run() -> None:
+        for step, micro_batches in enumerate(batches.epoch(next(epochs)), start=1):
+            trainer.train_step(step, micro_batches)
+
+    return run
+
+
+def build_batches(
+    rows: list[Any], padded: Any, packed: Any, lengths: list[tuple[int, ...]], *, is_packed: bool
+) -> GlobalBatches:
+    """Return the batches as the programs make them with and without --packed."""
+    most = ROWS_PER_STEP * len(lengths[0]) * MAX_SEQ_LEN
+    return GlobalBatches(
+        rows,
+        packed if is_packed else padded,
+        rows_per_micro_batch=ROWS_PER_STEP,
+        seed=1,
+        budget=TokenBudget(lengths, most) if is_packed else None,
+    )
+
+
+def sft_ways(rows: list[dict[str, Any]]) -> dict[str, Callable[[], None]]:
+    """Return our ways of SFT."""
+    lengths = [(len(row["input_ids"]),) for row in rows]
+    ways = {}
+    for name, is_packed in (("ours, padded", False), ("ours, packed", True)):
+        torch.manual_seed(0)
+        config = small_llama_config()
+        engine = engine_of(PolicyModel(LlamaForCausalLM(config), num_valid_tokens=config.vocab_size))
+        batches = build_batches(rows, SFTCollator(0), PackedSFTCollator(), lengths, is_packed=is_packed)
+        ways[name] = passes(SFTTrainer(engine, is_flat=False, logger=SilentLogger()), batches)
+    return ways
+
+
+def reward_ways(rows: list[dict[str, Any]]) -> dict[str, Callable[[], None]]:
+    """Return our ways of reward modelling."""
+    lengths = [(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]
+    ways = {}
+    for name, is_packed in (("ours, padded", False), ("ours, packed", True)):
+        torch.manual_seed(0)
+        classifier = LlamaForSequenceClassification(small_llama_config(num_labels=1))
+        classifier.score.__class__ = ScoreHead
+        trainer = RewardTrainer(
+            engine_of(ValueModel(classifier)),
+            is_flat=False,
+            rank_loss="end_score",
+            use_margin=False,
+            center_coef=0.0,
+            logger=SilentLogger(),
+        )
+        batches = build_batches(rows, PairCollator(0), PackedPairCollator(), lengths, is_packed=is_packed)
+        ways[name] = passes(trainer, batches)
+    return ways
+
+
+@contextmanager
+def peer_ways(section: str, rows_file: str, args: argparse.Namespace) -> Iterator[dict[str, PeerProcess]]:
+    """Give TRL's ways of a section, started and waiting for their turns."""
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    with ExitStack() as stack:
+        peers = {}
+        for name, (script, flags) in TRL_WAYS[section].items():
+            words = ["--rows", rows_file, *flags.split()]
+            peers[name] = stack.enter_context(
+                PeerProcess(args.trl_python, PEERS / script, words, threads, environment="trl-1.16")
+            )
+        yield peers
+
+
+def take_turns(
+    ours: dict[str, Callable[[], None]], peers: dict[str, PeerProcess], num_tokens: int, num_runs: int
+) -> dict[str, dict[str, float]]:
+    """Return tokens a second of each way, from `num_runs` rounds; the one before them is not measured."""
+    rates: dict[str, list[float]] = {name: [] for name in (*ours, *peers)}
+    for turn in range(num_runs + 1):
+        for name, run in ours.items():
+            started = time.perf_counter()
+            run()
+            rates[name].append(num_tokens / (time.perf_counter() - started))
+        for name, peer in peers.items():
+            answer = peer.go()
+            rates[name].append(answer["tokens"] / answer["seconds"])
+        if not turn:
+            rates = {name: [] for name in rates}
+    return {
+        name: {"median": statistics.median(found), "low": min(found), "high": max(found)}
+        for name, found in rates.items()
+    }
+
+
+def print_table(title: str, rates: dict[str, dict[str, float]]) -> float | None:
+    """Print the rates; return our best over the peer's best."""
+    judged = [rate["median"] for name, rate in rates.items() if name.startswith("trl")]
+    base = max(judged) if judged else rates["ours, padded"]["median"]
+    told = "x TRL's best" if judged else "x padded"
+    print(f"\n{title}\n{'way':<28}{'tokens/s':>10}  {'range':<16}{told:>16}")
+    for name, rate in rates.items():
+        spread = f"{rate['low']:.0f} - {rate['high']:.0f}"
+        print(f"{name:<28}{rate['median']:>10.0f}  {spread:<16}{rate['median'] / base:>16.2f}")
+    best = max(rate["median"] for name, rate in rates.items() if name.startswith("ours"))
+    return round(best / base, 4)
+
+
+def run_section(section: str, args: argparse.Namespace, num_rows: int, num_runs: int) -> dict[str, Any]:
+    """Return the rates and the ratio of a section."""
+    if section == "ppo":
+        ways = {"padded": build_ppo_update(False), "packed": build_ppo_update(True)}
+        num_tokens = next(iter(ways.values())).num_tokens
+        rates = take_turns({f"ours, {n}": way.run for n, way in ways.items()}, {}, num_tokens, num_runs)
+        return {"rates": rates, "ratio": print_table("ppo: an update of actor and critic", rates)}
+    rows = sft_rows(num_rows, seed=1) if section == "sft" else pair_rows(num_rows, seed=1)
+    keys = ("input_ids",) if section == "sft" else ("chosen_ids", "rejected_ids")
+    num_tokens = sum(len(row[key]) for row in rows for key in keys)
+    ways = sft_ways(rows) if section == "sft" else reward_ways(rows)
+    with tempfile.TemporaryDirectory() as folder:
+        rows_file = write_rows(Path(folder, "rows.json"), rows)
+        with peer_ways(section, rows_file, args) as peers:
+            rates = take_turns(ways, peers, num_tokens, num_runs)
+    title = f"{section}: {num_rows} rows, {num_tokens} tokens a pass, {ROWS_PER_STEP} rows a step"
+    return {"rates": rates, "ratio": print_table(title, rates)}
+
+
+def main() -> None:
+    """Run the sections that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trl_python", default="", help="interpreter of an environment with TRL 1.16")
+    parser.add_argument("--quick", action="store_true", help="few rows, one round")
+    parser.add_argument("--runs", type=int, default=0, help="measured rounds (5; 1 with --quick)")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    args = parser.parse_args()
+    if not args.trl_python and set(args.sections) & {"sft", "reward"}:
+        parser.exit(2, f"error: {how_to_make('trl-1.16')}\n")
+    startup.quiet_libraries()
+    distributed.start()
+    num_runs = args.runs or (1 if args.quick else 5)
+    num_rows = 48 if args.quick else 160
+    found = {section: run_section(section, args, num_rows, num_runs) for section in args.sections}
+    sft = found.get("sft")
+    ours = max(r["median"] for n, r in sft["rates"].items() if n.startswith("ours")) if sft else None
+    result = {
+        "name": "train",
+        "device": torch.cuda.get_device_name() if distributed.has_gpu() else "cpu",
+        "threads": torch.get_num_threads(),
+        "ours": ours,
+        "peer": max(r["median"] for n, r in sft["rates"].items() if n.startswith("trl")) if sft else None,
+        "ratio": sft["ratio"] if sft else None,
+        "reward_ratio": found["reward"]["ratio"] if "reward" in found else None,
+        "runs": num_runs,
+        "model": "random Llama, 4 layers, hidden 256, vocabulary 8192, fp32",
+        "sections": found,
+    }
+    print(json.dumps(result))
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""A PPO update of actor and critic on made-up records, as step 3 does it, for bench_train.py."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+
+from benchmarks.chat_rows import sft_rows, small_llama_config
+from common.data.packed_batch import PackedBatch
+from common.decode_state import SamplingOptions
+from common.ds_config import EngineOptions, build_train_config
+from common.policy_model import PolicyModel
+from common.training_loop import build_engine
+from common.value_model import ScoreHead, ValueModel
+from step3_ppo.algorithms import fill_defaults, find_algorithm
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.experience import MinibatchPlan, TokenCap
+from step3_ppo.hybrid_engine import HybridEngine
+from step3_ppo.hybrid_options import HybridOptions
+from step3_ppo.ppo_losses import PPOLosses
+from step3_ppo.roles import Actor, Critic, Roles
+
+NUM_RESPONSES, ROWS_PER_STEP = 64, 16
+
+
+@dataclass(frozen=True)
+class Update:
+    """One pass over the record, in four optimizer steps."""
+
+    run: Callable[[], None]
+    num_tokens: int  # of prompts and responses
+
+
+def build_ppo_update(is_packed: bool) -> Update:
+    """Return an update that cuts its micro-batches by tokens, or by rows."""
+    torch.manual_seed(0)
+    args = fill_defaults(PPOArguments(actor_model_name_or_path="random"), find_algorithm("ppo"))
+    config = small_llama_config(num_labels=1)
+    classifier = LlamaForSequenceClassification(config)
+    classifier.score.__class__ = ScoreHead
+    policy = PolicyModel(LlamaForCausalLM(config), num_valid_tokens=config.vocab_size)
+    sampling = SamplingOptions(max_new_tokens=1, stop_token_id=2, pad_token_id=0)
+    actor = Actor(HybridEngine(_engine(policy), HybridOptions(enabled=False)), sampling, is_flat=False)
+    critic = Critic(_engine(ValueModel(classifier)), is_flat=False)
+    losses = PPOLosses(args, Roles(actor, None, critic, {}))  # type: ignore[arg-type]
+    cap = TokenCap(ROWS_PER_STEP * 512) if is_packed else None
+    plan = MinibatchPlan(ROWS_PER_STEP, 1, epochs=1, seed=1, cap=cap)
+    record = build_record()
+    steps = iter(range(1, 10**6))
+
+    def run() -> None:
+        losses.begin_step(kl_coef=0.1)
+        for micro_batches in plan.minibatches(record, next(steps)):
+            losses.update_actor(micro_batches)
+            losses.update_critic(micro_batches)
+
+    return Update(run, len(record.data["prompt_ids"]) + len(record.data["response_ids"]))
+
+
+def build_record() -> PackedBatch:
+    """Return a record of responses as long as a chat data set's; its numbers mean nothing."""
+    generator = torch.Generator().manual_seed(1)
+    parts = []
+    for number, row in enumerate(sft_rows(NUM_RESPONSES, seed=2)):
+        start = row["loss_mask"].index(1)
+        ids = torch.tensor(row["input_ids"])
+        num_response = len(ids) - start
+        numbers = torch.randn(num_response, generator=generator)
+        logprobs = torch.full((num_response,), -9.0)
+        parts.append(
+            PackedBatch.single(
+                number,
+                prompt_ids=ids[:start],
+                response_ids=ids[start:],
+                rollout_logprobs=logprobs,
+                old_logprobs=logprobs,
+                ref_logprobs=logprobs,
+                old_values=torch.zeros(num_response),
+                advantages=numbers,
+                returns=numbers,
+                loss_mask=torch.ones(num_response, dtype=torch.bool),
+                loss_weights=torch.ones(num_response),
+                loss_counts=torch.tensor([float(num_response)]),
+            )
+        )
+    return PackedBatch.gather(parts)
+
+
+def _engine(model: torch.nn.Module) -> Any:
+    ds_config = build_train_config(EngineOptions(micro_batch_size=ROWS_PER_STEP))
+    return build_engine(
+        model, ds_config, learning_rate=1e-5, weight_decay=0.0, lora_learning_rate=1e-5, beta2=0.95,
+        schedule="constant", num_warmup_steps=0, num_steps=1,
+    )  # fmt: skip
