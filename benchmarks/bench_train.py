@@ -50,8 +50,8 @@ from step2_reward.reward_trainer import RewardTrainer
 ROWS_PER_STEP, MAX_SEQ_LEN = 16, 512
 SECTIONS = ("sft", "reward", "ppo")
 PEERS = Path(__file__).parent
-# Ways of TRL by section: name, script, its flags. An optimizer step has 16 rows, or 4 packs of 512 tokens; smaller
-# micro-batches with accumulation pad less, and are what a user of TRL can do about padding on a CPU.
+# Ways of TRL by section: name, script, its flags. An optimizer step has 16 rows, or 4 packs of 512 tokens;
+# smaller micro-batches with accumulation are what a user of TRL can do about padding on a CPU.
 SFT, REWARD = "trl_sft_peer.py", "trl_reward_peer.py"
 TRL_WAYS = {
     "sft": {
