@@ -72,7 +72,8 @@ class DataArguments:
     """Which data, how it is shared between the steps, and how long a row may be."""
 
     data_path: list[str] = flag(
-        ["Dahoas/rm-static"], "data sets: files, folders, saved `datasets` folders, registered or hub names"
+        ["Dahoas/rm-static"],
+        "data sets: files, folders, saved `datasets` folders, registered or hub names, MODULE:CLASS[:NAME]",
     )
     data_split: str = flag("2,4,4", "shares of every data set for steps 1, 2 and 3; disjoint and stable")
     data_output_path: str = flag("", "folder of the token cache; empty: ~/.cache/triptych")

@@ -26,6 +26,7 @@ class DecodeStep:
         config = plain_model(model).config.get_text_config()
         self._has_alibi = not self._takes_positions or bool(getattr(config, "alibi", False))
         self._window, self._is_mixed = _sliding_window(config)
+        _refuse_own_window(config, cache.max_length)
         device = state.lengths.device
         self._dtype = next(model.parameters()).dtype
         self._rows = torch.arange(cache.num_slots, device=device)
@@ -90,6 +91,18 @@ class DecodeStep:
         return torch.zeros(is_visible.shape, dtype=self._dtype, device=is_visible.device).masked_fill_(
             ~is_visible, lowest
         )[:, None, None, :]
+
+
+def _refuse_own_window(config: Any, max_length: int) -> None:
+    """Raise ValueError for GPT-Neo beyond its window: its local layers cut a mask of their own, by the place
+    of a key among those given, which is wrong for slots.
+    """
+    window = getattr(config, "window_size", None)
+    if config.model_type == "gpt_neo" and "local" in config.attention_layers and max_length > window:
+        raise ValueError(
+            f"gpt_neo's local layers see {window} tokens by a mask of their own, and sequences may have "
+            f"{max_length}: keep prompt and answer within {window}, or leave out --enable_hybrid_engine"
+        )
 
 
 def _sliding_window(config: Any) -> tuple[int | None, bool]:

@@ -125,8 +125,7 @@ class PPOTrainer:
             if 0 < args.early_stop_imp_ratio < found["policy/ratio"]:
                 break
         result = {name: sum(values) / len(values) for name, values in means.items()}
-        # The first minibatch was scored before the first update: it tells the sampler's gap.
-        result["policy/rollout_gap"] = means["policy/rollout_gap"][0]
+        del result["policy/rollout_gap"]  # only the first minibatch's tells the sampler's: policy/logprob_gap
         if args.early_stop_kl or args.early_stop_imp_ratio:
             result["policy/num_updates"] = num_updates
         return result

