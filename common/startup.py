@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -178,6 +179,14 @@ def as_problem(problems: Problems) -> Iterator[None]:
         problems.exit_if_any()
 
 
+def _leave_at_once(*_: Any) -> None:
+    """End the process: a KeyboardInterrupt gets lost where it meets a destructor or a callback of C++, and other
+    threads and ranks may still wait in a collective.
+    """
+    os.write(2, b"stopped by Ctrl-C\n")
+    os._exit(130)
+
+
 def run_program(program: Callable[[], None]) -> None:
     """Run a program's main function.
 
@@ -185,12 +194,10 @@ def run_program(program: Callable[[], None]) -> None:
     traceback.
     """
     quiet_libraries()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
+        signal.signal(signal.SIGINT, _leave_at_once)
     try:
         program()
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(130)  # other threads and ranks may still wait in a collective
     except (FloatingPointError, MemoryError, StepRefused) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.stderr.flush()
