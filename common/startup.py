@@ -180,8 +180,9 @@ def as_problem(problems: Problems) -> Iterator[None]:
 
 
 def _leave_at_once(*_: Any) -> None:
-    """End the process: a KeyboardInterrupt gets lost where it meets a destructor or a callback of C++, and other
-    threads and ranks may still wait in a collective.
+    """End the process: a KeyboardInterrupt gets lost where it meets a destructor or a callback of C++.
+
+    Nothing is waited for: other threads and ranks may still stand in a collective.
     """
     os.write(2, b"stopped by Ctrl-C\n")
     os._exit(130)
