@@ -21,6 +21,8 @@ from common.models import build_position_ids
 from common.output_head import LogitOptions
 from common.tp_plans import PLANS, Column
 
+pytestmark = pytest.mark.slow  # fifteen seconds, and the parts have tests of their own
+
 FAMILIES = ("llama", "gpt2", "opt", "gemma2")
 QUICK = ("--tp_sizes", "1", "--max_new_tokens", "6")
 CAUSAL = ("log-probabilities", "what padding holds", "greedy texts", "their log-probabilities")
