@@ -34,9 +34,7 @@ class LogitOptions:
     cap: float | None = None
     temperature: float = 1.0
     num_valid_tokens: int | None = None
-    chunk_tokens: int | None = (
-        None  # logits of so many tokens are held at a time; None: what suits the device
-    )
+    chunk_tokens: int | None = None  # tokens whose logits are held at a time; None: by device
 
     def transform(self, logits: torch.Tensor) -> torch.Tensor:
         """Return what the model makes of its raw logits."""

@@ -100,6 +100,14 @@ def whiten(
     return whitened.float()
 
 
+@torch.no_grad()
+def correlation(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return Pearson's correlation of x and y (N,): fp32 scalar in [-1, 1], 0 where either is constant."""
+    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
+    spread = (x.square().sum() * y.square().sum()).sqrt()
+    return torch.where(spread > 0, (x * y).sum() / spread, 0.0).clamp(-1, 1).float()
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Saves logits as they came and one fp32 normaliser a row; recomputes the softmax chunk by chunk."""
 

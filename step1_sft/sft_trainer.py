@@ -45,6 +45,7 @@ class SFTTrainer:
         """Do optimizer step `step` (from 1), log it, return its loss. Every rank must call this."""
         started = time.monotonic()
         self.engine.train()
+        micro_batches = [pack_sft(batch) for batch in micro_batches]  # once: loss and counts read them
         term = LossTerm(
             "sft/loss",
             micro_batches,

@@ -1,4 +1,4 @@
-"""How well a reward model ranks pairs. PURE: imports torch only.
+"""How well a reward model ranks pairs. PURE: imports torch and pure files.
 
 Each metric takes the scores of a whole evaluation, gathered from all ranks: none of them is a mean of means.
 
@@ -6,6 +6,8 @@ Each metric takes the scores of a whole evaluation, gathered from all ranks: non
 """
 
 import torch
+
+from common.tensor_ops import correlation
 
 
 @torch.no_grad()
@@ -43,9 +45,7 @@ def score_length_correlation(scores: torch.Tensor, lengths: torch.Tensor) -> tor
     """
     if len(scores) == 0:
         raise ValueError("there are no scores to correlate with lengths")
-    x, y = scores.double() - scores.double().mean(), lengths.double() - lengths.double().mean()
-    spread = (x.square().sum() * y.square().sum()).sqrt()
-    return torch.where(spread > 0, (x * y).sum() / spread, 0.0).clamp(-1, 1).float()
+    return correlation(scores, lengths)
 
 
 def _wins(differences: torch.Tensor) -> torch.Tensor:

@@ -116,6 +116,7 @@ class RewardTrainer:
         """Do optimizer step `step` (from 1), log it, return its loss. Every rank must call this."""
         started = time.monotonic()
         self.engine.train()
+        micro_batches = [pack_pairs(batch) for batch in micro_batches]  # once: all below read them
         term = LossTerm("reward/loss", micro_batches, self._compute_sums, count_pairs)
         means = update_engine(self.engine, [term])
         seconds = time.monotonic() - started

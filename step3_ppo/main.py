@@ -96,9 +96,8 @@ def build_pretraining_batches(args: PPOArguments, tokenizer: Any, ranks: dict[st
 
 
 def collate_blocks(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Return text blocks, all of one length, as input_ids and attention_mask (B, T)."""
-    input_ids = torch.tensor([list(row["input_ids"]) for row in rows])
-    return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+    """Return text blocks, all of one length, as input_ids (B, T)."""
+    return {"input_ids": torch.tensor([list(row["input_ids"]) for row in rows])}
 
 
 def build_rollout(args: PPOArguments, roles: Roles, specs: list[RewardSpec], tokenizer: Any) -> Rollout:

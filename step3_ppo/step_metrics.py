@@ -6,7 +6,7 @@
 import torch
 
 from common.data.packed_batch import PackedBatch
-from common.tensor_ops import masked_mean, masked_sum
+from common.tensor_ops import correlation, masked_mean, masked_sum
 from step3_ppo.experience import Experience
 from step3_ppo.ppo_math import explained_variance
 from step3_ppo.rewards.score_sum import PREFIX
@@ -22,7 +22,7 @@ def summarise(experience: Experience) -> dict[str, float]:
         "objective/score_std": float(experience.scores.std(correction=0)),
         "objective/kl": float(kl_per_response.mean()),
         "objective/reward": float(masked_sum(experience.rewards, mask, dim=1).mean()),
-        "objective/score_length_correlation": correlation(experience.scores, lengths),
+        "objective/score_length_correlation": float(correlation(experience.scores, lengths)),
         "rollout/response_tokens": float(lengths.mean()),
         "rollout/finished_fraction": float(experience.is_finished.float().mean()),
         "rollout/distinct_1": distinct_ngrams(experience.response_ids, mask, 1),
@@ -45,7 +45,7 @@ def summarise_scores(record: PackedBatch) -> dict[str, float]:
     for key in names:
         one, name = record.numbers(key), key.removeprefix(PREFIX)
         found[f"objective/score_{name}"] = float(one.mean())
-        found[f"objective/agreement_{name}"] = correlation(one, scores)
+        found[f"objective/agreement_{name}"] = float(correlation(one, scores))
     return found
 
 
@@ -57,13 +57,6 @@ def summarise_gap(experience: Experience) -> dict[str, float]:
         "policy/logprob_gap": float(masked_mean(gap, mask)),
         "policy/logprob_gap_max": float(torch.where(mask, gap, 0.0).max()),
     }
-
-
-def correlation(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return Pearson's correlation of two (B,), 0 where either is constant."""
-    x, y = (v.double() - v.double().mean() for v in (x, y))
-    spread = float(x.norm() * y.norm())
-    return float((x * y).sum()) / spread if spread else 0.0
 
 
 def distinct_ngrams(ids: torch.Tensor, mask: torch.Tensor, n: int) -> float:

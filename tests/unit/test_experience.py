@@ -8,7 +8,7 @@ from records import make_record
 
 from common import distributed
 from common.data.packed_batch import PackedBatch
-from common.tensor_ops import whiten
+from common.tensor_ops import correlation, whiten
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.experience import (
@@ -21,7 +21,7 @@ from step3_ppo.experience import (
     sequence_lengths,
 )
 from step3_ppo.response_inputs import lay_out_responses
-from step3_ppo.step_metrics import correlation, distinct_ngrams, summarise, summarise_gap, summarise_scores
+from step3_ppo.step_metrics import distinct_ngrams, summarise, summarise_gap, summarise_scores
 
 
 def ppo(experience: Experience, kl_coef: float = 0.1, **flags) -> Experience:
