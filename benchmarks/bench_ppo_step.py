@@ -38,6 +38,7 @@ from benchmarks.ppo_models import save_models
 from common import distributed, startup
 from common.data.collators import PromptCollator
 from common.data.global_batches import GlobalBatches
+from common.resume import EarlierRun
 from step3_ppo.algorithms import fill_defaults, find_algorithm
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.main import build_trainer
@@ -70,15 +71,16 @@ def our_step(models: dict[str, str], prompts: list[dict[str, Any]], *, is_packed
     args = fill_defaults(args, algorithm)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(models["policy"])
     rewards = [RewardSpec("model", models["reward"], 1.0, "model")]
-    start = StartUp(tokenizer, None, algorithm, rewards, [])  # type: ignore[arg-type]
-    trainer = build_trainer(dataclasses.replace(args), start, 10**6, [], None)
+    start = StartUp(tokenizer, None, algorithm, rewards, [], EarlierRun())  # type: ignore[arg-type]
     rows = [
         {"prompt_ids": row["input_ids"], "row_id": row["row_id"], "prompt_text": "", "fields": "{}"}
         for row in prompts
     ]
-    batches = GlobalBatches(rows, PromptCollator(0), rows_per_micro_batch=NUM_PROMPTS, seed=1).forever()
+    batches = GlobalBatches(rows, PromptCollator(0), rows_per_micro_batch=NUM_PROMPTS, seed=1)
+    trainer = build_trainer(dataclasses.replace(args), start, 10**6, batches, None)
+    trainer.logger.begin_anew()
     steps = iter(range(1, 10**6))
-    return lambda: trainer.train_step(next(steps), batches)
+    return lambda: trainer.train_step(next(steps))
 
 
 def take_turns(

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from common import distributed, startup
 from common.args import Problems, TokenizerArguments, flag
-from common.checkpoint import read_metadata
 from common.data.collators import pad_rows
 from common.data.example import Message
 from common.decode_state import SamplingOptions
 from common.dialogue import TEMPLATE_NAMES, Encoded, Template, build_template
+from common.export import read_metadata
 from common.generate import Generator
 from common.inference_module import share_weights
 from common.models import DTYPES, ModelOptions, load_causal_lm

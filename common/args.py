@@ -13,24 +13,42 @@ import difflib
 import json
 import math
 import os
+import re
 import sys
 import types
 import typing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from common.flag_values import check_value, shortened
+
 REQUIRED = object()
 NO_VALUE = object()  # what the parser gives for a flag without its value
 T = TypeVar("T")
 
 
-def flag(default: Any, help: str, *, choices: tuple = (), const: Any = None, no_effect: str = "") -> Any:
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple = (),
+    const: Any = None,
+    no_effect: str = "",
+    may_change: bool = False,
+) -> Any:
     """Return a dataclass field that `parse_args` turns into a flag.
 
     `default=REQUIRED` makes the flag mandatory; `const` is the value of a flag given without one;
-    `no_effect` marks a flag that is accepted for DeepSpeed-Chat's scripts and only says why it does nothing.
+    `no_effect` marks a flag that is accepted for DeepSpeed-Chat's scripts and only says why it does nothing;
+    `may_change` one that a resumed run may have otherwise, for it moves no number but rounding's.
     """
-    metadata = {"help": help, "choices": choices, "const": const, "no_effect": no_effect}
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "const": const,
+        "no_effect": no_effect,
+        "may_change": may_change,
+    }
     if default is REQUIRED:
         return dataclasses.field(default=None, metadata=metadata | {"required": True})
     if isinstance(default, list):
@@ -54,11 +72,12 @@ class Problems:
         if not is_good:
             self.add(message)
 
-    def exit_if_any(self) -> None:
-        """Leave with exit code 2 when anything was added; only the first process prints."""
+    def exit_if_any(self, *, is_told_by_all: bool = False) -> None:
+        """Leave with exit code 2 when anything was added; only the first process prints, or all."""
         if not self.messages:
             return
-        if int(os.environ.get("RANK", "0")) == 0:
+        rank = os.environ.get("RANK", "0")
+        if is_told_by_all or not rank.isdigit() or int(rank) == 0:
             count = len(self.messages)
             print(f"error: {count} problem{'s' if count > 1 else ''}, nothing was started:", file=sys.stderr)
             for message in self.messages:
@@ -76,14 +95,14 @@ class DataArguments:
         "data sets: files, folders, saved `datasets` folders, registered or hub names, MODULE:CLASS[:NAME]",
     )
     data_split: str = flag("2,4,4", "shares of every data set for steps 1, 2 and 3; disjoint and stable")
-    data_output_path: str = flag("", "folder of the token cache; empty: ~/.cache/triptych")
+    data_output_path: str = flag("", "folder of the token cache; empty: ~/.cache/triptych", may_change=True)
     template: str = flag(
         "human_assistant",
         "dialogue form: Human:/Assistant:, the tokenizer's own, or the prompt as it is",
         choices=("human_assistant", "chat", "plain"),
     )
     eval_fraction: float = flag(0.05, "held-out share of a data set that brings no evaluation part")
-    max_bad_rows: int = flag(100, "stop when more rows than this cannot be read")
+    max_bad_rows: int = flag(100, "stop when more rows than this cannot be read", may_change=True)
     max_pairs_per_prompt: int = flag(10, "pairs made at most from one prompt/pos_answers/neg_answers row")
     preprocessing_num_workers: int | None = flag(
         None, "accepted", no_effect="the tokenizer uses its own threads, rank 0 tokenises once for all"
@@ -99,7 +118,7 @@ class TokenizerArguments:
     num_padding_at_beginning: int = flag(
         1, "accepted", no_effect="lengths are carried along, so leading padding needs no special case"
     )
-    trust_remote_code: bool = flag(False, "run code that comes with a hub model")
+    trust_remote_code: bool = flag(False, "run code that comes with a hub model", may_change=True)
 
 
 @dataclass
@@ -119,9 +138,9 @@ class LoraArguments:
 class ScheduleArguments:
     """How long, and how the learning rate moves."""
 
-    gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step")
-    num_train_epochs: int = flag(1, "passes over the data")
-    max_train_steps: int = flag(0, "stop after this many steps; 0: whole epochs")
+    gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step", may_change=True)
+    num_train_epochs: int = flag(1, "passes over the data", may_change=True)
+    max_train_steps: int = flag(0, "stop after this many steps; 0: whole epochs", may_change=True)
     lr_scheduler_type: str = flag(
         "cosine",
         "learning-rate schedule",
@@ -141,10 +160,12 @@ class PackingArguments:
     """Sequences without padding."""
 
     packed: bool = flag(
-        False, "no padding: sequences end to end (GPU), or micro-batches of like lengths (CPU)"
+        False,
+        "no padding: sequences end to end (GPU), or micro-batches of like lengths (CPU)",
+        may_change=True,
     )
     max_tokens_per_micro_batch: int = flag(
-        0, "cut micro-batches by tokens, padding included, in place of rows; 0: by rows"
+        0, "cut micro-batches by tokens, padding included, in place of rows; 0: by rows", may_change=True
     )
 
 
@@ -155,16 +176,20 @@ class TrainArguments:
     max_seq_len: int = flag(
         512, "tokens of prompt and response at most; longer rows are truncated and counted"
     )
-    per_device_train_batch_size: int = flag(16, "rows per rank and micro-batch")
-    per_device_eval_batch_size: int = flag(16, "rows per rank and evaluation batch")
+    per_device_train_batch_size: int = flag(16, "rows per rank and micro-batch", may_change=True)
+    per_device_eval_batch_size: int = flag(16, "rows per rank and evaluation batch", may_change=True)
     group_by_length: bool = flag(False, "let rows of like length meet in a batch: less padding to compute")
     weight_decay: float = flag(0.0, "AdamW weight decay of matrices (biases and norms have none)")
     num_warmup_steps: int = flag(0, "optimizer steps of linear warm-up")
-    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass")
-    zero_stage: int = flag(0, "DeepSpeed ZeRO stage", choices=(0, 1, 2, 3))
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass", may_change=True)
+    zero_stage: int = flag(0, "DeepSpeed ZeRO stage", choices=(0, 1, 2, 3), may_change=True)
     dropout: float | None = flag(None, "dropout everywhere in the model; empty: the model's own")
-    eval_interval: int = flag(0, "evaluate every so many steps too; 0: only before, and after each epoch")
-    eval_iters: int = flag(100, "evaluation batches per rank at most; 0: the whole held-out part")
+    eval_interval: int = flag(
+        0, "evaluate every so many steps too; 0: only before, and after each epoch", may_change=True
+    )
+    eval_iters: int = flag(
+        100, "evaluation batches per rank at most; 0: the whole held-out part", may_change=True
+    )
     print_loss: bool = flag(False, "accepted", no_effect="the loss is printed at every step")
 
 
@@ -172,8 +197,12 @@ class TrainArguments:
 class RunArguments:
     """Precision, offload, seeds, output and launcher."""
 
-    output_dir: str = flag("", "folder for export/, metrics.jsonl, curves.png; empty: nothing is saved")
-    overwrite_output_dir: bool = flag(False, "let a new run replace what an earlier one left in --output_dir")
+    output_dir: str = flag(
+        "", "folder for export/, metrics.jsonl, curves.png; empty: nothing is saved", may_change=True
+    )
+    overwrite_output_dir: bool = flag(
+        False, "let a new run replace what an earlier one left in --output_dir", may_change=True
+    )
     dtype: str = flag(
         "",
         "weights and activations; empty: bf16 on a GPU that has it, else fp32",
@@ -184,21 +213,58 @@ class RunArguments:
         "keep on the CPU: optimizer state, parameters (ZeRO-3 only), or all that can be; alone: all",
         choices=("none", "optimizer", "param", "all"),
         const="all",
+        may_change=True,
     )
     gradient_clipping: float = flag(1.0, "largest global gradient norm; 0 turns clipping off")
     adam_beta2: float = flag(0.95, "AdamW beta2")
     pad_vocab_multiple: int = flag(1, "pad the embeddings to a multiple of this while training")
     seed: int = flag(1234, "seed of shuffling, dropout, new weights and sampling")
-    enable_tensorboard: bool = flag(False, "write TensorBoard event files")
-    tensorboard_path: str = flag("", "their folder; empty: OUTPUT_DIR/tensorboard")
-    log_interval: int = flag(1, "print a line every so many steps (metrics.jsonl always has all)")
+    enable_tensorboard: bool = flag(False, "write TensorBoard event files", may_change=True)
+    tensorboard_path: str = flag("", "their folder; empty: OUTPUT_DIR/tensorboard", may_change=True)
+    log_interval: int = flag(
+        1, "print a line every so many steps (metrics.jsonl always has all)", may_change=True
+    )
     ds_config: str = flag("", "JSON file merged over the DeepSpeed configuration that the flags make")
-    plugins: list[str] = flag([], "modules to import first: what they register can be named by flags")
-    dry_run: bool = flag(False, "check everything, print the resolved configuration as JSON, load nothing")
+    plugins: list[str] = flag(
+        [], "modules to import first: what they register can be named by flags", may_change=True
+    )
+    dry_run: bool = flag(
+        False, "check everything, print the resolved configuration as JSON, load nothing", may_change=True
+    )
     compute_fp32_loss: bool = flag(False, "accepted", no_effect="losses are always computed in fp32")
     deepspeed: bool = flag(False, "accepted", no_effect="every program runs on DeepSpeed")
     deepspeed_config: str = flag("", "accepted", no_effect="use --ds_config FILE to override single keys")
-    local_rank: int = flag(-1, "set by the deepspeed launcher")
+    local_rank: int = flag(-1, "set by the deepspeed launcher", may_change=True)
+
+
+@dataclass
+class CheckpointArguments:
+    """Stopping, going on, and what goes wrong meanwhile."""
+
+    save_interval: int = flag(
+        500, "save the whole state every so many steps, and at the end; 0: only when stopped", may_change=True
+    )
+    save_total_limit: int = flag(2, "checkpoints that are kept, the newest; 0: all", may_change=True)
+    resume: str = flag(
+        "auto",
+        "go on from the newest whole checkpoint in --output_dir, from none (never), or from this one",
+        may_change=True,
+    )
+    on_save_error: str = flag(
+        "go_on",
+        "when a checkpoint cannot be written: train on and try again when the next is due, or stop",
+        choices=("go_on", "stop"),
+        may_change=True,
+    )
+    max_bad_steps: int = flag(
+        3, "stop after refusing more steps than this for numbers that are not finite", may_change=True
+    )
+    collective_timeout: float = flag(
+        1800.0, "seconds after which a rank that does not come ends all of them", may_change=True
+    )
+    check_collectives: bool = flag(
+        False, "debug: let ranks compare, step by step, what they have sent each other", may_change=True
+    )
 
 
 def field_type(field: dataclasses.Field) -> tuple[type, bool]:
@@ -213,6 +279,8 @@ def field_type(field: dataclasses.Field) -> tuple[type, bool]:
 
 def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    # -1e-3 and -2*model:PATH are values too, not flags: no flag of ours begins with a digit.
+    parser._negative_number_matcher = re.compile(r"-\.?\d")  # type: ignore[attr-defined]
     groups = [base for base in cls.__mro__ if dataclasses.is_dataclass(base)]
     for field in dataclasses.fields(cls):
         owner = next(g for g in reversed(groups) if field.name in {f.name for f in dataclasses.fields(g)})
@@ -243,10 +311,11 @@ def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
 
 def _convert(field: dataclasses.Field, text: str, scalar: type) -> Any:
     """Return the flag's value. Raises ValueError, with the message, when `text` is none."""
+    shown = f"--{field.name} {shortened(text)}"
     if scalar is bool:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
-        raise ValueError(f"--{field.name} {text}: expected true or false")
+        raise ValueError(f"{shown}: expected true or false")
     if text.lower() == "none" and types.NoneType in typing.get_args(field.type):
         return None
     try:
@@ -255,10 +324,14 @@ def _convert(field: dataclasses.Field, text: str, scalar: type) -> Any:
             raise ValueError(text)
     except ValueError as error:
         kind = {"int": "a whole number", "float": "a number"}.get(scalar.__name__, scalar.__name__)
-        raise ValueError(f"--{field.name} {text}: expected {kind}") from error
+        raise ValueError(f"{shown}: expected {kind}") from error
+    try:
+        check_value(value)
+    except ValueError as error:
+        raise ValueError(f"{shown}: {error}") from error
     choices = field.metadata["choices"]
     if choices and value not in choices:
-        raise ValueError(f"--{field.name} {text}: choose from {', '.join(map(str, choices))}")
+        raise ValueError(f"{shown}: choose from {', '.join(map(str, choices))}")
     return value
 
 
@@ -281,6 +354,7 @@ def parse_args(
         raise
     flag_words = [w for w in unknown if w.startswith("-")]
     for word in flag_words or unknown:  # words behind an unknown flag are its values
+        word = shortened(word)
         name = word.split("=")[0]
         near = difflib.get_close_matches(name.replace("-", "_").replace("__", "--", 1), known_names, n=1)
         hint = f"; did you mean {near[0]}?" if near else "; --help lists all flags"

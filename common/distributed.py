@@ -19,11 +19,25 @@ if not torch.cuda.is_available():
 import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 
+from common import watchdog  # noqa: E402
+from common.collective_schedule import CollectiveRecorder  # noqa: E402
 
-def start(local_rank: int = -1) -> None:
+# nccl ends a process that waited too long, from a thread of its own and without saying for whom: later than
+# the watch does.
+NCCL_EXTRA_SECONDS = 30.0
+
+
+class CannotStart(RuntimeError):
+    """The process group cannot be joined; the message says where and what to change."""
+
+
+def start(
+    local_rank: int = -1, collective_timeout: float = 1800.0, *, check_collectives: bool = False
+) -> None:
     """Join the process group: nccl on GPUs, gloo on CPUs; a lone process becomes a world of one.
 
-    Every rank must call this once, before any model is built.
+    A rank that lets the others wait for `collective_timeout` seconds ends all of them, and so does one that
+    fails. Every rank must call this once, before any model is built. Raises CannotStart.
     """
     if "RANK" not in os.environ:
         with socket.socket() as probe:
@@ -41,13 +55,49 @@ def start(local_rank: int = -1) -> None:
         # compiler, takes a while, and a killed build leaves a lock that hangs every later run. gloo needs
         # none of this.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(minutes=30))
+        recorder = CollectiveRecorder() if check_collectives and world_size() > 1 else None
+        if recorder:
+            recorder.install()
+        limit = timedelta(seconds=collective_timeout + (NCCL_EXTRA_SECONDS if backend == "nccl" else 0))
+        # Groups that are made later, ZeRO's too, go by these.
+        dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = limit
+        try:
+            deepspeed.init_distributed(backend, verbose=False, timeout=limit)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise CannotStart(_why_not_joined(error)) from error
+        if world_size() > 1:
+            is_one_machine = local_world_size() == world_size()
+            watchdog.start(collective_timeout, "127.0.0.1" if is_one_machine else "", recorder)
 
 
-def stop() -> None:
-    """Leave the process group."""
+def _why_not_joined(error: Exception) -> str:
+    rank, address, port = (os.environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (
+        f"rank {rank} cannot join the others at MASTER_ADDR={address} MASTER_PORT={port} ({first_line}); "
+        "choose a port that nobody uses (deepspeed --master_port), and see that all machines reach that "
+        "address"
+    )
+
+
+def kernel_names() -> frozenset[str]:
+    """Return the names of the kernels that DeepSpeed could compile on this machine."""
+    return frozenset(deepspeed.ops.__compatible_ops__)
+
+
+def stop(code: int = 0) -> None:
+    """Leave the process group; `code` is what this process is about to exit with."""
+    watchdog.say_goodbye(code)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def check_schedule(step: int) -> None:
+    """Compare what all ranks have sent each other so far, under --check_collectives.
+
+    Every rank must call this. Where they differ all leave, with a message that names the first difference.
+    """
+    watchdog.check_schedule(step)
 
 
 def has_gpu() -> bool:

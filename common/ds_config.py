@@ -26,8 +26,12 @@ class EngineOptions:
 
 
 def effective_zero_stage(zero_stage: int, dtype: str) -> int:
-    """Return the stage that is run: bf16 needs at least 1, else no fp32 master weights are kept."""
-    return max(zero_stage, 1) if dtype == "bf16" else zero_stage
+    """Return the stage that is run: in bf16 and fp16 at least 1.
+
+    Under stage 0 bf16 would keep no fp32 master weights, and fp16 keeps them in another optimizer of
+    DeepSpeed's, for nothing.
+    """
+    return max(zero_stage, 1) if dtype in ("bf16", "fp16") else zero_stage
 
 
 def _zero_section(stage: int, offload: str, is_trained: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from common import distributed
+from common.refusal import StepRefused
 
 GRAD_NORM = "the gradient's norm"
 
@@ -36,10 +37,20 @@ def update_engine(engine: Any, terms: Sequence[LossTerm]) -> dict[str, float]:
     A loss is a mean over the global batch: the item count is summed over ranks and micro-batches first, each
     backward pass then adds its share. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
     The result holds each term's loss under its name, its stats, `grad_norm` and `learning_rate`.
-    Every rank must call this with as many micro-batches. Raises FloatingPointError when a loss or the
-    gradient is not finite; the weights are not touched. (fp16 skips such a step and lowers its loss scale.)
+    Every rank must call this with as many micro-batches. Raises StepRefused, on every rank, when a loss or
+    the gradient is not finite: weights, optimizer and schedule are as before, and the next step can be made.
+    (fp16 skips a step whose gradient is not and lowers its loss scale; that it cannot lower it any more is
+    refused.)
     """
-    world_size, step = distributed.world_size(), engine.global_steps + 1
+    try:
+        return _update(engine, terms)
+    except StepRefused as error:
+        error.batches = [m for term in terms for m in term.micro_batches]
+        raise
+
+
+def _update(engine: Any, terms: Sequence[LossTerm]) -> dict[str, float]:
+    world_size = distributed.world_size()
     totals = _global_counts(terms)
     passes = [
         (term, *total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches
@@ -56,13 +67,15 @@ def update_engine(engine: Any, terms: Sequence[LossTerm]) -> dict[str, float]:
         engine.backward(loss_sum * (term.weight * world_size / total), scale_wrt_gas=False)
         if is_last:
             means = _reduce_means(sums)
-            _refuse_if_not_finite(step, {t.name: means[t.name] for t in terms})
             plain_norm = _plain_grad_norm(engine)
-            _refuse_if_not_finite(step, {GRAD_NORM: plain_norm})
-        engine.step()
+            numbers = {t.name: means[t.name] for t in terms} | {GRAD_NORM: plain_norm}
+            if not _all_finite(numbers):
+                _skip_step(engine)
+                _refuse_if_not_finite(numbers)
+        _step(engine)
     means["grad_norm"] = plain_norm if plain_norm is not None else float(engine.get_global_grad_norm() or 0.0)
     if not engine.fp16_enabled():  # ZeRO has skipped the step, and would go on skipping without a word
-        _refuse_if_not_finite(step, {GRAD_NORM: means["grad_norm"]})
+        _refuse_if_not_finite({GRAD_NORM: means["grad_norm"]})
     means["learning_rate"] = float(engine.optimizer.param_groups[0]["lr"])
     return means
 
@@ -92,10 +105,48 @@ def _reduce_means(sums: dict[str, torch.Tensor]) -> dict[str, float]:
     return dict(zip(sums, reduced.tolist(), strict=True))
 
 
-def _refuse_if_not_finite(step: int, numbers: dict[str, float | None]) -> None:
-    bad = [name for name, value in numbers.items() if value is not None and not math.isfinite(value)]
+def _all_finite(numbers: dict[str, float | None]) -> bool:
+    return all(value is None or math.isfinite(value) for value in numbers.values())
+
+
+def _refuse_if_not_finite(numbers: dict[str, float | None]) -> None:
+    bad = [name for name in numbers if not _all_finite({name: numbers[name]})]
     if bad:
-        raise FloatingPointError(
-            f"{', '.join(bad)} is not finite at optimizer step {step}; the step "
-            "was refused. Lower the learning rate, or use --dtype bf16 or fp32 in place of fp16."
+        raise StepRefused(
+            f"not finite: {', '.join(bad)}. Where that comes back, lower the learning rate, or use --dtype "
+            "bf16 or fp32 in place of fp16"
         )
+
+
+def _step(engine: Any) -> None:
+    """Let DeepSpeed make its optimizer step; StepRefused when fp16 overflows at its lowest loss scale."""
+    scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
+    is_at_floor = scaler is not None and scaler.cur_scale <= getattr(scaler, "min_scale", 0)
+    if is_at_floor:
+        scaler.raise_error_at_min_scale = False  # it would leave its gradients behind
+    engine.step()
+    if is_at_floor and engine.optimizer.overflow:
+        raise StepRefused(
+            f"the gradient overflows fp16 at the lowest loss scale, {scaler.min_scale}; use --dtype bf16 or "
+            "fp32"
+        )
+
+
+def _skip_step(engine: Any) -> None:
+    """Leave out an optimizer step: DeepSpeed's own way out for an overflow drops the gradients."""
+    if not engine.zero_optimization():
+        engine.zero_grad()
+        return
+    zero = engine.optimizer
+    # What stages 1 and 2, and stage 3, compute the norm by; found infinite, the step is left out.
+    infinite = {"scaled_global_norm": lambda: math.inf, "_get_norm_groups": lambda: [torch.tensor(math.inf)]}
+    infinite["check_grad_overflow"] = True
+    before = {name: vars(zero)[name] for name in infinite if name in vars(zero)}
+    vars(zero).update(infinite)
+    try:
+        engine.step()
+    finally:
+        for name in infinite:
+            del vars(zero)[name]
+        vars(zero).update(before)
+    assert zero.overflow, "DeepSpeed has made a step that was refused"

@@ -5,6 +5,7 @@ share.
 """
 
 import inspect
+import pickle
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,44 @@ def zero_stage_of(ds_config: dict[str, Any] | None) -> int:
     return int((ds_config or {}).get("zero_optimization", {}).get("stage", 0))
 
 
+def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedModel:
+    """Return `auto_class.from_pretrained(...)` with every weight from the files; only a new head may be new.
+
+    Pickled weights are read as tensors alone: nothing in them is run. Raises ValueError when the files are
+    damaged, hold other than tensors, or lack weights of the model that config.json describes, of its sizes:
+    transformers would go on with random ones.
+    """
+    try:
+        model, info = auto_class.from_pretrained(
+            name_or_path, output_loading_info=True, ignore_mismatched_sizes=True, weights_only=True, **more
+        )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{name_or_path}: its weights are a pickle that holds more than tensors and might run a program; "
+            "nothing of it was run. Give a model that was saved as safetensors"
+        ) from error
+    except Exception as error:  # OSError, SafetensorError, RuntimeError, KeyError ... by what is wrong
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{name_or_path}: the model cannot be loaded: {first_line}; save or download it again"
+        ) from error
+    of_model = dict(model.named_parameters(remove_duplicate=False))
+    is_own_class = type(model).__name__ in (getattr(model.config, "architectures", None) or [])
+    needed = "" if is_own_class else f"{model.base_model_prefix}."  # of another class the head is new
+    missing = sorted(n for n in info["missing_keys"] if n in of_model and n.startswith(needed))
+    mismatched = sorted(str(item[0]) for item in info["mismatched_keys"])
+    for names, what in ((missing, "lack"), (mismatched, "have other sizes than are needed for")):
+        if names:
+            raise ValueError(
+                f"{name_or_path}: its weights {what} {len(names)} of {len(of_model)} parameters of "
+                f"{type(model).__name__}, such as {names[0]}; give a folder whose config.json and weights "
+                "belong together"
+            )
+    return model
+
+
 def load_config(options: ModelOptions) -> Any:
     """Return the model's configuration, every dropout set to `options.dropout` (None: unchanged)."""
     config = AutoConfig.from_pretrained(options.name_or_path, trust_remote_code=options.trust_remote_code)
@@ -76,7 +115,7 @@ def load_pretrained(
 
     Embeddings only ever grow: a model that has more rows than its tokenizer has tokens keeps them. Rows past
     `num_tokens` must be masked out of every softmax (`num_valid_tokens` of tensor_ops). Every rank must
-    call this.
+    call this. Raises ValueError: see `load_weights`.
     """
     config = load_config(options)
     for name, value in config_changes.items():
@@ -84,7 +123,8 @@ def load_pretrained(
     # transformers looks for this object while it loads and resizes: it shards from the first layer on.
     sharding = HfDeepSpeedConfig(options.ds_config) if zero_stage_of(options.ds_config) == 3 else None
     model_class = auto_class._model_mapping.get(type(config), None)  # None: remote code
-    model = auto_class.from_pretrained(
+    model = load_weights(
+        auto_class,
         options.name_or_path,
         config=config,
         dtype=DTYPES[options.dtype],

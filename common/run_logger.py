@@ -3,12 +3,14 @@
 Only the first process prints and writes; on the others every call does nothing.
 """
 
+import contextlib
 import json
 import math
+import os
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,18 @@ import torch
 from tqdm import tqdm
 
 from common import distributed
+from common.durable_files import sync, write_file
+from common.pieces import Piece, PieceReader
 from common.plots import plot_curves
+
+METRICS, SAMPLES, CURVES = "metrics.jsonl", "samples.jsonl", "curves.png"
 
 
 class RunLogger:
-    """The one place a program's numbers go to.
+    """The one place a program's numbers go to: a part of a checkpoint, for it knows how far its files are.
 
-    `columns` are the metric names of the console line, in order; metrics.jsonl has all of them.
+    `columns` are the metric names of the console line, in order; metrics.jsonl has all of them. `begin_anew`
+    or `load` comes before the first number. A disk that is full does not end a run: lines wait in memory.
     """
 
     def __init__(
@@ -39,37 +46,90 @@ class RunLogger:
         self.columns, self.log_interval, self.num_steps = list(columns), log_interval, num_steps
         self.is_on = distributed.is_main()
         self.folder = Path(output_dir) if output_dir and self.is_on else None
+        self.tensorboard_dir = tensorboard_dir
         self.started = time.monotonic()
         self.bar: tqdm | None = None
         self.writer: Any = None
-        self._files: dict[str, Any] = {}
+        self._sizes = {METRICS: 0, SAMPLES: 0}
+        self._waiting: dict[str, list[str]] = {METRICS: [], SAMPLES: []}
+        self._last_step = 0
+        self._for_next: dict[str, float] = {}
+
+    # -----------------------------------------------------------------------------------------------------
+    # Beginning, and going on
+    # -----------------------------------------------------------------------------------------------------
+
+    def begin_anew(self) -> None:
+        """Empty the files of an earlier run."""
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "metrics.jsonl").write_text("")  # a new run: --overwrite_output_dir was asked for
-            (self.folder / "samples.jsonl").unlink(missing_ok=True)
+            (self.folder / METRICS).write_text("")
+            (self.folder / SAMPLES).unlink(missing_ok=True)
+        self._open(purge_step=None)
+
+    def _open(self, purge_step: int | None) -> None:
         if self.is_on and sys.stderr.isatty():
-            self.bar = tqdm(total=num_steps, unit="step", dynamic_ncols=True, leave=False)
-        if tensorboard_dir and self.is_on:
+            self.bar = tqdm(total=self.num_steps, unit="step", dynamic_ncols=True, leave=False)
+        if self.tensorboard_dir and self.is_on:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, rarely asked for
 
-            self.writer = SummaryWriter(tensorboard_dir)
+            # Events of an earlier try from this step on are no longer shown.
+            self.writer = SummaryWriter(self.tensorboard_dir, purge_step=purge_step)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Give nothing."""
+        return iter(())
+
+    def numbers(self) -> dict[str, Any]:
+        """Return how far the files are, once they are on the disk so far."""
+        if self.folder:
+            for name in self._sizes:
+                self._flush(name)
+                if self._waiting[name]:
+                    raise OSError(f"{self.folder / name} cannot be written")
+                if self._sizes[name]:
+                    sync(self.folder / name)
+        return {
+            "sizes": dict(self._sizes),
+            "seconds": time.monotonic() - self.started,
+            "step": self._last_step,
+        }
+
+    def load(self, reader: PieceReader, numbers: dict[str, Any]) -> None:
+        """Cut the files where they were, so that what comes again is there once."""
+        self.started = time.monotonic() - numbers["seconds"]
+        self._last_step = numbers["step"]
+        for name, size in numbers["sizes"].items() if self.folder else ():
+            path = self.folder / name
+            found = path.stat().st_size if path.exists() else 0
+            if found < size:
+                self.note(f"warning: {path} has lost lines: {found} bytes, where {size} were written")
+            self._sizes[name] = min(found, size)
+            if path.exists():
+                os.truncate(path, self._sizes[name])
+        self._open(purge_step=numbers["step"] + 1)
+
+    # -----------------------------------------------------------------------------------------------------
+    # Numbers
+    # -----------------------------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
-        """Print a line above the progress bar."""
+        """Print a line above the progress bar; where nobody can take it any more, it is lost."""
         if self.is_on:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):  # a full disk, or a pipe whose reader has gone
+                tqdm.write(text, file=sys.stdout)
+                sys.stdout.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's numbers everywhere; `step` counts from 1."""
         if not self.is_on:
             return
-        metrics = {**metrics, "perf/peak_memory_gib": peak_memory_gib()}
+        self._last_step = step
+        metrics = {**metrics, **self._for_next, "perf/peak_memory_gib": peak_memory_gib()}
+        self._for_next = {}
         row = {"step": step, "seconds": round(time.monotonic() - self.started, 3), **metrics}
-        self._append("metrics.jsonl", row)
-        if self.writer:
-            for name, value in metrics.items():
-                self.writer.add_scalar(name, value, step)
+        self._append(METRICS, row)
+        self._show_in_tensorboard(step, metrics)
         if self.bar is not None:
             self.bar.update(step - self.bar.n)
         if step % self.log_interval == 0 or step == self.num_steps:
@@ -77,49 +137,90 @@ class RunLogger:
             cells = [f"{name.removeprefix(self.prefix)} {_short(metrics[name])}" for name in shown]
             self.note(f"step {step:>5}/{self.num_steps}  " + "  ".join(cells))
 
+    def add_to_next(self, metrics: Mapping[str, float]) -> None:
+        """Let the next step's numbers have these too: what happened between two steps."""
+        self._for_next |= metrics
+
     def log_event(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write numbers that come now and then (an evaluation), with a line of their own."""
         if not self.is_on:
             return
-        self._append("metrics.jsonl", {"step": step, **metrics})
-        if self.writer:
-            for name, value in metrics.items():
-                self.writer.add_scalar(name, value, step)
+        self._append(METRICS, {"step": step, **metrics})
+        self._show_in_tensorboard(step, metrics)
         self.note(
             f"step {step:>5}/{self.num_steps}  " + "  ".join(f"{n} {_short(v)}" for n, v in metrics.items())
         )
 
+    def _show_in_tensorboard(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.writer is None:
+            return
+        try:
+            for name, value in metrics.items():
+                self.writer.add_scalar(name, value, step)
+        except OSError as error:  # its thread has stopped for good; metrics.jsonl has everything
+            self.writer = None
+            self.note(f"warning: TensorBoard's events cannot be written ({error}); there are no more of them")
+
     def sample(self, step: int, **fields: Any) -> None:
         """Write one sample answer to samples.jsonl."""
         if self.is_on:
-            self._append("samples.jsonl", {"step": step, **fields})
+            self._append(SAMPLES, {"step": step, **fields})
 
     def write_json(self, name: str, text: str) -> None:
         """Write a file of the run, such as its arguments."""
         if self.folder:
-            (self.folder / name).write_text(text + "\n")
+            write_file(self.folder / name, text + "\n")
 
     def close(self) -> None:
         """Close the files and draw curves.png from metrics.jsonl."""
-        for file in self._files.values():
-            file.close()
         if self.bar is not None:
             self.bar.close()
         if self.writer:
-            self.writer.close()
+            with contextlib.suppress(OSError):
+                self.writer.close()
         if self.folder:
-            plot_curves(self.folder / "metrics.jsonl", self.folder / "curves.png")
+            for name in self._sizes:
+                self._flush(name)
+            try:
+                plot_curves(self.folder / METRICS, self.folder / CURVES)
+            except OSError as error:
+                self.note(f"warning: {self.folder / CURVES} cannot be written: {error.strerror}")
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         if self.folder is None:
             return
-        if name not in self._files:
-            self._files[name] = open(
-                self.folder / name, "a", buffering=1, encoding="utf-8"
-            )  # a line at a time
         # JSON has no word for infinity (the gradient norm of a step that fp16 skips) or NaN.
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._files[name].write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        self._waiting[name].append(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        self._flush(name)
+
+    def _flush(self, name: str) -> None:
+        """Write the lines that wait, all or none of them."""
+        data = "".join(self._waiting[name]).encode()
+        if not data or self.folder is None:
+            return
+        path = self.folder / name
+        try:
+            with open(path, "ab", buffering=0) as file:
+                self._match_size(path, file)
+                if file.write(data) != len(data):
+                    file.truncate(self._sizes[name])
+                    raise OSError("no space left")
+        except OSError as error:
+            if len(self._waiting[name]) == 1:
+                self.note(f"warning: {path} cannot be written ({error}); its lines wait in memory")
+            return
+        self._sizes[name] += len(data)
+        self._waiting[name].clear()
+
+    def _match_size(self, path: Path, file: Any) -> None:
+        """Cut off what is too much, of a line that was torn; take a file as it is that someone has cut."""
+        found, size = file.tell(), self._sizes[path.name]
+        if found > size:
+            file.truncate(size)
+        elif found < size:
+            self.note(f"warning: {path} has lost lines: {found} bytes, where {size} were written")
+            self._sizes[path.name] = found
 
 
 def peak_memory_gib() -> float:

@@ -4,6 +4,7 @@ problems."""
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -16,15 +17,36 @@ import transformers
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from common import distributed
+from common import distributed, watchdog
 from common.args import Problems, RunArguments, as_json, no_effect_notes
+from common.build_locks import lock_note, lock_problems
+from common.checkpoints import SaveFailed
 from common.ds_config import effective_zero_stage
+from common.export import ExportFailed
+from common.launch_environment import check_environment
 from common.models import linear_module_names, lora_targets
-from common.refusal import StepRefused
+from common.refusal import StepRefused, TooManyBadSteps
+from common.stop_request import STOPPED, Stopped
 from common.tokenizer import load_tokenizer
 
-# What a launch script or the demo may have put into the folder before the program starts.
-FOREIGN_FILES = {"train.log", "log"}
+# name, lowest, highest
+NUMBER_RANGES = (
+    *((name, 1, math.inf) for name in ("log_interval", "num_train_epochs", "gradient_accumulation_steps")),
+    *((name, 0, math.inf) for name in (
+        "max_train_steps", "num_warmup_steps", "gradient_clipping", "save_interval", "save_total_limit",
+        "max_bad_steps", "weight_decay", "learning_rate", "lora_learning_rate", "lora_alpha", "eval_interval",
+        "eval_iters", "max_tokens_per_micro_batch", "center_coef",
+    )),
+    ("pad_vocab_multiple", 1, 2**16),
+    ("lora_dim", 0, 2**16),
+    ("num_samples_per_prompt", 1, 2**16),
+    ("rollout_staleness", 0, 2**10),
+    ("adam_beta2", 0, 1 - 1e-9),
+    ("dropout", 0, 1),
+    ("seed", -(2**32), 2**32),
+    ("collective_timeout", 1, 1e7),
+)  # fmt: skip
+ROLE_PREFIXES = ("", "actor_", "critic_")
 
 
 def quiet_libraries() -> None:
@@ -36,26 +58,13 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def check_output_dir(args: RunArguments, problems: Problems) -> None:
-    """Add a problem when --output_dir cannot be written, or holds a run that would be overwritten."""
-    if not args.output_dir:
-        return
-    folder = Path(args.output_dir)
-    existing = next((p for p in (folder, *folder.resolve().parents) if p.exists()), Path("/"))
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        problems.add(f"--output_dir {folder}: {existing} is not a folder that can be written; choose another")
-    elif folder.is_dir() and not args.overwrite_output_dir:
-        left = sorted(p.name for p in folder.iterdir() if p.name not in FOREIGN_FILES)
-        if left:
-            problems.add(
-                f"--output_dir {folder} holds {', '.join(left[:3])} of an earlier run; choose another "
-                "folder, or give --overwrite_output_dir to replace it"
-            )
-
-
 def check_run(args: RunArguments, zero_stages: dict[str, int], problems: Problems) -> None:
-    """Add the problems of output folder, precision, offload and --ds_config; `zero_stages` by flag."""
-    check_output_dir(args, problems)
+    """Add the problems of precision, offload, numbers, --ds_config and environment; `zero_stages` by flag.
+
+    Leaves at once when the environment is wrong, for then nothing else can be told.
+    """
+    if not check_environment(problems):  # nobody may be the first process then
+        problems.exit_if_any(is_told_by_all=True)
     if args.dtype == "fp16" and not distributed.has_gpu():
         problems.add("--dtype fp16 needs a GPU; use fp32 or bf16 on a CPU")
     for name, stage in zero_stages.items():
@@ -64,18 +73,34 @@ def check_run(args: RunArguments, zero_stages: dict[str, int], problems: Problem
         runs_at = effective_zero_stage(stage, args.dtype or distributed.default_dtype_name())
         if args.offload in ("optimizer", "all") and runs_at == 0:
             problems.add(f"--offload {args.offload} needs {name} 1, 2 or 3: under stage 0 no state can move")
-    if args.ds_config:
-        try:
-            if not isinstance(json.loads(Path(args.ds_config).read_text()), dict):
-                problems.add(f"--ds_config {args.ds_config}: expected a JSON object")
-        except (OSError, ValueError) as error:
-            problems.add(f"--ds_config {args.ds_config} cannot be read as JSON: {error}")
-    for name in ("log_interval", "num_train_epochs", "gradient_accumulation_steps"):
-        if getattr(args, name) < 1:
-            problems.add(f"--{name} {getattr(args, name)} must be at least 1")
-    for name in ("max_train_steps", "num_warmup_steps", "gradient_clipping"):
-        if getattr(args, name) < 0:
-            problems.add(f"--{name} {getattr(args, name)} must be at least 0")
+    _check_ds_config(args.ds_config, problems)
+    check_ranges(args, problems)
+
+
+def check_ranges(args: Any, problems: Problems) -> None:
+    """Add a problem for each number that is out of its range, of the flags that these arguments have."""
+    ranges = [(prefix + name, *limits) for prefix in ROLE_PREFIXES for name, *limits in NUMBER_RANGES]
+    for name, lowest, highest in ranges:
+        value = getattr(args, name, None)
+        if value is not None and not lowest <= value <= highest:
+            what = f"at least {lowest}" if highest == math.inf else f"from {lowest} to {highest}"
+            problems.add(f"--{name} {value} must be {what}")
+
+
+def _check_ds_config(name: str, problems: Problems) -> None:
+    """Add the problems of --ds_config, and of what a killed build left for a run with it to wait for."""
+    if not name:
+        return
+    try:
+        overrides = json.loads(Path(name).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        problems.add(f"--ds_config {name} cannot be read as JSON: {error}")
+        return
+    if not isinstance(overrides, dict):
+        problems.add(f"--ds_config {name}: expected a JSON object")
+        return
+    for problem in lock_problems(overrides):
+        problems.add(problem)
 
 
 def check_positive(args: Any, names: list[str], problems: Problems) -> None:
@@ -153,14 +178,22 @@ def print_resolved(args: Any, **more: Any) -> None:
 
 
 def load_overrides(args: RunArguments) -> dict[str, Any]:
-    """Return the DeepSpeed keys of --ds_config, {} without it."""
-    return json.loads(Path(args.ds_config).read_text()) if args.ds_config else {}
+    """Return the DeepSpeed keys of --ds_config, {} without it; programs that only evaluate do not have it."""
+    name = getattr(args, "ds_config", "")
+    return json.loads(Path(name).read_text()) if name else {}
+
+
+def print_finished(text: str) -> None:
+    """Say, on the first process, that an earlier run left nothing to do."""
+    if distributed.is_main():
+        print(text)
 
 
 def print_notes(args: Any) -> None:
-    """Say once, on the first process, which given flags do nothing."""
-    for note in no_effect_notes(args):
-        print_note(note)
+    """Say once, on the first process, which given flags do nothing, and what a killed build has left."""
+    for note in [*no_effect_notes(args), lock_note(load_overrides(args), distributed.kernel_names())]:
+        if note:
+            print_note(note)
 
 
 def print_note(text: str) -> None:
@@ -171,11 +204,22 @@ def print_note(text: str) -> None:
 
 @contextlib.contextmanager
 def as_problem(problems: Problems) -> Iterator[None]:
-    """Turn a user's error (ValueError) in the block into the one message and exit code 2."""
+    """Turn a user's error in the block into the one message and exit code 2: a ValueError, or an OSError that
+    names a file.
+    """
     try:
         yield
-    except ValueError as error:
-        problems.add(str(error))
+    except (ValueError, OSError) as error:
+        text = str(error)
+        if isinstance(error, OSError):
+            if error.filename is None:  # a connection's, or one that others tell
+                raise
+            text = (
+                f"{error.filename} cannot be used ({error.strerror}); make room, or give another place by "
+                "--output_dir, --data_output_path or the flag that names it"
+            )
+        watchdog.keep_reason(text)
+        problems.add(text)
         problems.exit_if_any()
 
 
@@ -191,17 +235,35 @@ def _leave_at_once(*_: Any) -> None:
 def run_program(program: Callable[[], None]) -> None:
     """Run a program's main function.
 
-    Ctrl-C, a refused step, and memory that ran out where a flag would help, end in one line without a
+    Ctrl-C, a refused step, memory that ran out, and another rank's failure end in one line without a
     traceback.
     """
     quiet_libraries()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
         signal.signal(signal.SIGINT, _leave_at_once)
+    code = 0
     try:
         program()
-    except (FloatingPointError, MemoryError, StepRefused) as error:
+    except Stopped as stopped:
+        if distributed.is_main():
+            print(stopped, file=sys.stderr)
+        code = STOPPED
+    except distributed.CannotStart as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        raise
+    except (ExportFailed, SaveFailed, StepRefused, TooManyBadSteps) as error:  # by all ranks alike
         print(f"error: {error}", file=sys.stderr)
         sys.stderr.flush()
+        watchdog.say_goodbye(3, str(error))
         os._exit(3)
+    except Exception as error:
+        watchdog.leave_after(error)
+        code = 1
+        raise
     finally:
-        distributed.stop()
+        distributed.stop(code)
+    if code:
+        raise SystemExit(code)

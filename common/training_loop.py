@@ -1,12 +1,12 @@
 """What the single-model programs (steps 1 and 2) share: checks, batches, engine, and the loop over epochs."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import deepspeed
 from torch import nn
 
-from common import distributed, startup
+from common import distributed, startup, watchdog
 from common.args import Problems
 from common.data.data_options import DataOptions
 from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
@@ -16,12 +16,18 @@ from common.ds_config import EngineOptions, build_train_config
 from common.models import LoraOptions, ModelOptions, plain_model
 from common.optim import build_optimizer, build_schedule
 from common.plugins import import_plugins
+from common.refusal import StepRefused
+from common.resume import EarlierRun, find_run
 from common.run_logger import RunLogger
+from common.run_saver import Run, checkpoint_name
 from common.varlen_attention import takes_flat
 
 
-def check_single_model(args: Any, options: DataOptions, problems: Problems) -> tuple[Any, Template]:
-    """Return (tokenizer, template) when all is right with a start-up, else leave with all that is not.
+def check_single_model(
+    args: Any, options: DataOptions, problems: Problems
+) -> tuple[Any, Template, EarlierRun]:
+    """Return (tokenizer, template, what to go on with) when all is right with a start-up, else leave with all
+    that is not.
 
     No model is loaded.
     """
@@ -40,9 +46,10 @@ def check_single_model(args: Any, options: DataOptions, problems: Problems) -> t
         problems.add(problem)
     with startup.as_problem(problems):
         template = tokenizer and build_template(args.template, tokenizer)
+    earlier = find_run(args, problems)
     problems.exit_if_any()
     startup.print_notes(args)
-    return tokenizer, template
+    return tokenizer, template, earlier
 
 
 def build_global_batches(
@@ -181,35 +188,45 @@ def run_steps(
     train_step: Callable[[int, list[Any]], Any],
     evaluate: Callable[[int], Any],
     eval_interval: int,
+    run: Run,
 ) -> None:
-    """Train for `num_steps`; evaluate before, every `eval_interval` steps, after an epoch, at the end."""
-    evaluate(0)
-    steps: Iterator[tuple[int, list[Any]]] = enumerate(batches.forever(), start=1)
-    for step, micro_batches in steps:
-        train_step(step, micro_batches)
+    """Train until `num_steps`; evaluate before, every `eval_interval` steps, after an epoch, at the end.
+
+    Raises Stopped when the run is asked to stop, TooManyBadSteps when too many are refused.
+    """
+    progress, saver = run.progress, run.saver
+    if progress.step == 0:
+        with watchdog.phase("the evaluation", 0):
+            evaluate(0)
+        saver.point(checkpoint_name(0), is_due=False)
+    for micro_batches in batches.forever(progress.step):
+        if progress.step >= num_steps:
+            return
+        step = progress.step + 1
+        refusal = None
+        try:
+            with watchdog.phase("the training step", step):
+                train_step(step, micro_batches)
+        except StepRefused as error:
+            refusal = error
+        progress.step = step
+        if refusal:
+            run.refuse(step, refusal, checkpoint_name(step))
         is_due = eval_interval and step % eval_interval == 0
         if is_due or step % len(batches) == 0 or step == num_steps:
-            evaluate(step)
-        if step == num_steps:
-            return
+            with watchdog.phase("the evaluation", step):
+                evaluate(step)
+        distributed.check_schedule(step)
+        saver.point(checkpoint_name(step), is_due=saver.is_due(step, num_steps))
 
 
-def build_logger(
-    args: Any, columns: tuple[str, ...], num_steps: int, first_lines: Sequence[str]
-) -> RunLogger:
-    """Return the run's logger, with args.json written and the data report said.
-
-    TensorBoard's folder is --tensorboard_path or OUTPUT_DIR/tensorboard.
-    """
+def build_logger(args: Any, columns: tuple[str, ...], num_steps: int) -> RunLogger:
+    """Return the run's logger. TensorBoard's folder is --tensorboard_path or OUTPUT_DIR/tensorboard."""
     folder = args.tensorboard_path or f"{args.output_dir or '.'}/tensorboard"
-    logger = RunLogger(
+    return RunLogger(
         args.output_dir,
         columns=columns,
         num_steps=num_steps,
         log_interval=args.log_interval,
         tensorboard_dir=folder if args.enable_tensorboard else None,
     )
-    logger.write_json("args.json", startup.resolved_json(args))
-    for line in first_lines:
-        logger.note(line)
-    return logger

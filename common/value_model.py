@@ -9,7 +9,7 @@ plain `from_pretrained` and an SFT model, a base model or a reward model can all
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from common.model_inputs import ModelInputs
 from common.models import (
@@ -77,6 +77,8 @@ def load_value_model(
 
 def has_saved_head(name_or_path: str) -> bool:
     """Whether the saved model is a sequence classifier of one label, that is: has learned scores."""
-    config = AutoConfig.from_pretrained(name_or_path)
-    is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
-    return is_classifier and config.num_labels == 1
+    # The plain file: a configuration's own code, which comes with some models, must not run for this.
+    config, _ = PreTrainedConfig.get_config_dict(name_or_path)
+    is_classifier = any(n.endswith("ForSequenceClassification") for n in config.get("architectures") or [])
+    num_labels = len(config.get("id2label") or {}) or config.get("num_labels", 2)
+    return is_classifier and num_labels == 1

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from common.args import (
     REQUIRED,
+    CheckpointArguments,
     DataArguments,
     LoraArguments,
     PackingArguments,
@@ -23,6 +24,7 @@ class SFTArguments(
     ScheduleArguments,
     TrainArguments,
     PackingArguments,
+    CheckpointArguments,
     RunArguments,
 ):
     """Supervised fine-tuning."""

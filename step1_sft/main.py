@@ -15,12 +15,15 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 from common import distributed, startup, training_loop
 from common.args import Problems, parse_args
-from common.checkpoint import save_adapter, save_export
 from common.data.collators import PackedSFTCollator, SFTCollator
 from common.data.data_options import DataOptions
 from common.data.stage_datasets import build_sft
+from common.engine_state import EngineState
+from common.export import save_adapter, save_export
 from common.models import add_lora, load_causal_lm
 from common.policy_model import PolicyModel
+from common.run_saver import Run
+from common.run_state import Progress
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
 
@@ -50,14 +53,17 @@ def main() -> None:
     problems = Problems()
     args = parse_args(SFTArguments, description=__doc__.splitlines()[0], problems=problems)
     options = build_data_options(args)
-    tokenizer, template = training_loop.check_single_model(args, options, problems)
+    tokenizer, template, earlier = training_loop.check_single_model(args, options, problems)
     ds_config = training_loop.build_single_model_config(args)
     if args.dry_run:
         startup.print_resolved(args, deepspeed_config_resolved=ds_config)
         return
+    if earlier.finished:
+        startup.print_finished(earlier.finished)
+        return
 
     # ---- data -------------------------------------------------------------------------------------------
-    distributed.start(args.local_rank)
+    distributed.start(args.local_rank, args.collective_timeout, check_collectives=args.check_collectives)
     distributed.seed_everything(args.seed)
     pad = SFTCollator(tokenizer.pad_token_id)
     with startup.as_problem(problems):
@@ -78,27 +84,35 @@ def main() -> None:
         model = add_lora(model, training_loop.lora_options(args), args.seed)
         model = PolicyModel(model, num_valid_tokens=len(tokenizer))
         engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
-    logger = training_loop.build_logger(args, COLUMNS, num_steps, data.report.lines())  # the first to write
+    logger = training_loop.build_logger(args, COLUMNS, num_steps)
 
     # ---- training ---------------------------------------------------------------------------------------
     is_flat = training_loop.use_layout(batches, model.causal_lm, args)
     trainer = SFTTrainer(engine, is_flat=is_flat, logger=logger)
-    metadata = {"step": "sft", "template": args.template}
+    progress = Progress(data.key, batches.global_rows)
+    run = Run(args, earlier, logger, progress, {"model": EngineState(engine)})
 
     def evaluate(step: int) -> None:
         if len(data.eval):
             held_out = training_loop.held_out_batches(args, data.eval, pad)
-            metadata["eval_perplexity"] = trainer.evaluate(step, held_out)
+            progress.facts["eval_perplexity"] = trainer.evaluate(step, held_out)
 
-    training_loop.run_steps(batches, num_steps, trainer.train_step, evaluate, args.eval_interval)
+    with startup.as_problem(problems):
+        run.saver.begin()  # the first to write: the model is there
+    if progress.step == 0:
+        for line in data.report.lines():
+            logger.note(line)
+    training_loop.run_steps(batches, num_steps, trainer.train_step, evaluate, args.eval_interval, run)
 
     # ---- export -----------------------------------------------------------------------------------------
     if args.output_dir:
         folder = Path(args.output_dir)
+        metadata = {"step": "sft", "template": args.template} | progress.facts
         save_export(folder / "export", model.causal_lm, tokenizer, metadata=metadata)
         save_adapter(folder / "adapter", model.causal_lm)
         logger.note(f"saved {folder}/export")
     logger.close()
+    run.saver.finish(num_steps)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from common.args import (
     REQUIRED,
+    CheckpointArguments,
     DataArguments,
     LoraArguments,
     PackingArguments,
@@ -23,6 +24,7 @@ class RewardArguments(
     ScheduleArguments,
     TrainArguments,
     PackingArguments,
+    CheckpointArguments,
     RunArguments,
 ):
     """Reward modelling."""
@@ -46,7 +48,7 @@ class RewardEvalArguments(DataArguments, TokenizerArguments):
     max_seq_len: int = flag(
         512, "tokens of prompt and response at most; longer rows are truncated and counted"
     )
-    per_device_eval_batch_size: int = flag(16, "pairs per batch")
+    per_device_eval_batch_size: int = flag(16, "pairs per batch", may_change=True)
     dtype: str = flag(
         "",
         "weights and activations; empty: bf16 on a GPU that has it, else fp32",

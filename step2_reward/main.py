@@ -16,10 +16,13 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 from common import distributed, startup, training_loop
 from common.args import Problems, parse_args
-from common.checkpoint import save_adapter, save_export
 from common.data.collators import PackedPairCollator, PairCollator
 from common.data.data_options import DataOptions
 from common.data.stage_datasets import build_pairs
+from common.engine_state import EngineState
+from common.export import save_adapter, save_export
+from common.run_saver import Run
+from common.run_state import Progress
 from common.value_model import load_value_model
 from step2_reward.arguments import RewardArguments
 from step2_reward.reward_trainer import RewardTrainer
@@ -60,14 +63,17 @@ def main() -> None:
     problems = Problems()
     args = parse_args(RewardArguments, description=__doc__.splitlines()[0], problems=problems)
     options = build_data_options(args)
-    tokenizer, template = training_loop.check_single_model(args, options, problems)
+    tokenizer, template, earlier = training_loop.check_single_model(args, options, problems)
     ds_config = training_loop.build_single_model_config(args)
     if args.dry_run:
         startup.print_resolved(args, deepspeed_config_resolved=ds_config)
         return
+    if earlier.finished:
+        startup.print_finished(earlier.finished)
+        return
 
     # ---- data -------------------------------------------------------------------------------------------
-    distributed.start(args.local_rank)
+    distributed.start(args.local_rank, args.collective_timeout, check_collectives=args.check_collectives)
     distributed.seed_everything(args.seed)
     pad = PairCollator(tokenizer.pad_token_id)
     with startup.as_problem(problems):
@@ -84,7 +90,7 @@ def main() -> None:
         loading = training_loop.model_options(args, ds_config, dropout=args.dropout or 0.0)
         model = load_value_model(loading, len(tokenizer), training_loop.lora_options(args), seed=args.seed)
         engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
-    logger = training_loop.build_logger(args, COLUMNS, num_steps, data.report.lines())  # the first to write
+    logger = training_loop.build_logger(args, COLUMNS, num_steps)
 
     # ---- training ---------------------------------------------------------------------------------------
     trainer = RewardTrainer(
@@ -95,22 +101,30 @@ def main() -> None:
         center_coef=args.center_coef,
         logger=logger,
     )
-    metadata: dict[str, Any] = {"step": "reward", "template": args.template}
+    progress = Progress(data.key, batches.global_rows)
+    run = Run(args, earlier, logger, progress, {"model": EngineState(engine)})
 
     def evaluate(step: int) -> None:
         if len(data.eval):
             held_out = training_loop.held_out_batches(args, data.eval, pad)
-            metadata["eval"] = trainer.evaluate(step, held_out)
+            progress.facts["eval"] = trainer.evaluate(step, held_out)
 
-    training_loop.run_steps(batches, num_steps, trainer.train_step, evaluate, args.eval_interval)
+    with startup.as_problem(problems):
+        run.saver.begin()  # the first to write: the model is there
+    if progress.step == 0:
+        for line in data.report.lines():
+            logger.note(line)
+    training_loop.run_steps(batches, num_steps, trainer.train_step, evaluate, args.eval_interval, run)
 
     # ---- export -----------------------------------------------------------------------------------------
     if args.output_dir:
         folder = Path(args.output_dir)
+        metadata = {"step": "reward", "template": args.template} | progress.facts
         save_export(folder / "export", model.classifier, tokenizer, metadata=metadata, needs_own_pad=True)
         save_adapter(folder / "adapter", model.classifier)
         logger.note(f"saved {folder}/export")
     logger.close()
+    run.saver.finish(num_steps)
 
 
 if __name__ == "__main__":

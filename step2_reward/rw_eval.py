@@ -18,13 +18,13 @@ import torch
 
 from common import distributed, startup
 from common.args import Problems, parse_args
-from common.checkpoint import read_metadata
 from common.data.collators import PairCollator
 from common.data.data_options import DataOptions
 from common.data.global_batches import evaluation_batches
 from common.data.source_checks import check_sources
 from common.data.stage_datasets import build_pairs
 from common.dialogue import build_template
+from common.export import read_metadata
 from common.models import ModelOptions
 from common.value_model import has_saved_head, load_value_model
 from step2_reward.arguments import RewardEvalArguments

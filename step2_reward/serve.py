@@ -5,7 +5,8 @@ python step2_reward/serve.py --model_name_or_path OUT/export --host 127.0.0.1 --
 
 POST /score {"prompts": [...], "responses": [...]} is answered by {"scores": [...]}; GET /health says what is
 served. Prompts are texts as the model was trained on them, rendered by its template, and responses stand to
-the letter behind them: the end-of-turn token is added here, a leading space is not. There is no password.
+the letter behind them: the end-of-turn token is added here, a leading space is not. With --token_file, or
+TRIPTYCH_TOKEN in the environment, every request must bear that token: Authorization: Bearer TOKEN.
 """
 
 import math
@@ -27,13 +28,17 @@ from fastapi.responses import JSONResponse
 from transformers import PreTrainedTokenizerFast
 
 from common import distributed, startup
+from common.access_token import server_token
 from common.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
-from common.checkpoint import read_metadata
 from common.data.example import Message
 from common.dialogue import build_template
+from common.export import read_metadata
 from common.model_inputs import lay_out
 from common.models import DTYPES, ModelOptions
 from common.value_model import ValueModel, has_saved_head, load_value_model
+from step2_reward.request_guard import RequestGuard, RequestLimits
+
+LOOPBACK = ("127.", "::1", "localhost")
 
 
 @dataclass
@@ -43,6 +48,12 @@ class ServeArguments(TokenizerArguments):
     model_name_or_path: str = flag(REQUIRED, "reward model: the export/ folder of step 2, or a hub name")
     host: str = flag("127.0.0.1", "address that is listened on; 0.0.0.0: every one, for other machines")
     port: int = flag(8000, "its port; 0: any free one, which is printed")
+    token_file: str = flag(
+        "", "file with the token that every request must bear; empty: TRIPTYCH_TOKEN of the environment"
+    )
+    max_request_bytes: int = flag(RequestLimits.max_bytes, "a longer request is refused before it is read")
+    max_request_rows: int = flag(RequestLimits.max_rows, "prompts and responses in a request at most")
+    max_text_characters: int = flag(RequestLimits.max_characters, "of a prompt or a response at most")
     batch_size: int = flag(32, "sequences in a forward pass")
     max_seq_len: int = flag(
         0,
@@ -106,9 +117,12 @@ class ScoreRequest:
     rows: list[dict[str, Any]] | None = None
 
 
-def create_app(scorer: RewardScorer) -> FastAPI:
-    """Return the web application of a scorer."""
-    app = FastAPI(title="Triptych reward model")
+def create_app(scorer: RewardScorer, limits: RequestLimits | None = None, *, token: str = "") -> FastAPI:
+    """Return the web application of a scorer; with a token it answers no request without."""
+    limits = limits or RequestLimits()
+    # No page of documentation: it would load scripts from elsewhere.
+    app = FastAPI(title="Triptych reward model", docs_url=None, redoc_url=None)
+    app.add_middleware(RequestGuard, max_bytes=limits.max_bytes, token=token)
 
     @app.exception_handler(RequestValidationError)
     def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -126,6 +140,9 @@ def create_app(scorer: RewardScorer) -> FastAPI:
                 f"{num_prompts} prompts but {num_responses} responses; send one prompt for each response"
             )
             raise HTTPException(422, message)
+        refusal = limits.refusal(body.prompts, body.responses)
+        if refusal:
+            raise HTTPException(413, refusal)
         scores = scorer.score(body.prompts, body.responses)
         if not all(map(math.isfinite, scores)):  # JSON has no word for them
             raise HTTPException(500, "a score is not finite; serve the model with --dtype fp32")
@@ -150,6 +167,15 @@ def bind(host: str, port: int, problems: Problems) -> socket.socket | None:
         problems.add(f"--host {host} --port {port}: {error}; choose another port, 0 for any free one")
         return None
     return bound
+
+
+def find_token(args: ServeArguments, problems: Problems) -> str:
+    """Return the token that requests must bear, empty for none, after adding what is wrong with it."""
+    try:
+        return server_token(args.token_file)
+    except ValueError as error:
+        problems.add(str(error))
+        return ""
 
 
 def load_scorer(args: ServeArguments, config: Any, tokenizer: PreTrainedTokenizerFast) -> RewardScorer:
@@ -178,7 +204,9 @@ def main() -> None:
     """Check, load, serve until Ctrl-C."""
     problems = Problems()
     args = parse_args(ServeArguments, description=__doc__.splitlines()[0], problems=problems)
-    startup.check_positive(args, ["batch_size"], problems)
+    above_0 = ["batch_size", "max_request_bytes", "max_request_rows", "max_text_characters"]
+    startup.check_positive(args, above_0, problems)
+    token = find_token(args, problems)
     problems.check(args.max_seq_len >= 0, f"--max_seq_len {args.max_seq_len} must be at least 0")
     name = args.model_name_or_path
     config = startup.check_model("--model_name_or_path", name, args, problems)
@@ -190,12 +218,18 @@ def main() -> None:
     tokenizer = config and startup.check_tokenizer("--model_name_or_path", name, args, problems)
     bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
     problems.exit_if_any()
+    if not token and not args.host.startswith(LOOPBACK):
+        startup.print_note(
+            f"--host {args.host} without a token: whoever reaches the port can use it; give --token_file"
+        )
     with startup.as_problem(problems):
         scorer = load_scorer(args, config, tokenizer)
     bound.listen()  # from here on a request waits, and is not refused
     host, port = bound.getsockname()[:2]
     print(f"{name} answers POST http://{host}:{port}/score and GET /health; Ctrl-C ends it", flush=True)
-    server = uvicorn.Server(uvicorn.Config(create_app(scorer), log_level="warning"))
+    limits = RequestLimits(args.max_request_bytes, args.max_request_rows, args.max_text_characters)
+    app = create_app(scorer, limits, token=token)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     server.run(sockets=[bound])
 
 

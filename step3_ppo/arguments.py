@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from common.args import (
     REQUIRED,
+    CheckpointArguments,
     DataArguments,
     PackingArguments,
     RunArguments,
@@ -46,19 +47,23 @@ class RoleArguments:
     actor_weight_decay: float = flag(0.0, "AdamW weight decay of the actor's matrices")
     critic_weight_decay: float = flag(0.0, "AdamW weight decay of the critic's matrices")
     actor_zero_stage: int = flag(
-        0, "ZeRO stage of the actor; 3 shards the reference too", choices=(0, 1, 2, 3)
+        0, "ZeRO stage of the actor; 3 shards the reference too", choices=(0, 1, 2, 3), may_change=True
     )
     critic_zero_stage: int = flag(
-        0, "ZeRO stage of the critic; 3 shards the reward too", choices=(0, 1, 2, 3)
+        0, "ZeRO stage of the critic; 3 shards the reward too", choices=(0, 1, 2, 3), may_change=True
     )
-    actor_gradient_checkpointing: bool = flag(False, "recompute the actor's activations")
-    critic_gradient_checkpointing: bool = flag(False, "recompute the critic's activations")
+    actor_gradient_checkpointing: bool = flag(False, "recompute the actor's activations", may_change=True)
+    critic_gradient_checkpointing: bool = flag(False, "recompute the critic's activations", may_change=True)
     actor_dropout: float | None = flag(None, "accepted", no_effect="dropout is off in every PPO forward pass")
     critic_dropout: float | None = flag(
         None, "accepted", no_effect="dropout is off in every PPO forward pass"
     )
-    offload_reference_model: bool = flag(False, "keep the reference model's weights on the CPU between uses")
-    offload_reward_model: bool = flag(False, "keep the reward model's weights on the CPU between uses")
+    offload_reference_model: bool = flag(
+        False, "keep the reference model's weights on the CPU between uses", may_change=True
+    )
+    offload_reward_model: bool = flag(
+        False, "keep the reward model's weights on the CPU between uses", may_change=True
+    )
     actor_lora_dim: int = flag(0, "rank of the actor's adapters; 0: no LoRA")
     actor_lora_alpha: float = flag(0.0, "their scaling is alpha / dim; 0 means alpha = dim")
     actor_lora_module_name: str = flag("auto", "adapt the actor's linear layers whose name contains this")
@@ -75,9 +80,11 @@ class RoleArguments:
 class RolloutArguments:
     """Batches of a PPO step."""
 
-    per_device_generation_batch_size: int = flag(16, "prompts per rank and generation batch")
-    generation_batches: int = flag(1, "generation batches per PPO step")
-    per_device_training_batch_size: int = flag(16, "samples per rank and micro-batch of the update")
+    per_device_generation_batch_size: int = flag(16, "prompts per rank and generation batch", may_change=True)
+    generation_batches: int = flag(1, "generation batches per PPO step", may_change=True)
+    per_device_training_batch_size: int = flag(
+        16, "samples per rank and micro-batch of the update", may_change=True
+    )
     ppo_epochs: int = flag(1, "passes over the samples of a step, reshuffled each time")
     rollout_staleness: int = flag(0, "train on rollouts of so many PPO steps ago")
     dynamic_sampling_rounds: int = flag(
@@ -95,11 +102,17 @@ class ScoreArguments:
         "scores: [WEIGHT*]model:PATH, classifier:PATH[:LABEL], function:MODULE:NAME or http://...; several "
         "are added up, one of weight 0 is only logged; empty: the reward model",
     )
-    reward_timeout_seconds: float = flag(60.0, "how long a function or a server may take for a batch")
-    reward_processes: int = flag(0, "processes that a plain reward function runs in; 0: in this one")
-    reward_batch_size: int = flag(64, "samples given to a classifier, a function or a server at a time")
+    reward_timeout_seconds: float = flag(
+        60.0, "how long a function or a server may take for a batch", may_change=True
+    )
+    reward_processes: int = flag(
+        0, "processes that a plain reward function runs in; 0: in this one", may_change=True
+    )
+    reward_batch_size: int = flag(
+        64, "samples given to a classifier, a function or a server at a time", may_change=True
+    )
     min_reward_accuracy: float = flag(
-        0.6, "warn before the start when a reward model's held-out accuracy is lower"
+        0.6, "warn before the start when a reward model's held-out accuracy is lower", may_change=True
     )
     reward_clip: float = flag(5.0, "scores are clipped to +- this; 0: never")
     whiten_scores: bool = flag(False, "scale each step's scores to mean 0 and deviation 1 before clipping")
@@ -195,25 +208,41 @@ class HybridArguments:
     """Generation inside training, EMA, samples, test mode."""
 
     enable_hybrid_engine: bool = flag(
-        False, "generate by our own decoder; without it by transformers' generate on gathered weights"
+        False,
+        "generate by our own decoder; without it by transformers' generate on gathered weights",
+        may_change=True,
     )
-    inference_tp_size: int = flag(1, "ranks that share one copy of the actor while it generates")
-    generation_slots: int = flag(0, "sequences that are generated at a time on a replica; 0: up to 128")
-    max_out_tokens: int = flag(0, "tokens a slot has room for, prompt and answer; 0: what the lengths need")
-    tp_gather_partition_size: int = flag(8, "layers that are gathered at a time under ZeRO 3")
+    inference_tp_size: int = flag(
+        1, "ranks that share one copy of the actor while it generates", may_change=True
+    )
+    generation_slots: int = flag(
+        0, "sequences that are generated at a time on a replica; 0: up to 128", may_change=True
+    )
+    max_out_tokens: int = flag(
+        0, "tokens a slot has room for, prompt and answer; 0: what the lengths need", may_change=True
+    )
+    tp_gather_partition_size: int = flag(
+        8, "layers that are gathered at a time under ZeRO 3", may_change=True
+    )
     unpin_actor_parameters: bool = flag(
-        False, "under ZeRO 3 gather layer by layer in every pass: slow, takes the least memory"
+        False,
+        "under ZeRO 3 gather layer by layer in every pass: slow, takes the least memory",
+        may_change=True,
     )
-    release_inference_cache: bool = flag(False, "free keys, values and buffers after generation")
+    release_inference_cache: bool = flag(
+        False, "free keys, values and buffers after generation", may_change=True
+    )
     offload_states_for_generation: bool = flag(
-        False, "move the actor's optimizer state from the GPU to the CPU while it generates"
+        False, "move the actor's optimizer state from the GPU to the CPU while it generates", may_change=True
     )
     enable_ema: bool = flag(False, "average the actor's weights; the average is exported to export_ema/")
     ema_decay: float = flag(0.992, "how much of the average an update keeps")
-    print_answers: bool = flag(False, "print a prompt and its answer (samples.jsonl always has some)")
-    print_answers_interval: int = flag(1, "every so many steps")
-    enable_test_mode: bool = flag(False, "stop after test_stop_step steps")
-    test_stop_step: int = flag(0, "steps of the test mode")
+    print_answers: bool = flag(
+        False, "print a prompt and its answer (samples.jsonl always has some)", may_change=True
+    )
+    print_answers_interval: int = flag(1, "every so many steps", may_change=True)
+    enable_test_mode: bool = flag(False, "stop after test_stop_step steps", may_change=True)
+    test_stop_step: int = flag(0, "steps of the test mode", may_change=True)
     align_overflow: bool = flag(
         False, "accepted", no_effect="each fp16 engine skips its own overflowing steps"
     )
@@ -231,6 +260,19 @@ class PPOArguments(
     ScoreArguments,
     PPOMathArguments,
     HybridArguments,
+    CheckpointArguments,
     RunArguments,
 ):
     """PPO."""
+
+    save_interval: int = flag(
+        20,
+        "save the whole state every so many PPO steps, and at the end; 0: only when stopped",
+        may_change=True,
+    )
+    save_points: str = flag(
+        "step",
+        "where in a due step: after it, after its rollouts too, or after every minibatch too",
+        choices=("step", "rollout", "minibatch"),
+        may_change=True,
+    )

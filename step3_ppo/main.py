@@ -19,14 +19,17 @@ import torch
 
 from common import distributed, startup
 from common.args import Problems, parse_args
-from common.checkpoint import save_adapter, save_export
 from common.data.collators import PromptCollator
 from common.data.data_options import DataOptions
-from common.data.global_batches import GlobalBatches
+from common.data.global_batches import BatchStream, GlobalBatches
 from common.data.pretraining import build_pretraining
 from common.data.stage_datasets import build_prompts
+from common.engine_state import EngineState, ShardState
+from common.export import save_adapter, save_export
 from common.policy_model import language_model
-from common.refusal import StepRefused
+from common.refusal import StepRefused, TooManyBadSteps
+from common.run_saver import Run, checkpoint_name
+from common.run_state import Progress
 from common.training_loop import build_logger, count_steps
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage
@@ -42,6 +45,7 @@ from step3_ppo.role_builder import RoleBuilder
 from step3_ppo.roles import Roles
 from step3_ppo.rollout import OldLogprobs, PromptPlace, Rollout
 from step3_ppo.start_up import StartUp, check_start_up, samples_per_rank
+from step3_ppo.trainer_state import TrainerState
 from step3_ppo.value_norm import ValueNormaliser
 
 COLUMNS = (
@@ -92,7 +96,7 @@ def build_pretraining_batches(args: PPOArguments, tokenizer: Any, ranks: dict[st
         rows_flag="--per_device_training_batch_size",
         **ranks,
     )
-    return batches.forever()
+    return BatchStream(batches)
 
 
 def collate_blocks(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -121,7 +125,7 @@ def build_trainer(
     args: PPOArguments,
     start: StartUp,
     num_steps: int,
-    first_lines: list[str],
+    prompts: GlobalBatches,
     pretraining: Any,
 ) -> PPOTrainer:
     """Load the models and return what does the PPO steps. Every rank must call this."""
@@ -152,24 +156,64 @@ def build_trainer(
     return PPOTrainer(
         args,
         roles,
+        BatchStream(prompts),
         rollout,
         start.algorithm,
         PPOLosses(args, roles, pretraining),
         plan,
         KLController(args.kl_coef, target=args.kl_target or None, horizon=args.kl_horizon),
-        build_logger(args, COLUMNS, num_steps, first_lines),  # the first to write: all models are there
+        build_logger(args, COLUMNS, num_steps),
         decode=lambda ids: start.tokenizer.decode(ids, skip_special_tokens=True),
         value_normaliser=ValueNormaliser(args.value_norm, args.value_norm_beta) if has_norm else None,
         ema=ExponentialMovingAverage(roles.actor.engine.module, args.ema_decay) if args.enable_ema else None,
     )
 
 
-def save_all(args: PPOArguments, trainer: PPOTrainer, tokenizer: Any, metrics: dict[str, float]) -> None:
+def build_run(args: PPOArguments, start: StartUp, trainer: PPOTrainer, progress: Progress) -> Run:
+    """Return what keeps the run, with all that moves in it. Every rank must call this."""
+    roles = trainer.roles
+    parts: dict[str, Any] = {"actor": EngineState(roles.actor.engine)}
+    if roles.critic:
+        parts["critic"] = EngineState(roles.critic.engine)
+    if trainer.ema:
+        parts["ema"] = ShardState(trainer.ema.parameters, trainer.ema.averages)
+    parts["trainer"] = TrainerState(trainer)
+    run = Run(args, start.earlier, trainer.logger, progress, parts)
+    places = {"step": (), "rollout": ("rollout",), "minibatch": ("rollout", "update")}[args.save_points]
+
+    def name(step: int, place: str) -> str:
+        return f"{checkpoint_name(step - 1)}-{place}"
+
+    def pause(step: int, place: str) -> None:
+        is_due = place.startswith(places) and run.saver.is_due(step, trainer.logger.num_steps)
+        run.saver.point(name(step, place), is_due=is_due)
+
+    trainer.pause = pause
+    trainer.refuse = lambda step, error, place: run.refuse(step, error, name(step, place))
+    return run
+
+
+def train(trainer: PPOTrainer, run: Run, num_steps: int) -> None:
+    """Do the steps that are left. Raises Stopped, and TooManyBadSteps with the state saved."""
+    progress = run.progress
+    while progress.step < num_steps:
+        step, refusal = progress.step + 1, None
+        try:
+            metrics = trainer.train_step(step)
+            progress.facts = {name: metrics[name] for name in ("objective/score", "objective/kl")}
+        except StepRefused as error:
+            refusal = error
+        progress.step = step
+        if refusal:
+            run.refuse(step, refusal, checkpoint_name(step))
+        run.saver.point(checkpoint_name(step), is_due=run.saver.is_due(step, num_steps))
+
+
+def save_all(args: PPOArguments, trainer: PPOTrainer, tokenizer: Any, facts: dict[str, float]) -> None:
     """Write the chat model, its average, the adapter and the critic. Every rank must call this."""
     folder, roles = Path(args.output_dir), trainer.roles
     actor = language_model(roles.actor.engine.module)
-    final = {name: metrics[name] for name in ("objective/score", "objective/kl")}
-    metadata = {"step": "ppo", "template": args.template, "last_step": final}
+    metadata = {"step": "ppo", "template": args.template, "last_step": facts}
     save_export(folder / "export", actor, tokenizer, metadata=metadata)
     save_adapter(folder / "adapter", actor)
     if roles.critic:
@@ -195,9 +239,12 @@ def main() -> None:
     if args.dry_run:
         startup.print_resolved(args)
         return
+    if start.earlier.finished:
+        startup.print_finished(start.earlier.finished)
+        return
 
     # ---- data -------------------------------------------------------------------------------------------
-    distributed.start(args.local_rank)
+    distributed.start(args.local_rank, args.collective_timeout, check_collectives=args.check_collectives)
     distributed.seed_everything(args.seed)
     tokenizer = start.tokenizer
     ranks = {"rank": distributed.rank(), "world_size": distributed.world_size()}
@@ -220,23 +267,29 @@ def main() -> None:
 
     # ---- models -----------------------------------------------------------------------------------------
     with startup.as_problem(problems):
-        trainer = build_trainer(args, start, num_steps, data.report.lines(), pretraining)
+        trainer = build_trainer(args, start, num_steps, prompts, pretraining)
+        progress = Progress(data.key, prompts.global_rows)
+        run = build_run(args, start, trainer, progress)
+        run.saver.begin()  # the first to write: all models are there
+    if progress.step == 0:
+        for line in data.report.lines():
+            trainer.logger.note(line)
 
     # ---- training ---------------------------------------------------------------------------------------
-    endless_prompts, metrics, refusal = prompts.forever(), {}, None
+    too_many = None
     try:
-        for step in range(1, num_steps + 1):
-            metrics = trainer.train_step(step, endless_prompts)
-    except StepRefused as error:  # by all ranks alike: what was learned before it can be kept
-        refusal = error
+        train(trainer, run, num_steps)
+    except TooManyBadSteps as error:  # by all ranks alike: what was learned before it can be kept
+        too_many = error
 
     # ---- export -----------------------------------------------------------------------------------------
-    if args.output_dir and metrics:
-        save_all(args, trainer, tokenizer, metrics)
+    if args.output_dir and progress.facts:
+        save_all(args, trainer, tokenizer, progress.facts)
     trainer.rollout.scores.close()
     trainer.logger.close()
-    if refusal:
-        raise refusal
+    if too_many:
+        raise too_many
+    run.saver.finish(num_steps)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 # S responses of a micro-batch, total response tokens of all
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from common import distributed
+from common.data.global_batches import BatchStream
 from common.data.packed_batch import PackedBatch
 from common.engine_step import LossTerm
 from common.model_inputs import lay_out
@@ -26,7 +26,7 @@ class PPOLosses:
 
     args: PPOArguments
     roles: Roles
-    pretraining: Iterator[list[dict[str, torch.Tensor]]] | None = None
+    pretraining: BatchStream | None = None
     first_gap: float = field(default=0.0, init=False)  # of the sampler, mean over the first minibatch
     first_gap_max: float = field(default=0.0, init=False)  # of this rank's tokens
     _kl_coef: float = field(default=0.0, init=False)
@@ -35,6 +35,23 @@ class PPOLosses:
     def begin_step(self, kl_coef: float) -> None:
         """Prepare for the minibatches of a PPO step."""
         self._kl_coef, self._in_first_minibatch, self.first_gap_max = kl_coef, True, 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what lasts from one minibatch to the next."""
+        return {
+            "first_gap": self.first_gap,
+            "first_gap_max": distributed.max_float(self.first_gap_max),
+            "kl_coef": self._kl_coef,
+            "in_first_minibatch": self._in_first_minibatch,
+            "num_texts": self.pretraining.num_drawn if self.pretraining else 0,
+        }
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on with what `state_dict` gave."""
+        self.first_gap, self.first_gap_max = state["first_gap"], state["first_gap_max"]
+        self._kl_coef, self._in_first_minibatch = state["kl_coef"], bool(state["in_first_minibatch"])
+        if self.pretraining:
+            self.pretraining.skip_to(int(state["num_texts"]))
 
     def update_actor(self, micro_batches: list[PackedBatch]) -> dict[str, float]:
         """Return the means of one optimizer step of the actor. Every rank must call this."""

@@ -5,14 +5,17 @@
 
 import dataclasses
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
-from common import distributed
+from common import distributed, watchdog
+from common.data.global_batches import BatchStream
 from common.data.packed_batch import PackedBatch
+from common.refusal import StepRefused
 from common.run_logger import RunLogger
 from step3_ppo.algorithms import Algorithm
 from step3_ppo.arguments import PPOArguments
@@ -21,8 +24,9 @@ from step3_ppo.experience import Experience, MinibatchPlan, add_results, gather_
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController, loss_weights
 from step3_ppo.roles import Roles
-from step3_ppo.rollout import PromptBatches, Rollout
+from step3_ppo.rollout import Rollout
 from step3_ppo.step_metrics import summarise, summarise_gap, summarise_scores
+from step3_ppo.trainer_state import OpenStep
 from step3_ppo.value_norm import ValueNormaliser
 
 
@@ -32,6 +36,7 @@ class PPOTrainer:
 
     args: PPOArguments
     roles: Roles
+    prompts: BatchStream
     rollout: Rollout
     algorithm: Algorithm
     losses: PPOLosses
@@ -41,38 +46,68 @@ class PPOTrainer:
     decode: Callable[[torch.Tensor], str]
     value_normaliser: ValueNormaliser | None = None
     ema: ExponentialMovingAverage | None = None
+    # Called between the rollouts and the minibatches of a step, with the name of the place: a checkpoint can
+    # be written there. Called with a minibatch that was refused.
+    pause: Callable[[int, str], None] = field(default=lambda step, place: None, init=False)
+    refuse: Callable[[int, StepRefused, str], None] | None = field(default=None, init=False)
     # Records that wait to be used, the oldest first: --rollout_staleness of them between steps.
     waiting: deque[PackedBatch] = field(default_factory=deque, init=False)
+    open_step: OpenStep | None = field(default=None, init=False)
 
-    def train_step(self, step: int, prompts: Iterator[PromptBatches]) -> dict[str, float]:
-        """Do PPO step `step` (from 1), log it, return its numbers. Every rank must call this."""
+    def train_step(self, step: int) -> dict[str, float]:
+        """Do PPO step `step` (from 1), or what is left of it, log it, return its numbers.
+
+        Every rank must call this.
+
+        Raises StepRefused when nothing can be learned from its rollout.
+        """
         started = time.monotonic()
-        while len(self.waiting) <= self.args.rollout_staleness:
-            self.waiting.append(self.rollout.collect(prompts, version=step - 1))
-        record = self.waiting.popleft()
-        collected = time.monotonic()
-        record, experience = self._add_advantages(record)
-        means = self._update(record, step)
-        metrics = summarise(experience) | summarise_scores(record) | means
-        metrics |= self._logprob_gap(experience) | self.roles.actor.hybrid_engine.costs.metrics()
+        if self.open_step is None:
+            while len(self.waiting) <= self.args.rollout_staleness:
+                with watchdog.phase("the rollout", step):
+                    self.waiting.append(self.rollout.collect(self.prompts, version=step - 1))
+                self.pause(step, "rollout")
+            collected = time.monotonic()
+            with watchdog.phase("the advantages", step):
+                self.open_step = self._begin_step(step, self.waiting.popleft())
+        else:
+            collected = started
+        current, record = self.open_step, self.open_step.record
+        self._update(current)
+        metrics = current.summary | self._means(current) | self.roles.actor.hybrid_engine.costs.metrics()
+        if "policy/logprob_gap" not in metrics:
+            metrics |= {
+                "policy/logprob_gap": self.losses.first_gap,
+                "policy/logprob_gap_max": distributed.max_float(self.losses.first_gap_max),
+            }
         metrics["objective/kl_coef"] = self.kl_controller.coef
         self.kl_controller.update(metrics["objective/kl"], len(record))
-        if self.args.rollout_staleness:
-            metrics["rollout/staleness"] = step - 1 - float(record.data["versions"].double().mean())
         if self.args.dynamic_sampling_rounds:
             metrics["rollout/refilled_fraction"] = self.rollout.refilled_fraction
         finished = time.monotonic()
-        metrics |= {
-            "perf/generate_tokens_per_second": len(record.data["response_ids"]) / (collected - started),
-            "perf/step_seconds": finished - started,
-            "perf/collect_seconds": collected - started,
-        }
+        metrics |= {"perf/step_seconds": finished - started, "perf/collect_seconds": collected - started}
+        if collected > started:
+            num_tokens = len(record.data["response_ids"])
+            metrics["perf/generate_tokens_per_second"] = num_tokens / (collected - started)
         self.logger.log(step, metrics)
         advice = self.rollout.old_logprobs.judge(metrics["policy/logprob_gap"])
         if advice:
             self.logger.note(f"step {step}: {advice}")
         self._show_samples(step, record)
+        self.open_step = None
+        distributed.check_schedule(step)
         return metrics
+
+    def _begin_step(self, step: int, record: PackedBatch) -> OpenStep:
+        """Return the step with advantages, and with the numbers that are known before its updates."""
+        record, experience = self._add_advantages(record)
+        summary = summarise(experience) | summarise_scores(record)
+        if self.rollout.old_logprobs.recomputes:
+            summary |= summarise_gap(experience)
+        if self.args.rollout_staleness:
+            summary["rollout/staleness"] = step - 1 - float(record.data["versions"].double().mean())
+        self.losses.begin_step(self.kl_controller.coef)
+        return OpenStep(step, record, summary)
 
     def _add_advantages(self, record: PackedBatch) -> tuple[PackedBatch, Experience]:
         """Return the record with all that the losses read, and the experience in real units."""
@@ -105,41 +140,45 @@ class PPOTrainer:
             PackedBatch.gather([r.with_key("prox_logprobs", x.cpu(), like="response_ids") for r, x in scored])
         )
 
-    def _update(self, record: PackedBatch, step: int) -> dict[str, float]:
-        """Return the means over the optimizer steps of a PPO step."""
-        args = self.args
-        means: dict[str, list[float]] = defaultdict(list)
-        self.losses.begin_step(self.kl_controller.coef)
-        num_updates = 0
-        for micro_batches in self.plan.minibatches(record, step):
-            found = self.losses.update_actor(micro_batches)
-            if self.roles.critic:
-                found |= self.losses.update_critic(micro_batches)
-            for name, value in found.items():
-                means[name].append(value)
-            num_updates += 1
-            if self.ema:
-                self.ema.update()
-            if 0 < args.early_stop_kl < found["policy/approx_kl"]:
-                break
-            if 0 < args.early_stop_imp_ratio < found["policy/ratio"]:
-                break
-        result = {name: sum(values) / len(values) for name, values in means.items()}
-        del result["policy/rollout_gap"]  # only the first minibatch's tells the sampler's: policy/logprob_gap
-        if args.early_stop_kl or args.early_stop_imp_ratio:
-            result["policy/num_updates"] = num_updates
-        return result
+    def _update(self, current: OpenStep) -> None:
+        """Make the optimizer steps that a PPO step still has before it."""
+        args, step = self.args, current.step
+        minibatches = self.plan.minibatches(current.record, step)
+        for micro_batches in islice(minibatches, current.num_minibatches, None):
+            if current.is_done:
+                return
+            current.num_minibatches += 1
+            place = f"update-{current.num_minibatches:04d}"
+            try:
+                self._learn(current, micro_batches)
+            except StepRefused as error:
+                if self.refuse is None:
+                    raise
+                self.refuse(step, error, place)
+            else:
+                means = current.means
+                is_far = 0 < args.early_stop_kl < means["policy/approx_kl"][-1]
+                current.is_done = is_far or 0 < args.early_stop_imp_ratio < means["policy/ratio"][-1]
+            self.pause(step, place)
 
-    def _logprob_gap(self, experience: Experience) -> dict[str, float]:
-        """Return how far the sampler's log-probabilities are from the trainer's, mean and largest. Every rank
-        must call this.
-        """
-        if self.rollout.old_logprobs.recomputes:
-            return summarise_gap(experience)
-        return {
-            "policy/logprob_gap": self.losses.first_gap,
-            "policy/logprob_gap_max": distributed.max_float(self.losses.first_gap_max),
-        }
+    def _learn(self, current: OpenStep, micro_batches: list[PackedBatch]) -> None:
+        with watchdog.phase("the update of the actor", current.step):
+            found = self.losses.update_actor(micro_batches)
+        if self.roles.critic:
+            with watchdog.phase("the update of the critic", current.step):
+                found |= self.losses.update_critic(micro_batches)
+        for name, value in found.items():
+            current.means.setdefault(name, []).append(value)
+        if self.ema:
+            self.ema.update()
+
+    def _means(self, current: OpenStep) -> dict[str, float]:
+        """Return the means over the optimizer steps of a PPO step."""
+        result = {name: sum(values) / len(values) for name, values in current.means.items()}
+        result.pop("policy/rollout_gap", None)  # only the first minibatch's tells the sampler's: logprob_gap
+        if self.args.early_stop_kl or self.args.early_stop_imp_ratio:
+            result["policy/num_updates"] = current.num_minibatches
+        return result
 
     def _show_samples(self, step: int, record: PackedBatch) -> None:
         shown = record.select(range(min(2, len(record))))

@@ -3,6 +3,7 @@
 # B responses, R response
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +12,15 @@ import torch
 
 from common import distributed
 from common.data.packed_batch import PackedBatch
+from common.refusal import StepRefused
 from step3_ppo.experience import TokenCap, gather_records
 from step3_ppo.group_math import constant_groups
+from step3_ppo.hybrid_engine import SwitchCosts
 from step3_ppo.rewards.score_sum import PromptTexts, ScoreSum
 from step3_ppo.roles import Roles
 
 PromptBatches = Sequence[dict[str, Any]]
+SCORED = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "scores", "old_values", "next_values")
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,22 @@ class Rollout:
     num_draws: int = field(default=0, init=False)  # global batches of prompts that have been used
     refilled_fraction: float = field(default=0.0, init=False)  # of the last record's groups
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what lasts from one rollout to the next."""
+        costs = dataclasses.asdict(self.roles.actor.hybrid_engine.costs)
+        return {
+            "num_draws": self.num_draws,
+            "refilled_fraction": self.refilled_fraction,
+            "recomputes": self.old_logprobs.recomputes,
+            "costs": costs,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what `state_dict` gave."""
+        self.num_draws, self.refilled_fraction = state["num_draws"], state["refilled_fraction"]
+        self.old_logprobs.recomputes = state["recomputes"]
+        self.roles.actor.hybrid_engine.costs = SwitchCosts(**state["costs"])
+
     def collect(self, prompts: Iterator[PromptBatches], version: int) -> PackedBatch:
         """Return a step's record, whole on every rank; `version` counts the steps the policy has made.
 
@@ -107,7 +127,22 @@ class Rollout:
             local = {number: text for _, of_part in generated for number, text in of_part.items()}
             for of_rank in distributed.gather_objects(local):
                 texts |= of_rank
-        return gather_records(self._score(self.cap.cut(record), texts))
+        try:
+            scored = gather_records(self._score(self.cap.cut(record), texts))
+        except StepRefused as error:
+            error.batches = self.cap.cut(record)
+            raise
+        self._refuse_if_not_finite(scored)
+        return scored
+
+    def _refuse_if_not_finite(self, record: PackedBatch) -> None:
+        names = [n for n in SCORED if n in record.data and not bool(record.data[n].isfinite().all())]
+        if names:
+            raise StepRefused(
+                f"{', '.join(names)} of the rollout are not finite: a model gives NaN or infinity; use "
+                "--dtype bf16 or fp32 in place of fp16, or lower the learning rate",
+                self.cap.cut(record),
+            )
 
     def _generate(self, index: int, prompts: dict[str, Any], version: int) -> tuple[PackedBatch, PromptTexts]:
         numbers, num_samples = self.place.prompt_numbers(self.num_draws, index), self.num_samples_per_prompt

@@ -6,11 +6,12 @@ from typing import Any
 
 from common import startup
 from common.args import Problems, given_flags
-from common.checkpoint import read_metadata
 from common.data.data_options import DataOptions
 from common.data.source_checks import check_sources
 from common.dialogue import Template, build_template
+from common.export import read_metadata
 from common.plugins import import_plugins
+from common.resume import EarlierRun, find_run
 from common.tokenizer import vocabulary_difference
 from common.value_model import has_saved_head
 from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unused_flags
@@ -23,11 +24,13 @@ POSITIVE = (
     "per_device_generation_batch_size", "generation_batches", "per_device_training_batch_size", "ppo_epochs",
     "max_prompt_seq_len", "max_answer_seq_len", "num_samples_per_prompt", "temperature", "top_p",
     "clip_range", "kl_horizon", "reward_timeout_seconds", "reward_batch_size",
+    "print_answers_interval",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "kl_coef", "rollout_staleness", "dynamic_sampling_rounds", "max_tokens_per_micro_batch",
     "clip_range_high", "behav_imp_weight_cap", "early_stop_kl", "early_stop_imp_ratio", "overlong_penalty",
-    "overlong_buffer_tokens",
+    "overlong_buffer_tokens", "kl_target", "top_k", "value_clip_range", "reward_clip", "length_reward_tokens",
+    "unsup_coef", "test_stop_step",
 )  # fmt: skip
 
 
@@ -40,6 +43,7 @@ class StartUp:
     algorithm: Algorithm
     rewards: list[RewardSpec]
     warnings: list[str]
+    earlier: EarlierRun
 
 
 def check_start_up(
@@ -72,9 +76,10 @@ def check_start_up(
         problems.add(problem)
     with startup.as_problem(problems):
         template = tokenizer and build_template(args.template, tokenizer)
+    earlier = find_run(args, problems)
     problems.exit_if_any()
     assert algorithm is not None
-    return args, StartUp(tokenizer, template, algorithm, rewards, warnings)
+    return args, StartUp(tokenizer, template, algorithm, rewards, warnings, earlier)
 
 
 def samples_per_rank(args: PPOArguments) -> int:

@@ -123,7 +123,9 @@ def find_all(
     try:
         loaded = load(options, len(tokenizer)).to(distributed.device()).eval()
     except Exception as error:  # transformers raises OSError, KeyError, RuntimeError, ... by what is missing
-        problems.add(f"--path {args.path}: the model cannot be loaded: {told(error)}")
+        reason = told(error)
+        is_whole = reason.startswith(args.path)  # what our own loading says
+        problems.add(f"--path {reason if is_whole else f'{args.path}: the model cannot be loaded: {reason}'}")
         problems.exit_if_any()
     model = plain_model(loaded.classifier) if is_reward else loaded
     rows = build_rows(tokenizer, model.config, args.prompts, 1 if is_reward else args.max_new_tokens)

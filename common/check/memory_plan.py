@@ -3,7 +3,7 @@
 # N ranks, P parameters of a model, b bytes of one
 
     stage  weights  gradients      fp32 weights, Adam    while the optimizer steps
-    0      b P      b P, training  8 P (fp32: no copy)   4 P in fp16
+    0      b P      b P, training  8 P (fp32: no copy)
     1      b P      b P, training  12 P / N              (4 + b) P / N, fp32 4 P / N
     2      b P      b P / N, tr.   12 P / N              the same
     3      b P / N  b P / N        12 P / N              the same, of 10^9 elements at most

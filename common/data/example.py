@@ -4,10 +4,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 ROLES = ("system", "user", "assistant")
+LONGEST_REASON = 400  # characters: a row may hold anything, and a message must stay one
 
 
 class BadRow(ValueError):
     """A row whose form is wrong; the text is the reason, without the place."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} ...")
 
 
 class EmptyRow(BadRow):

@@ -111,12 +111,34 @@ class GlobalBatches:
     def _length(self, row: int) -> int:
         return self.group_lengths[row]
 
-    def forever(self) -> Iterator[list[Any]]:
-        """Yield steps, epoch after epoch."""
-        epoch = 0
+    def forever(self, num_done: int = 0) -> Iterator[list[Any]]:
+        """Yield steps, epoch after epoch; the first `num_done` are left out, and nothing of them is read."""
+        epoch, first_step = divmod(num_done, len(self))
         while True:
-            yield from self.epoch(epoch)
-            epoch += 1
+            yield from self.epoch(epoch, first_step)
+            epoch, first_step = epoch + 1, 0
+
+
+class BatchStream:
+    """The steps of `GlobalBatches` one after the other, without end; `num_drawn` says how many were drawn."""
+
+    def __init__(self, batches: GlobalBatches) -> None:
+        self.batches, self.num_drawn = batches, 0
+        self._steps = batches.forever()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Return itself."""
+        return self
+
+    def __next__(self) -> list[Any]:
+        """Return this rank's micro-batches of the next step."""
+        found = next(self._steps)
+        self.num_drawn += 1
+        return found
+
+    def skip_to(self, num_drawn: int) -> None:
+        """Go on as if so many had been drawn; nothing of them is read."""
+        self.num_drawn, self._steps = num_drawn, self.batches.forever(num_drawn)
 
 
 def evaluation_batches(

@@ -3,14 +3,21 @@
 import csv
 import gzip
 import hashlib
-import json
 import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from common.data.example import BadRow
-from common.data.raw_rows import ArrowRows, JoinedRows, JsonLines, RawRows
+from common.data.raw_rows import (
+    MAX_DEPTH,
+    ArrowRows,
+    JoinedRows,
+    JsonLines,
+    RawRows,
+    is_too_deep,
+    parse_json,
+)
 
 EXTENSIONS = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".csv", ".parquet")
 _TRAIN_NAMES = ("train", "training")
@@ -96,12 +103,13 @@ def _read_json(path: Path, data: bytes) -> RawRows:
     if not data.lstrip().startswith(b"["):
         return JsonLines(data, str(path))
     try:
-        rows = json.loads(data)
+        rows = parse_json(data)
     except ValueError as error:
         if path.name.lower().endswith((".jsonl", ".jsonl.gz")):
             return JsonLines(data, str(path))
         raise ValueError(f"--data_path {path}: the file is not a JSON list ({error})") from error
-    return RawRows(rows, str(path))
+    deep = BadRow(f"the row is nested more than {MAX_DEPTH} deep")
+    return RawRows([deep if is_too_deep(row) else row for row in rows], str(path))
 
 
 def _read_csv(path: Path) -> RawRows:

@@ -9,6 +9,8 @@ from typing import Any
 
 from common.data.example import BadRow
 
+MAX_DEPTH = 100  # of a row's lists and objects; Python's own readers and writers give up at some hundreds
+
 
 class RawRows:
     """Rows by index; `lines[i]` is the line (or else the number, from 1) of row i in `origin`."""
@@ -60,6 +62,29 @@ class RawRows:
                 total.update(str(error).encode())
 
 
+def parse_json(text: bytes | str) -> Any:
+    """Return a JSON value; ValueError where it is none, or nested more deeply than can be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether lists and objects are nested more than MAX_DEPTH deep: writing them would end in the stack."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True
+
+
 class JsonLines(RawRows):
     """One JSON value a line, read when asked for; blank lines are passed over."""
 
@@ -71,13 +96,15 @@ class JsonLines(RawRows):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """See RawRows."""
         try:
-            row = json.loads(self._rows[index])
+            row = parse_json(self._rows[index])
         except UnicodeDecodeError as error:
             raise BadRow(f"the line is not UTF-8 ({error.reason} at byte {error.start})") from error
         except ValueError as error:
             raise BadRow(f"the line is not JSON ({error})") from error
         if not isinstance(row, dict):
             raise BadRow(f"the line is a JSON {type(row).__name__}, not an object")
+        if self._rows[index].count(b"[") + self._rows[index].count(b"{") > MAX_DEPTH and is_too_deep(row):
+            raise BadRow(f"the row is nested more than {MAX_DEPTH} deep")
         return row
 
 

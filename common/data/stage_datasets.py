@@ -38,6 +38,11 @@ class StageData:
     eval: TokenTable
     report: DataReport
 
+    @property
+    def key(self) -> str:
+        """Return what changes with the sources and with all that decides the rows."""
+        return Path(self.report.cache_folder).name
+
 
 @dataclass
 class _Share:

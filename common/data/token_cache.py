@@ -162,14 +162,14 @@ def build_once(folder: Path, write: Callable[[Path], None]) -> bool:
         return False
     temporary = folder.parent / f"{folder.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(
-            f"--data_output_path {folder.parent}: the token cache cannot be written there ({error}); name "
-            "another folder"
-        ) from error
-    try:
-        write(temporary)
+        try:
+            temporary.mkdir(parents=True)
+            write(temporary)
+        except OSError as error:
+            raise ValueError(
+                f"--data_output_path {folder.parent}: the token cache cannot be written there ({error}); "
+                "make room, or name another folder"
+            ) from error
         try:
             os.rename(temporary, folder)
         except OSError:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common import distributed, startup
+from common.access_token import client_token
 from common.args import Problems
 from common.value_model import has_saved_head
 from step3_ppo.rewards.classifier_reward import (
@@ -33,7 +34,7 @@ def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
     if len(good) < len(args.reward):
         return []
     specs = _tell(problems, parse_rewards, good) or []
-    checks = {"model": _check_model, "classifier": _check_classifier}
+    checks = {"model": _check_model, "classifier": _check_classifier, "http": _check_http}
     for spec in specs:
         if spec.kind in checks:
             _tell(problems, checks[spec.kind], spec, args, problems)
@@ -89,3 +90,7 @@ def _check_classifier(spec: RewardSpec, args: Any, problems: Problems) -> None:
     config = load_classifier_config(spec.target, trust_remote_code=args.trust_remote_code)
     label_index(config, split_label(spec.target)[1], spec.target)
     load_classifier_tokenizer(spec.target, trust_remote_code=args.trust_remote_code)
+
+
+def _check_http(spec: RewardSpec, args: Any, problems: Problems) -> None:
+    client_token()

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from common.data.collators import pad_rows
-from common.models import DTYPES
+from common.models import DTYPES, load_weights
 from step3_ppo.rewards.text_rewards import Answers, checked_scores
 
 _ENDLESS_TOKENS = 10**9  # tokenizers without a limit say 10^30
@@ -42,8 +42,8 @@ class ClassifierReward:
         self.label_index = label_index(config, label, target)
         self.tokenizer = load_classifier_tokenizer(target, trust_remote_code=trust_remote_code)
         self.tokenizer.truncation_side = "left"  # the end of the answer is what is judged
-        model = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
+        model = load_weights(
+            AutoModelForSequenceClassification, path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
         )
         self.model = model.requires_grad_(False).to(device).eval()
         self.max_tokens = _max_tokens(self.model, self.tokenizer)

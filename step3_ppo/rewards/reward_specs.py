@@ -93,6 +93,12 @@ def _parse_weight(text: str, weight_text: str) -> float:
 def _check_target(text: str, kind: str, target: str) -> None:
     form = FORMS[kind]
     if kind == "http":
+        _, at, host = target.partition("//")[2].partition("/")[0].rpartition("@")
+        if at:
+            raise ValueError(
+                f"--reward http://...@{host}: a name or password in the address would stand in args.json and "
+                "in messages; leave it out and set TRIPTYCH_REWARD_TOKEN"
+            )
         try:
             is_address = bool(urlsplit(target).hostname) and urlsplit(target).port != 0
         except ValueError:  # a port that is no number

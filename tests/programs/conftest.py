@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import tiny_inputs
 import torch
+from forked_runs import ForkServer, fork_server
 from transformers.utils import logging
 
 
@@ -44,6 +45,13 @@ def lone_process() -> Iterator[None]:
     torch.set_num_threads(num_threads)
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory) -> Iterator[ForkServer]:
+    """What runs whole programs, each in processes of its own, without their imports."""
+    with fork_server(tmp_path_factory.mktemp("forks")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,14 @@ EXPORT = {
     "triptych.json",
 }  # fmt: skip
 CLASSIFIER = EXPORT - {"generation_config.json"}
-ALWAYS = {"args.json", "curves.png", "metrics.jsonl"}
+ALWAYS = {"args.json", "curves.png", "metrics.jsonl", "finished.json"}
 NUM_STEPS = 3
+
+
+def checkpoint(*parts: str, ranks: int = 1) -> set[str]:
+    """Return the files of the last step's checkpoint."""
+    pieces = {f"{part}-rank-{rank:05d}.safetensors" for part in (*parts, "random") for rank in range(ranks)}
+    return within(f"checkpoints/step-{NUM_STEPS:06d}", pieces | {"meta.json"})
 
 
 def within(folder: str, names: set[str]) -> set[str]:
@@ -114,7 +120,8 @@ def pipeline(tiny, tmp_path_factory) -> dict:
 def test_step1_leaves(pipeline):
     output, done = pipeline["sft"], pipeline["done"]["step1_sft/main.py"]
     adapter = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    assert files_in(output) == ALWAYS | within("export", EXPORT) | within("adapter", adapter)
+    expected = within("export", EXPORT) | within("adapter", adapter) | checkpoint("model")
+    assert files_in(output) == ALWAYS | expected
     # 10 rows make 2 steps of 4 at most: the third step is in the second epoch
     assert len(read_metrics(output, "sft/loss")) == NUM_STEPS
     evaluations = read_metrics(output, "sft/eval_loss")
@@ -135,7 +142,7 @@ def test_step1_leaves(pipeline):
 @pytest.mark.slow
 def test_step2_leaves(pipeline):
     output, done = pipeline["reward"], pipeline["done"]["step2_reward/main.py"]
-    assert files_in(output) == ALWAYS | within("export", CLASSIFIER)
+    assert files_in(output) == ALWAYS | within("export", CLASSIFIER) | checkpoint("model")
     assert len(read_metrics(output, "reward/loss")) == NUM_STEPS
     evaluations = read_metrics(output, "reward/eval_accuracy")
     check_log(done.stdout, output, NUM_STEPS, len(evaluations))
@@ -175,6 +182,7 @@ def test_step3_leaves(pipeline):
     assert files_in(output) == (
         ALWAYS
         | {"samples.jsonl"}
+        | checkpoint("actor", "critic", "ema")
         | within("export", EXPORT)
         | within("export_ema", EXPORT)
         | within("export_critic", CLASSIFIER)
@@ -208,7 +216,7 @@ def test_from_its_own_folder(tiny, output):
     """As DeepSpeed-Chat's scripts do; Python then puts the step's folder first on its path."""
     flags = single_model_flags(tiny, output_dir=output, data_split="1,0,0")
     done = run([sys.executable, "main.py", *as_flags(flags)], cwd=ROOT / "step1_sft")
-    assert files_in(output) == ALWAYS | within("export", EXPORT)
+    assert files_in(output) == ALWAYS | within("export", EXPORT) | checkpoint("model")
     assert done.stdout.splitlines()[-1] == f"saved {output}/export"
 
 
@@ -216,7 +224,7 @@ def test_from_its_own_folder(tiny, output):
 def test_torchrun_prints_once(tiny, output):
     flags = single_model_flags(tiny, output_dir=output, data_split="0,1,0", per_device_train_batch_size=2)
     done = run(torchrun("step2_reward/main.py", *as_flags(flags)))
-    assert files_in(output) == ALWAYS | within("export", CLASSIFIER)
+    assert files_in(output) == ALWAYS | within("export", CLASSIFIER) | checkpoint("model", ranks=2)
     check_log(done.stdout, output, NUM_STEPS, len(read_metrics(output, "reward/eval_accuracy")))
     assert len(read_curve(output, "reward/loss")) == NUM_STEPS
 

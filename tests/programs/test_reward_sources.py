@@ -85,7 +85,7 @@ def test_several_rewards_are_added_up_and_logged_apart(start, tiny):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_reward_that_fails_refuses_its_step_and_keeps_what_was_learned(start, ranks):
-    done, output = start("function:my_rewards:second_fails", ranks=ranks, may_fail=True)
+    done, output = start("function:my_rewards:second_fails", ranks=ranks, may_fail=True, max_bad_steps=0)
     assert done.returncode != 0
     assert "function" in done.stderr and "second_fails" in done.stderr and "None" in done.stderr
     assert "Traceback" not in done.stderr.split("error: ")[1].split("\n")[0]
@@ -94,7 +94,9 @@ def test_a_reward_that_fails_refuses_its_step_and_keeps_what_was_learned(start, 
 
 
 def test_a_reward_that_hangs_is_ended(start):
-    done, output = start("function:my_rewards:second_hangs", may_fail=True, reward_timeout_seconds=3)
+    done, output = start(
+        "function:my_rewards:second_hangs", may_fail=True, max_bad_steps=0, reward_timeout_seconds=3
+    )
     assert (
         done.returncode != 0 and "second_hangs" in done.stderr and "--reward_timeout_seconds" in done.stderr
     )

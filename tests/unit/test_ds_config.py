@@ -16,7 +16,7 @@ def test_batch_sizes_multiply():
 
 @pytest.mark.parametrize(
     ("stage", "dtype", "expected"),
-    [(0, "fp32", 0), (0, "bf16", 1), (0, "fp16", 0), (2, "bf16", 2), (3, "bf16", 3)],
+    [(0, "fp32", 0), (0, "bf16", 1), (0, "fp16", 1), (2, "bf16", 2), (3, "bf16", 3)],
 )
 def test_bf16_never_runs_without_fp32_master_weights(stage, dtype, expected):
     config = build_train_config(EngineOptions(zero_stage=stage, dtype=dtype))

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from common import checkpoint
 from common.ds_config import EngineOptions, build_train_config
+from common.engine_state import EngineState
 from common.engine_step import LossTerm, update_engine
+from common.export import gather_state_dict
+from common.refusal import StepRefused
 from common.training_loop import build_engine
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -73,21 +75,99 @@ def test_terms_are_weighted_and_each_has_its_own_denominator():
     assert means["grad_norm"] == pytest.approx(float(gradient.norm()), abs=1e-5)
 
 
-def test_a_loss_that_is_not_finite_is_refused_before_the_weights_move():
-    engine = build()
-    before = engine.module.weight.detach().clone()
-    bad = LossTerm("loss", MICRO_BATCHES, lambda b: (engine(b).sum() * float("nan"), {}), len)
-    with pytest.raises(FloatingPointError, match="loss is not finite at optimizer step 1"):
-        update_engine(engine, [bad])
-    assert engine.module.weight.equal(before)
+# ---------------------------------------------------------------------------------------------------------
+# A step that is refused
+# ---------------------------------------------------------------------------------------------------------
+
+SETUPS = [(0, "fp32", "none"), (1, "fp32", "none"), (2, "fp32", "none"), (3, "fp32", "none")]
+SETUPS += [(1, "bf16", "none"), (2, "bf16", "none"), (3, "bf16", "none")]
+SETUPS += [(1, "fp32", "optimizer"), (2, "bf16", "optimizer"), (3, "fp32", "optimizer"), (3, "bf16", "all")]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_gradient_that_is_not_finite_is_refused_before_the_weights_move(stage):
-    engine = build(stage)
-    before = checkpoint.gather_state_dict(engine.module)["weight"]
-    # The root's slope at 0 is infinite, the loss is finite.
-    bad = LossTerm("loss", MICRO_BATCHES, lambda b: ((engine(b) * 0).sqrt().sum(), {}), len)
-    with pytest.raises(FloatingPointError, match="the gradient's norm is not finite at optimizer step 1"):
-        update_engine(engine, [bad])
-    assert checkpoint.gather_state_dict(engine.module)["weight"].equal(before)
+def spoil_loss(outputs: torch.Tensor) -> torch.Tensor:
+    return outputs.sum() * float("nan")
+
+
+def spoil_slope(outputs: torch.Tensor) -> torch.Tensor:
+    """The root's slope at 0 is infinite, the loss is finite."""
+    return (outputs * 0).abs().sqrt().sum()
+
+
+def overflow_slope(outputs: torch.Tensor) -> torch.Tensor:
+    """The loss is 0, its slope 1e60: infinite in fp32."""
+    return ((outputs - outputs.detach()).float() * 1e30 * 1e30).sum()
+
+
+GRADIENT = "^the gradient's norm is not finite"
+# What is spoilt in which micro-batch, and the message.
+SPOILERS = {
+    "NaN in the first loss": (spoil_loss, 0, "^loss"),
+    "NaN in the last gradient": (spoil_slope, 1, GRADIENT),
+    "infinity in the first gradient": (overflow_slope, 0, GRADIENT),
+}
+
+
+class Net(torch.nn.Sequential):
+    """Two layers with a vector in between: two parameter groups, and shards that end within a parameter."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(2, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+        generator = torch.Generator().manual_seed(1)
+        for parameter in self.parameters():
+            parameter.data.normal_(generator=generator)
+
+
+class Trained:
+    """An engine, and steps on good and on bad batches."""
+
+    def __init__(self, stage: int, dtype: str, offload: str) -> None:
+        options = EngineOptions(
+            zero_stage=stage, dtype=dtype, offload=offload, gradient_accumulation_steps=2,
+            gradient_clipping=0.5,
+        )  # fmt: skip
+        self.engine = build_engine(
+            Net(), build_train_config(options), learning_rate=0.01, weight_decay=0.1, lora_learning_rate=0.0,
+            beta2=0.95, schedule="cosine", num_warmup_steps=0, num_steps=10,
+        )  # fmt: skip
+        self.dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+        self.state = EngineState(self.engine)
+
+    def step(self, scale: float, spoil=None, at: int = 0) -> dict[str, float]:
+        """Learn from the batches times `scale`; `spoil` gives the loss of micro-batch `at`."""
+
+        def sums(batch):
+            outputs = self.engine((batch * scale).to(self.dtype))
+            is_bad = spoil and batch is MICRO_BATCHES[at]
+            return (spoil(outputs) if is_bad else outputs.square().sum()), {}
+
+        return update_engine(self.engine, [LossTerm("loss", MICRO_BATCHES, sums, len)])
+
+    def snapshot(self) -> tuple[dict[str, torch.Tensor], dict]:
+        """All that moves, but for DeepSpeed's counters of steps and samples."""
+        tensors = {f"{p.key}@{p.start}": p.tensor.detach().cpu().clone() for p in self.state.pieces()}
+        tensors |= {f"model {n}": w.clone() for n, w in gather_state_dict(self.engine.module).items()}
+        return tensors, {k: v for k, v in self.state.numbers().items() if k != "counters"}
+
+
+def assert_equal_snapshots(found, expected) -> None:
+    assert found[1] == expected[1]
+    assert found[0].keys() == expected[0].keys()
+    for name, tensor in expected[0].items():
+        assert torch.equal(found[0][name], tensor), name
+
+
+@pytest.mark.parametrize("what", SPOILERS)
+@pytest.mark.parametrize(("stage", "dtype", "offload"), SETUPS)
+def test_a_refused_step_leaves_no_trace(stage, dtype, offload, what):
+    clean, disturbed = (Trained(stage, dtype, offload) for _ in range(2))
+    spoil, at, message = SPOILERS[what]
+    for scale in (1.0, 0.5, 2.0):
+        before = disturbed.snapshot()
+        with pytest.raises(StepRefused, match=message) as caught:
+            disturbed.step(3.0, spoil, at)
+        assert caught.value.batches == MICRO_BATCHES
+        assert_equal_snapshots(disturbed.snapshot(), before)
+        assert disturbed.step(scale) == clean.step(scale)
+        assert_equal_snapshots(disturbed.snapshot(), clean.snapshot())
+        moved = any(not torch.equal(disturbed.snapshot()[0][n], before[0][n]) for n in before[0])
+        assert moved, "a step that moves nothing shows nothing"

@@ -1,5 +1,6 @@
 """A reward behind an address: a real server on a loopback port that answers well, badly, late or never."""
 
+import gzip
 import json
 import threading
 import time
@@ -22,6 +23,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.behaviours, self.requests, self.running, self.most = ["works"], [], 0, 0
+        self.headers = []
         self.lock, self.is_over = threading.Lock(), threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}/score"
 
@@ -37,6 +39,7 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             behaviours, turn = self.server.behaviours, len(self.server.requests)
             self.server.requests.append(body)
+            self.server.headers.append(dict(self.headers.items()))
             self.server.running += 1
             self.server.most = max(self.server.most, self.server.running)
         behaviour = behaviours[min(turn, len(behaviours) - 1)]
@@ -54,16 +57,27 @@ class Handler(BaseHTTPRequestHandler):
         elif behaviour == "slow":
             time.sleep(0.1)
             self.answer(200, json.dumps({"scores": scores}))
+        elif behaviour == "drips":
+            self.send_response(200)
+            self.end_headers()
+            while not self.server.is_over.wait(0.05):
+                self.wfile.write(b" ")
+        elif behaviour == "unfolds":
+            self.answer(200, gzip.compress(b" " * 10_000_000), {"content-encoding": "gzip"})
+        elif behaviour == "redirects":
+            self.answer(302, "", {"location": "http://127.0.0.1:9/elsewhere"})
         elif behaviour == "works":
             self.answer(200, json.dumps({"scores": scores}))
         else:
             self.answer(*behaviour)
 
-    def answer(self, status: int, text: str) -> None:
+    def answer(self, status: int, content: str | bytes, headers: dict[str, str] | None = None) -> None:
+        data = content.encode() if isinstance(content, str) else content
         self.send_response(status)
-        self.send_header("content-length", str(len(text)))
+        for name, value in ({"content-length": str(len(data))} | (headers or {})).items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(text.encode())
+        self.wfile.write(data)
 
     def log_message(self, *_) -> None:
         pass
@@ -181,3 +195,64 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(server, reward
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
     assert reward_of(server.url).score(ANSWERS) == LENGTHS
+
+
+# ---- what a server may do to us
+
+
+def test_the_token_of_the_environment_goes_with_every_request(server, reward_of, monkeypatch):
+    monkeypatch.setenv("TRIPTYCH_REWARD_TOKEN", "the-secret")
+    server.behaviours = ["works", (500, "oops"), "works", (401, "who are you?")]
+    assert reward_of(server.url).score(ANSWERS) == reward_of(server.url).score(ANSWERS) == LENGTHS
+    text = failure_of(reward_of(server.url))
+    assert "status 401" in text and "set TRIPTYCH_REWARD_TOKEN" in text and "the-secret" not in text
+    assert [headers["authorization"] for headers in server.headers] == ["Bearer the-secret"] * 4
+
+
+def test_without_a_token_none_is_sent(server, reward_of, monkeypatch):
+    for name in ("TRIPTYCH_REWARD_TOKEN", "TRIPTYCH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    reward_of(server.url).score(ANSWERS)
+    assert "authorization" not in server.headers[0]
+
+
+def test_a_redirect_is_not_followed(server, reward_of):
+    server.behaviours = ["redirects"]
+    text = failure_of(reward_of(server.url))
+    assert "status 302" in text and "sends us on to 'http://127.0.0.1:9/elsewhere'" in text
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b'{"scores": [1, 2, 3], "more": "' + b"x" * 2_000_000 + b'"}', "has more than 1049344 bytes"),
+        (b"[" * 500_000, "no JSON"),
+        (b"\xff\xfe\x00", "no JSON"),
+    ],
+)
+def test_an_answer_that_is_too_much(answer, words, server, reward_of):
+    server.behaviours = [(200, answer)]
+    text = failure_of(reward_of(server.url))
+    assert words in text and len(text) < 600 and len(server.requests) == 1
+
+
+def test_an_endless_answer_ends_with_the_time_limit(server, reward_of):
+    server.behaviours = ["drips"]
+    started = time.monotonic()
+    text = failure_of(reward_of(server.url, timeout_seconds=0.3, num_retries=0))
+    assert "the answer came too slowly" in text and time.monotonic() - started < 5
+
+
+def test_a_compressed_answer_is_not_unfolded(server, reward_of):
+    server.behaviours = ["unfolds"]
+    assert "its answer is compressed ('gzip')" in failure_of(reward_of(server.url))
+    assert server.headers[0]["accept-encoding"] == "identity"
+
+
+def test_nothing_but_the_numbers_of_an_answer_is_used(server, reward_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    more = {"file": "../../etc/passwd", "name": "../x", "path": "a", "output_dir": "b"}
+    server.behaviours = [(200, json.dumps({"scores": LENGTHS} | more))]
+    assert reward_of(server.url).score(ANSWERS) == LENGTHS
+    assert list(tmp_path.iterdir()) == []

@@ -86,7 +86,7 @@ def items(plan: MemoryPlan, phase: str, verb: str) -> dict[str, float]:
     [  # bytes a parameter: 16 with 16-bit weights on one rank, whatever the stage
         ("fp32", 0, 1, 4, 8, 4, 0),
         ("fp32", 0, 4, 4, 8, 4, 0),
-        ("fp16", 0, 4, 2, 12, 2, 4),
+        ("fp16", 0, 4, 2, 12 / 4, 2 / 4, 6 / 4),  # so does this
         ("bf16", 0, 4, 2, 12 / 4, 2 / 4, 6 / 4),  # runs at stage 1
         ("bf16", 1, 1, 2, 12, 2, 6),
         ("bf16", 1, 4, 2, 12 / 4, 2 / 4, 6 / 4),

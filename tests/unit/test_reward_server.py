@@ -11,16 +11,16 @@ from fastapi.testclient import TestClient
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from common.args import Problems
-from common.checkpoint import save_export
 from common.data.example import Message
 from common.data.packed_batch import PackedBatch
 from common.dialogue import build_template
+from common.export import save_export
 from common.models import ModelOptions
 from common.tokenizer import load_tokenizer
 from common.value_model import load_value_model
 from step2_reward import serve
 from step3_ppo.rewards.http_reward import HttpReward
-from step3_ppo.rewards.text_rewards import Answers
+from step3_ppo.rewards.text_rewards import Answers, RewardError
 from step3_ppo.roles import Frozen, Reward
 
 PROMPTS = [
@@ -250,3 +250,55 @@ def test_a_port_in_use_and_all_else_are_told_before_a_model_is_loaded(
     ):
         assert words in text
     assert "Traceback" not in text
+
+
+def test_the_program_asks_for_the_token_of_a_file_and_never_tells_it(
+    export, started, capsys, tmp_path, caplog
+):
+    (tmp_path / "token").write_text("s3cret-of-a-file\n")
+    app, (bound,) = started(
+        "--model_name_or_path", export, "--port", "0", "--token_file", str(tmp_path / "token")
+    )
+    bound.close()
+    for given, status in (("", 401), ("wrong", 401), ("s3cret-of-a-file", 200)):
+        headers = {"Authorization": f"Bearer {given}"}
+        answer = TestClient(app).post("/score", json={"prompts": ["a"], "responses": ["b"]}, headers=headers)
+        assert answer.status_code == status and "s3cret" not in answer.text
+    shown = capsys.readouterr()
+    assert "s3cret" not in shown.out + shown.err + caplog.text
+
+
+def test_a_server_for_other_machines_without_a_token_says_so(export, started, capsys, monkeypatch):
+    monkeypatch.delenv("TRIPTYCH_TOKEN", raising=False)
+    assert serve.ServeArguments.host == "127.0.0.1"
+    _, (bound,) = started("--model_name_or_path", export, "--port", "0", "--host", "0.0.0.0")
+    bound.close()
+    assert "--host 0.0.0.0 without a token" in capsys.readouterr().err
+    _, (bound,) = started("--model_name_or_path", export, "--port", "0")
+    bound.close()
+    assert "token" not in capsys.readouterr().err
+
+
+def test_step_3_brings_the_token_of_its_environment(export, monkeypatch):
+    scorer, bound = load_scorer(export), serve.bind("127.0.0.1", 0, Problems())
+    bound.listen()
+    app = serve.create_app(scorer, token="shared")
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}/score"
+    try:
+        for token in ("shared", "another"):
+            monkeypatch.setenv("TRIPTYCH_TOKEN", token)
+            reward = HttpReward(url, timeout_seconds=10.0, backoff_seconds=0.1)
+            if token == "shared":
+                assert reward.score(Answers(PROMPTS, RESPONSES)) == pytest.approx(
+                    scorer.score(PROMPTS, RESPONSES), abs=1e-5
+                )
+            else:
+                with pytest.raises(RewardError, match="status 401.*set TRIPTYCH_REWARD_TOKEN"):
+                    reward.score(Answers(PROMPTS, RESPONSES))
+            reward.close()
+    finally:
+        server.should_exit = True
+        thread.join(10)

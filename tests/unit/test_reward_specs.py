@@ -209,3 +209,18 @@ def test_rewards_that_read_text_are_built_from_the_flags():
     reward = build_text_reward(spec, make_args(reward_timeout_seconds=3.0, reward_batch_size=7))
     assert (reward.url, reward.timeout_seconds, reward.batch_size) == ("http://127.0.0.1:9/score", 3.0, 7)
     reward.close()
+
+
+@pytest.mark.parametrize(
+    "address", ["http://me:pass@host:1/s", "https://t0ken@host/score", "http://pass@host:x/"]
+)
+def test_a_secret_in_an_address_is_refused_and_not_repeated(address):
+    (message,) = problems_of(address)
+    assert "host" in message and "TRIPTYCH_REWARD_TOKEN" in message
+    assert "pass@" not in message and "t0ken" not in message
+
+
+def test_a_token_that_cannot_be_sent_is_told_before_a_model_is_loaded(monkeypatch):
+    monkeypatch.setenv("TRIPTYCH_REWARD_TOKEN", "two words")
+    (message,) = problems_of("http://h:1/s")
+    assert "TRIPTYCH_REWARD_TOKEN holds 9 characters" in message and "two words" not in message

@@ -1,7 +1,15 @@
 """What a run writes and prints, and the picture of it."""
 
 import json
+import os
+import sys
 
+import pytest
+from disk_limit import files_up_to
+
+from common import run_logger
+from common.durable_files import sync
+from common.pieces import PieceReader
 from common.plots import plot_curves, read_curves
 from common.run_logger import RunLogger
 
@@ -10,11 +18,33 @@ def lines_of(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+NOTHING = PieceReader([])
+
+
+def begun(folder, **more) -> RunLogger:
+    """A logger of a new run."""
+    logger = RunLogger(str(folder), columns=("a/b",), num_steps=9, **more)
+    logger.begin_anew()
+    return logger
+
+
+def resumed(folder, numbers, **more) -> RunLogger:
+    """A logger that goes on where another was when it gave these numbers."""
+    logger = RunLogger(str(folder), columns=("a/b",), num_steps=9, **more)
+    logger.load(NOTHING, json.loads(json.dumps(numbers)))
+    return logger
+
+
+def steps_of(folder) -> list[int]:
+    return [row["step"] for row in lines_of(folder / "metrics.jsonl")]
+
+
 def test_files_and_lines_of_a_run(tmp_path, capsys):
     logger = RunLogger(
         str(tmp_path), columns=("sft/loss", "perf/step_seconds"), num_steps=3, log_interval=2,
         tensorboard_dir=str(tmp_path / "tensorboard"),
     )  # fmt: skip
+    logger.begin_anew()
     logger.write_json("args.json", "{}")
     logger.log_event(0, {"sft/eval_loss": 3.0})
     for step in (1, 2, 3):
@@ -34,6 +64,7 @@ def test_files_and_lines_of_a_run(tmp_path, capsys):
 
 def test_a_number_that_json_cannot_hold_is_null_and_leaves_a_gap_in_the_curve(tmp_path, capsys):
     logger = RunLogger(str(tmp_path), columns=("a/norm",), num_steps=2)
+    logger.begin_anew()
     for step, norm in enumerate((float("inf"), 2.0), start=1):
         logger.log(step, {"a/norm": norm})
     logger.close()
@@ -44,15 +75,27 @@ def test_a_number_that_json_cannot_hold_is_null_and_leaves_a_gap_in_the_curve(tm
 
 def test_a_new_run_replaces_the_old_numbers(tmp_path):
     for value in (1.0, 2.0):
-        logger = RunLogger(str(tmp_path), columns=("a/b",), num_steps=1)
+        logger = begun(tmp_path)
         logger.log(1, {"a/b": value})
+        if value == 1.0:
+            logger.sample(1, prompt="p")
         logger.close()
     assert [r["a/b"] for r in lines_of(tmp_path / "metrics.jsonl")] == [2.0]
+    assert not (tmp_path / "samples.jsonl").exists()
+
+
+def test_a_run_that_does_not_begin_leaves_the_files_of_an_earlier_one(tmp_path):
+    """Checks come before `begin_anew`: a bad flag must not cost an earlier run's numbers."""
+    (tmp_path / "metrics.jsonl").write_text("kept\n")
+    RunLogger(str(tmp_path), columns=("a/b",), num_steps=9)
+    assert (tmp_path / "metrics.jsonl").read_text() == "kept\n"
 
 
 def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     logger = RunLogger("", columns=("a/b",), num_steps=1)
+    logger.begin_anew()
+    assert logger.numbers()["sizes"] == {"metrics.jsonl": 0, "samples.jsonl": 0}
     logger.log(1, {"a/b": 1.0})
     logger.sample(1, prompt="p")
     logger.close()
@@ -66,3 +109,200 @@ def test_curves_are_read_by_name_and_no_points_make_no_picture(tmp_path):
     file.write_text("")
     plot_curves(file, tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Going on
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on_has_every_line_once(tmp_path):
+    first = begun(tmp_path)
+    for step in (1, 2):
+        first.log(step, {"a/b": 1.0})
+        first.sample(step, answer="ä")
+    numbers = first.numbers()
+    for step in (3, 4):  # done again below: this run ends without a further checkpoint
+        first.log(step, {"a/b": 1.0})
+        first.sample(step, answer="lost")
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "torn')
+    second = resumed(tmp_path, numbers)
+    assert steps_of(tmp_path) == [1, 2], "cut at once: nobody knows when the next line comes"
+    second.log(3, {"a/b": 2.0})
+    second.sample(3, answer="again")
+    second.close()
+    assert [(r["step"], r["a/b"]) for r in lines_of(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 1), (3, 2)]
+    assert [r["answer"] for r in lines_of(tmp_path / "samples.jsonl")] == ["ä", "ä", "again"]
+    assert numbers["step"] == 2 and second.numbers()["step"] == 3
+
+
+def test_the_numbers_of_a_checkpoint_are_those_of_its_moment(tmp_path):
+    """They are written to a file a moment later, by which time nothing of them may have moved."""
+    logger = begun(tmp_path)
+    numbers = logger.numbers()
+    before = json.dumps(numbers["sizes"])
+    logger.log(1, {"a/b": 1.0})
+    assert json.dumps(numbers["sizes"]) == before
+
+
+def test_the_clock_goes_on_too(tmp_path):
+    first = begun(tmp_path)
+    first.started -= 1000.0
+    second = resumed(tmp_path, first.numbers())
+    second.log(1, {"a/b": 1.0})
+    assert 1000.0 <= lines_of(tmp_path / "metrics.jsonl")[0]["seconds"] < 1100.0
+
+
+def test_files_that_have_lost_lines_are_said_to_have_and_are_gone_on_with(tmp_path, capsys):
+    first = begun(tmp_path)
+    for step in (1, 2):
+        first.log(step, {"a/b": 1.0})
+    first.sample(1, answer="x")
+    numbers = first.numbers()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text(lines[0])
+    (tmp_path / "samples.jsonl").unlink()
+    second = resumed(tmp_path, numbers)
+    printed = capsys.readouterr().out
+    assert f"metrics.jsonl has lost lines: {len(lines[0])} bytes, where {len(''.join(lines))} were" in printed
+    assert "samples.jsonl has lost lines: 0 bytes" in printed
+    second.log(3, {"a/b": 1.0})
+    assert steps_of(tmp_path) == [1, 3]
+    assert second.numbers()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
+
+
+def test_lines_are_on_the_disk_before_a_checkpoint_counts_them(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(run_logger, "sync", lambda path: synced.append(path.name) or sync(path))
+    logger = begun(tmp_path)
+    logger.log(1, {"a/b": 1.0})
+    assert not synced
+    logger.numbers()
+    assert synced == ["metrics.jsonl"]
+
+
+def test_what_happened_between_two_steps_is_told_once_with_the_next(tmp_path):
+    logger = begun(tmp_path)
+    logger.add_to_next({"perf/save_seconds": 2.0})
+    for step in (1, 2):
+        logger.log(step, {"a/b": 1.0})
+    assert [row.get("perf/save_seconds") for row in lines_of(tmp_path / "metrics.jsonl")] == [2.0, None]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Disks that fail
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_lines_wait_while_the_disk_is_full_and_none_is_torn_or_lost(tmp_path, capsys):
+    logger = begun(tmp_path)
+    logger.log(1, {"a/b": 1.0})
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    with files_up_to(size + 20):
+        for step in (2, 3):
+            logger.log(step, {"a/b": 1.0})
+            assert steps_of(tmp_path) == [1], "what was written of a line is cut off at once"
+        with pytest.raises(OSError, match="metrics.jsonl cannot be written"):
+            logger.numbers()
+    printed = capsys.readouterr().out
+    assert printed.count("its lines wait in memory") == 1 and "step     3/9" in printed
+    logger.log(4, {"a/b": 1.0})
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    assert logger.numbers()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
+
+
+def test_lines_that_wait_are_written_for_a_checkpoint_and_at_the_end(tmp_path):
+    for end in (RunLogger.numbers, RunLogger.close):
+        logger = begun(tmp_path)
+        with files_up_to(10):
+            logger.log(1, {"a/b": 1.0})
+        assert steps_of(tmp_path) == []
+        end(logger)
+        assert steps_of(tmp_path) == [1]
+
+
+def test_a_folder_that_is_away_for_a_while_loses_no_line(tmp_path):
+    folder = tmp_path / "run"
+    logger = begun(folder)
+    logger.log(1, {"a/b": 1.0})
+    folder.rename(tmp_path / "away")
+    logger.log(2, {"a/b": 1.0})
+    with pytest.raises(OSError, match="cannot be written"):
+        logger.numbers()
+    assert not folder.exists()
+    (tmp_path / "away").rename(folder)
+    logger.log(3, {"a/b": 1.0})
+    assert steps_of(folder) == [1, 2, 3]
+
+
+def test_a_torn_line_that_could_not_be_cut_off_is_cut_off_by_the_next(tmp_path):
+    """A disk may fail the cut as well as the line."""
+    logger = begun(tmp_path)
+    logger.log(1, {"a/b": 1.0})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "to')
+    logger.log(2, {"a/b": 1.0})
+    assert steps_of(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_file_that_someone_cuts_during_a_run_gets_no_hole(tmp_path, capsys, kept):
+    logger = begun(tmp_path)
+    for step in (1, 2):
+        logger.log(step, {"a/b": 1.0})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:kept]))
+    logger.log(3, {"a/b": 1.0})
+    assert steps_of(tmp_path) == [1, 2][:kept] + [3] and "has lost lines" in capsys.readouterr().out
+    assert logger.numbers()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
+
+
+def test_a_full_disk_under_the_output_or_a_reader_that_has_gone_ends_no_run(tmp_path, monkeypatch):
+    logger = begun(tmp_path)
+    reading, writing = os.pipe()
+    os.close(reading)
+    for file in (open("/dev/full", "w"), os.fdopen(writing, "w")):  # noqa: SIM115
+        monkeypatch.setattr(sys, "stdout", file)
+        logger.log(1, {"a/b": 1.0})
+        monkeypatch.undo()
+        with pytest.raises(OSError):
+            file.close()  # the line is still in it
+    assert steps_of(tmp_path) == [1, 1]
+
+
+def test_tensorboard_on_a_full_disk_is_given_up_with_a_word(tmp_path, capsys):
+    """Its writer raises, in the next call, what went wrong in a thread of its own."""
+    logger = begun(tmp_path, tensorboard_dir=str(tmp_path / "tensorboard"))
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    logger.writer.add_scalar = fail
+    for step in (1, 2):
+        logger.log(step, {"a/b": 1.0})
+    logger.log_event(2, {"a/c": 1.0})
+    logger.close()
+    assert steps_of(tmp_path) == [1, 2, 2]
+    assert capsys.readouterr().out.count("TensorBoard's events cannot be written") == 1
+
+
+def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys, monkeypatch):
+    logger = begun(tmp_path)
+    logger.log(1, {"a/b": 1.0})
+    with files_up_to(200):
+        logger.close()
+    assert "curves.png cannot be written: File too large" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("way", ["begin_anew", "load"])
+def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys, way):
+    monkeypatch.setattr("common.distributed.is_main", lambda: False)
+    folder = tmp_path / "run"
+    numbers = {"sizes": {"metrics.jsonl": 5, "samples.jsonl": 0}, "seconds": 1.0, "step": 1}
+    logger = begun(folder) if way == "begin_anew" else resumed(folder, numbers)
+    logger.log(2, {"a/b": 1.0})
+    logger.sample(2, answer="x")
+    logger.numbers()
+    logger.close()
+    assert not folder.exists() and capsys.readouterr().out == ""

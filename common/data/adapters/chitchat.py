@@ -40,9 +40,10 @@ class Chitchat(Adapter):
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
         """See Adapter; a conversation of n turns gives n - 1 examples."""
-        if not isinstance(row.get("turns"), list):
-            raise BadRow("no list of 'turns'")
-        turns = [turn.strip() for turn in row["turns"]]
+        turns = row.get("turns")
+        if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+            raise BadRow("no list of texts called 'turns'")
+        turns = [turn.strip() for turn in turns]
         examples = []
         for i in range(1, len(turns)):
             num_shown = min(i, self.max_context_turns)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from common.data.adapters.base import Adapter, register_dataset
+from common.data.adapters.row_forms import finite_number
 from common.data.example import BadRow
 
 
@@ -41,10 +42,7 @@ class WebGPTComparisons(Adapter):
 
     @staticmethod
     def _score(row: dict[str, Any], which: int) -> float:
-        try:
-            return float(row[f"score_{which}"])
-        except (TypeError, ValueError) as error:
-            raise BadRow(f"'score_{which}' is {row[f'score_{which}']!r}, not a number") from error
+        return finite_number(f"score_{which}", row[f"score_{which}"])
 
 
 @register_dataset("stanfordnlp/SHP")

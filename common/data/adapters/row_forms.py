@@ -1,5 +1,6 @@
 """The usual forms of a row, told apart by their columns."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from itertools import product
@@ -106,11 +107,23 @@ def _kind(value: Any) -> str:
     return "null" if value is None else f"of type {type(value).__name__}"
 
 
-def _margin(row: Mapping[str, Any]) -> float:
+def finite_number(column: str, value: Any) -> float:
+    """The number in a column.
+
+    Raises:
+        BadRow: there is none, or none that a loss can be computed with.
+    """
     try:
-        return float(row.get("margin") or 0.0)
-    except (TypeError, ValueError) as error:
-        raise BadRow(f"'margin' is {row['margin']!r}, not a number") from error
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadRow(f"{column!r} is {value!r}, not a number") from error
+    if not math.isfinite(number):
+        raise BadRow(f"{column!r} is {value!r}, not a finite number")
+    return number
+
+
+def _margin(row: Mapping[str, Any]) -> float:
+    return finite_number("margin", row.get("margin") or 0.0)
 
 
 def _pair(row: Mapping[str, Any]) -> list[Example]:

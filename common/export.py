@@ -8,6 +8,7 @@ import contextlib
 import copy
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,17 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from common import distributed
+from common.durable_files import WRITING, publish_folder
 from common.models import plain_model
 from common.trained_weights import trained_weights
 from common.zero3 import gather_whole
 
 METADATA_FILE = "triptych.json"
 NEW_PAD_TOKEN = "<|pad|>"
+
+
+class ExportFailed(OSError):
+    """An export could not be written; nothing that was there is lost."""
 
 
 def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -91,22 +97,41 @@ def save_export(
             tokenizer = with_own_pad_token(tokenizer)
         num_rows = max(plain.num_exported_rows, len(tokenizer))
         _set_num_rows(plain, state, num_rows)
-        folder = Path(folder)
-        temporary = folder.with_name(folder.name + ".writing")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        _write_model(plain, state, tokenizer, num_rows, temporary)
-        tokenizer.save_pretrained(temporary)
-        (temporary / METADATA_FILE).write_text(json.dumps(metadata or {}, indent=2))
-        if folder.exists():
-            old = folder.with_name(folder.name + ".old")
-            shutil.rmtree(old, ignore_errors=True)
-            folder.rename(old)
-            temporary.rename(folder)
-            shutil.rmtree(old)
-        else:
-            temporary.rename(folder)
-    distributed.barrier()
+
+        def fill(temporary: Path) -> None:
+            _write_model(plain, state, tokenizer, num_rows, temporary)
+            tokenizer.save_pretrained(temporary)
+            (temporary / METADATA_FILE).write_text(json.dumps(metadata or {}, indent=2))
+
+        _replace(Path(folder), fill)
+    else:
+        _replace(Path(folder), lambda temporary: None)
+
+
+def _replace(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Let the first rank fill a folder that takes the place of `folder` when it is whole.
+
+    Every rank must call this. Raises ExportFailed, on every rank, where it cannot be written; what was there
+    is left as it was.
+    """
+    failure, cause = "", None
+    if distributed.is_main():
+        temporary = folder.with_name(folder.name + WRITING)
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            fill(temporary)
+            publish_folder(temporary, folder)
+        except Exception as error:  # safetensors, tokenizers and Python each have their own for a full disk
+            shutil.rmtree(temporary, ignore_errors=True)
+            cause = error
+            failure = (
+                f"{folder} could not be written ({type(error).__name__}: {error}); what was there before is "
+                "as it was. Make room, then give the same command: it goes on from the last checkpoint"
+            )
+    failure = distributed.gather_objects(failure)[0]
+    if failure:
+        raise ExportFailed(failure) from cause
 
 
 def _write_model(
@@ -165,9 +190,7 @@ def save_adapter(folder: Path | str, model: nn.Module) -> None:
             with gather_whole([parameter]):
                 if distributed.is_main():
                     factors[name] = parameter.detach().to("cpu", copy=True)
-    if distributed.is_main():
-        model.save_pretrained(folder, state_dict=factors)
-    distributed.barrier()
+    _replace(Path(folder), lambda temporary: model.save_pretrained(temporary, state_dict=factors))
 
 
 def read_metadata(folder: str) -> dict[str, Any]:

@@ -5,12 +5,14 @@ import shutil
 
 import pytest
 import torch
+from disk_limit import files_up_to
 from families import FAMILIES
 from peft import PeftModel
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from common import checkpoint
-from common.checkpoint import read_metadata, save_adapter, save_export
+from common import durable_files, export
+from common.export import ExportFailed, read_metadata, save_adapter, save_export
 from common.model_inputs import lay_out
 from common.models import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
 from common.tokenizer import load_tokenizer
@@ -135,25 +137,118 @@ def test_a_generation_configuration_that_transformers_would_not_save_is_no_obsta
     assert (saved["eos_token_id"], saved["pad_token_id"]) == (0, 0)
 
 
-@pytest.mark.parametrize("what", ["weights", "tokenizer"])
-def test_an_export_that_fails_in_the_middle_leaves_the_old_one(
-    what, tiny_model_folder, tmp_path, monkeypatch
-):
-    folder = tiny_model_folder("llama")
-    tokenizer = load_tokenizer(folder)
-    model = load_causal_lm(ModelOptions(folder), len(tokenizer))
+# ---------------------------------------------------------------------------------------------------------
+# The place of an earlier one
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exported(tiny_model_folder, tmp_path):
+    """A model, its tokenizer, and the folder of an export whose metadata say "run 1"."""
+    tokenizer = load_tokenizer(tiny_model_folder("llama"))
+    model = load_causal_lm(ModelOptions(tiny_model_folder("llama")), len(tokenizer))
     save_export(tmp_path / "export", model, tokenizer, metadata={"run": 1})
-    before = sorted(p.name for p in (tmp_path / "export").iterdir())
+    return model, tokenizer, tmp_path / "export"
 
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def fail_with(error: Exception):
     def fail(*args, **kwargs):
-        raise OSError("no space left on device")
+        raise error
 
-    if what == "weights":
-        monkeypatch.setattr(checkpoint, "_write_model", fail)
-    else:
-        monkeypatch.setattr(type(tokenizer), "save_pretrained", fail)
-    with pytest.raises(OSError, match="no space"):
-        save_export(tmp_path / "export", model, tokenizer, metadata={"run": 2})
-    assert sorted(p.name for p in (tmp_path / "export").iterdir()) == before
-    assert json.loads((tmp_path / "export" / checkpoint.METADATA_FILE).read_text()) == {"run": 1}
-    AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    return fail
+
+
+def test_an_export_takes_the_place_of_an_earlier_one(exported, tmp_path):
+    model, tokenizer, folder = exported
+    before = contents(folder)
+    (folder / "of the old one").touch()
+    shake(model)
+    save_export(folder, model, tokenizer, metadata={"run": 2})
+    after = contents(folder)
+    assert after.keys() == before.keys() and read_metadata(str(folder)) == {"run": 2}
+    assert after["model.safetensors"] != before["model.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+# What goes wrong where, and with which error: each library has its own for a full disk.
+FAILURES = {
+    "weights": (SafetensorError("Error while serializing: I/O error: No space left"), "SafetensorError"),
+    "tokenizer": (Exception("No space left on device (os error 28)"), "Exception"),
+    "metadata": (OSError(28, "No space left on device"), "OSError"),
+    "bringing it to the disk": (OSError(5, "Input/output error"), "OSError"),
+    "putting it in place": (OSError(5, "Input/output error"), "OSError"),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_an_export_that_fails_in_the_middle_leaves_the_old_one(what, exported, tmp_path, monkeypatch):
+    model, tokenizer, folder = exported
+    before = contents(folder)
+    error, kind = FAILURES[what]
+    owner, name = {
+        "weights": (export, "_write_model"),
+        "tokenizer": (type(tokenizer), "save_pretrained"),
+        "metadata": (export.json, "dumps"),
+        "bringing it to the disk": (durable_files.os, "fsync"),
+        "putting it in place": (durable_files, "_exchange"),
+    }[what]
+    with monkeypatch.context() as patch, pytest.raises(ExportFailed, match=kind) as caught:
+        patch.setattr(owner, name, fail_with(error))
+        save_export(folder, model, tokenizer, metadata={"run": 2})
+    assert caught.value.__cause__ is error and str(error) in str(caught.value)
+    assert str(folder) in str(caught.value) and "what was there before is as it was" in str(caught.value)
+    assert contents(folder) == before and [path.name for path in tmp_path.iterdir()] == ["export"]
+    AutoModelForCausalLM.from_pretrained(folder)
+    save_export(folder, model, tokenizer, metadata={"run": 3})
+    assert read_metadata(str(folder)) == {"run": 3}
+
+
+def test_a_first_export_that_fails_leaves_nothing(exported, tmp_path):
+    """A limit on the size of files fails the weights as a full disk does, in the library that writes them."""
+    model, tokenizer, _ = exported
+    with files_up_to(10_000), pytest.raises(ExportFailed, match="File too large"):
+        save_export(tmp_path / "other", model, tokenizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_a_place_that_is_no_folder_fails_with_a_name(exported, tmp_path):
+    model, tokenizer, _ = exported
+    (tmp_path / "file").touch()
+    with pytest.raises(ExportFailed, match=f"{tmp_path / 'file' / 'export'} could not be written"):
+        save_export(tmp_path / "file" / "export", model, tokenizer)
+
+
+def test_what_a_crash_left_unfinished_is_in_nobodys_way(exported, tmp_path):
+    model, tokenizer, folder = exported
+    shutil.copytree(folder, tmp_path / "export.writing")
+    (tmp_path / "export.writing" / "half a file").touch()
+    save_export(folder, model, tokenizer, metadata={"run": 2})
+    assert not (folder / "half a file").exists() and read_metadata(str(folder)) == {"run": 2}
+
+
+def test_a_failure_of_the_first_rank_is_one_of_all(exported, monkeypatch):
+    """Another rank writes nothing, and learns of the failure from the first one."""
+    model, tokenizer, folder = exported
+    before = contents(folder)
+    monkeypatch.setattr("common.distributed.is_main", lambda: False)
+    monkeypatch.setattr("common.distributed.gather_objects", lambda mine: ["no room", mine])
+    with pytest.raises(ExportFailed, match="^no room$"):
+        save_export(folder, model, tokenizer, metadata={"run": 2})
+    monkeypatch.setattr("common.distributed.gather_objects", lambda mine: ["", mine])
+    save_export(folder, model, tokenizer, metadata={"run": 2})
+    assert contents(folder) == before
+
+
+def test_an_adapter_that_fails_leaves_the_old_one(tiny_model_folder, tmp_path, monkeypatch):
+    model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
+    model = add_lora(model, LoraOptions(dim=3, only_optimize_lora=True))
+    save_adapter(tmp_path / "adapter", model)
+    before = contents(tmp_path / "adapter")
+    shake(model)
+    with files_up_to(1000), pytest.raises(ExportFailed, match="adapter could not be written"):
+        save_adapter(tmp_path / "adapter", model)
+    assert contents(tmp_path / "adapter") == before

@@ -1,0 +1,47 @@
+"""The secret that a reward server and step 3 share. No torch in here.
+
+It comes from a file or the environment, never from a command line, which any user of the machine can
+read, and no message holds it.
+"""
+
+import os
+from pathlib import Path
+
+SERVER_VARIABLE = "TRIPTYCH_TOKEN"
+CLIENT_VARIABLE = "TRIPTYCH_REWARD_TOKEN"  # first, where a server's own token is another
+
+
+def server_token(token_file: str) -> str:
+    """Return the token that requests must bear, from --token_file or TRIPTYCH_TOKEN; empty for none.
+
+    Raises:
+        ValueError: the file cannot be read, or what is there cannot stand in a header.
+    """
+    if not token_file:
+        return _checked(SERVER_VARIABLE, os.environ.get(SERVER_VARIABLE, ""))
+    try:
+        text = Path(token_file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--token_file {token_file} cannot be read: {error}") from error
+    if not text:
+        raise ValueError(f"--token_file {token_file} is empty; write one line with a token into it")
+    return _checked(f"--token_file {token_file}", text)
+
+
+def client_token() -> str:
+    """Return the token that requests to a reward server bear, from TRIPTYCH_REWARD_TOKEN or TRIPTYCH_TOKEN.
+
+    Raises:
+        ValueError: it cannot stand in a header.
+    """
+    name = CLIENT_VARIABLE if os.environ.get(CLIENT_VARIABLE) else SERVER_VARIABLE
+    return _checked(name, os.environ.get(name, ""))
+
+
+def _checked(origin: str, token: str) -> str:
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError(
+            f"{origin} holds {len(token)} characters that are no token: use letters, digits and signs "
+            "of ASCII in one line, without spaces"
+        )
+    return token

@@ -1,0 +1,36 @@
+"""What no flag's value can be, whatever the flag: told at once, before it fails far from the command line."""
+
+LARGEST_INT = 2**53  # beyond it float64 skips numbers
+LARGEST_FLOAT = 3.4e38  # of fp32, in which losses are computed
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
+LONGEST_SHOWN = 60  # characters
+
+
+def check_value(value: object) -> None:
+    """Raise ValueError, with what was expected, for a value that cannot be used anywhere."""
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        raise ValueError("expected a smaller number: 2**53 at most")
+    if isinstance(value, float) and abs(value) > LARGEST_FLOAT:
+        raise ValueError("expected a number that fp32 can hold: 3.4e38 at most")
+    if isinstance(value, str):
+        _check_text(value)
+
+
+def shortened(text: str) -> str:
+    """Return a value for a message: the beginning of a long one."""
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def _check_text(text: str) -> None:
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"expected UTF-8 text, which ends at character {error.start}") from error
+    if b"\0" in data:
+        raise ValueError("expected text without NUL characters")
+    is_address = "://" in text
+    longest = max(len(part) for part in data.split(b"/"))
+    if not is_address and longest > LONGEST_NAME:
+        raise ValueError(f"expected names of {LONGEST_NAME} bytes at most, one has {longest}")
+    if len(data) > LONGEST_PATH:
+        raise ValueError(f"expected a text of {LONGEST_PATH} bytes at most, it has {len(data)}")

@@ -1,0 +1,55 @@
+"""What kind of failure an exception is: this rank's own, want of memory, or another rank's. PURE."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+COMMUNICATION = ("/gloo/", "gloo::", "NCCL error", "ncclRemoteError", "ncclSystemError")
+TIMEOUT, CLOSED, OTHER = "timeout", "closed", "other"
+TIMEOUT_WORDS = ("timed out", "timeout", "time out")
+CLOSED_WORDS = ("connection closed", "connection reset", "connection refused", "broken pipe", "likely closed")
+CLOSED_WORDS += ("ncclremoteerror", "remote process exited")
+
+
+class RankDidNotCome(RuntimeError):
+    """Another rank was waited for in vain."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return an exception's kind and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, of the machine or of the GPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def communication_failure(error: BaseException) -> str | None:
+    """Return how the ranks lost each other (TIMEOUT, CLOSED, OTHER), None for a failure of this rank alone.
+
+    The exception may be the cause of this one.
+    """
+    for cause in _chain(error):
+        text = str(cause).lower()
+        if isinstance(cause, RankDidNotCome):
+            return TIMEOUT
+        is_of_backend = isinstance(cause, RuntimeError) and any(w in str(cause) for w in COMMUNICATION)
+        if isinstance(cause, dist.DistError) or is_of_backend:
+            if any(words in text for words in TIMEOUT_WORDS):
+                return TIMEOUT
+            return CLOSED if any(words in text for words in CLOSED_WORDS) else OTHER
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,88 @@
+"""Parts of a checkpoint that every program has: how far it is, and its random numbers."""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+
+from common import distributed
+from common.pieces import Piece, PieceReader
+
+
+@dataclass
+class Progress:
+    """Steps that are done, what the export will say, and which data they were."""
+
+    data_key: str  # changes with the data and with all that decides its rows
+    global_rows: int  # rows of a step, over all ranks
+    step: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Give nothing."""
+        return iter(())
+
+    def numbers(self) -> dict[str, Any]:
+        """Return all of it."""
+        return {
+            "step": self.step,
+            "facts": self.facts,
+            "data_key": self.data_key,
+            "global_rows": self.global_rows,
+        }
+
+    def load(self, reader: PieceReader, numbers: dict[str, Any]) -> None:
+        """Go on from what was saved; ValueError when the data or the size of a step is another."""
+        if numbers["data_key"] != self.data_key:
+            raise ValueError(
+                "the data have changed since it was saved, so its place in them means nothing; bring the old "
+                "data back, or start a new run from its export"
+            )
+        if numbers["global_rows"] != self.global_rows:
+            raise ValueError(
+                f"a step had {numbers['global_rows']} rows over all ranks, now {self.global_rows}: choose "
+                "batch size, accumulation and number of ranks so that their product stays"
+            )
+        self.step, self.facts = numbers["step"], numbers["facts"]
+
+
+class RandomState:
+    """The generators of python, numpy and torch on every rank.
+
+    More ranks than were saved share what there is; what is drawn (dropout) then differs from a run that was
+    not stopped.
+    """
+
+    def pieces(self) -> Iterator[Piece]:
+        """Give this rank's states as bytes."""
+        rank = distributed.rank()
+        numpy_state = numpy.random.get_state()
+        of_python = {
+            "python": random.getstate(),
+            "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
+        }
+        text = torch.frombuffer(bytearray(json.dumps(of_python).encode()), dtype=torch.uint8)
+        yield Piece(f"{rank}:python", 0, text)
+        yield Piece(f"{rank}:torch", 0, torch.get_rng_state())
+        if distributed.has_gpu():
+            yield Piece(f"{rank}:cuda", 0, torch.cuda.get_rng_state())
+
+    def numbers(self) -> dict[str, Any]:
+        """Return how many ranks there are."""
+        return {"world_size": distributed.world_size()}
+
+    def load(self, reader: PieceReader, numbers: dict[str, Any]) -> None:
+        """Set all generators of this rank."""
+        rank = distributed.rank() % numbers["world_size"]
+        of_python = json.loads(bytes(reader.read(f"{rank}:python").tolist()))
+        version, internal, gauss = of_python["python"]
+        random.setstate((version, tuple(internal), gauss))
+        kind, keys, *rest = of_python["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+        torch.set_rng_state(reader.read(f"{rank}:torch"))
+        if distributed.has_gpu() and reader.numel(f"{rank}:cuda"):
+            torch.cuda.set_rng_state(reader.read(f"{rank}:cuda"))

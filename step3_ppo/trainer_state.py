@@ -1,0 +1,81 @@
+"""All that moves in the PPO loop beside the engines, a part of a checkpoint; and a step not finished yet."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from common import distributed
+from common.data.packed_batch import PackedBatch
+from common.pieces import Piece, PieceReader
+
+OPEN = "open"
+
+
+@dataclass
+class OpenStep:
+    """A PPO step that is being made: all of it that lasts from one minibatch to the next."""
+
+    step: int
+    record: PackedBatch  # with all that the losses read
+    summary: dict[str, float]  # what the step's numbers were before its updates
+    means: dict[str, list[float]] = field(default_factory=dict)  # one a minibatch that was learned from
+    num_minibatches: int = 0  # that are done, refused ones too
+    is_done: bool = False  # an early stop
+
+
+class TrainerState:
+    """Controllers, normalisers, counters, rollouts that wait, and a step that is not finished."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def _records(self) -> dict[str, PackedBatch]:
+        trainer = self.trainer
+        records = {f"waiting{i}": record for i, record in enumerate(trainer.waiting)}
+        return records | ({OPEN: trainer.open_step.record} if trainer.open_step else {})
+
+    def _owners(self) -> Mapping[str, Any]:
+        trainer = self.trainer
+        owners = {"rollout": trainer.rollout, "losses": trainer.losses, "kl": trainer.kl_controller}
+        return owners | ({"value_norm": trainer.value_normaliser} if trainer.value_normaliser else {})
+
+    def pieces(self) -> Iterator[Piece]:
+        """Give the records; every rank holds all of them, the first one writes."""
+        for name, record in self._records().items() if distributed.is_main() else ():
+            for key in record.data:
+                # Keys share tensors, and a file of safetensors must hold each once.
+                yield Piece(f"{name}:{key}:data", 0, record.data[key].clone())
+                yield Piece(f"{name}:{key}:lengths", 0, record.lengths[key].clone())
+                yield Piece(f"{name}:{key}:group_ids", 0, record.group_ids[key].clone())
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the rest."""
+        trainer = self.trainer
+        records = {name: {"ids": r.ids, "keys": list(r.data)} for name, r in self._records().items()}
+        found = {name: owner.state_dict() for name, owner in self._owners().items()}
+        found |= {"records": records, "num_prompts": trainer.prompts.num_drawn}
+        if trainer.open_step:
+            kept = dataclasses.fields(OpenStep)
+            found[OPEN] = {f.name: getattr(trainer.open_step, f.name) for f in kept if f.name != "record"}
+        return found
+
+    def load(self, reader: PieceReader, numbers: dict[str, Any]) -> None:
+        """Go on with what was saved."""
+        trainer = self.trainer
+        for name, owner in self._owners().items():
+            owner.load_state_dict(numbers[name])
+        records = {name: _read_record(reader, name, told) for name, told in numbers["records"].items()}
+        is_open = OPEN in records
+        trainer.open_step = OpenStep(record=records.pop(OPEN), **numbers[OPEN]) if is_open else None
+        trainer.waiting = deque(records.values())
+        trainer.prompts.skip_to(numbers["num_prompts"])
+
+
+def _read_record(reader: PieceReader, name: str, told: dict[str, Any]) -> PackedBatch:
+    parts = [
+        {key: reader.read(f"{name}:{key}:{part}") for key in told["keys"]}
+        for part in ("data", "lengths", "group_ids")
+    ]
+    return PackedBatch(tuple(told["ids"]), *parts)

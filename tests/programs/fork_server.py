@@ -1,0 +1,154 @@
+"""A process that has imported everything forks a child for every rank of every run: a start costs no import.
+
+python fork_server.py SOCKET
+
+Reads one JSON line a request, {"step": 1, "module": "main", "argv": [...], "ranks": 2, "env": {...}, "cwd":
+..., "log": FOLDER, "hooks": [...], "seconds": 120, "trap": "..."}, and answers with one: exit codes (negative
+for a signal) and seconds. A rank's output goes to FOLDER/rank-0.out and .err.
+
+A hook is {"at": "package.module:Class.method", "call": 3, "when": "before", "do": "kill", "rank": 0}: at the
+third call of that function the rank does it: kill | term | int | stop (signals to itself), raise:TEXT,
+memory (MemoryError), nan (the function's result becomes NaN, with "when": "after"), exec:CODE (Python, with
+the call's `args`).
+"""
+
+import functools
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
+
+from program_runs import STEPS, free_port, run_here  # noqa: E402
+
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "stop": signal.SIGSTOP}
+
+
+def set_hook(hook: dict[str, Any], rank: int) -> None:
+    """Let the `call`-th call of a function do what the hook says, on its rank (none: on all)."""
+    if hook.get("rank", rank) != rank:
+        return
+    module_name, _, path = hook["at"].partition(":")
+    owner = importlib.import_module(module_name)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    plain, calls = getattr(owner, name), iter(range(1, 10**9))
+
+    @functools.wraps(plain)
+    def hooked(*args: Any, **more: Any) -> Any:
+        is_now = next(calls) == hook.get("call", 1)
+        if is_now and hook.get("when", "before") == "before":
+            act(hook["do"], args)
+        result = plain(*args, **more)
+        if is_now and hook.get("when") == "after":
+            return spoil(result) if hook["do"] == "nan" else act(hook["do"], args) or result
+        return result
+
+    setattr(owner, name, hooked)
+
+
+def act(what: str, args: tuple = ()) -> None:
+    """Do what a hook says, at a call with these arguments."""
+    if what in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[what])
+        time.sleep(0.05)  # a signal is taken in by another thread
+    elif what == "memory":
+        raise MemoryError("no memory left, says the test")
+    elif what.startswith("sleep:"):
+        time.sleep(float(what.removeprefix("sleep:")))
+    elif what.startswith("disk full:"):
+        raise OSError(28, "No space left on device")
+    elif what.startswith("exec:"):
+        exec(what.removeprefix("exec:"), {"args": args})
+    else:
+        raise RuntimeError(what.removeprefix("raise:"))
+
+
+def spoil(result: Any) -> Any:
+    """Return NaN in the place of a tensor, or of the first one of several."""
+    if isinstance(result, tuple | list):
+        spoilt = [spoil(result[0]), *result[1:]]
+        return result._make(spoilt) if hasattr(result, "_make") else type(result)(spoilt)
+    return result * float("nan")
+
+
+def run_rank(request: dict[str, Any], rank: int, port: int) -> None:
+    """Be a rank; leaves with the exit code of the program."""
+    folder = Path(request["log"])
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(folder / f"rank-{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(file, number)
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    if request.get("ranks", 1) > 1:
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"]}
+        world |= {"LOCAL_WORLD_SIZE": request["ranks"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in world.items()}
+    os.environ |= request.get("env", {})
+    os.chdir(request.get("cwd", "."))
+    code = 1
+    try:
+        from common import run_logger, startup
+
+        run_logger.plot_curves = lambda *_: None  # a picture takes longer than a tiny run
+        for hook in request.get("hooks", ()):
+            set_hook(hook, rank)
+        module = request.get("module", "main")
+        startup.run_program(lambda: run_here(request["step"], request["argv"], module=module))
+        code = 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else 1 if left.code else 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def serve(request: dict[str, Any]) -> dict[str, Any]:
+    """Run a request; ranks that outlast its seconds are killed, and their codes are None."""
+    started, port = time.monotonic(), free_port()
+    children = {}
+    for rank in range(request.get("ranks", 1)):
+        child = os.fork()
+        if not child:
+            run_rank(request, rank, port)
+        children[child] = rank
+    codes: dict[int, int | None] = {}
+    while children:
+        for child in list(children):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
+        if children and time.monotonic() - started > request.get("seconds", 120):
+            for child, rank in children.items():
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                codes[rank] = None
+            children = {}
+        time.sleep(0.005)
+    return {"codes": [codes[r] for r in sorted(codes)], "seconds": time.monotonic() - started}
+
+
+def main() -> None:
+    """Import what programs need, then serve until the other end is closed."""
+    for step in STEPS.values():
+        importlib.import_module(f"{step}.main")
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(sys.argv[1])
+    with connection.makefile("rw") as channel:
+        for line in channel:
+            channel.write(json.dumps(serve(json.loads(line))) + "\n")
+            channel.flush()
+
+
+if __name__ == "__main__":
+    main()

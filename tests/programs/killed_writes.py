@@ -1,0 +1,192 @@
+"""Kills a child at every system call that changes files, and looks at what it leaves.
+
+python killed_writes.py kill_at_write.so FOLDER SCENARIO [two_renames]
+
+For k = 1, 2, ... a child does the scenario's action on a fresh copy of what was prepared, and is killed at
+its k-th call (kill_at_write.c). Then what is there must be the old or the new state, whole, and the action
+must succeed when it is done again. Prints one JSON line: {"calls": how many there are, "unseen": ways of
+writing that could not be cut, "states": what was found after each, "old" or "new"}.
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from simple_parts import make_parts, versions  # noqa: E402
+
+from common import durable_files  # noqa: E402
+from common.checkpoints import CheckpointWriter, find_checkpoints, load_newest  # noqa: E402
+from common.durable_files import publish_folder, remove_folder, remove_leftovers, write_file  # noqa: E402
+
+TEXTS = {"old": "first " * 2000, "new": "second" * 2000}
+
+
+def save(folder: Path, step: int, version: int) -> None:
+    """Save a state in a run that keeps one."""
+    CheckpointWriter(folder, 1).save(f"step-{step:06d}", make_parts(version))
+
+
+def newest(folder: Path) -> str:
+    """Return which state a run goes on with; none, a damaged one or a mixture of two fails."""
+    found, _ = find_checkpoints(folder)
+    parts = make_parts(-1)
+    load_newest(found, parts)
+    (version,) = versions(parts)
+    return {1: "old", 2: "new"}[version]
+
+
+def save_again(folder: Path) -> None:
+    """Clean and save, as a run does that goes on."""
+    CheckpointWriter(folder, 1).clean()
+    save(folder, 3, 2)
+    assert newest(folder) == "new"
+
+
+def write_folder(folder: Path, age: str) -> Path:
+    """Write files as an export has them."""
+    (folder / "below").mkdir(parents=True)
+    for name in ("a", "b", "below/c"):
+        (folder / name).write_text(TEXTS[age])
+    return folder
+
+
+def read_folder(folder: Path) -> str:
+    """Return which files they are; a mixture, or too few, fails."""
+    found = [path.read_text() for path in folder.rglob("*") if path.is_file()]
+    return {tuple([text] * 3): age for age, text in TEXTS.items()}[tuple(found)]
+
+
+def export(folder: Path) -> None:
+    """Write an export over an older one."""
+    shutil.rmtree(folder / "export.writing", ignore_errors=True)
+    publish_folder(write_folder(folder / "export.writing", "new"), folder / "export")
+
+
+def read_removed(folder: Path) -> str:
+    """Return "new" where the folder is gone; half of one fails."""
+    return read_folder(folder / "gone") if (folder / "gone").exists() else "new"
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that may be gone."""
+    if (folder / "gone").exists():
+        remove_folder(folder / "gone")
+
+
+class Scenario(NamedTuple):
+    """Something that is done to a folder, and that a kill may cut short."""
+
+    prepare: Callable[[Path], object]
+    act: Callable[[Path], object]
+    read: Callable[[Path], str]
+    act_again: Callable[[Path], object]
+    names: list[str]  # all that is there in the end
+
+
+CHECKPOINT = ["loop-rank-00000.safetensors", "meta.json", "model-rank-00000.safetensors"]
+SAVED = ["checkpoints", "checkpoints/step-000003", *(f"checkpoints/step-000003/{n}" for n in CHECKPOINT)]
+SCENARIOS = {
+    "save": Scenario(lambda f: save(f, 1, 1), lambda f: save(f, 2, 2), newest, save_again, SAVED),
+    "save over": Scenario(lambda f: save(f, 1, 1), lambda f: save(f, 1, 2), newest, save_again, SAVED),
+    "export": Scenario(
+        lambda f: write_folder(f / "export", "old"),
+        export,
+        lambda f: read_folder(f / "export"),
+        export,
+        ["export", "export/a", "export/b", "export/below", "export/below/c"],
+    ),
+    "file": Scenario(
+        lambda f: write_file(f / "file", TEXTS["old"]),
+        lambda f: write_file(f / "file", TEXTS["new"]),
+        lambda f: {text: age for age, text in TEXTS.items()}[(f / "file").read_text()],
+        lambda f: write_file(f / "file", TEXTS["new"]),
+        ["file"],
+    ),
+    "remove": Scenario(lambda f: write_folder(f / "gone", "old"), remove, read_removed, remove, []),
+}
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Return the exit code of a child that does `work`, minus the number of a signal that ended it."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def arm(killer: ctypes.CDLL, k: int) -> None:
+    """Let the k-th call from now on be the last; OSError where the kernel cannot."""
+    if killer.arm(ctypes.c_long(k)):
+        raise OSError("no seccomp filters here")
+
+
+def count_calls(killer: ctypes.CDLL, scenario: Scenario, folder: Path) -> tuple[int, int]:
+    """Return the calls of the action, and the ways of writing that cannot be cut."""
+    counts = folder.with_name("counts.json")
+
+    def work() -> None:
+        arm(killer, -1)
+        scenario.act(folder)
+        counts.write_text(json.dumps([killer.num_calls(), killer.num_unseen()]))
+
+    assert in_child(work) == 0
+    return tuple(json.loads(counts.read_text()))
+
+
+def kill_at(killer: ctypes.CDLL, k: int, scenario: Scenario, folder: Path, *, is_cleaned_first: bool) -> str:
+    """Return the state that a kill at call k leaves, after going on from it."""
+
+    def work() -> None:
+        arm(killer, k)
+        scenario.act(folder)
+
+    assert in_child(work) == -signal.SIGKILL, k
+    if is_cleaned_first:
+        remove_leftovers(folder)
+        remove_leftovers(folder / "checkpoints")
+    state = scenario.read(folder)
+    remove_leftovers(folder)
+    assert scenario.read(folder) == state
+    scenario.act_again(folder)
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    assert names == scenario.names, (k, names)
+    return state
+
+
+def main() -> None:
+    """Do a scenario for all k."""
+    library, place, name, *more = sys.argv[1:]
+    if more:  # as on a file system that cannot exchange two folders: there is a moment without either
+        durable_files._exchange = lambda first, second: False
+    killer, scenario = ctypes.CDLL(library), SCENARIOS[name]
+    pristine, folder = Path(place) / "pristine", Path(place) / "folder"
+    pristine.mkdir()
+    scenario.prepare(pristine)
+    assert scenario.read(pristine) == "old"
+    shutil.copytree(pristine, folder)
+    calls, unseen = count_calls(killer, scenario, folder)
+    assert scenario.read(folder) == "new"
+    states = []
+    for k in range(1, calls + 1):
+        shutil.rmtree(folder)
+        shutil.copytree(pristine, folder)
+        states.append(kill_at(killer, k, scenario, folder, is_cleaned_first=bool(more)))
+    print(json.dumps({"calls": calls, "unseen": unseen, "states": states}))
+
+
+if __name__ == "__main__":
+    main()

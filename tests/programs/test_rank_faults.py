@@ -1,0 +1,319 @@
+"""A rank that dies, fails or stands still ends all ranks, and one line names it, its step and its place."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program_runs import ROOT, as_flags, deepspeed, environment, torchrun
+
+pytestmark = pytest.mark.slow
+
+OTHER_RANK_FAILED, KILLED = 4, -9
+SECONDS = 60.0  # from the start of a run that has a fault to its end; a run without takes two
+TRAINING = {
+    1: ("step1_sft.sft_trainer:SFTTrainer.train_step", "at step 3 in the training step"),
+    3: ("step3_ppo.ppo_losses:PPOLosses.update_critic", "at step 3 in the update of the critic"),
+}
+
+
+@pytest.fixture(scope="module")
+def flags(tiny):
+    """Return the flags of a short run of a step."""
+    shared = {"data_path": tiny.rows, "data_output_path": tiny.cache, "eval_fraction": 0.2}
+    single = shared | {
+        "data_split": "4,4,2",
+        "model_name_or_path": tiny.base,
+        "max_seq_len": 64,
+        "per_device_train_batch_size": 1,
+        "max_train_steps": 5,
+        "num_train_epochs": 9,
+        "zero_stage": 2,
+    }
+    ppo = shared | {
+        "actor_model_name_or_path": tiny.base,
+        "critic_model_name_or_path": tiny.reward,
+        "data_split": "1,1,8",
+        "per_device_generation_batch_size": 2,
+        "per_device_training_batch_size": 2,
+        "max_prompt_seq_len": 32,
+        "max_answer_seq_len": 8,
+        "max_train_steps": 4,
+        "num_train_epochs": 9,
+        "enable_hybrid_engine": True,
+        "inference_tp_size": 2,
+        "actor_zero_stage": 3,
+        "critic_zero_stage": 2,
+    }
+    return {1: single, 3: ppo}
+
+
+def run_with_fault(forks: Any, flags: Any, step: int, do: str, *, rank: int = 1, **more: Any) -> Any:
+    """Return a run in which a rank does something at step 3."""
+    at, _ = TRAINING[step]
+    hook = {"at": at, "call": 3, "do": do, "rank": rank}
+    ranks = more.pop("ranks", 2)
+    done = forks.run(step, flags[step] | more, ranks=ranks, hooks=[hook], seconds=90)
+    assert done.seconds < SECONDS, everything(done)
+    return done
+
+
+def everything(done: Any) -> str:
+    """Return what all ranks have said."""
+    return f"{done.codes}, {done.seconds:.1f} s\n" + "\n".join(
+        f"--- rank {rank}\n{done.text(rank)}" for rank in range(len(done.codes))
+    )
+
+
+def errors(done: Any, rank: int) -> list[str]:
+    """Return the lines in which a rank names a failure."""
+    return [line for line in done.text(rank).splitlines() if line.startswith("error:")]
+
+
+def assert_named(done: Any, *, failed: int, place: str, what: str, speaker: int = 0) -> None:
+    """Fail unless one line, of one rank, names the rank that failed first, what happened to it and where."""
+    text = everything(done)
+    (line,) = errors(done, speaker)
+    assert line.startswith(f"error: rank {failed} {what}") and place in line, text
+    for rank in range(len(done.codes)):
+        if rank != speaker and rank != failed:
+            assert not errors(done, rank), text
+        if rank != failed:
+            assert done.codes[rank] == OTHER_RANK_FAILED, text
+            assert "Traceback" not in done.text(rank), text
+
+
+@pytest.mark.parametrize("step", TRAINING)
+def test_killed(forks, flags, step):
+    done = run_with_fault(forks, flags, step, "kill")
+    assert_named(done, failed=1, place=TRAINING[step][1], what="died")
+    assert done.codes[1] == KILLED
+
+
+@pytest.mark.parametrize("step", TRAINING)
+def test_first_rank_killed(forks, flags, step):
+    """The one that hosts the store and hears all the others."""
+    done = run_with_fault(forks, flags, step, "kill", rank=0)
+    assert_named(done, failed=0, place=TRAINING[step][1], what="died", speaker=1)
+    assert done.codes[0] == KILLED
+
+
+@pytest.mark.parametrize("step", TRAINING)
+def test_out_of_memory(forks, flags, step):
+    done = run_with_fault(forks, flags, step, "memory")
+    assert_named(done, failed=1, place=TRAINING[step][1], what="failed first")
+    assert done.codes[1] == 3 and "MemoryError: no memory left" in errors(done, 0)[0]
+    assert "Traceback" not in done.text(1) and len(errors(done, 1)) == 1
+
+
+@pytest.mark.parametrize("step", TRAINING)
+def test_exception(forks, flags, step):
+    done = run_with_fault(forks, flags, step, "raise:a bug, says the test")
+    assert_named(done, failed=1, place=TRAINING[step][1], what="failed first")
+    assert done.codes[1] == 1 and "RuntimeError: a bug, says the test" in errors(done, 0)[0]
+    assert done.text(1).count("Traceback") == 1
+
+
+def test_exception_on_first_rank(forks, flags):
+    done = run_with_fault(forks, flags, 1, "raise:a bug, says the test", rank=0)
+    assert done.codes == [1, OTHER_RANK_FAILED], everything(done)
+    (line,) = errors(done, 0)
+    assert line.startswith("error: rank 0 failed first, at step 3 in the training step: RuntimeError: a bug")
+    assert "Traceback" in done.text(0) and not errors(done, 1) and "Traceback" not in done.text(1)
+
+
+@pytest.mark.parametrize("step", TRAINING)
+def test_stopped(forks, flags, step):
+    """SIGSTOP: it answers nobody, and is ended by those that are left."""
+    done = run_with_fault(forks, flags, step, "stop", collective_timeout=5)
+    assert_named(done, failed=1, place=TRAINING[step][1], what="is stuck: no sign of life")
+    assert done.codes[1] == KILLED
+
+
+def test_first_rank_stopped(forks, flags):
+    done = run_with_fault(forks, flags, 1, "stop", rank=0, collective_timeout=5)
+    assert_named(done, failed=0, place=TRAINING[1][1], what="is stuck: no sign of life", speaker=1)
+    assert done.codes[0] == KILLED
+
+
+def test_endless_call(forks, flags):
+    """Its thread lives, but it does not come to where the others wait."""
+    done = run_with_fault(forks, flags, 1, "sleep:60", collective_timeout=5)
+    assert_named(done, failed=1, place=TRAINING[1][1], what="is stuck")
+    assert "--collective_timeout 5 s" in errors(done, 0)[0] and done.codes[1] == OTHER_RANK_FAILED
+
+
+def test_three_ranks(forks, flags):
+    """Only the first of the two that are left speaks, also when that is not rank 0."""
+    for rank, speaker in ((2, 0), (0, 1)):
+        done = run_with_fault(forks, flags, 1, "kill", rank=rank, ranks=3)
+        assert_named(done, failed=rank, place=TRAINING[1][1], what="died", speaker=speaker)
+
+
+def test_bad_input_on_one_rank(forks, flags):
+    """A rank that leaves by itself, here because of a file that only it cannot read."""
+    do = "exec:raise ValueError('a file that only this machine lacks')"
+    hook = {"at": "common.training_loop:model_options", "rank": 1, "do": do}
+    more = {"collective_timeout": 20}
+    done = forks.run(1, flags[1] | more, ranks=2, hooks=[hook], seconds=90)
+    assert done.codes == [OTHER_RANK_FAILED, 2], everything(done)
+    (line,) = errors(done, 0)
+    assert line == (
+        "error: rank 1 left before the others, with exit code 2, in the start-up: a file that only this "
+        "machine lacks"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# No false alarm
+# ---------------------------------------------------------------------------------------------------------
+
+HOLD = "exec:import ctypes; ctypes.PyDLL(None).sleep({})"  # with the interpreter's lock: no thread can beat
+
+
+@pytest.mark.parametrize(("step", "at"), [(1, TRAINING[1][0]), (3, "step3_ppo.rollout:Rollout.collect")])
+def test_long_phases(forks, flags, tmp_path, step, at):
+    """All ranks compute for longer than the limit; none waits for another as long."""
+    hooks = [{"at": at, "call": 2, "do": "sleep:9"}, {"at": at, "call": 3, "do": HOLD.format(9)}]
+    more = {"collective_timeout": 6, "output_dir": tmp_path / "output", "save_interval": 1}
+    done = forks.run(step, flags[step] | more, ranks=2, hooks=hooks, seconds=120)
+    assert done.codes == [0, 0] and not errors(done, 0) + errors(done, 1), everything(done)
+    assert done.seconds > 18
+
+
+def test_first_rank_prepares_data(forks, flags, tmp_path):
+    """The others wait for it as long as it takes."""
+    writing = "common.data.token_cache:TokenWriter.__enter__"
+    hooks = [
+        {"at": writing, "rank": 0, "call": call, "do": do}
+        for call, do in ((1, "sleep:9"), (2, HOLD.format(9)))
+    ]
+    more = {"collective_timeout": 6, "data_output_path": tmp_path / "cache"}
+    done = forks.run(1, flags[1] | more, ranks=2, hooks=hooks, seconds=120)
+    assert done.codes == [0, 0] and not errors(done, 0) + errors(done, 1), everything(done)
+    assert done.seconds > 9
+
+
+def test_ranks_leave_one_after_the_other(forks, flags):
+    """The first to end, also the one that hears all, ends nobody."""
+    for rank in (0, 1):
+        hook = {"at": "common.run_saver:RunSaver.finish", "rank": rank, "do": "sleep:6"}
+        done = forks.run(1, flags[1] | {"collective_timeout": 5}, ranks=2, hooks=[hook], seconds=90)
+        assert done.codes == [0, 0] and not errors(done, 0) + errors(done, 1), everything(done)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# --check_collectives
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", TRAINING)
+def test_equal_schedules(forks, flags, step):
+    done = forks.run(step, flags[step] | {"check_collectives": True}, ranks=2, seconds=90)
+    assert done.codes == [0, 0], everything(done)
+
+
+EXTRA = {
+    "of another kind, amid the step": (1, "before", "distributed.barrier()", "barrier"),
+    "of another size, amid the step": (
+        3,
+        "before",
+        "distributed.reduce_sum(torch.ones(777))",
+        "float32[777]",
+    ),
+    "the last of the step": (1, "after", "distributed.max_float(1.0)", "float64[]"),
+}
+
+
+@pytest.mark.parametrize("kind", EXTRA)
+def test_one_collective_more(forks, flags, kind):
+    step, when, call, words = EXTRA[kind]
+    do = f"exec:import torch; from common import distributed; {call}"
+    hook = {"at": TRAINING[step][0], "call": 3, "rank": 1, "when": when, "do": do}
+    more = {"check_collectives": True, "collective_timeout": 30}
+    done = forks.run(step, flags[step] | more, ranks=2, hooks=[hook], seconds=90)
+    speaker = 0 if done.codes[0] == OTHER_RANK_FAILED else 1  # gloo aborts a process that gets too much
+    assert set(done.codes) <= {OTHER_RANK_FAILED, -signal.SIGABRT}, everything(done)
+    assert done.codes[speaker] == OTHER_RANK_FAILED and done.seconds < SECONDS, everything(done)
+    (line,) = errors(done, speaker)
+    assert re.match(r"error: the ranks' collectives differ at step 3\b.*: collective \d+ of ", line), line
+    assert re.search(rf"rank 1: [^;]*{re.escape(words)}", line) and "rank 0: " in line, line
+    assert not errors(done, 1 - speaker) and "Traceback" not in done.text(0) + done.text(1)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Under the launchers
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", [torchrun, deepspeed])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_launchers(flags, tmp_path, launcher, rank):
+    """A rank of theirs is killed: the launcher ends, and so do all that it started."""
+    output = tmp_path / "output"
+    values = flags[1] | {"output_dir": output, "max_train_steps": 5000, "num_train_epochs": 5000}
+    command = launcher("step1_sft/main.py", *as_flags(values))
+    log = tmp_path / "log"
+    with open(log, "w") as file:
+        launched = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        wait_for(lambda: "step     3/" in log.read_text(), 120, log)
+        ranks = ranks_below(launched.pid)
+        assert set(ranks) == {0, 1}
+        os.kill(ranks[rank], signal.SIGKILL)
+        killed_at = time.monotonic()
+        wait_for(lambda: not any(is_alive(pid) for pid in ranks.values()), 60, log)
+        assert launched.wait(90) != 0
+        assert time.monotonic() - killed_at < 90
+    finally:
+        if launched.poll() is None:
+            os.killpg(launched.pid, signal.SIGKILL)
+            launched.wait()
+    named = [line for line in log.read_text().splitlines() if line.startswith("error: rank")]
+    assert len(named) == 1 and f"rank {rank} died at step" in named[0], log.read_text()[-3000:]
+
+
+def wait_for(is_so: Any, seconds: float, log: Path) -> None:
+    """Return once something is so; fail after some time."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.1)
+
+
+def ranks_below(launcher: int) -> dict[int, int]:
+    """Return the process numbers of the ranks that a launcher has started, by rank."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            is_mine = os.getsid(int(folder.name)) == launcher or launcher in parents(int(folder.name))
+        except OSError:
+            continue
+        ranks = [int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")]
+        if ranks and is_mine:
+            found.setdefault(ranks[0], int(folder.name))
+    return found
+
+
+def parents(pid: int) -> list[int]:
+    """Return the numbers of a process's ancestors."""
+    found = []
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        found.append(pid)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

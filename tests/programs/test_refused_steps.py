@@ -1,0 +1,207 @@
+"""A step whose numbers are not finite is refused on all ranks alike, counted and written down.
+
+The run goes on without it; where none is borne it stops with its state saved, and goes on when it is started
+again: to the same bits.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program_runs import read_metrics, read_weights
+from test_resume import assert_same_run
+
+from common.checkpoints import find_checkpoints
+
+pytestmark = pytest.mark.slow
+
+REFUSED = 3
+STAGES = [0, 2, 3]
+NAN_SLOPE = "exec:args[1].register_hook(lambda slope: slope * float('nan'))"  # args: engine, loss
+BACKWARD = "deepspeed.runtime.engine:DeepSpeedEngine.backward"
+
+
+@pytest.fixture(scope="module")
+def flags(tiny) -> dict[int, dict[str, Any]]:
+    """Return the flags of short runs: on two ranks, with two micro-batches a step."""
+    shared = {"data_path": tiny.rows, "data_output_path": tiny.cache, "save_interval": 2}
+    single = shared | {
+        "data_split": "4,4,2",
+        "model_name_or_path": tiny.gpt2,
+        "max_seq_len": 64,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "eval_fraction": 0.0,
+        "max_train_steps": 4,
+        "num_train_epochs": 9,
+        "dropout": 0.1,
+    }
+    ppo = shared | {
+        "actor_model_name_or_path": tiny.base,
+        "critic_model_name_or_path": tiny.reward,
+        "data_split": "1,1,8",
+        "per_device_generation_batch_size": 2,
+        "per_device_training_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "ppo_epochs": 2,
+        "max_prompt_seq_len": 32,
+        "max_answer_seq_len": 8,
+        "max_train_steps": 3,
+        "enable_hybrid_engine": True,
+        "enable_ema": True,
+        "value_norm": "exp",
+        "kl_target": 0.1,
+        "kl_horizon": 50,
+    }
+    return {1: single, 2: single, 3: ppo}
+
+
+def stage_flags(step: int, stage: int) -> dict[str, int]:
+    """Return the flags of a ZeRO stage."""
+    if step < 3:
+        return {"zero_stage": stage}
+    return {"actor_zero_stage": stage, "critic_zero_stage": stage}
+
+
+# What is spoilt: (the step's program, the call that is made NaN, the refused step, what the message says).
+# Two micro-batches a step: the third call is of the second step.
+SPOILT = {
+    "the loss of step 1": (1, {"at": "step1_sft.sft_trainer:compute_nll_sum", "call": 3}, 2, "sft/loss"),
+    "the gradient of step 1": (1, {"at": BACKWARD, "call": 4, "do": NAN_SLOPE}, 2, "the gradient's norm"),
+    "the loss of step 2": (
+        2,
+        {"at": "step2_reward.reward_trainer:compute_pair_losses", "call": 4},
+        2,
+        "reward/loss",
+    ),
+    "the gradient of step 2": (2, {"at": BACKWARD, "call": 3, "do": NAN_SLOPE}, 2, "the gradient's norm"),
+}
+PPO_SPOILT = {
+    "a score of the reward model": ("step3_ppo.roles:Reward.score", 2, 2, "scores of the rollout are not"),
+    "a log-probability of the reference": ("step3_ppo.roles:Reference.score", 2, 2, "ref_logprobs"),
+    "a value of the critic": ("step3_ppo.roles:Critic.score", 2, 2, "old_values"),
+    "a log-probability in the actor's loss": ("step3_ppo.ppo_losses:policy_loss_terms", 6, 2, "policy/loss"),
+    "a value in the critic's loss": ("step3_ppo.ppo_losses:value_loss_terms", 5, 2, "value/loss"),
+}
+SPOILT |= {
+    name: (3, {"at": at, "call": call}, step, says) for name, (at, call, step, says) in PPO_SPOILT.items()
+}
+# Four micro-batches of a PPO step go backward for the actor and four for the critic, two by two.
+SPOILT["the actor's gradient"] = (3, {"at": BACKWARD, "call": 10, "do": NAN_SLOPE}, 2, "the gradient's norm")
+SPOILT["the critic's gradient"] = (3, {"at": BACKWARD, "call": 12, "do": NAN_SLOPE}, 2, "the gradient's norm")
+
+
+def hook_of(what: str, rank: int) -> dict[str, Any]:
+    """Return the hook that spoils it on a rank."""
+    hook = SPOILT[what][1]
+    return {"do": "nan", "when": "before" if "do" in hook else "after", "rank": rank} | hook
+
+
+def bad_steps(folder: Path) -> list[tuple[int, int]]:
+    """Return (step, steps refused so far) of every refusal."""
+    return [(row["step"], row["perf/bad_steps"]) for row in read_metrics(folder, "perf/bad_steps")]
+
+
+def bad_batches(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the lines of the refused batches, by file."""
+    return {
+        path.name: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (folder / "bad_batches").iterdir()
+    }
+
+
+def assert_finite(folder: Path) -> None:
+    """Fail where an export or the last checkpoint has NaN."""
+    for export in folder.glob("export*"):
+        assert all(bool(weight.isfinite().all()) for weight in read_weights(export).values()), export
+    assert find_checkpoints(folder)[0]
+    rows = read_metrics(folder)
+    assert all(math.isfinite(value) for row in rows for value in row.values() if value is not None)
+
+
+# All stages where the refusal is in an optimizer step, one where it is in a rollout, which knows none.
+IN_ROLLOUT = {
+    "a score of the reward model": 0,
+    "a log-probability of the reference": 2,
+    "a value of the critic": 3,
+}
+CASES = [(what, stage) for what in SPOILT for stage in STAGES if IN_ROLLOUT.get(what, stage) == stage]
+
+
+@pytest.mark.parametrize(("what", "stage"), CASES)
+def test_one_rank_spoils_a_step_and_all_refuse_it(forks, flags, tmp_path, what, stage):
+    """The run ends as one that was stopped by it, with its state saved, and went on."""
+    step, _, refused, says = SPOILT[what]
+    values = flags[step] | stage_flags(step, stage)
+    folder, resumed = tmp_path / "borne", tmp_path / "resumed"
+    borne = forks.run(step, values | {"output_dir": folder}, ranks=2, hooks=[hook_of(what, rank=1)])
+    assert borne.codes == [0, 0], borne.text()
+    assert f"step {refused} refused: " in borne.text() and says in borne.text(), borne.text()
+    assert bad_steps(folder) == [(refused, 1)]
+    found = bad_batches(folder)
+    assert sorted(found) == [f"step-00000{refused}-001-rank-0000{rank}.jsonl" for rank in range(2)]
+    for head, *rows in found.values():
+        assert head["step"] == refused and says in head["reason"] and rows
+        assert all(row["input_ids"] if step < 3 else row["response_ids"] for row in rows)
+    assert [row["step"] for row in read_metrics(folder, "perf/step_seconds")][-1] == values["max_train_steps"]
+    assert_finite(folder)
+
+    values = values | {"output_dir": resumed, "max_bad_steps": 0}
+    stopped = forks.run(step, values, ranks=2, hooks=[hook_of(what, rank=1)])
+    assert stopped.codes == [REFUSED, REFUSED], stopped.text()
+    assert "1 steps were refused, --max_bad_steps 0 are borne" in stopped.text()
+    assert "Traceback" not in stopped.text()
+    again = forks.run(step, values, ranks=2)
+    assert again.codes == [0, 0] and "goes on from" in again.text(), again.text()
+    assert_same_run(resumed, folder)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_on_one_rank_alone(forks, flags, tmp_path, step):
+    what = {1: "the loss of step 1", 2: "the gradient of step 2", 3: "a score of the reward model"}[step]
+    done = forks.run(step, flags[step] | {"output_dir": tmp_path / "output"}, hooks=[hook_of(what, rank=0)])
+    assert done.codes == [0], done.text()
+    assert bad_steps(tmp_path / "output") == [(SPOILT[what][2], 1)]
+    assert list(bad_batches(tmp_path / "output")) == ["step-000002-001-rank-00000.jsonl"]
+    assert_finite(tmp_path / "output")
+
+
+def test_a_reward_function_that_gives_nan_on_one_rank(forks, flags, tmp_path):
+    """Its error is that rank's alone until the ranks have told each other."""
+    hook = {"at": "step3_ppo.rewards.score_sum:checked_scores", "call": 2, "rank": 1}
+    hook |= {"do": "exec:args[1][0] = float('nan')"}
+    values = flags[3] | {"output_dir": tmp_path / "output"}
+    values |= {"reward": "function:step3_ppo.rewards.examples.length:brevity"}
+    done = forks.run(3, values, ranks=2, hooks=[hook])
+    assert done.codes == [0, 0], done.text()
+    assert "every score must be a finite number" in done.text()
+    assert bad_steps(tmp_path / "output") == [(2, 1)]
+
+
+def test_several_are_counted_over_the_whole_run(forks, flags, tmp_path):
+    """The count is kept in the checkpoints: a restart forgives nothing."""
+    folder = tmp_path / "output"
+    values = flags[1] | {"output_dir": folder, "max_bad_steps": 1}
+    spoil = {"at": "step1_sft.sft_trainer:compute_nll_sum", "do": "nan", "when": "after"}
+    first = forks.run(1, values, hooks=[spoil | {"call": 1}, spoil | {"call": 5}])
+    assert first.code == REFUSED and "2 steps were refused, --max_bad_steps 1 are borne" in first.text()
+    second = forks.run(1, values, hooks=[spoil | {"call": 1}])
+    assert second.code == REFUSED and "3 steps were refused" in second.text(), second.text()
+    assert forks.run(1, values | {"max_bad_steps": 9}).code == 0
+    assert bad_steps(folder) == [(1, 1), (3, 2), (4, 3)]
+    assert [row["step"] for row in read_metrics(folder, "sft/loss")] == [2]
+
+
+def test_a_ppo_step_all_of_whose_minibatches_are_refused(forks, flags, tmp_path):
+    """Its numbers are those of its rollout; the next step learns."""
+    at = "step3_ppo.ppo_losses:policy_loss_terms"
+    hooks = [{"at": at, "call": call, "do": "nan", "when": "after"} for call in range(5, 9)]
+    done = forks.run(3, flags[3] | {"output_dir": tmp_path / "output"}, hooks=hooks)
+    assert done.codes == [0], done.text()
+    assert [step for step, _ in bad_steps(tmp_path / "output")] == [2, 2]
+    rows = read_metrics(tmp_path / "output", "objective/score")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert ["policy/loss" in row for row in rows] == [True, False, True]
+    assert_finite(tmp_path / "output")

@@ -1,0 +1,296 @@
+"""A run that was stopped and goes on ends bit for bit where one that was never stopped does.
+
+Weights, optimizer states, averages, random numbers and counters are compared in the last checkpoint of both
+runs, metrics and samples in their files, exports byte by byte.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program_runs import read_metrics
+from safetensors.torch import load_file
+
+from common.checkpoints import find_checkpoints
+from common.stop_request import STOPPED
+
+pytestmark = pytest.mark.slow
+
+KILLED = -9
+# Seconds, rates and bytes of memory differ from process to process: buffers are made at first use.
+TIMES = ("seconds", "perf/", "hybrid/switch_seconds", "hybrid/peak_gib")
+
+
+@pytest.fixture(scope="module")
+def flags(tiny):
+    """Return the flags of a short run of a step, by the name of its variant."""
+    shared = {
+        "data_path": tiny.rows,
+        "data_output_path": tiny.cache,
+        "save_interval": 1,
+        "eval_fraction": 0.2,
+    }
+    single = shared | {
+        "data_split": "4,4,2",
+        "model_name_or_path": tiny.gpt2,  # it has dropout
+        "max_seq_len": 64,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "eval_interval": 2,
+        "max_train_steps": 5,
+        "num_train_epochs": 9,
+    }
+    ppo = shared | {
+        "actor_model_name_or_path": tiny.base,
+        "critic_model_name_or_path": tiny.reward,
+        "data_split": "1,1,8",
+        "per_device_generation_batch_size": 4,
+        "generation_batches": 2,
+        "per_device_training_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "ppo_epochs": 2,
+        "max_prompt_seq_len": 32,
+        "max_answer_seq_len": 8,
+        "num_warmup_steps": 2,
+        "actor_learning_rate": 1e-3,
+        "critic_learning_rate": 1e-3,
+        "max_train_steps": 3,
+        "enable_hybrid_engine": True,
+        "enable_ema": True,
+        "ema_decay": 0.5,
+        "kl_target": 0.1,
+        "kl_horizon": 50,
+        "value_norm": "exp",
+        "value_norm_beta": 0.5,
+    }
+    mixed = {
+        "unsupervised_dataset_name": tiny.text,
+        "max_prompt_seq_len": 24,
+        "num_samples_per_prompt": 2,
+        "per_device_generation_batch_size": 2,
+    }
+    return {
+        "sft": (1, 1, single | {"dropout": 0.1}),
+        "sft, two ranks, ZeRO 2": (1, 2, single | {"zero_stage": 2, "per_device_train_batch_size": 1}),
+        "sft, LoRA, bf16": (1, 1, single | {"lora_dim": 4, "dtype": "bf16", "packed": True}),
+        "reward": (2, 1, single),
+        "reward, two ranks, ZeRO 3": (2, 2, single | {"zero_stage": 3, "per_device_train_batch_size": 1}),
+        "ppo": (3, 1, ppo | mixed),
+        "ppo, stale": (3, 1, ppo | {"rollout_staleness": 1, "use_decoupled_loss": True}),
+        "ppo, LoRA": (3, 1, ppo | {"actor_lora_dim": 4, "critic_lora_dim": 4, "packed": True}),
+        "ppo, two ranks, ZeRO 3": (
+            3,
+            2,
+            ppo
+            | {"actor_zero_stage": 3, "critic_zero_stage": 3, "inference_tp_size": 2, "generation_batches": 1}
+            | {"per_device_training_batch_size": 1},
+        ),
+        "ppo, two ranks, ZeRO 2, bf16": (
+            3,
+            2,
+            ppo
+            | {"actor_zero_stage": 2, "critic_zero_stage": 2, "dtype": "bf16", "generation_batches": 1}
+            | {"per_device_training_batch_size": 1, "offload": "optimizer"},
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(forks, flags, tmp_path_factory):
+    """Return the folder of the run that was never stopped."""
+    made: dict[str, Path] = {}
+
+    def make(variant: str) -> Path:
+        if variant not in made:
+            step, ranks, values = flags[variant]
+            folder = tmp_path_factory.mktemp("finished") / "output"
+            done = forks.run(step, values | {"output_dir": folder}, ranks=ranks)
+            assert done.codes == [0] * ranks, done.text()
+            made[variant] = folder
+        return made[variant]
+
+    return make
+
+
+def last_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors and the numbers of the last checkpoint of a run."""
+    found, doubts = find_checkpoints(folder)
+    assert found and not doubts
+    tensors = {
+        f"{file.name}:{name}": tensor
+        for file in sorted(found[0].folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+    numbers = json.loads(json.dumps(found[0].meta["numbers"]))
+    numbers["log"] = {"step": numbers["log"]["step"]}
+    if "trainer" in numbers:
+        numbers["trainer"]["rollout"]["costs"] |= {"seconds": 0.0, "peak_bytes": 0}
+    return tensors, numbers
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of metrics without what a clock says."""
+    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
+
+
+def assert_same_run(resumed: Path, whole: Path) -> None:
+    """Fail where two runs ended differently by as much as a bit."""
+    mine, expected = last_state(resumed), last_state(whole)
+    assert mine[0].keys() == expected[0].keys()
+    for name, tensor in expected[0].items():
+        assert torch.equal(mine[0][name], tensor), name
+    assert mine[1] == expected[1]
+    assert without_times(read_metrics(resumed)) == without_times(read_metrics(whole))
+    if (whole / "samples.jsonl").exists():
+        assert (resumed / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    for export in whole.glob("export*"):
+        for file in export.iterdir():
+            assert (resumed / export.name / file.name).read_bytes() == file.read_bytes(), file
+    assert not [p for p in resumed.rglob("*") if p.suffix in (".writing", ".deleting")]
+
+
+def stop_and_resume(forks, variant: tuple, folder: Path, hook: dict[str, Any], **more: Any) -> None:
+    """Run until the hook strikes, then again until the end."""
+    step, ranks, values = variant
+    values = values | {"output_dir": folder} | more
+    first = forks.run(step, values, ranks=ranks, hooks=[hook])
+    expected = {"kill": KILLED, "term": STOPPED, "int": STOPPED}[hook["do"]]
+    # Of two ranks the one that is not killed ends too, for its neighbour is gone.
+    assert first.codes[hook.get("rank", 0)] == expected and 0 not in first.codes, first.text()
+    again = forks.run(step, values, ranks=ranks)
+    assert again.codes == [0] * ranks, again.text()
+
+
+SINGLE_POINTS = {
+    "before a step": ("step1_sft.sft_trainer:SFTTrainer.train_step", 3),
+    "between two accumulation steps": ("step1_sft.sft_trainer:compute_nll_sum", 8),
+    "in DeepSpeed's step": ("deepspeed.runtime.engine:DeepSpeedEngine.step", 5),
+    "in an evaluation": ("step1_sft.sft_trainer:SFTTrainer.evaluate", 2),
+    "writing a rank's file": ("common.checkpoints:write_pieces", 5),
+    "before the commit": ("common.checkpoints:CheckpointWriter._commit", 2),
+    "removing an old checkpoint": ("common.checkpoints:remove_folder", 1),
+    "in the export": ("common.export:_write_model", 1),
+}
+
+
+@pytest.mark.parametrize("point", SINGLE_POINTS)
+def test_sft_killed(forks, flags, finished, tmp_path, point):
+    """Wherever step 1 is killed, it ends where it would have."""
+    at, call = SINGLE_POINTS[point]
+    stop_and_resume(forks, flags["sft"], tmp_path / "output", {"at": at, "call": call, "do": "kill"})
+    assert_same_run(tmp_path / "output", finished("sft"))
+
+
+@pytest.mark.parametrize("do", ["kill", "term"])
+@pytest.mark.parametrize(
+    "variant", ["sft, two ranks, ZeRO 2", "sft, LoRA, bf16", "reward", "reward, two ranks, ZeRO 3"]
+)
+def test_single_model_variants(forks, flags, finished, tmp_path, variant, do):
+    """Killed or asked to stop in the middle of an optimizer step."""
+    hook = {"at": "common.engine_step:_global_counts", "call": 4, "do": do}
+    stop_and_resume(forks, flags[variant], tmp_path / "output", hook)
+    assert_same_run(tmp_path / "output", finished(variant))
+
+
+PPO_POINTS = {
+    "generation": ("step3_ppo.roles:Actor.generate", 6),
+    "scoring by the reference": ("step3_ppo.roles:Reference.score", 2),
+    "scoring by the reward model": ("step3_ppo.roles:Reward.score", 2),
+    "scoring by the critic": ("step3_ppo.roles:Critic.score", 2),
+    "between rollout and advantages": ("step3_ppo.ppo_trainer:PPOTrainer._begin_step", 2),
+    "between advantages and updates": ("step3_ppo.ppo_trainer:PPOTrainer._update", 2),
+    "between two accumulation steps": ("step3_ppo.ppo_losses:PPOLosses._policy_sums", 12),
+    "between actor and critic": ("step3_ppo.ppo_losses:PPOLosses.update_critic", 6),
+    "between two minibatches": ("step3_ppo.ppo_trainer:PPOTrainer._learn", 7),
+    "in the average": ("step3_ppo.ema:ExponentialMovingAverage.update", 6),
+    "steering the KL": ("step3_ppo.ppo_math:KLController.update", 2),
+    "in the log": ("common.run_logger:RunLogger.log", 2),
+    "between two steps": ("step3_ppo.ppo_trainer:PPOTrainer.train_step", 3),
+    "in the export of the average": ("common.export:_write_model", 3),
+}
+
+
+@pytest.mark.parametrize("point", PPO_POINTS)
+@pytest.mark.parametrize("do", ["kill", "term"])
+def test_ppo_stopped(forks, flags, finished, tmp_path, point, do):
+    """Killed, it goes on from the rollout or minibatch right before; asked to stop, it saves the next one."""
+    if do == "term" and "export" in point:
+        pytest.skip("what is left is done by then: a request changes nothing")
+    at, call = PPO_POINTS[point]
+    more = {"save_points": "minibatch"} if do == "kill" else {"save_interval": 100}
+    stop_and_resume(forks, flags["ppo"], tmp_path / "output", {"at": at, "call": call, "do": do}, **more)
+    assert_same_run(tmp_path / "output", finished("ppo"))
+
+
+@pytest.mark.parametrize("point", ["scoring by the reward model", "between actor and critic", "in the log"])
+def test_ppo_killed_and_resumed_a_step_before(forks, flags, finished, tmp_path, point):
+    """With checkpoints of whole steps only, what came after the last one is made again."""
+    at, call = PPO_POINTS[point]
+    stop_and_resume(forks, flags["ppo"], tmp_path / "output", {"at": at, "call": call, "do": "kill"})
+    assert_same_run(tmp_path / "output", finished("ppo"))
+
+
+@pytest.mark.parametrize(
+    "point", ["scoring by the reference", "between two accumulation steps", "in the average"]
+)
+@pytest.mark.parametrize(
+    "variant", ["ppo, stale", "ppo, LoRA", "ppo, two ranks, ZeRO 3", "ppo, two ranks, ZeRO 2, bf16"]
+)
+def test_ppo_variants(forks, flags, finished, tmp_path, variant, point):
+    """Rollouts that wait, adapters, shards."""
+    at, call = PPO_POINTS[point]
+    hook = {"at": at, "call": min(call, 5), "do": "kill"}
+    stop_and_resume(forks, flags[variant], tmp_path / "output", hook, save_points="minibatch")
+    assert_same_run(tmp_path / "output", finished(variant))
+
+
+def test_goes_on_after_damage(forks, flags, finished, tmp_path):
+    """A checkpoint with one flipped bit is named and passed over for the one before."""
+    step, ranks, values = flags["ppo"]
+    folder = tmp_path / "output"
+    hook = {"at": "step3_ppo.ppo_trainer:PPOTrainer.train_step", "call": 3, "do": "kill"}
+    forks.run(step, values | {"output_dir": folder}, hooks=[hook])
+    newest = find_checkpoints(folder)[0][0]
+    damaged = newest.folder / "actor-rank-00000.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-5] ^= 1
+    damaged.write_bytes(data)
+    again = forks.run(step, values | {"output_dir": folder})
+    assert again.code == 0 and "actor-rank-00000.safetensors has changed" in again.text()
+    assert_same_run(folder, finished("ppo"))
+
+
+def test_finished_run_does_nothing(forks, flags, finished, tmp_path):
+    """It says so, with exit code 0, and touches no file."""
+    step, _, values = flags["sft"]
+    folder = tmp_path / "output"
+    shutil.copytree(finished("sft"), folder)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    again = forks.run(step, values | {"output_dir": folder})
+    assert again.code == 0 and "has finished: 5 steps" in again.text()
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+RANKS_AND_STAGES = [(2, 0), (2, 1), (2, 3), (1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize(("ranks", "stage"), RANKS_AND_STAGES)
+def test_other_ranks_and_stages(forks, flags, finished, tmp_path, ranks, stage):
+    """What one rank saved without ZeRO goes on with others, equal up to the order of sums."""
+    step, _, values = flags["reward"]
+    folder = tmp_path / "output"
+    values = values | {"output_dir": folder}
+    hook = {"at": "step2_reward.reward_trainer:RewardTrainer.train_step", "call": 4, "do": "kill"}
+    assert forks.run(step, values, hooks=[hook]).code == KILLED
+    more = {"zero_stage": stage, "per_device_train_batch_size": 2 // ranks}
+    again = forks.run(step, values | more, ranks=ranks)
+    assert again.codes == [0] * ranks, again.text()
+    mine, expected = (load_file(f / "export" / "model.safetensors") for f in (folder, finished("reward")))
+    assert max(float((mine[n] - expected[n]).abs().max()) for n in expected) < 1e-5
+    losses = [
+        [row["reward/loss"] for row in read_metrics(f, "reward/loss")] for f in (folder, finished("reward"))
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)

@@ -1,0 +1,249 @@
+"""Disks that take no more, folders that go away.
+
+A save that fails leaves the checkpoints before it, on all ranks alike, and the run goes on or stops as it was
+told; an export that fails leaves the one before it.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from program_runs import read_metrics
+from short_sft import SAVE, STEPS, TRAIN_STEP, ShortSFT, hook
+from test_resume import assert_same_run, without_times
+
+from common.checkpoints import find_checkpoints
+
+pytestmark = pytest.mark.slow
+
+REFUSED = 3
+EXPORT = "common.export:_replace"
+LIMIT = "exec:import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({}, r.getrlimit(r.RLIMIT_FSIZE)[1]))"
+# No file grows beyond so many bytes: enough for metrics, too little for a model.
+FULL, FREE = LIMIT.format(30_000), LIMIT.format("r.RLIM_INFINITY")
+
+
+@pytest.fixture(scope="module")
+def sft(forks, tiny, tmp_path_factory) -> ShortSFT:
+    return ShortSFT(forks, tiny, tmp_path_factory.mktemp("sft"))
+
+
+def names(folder: Path) -> list[str]:
+    """Return the checkpoints of a run, and whatever lies beside them."""
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of every file under a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_only_good(folder: Path, name: str) -> None:
+    """Fail unless a run's one checkpoint is whole, byte for byte."""
+    assert names(folder) == [name]
+    (found,), doubts = find_checkpoints(folder)
+    assert not doubts and found.damaged_file() is None
+
+
+def assert_same_metrics(folder: Path, whole: Path) -> None:
+    """Fail unless every step's numbers are there, once."""
+    assert without_times(read_metrics(folder)) == without_times(read_metrics(whole))
+
+
+def assert_told(text: str, folder: Path, step: int, rank: int = 0) -> None:
+    """Fail unless it was said which save failed, where, and what is left."""
+    pattern = (
+        rf"checkpoint {folder}/checkpoints/step-00000{step} could not be written \(rank {rank}: .+\); the "
+        r"last good one is step-000001"
+    )
+    assert re.search(pattern, text), text
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Full disks
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 1)])
+def test_a_full_disk_that_the_run_goes_on_with(sft, tmp_path, ranks, rank):
+    """Every save but the first fails, on one rank: all is learned and told, and the first is as it was."""
+    folder = tmp_path / "output"
+    hooks = [hook(SAVE, 2, FULL, rank=rank), hook(EXPORT, 1, FREE, rank=rank)]
+    done = sft.run(folder, ranks, hooks)
+    assert done.codes == [0] * ranks, done.text()
+    for step in range(2, STEPS + 1):
+        assert_told(done.text(), folder, step, rank)
+    assert done.text().count("; the run goes on\n") == STEPS - 1 and "File too large" in done.text()
+    assert_only_good(folder, "step-000001")
+    assert_same_metrics(folder, sft.undisturbed(ranks))
+    assert contents(folder / "export") == contents(sft.undisturbed(ranks) / "export")
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_a_full_disk_that_stops_the_run(sft, tmp_path, ranks, rank):
+    """Code 3 on all ranks; when there is room again, the same command ends as if nothing had been."""
+    folder = tmp_path / "output"
+    done = sft.run(folder, ranks, [hook(SAVE, 2, FULL, rank=rank)], on_save_error="stop")
+    assert done.codes == [REFUSED] * ranks, done.text()
+    assert "error: checkpoint" in done.text() and "Traceback" not in done.text()
+    assert_told(done.text(), folder, 2, rank)
+    assert_only_good(folder, "step-000001")
+    again = sft.run(folder, ranks, on_save_error="stop")
+    assert again.codes == [0] * ranks and "goes on from" in again.text(), again.text()
+    assert_same_run(folder, sft.undisturbed(ranks))
+
+
+def test_a_disk_that_is_full_from_the_first_save_on(sft, tmp_path):
+    """There is no checkpoint before it, and the message says so."""
+    done = sft.run(tmp_path / "output", hooks=[hook(SAVE, 1, FULL)], on_save_error="stop")
+    assert done.code == REFUSED and "there is none before it" in done.text()
+    assert names(tmp_path / "output") == []
+
+
+def test_a_stop_that_cannot_save_says_so(sft, tmp_path):
+    """Asked to stop on a full disk, it must not claim that the state is saved."""
+    folder = tmp_path / "output"
+    hooks = [hook(SAVE, 2, FULL), hook(TRAIN_STEP, 2, "term")]
+    done = sft.run(folder, hooks=hooks)
+    assert done.code == REFUSED and "saved in" not in done.text()
+    assert_told(done.text(), folder, 2)
+    again = sft.run(folder)
+    assert again.code == 0, again.text()
+    assert_same_run(folder, sft.undisturbed())
+
+
+def test_metrics_wait_for_room(sft, tmp_path):
+    """Not even a line can be written from step 2 on, on the screen neither."""
+    folder = tmp_path / "output"
+    count = f"; print(len(open({str(folder / 'metrics.jsonl')!r}).readlines()), 'lines', flush=True)"
+    done = sft.run(folder, hooks=[hook(TRAIN_STEP, 2, LIMIT.format(100)), hook(EXPORT, 1, FREE + count)])
+    assert done.code == 0, done.text()
+    assert "\n2 lines\n" in done.text(), "an evaluation and the first step"
+    assert len(read_metrics(folder)) > STEPS
+    assert_same_metrics(folder, sft.undisturbed())
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Return a function that gives a folder with room for so many bytes, a disk of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+
+    def make(num_bytes: int) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(place)]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("a small disk is made by mounting a tmpfs, which is not allowed here")
+        return place
+
+    yield make
+    subprocess.run(["umount", str(place)], capture_output=True)
+
+
+def test_a_disk_that_is_really_full(sft, small_disk):
+    """No page is free from step 2 on, and the export fails. With room, the rest is made."""
+    disk = small_disk(4 * 2**20)
+    folder, filler = disk / "output", disk / "filler"
+    fill = (
+        "exec:import contextlib\n"
+        f"with contextlib.suppress(OSError), open({str(filler)!r}, 'wb', 0) as file:\n"
+        "  while file.write(bytes(4096)): pass"
+    )
+    done = sft.run(folder, hooks=[hook(TRAIN_STEP, 2, fill)])
+    assert done.code == REFUSED, done.text()
+    assert done.text().count("the run goes on") == STEPS - 1 and "No space left on device" in done.text()
+    assert f"error: {folder}/export could not be written" in done.text()
+    assert "Traceback" not in done.text()
+    assert_only_good(folder, "step-000001")
+    assert read_metrics(folder), "no line is torn"
+    filler.unlink()
+    again = sft.run(folder)
+    assert again.code == 0, again.text()
+    assert_same_run(folder, sft.undisturbed())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Folders that go away
+# ---------------------------------------------------------------------------------------------------------
+
+LOST = ["the folder", "a file in the place of its checkpoints"]
+
+
+def lose(folder: Path, what: str) -> tuple[str, str]:
+    """Return what hooks do to let a run's folder (of checkpoints) go away, and come back."""
+    place = folder if what == "the folder" else folder / "checkpoints"
+    away = place.with_name("away")
+    lost = f"exec:import os; os.rename({str(place)!r}, {str(away)!r})"
+    found = f"exec:import os; os.rename({str(away)!r}, {str(place)!r})"
+    if place != folder:
+        lost += f"; open({str(place)!r}, 'w').close()"
+        found = found.replace("os;", f"os; os.unlink({str(place)!r});")
+    return lost, found
+
+
+@pytest.mark.parametrize("what", LOST)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_folder_that_goes_away_and_comes_back(sft, tmp_path, what, ranks):
+    """As a network folder does: two saves fail, the third is made, no line of the metrics is lost."""
+    folder = tmp_path / "output"
+    lost, found = lose(folder, what)
+    done = sft.run(folder, ranks, [hook(SAVE, 2, lost, rank=0), hook(TRAIN_STEP, 4, found, rank=0)])
+    assert done.codes == [0] * ranks, done.text()
+    for step in (2, 3):
+        assert_told(done.text(), folder, step)
+    assert names(folder) == ["step-000001", "step-000004"]
+    assert_same_run(folder, sft.undisturbed(ranks))
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_folder_that_goes_away_and_stops_the_run(sft, tmp_path, what):
+    """Nothing is made in its place, and when it is back the run goes on."""
+    folder = tmp_path / "output"
+    lost, found = lose(folder, what)
+    done = sft.run(folder, hooks=[hook(SAVE, 2, lost)], on_save_error="stop")
+    assert done.code == REFUSED, done.text()
+    assert_told(done.text(), folder, 2)
+    assert folder.exists() == (what != "the folder")
+    exec(found.removeprefix("exec:"))
+    assert_only_good(folder, "step-000001")
+    again = sft.run(folder, on_save_error="stop")
+    assert again.code == 0, again.text()
+    assert_same_run(folder, sft.undisturbed())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Exports
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_export_that_fails_leaves_the_earlier_one_and_is_made_later(sft, tmp_path, ranks):
+    """A run that is made longer exports again; after code 3 the same command only exports."""
+    folder = tmp_path / "output"
+    assert sft.run(folder, ranks, max_train_steps=2).codes == [0] * ranks
+    earlier = contents(folder / "export")
+    done = sft.run(folder, ranks, [hook(EXPORT, 1, FULL, rank=0)])
+    assert done.codes == [REFUSED] * ranks, done.text()
+    assert f"error: {folder}/export could not be written" in done.text() and "Traceback" not in done.text()
+    assert "what was there before is as it was" in done.text()
+    assert contents(folder / "export") == earlier and not (folder / "finished.json").exists()
+    metrics = read_metrics(folder)
+    again = sft.run(folder, ranks, [hook(TRAIN_STEP, 1, "raise:nothing is left to learn")])
+    assert again.codes == [0] * ranks, again.text()
+    assert read_metrics(folder) == metrics
+    now = contents(folder / "export")
+    assert now.keys() == earlier.keys() and now["model.safetensors"] != earlier["model.safetensors"]
+    assert json.loads((folder / "finished.json").read_text())["steps"] == STEPS
+    assert not [path for path in folder.iterdir() if path.suffix in (".writing", ".deleting")]
+
+
+def test_where_there_was_no_export_none_is_left(sft, tmp_path):
+    """Neither half a one nor a folder with another name."""
+    folder = tmp_path / "output"
+    assert sft.run(folder, hooks=[hook(EXPORT, 1, FULL)]).code == REFUSED
+    assert not [path for path in folder.iterdir() if path.name.startswith("export")]
+    again = sft.run(folder)
+    assert again.code == 0, again.text()
+    assert_same_run(folder, sft.undisturbed())

@@ -1,0 +1,73 @@
+"""SIGTERM and Ctrl-C under every launcher: the state is saved, and the same command goes on."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from program_runs import ROOT, as_flags, deepspeed, environment, read_curve, run, torchrun
+
+from common.checkpoints import find_checkpoints
+from common.stop_request import STOPPED
+
+pytestmark = pytest.mark.slow
+
+LAUNCHERS = {
+    "python": lambda *words: [sys.executable, *map(str, words)],
+    "torchrun": torchrun,
+    "deepspeed": deepspeed,
+}
+
+
+def start(command: list[str], log: Path) -> subprocess.Popen:
+    """Start a command in a process group of its own, as a shell does."""
+    with open(log, "w") as file:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=file, stderr=file, start_new_session=True
+        )
+
+
+def wait_for_steps(output: Path, count: int, process: subprocess.Popen, log: Path) -> None:
+    """Return when so many steps have been made."""
+    deadline = time.monotonic() + 240
+    while not (output / "metrics.jsonl").exists() or len(read_curve(output, "sft/loss")) < count:
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "whole_group"),
+    [
+        ("python", signal.SIGINT, True),
+        ("torchrun", signal.SIGTERM, False),  # the launcher alone; DeepSpeed's would not pass it on
+        ("deepspeed", signal.SIGTERM, True),  # as Slurm does: the launcher and all ranks
+        ("deepspeed", signal.SIGINT, True),  # as a terminal does
+    ],
+)
+def test_stops_and_goes_on(tiny, tmp_path, launcher, number, whole_group):
+    output, log = tmp_path / "output", tmp_path / "log"
+    flags = {"model_name_or_path": tiny.base, "data_path": tiny.rows, "data_output_path": tiny.cache}
+    flags |= {"max_seq_len": 48, "per_device_train_batch_size": 2, "output_dir": output, "save_interval": 0}
+    flags |= {"num_train_epochs": 10000, "max_train_steps": 5000, "lr_scheduler_type": "constant"}
+    process = start(LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(flags)), log)
+    try:
+        wait_for_steps(output, 3, process, log)
+        (os.killpg if whole_group else os.kill)(process.pid, number)
+        code = process.wait(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert code == STOPPED if launcher == "python" else code != 0, log.read_text()
+    text = log.read_text()
+    assert f"{number.name}: saving, then leaving" in text or "SIGTERM: saving, then leaving" in text
+    (found, *_), doubts = find_checkpoints(output)
+    num_steps = found.meta["numbers"]["progress"]["step"]
+    assert num_steps == len(read_curve(output, "sft/loss")) >= 3 and not doubts
+    more = flags | {"max_train_steps": num_steps + 2}
+    done = run(LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(more)))
+    assert f"goes on from {found.folder}" in done.stdout
+    assert len(read_curve(output, "sft/loss")) == num_steps + 2

@@ -1,0 +1,133 @@
+"""Refused steps are counted over a whole run, and their batches can be looked at."""
+
+import json
+import math
+
+import pytest
+import torch
+from disk_limit import files_up_to
+
+from common.bad_steps import BadSteps
+from common.data.collators import PackedPairCollator, PackedSFTCollator, PairCollator, SFTCollator
+from common.data.packed_batch import PackedBatch
+from common.pieces import PieceReader
+from common.refusal import StepRefused, TooManyBadSteps
+from common.run_logger import RunLogger
+
+
+def build(folder, most: int = 3) -> BadSteps:
+    logger = RunLogger(str(folder), columns=("a/b",), num_steps=9)
+    logger.begin_anew()
+    return BadSteps(str(folder), most, logger)
+
+
+def rows_of(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics(folder) -> list[tuple[int, int]]:
+    return [(row["step"], row["perf/bad_steps"]) for row in rows_of(folder / "metrics.jsonl")]
+
+
+def test_refused_steps_are_counted_and_the_one_too_many_ends_the_run(tmp_path, capsys):
+    bad_steps, errors = build(tmp_path, most=2), [StepRefused(f"loss {i} is NaN") for i in range(3)]
+    bad_steps.refuse(4, errors[0])
+    bad_steps.refuse(7, errors[1])
+    with pytest.raises(TooManyBadSteps, match="loss 2 is NaN\n3 steps were refused, --max_bad_steps 2 are"):
+        bad_steps.refuse(8, errors[2])
+    assert metrics(tmp_path) == [(4, 1), (7, 2), (8, 3)]
+    printed = capsys.readouterr().out
+    assert "step 4 refused: loss 0 is NaN; its batch is in" in printed and "step 8 refused" in printed
+
+
+def test_none_is_borne_where_none_is_allowed(tmp_path):
+    error = StepRefused("no")
+    with pytest.raises(TooManyBadSteps) as caught:
+        build(tmp_path, most=0).refuse(1, error)
+    assert caught.value.__cause__ is error
+
+
+def test_the_count_goes_on_where_a_checkpoint_left_it(tmp_path):
+    first, second = build(tmp_path, most=1), build(tmp_path, most=1)
+    first.refuse(1, StepRefused("no"))
+    assert list(first.pieces()) == []
+    second.load(PieceReader([]), json.loads(json.dumps(first.numbers())))
+    with pytest.raises(TooManyBadSteps, match="2 steps were refused"):
+        second.refuse(2, StepRefused("no"))
+
+
+def test_the_batch_of_a_refused_step_is_written_sequence_by_sequence(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.distributed.rank", lambda: 3)
+    none = torch.tensor([], dtype=torch.int64)
+    columns = {
+        "ids": [[torch.tensor([1, 2]), torch.tensor([3])], [torch.tensor([4]), none]],
+        "logprobs": [[torch.tensor([-0.5, math.nan])], [torch.tensor([math.inf])]],
+    }
+    first = PackedBatch.build(("a", "b"), columns)
+    second = {"ids": torch.tensor([[5, 6]]), "names": ["c"]}
+    build(tmp_path).refuse(12, StepRefused("why", [first, second]))
+    (file,) = (tmp_path / "bad_batches").iterdir()
+    assert file.name == "step-000012-001-rank-00003.jsonl"
+    head, a, b, c = rows_of(file)
+    assert head == {"step": 12, "reason": "why"}
+    assert a["id"] == "a" and a["ids"] == [[1, 2], [3]] and str(a["logprobs"]) == "[-0.5, nan]"
+    assert b["ids"] == [[4], []] and b["logprobs"] == [math.inf]
+    assert c == {"ids": [5, 6], "names": "c"}
+
+
+SFT_ROWS = [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "row_id": "r1"}]
+SFT_ROWS.append({"input_ids": [4, 5], "loss_mask": [0, 1], "row_id": "r2"})
+STARTS = {"chosen_response_start": 1, "rejected_response_start": 1}
+PAIR_ROWS = [
+    STARTS | {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 4], "margin": 1.5, "row_id": "p1"},
+    STARTS | {"chosen_ids": [5, 6], "rejected_ids": [5, 7], "margin": 0.5, "row_id": "p2"},
+]
+
+
+@pytest.mark.parametrize(
+    ("collate", "rows"),
+    [
+        (SFTCollator(0), SFT_ROWS),
+        (PackedSFTCollator(), SFT_ROWS),
+        (PairCollator(0), PAIR_ROWS),
+        (PackedPairCollator(), PAIR_ROWS),
+    ],
+    ids=["padded rows", "packed rows", "padded pairs", "packed pairs"],
+)
+def test_every_kind_of_batch_can_be_written_and_names_its_rows(tmp_path, collate, rows):
+    """A padded batch of pairs has twice as many sequences as margins."""
+    build(tmp_path).refuse(1, StepRefused("no", [collate(rows)]))
+    (file,) = (tmp_path / "bad_batches").iterdir()
+    text = file.read_text()
+    assert len(rows_of(file)) > 1 and all(row["row_id"] in text for row in rows)
+
+
+def test_refusals_of_one_step_have_files_of_their_own(tmp_path):
+    """Step 3 refuses minibatches: several in one step."""
+    bad_steps = build(tmp_path)
+    for _ in range(2):
+        bad_steps.refuse(5, StepRefused("no"))
+    names = sorted(path.name for path in (tmp_path / "bad_batches").iterdir())
+    assert names == [f"step-000005-00{n}-rank-00000.jsonl" for n in (1, 2)]
+
+
+def test_a_batch_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, capsys):
+    bad_steps = build(tmp_path)
+    batch = {"ids": torch.arange(5000).view(50, 100)}
+    with files_up_to(6000):
+        bad_steps.refuse(1, StepRefused("no", [batch]))
+    assert "its batch could not be written to" in capsys.readouterr().out
+    (tmp_path / "bad_batches" / "step-000001-001-rank-00000.jsonl").unlink()
+    (tmp_path / "bad_batches").rmdir()
+    (tmp_path / "bad_batches").write_text("a file in the folder's place")
+    bad_steps.refuse(2, StepRefused("no", [batch]))
+    assert bad_steps.count == 2 and "(File exists)" in capsys.readouterr().out
+
+
+def test_without_a_folder_steps_are_counted_all_the_same(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TooManyBadSteps):
+        bad_steps = BadSteps("", 1, RunLogger("", columns=(), num_steps=9))
+        for step in (1, 2):
+            bad_steps.refuse(step, StepRefused("no", [{"ids": torch.zeros(2)}]))
+    assert not list(tmp_path.iterdir()) and "step 1 refused: no\n" in capsys.readouterr().out

@@ -1,0 +1,259 @@
+"""Files and folders are whole or not there, and what a crash leaves beside them is put right."""
+
+import errno
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from common import durable_files
+from common.durable_files import (
+    DELETING,
+    WRITING,
+    digest,
+    publish_folder,
+    remove_folder,
+    remove_leftovers,
+    sync,
+    sync_tree,
+    write_file,
+)
+
+
+def make_folder(path: Path, text: str) -> Path:
+    """A folder with a file, and with one in a folder below."""
+    (path / "below").mkdir(parents=True)
+    (path / "file").write_text(text)
+    (path / "below" / "file").write_text(text)
+    return path
+
+
+def text_of(folder: Path) -> str:
+    """What `make_folder` wrote; a mixture of two fails."""
+    texts = {(folder / "file").read_text(), (folder / "below" / "file").read_text()}
+    assert len(texts) == 1, texts
+    return texts.pop()
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def way(request, monkeypatch) -> str:
+    """How a folder takes the place of another, on a file system that can and on one that cannot exchange."""
+    if request.param == "two renames":
+        monkeypatch.setattr(durable_files, "_exchange", lambda first, second: False)
+    return request.param
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[str, str]]:
+    """What was brought to the disk and what was renamed, in order."""
+    made: list[tuple[str, str]] = []
+    fsync = os.fsync
+
+    def noted_fsync(descriptor: int) -> None:
+        made.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def noted(name: str):
+        plain = getattr(Path, name)
+
+        def rename(self, target):
+            made.append(("rename", f"{self.name} to {Path(target).name}"))
+            return plain(self, target)
+
+        return rename
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(Path, name, noted(name))
+    return made
+
+
+def fail_rename(monkeypatch, target_name: str) -> None:
+    """Let renames to a name fail as on a broken disk."""
+    plain = Path.rename
+
+    def rename(self, target):
+        if Path(target).name == target_name and self.suffix != DELETING:
+            raise OSError(errno.EIO, "Input/output error")
+        return plain(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
+    write_file(tmp_path / "a.json", "ä1")
+    write_file(tmp_path / "a.json", "ä2")
+    assert (tmp_path / "a.json").read_text(encoding="utf-8") == "ä2"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+    once = [
+        ("sync", "a.json.writing"),
+        ("rename", "a.json.writing to a.json"),
+        ("sync", tmp_path.name),
+    ]
+    assert calls == once * 2
+
+
+@pytest.mark.parametrize("failing", ["fsync", "rename"])
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_beside_it(
+    tmp_path, monkeypatch, failing
+):
+    write_file(tmp_path / "a.json", "old")
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(*((os, "fsync") if failing == "fsync" else (Path, "replace")), fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_file(tmp_path / "a.json", "new")
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a.json": "old"}
+
+
+def test_a_digest_is_that_of_all_bytes(tmp_path):
+    data = bytes(range(256)) * 5000
+    (tmp_path / "a").write_bytes(data)
+    assert digest(tmp_path / "a") == hashlib.sha256(data).hexdigest()
+    with pytest.raises(FileNotFoundError):
+        digest(tmp_path / "b")
+
+
+def test_everything_under_a_folder_is_brought_to_the_disk(tmp_path, calls):
+    sync_tree(make_folder(tmp_path / "f", "x"))
+    assert sorted(calls) == [("sync", "below"), ("sync", "f"), ("sync", "file"), ("sync", "file")]
+
+
+def test_a_file_system_that_cannot_sync_a_folder_is_no_failure_but_a_broken_disk_is(tmp_path, monkeypatch):
+    """CIFS and some others say EINVAL to fsync of a folder."""
+    (tmp_path / "file").write_text("x")
+
+    def fail_with(number: int):
+        def fsync(_):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    fail_with(errno.EINVAL)
+    sync(tmp_path)
+    with pytest.raises(OSError, match="Invalid"):
+        sync(tmp_path / "file")
+    fail_with(errno.EIO)
+    with pytest.raises(OSError, match="Input/output"):
+        sync(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Folders
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
+    publish_folder(make_folder(tmp_path / "f.writing", "new"), tmp_path / "f")
+    assert text_of(tmp_path / "f") == "new" and [p.name for p in tmp_path.iterdir()] == ["f"]
+    names = [("sync", "below"), ("sync", "f.writing"), ("sync", "file"), ("sync", "file")]
+    assert sorted(calls[:4]) == names
+    assert calls[4:] == [("rename", "f.writing to f"), ("sync", tmp_path.name)]
+
+
+def test_a_folder_takes_the_place_of_another(tmp_path, way):
+    make_folder(tmp_path / "f", "old")
+    (tmp_path / "f" / "only in the old one").touch()
+    publish_folder(make_folder(tmp_path / "f.writing", "new"), tmp_path / "f")
+    assert text_of(tmp_path / "f") == "new" and [p.name for p in tmp_path.iterdir()] == ["f"]
+    assert sorted(p.name for p in (tmp_path / "f").iterdir()) == ["below", "file"]
+
+
+def test_two_folders_change_places_in_one_call(tmp_path):
+    """On this file system there is no moment without the folder."""
+    first, second = make_folder(tmp_path / "a", "1"), make_folder(tmp_path / "b", "2")
+    assert durable_files._exchange(first, second)
+    assert (text_of(first), text_of(second)) == ("2", "1")
+    with pytest.raises(FileNotFoundError):
+        durable_files._exchange(first, tmp_path / "c")
+
+
+def test_a_link_to_a_folder_is_replaced_and_what_it_leads_to_is_left_alone(tmp_path, way):
+    elsewhere = make_folder(tmp_path / "elsewhere", "mine")
+    (tmp_path / "f").symlink_to(elsewhere)
+    publish_folder(make_folder(tmp_path / "f.writing", "new"), tmp_path / "f")
+    assert text_of(tmp_path / "f") == "new" and not (tmp_path / "f").is_symlink()
+    assert text_of(elsewhere) == "mine"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "f"]
+
+
+def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(durable_files, "_exchange", lambda first, second: False)
+    make_folder(tmp_path / "f", "old")
+    fail_rename(monkeypatch, "f")
+    with pytest.raises(OSError, match="Input/output"):
+        publish_folder(make_folder(tmp_path / "f.writing", "new"), tmp_path / "f")
+    assert text_of(tmp_path / "f") == "old"
+
+
+def test_a_folder_whose_files_cannot_be_brought_to_the_disk_is_not_published(tmp_path, monkeypatch, way):
+    make_folder(tmp_path / "f", "old")
+
+    def fail(_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        publish_folder(make_folder(tmp_path / "f.writing", "new"), tmp_path / "f")
+    assert text_of(tmp_path / "f") == "old"
+
+
+def test_an_old_folder_that_cannot_be_removed_is_a_leftover_and_no_failure(tmp_path, monkeypatch, way):
+    make_folder(tmp_path / "f", "old")
+    new = make_folder(tmp_path / "f.writing", "new")
+    monkeypatch.setattr(durable_files.shutil, "rmtree", lambda path, ignore_errors=False: None)
+    publish_folder(new, tmp_path / "f")
+    assert text_of(tmp_path / "f") == "new"
+    monkeypatch.undo()
+    remove_leftovers(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["f"] and text_of(tmp_path / "f") == "new"
+
+
+def test_a_removed_folder_loses_its_name_before_its_files(tmp_path, monkeypatch, calls):
+    make_folder(tmp_path / "f", "x")
+    make_folder(tmp_path / f"f{DELETING}", "left by a crash")
+    remove_folder(tmp_path / "f")
+    assert not list(tmp_path.iterdir())
+    assert calls == [("rename", "f to f.deleting"), ("sync", tmp_path.name)]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What a crash leaves
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_unfinished_goes_and_everything_else_stays(tmp_path):
+    make_folder(tmp_path / "whole", "x")
+    make_folder(tmp_path / f"half{WRITING}", "x")
+    make_folder(tmp_path / f"going{DELETING}", "x")
+    (tmp_path / f"file.json{WRITING}").write_text("{")
+    (tmp_path / f"link{WRITING}").symlink_to(tmp_path / "whole")
+    (tmp_path / "writing").write_text("kept")
+    remove_leftovers(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["whole", "writing"]
+    assert text_of(tmp_path / "whole") == "x"
+    remove_leftovers(tmp_path / "not there")
+
+
+def test_a_folder_between_two_renames_is_brought_back(tmp_path):
+    make_folder(tmp_path / f"f{DELETING}", "old")
+    make_folder(tmp_path / f"f{WRITING}", "new")
+    remove_leftovers(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["f"] and text_of(tmp_path / "f") == "old"
+
+
+def test_an_exchanged_folder_is_not_taken_back(tmp_path):
+    """After the exchange the unfinished name holds the old folder, whole or half removed."""
+    make_folder(tmp_path / "f", "new")
+    make_folder(tmp_path / f"f{WRITING}", "old")
+    make_folder(tmp_path / f"f{DELETING}", "older")
+    remove_leftovers(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["f"] and text_of(tmp_path / "f") == "new"

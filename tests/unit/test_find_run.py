@@ -1,0 +1,252 @@
+"""What a run finds in its folder, and what it does with it: go on, begin, say that it is done, or refuse."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from simple_parts import make_parts
+
+from common import resume
+from common.args import Problems, parse_args
+from common.checkpoints import CheckpointWriter
+from common.resume import EarlierRun, compare_flags, find_run
+from step1_sft.arguments import SFTArguments
+
+
+def parse(words: str) -> SFTArguments:
+    problems = Problems()
+    args = parse_args(SFTArguments, ["--model_name_or_path", "m", *words.split()], problems=problems)
+    assert not problems.messages
+    return args
+
+
+def flags_of(words: str) -> dict:
+    """The flags of a run as it saves them."""
+    return dataclasses.asdict(parse(words)) | {"resolved_dtype": "fp32"}
+
+
+def leave_run(folder: Path, words: str = "", steps=(1, 2), *, is_finished: bool = False) -> Path:
+    """A folder as a run has left it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = flags_of(f"--output_dir {folder} {words}")
+    (folder / "args.json").write_text(json.dumps(flags))
+    (folder / "metrics.jsonl").write_text("")
+    writer = CheckpointWriter(folder, 0, {"args": flags})
+    for step in steps:
+        writer.save(f"step-{step:06d}", make_parts(step))
+    if is_finished:
+        lengths = {name: flags.get(name) for name in resume.LENGTH_FLAGS}
+        (folder / "finished.json").write_text(json.dumps({"steps": 2, "args": lengths}))
+    return folder
+
+
+def find(words: str) -> tuple[EarlierRun, list[str]]:
+    """What is found, and what is wrong."""
+    problems = Problems()
+    return find_run(parse(words), problems), problems.messages
+
+
+def names(earlier: EarlierRun) -> list[str]:
+    return [checkpoint.name for checkpoint in earlier.checkpoints]
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return leave_run(tmp_path / "run")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The folder of the run itself
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_there_is_a_beginning(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for words in ("", f"--output_dir {tmp_path / 'new' / 'deep'}", f"--output_dir {tmp_path / 'empty'}"):
+        assert find(words) == (EarlierRun(), [])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty"], "a check makes no folder"
+
+
+def test_the_same_command_goes_on_from_the_newest(run):
+    earlier, problems = find(f"--output_dir {run}")
+    assert names(earlier) == ["step-000002", "step-000001"] and not problems and not earlier.notes
+    assert not earlier.is_elsewhere and not earlier.finished
+
+
+def test_a_damaged_one_is_noted_and_the_one_before_it_taken(run):
+    (run / "checkpoints" / "step-000002" / "meta.json").write_text("{")
+    earlier, problems = find(f"--output_dir {run}")
+    assert names(earlier) == ["step-000001"] and not problems
+    assert "step-000002: meta.json is not one of ours, or torn; it is passed over" in earlier.notes[0]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_unasked(run):
+    for step in (1, 2):
+        (run / "checkpoints" / f"step-00000{step}" / "meta.json").unlink()
+    earlier, (problem,) = find(f"--output_dir {run}")
+    assert "step-000002: meta.json cannot be read" in problem and "step-000001: " in problem
+    assert "--overwrite_output_dir starts anew" in problem
+    assert find(f"--output_dir {run} --overwrite_output_dir") == (EarlierRun(), [])
+
+
+def test_a_run_that_had_saved_nothing_begins_anew_and_says_so(tmp_path):
+    run = leave_run(tmp_path / "run", steps=())
+    earlier, problems = find(f"--output_dir {run}")
+    assert not names(earlier) and not problems
+    assert earlier.notes == [f"the run in {run} had saved no checkpoint yet: it begins anew"]
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path):
+    run = leave_run(tmp_path / "run", is_finished=True)
+    earlier, problems = find(f"--output_dir {run}")
+    assert f"the run in {run} has finished: 2 steps; its models are in {run}/export" in earlier.finished
+    assert "--overwrite_output_dir starts it anew" in earlier.finished and not problems
+    assert find(f"--output_dir {run} --overwrite_output_dir") == (EarlierRun(), [])
+
+
+def test_a_finished_run_goes_on_when_it_is_to_be_longer(tmp_path):
+    run = leave_run(tmp_path / "run", is_finished=True)
+    earlier, problems = find(f"--output_dir {run} --num_train_epochs 7")
+    assert names(earlier)[0] == "step-000002" and not earlier.finished and not problems
+    assert earlier.notes == ["--num_train_epochs is 7 from here on; it was 1"]
+
+
+def test_a_finished_run_without_checkpoints_cannot_be_made_longer(tmp_path):
+    run = leave_run(tmp_path / "run", steps=(), is_finished=True)
+    earlier, (problem,) = find(f"--output_dir {run} --num_train_epochs 7")
+    assert not names(earlier) and f"--output_dir {run} holds args.json" in problem
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_a_torn_note_of_the_end_counts_for_nothing(run, text):
+    (run / "finished.json").write_text(text)
+    earlier, problems = find(f"--output_dir {run}")
+    assert names(earlier) == ["step-000002", "step-000001"] and not problems and not earlier.finished
+
+
+@pytest.mark.parametrize("words", ["--resume never", ""])
+def test_other_files_are_not_written_over_unasked(run, words):
+    if not words:
+        (run / "args.json").unlink()  # some folder, and no run's
+    earlier, (problem,) = find(f"--output_dir {run} {words}")
+    assert problem.startswith(f"--output_dir {run} holds ") and "of an earlier run" in problem
+    assert "--overwrite_output_dir to replace it" in problem and not names(earlier)
+
+
+def test_what_a_launch_script_has_put_there_is_no_earlier_run(tmp_path):
+    (tmp_path / "run" / "log").mkdir(parents=True)
+    (tmp_path / "run" / "train.log").write_text("")
+    assert find(f"--output_dir {tmp_path / 'run'}") == (EarlierRun(), [])
+    assert find(f"--output_dir {tmp_path / 'run'} --resume never") == (EarlierRun(), [])
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        _, (problem,) = find(f"--output_dir {path}")
+        assert problem.startswith(f"--output_dir {path}: ") and "choose another" in problem
+
+
+# ---------------------------------------------------------------------------------------------------------
+# --resume PATH
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_a_folder_of_them_or_a_run_can_be_named(run):
+    first = run / "checkpoints" / "step-000001"
+    expected = {first: ["step-000001"], run: ["step-000002", "step-000001"]}
+    for path, found in (expected | {run / "checkpoints": expected[run]}).items():
+        for words, is_elsewhere in ((f"--output_dir {run}", False), ("", True)):
+            earlier, problems = find(f"--resume {path} {words}")
+            assert names(earlier) == found and not problems and earlier.is_elsewhere is is_elsewhere
+
+
+def test_the_same_folder_by_another_name_is_no_other(run, tmp_path):
+    (tmp_path / "link").symlink_to(run)
+    earlier, problems = find(f"--resume {run} --output_dir {tmp_path / 'link'}")
+    assert not earlier.is_elsewhere and not problems
+
+
+def test_a_run_goes_on_in_another_folder_that_is_free(run, tmp_path):
+    earlier, problems = find(f"--resume {run} --output_dir {tmp_path / 'new'}")
+    assert earlier.is_elsewhere and names(earlier)[0] == "step-000002" and not problems
+    other = leave_run(tmp_path / "other", steps=())
+    _, (problem,) = find(f"--resume {run} --output_dir {other}")
+    assert problem.startswith(f"--output_dir {other} holds ")
+    earlier, problems = find(f"--resume {run} --output_dir {other} --overwrite_output_dir")
+    assert earlier.is_elsewhere and not problems
+
+
+@pytest.mark.parametrize("what", ["nothing there", "no checkpoint", "damaged"])
+def test_a_path_that_is_no_checkpoint_is_named_with_the_reason(run, tmp_path, what):
+    path, reason = {
+        "nothing there": (tmp_path / "nowhere", "is no checkpoint and has none in"),
+        "no checkpoint": (tmp_path, "is no checkpoint and has none in"),
+        "damaged": (run / "checkpoints" / "step-000001", "bytes, not"),
+    }[what]
+    if what == "damaged":
+        (path / "model-rank-00000.safetensors").write_bytes(b"")
+    earlier, (problem,) = find(f"--resume {path}")
+    assert problem.startswith(f"--resume {path}: ") and reason in problem and not names(earlier)
+    assert "give a folder such as OUTPUT_DIR/checkpoints/step-000200" in problem
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Flags
+# ---------------------------------------------------------------------------------------------------------
+
+
+def compare(now: str, before: dict) -> tuple[list[str], list[str]]:
+    problems = Problems()
+    return compare_flags(parse(now), before, "ORIGIN", problems), problems.messages
+
+
+def test_a_flag_that_makes_it_another_run_is_refused_with_both_values():
+    notes, problems = compare("--learning_rate 1e-3 --seed 5", flags_of("--learning_rate 2e-3 --seed 4"))
+    rate, seed = sorted(problems)
+    expected = "--learning_rate 0.001 differs from the 0.002 of ORIGIN, and would make it another run: give"
+    assert rate.startswith(f"{expected} 0.002") and "--overwrite_output_dir" in rate and not notes
+    assert seed.startswith("--seed 5 differs from the 4 of ORIGIN")
+
+
+def test_flags_that_move_no_number_are_taken_as_they_are_given_and_noted():
+    before = flags_of("--zero_stage 0 --save_interval 5")
+    notes, problems = compare("--zero_stage 3 --save_interval 7 --output_dir x --local_rank 1", before)
+    assert not problems
+    assert sorted(notes) == [
+        "--save_interval is 7 from here on; it was 5",
+        "--zero_stage is 3 from here on; it was 0",
+    ]
+
+
+def test_what_has_no_effect_is_not_compared():
+    ignored = [f.name for f in dataclasses.fields(SFTArguments) if f.metadata["no_effect"]]
+    before = flags_of("") | dict.fromkeys(ignored, "something else")
+    assert ignored and compare("", before) == ([], [])
+
+
+def test_a_flag_that_an_older_program_did_not_have_was_at_its_default():
+    before = flags_of("")
+    del before["learning_rate"], before["data_path"]
+    assert compare("", before) == ([], [])
+    _, (problem,) = compare("--learning_rate 1e-3", before)
+    assert problem.startswith(f"--learning_rate 0.001 differs from the {parse('').learning_rate} of")
+
+
+def test_the_precision_is_compared_by_what_it_was_resolved_to(monkeypatch):
+    """An empty --dtype is what the machine has best."""
+    before = flags_of("") | {"resolved_dtype": "bf16"}
+    monkeypatch.setattr("common.distributed.default_dtype_name", lambda: "bf16")
+    assert compare("", before) == compare("--dtype bf16", before) == ([], [])
+    monkeypatch.setattr("common.distributed.default_dtype_name", lambda: "fp32")
+    for words in ("", "--dtype fp32"):
+        _, (problem,) = compare(words, before)
+        assert problem.startswith("--dtype fp32 differs from the bf16 of ORIGIN")
+
+
+def test_flags_are_those_of_the_checkpoint_and_not_of_a_later_start(run):
+    """args.json is what the last start had, which may have been refused later or have saved nothing."""
+    (run / "args.json").write_text(json.dumps(flags_of(f"--output_dir {run} --learning_rate 0.5")))
+    _, problems = find(f"--output_dir {run}")
+    assert not problems

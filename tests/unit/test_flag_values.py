@@ -1,0 +1,108 @@
+"""Values that no flag can have, and surroundings in which no run can start."""
+
+import pytest
+
+from common.args import Problems, parse_args
+from common.flag_values import check_value, shortened
+from common.launch_environment import OF_A_LAUNCHER, check_environment
+from step3_ppo.arguments import PPOArguments
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -(2**53), 2**53, 3.4e38, -1e-300, "", "a/b", "x" * 255, "http://h/?" + "q" * 500, "\u00e4\U0001f600"],
+)
+def test_what_can_be_used_passes(value):
+    check_value(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (2**53 + 1, "2\\*\\*53 at most"),
+        (-(10**30), "2\\*\\*53 at most"),
+        (1e39, "fp32"),
+        ("x" * 256, "names of 255 bytes at most, one has 256"),
+        ("\u00e4" * 128, "one has 256"),
+        ("a/" * 2048, "4095 bytes at most, it has 4096"),
+        ("http://h/?" + "q" * 5000, "4095 bytes"),
+        ("a\x00", "NUL"),
+        ("ab\udcff", "UTF-8 text, which ends at character 2"),
+    ],
+)
+def test_what_cannot_is_refused(value, words):
+    with pytest.raises(ValueError, match=words):
+        check_value(value)
+
+
+def test_a_long_value_is_shortened_in_a_message():
+    assert shortened("a" * 60) == "a" * 60
+    assert shortened("a" * 61) == "a" * 60 + "..."
+
+
+def test_negative_values_of_every_form_are_values():
+    words = "--truncated_penalty -1e-3 --length_reward_coef -.5 --reward -2*model:a model:b"
+    problems = Problems()
+    line = ["--actor_model_name_or_path", "m", *words.split()]
+    args = parse_args(PPOArguments, line, problems=problems)
+    assert problems.messages == []
+    assert (args.truncated_penalty, args.length_reward_coef) == (-1e-3, -0.5)
+    assert args.reward == ["-2*model:a", "model:b"]
+
+
+def problems_in(monkeypatch, **environment: str) -> list[str]:
+    """Return what is wrong with an environment that has these variables of a launcher and no others."""
+    for name in (*OF_A_LAUNCHER, "MASTER_ADDR", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    problems = Problems()
+    assert check_environment(problems) == (problems.messages == [])
+    return problems.messages
+
+
+GOOD = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, GOOD, {"WORLD_SIZE": "1"}, {"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS": "4,2"}]
+)
+def test_good_surroundings(monkeypatch, environment):
+    assert problems_in(monkeypatch, **environment) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is in the environment and RANK is not"),
+        (GOOD | {"RANK": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
+        (GOOD | {"RANK": "-1"}, "RANK=-1 in the environment is no whole number"),
+        (GOOD | {"LOCAL_RANK": "one"}, "LOCAL_RANK=one"),
+        (GOOD | {"MASTER_PORT": "0"}, "MASTER_PORT=0 is no port"),
+        (GOOD | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+        (GOOD | {"MASTER_ADDR": ""}, "RANK is in the environment and MASTER_ADDR not"),
+        ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS=abc"),
+        ({"OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS=0"),
+        ({"OMP_NUM_THREADS": ""}, "OMP_NUM_THREADS="),
+    ],
+)
+def test_bad_surroundings_are_named_with_a_cure(monkeypatch, environment, words):
+    (message,) = problems_in(monkeypatch, **environment)
+    assert words in message and ";" in message
+
+
+def test_a_bad_rank_does_not_hide_the_message(monkeypatch, capsys):
+    """Nobody may be the first process then: all speak."""
+    monkeypatch.setenv("RANK", "one")
+    problems = Problems()
+    problems.add("something")
+    with pytest.raises(SystemExit):
+        problems.exit_if_any()
+    assert "something" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit):
+        problems.exit_if_any()
+    assert capsys.readouterr().err == ""
+    with pytest.raises(SystemExit):
+        problems.exit_if_any(is_told_by_all=True)
+    assert "something" in capsys.readouterr().err

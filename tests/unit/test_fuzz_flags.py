@@ -1,0 +1,216 @@
+"""Arbitrary command lines of the programs: each ends in one clear message, or where a model is loaded."""
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_configs import tiny_config
+
+from common.args import field_type
+from step1_sft.arguments import SFTArguments
+from step2_reward.arguments import RewardArguments
+from step3_ppo.arguments import PPOArguments
+
+NUM_CASES = 2000
+# program: its flags, and what loads its models
+PROGRAMS = {
+    "step1_sft.main": (SFTArguments, "load_causal_lm"),
+    "step2_reward.main": (RewardArguments, "load_value_model"),
+    "step3_ppo.main": (PPOArguments, "build_trainer"),
+}
+MODEL = ("model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path")
+ODD_NUMBERS = [
+    "-1", "0", "1", "2", "3", "4", "1e3", "0.5", "-0.0", "1e-320", "nan", "inf", "-inf", "1e999", "0x10",
+    "1_0", "\u0663", "9" * 30, "9" * 5000, "2**3", " 5 ", "5 5",
+]  # fmt: skip
+ODD_TEXTS = [
+    "", " ", "none", "None", "true", "False", "auto", "never", ".", "..", "/", "~", "a/b", "a:b", ":",
+    "::", "a:b:c", "=", "-", "--", "--=", "-1", "x" * 300, "/y" * 2500, "\ud800", "\udcff",
+    "\x00", "a\nb", "\u202e", "\U0001f600", "%s", "{}", "$HOME", "1,2,3", "0,0,0", "-1,1,1", "http://",
+    "http://[", "http://h:99999/", "function:os:path", "function:os:nothing", "model:", "2*",
+    "classifier:x:y", "os:path:join", "1e400*model:a", "file:a", "../../etc/passwd",
+]  # fmt: skip
+
+
+class Reached(Exception):  # noqa: N818  (nothing went wrong)
+    """A model would be loaded now."""
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory, tiny_model_folder, tiny_tokenizer) -> dict[str, dict[str, Any]]:
+    """Return flags of each program with which it would load a model, in a folder that is the working one."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    config = tiny_config("llama", len(tiny_tokenizer))
+    config.num_labels = 1
+    reward = transformers.AutoModelForSequenceClassification.from_config(config)
+    reward.save_pretrained(folder / "reward")
+    tiny_tokenizer.save_pretrained(folder / "reward")
+    rows = [f'{{"prompt": "day {n}?", "chosen": "fine {n}", "rejected": "no"}}\n' for n in range(30)]
+    (folder / "rows.jsonl").write_text("".join(rows))
+    (folder / "torn.json").write_text("{")
+    (folder / "list.json").write_text("[]")
+    (folder / "deep.json").write_text("[" * 100_000)
+    shared = {"data_path": "rows.jsonl", "data_output_path": "cache", "output_dir": "output"}
+    single = {
+        "model_name_or_path": tiny_model_folder("llama"),
+        "max_seq_len": 32,
+        "per_device_train_batch_size": 2,
+    }
+    ppo = {"actor_model_name_or_path": tiny_model_folder("llama"), "critic_model_name_or_path": "reward"}
+    ppo |= {"per_device_generation_batch_size": 2, "per_device_training_batch_size": 2}
+    ppo |= {"max_prompt_seq_len": 16, "max_answer_seq_len": 8}
+    with contextlib.chdir(folder):
+        yield {
+            "step1_sft.main": shared | single,
+            "step2_reward.main": shared | single,
+            "step3_ppo.main": shared | ppo,
+        }
+
+
+def words_of(cls: type) -> st.SearchStrategy[list[str]]:
+    """Give a few words for a command line: flags that exist or nearly do, with values right and wrong."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    texts = st.one_of(st.sampled_from(ODD_TEXTS), st.text(max_size=12))
+    files = st.sampled_from(
+        ["rows.jsonl", "torn.json", "list.json", "deep.json", "reward", "absent", "cache"]
+    )
+    numbers = st.one_of(st.sampled_from(ODD_NUMBERS), st.integers().map(str), st.floats().map(str))
+
+    def good_value(field: dataclasses.Field) -> st.SearchStrategy[list[str]]:
+        scalar, _ = field_type(field)
+        choices = [str(choice) for choice in field.metadata["choices"]]
+        if scalar is bool:
+            return st.sampled_from([[], ["true"], ["false"]])
+        if choices or scalar is str:
+            return st.sampled_from(choices or [str(field.default)]).map(lambda word: [word])
+        return st.sampled_from(["1", "2", "0"] if scalar is int else ["0.5", "1e-3", "1"]).map(
+            lambda word: [word]
+        )
+
+    def odd_values(field: dataclasses.Field) -> st.SearchStrategy[list[str]]:
+        scalar, is_list = field_type(field)
+        kinds = [numbers, numbers, texts, files] if scalar in (int, float) else [texts, texts, files, numbers]
+        return st.lists(st.one_of(kinds), max_size=3 if is_list else 2)
+
+    def groups(is_odd: bool) -> st.SearchStrategy[list[str]]:
+        return st.sampled_from(sorted(fields)).flatmap(
+            lambda name: (odd_values if is_odd else good_value)(fields[name]).flatmap(
+                lambda found: st.sampled_from(
+                    [[f"--{name}", *found], [f"--{name}={'='.join(found) or 'true'}"]]
+                )
+            )
+        )
+
+    typing_error = st.tuples(st.sampled_from(sorted(fields)), st.integers(0, 20), st.text(max_size=2)).map(
+        lambda parts: [f"--{parts[0][: parts[1]]}{parts[2]}{parts[0][parts[1] + 1 :]}", "1"]
+    )
+    hyphens = st.sampled_from(sorted(fields)).map(lambda name: [f"--{name.replace('_', '-')}", "1"])
+    stray = st.one_of(texts.map(lambda word: [word]), texts.map(lambda word: [f"--{word}"]))
+    odd = st.one_of(groups(True), groups(True), groups(True), groups(True), typing_error, hyphens, stray)
+    lines = st.one_of(
+        st.lists(groups(False), max_size=3),
+        st.lists(st.one_of(groups(False), odd), max_size=4),
+        st.tuples(odd, groups(False)),
+        st.lists(odd, max_size=3).map(lambda found: [*found, ["-h"]]).filter(lambda found: len(found) == 3),
+    )
+    return lines.map(lambda found: [word for group in found for word in group])
+
+
+def outcome_of(program: str, words: list[str]) -> tuple[str, str]:
+    """Return how a program ended, and what it said; whatever it raises besides is the caller's to see."""
+    module = importlib.import_module(program)
+    said = io.StringIO()
+    stop_here = mock.Mock(side_effect=Reached)
+    with (
+        mock.patch.object(sys, "argv", [program, *words]),
+        mock.patch.object(module, PROGRAMS[program][1], stop_here),
+        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        try:
+            module.main()
+        except Reached:
+            return "reached", said.getvalue()
+        except SystemExit as left:
+            return f"exit {left.code}", said.getvalue()
+    return "returned", said.getvalue()
+
+
+def check_command_line(program: str, words: list[str]) -> str:
+    """Return how it ended; fail unless that is right."""
+    ended, said = outcome_of(program, words)
+    line = f"{words}: {ended}\n{said}"
+    assert not Path("output").exists(), line
+    if ended == "exit 0":
+        assert {"-h", "--help"} & {word.split("=")[0] for word in words}, line
+    elif ended == "exit 2":
+        header, _, listed = said[said.index("error: ") :].partition(":\n")
+        assert re.fullmatch(r"error: \d+ problems?, nothing was started", header), line
+        messages = re.split(r"^  - ", listed.rstrip(), flags=re.MULTILINE)[1:]
+        assert messages, line
+        for message in messages:
+            # It names the flag; only --reward's parts and a word that is no flag stand for themselves.
+            assert re.search(r"--[a-z]|unexpected word|unknown flag", message), line
+            assert len(message) < 5000, line
+    elif ended == "returned":
+        assert any(word.startswith("--dry_run") for word in words), line
+    else:
+        assert ended == "reached", line
+    return ended
+
+
+def fuzz(good: dict, program: str, num_cases: int) -> None:
+    cls = PROGRAMS[program][0]
+    endings: dict[str, int] = {}
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
+    @settings(max_examples=num_cases, deadline=None, suppress_health_check=slow, derandomize=True)
+    @given(words=words_of(cls), left_out=st.sampled_from(["", "", "", "", *sorted(good[program])]))
+    def check(words, left_out):
+        start = {name: value for name, value in good[program].items() if name != left_out}
+        line = [word for name, value in start.items() for word in (f"--{name}", str(value))]
+        ended = check_command_line(program, [*line, *words])
+        endings[ended] = endings.get(ended, 0) + 1
+
+    check()
+    assert endings["reached"] > num_cases // 20 and endings["exit 2"] > num_cases // 4, endings
+
+
+@pytest.fixture(autouse=True)
+def same_surroundings(process_group, monkeypatch):
+    """A run may set variables and the import path: as they were afterwards, and no hub is asked."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before, path = dict(os.environ), list(sys.path)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    sys.path[:] = path
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_good_flags_reach_the_model(good, program):
+    words = [word for name, value in good[program].items() for word in (f"--{name}", str(value))]
+    assert check_command_line(program, words) == "reached"
+    assert check_command_line(program, [*words, "--dry_run"]) == "returned"
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_few_cases(good, program):
+    fuzz(good, program, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_2000_cases(good, program):
+    fuzz(good, program, NUM_CASES)

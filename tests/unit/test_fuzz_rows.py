@@ -1,0 +1,197 @@
+"""Arbitrary rows in every data set: a row is used, counted as bad, or refused by a message that names it."""
+
+import contextlib
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.data.adapters.base import ADAPTERS, Adapter
+from common.data.adapters.row_forms import ROW_FORMS
+from common.data.data_options import DataOptions
+from common.data.example import BadRow
+from common.data.pretraining import build_pretraining
+from common.data.raw_rows import RawRows
+from common.data.source_checks import check_sources
+from common.data.stage_datasets import build_pairs, build_prompts, build_sft
+from common.dialogue import build_template
+
+NUM_CASES = 2000
+BUILDERS = {1: build_sft, 2: build_pairs, 3: build_prompts}
+COLUMNS = sorted({column for form in ROW_FORMS for column in form.columns} | {"input", "margin", "other"})
+ROLES = ["system", "user", "assistant", "tool", "", None, 3]
+
+# Text that breaks readers: halves of surrogate pairs, NUL, marks of order, joined emoji, very long.
+odd_text = st.sampled_from(
+    ["", " ", "\n\nHuman:", "\n\nAssistant:", "Human: a\n\nAssistant: b", "\ud800", "a\udc00b", "\x00",
+     "\u202e", "\u2028", "\ufeff", "\U0001f468\u200d\U0001f469", "<|endoftext|>", "<|endoftext|>" * 3,
+     "x" * 5000, "e\u0301" * 99]
+)  # fmt: skip
+text = st.one_of(
+    odd_text, st.text(max_size=30), st.sampled_from(["How are you?", "I am fine.", "It is warm."])
+)
+number = st.one_of(st.integers(), st.floats(), st.sampled_from([10**400, -(10**400), 1e308, float("nan")]))
+scalar = st.one_of(st.none(), st.booleans(), number, text)
+anything = st.recursive(
+    scalar,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(text, inner, max_size=4)),
+    max_leaves=12,
+)
+message = st.one_of(
+    st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": st.one_of(text, anything)}), anything
+)
+value = st.one_of(text, st.lists(text, max_size=3), st.lists(message, max_size=4), anything)
+more_columns = {"margin": st.one_of(number, text), "input": value, "other": value}
+row_of_a_form = st.sampled_from(ROW_FORMS).flatmap(
+    lambda form: st.fixed_dictionaries({column: value for column in form.columns}, optional=more_columns)
+)
+# Right in all but one column: what is read after the others is reached too.
+one_odd_column = st.tuples(
+    st.fixed_dictionaries({}, optional=more_columns),
+    st.sampled_from(["margin", "chosen", "prompt", ""]),
+    value,
+).map(lambda parts: {"prompt": "a", "chosen": "b", "rejected": "c"} | parts[0] | {parts[1]: parts[2]})
+any_row = st.one_of(
+    row_of_a_form, one_odd_column, st.dictionaries(st.sampled_from(COLUMNS), value, max_size=5), anything
+)
+raw_line = st.one_of(
+    st.text(max_size=40).map(lambda line: line.encode("utf-8", "surrogatepass")),
+    st.binary(max_size=40),
+    st.integers(1, 3).map(lambda n: b"[" * (n * 50_000)),
+    st.integers(1, 3).map(lambda n: b'{"prompt":' * (n * 2_000)),
+    st.just(b'{"prompt": "a", "prompt": 3, "chosen": "b"}'),
+    st.just(b'{"prompt": 1e999999, "answer": -0.0}'),
+    st.just(b'{"prompt": ' + b"9" * 6000 + b"}"),
+)
+line = st.one_of(any_row.map(lambda row: json.dumps(row).encode()), raw_line)
+good_rows = [
+    {"prompt": f"How warm is day {n}?", "chosen": f"It is {n} fine.", "rejected": "No."} for n in range(6)
+]
+
+
+@pytest.fixture(scope="module")
+def templates(tiny_tokenizer):
+    return {name: build_template(name, tiny_tokenizer) for name in ("human_assistant", "plain")}
+
+
+def build(step: int, content: bytes, name: str, template: Any, max_bad_rows: int) -> None:
+    """Do with a file what main() does before a model is loaded; ValueError with a message for the user."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        path.write_bytes(content)
+        options = DataOptions(
+            [str(path)], step, data_split="1,1,1", max_seq_len=16, max_prompt_tokens=16,
+            max_bad_rows=max_bad_rows, cache_dir=folder, eval_fraction=0.2,
+        )  # fmt: skip
+        problems = check_sources(options.data_path, step, options)
+        if problems:
+            raise ValueError("\n".join(problems))
+        data = BUILDERS[step](options, template.tokenizer, template)
+        for table in (data.train, data.eval):
+            for index in range(len(table)):
+                json.dumps(table[index], allow_nan=False)  # plain numbers and text, for a collator
+        assert len(data.train) and data.report.num_bad <= max_bad_rows
+        "\n".join(data.report.lines()).encode()
+
+
+def assert_named(error: ValueError, name: str) -> None:
+    """Fail unless a message names what the user gave."""
+    text = str(error)
+    text.encode("utf-8", "backslashreplace")
+    assert re.search(rf"{re.escape(name)}|--max_bad_rows", text), text
+    assert len(text) < 20_000
+
+
+def fuzz(num_cases: int) -> settings:
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+    return settings(max_examples=num_cases, deadline=None, suppress_health_check=slow, derandomize=True)
+
+
+def run_cases(templates: dict, step: int, num_cases: int) -> None:
+    outcomes = {"built": 0, "refused": 0}
+
+    @fuzz(num_cases)
+    @given(
+        lines=st.lists(line, max_size=4),
+        with_good=st.booleans(),
+        max_bad_rows=st.sampled_from([0, 1, 100]),
+        template=st.sampled_from(sorted(templates)),
+        as_list=st.booleans(),
+    )
+    def check(lines, with_good, max_bad_rows, template, as_list):
+        lines = [*lines, *(json.dumps(row).encode() for row in good_rows)] if with_good else lines
+        content = b"[" + b",".join(lines) + b"]" if as_list else b"\n".join(lines)
+        try:
+            build(step, content, "rows.jsonl", templates[template], max_bad_rows)
+            outcomes["built"] += 1
+        except ValueError as error:
+            assert_named(error, "rows.jsonl")
+            outcomes["refused"] += 1
+
+    check()
+    assert min(outcomes.values()) > num_cases // 50, outcomes  # both ways were walked
+
+
+@pytest.mark.parametrize("step", BUILDERS)
+def test_a_few_cases(templates, step):
+    run_cases(templates, step, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", BUILDERS)
+def test_2000_cases(templates, step):
+    run_cases(templates, step, NUM_CASES)
+
+
+ADAPTER_COLUMNS = {
+    column for kind in ADAPTERS.values() if issubclass(kind, Adapter) for column in kind().columns()
+}
+
+
+@fuzz(1000)
+@given(
+    name=st.sampled_from(sorted(ADAPTERS)),
+    row=st.dictionaries(st.sampled_from(sorted(ADAPTER_COLUMNS)), value),
+    more=st.fixed_dictionaries(
+        {}, optional={"turns": value, "labels": value, "score_0": number, "score_1": number}
+    ),
+)
+def test_rows_of_known_data_sets(name, row, more):
+    rows = RawRows([dict.fromkeys(ADAPTER_COLUMNS, "a\n\nAssistant: b") | row | more], "rows")
+    try:
+        for example in ADAPTERS[name](name).to_examples(rows[0]):
+            assert example.prompt or example.text
+    except BadRow as error:
+        assert 0 < len(str(error)) < 500
+
+
+@fuzz(100)
+@given(
+    content=st.one_of(st.binary(max_size=300), st.lists(line, max_size=4).map(b"\n".join)),
+    name=st.sampled_from(["rows.csv", "rows.json", "rows.jsonl.gz", "rows.parquet", "rows.json.gz"]),
+)
+def test_files_of_other_kinds(templates, content, name):
+    with contextlib.suppress(ValueError):
+        try:
+            build(1, content, name, templates["plain"], 100)
+        except ValueError as error:
+            assert_named(error, name)
+            raise
+
+
+@fuzz(100)
+@given(lines=st.lists(line, max_size=4), texts=st.lists(text, min_size=0, max_size=20))
+def test_text_to_mix_in(tiny_tokenizer, lines, texts):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "text.jsonl")
+        path.write_bytes(b"\n".join([*lines, *(json.dumps({"text": t}).encode() for t in texts)]))
+        try:
+            table = build_pretraining(str(path), None, 8, tiny_tokenizer, cache_dir=folder)
+            assert all(len(table[index]["input_ids"]) == 8 for index in range(len(table)))
+        except ValueError as error:
+            assert_named(error, "text.jsonl")

@@ -1,0 +1,149 @@
+"""Flat tensors that were cut into runs over any number of files are read back in any other cut."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.pieces import Piece, PieceReader, write_pieces
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
+DTYPES += [torch.bool]
+
+
+def make(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """A tensor of all kinds of numbers, NaN among those of floats."""
+    drawn = torch.randint(-100, 100, (numel,), generator=torch.Generator().manual_seed(seed))
+    tensor = drawn.to(dtype)
+    if dtype.is_floating_point and numel > 2:
+        tensor[1], tensor[2] = float("nan"), float("-inf")
+    return tensor
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """NaN equals NaN here."""
+    is_equal = a.shape == b.shape and a.dtype == b.dtype
+    return is_equal and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def write_ranks(folder: Path, ranks: list[list[Piece]]) -> PieceReader:
+    """A reader of what ranks have written; one that owns nothing writes no file."""
+    files = []
+    for rank, pieces in enumerate(ranks):
+        if pieces:
+            files.append(folder / f"rank-{rank}.safetensors")
+            write_pieces(files[-1], pieces)
+    return PieceReader(files)
+
+
+@st.composite
+def cut(draw, numel: int) -> list[tuple[int, int]]:
+    """Runs (start, end) that cover all of a flat tensor, empty ones among them."""
+    inner = draw(st.lists(st.integers(0, numel), max_size=6))
+    places = [0, *sorted(inner), numel]
+    return list(zip(places[:-1], places[1:], strict=True))
+
+
+@st.composite
+def saved(draw):
+    """Flat tensors by name, and (name, start, end, rank) of the runs that ranks have written."""
+    names = ["model.weight:exp_avg", "a@b", "ä b/c", "__metadata__"][: draw(st.integers(1, 4))]
+    tensors, runs = {}, []
+    num_ranks = draw(st.integers(1, 4))
+    for seed, name in enumerate(names):
+        numel = draw(st.integers(0, 40))
+        tensors[name] = make(numel, draw(st.sampled_from(DTYPES)), seed)
+        begun = set()
+        for start, end in draw(cut(numel)):
+            if start not in begun and (end > start or not numel):
+                begun.add(start)
+                runs.append((name, start, end, draw(st.integers(0, num_ranks - 1))))
+    return tensors, runs, num_ranks
+
+
+@settings(max_examples=150, deadline=None)
+@given(saved(), st.data())
+def test_any_cut_is_read_back_in_any_other(case, data):
+    tensors, runs, num_ranks = case
+    ranks: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    for name, start, end, rank in data.draw(st.permutations(runs)):
+        ranks[rank].append(Piece(name, start, tensors[name][start:end]))  # views of one buffer
+    with tempfile.TemporaryDirectory() as folder:
+        reader = write_ranks(Path(folder), ranks)
+        for name, tensor in tensors.items():
+            assert reader.numel(name) == len(tensor)
+            assert same_bits(reader.read(name), tensor)
+            for start, end in data.draw(cut(len(tensor))):
+                assert same_bits(reader.read(name, start, end - start), tensor[start:end]), (start, end)
+            with pytest.raises(ValueError, match="are needed"):
+                reader.read(name, len(tensor), 1)
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path):
+    """Elements 4 and 5 of ten were written by nobody."""
+    whole = torch.arange(10.0)
+    ranks = [[Piece("w", 0, whole[:4])], [Piece("w", 6, whole[6:])]]
+    reader = write_ranks(tmp_path, ranks)
+    assert reader.read("w", 0, 4).tolist() == [0, 1, 2, 3]
+    assert reader.read("w", 7, 2).tolist() == [7, 8]
+    for start, numel in ((0, None), (3, 2), (4, 1), (5, 2), (0, 11), (9, 2)):
+        with pytest.raises(ValueError, match="elements of w, not the"):
+            reader.read("w", start, numel)
+
+
+def test_a_name_that_is_not_there_is_named_even_where_nothing_is_asked_of_it(tmp_path):
+    reader = write_ranks(tmp_path, [[Piece("w", 0, torch.zeros(3))]])
+    assert reader.numel("other") == 0
+    for numel in (None, 0, 1):
+        with pytest.raises(ValueError, match="it holds 0 elements of other"):
+            reader.read("other", 0, numel)
+    with pytest.raises(ValueError, match="of w"):
+        PieceReader([]).read("w")
+
+
+def test_a_name_is_cut_at_its_last_at_sign(tmp_path):
+    """`a@1` from 0 and `a` from 10 would be `a@1@0` and `a@10`."""
+    pieces = [Piece("a@1", 0, torch.tensor([1.0])), Piece("a", 0, torch.arange(10.0))]
+    pieces.append(Piece("a", 10, torch.tensor([7.0])))
+    reader = write_ranks(tmp_path, [pieces])
+    assert reader.read("a@1").tolist() == [1.0]
+    assert reader.read("a").tolist() == [*range(10), 7.0]
+
+
+def test_runs_are_in_the_order_of_their_places_and_not_of_their_texts(tmp_path):
+    """`w@10` sorts before `w@9` as a text."""
+    whole = torch.arange(12)
+    pieces = [Piece("w", i, whole[i : i + 1].clone()) for i in range(12)]
+    assert torch.equal(write_ranks(tmp_path, [pieces[5:], pieces[:5]]).read("w"), whole)
+
+
+def test_tensors_that_share_memory_are_written_each_in_full(tmp_path):
+    """Safetensors refuses those; two columns of a record may be one tensor."""
+    whole = torch.arange(10.0)
+    parts = {"all": whole, "again": whole, "middle": whole[3:6], "end": whole[5:], "nothing": whole[4:4]}
+    parts["every second"] = whole[::2]
+    reader = write_ranks(tmp_path, [[Piece(key, 0, tensor) for key, tensor in parts.items()]])
+    for key, tensor in parts.items():
+        assert torch.equal(reader.read(key), tensor), key
+
+
+def test_side_by_side_runs_of_a_buffer_are_not_copied(tmp_path, monkeypatch):
+    """Together they are the optimizer's state: a copy would need its memory once more."""
+    monkeypatch.setattr(torch.Tensor, "clone", lambda *_: pytest.fail("a copy"))
+    whole = torch.arange(100.0)
+    reader = write_ranks(tmp_path, [[Piece("w", i, whole[i : i + 10]) for i in range(0, 100, 10)]])
+    assert torch.equal(reader.read("w"), whole)
+
+
+def test_what_needs_gradients_is_written_as_numbers(tmp_path):
+    weight = torch.nn.Parameter(torch.arange(4.0))
+    assert write_ranks(tmp_path, [[Piece("w", 0, weight)]]).read("w").tolist() == [0, 1, 2, 3]
+
+
+def test_two_pieces_of_one_place_are_a_mistake_of_ours(tmp_path):
+    pieces = [Piece("w", 0, torch.zeros(2)), Piece("w", 0, torch.zeros(3))]
+    with pytest.raises(AssertionError, match="two pieces of w begin at 0"):
+        write_pieces(tmp_path / "f", pieces)

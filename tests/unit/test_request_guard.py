@@ -1,0 +1,203 @@
+"""step2_reward/request_guard.py: who may ask a reward server, and how much; alone and in a real server."""
+
+import asyncio
+import http.client
+import socket
+import threading
+
+import pytest
+import uvicorn
+from fastapi.testclient import TestClient
+
+from common.access_token import client_token, server_token
+from common.args import Problems
+from step2_reward import serve
+from step2_reward.request_guard import RequestGuard, RequestLimits
+
+TOKEN = "s3cret-token-of-the-test"
+BODY = {"prompts": ["a", "bb"], "responses": ["c", "d"]}
+
+
+class LengthScorer:
+    """Scores a response by its length, without a model."""
+
+    facts = {"name": "lengths"}
+
+    def score(self, prompts: list[str], responses: list[str]) -> list[float]:
+        return [float(len(response)) for response in responses]
+
+
+def client(limits: RequestLimits | None = None, token: str = "") -> TestClient:
+    return TestClient(serve.create_app(LengthScorer(), limits, token=token))
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+@pytest.fixture
+def real_server():
+    """Return the port of a running server with these limits and this token."""
+    running = []
+
+    def start(limits: RequestLimits | None = None, token: str = "") -> int:
+        bound = serve.bind("127.0.0.1", 0, Problems())
+        bound.listen()
+        app = serve.create_app(LengthScorer(), limits, token=token)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+        thread.start()
+        running.append((server, thread))
+        return bound.getsockname()[1]
+
+    yield start
+    for server, thread in running:
+        server.should_exit = True
+        thread.join(10)
+
+
+# ---- the token
+
+
+def test_without_a_token_all_may_ask():
+    assert client().post("/score", json=BODY).json() == {"scores": [1.0, 1.0]}
+
+
+@pytest.mark.parametrize("path", ["/score", "/health", "/openapi.json", "/nowhere"])
+def test_with_a_token_nobody_may_ask_without(path):
+    for headers in ({}, bearer("wrong"), bearer(TOKEN[:-1]), bearer(""), {"Authorization": TOKEN}):
+        answer = client(token=TOKEN).post(path, json=BODY, headers=headers)
+        assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer", headers
+        assert TOKEN not in answer.text
+    answer = client(token=TOKEN).post(path, json=BODY, headers={"Authorization": f"Basic {TOKEN}"})
+    assert answer.status_code == 401
+
+
+def test_with_the_token_one_may_ask():
+    guarded = client(token=TOKEN)
+    assert guarded.post("/score", json=BODY, headers=bearer(TOKEN)).json() == {"scores": [1.0, 1.0]}
+    assert guarded.get("/health", headers={"authorization": f"bearer  {TOKEN}"}).json() == {"name": "lengths"}
+
+
+def test_the_token_is_compared_in_constant_time(monkeypatch):
+    compared = []
+    monkeypatch.setattr(
+        "step2_reward.request_guard.hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b
+    )
+    assert client(token=TOKEN).get("/health", headers=bearer("other")).status_code == 401
+    assert compared == [(b"other", TOKEN.encode())]
+
+
+def test_a_body_without_the_token_is_not_read():
+    reads, sent = [], []
+
+    async def receive() -> dict:
+        reads.append(1)
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    guard = RequestGuard(None, max_bytes=10, token=TOKEN)
+    asyncio.run(guard({"type": "http", "headers": []}, receive, send))
+    assert not reads and sent[0]["status"] == 401
+
+
+# ---- where the token comes from
+
+
+def test_token_of_the_environment_or_a_file(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRIPTYCH_TOKEN", raising=False)
+    monkeypatch.delenv("TRIPTYCH_REWARD_TOKEN", raising=False)
+    assert server_token("") == client_token() == ""
+    monkeypatch.setenv("TRIPTYCH_TOKEN", "one")
+    assert server_token("") == client_token() == "one"
+    monkeypatch.setenv("TRIPTYCH_REWARD_TOKEN", "two")
+    assert (server_token(""), client_token()) == ("one", "two")
+    (tmp_path / "token").write_text("three\n")
+    assert server_token(str(tmp_path / "token")) == "three"
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "two words", "two\nlines", "\u00e4", "a\x00b"])
+def test_a_file_without_a_token_is_named_and_not_shown(text, tmp_path):
+    (tmp_path / "token").write_text(text)
+    with pytest.raises(ValueError, match=f"--token_file {tmp_path}/token") as error:
+        server_token(str(tmp_path / "token"))
+    assert not text.strip() or text not in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match="--token_file .*absent cannot be read: .*No such file"):
+        server_token(str(tmp_path / "absent"))
+
+
+def test_a_bad_token_of_the_environment_is_not_shown(monkeypatch):
+    monkeypatch.setenv("TRIPTYCH_REWARD_TOKEN", "my secret")
+    with pytest.raises(ValueError, match="TRIPTYCH_REWARD_TOKEN holds 9 characters") as error:
+        client_token()
+    assert "my secret" not in str(error.value)
+
+
+# ---- the limits
+
+
+def test_a_long_body_is_refused_before_it_is_read(real_server):
+    """Its announced length is enough: not a byte of it was sent."""
+    connection = http.client.HTTPConnection(
+        "127.0.0.1", real_server(RequestLimits(max_bytes=1000)), timeout=10
+    )
+    connection.putrequest("POST", "/score")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", "1001")
+    connection.endheaders()
+    answer = connection.getresponse()
+    assert answer.status == 413 and b"--max_request_bytes 1000" in answer.read()
+    connection.close()
+
+
+def test_a_body_of_unknown_length_is_read_up_to_the_limit(real_server):
+    """An endless one is cut off; without the limit the server would read for as long as it comes."""
+    port = real_server(RequestLimits(max_bytes=1000))
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(b"POST /score HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(3):
+            connection.sendall(b"190\r\n" + b"x" * 400 + b"\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_of_the_largest_size_passes():
+    content = '{"prompts": ["a"], "responses": ["b"]}'
+    limits = RequestLimits(max_bytes=len(content))
+    headers = {"content-type": "application/json"}
+    assert client(limits).post("/score", content=content, headers=headers).json() == {"scores": [1.0]}
+    assert client(limits).post("/score", content=content + " ", headers=headers).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (RequestLimits(max_rows=1), "2 rows are more than --max_request_rows 1"),
+        (RequestLimits(max_characters=1), "prompts.1 has 2 characters, more than --max_text_characters 1"),
+    ],
+)
+def test_too_many_or_too_long_texts(limits, words):
+    answer = client(limits).post("/score", json=BODY)
+    assert answer.status_code == 413 and words in answer.json()["detail"]
+    assert client(RequestLimits(max_rows=2, max_characters=2)).post("/score", json=BODY).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"prompts": ' * 50_000, "\udc80".encode("utf-8", "surrogatepass")]
+)
+def test_a_malicious_body_is_refused(content):
+    answer = client().post("/score", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code in (400, 422) and len(answer.text) < 500
+
+
+def test_the_server_goes_on_after_all_of_it(real_server):
+    port = real_server(RequestLimits(max_bytes=1000), TOKEN)
+    for headers, expected in (({}, 401), (bearer(TOKEN), 200)):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/health", headers=headers)
+        assert connection.getresponse().status == expected
+        connection.close()

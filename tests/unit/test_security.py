@@ -1,0 +1,285 @@
+"""What SECURITY.md promises of files that others made: what is in them is read, and never run."""
+
+import ast
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tiny_configs import tiny_config
+
+from common import startup
+from common.args import Problems
+from common.data import hub_data
+from common.data.registry import load_source
+from common.dialogue import build_template
+from common.models import ModelOptions, load_causal_lm
+from common.pieces import PieceReader
+from common.tokenizer import load_tokenizer
+from common.value_model import has_saved_head, load_value_model
+from step1_sft.arguments import SFTArguments
+from step3_ppo.rewards.classifier_reward import ClassifierReward
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("chat.py", "common", "step1_sft", "step2_reward", "step3_ppo", "benchmarks", "training_scripts")
+
+
+# ---- our own source
+
+
+def dotted(node: ast.AST) -> str:
+    """Return `a.b.c` of a name or an attribute, else an empty text."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def keyword(call: ast.Call, name: str) -> Any:
+    """Return the constant that a call gives for a keyword, its source for another value, None without one."""
+    found = next((k.value for k in call.keywords if k.arg == name), None)
+    return found.value if isinstance(found, ast.Constant) else found and ast.unparse(found)
+
+
+NEVER = {
+    "eval", "exec", "compile", "os.system", "os.popen", "pickle.load", "pickle.loads", "pickle.Unpickler",
+    "dill.load", "joblib.load", "marshal.load", "marshal.loads", "shelve.open", "yaml.load",
+    "yaml.unsafe_load",
+}  # fmt: skip
+
+
+def findings(source: str) -> Iterator[str]:
+    """Give what could run something that a file says."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        if name in NEVER:
+            yield f"{node.lineno}: {name}"
+        if keyword(node, "shell") not in (None, False):
+            yield f"{node.lineno}: shell=True"
+        if keyword(node, "allow_pickle") not in (None, False):
+            yield f"{node.lineno}: allow_pickle=True"
+        if keyword(node, "trust_remote_code") is True:
+            yield f"{node.lineno}: trust_remote_code=True"
+        if keyword(node, "weights_only") is False or (
+            name == "torch.load" and keyword(node, "weights_only") is not True
+        ):
+            yield f"{node.lineno}: weights_only is not True"
+
+
+def loads_without_a_word(source: str) -> Iterator[str]:
+    """Give loads of a model's files that leave it to the library whether code that comes with them is run."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and dotted(node.func).endswith(".from_pretrained"):
+            names = {k.arg for k in node.keywords}
+            if not names & {"trust_remote_code", None}:
+                yield f"{node.lineno}: {dotted(node.func)} without trust_remote_code"
+
+
+def sources(*names: str) -> list[Path]:
+    files = [path for name in names for path in sorted([ROOT / name, *(ROOT / name).rglob("*.py")])]
+    return [path for path in files if path.is_file()]
+
+
+def test_no_source_of_ours_runs_what_a_file_says():
+    found = {str(path.relative_to(ROOT)): list(findings(path.read_text())) for path in sources(*SOURCES)}
+    assert len(found) > 100 and {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_every_load_of_a_model_says_whether_its_code_may_run():
+    programs = [path for path in sources(*SOURCES) if path.relative_to(ROOT).parts[0] not in SOURCES[-2:]]
+    found = {str(path.relative_to(ROOT)): list(loads_without_a_word(path.read_text())) for path in programs}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["eval(text)", "torch.load(f)", "torch.load(f, weights_only=False)", "pickle.load(f)", "yaml.load(f)",
+     "subprocess.run(c, shell=True)", "subprocess.run(c, shell=is_shell)", "np.load(f, allow_pickle=True)",
+     "Auto.from_pretrained(p, trust_remote_code=True)"],
+)  # fmt: skip
+def test_the_search_finds(line):
+    assert len(list(findings(line))) == 1
+    assert list(findings("torch.load(f, weights_only=True); model.eval(); run(shell=False)")) == []
+    assert list(loads_without_a_word("AutoModel.from_pretrained(p)")) and not list(
+        loads_without_a_word("AutoModel.from_pretrained(p, trust_remote_code=args.trust)")
+    )
+
+
+# ---- pickles that would run something
+
+
+class RunsCode:
+    """An object whose unpickling makes a folder."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.proof),)
+
+
+@pytest.fixture
+def proof(tmp_path) -> Path:
+    """Return the folder that is there once something was run; here it is proved that a pickle does."""
+    weapon = pickle.dumps(RunsCode(tmp_path / "tried"))
+    pickle.loads(weapon)
+    assert (tmp_path / "tried").is_dir()
+    return tmp_path / "proof"
+
+
+@pytest.fixture
+def model_folder(tmp_path, tiny_tokenizer) -> Callable[..., Path]:
+    """Make a model's folder whose weights are this pickle, as one file, in shards, or as an adapter."""
+
+    def make(content: Any, *, is_classifier: bool = False, form: str = "pytorch_model.bin") -> Path:
+        config = tiny_config("llama", len(tiny_tokenizer))
+        kind = transformers.AutoModelForCausalLM
+        if is_classifier:
+            config.num_labels, kind = 1, transformers.AutoModelForSequenceClassification
+        folder = tmp_path / f"model-{is_classifier}-{form}"
+        kind.from_config(config).save_pretrained(folder)
+        tiny_tokenizer.save_pretrained(folder)
+        weights = load_file(folder / "model.safetensors")
+        content = weights if content is None else content
+        if form == "adapter_model.bin":
+            adapter = {"peft_type": "LORA", "base_model_name_or_path": str(folder), "r": 2, "lora_alpha": 2}
+            adapter |= {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+            (folder / "adapter_config.json").write_text(json.dumps(adapter))
+        else:
+            (folder / "model.safetensors").unlink()
+        if form == "shards":
+            index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "pytorch_model-00001-of-00001.bin")}
+            (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+            form = "pytorch_model-00001-of-00001.bin"
+        torch.save(content, folder / form)
+        return folder
+
+    return make
+
+
+LOADERS = {
+    "actor": (False, lambda folder: load_causal_lm(ModelOptions(str(folder)), 320)),
+    "reward model": (True, lambda folder: load_value_model(ModelOptions(str(folder)), 320)),
+    "critic of a language model": (False, lambda folder: load_value_model(ModelOptions(str(folder)), 320)),
+    "classifier": (True, lambda folder: ClassifierReward(str(folder))),
+}
+
+
+@pytest.mark.parametrize("form", ["pytorch_model.bin", "shards"])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_pickle_that_runs_code_is_refused_and_not_run(model_folder, proof, loader, form):
+    is_classifier, load = LOADERS[loader]
+    folder = model_folder(RunsCode(proof), is_classifier=is_classifier, form=form)
+    with pytest.raises(ValueError, match="a pickle that holds more than tensors.*nothing of it was run"):
+        load(folder)
+    assert not proof.exists()
+
+
+def test_a_pickle_of_the_old_kind_is_refused_and_not_run(model_folder, proof):
+    """Not torch's archive, but the plain pickle that old programs wrote."""
+    folder = model_folder(None)
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(RunsCode(proof)))
+    with pytest.raises(ValueError, match="pickle|cannot be loaded"):
+        load_causal_lm(ModelOptions(str(folder)), 320)
+    assert not proof.exists()
+
+
+def test_an_adapter_that_runs_code_is_not_run(model_folder, proof):
+    """transformers loads an adapter that lies beside a model by itself."""
+    folder = model_folder(RunsCode(proof), form="adapter_model.bin")
+    with pytest.raises(ValueError, match=str(folder)):
+        load_causal_lm(ModelOptions(str(folder)), 320)
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("form", ["pytorch_model.bin", "shards"])
+def test_a_pickle_of_tensors_alone_is_read(model_folder, form):
+    """Many older models of the hub are one."""
+    folder = model_folder(None, form=form)
+    model = load_causal_lm(ModelOptions(str(folder)), 320)
+    saved = torch.load(next(folder.glob("pytorch_model*.bin")), weights_only=True)
+    assert torch.equal(model.state_dict()["model.norm.weight"], saved["model.norm.weight"])
+
+
+def test_a_checkpoint_file_that_is_a_pickle_is_not_run(tmp_path, proof):
+    torch.save(RunsCode(proof), tmp_path / "model-rank-00000.safetensors")
+    with pytest.raises(SafetensorError):
+        PieceReader([tmp_path / "model-rank-00000.safetensors"])
+    assert not proof.exists()
+
+
+# ---- code that comes with models and data
+
+
+def code_that_proves(proof: Path) -> str:
+    return f"import os\nos.mkdir({str(proof)!r})\nclass Mine: pass\n"
+
+
+def test_code_that_comes_with_a_model_is_off_unless_asked(tmp_path, proof, model_folder):
+    folder = model_folder(None, is_classifier=True)
+    (folder / "mine.py").write_text(code_that_proves(proof))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "mine",
+        "auto_map": {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer |= {"auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}, "tokenizer_class": "Mine"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+
+    args, problems = SFTArguments(model_name_or_path=str(folder)), Problems()
+    assert args.trust_remote_code is False
+    assert startup.check_model("--model_name_or_path", str(folder), args, problems) is None
+    assert "--model_name_or_path" in problems.messages[0] and "custom code" in problems.messages[0]
+    assert has_saved_head(str(folder)) is True, "from the plain file"
+    try:  # what the folder's own tokenizer is not needed for may be read
+        load_tokenizer(str(folder))
+    except ValueError as error:
+        assert "no tokenizer could be loaded" in str(error)
+    for load in (load_causal_lm, load_value_model):
+        with pytest.raises(ValueError, match="custom code"):
+            load(ModelOptions(str(folder)), 320)
+    assert not proof.exists()
+
+
+def test_code_that_comes_with_data_is_not_run(tmp_path, proof, monkeypatch):
+    """datasets has no loading scripts any more, and a folder's modules are not looked at."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("data/data.py", "data/train.py", "data/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code_that_proves(proof))
+    for name in (tmp_path / "data", tmp_path / "data/data.py"):
+        with pytest.raises(ValueError, match="--data_path"):
+            hub_data.load_hub(str(name))
+        with pytest.raises(ValueError, match="--data_path"):
+            assert load_source(str(name)).train
+    (tmp_path / "data/train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    assert len(load_source(str(tmp_path / "data")).train) == 1
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{{{ cycler.__init__.__globals__.os.mkdir({proof!r}) }}}}",
+        "{{{{ ''.__class__.__mro__[1].__subclasses__() }}}}",
+        "{{% for x in ().__class__.__base__.__subclasses__() %}}{{{{ x }}}}{{% endfor %}}",
+    ],
+)
+def test_a_chat_template_has_no_way_out(make_tokenizer, proof, template):
+    """It comes with a tokenizer and is a program, in a language that reaches nothing outside."""
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = template.format(proof=str(proof))
+    with pytest.raises(ValueError, match="chat template refuses"):
+        build_template("chat", tokenizer)
+    assert not proof.exists()

@@ -1,0 +1,149 @@
+"""One signal asks, a second one leaves; one that a shell has blocked for us stays blocked."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common import distributed, stop_request
+from common.stop_request import SIGNALS, StopRequest
+
+ROOT = Path(__file__).resolve().parents[2]
+# A program that says what it knows. "wait" puts its main thread where no handler is ever called: in C
+# code, as in a collective that waits for another rank.
+PROGRAM = """
+import ctypes, signal, sys
+from common.stop_request import StopRequest
+{before}
+request = StopRequest()
+request.install()
+request.install()
+print("ready", flush=True)
+for line in sys.stdin:
+    if line == "wait\\n":
+        print("waiting", flush=True)
+        library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        library.pthread_mutex_lock(mutex)
+        library.pthread_mutex_lock(mutex)
+    print(request.name or "nothing", request.is_asked_anywhere(), flush=True)
+"""
+
+
+@pytest.fixture
+def start():
+    """Start such a program, and end it."""
+    started = []
+
+    def begin(before: str = "") -> subprocess.Popen:
+        text = PROGRAM.format(before=before)
+        process = subprocess.Popen(
+            [sys.executable, "-c", text], cwd=ROOT, text=True, bufsize=1,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def ask(process: subprocess.Popen) -> str:
+    process.stdin.write("say\n")
+    return process.stdout.readline().strip()
+
+
+def ask_until(process: subprocess.Popen, expected: str) -> None:
+    """The signal is taken in by another thread, a moment later."""
+    until = time.monotonic() + 20
+    while (found := ask(process)) != expected:
+        assert time.monotonic() < until, found
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_asks_and_those_at_once_after_it_are_the_same_request(start, number):
+    process = start()
+    assert ask(process) == "nothing False"
+    process.send_signal(number)
+    ask_until(process, f"{number.name} True")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    assert ask(process) == f"{number.name} True", "what a launcher passes on is no second request"
+    _, errors = process.communicate("")
+    assert process.returncode == 0
+    assert errors == f"{number.name}: saving, then leaving; once more leaves at once\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", SIGNALS)
+def test_a_second_request_leaves_at_once_even_where_python_does_not_run(start, second):
+    process = start("import common.stop_request as s; s.SAME_REQUEST_SECONDS = 0.1")
+    process.stdin.write("wait\n")
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(second)
+    assert process.wait(20) == 128 + second
+    assert f"{second.name} again: leaving at once" in process.stderr.read()
+
+
+@pytest.mark.slow
+def test_a_signal_that_is_ignored_stays_ignored(start):
+    """As nohup and a shell's background jobs have it."""
+    process = start("signal.signal(signal.SIGINT, signal.SIG_IGN)")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert ask(process) == "nothing False"
+    process.send_signal(signal.SIGTERM)
+    ask_until(process, "SIGTERM True")
+
+
+def test_only_the_first_rank_says_that_it_was_asked(monkeypatch):
+    """A launcher passes a signal on to all ranks."""
+    said = []
+    monkeypatch.setattr(stop_request.os, "write", lambda number, text: said.append((number, text)))
+    for is_main in (False, True):
+        monkeypatch.setattr(distributed, "is_main", lambda is_main=is_main: is_main)
+        StopRequest()._take(signal.SIGTERM)
+    assert said == [(2, b"SIGTERM: saving, then leaving; once more leaves at once\n")]
+
+
+def test_requests_are_told_apart_by_the_time_between_them(monkeypatch):
+    clock, left = [100.0], []
+    monkeypatch.setattr(stop_request.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(stop_request.os, "_exit", left.append)
+    monkeypatch.setattr(stop_request.os, "write", lambda *_: None)
+    request = StopRequest()
+    for now, expected in ((100.0, []), (101.9, []), (102.0, []), (102.1, [130])):
+        clock[0] = now
+        request._take(signal.SIGINT)
+        assert left == expected, now
+    assert request.name == "SIGINT"
+
+
+def test_any_rank_that_was_asked_asks_all(monkeypatch):
+    """The answer is the largest over ranks, so that all leave after the same step."""
+    request, given = StopRequest(), []
+    monkeypatch.setattr(distributed, "max_float", lambda value: given.append(value) or 1.0)
+    assert request.is_asked_anywhere() and given == [0.0]
+    request.name = "SIGTERM"
+    monkeypatch.setattr(distributed, "max_float", lambda value: value)
+    assert request.is_asked_anywhere()
+
+
+def test_nothing_is_installed_outside_the_main_thread(monkeypatch):
+    """Python lets only that one set handlers; a program that runs in another goes without."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+    other = object()
+    monkeypatch.setattr(stop_request.threading, "current_thread", lambda: other)
+    StopRequest().install()
+    assert [signal.getsignal(number) for number in SIGNALS] == before
