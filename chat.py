@@ -48,16 +48,17 @@ def load_conversation(args: ChatArguments, problems: Problems) -> Conversation:
     """Return a conversation with the model of --path, or leave with one message."""
     template = load_template("--path", args.path, args, problems)
     problems.exit_if_any()
-    answerer = load_answerer(
-        args.path,
-        template,
-        args,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature or 1.0,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        do_sample=args.temperature > 0,
-    )
+    with startup.as_problem(problems):
+        answerer = load_answerer(
+            args.path,
+            template,
+            args,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature or 1.0,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            do_sample=args.temperature > 0,
+        )
     return Conversation(answerer)
 
 

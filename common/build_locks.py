@@ -73,11 +73,14 @@ def find_stale_locks(op_names: frozenset[str]) -> list[Path]:
     return [lock.path for lock in find_locks(op_names) if lock.is_stale]
 
 
-def needed_ops(ds_config: dict[str, Any]) -> frozenset[str]:
-    """Return the kernels that DeepSpeed compiles for these keys of --ds_config; none without such keys."""
+def needed_ops(ds_config: dict[str, Any], *, frozen_is_sharded: bool = False) -> frozenset[str]:
+    """Return the kernels that DeepSpeed compiles for these keys of --ds_config; none without such keys.
+
+    `frozen_is_sharded` says whether the run has a frozen model under ZeRO 3.
+    """
     zero = _section(ds_config, "zero_optimization")
     offloads = [_section(zero, name) for name in OFFLOADS]
-    names: set[str] = set(OPTIMIZER_OPS) if ds_config.get("optimizer") else set()
+    names: set[str] = set(OPTIMIZER_OPS) if ds_config.get("optimizer") and frozen_is_sharded else set()
     if any(offload.get("device") == "nvme" for offload in offloads):
         names |= {"async_io", "gds"}
     if zero.get("zenflow") or any(offload.get("super_offload") for offload in offloads):
@@ -91,18 +94,17 @@ def needed_ops(ds_config: dict[str, Any]) -> frozenset[str]:
     return frozenset(names)
 
 
-def lock_problems(ds_config: dict[str, Any]) -> list[str]:
-    """Return a line for each lock that a run with this --ds_config would wait for, for ever."""
+def lock_problems(needed: frozenset[str]) -> list[str]:
+    """Return a line for each lock that a run which compiles these kernels would wait for, for ever."""
     return [
         f"{path} is the lock of a build that was killed, and the run would wait for it for ever: --ds_config "
         f"makes DeepSpeed compile {path.parent.name}; delete that file"
-        for path in find_stale_locks(needed_ops(ds_config))
+        for path in find_stale_locks(needed)
     ]
 
 
-def lock_note(ds_config: dict[str, Any], all_ops: frozenset[str]) -> str:
+def lock_note(needed: frozenset[str], all_ops: frozenset[str]) -> str:
     """Return one line on locks that do not stop this run, or may be in use elsewhere; empty for none."""
-    needed = needed_ops(ds_config)
     idle = [lock.path for lock in find_locks(all_ops - needed) if lock.is_stale]
     young = [lock.path for lock in find_locks(needed) if not lock.is_stale]
     parts = []

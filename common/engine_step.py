@@ -142,11 +142,17 @@ def _skip_step(engine: Any) -> None:
     infinite = {"scaled_global_norm": lambda: math.inf, "_get_norm_groups": lambda: [torch.tensor(math.inf)]}
     infinite["check_grad_overflow"] = True
     before = {name: vars(zero)[name] for name in infinite if name in vars(zero)}
+    scaler = vars(zero.loss_scaler) if engine.fp16_enabled() else {}
+    scaler_before = dict(scaler)
     vars(zero).update(infinite)
+    scaler["raise_error_at_min_scale"] = False
     try:
         engine.step()
     finally:
         for name in infinite:
             del vars(zero)[name]
         vars(zero).update(before)
+        # A loss that is not finite says nothing about the scale of gradients: it stays.
+        scaler.clear()
+        scaler.update(scaler_before)
     assert zero.overflow, "DeepSpeed has made a step that was refused"

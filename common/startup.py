@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from common import distributed, watchdog
 from common.args import Problems, RunArguments, as_json, no_effect_notes
-from common.build_locks import lock_note, lock_problems
+from common.build_locks import lock_note, lock_problems, needed_ops
 from common.checkpoints import SaveFailed
 from common.ds_config import effective_zero_stage
 from common.export import ExportFailed
@@ -73,7 +73,7 @@ def check_run(args: RunArguments, zero_stages: dict[str, int], problems: Problem
         runs_at = effective_zero_stage(stage, args.dtype or distributed.default_dtype_name())
         if args.offload in ("optimizer", "all") and runs_at == 0:
             problems.add(f"--offload {args.offload} needs {name} 1, 2 or 3: under stage 0 no state can move")
-    _check_ds_config(args.ds_config, problems)
+    _check_ds_config(args, problems)
     check_ranges(args, problems)
 
 
@@ -87,8 +87,9 @@ def check_ranges(args: Any, problems: Problems) -> None:
             problems.add(f"--{name} {value} must be {what}")
 
 
-def _check_ds_config(name: str, problems: Problems) -> None:
+def _check_ds_config(args: Any, problems: Problems) -> None:
     """Add the problems of --ds_config, and of what a killed build left for a run with it to wait for."""
+    name = args.ds_config
     if not name:
         return
     try:
@@ -99,8 +100,18 @@ def _check_ds_config(name: str, problems: Problems) -> None:
     if not isinstance(overrides, dict):
         problems.add(f"--ds_config {name}: expected a JSON object")
         return
-    for problem in lock_problems(overrides):
+    for problem in lock_problems(_kernels(args, overrides)):
         problems.add(problem)
+
+
+def _kernels(args: Any, overrides: dict[str, Any]) -> frozenset[str]:
+    """Return the kernels that DeepSpeed compiles for a run with these keys of --ds_config."""
+    # What is frozen goes by the stage of a trained role: a run of one model has no frozen one.
+    stages = [getattr(args, f"{prefix}zero_stage", 0) for prefix in ROLE_PREFIXES if prefix]
+    zero = overrides.get("zero_optimization")
+    if any(hasattr(args, f"{prefix}zero_stage") for prefix in ROLE_PREFIXES if prefix):
+        stages.append(zero.get("stage", 0) if isinstance(zero, dict) else 0)
+    return needed_ops(overrides, frozen_is_sharded=3 in stages)
 
 
 def check_positive(args: Any, names: list[str], problems: Problems) -> None:
@@ -191,9 +202,10 @@ def print_finished(text: str) -> None:
 
 def print_notes(args: Any) -> None:
     """Say once, on the first process, which given flags do nothing, and what a killed build has left."""
-    for note in [*no_effect_notes(args), lock_note(load_overrides(args), distributed.kernel_names())]:
-        if note:
-            print_note(note)
+    trains = hasattr(args, "ds_config")
+    locks = lock_note(_kernels(args, load_overrides(args)), distributed.kernel_names()) if trains else ""
+    for note in [*no_effect_notes(args), *filter(None, [locks])]:
+        print_note(note)
 
 
 def print_note(text: str) -> None:

@@ -101,10 +101,10 @@ class Hub(threading.Thread):
                     self.tell_place()
                 if self._drain_until is None:
                     self._look(now)
+            for each in (self.selector, self.listener, *self.members.values()):
+                each.close()  # not after an error in here: it would look like the death of this process
         finally:
             self.is_done.set()
-            for each in (self.selector, self.listener, *self.members.values()):
-                each.close()
 
     def _hear_all(self) -> None:
         """Take in all that was said: who is judged must have been heard."""

@@ -88,6 +88,7 @@ def start(collective_timeout: float, host: str, recorder: CollectiveRecorder | N
         hub = Hub(host, world_size, collective_timeout, lambda: str(_place), checks_collectives=checks)
         hub.start()
         hosts = [host] if host else [os.environ["MASTER_ADDR"], _own_address(), socket.gethostname()]
+        hosts = list(dict.fromkeys(hosts))  # any of them may be the one that other machines reach
         store.set(ADDRESS_KEY, json.dumps({"hosts": hosts, "port": hub.port, "token": hub.token}))
     address = json.loads(store.get(ADDRESS_KEY))
     _member = Member(

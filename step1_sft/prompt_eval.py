@@ -123,10 +123,11 @@ def main() -> None:
         problems.add(str(error))
     problems.exit_if_any()
     startup.print_notes(args)
-    answers = {
-        kind: answer_all(getattr(args, f"model_name_or_path_{kind}"), template, prompts, args)
-        for kind, template in templates.items()
-    }
+    with startup.as_problem(problems):
+        answers = {
+            kind: answer_all(getattr(args, f"model_name_or_path_{kind}"), template, prompts, args)
+            for kind, template in templates.items()
+        }
     for index, prompt in enumerate(prompts):
         print(f"\n{prompt[-1].content}")
         for kind in MODELS:

@@ -63,7 +63,12 @@ def main() -> None:
     distributed.start()
     with startup.as_problem(problems):
         data = build_pairs(options, tokenizer, template)
-        model_options = ModelOptions(name, dtype=args.dtype or distributed.default_dtype_name(), dropout=0.0)
+        model_options = ModelOptions(
+            name,
+            dtype=args.dtype or distributed.default_dtype_name(),
+            dropout=0.0,
+            trust_remote_code=args.trust_remote_code,
+        )
         model = load_value_model(model_options, len(tokenizer)).to(distributed.device()).eval()
     rows = data.eval if data.eval is not None and len(data.eval) else data.train
     collate = PairCollator(tokenizer.pad_token_id)

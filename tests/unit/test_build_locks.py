@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from common import build_locks, startup
 from common.args import Problems
 from common.build_locks import find_locks, find_stale_locks, lock_note, lock_problems, needed_ops
 from step1_sft.arguments import SFTArguments
+from step3_ppo.arguments import PPOArguments
 
 HOUR = 3600.0
 
@@ -117,11 +119,12 @@ def test_default_folder_is_torchs(tmp_path, monkeypatch):
     ],
 )
 def test_keys_that_compile(root, ds_config, op):
-    assert op in needed_ops(ds_config)
+    needed = needed_ops(ds_config, frozen_is_sharded=True)
+    assert op in needed
     lock = leave_lock(root, op)
-    (problem,) = lock_problems(ds_config)
+    (problem,) = lock_problems(needed)
     assert str(lock) in problem and "delete that file" in problem
-    assert lock_note(ds_config, frozenset([op])) == ""
+    assert lock_note(needed, frozenset([op])) == ""
 
 
 @pytest.mark.parametrize(
@@ -131,34 +134,48 @@ def test_keys_that_compile(root, ds_config, op):
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
         {"zero_optimization": {"zero_quantized_weights": False}},
         {"zero_optimization": "none", "compile": []},
+        {"optimizer": {"type": "AdamW"}},  # the trained engines have torch's
     ],
 )
 def test_keys_that_compile_nothing(root, ds_config):
     lock = leave_lock(root, "fused_adam")
-    assert needed_ops(ds_config) == frozenset() and lock_problems(ds_config) == []
-    assert str(lock) in lock_note(ds_config, frozenset(["fused_adam"]))
+    assert needed_ops(ds_config) == frozenset() and lock_problems(needed_ops(ds_config)) == []
+    assert str(lock) in lock_note(needed_ops(ds_config), frozenset(["fused_adam"]))
 
 
 def test_note_on_a_young_lock_that_is_waited_for(root):
     lock = leave_lock(root, "fused_adam", age=10)
-    ds_config = {"optimizer": {"type": "Adam"}}
-    assert lock_problems(ds_config) == []
-    assert f"waits for {lock}" in lock_note(ds_config, frozenset(["fused_adam"]))
+    needed = frozenset(["fused_adam"])
+    assert lock_problems(needed) == []
+    assert f"waits for {lock}" in lock_note(needed, needed)
 
 
-def check_run(ds_config: Path | str) -> list[str]:
+def check_run(args: Any) -> list[str]:
     problems = Problems()
-    args = SFTArguments(model_name_or_path="m", ds_config=str(ds_config))
-    startup.check_run(args, {"--zero_stage": 0}, problems)
+    startup.check_run(args, {}, problems)
     return problems.messages
 
 
-def test_a_run_is_refused_before_it_waits(root, tmp_path, capsys):
+@pytest.mark.parametrize(("stage", "is_refused"), [(0, False), (3, True)])
+def test_a_run_is_refused_before_it_waits(root, tmp_path, capsys, stage, is_refused):
+    """An optimizer section: step 3 has frozen models, and under ZeRO 3 DeepSpeed gives them one."""
     lock = leave_lock(root, "fused_adam")
+    ds_config = str(tmp_path / "ds.json")
     (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"type": "AdamW"}}))
-    (message,) = check_run(tmp_path / "ds.json")
-    assert str(lock) in message and "--ds_config" in message
-    assert check_run("") == [] and capsys.readouterr().err == ""
+    roles = {"actor_model_name_or_path": "m", "critic_zero_stage": stage}
+    messages = check_run(PPOArguments(**roles, ds_config=ds_config))
+    assert [str(lock) in message and "--ds_config" in message for message in messages] == [True] * is_refused
+    assert check_run(PPOArguments(**roles)) == []
+    assert check_run(SFTArguments(model_name_or_path="m", zero_stage=stage, ds_config=ds_config)) == []
+    assert capsys.readouterr().err == ""
+
+
+def test_the_stage_may_stand_in_the_configuration_itself(root, tmp_path):
+    leave_lock(root, "fused_adam")
+    sections = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    (tmp_path / "ds.json").write_text(json.dumps(sections))
+    args = {"actor_model_name_or_path": "m", "ds_config": str(tmp_path / "ds.json")}
+    assert len(check_run(PPOArguments(**args))) == 1
 
 
 def test_a_run_that_does_not_need_it_says_so_once(root, capsys):

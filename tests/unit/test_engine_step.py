@@ -1,8 +1,13 @@
 """One optimizer step is taken on the exact mean over the global batch."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
+from common import engine_step
 from common.ds_config import EngineOptions, build_train_config
 from common.engine_state import EngineState
 from common.engine_step import LossTerm, update_engine
@@ -98,10 +103,10 @@ def overflow_slope(outputs: torch.Tensor) -> torch.Tensor:
     return ((outputs - outputs.detach()).float() * 1e30 * 1e30).sum()
 
 
-GRADIENT = "^the gradient's norm is not finite"
+GRADIENT = "^not finite: the gradient's norm"
 # What is spoilt in which micro-batch, and the message.
 SPOILERS = {
-    "NaN in the first loss": (spoil_loss, 0, "^loss"),
+    "NaN in the first loss": (spoil_loss, 0, "^not finite: loss"),
     "NaN in the last gradient": (spoil_slope, 1, GRADIENT),
     "infinity in the first gradient": (overflow_slope, 0, GRADIENT),
 }
@@ -171,3 +176,37 @@ def test_a_refused_step_leaves_no_trace(stage, dtype, offload, what):
         assert_equal_snapshots(disturbed.snapshot(), clean.snapshot())
         moved = any(not torch.equal(disturbed.snapshot()[0][n], before[0][n]) for n in before[0])
         assert moved, "a step that moves nothing shows nothing"
+
+
+class HalfPrecisionEngine:
+    """As much of an engine in fp16, which no CPU has, as leaving out a step meets; its scaler is real."""
+
+    def __init__(self, scale: float) -> None:
+        self.optimizer = SimpleNamespace(
+            loss_scaler=DynamicLossScaler(scale, 100, 1.0, delayed_shift=1, consecutive_hysteresis=False),
+            overflow=False,
+            scaled_global_norm=None,
+        )
+
+    def zero_optimization(self) -> bool:
+        return True
+
+    def fp16_enabled(self) -> bool:
+        return True
+
+    def step(self) -> None:
+        """What ZeRO's step does with a norm that is infinite."""
+        zero = self.optimizer
+        zero.overflow = not math.isfinite(zero.scaled_global_norm())
+        zero.loss_scaler.update_scale(zero.overflow)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0], ids=["lowest", "higher"])
+def test_a_refused_loss_says_nothing_about_the_scale_of_fp16(scale):
+    """At the lowest scale DeepSpeed would raise an error of its own, with the gradients left behind."""
+    engine = HalfPrecisionEngine(scale)
+    before = dict(vars(engine.optimizer.loss_scaler))
+    for _ in range(3):
+        engine_step._skip_step(engine)
+        assert engine.optimizer.overflow and engine.optimizer.scaled_global_norm is None
+        assert vars(engine.optimizer.loss_scaler) == before

@@ -1,0 +1,114 @@
+"""Models that are damaged, or not what their config.json says: told by every program that loads one."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_configs import tiny_config
+
+import chat
+from common.models import ModelOptions, load_causal_lm
+from common.value_model import load_value_model
+from step1_sft import prompt_eval
+from step2_reward import rw_eval, serve
+
+
+@pytest.fixture
+def save_model(tmp_path, tiny_tokenizer):
+    """Save a tiny model, and its tokenizer beside it."""
+
+    def save(kind: str = "AutoModelForCausalLM", family: str = "llama", **config) -> Path:
+        folder = tmp_path / f"{kind}-{family}"
+        made = tiny_config(family, len(tiny_tokenizer))
+        for name, value in config.items():
+            setattr(made, name, value)
+        getattr(transformers, kind).from_config(made).save_pretrained(folder)
+        tiny_tokenizer.save_pretrained(folder)
+        return folder
+
+    return save
+
+
+def change_weights(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+def load(folder: Path):
+    return load_causal_lm(ModelOptions(str(folder)), 320)
+
+
+def load_value(folder: Path):
+    return load_value_model(ModelOptions(str(folder)), 320)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "qwen2", "bloom"])
+@pytest.mark.parametrize("kind", ["AutoModelForCausalLM", "AutoModel"])
+def test_a_whole_model_is_no_problem(save_model, kind, family):
+    """Tied heads, buffers, and heads that are new lack nothing."""
+    folder = save_model(kind, family)
+    assert load(folder) is not None and load_value(folder) is not None
+
+
+def test_a_weight_that_is_missing_is_not_made_up(save_model):
+    folder = save_model()
+    change_weights(folder, lambda weights: {k: v for k, v in weights.items() if "layers.1.mlp.up" not in k})
+    for loads in (load, load_value):
+        with pytest.raises(
+            ValueError, match=r"its weights lack 1 of \d+ .*model.layers.1.mlp.up_proj.weight"
+        ):
+            loads(folder)
+
+
+def test_a_reward_model_without_its_head_gets_no_new_one(save_model):
+    folder = save_model("AutoModelForSequenceClassification", num_labels=1)
+    assert load_value(folder) is not None
+    change_weights(folder, lambda weights: {k: v for k, v in weights.items() if k != "score.weight"})
+    with pytest.raises(ValueError, match="its weights lack 1 of .*score.weight"):
+        load_value(folder)
+
+
+def test_weights_of_another_size(save_model):
+    folder = save_model()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+    with pytest.raises(ValueError, match="have other sizes than are needed for .*mlp"):
+        load(folder)
+
+
+def test_memory_that_runs_out_is_no_damage(save_model, monkeypatch):
+    for error in (MemoryError, torch.OutOfMemoryError):
+
+        def fail(*_, error=error, **__):
+            raise error("no memory")
+
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+        with pytest.raises(error):
+            load(save_model(family="gpt2"))
+
+
+@pytest.mark.parametrize("program", ["chat", "prompt_eval", "rw_eval", "serve"])
+def test_programs_that_only_read_a_model_say_so_in_one_message(
+    save_model, program, monkeypatch, capsys, tmp_path, process_group
+):
+    is_reward = program in ("rw_eval", "serve")
+    folder = save_model(*(["AutoModelForSequenceClassification"] if is_reward else []), num_labels=1)
+    (folder / "model.safetensors").write_bytes(b"torn")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 3)
+    words = {
+        "chat": ["--path", folder],
+        "prompt_eval": ["--model_name_or_path_baseline", folder, "--model_name_or_path_finetune", folder],
+        "rw_eval": ["--model_name_or_path", folder, "--data_path", tmp_path / "rows.jsonl"],
+        "serve": ["--model_name_or_path", folder, "--port", 0],
+    }[program]
+    if program == "rw_eval":
+        words += ["--data_output_path", tmp_path / "cache"]
+    monkeypatch.setattr(sys, "argv", [program, *map(str, words)])
+    with pytest.raises(SystemExit) as left:
+        {"chat": chat, "prompt_eval": prompt_eval, "rw_eval": rw_eval, "serve": serve}[program].main()
+    text = capsys.readouterr().err
+    assert left.value.code == 2 and f"{folder}: the model cannot be loaded" in text and "1 problem" in text
