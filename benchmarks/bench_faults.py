@@ -235,7 +235,7 @@ def main() -> None:
     torch.set_num_threads(1)  # a process that has a pool of threads must not fork
     with tempfile.TemporaryDirectory() as place:
         cost = saving(Path(place, "cost"), 4 if args.quick else 10)
-        found = soak(Path(place), num_kills, 4 if args.quick else 24, args.minutes * 60)
+        found = soak(Path(place), num_kills, 4 if args.quick else 48, args.minutes * 60)
     for name, value in found.items():
         print(f"{name.replace('_', ' '):20} {value if not isinstance(value, float) else round(value, 2)}")
     interval = PPOArguments(actor_model_name_or_path="").save_interval

@@ -39,6 +39,13 @@ def wait_for_steps(output: Path, count: int, process: subprocess.Popen, log: Pat
         time.sleep(0.05)
 
 
+def wait_for_checkpoint(output: Path) -> None:
+    """Return when the state is saved: DeepSpeed's runner does not wait for the ranks that do it."""
+    deadline = time.monotonic() + 60
+    while not find_checkpoints(output)[0] and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize(
     ("launcher", "number", "whole_group"),
     [
@@ -58,6 +65,7 @@ def test_stops_and_goes_on(tiny, tmp_path, launcher, number, whole_group):
         wait_for_steps(output, 3, process, log)
         (os.killpg if whole_group else os.kill)(process.pid, number)
         code = process.wait(timeout=60)
+        wait_for_checkpoint(output)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
