@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 
 from common import startup
-from common.answering import Answerer, AnsweringArguments, load_answerer, load_template
 from common.args import REQUIRED, Problems, flag, parse_args
 from common.data.example import Message
+from common.generation.answering import Answerer, AnsweringArguments, load_answerer, load_template
 
 
 @dataclass

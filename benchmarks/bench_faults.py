@@ -37,8 +37,8 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from benchmarks.chat_rows import small_llama_config
 from benchmarks.ppo_models import build_tokenizer, save_models
 from common import startup
-from common.checkpoints import FOLDER, find_checkpoints
-from common.resume import FINISHED_FILE
+from common.saving.checkpoints import FOLDER, find_checkpoints
+from common.saving.resume import FINISHED_FILE
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.main import main as ppo_main
 

@@ -42,8 +42,8 @@ from benchmarks.generate_peers import (
 from benchmarks.rank_launch import launch_ranks
 from common import distributed, startup
 from common.ds_config import EngineOptions, build_train_config
-from common.generate import Generator
-from common.inference_module import share_weights
+from common.generation.generate import Generator
+from common.generation.inference_module import share_weights
 from common.models import ModelOptions, load_causal_lm
 from common.training_loop import build_engine
 from step3_ppo.hybrid_engine import HybridEngine

@@ -38,7 +38,7 @@ from benchmarks.ppo_models import save_models
 from common import distributed, startup
 from common.data.collators import PromptCollator
 from common.data.global_batches import GlobalBatches
-from common.resume import EarlierRun
+from common.saving.resume import EarlierRun
 from step3_ppo.algorithms import fill_defaults, find_algorithm
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.main import build_trainer

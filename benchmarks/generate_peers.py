@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from common.decode_state import SamplingOptions
-from common.generate import Generator
+from common.generation.decode_state import SamplingOptions
+from common.generation.generate import Generator
 
 PAD = 0
 

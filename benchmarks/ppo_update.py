@@ -9,8 +9,8 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from benchmarks.chat_rows import sft_rows, small_llama_config
 from common.data.packed_batch import PackedBatch
-from common.decode_state import SamplingOptions
 from common.ds_config import EngineOptions, build_train_config
+from common.generation.decode_state import SamplingOptions
 from common.policy_model import PolicyModel
 from common.training_loop import build_engine
 from common.value_model import ScoreHead, ValueModel

@@ -7,9 +7,9 @@ from typing import Any
 
 from common import distributed
 from common.data.packed_batch import PackedBatch
-from common.pieces import Piece, PieceReader
 from common.refusal import StepRefused, TooManyBadSteps
 from common.run_logger import RunLogger
+from common.saving.pieces import Piece, PieceReader
 
 FOLDER = "bad_batches"
 

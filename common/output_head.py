@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from common.sampling import kept_tokens
+from common.generation.sampling import kept_tokens
 from common.tensor_ops import token_entropy, token_logprobs
 
 # Logits of one chunk. On a CPU they stay near the cache (16 MiB in fp32); on a GPU they fill the device.

@@ -18,9 +18,9 @@ import torch
 from tqdm import tqdm
 
 from common import distributed
-from common.durable_files import sync, write_file
-from common.pieces import Piece, PieceReader
 from common.plots import plot_curves
+from common.saving.durable_files import sync, write_file
+from common.saving.pieces import Piece, PieceReader
 
 METRICS, SAMPLES, CURVES = "metrics.jsonl", "samples.jsonl", "curves.png"
 

@@ -17,17 +17,18 @@ import transformers
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from common import distributed, watchdog
+from common import distributed
 from common.args import Problems, RunArguments, as_json, no_effect_notes
 from common.build_locks import lock_note, lock_problems, needed_ops
-from common.checkpoints import SaveFailed
 from common.ds_config import effective_zero_stage
-from common.export import ExportFailed
 from common.launch_environment import check_environment
 from common.models import linear_module_names, lora_targets
 from common.refusal import StepRefused, TooManyBadSteps
+from common.saving.checkpoints import SaveFailed
+from common.saving.export import ExportFailed
 from common.stop_request import STOPPED, Stopped
 from common.tokenizer import load_tokenizer
+from common.watch import watchdog
 
 # name, lowest, highest
 NUMBER_RANGES = (

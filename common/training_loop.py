@@ -6,7 +6,7 @@ from typing import Any
 import deepspeed
 from torch import nn
 
-from common import distributed, startup, watchdog
+from common import distributed, startup
 from common.args import Problems
 from common.data.data_options import DataOptions
 from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
@@ -17,10 +17,11 @@ from common.models import LoraOptions, ModelOptions, plain_model
 from common.optim import build_optimizer, build_schedule
 from common.plugins import import_plugins
 from common.refusal import StepRefused
-from common.resume import EarlierRun, find_run
 from common.run_logger import RunLogger
-from common.run_saver import Run, checkpoint_name
+from common.saving.resume import EarlierRun, find_run
+from common.saving.run_saver import Run, checkpoint_name
 from common.varlen_attention import takes_flat
+from common.watch import watchdog
 
 
 def check_single_model(

@@ -18,12 +18,12 @@ from common.args import Problems, parse_args
 from common.data.collators import PackedSFTCollator, SFTCollator
 from common.data.data_options import DataOptions
 from common.data.stage_datasets import build_sft
-from common.engine_state import EngineState
-from common.export import save_adapter, save_export
 from common.models import add_lora, load_causal_lm
 from common.policy_model import PolicyModel
-from common.run_saver import Run
-from common.run_state import Progress
+from common.saving.engine_state import EngineState
+from common.saving.export import save_adapter, save_export
+from common.saving.run_saver import Run
+from common.saving.run_state import Progress
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
 

@@ -15,11 +15,11 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from common import startup
-from common.answering import AnsweringArguments, load_answerer, load_template
 from common.args import REQUIRED, Problems, flag, parse_args
 from common.data.example import Message
 from common.data.registry import load_source
 from common.dialogue import Template
+from common.generation.answering import AnsweringArguments, load_answerer, load_template
 
 MODELS = ("baseline", "finetune")
 NO_BEAMS = "answers are greedy or sampled (--num_return_sequences above 1), never searched with beams"

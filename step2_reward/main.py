@@ -19,10 +19,10 @@ from common.args import Problems, parse_args
 from common.data.collators import PackedPairCollator, PairCollator
 from common.data.data_options import DataOptions
 from common.data.stage_datasets import build_pairs
-from common.engine_state import EngineState
-from common.export import save_adapter, save_export
-from common.run_saver import Run
-from common.run_state import Progress
+from common.saving.engine_state import EngineState
+from common.saving.export import save_adapter, save_export
+from common.saving.run_saver import Run
+from common.saving.run_state import Progress
 from common.value_model import load_value_model
 from step2_reward.arguments import RewardArguments
 from step2_reward.reward_trainer import RewardTrainer

@@ -24,8 +24,8 @@ from common.data.global_batches import evaluation_batches
 from common.data.source_checks import check_sources
 from common.data.stage_datasets import build_pairs
 from common.dialogue import build_template
-from common.export import read_metadata
 from common.models import ModelOptions
+from common.saving.export import read_metadata
 from common.value_model import has_saved_head, load_value_model
 from step2_reward.arguments import RewardEvalArguments
 from step2_reward.reward_trainer import compute_pair_scores, evaluate_pairs

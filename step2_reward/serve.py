@@ -32,9 +32,9 @@ from common.access_token import server_token
 from common.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
 from common.data.example import Message
 from common.dialogue import build_template
-from common.export import read_metadata
 from common.model_inputs import lay_out
 from common.models import DTYPES, ModelOptions
+from common.saving.export import read_metadata
 from common.value_model import ValueModel, has_saved_head, load_value_model
 from step2_reward.request_guard import RequestGuard, RequestLimits
 

@@ -19,9 +19,9 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
 from common import distributed
-from common.decode_state import SamplingOptions
-from common.generate import DEFAULT_SLOTS, Generation, Generator
-from common.inference_module import InferenceModule
+from common.generation.decode_state import SamplingOptions
+from common.generation.generate import DEFAULT_SLOTS, Generation, Generator
+from common.generation.inference_module import InferenceModule
 from common.models import plain_model
 from common.policy_model import language_model
 from common.tp_module import cut_module

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from common import distributed, startup
 from common.args import Problems
 from common.ds_config import effective_zero_stage
-from common.generate import DEFAULT_SLOTS
-from common.kv_cache import kv_bytes_per_token
+from common.generation.generate import DEFAULT_SLOTS
+from common.generation.kv_cache import kv_bytes_per_token
 from common.models import DTYPES
 from common.tp_plans import NoPlan, build_cuts
 from step3_ppo.arguments import PPOArguments

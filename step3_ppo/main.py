@@ -24,12 +24,12 @@ from common.data.data_options import DataOptions
 from common.data.global_batches import BatchStream, GlobalBatches
 from common.data.pretraining import build_pretraining
 from common.data.stage_datasets import build_prompts
-from common.engine_state import EngineState, ShardState
-from common.export import save_adapter, save_export
 from common.policy_model import language_model
 from common.refusal import StepRefused, TooManyBadSteps
-from common.run_saver import Run, checkpoint_name
-from common.run_state import Progress
+from common.saving.engine_state import EngineState, ShardState
+from common.saving.export import save_adapter, save_export
+from common.saving.run_saver import Run, checkpoint_name
+from common.saving.run_state import Progress
 from common.training_loop import build_logger, count_steps
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage

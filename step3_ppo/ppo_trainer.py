@@ -12,11 +12,12 @@ from itertools import islice
 
 import torch
 
-from common import distributed, watchdog
+from common import distributed
 from common.data.global_batches import BatchStream
 from common.data.packed_batch import PackedBatch
 from common.refusal import StepRefused
 from common.run_logger import RunLogger
+from common.watch import watchdog
 from step3_ppo.algorithms import Algorithm
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage

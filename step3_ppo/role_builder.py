@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 
 from common import distributed
-from common.decode_state import SamplingOptions
 from common.ds_config import EngineOptions, build_frozen_config, build_train_config
+from common.generation.decode_state import SamplingOptions
 from common.models import LoraOptions, ModelOptions, add_lora, load_causal_lm, plain_model
 from common.policy_model import PolicyModel
 from common.training_loop import build_engine

@@ -16,9 +16,9 @@ from torch.nn.functional import pad as pad_ends
 
 from common import distributed
 from common.data.packed_batch import PackedBatch
-from common.decode_state import SamplingOptions
 from common.engine_step import LossTerm, update_engine
-from common.generate import Generation
+from common.generation.decode_state import SamplingOptions
+from common.generation.generate import Generation
 from common.output_head import Support, Truncation
 from common.policy_model import language_model
 from common.zero3 import local_shard, swapped_shards

@@ -8,7 +8,7 @@ from deepspeed.runtime.rollout import RolloutBatch, RolloutEngine, RolloutReques
 from transformers import PreTrainedTokenizerBase
 
 from common import distributed
-from common.decode_state import SamplingOptions
+from common.generation.decode_state import SamplingOptions
 from step3_ppo.hybrid_engine import HybridEngine
 
 _NO_STOP_TOKEN = -1  # no token has this id: a tokenizer without eos lets every response run to its limit

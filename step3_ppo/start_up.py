@@ -9,9 +9,9 @@ from common.args import Problems, given_flags
 from common.data.data_options import DataOptions
 from common.data.source_checks import check_sources
 from common.dialogue import Template, build_template
-from common.export import read_metadata
 from common.plugins import import_plugins
-from common.resume import EarlierRun, find_run
+from common.saving.export import read_metadata
+from common.saving.resume import EarlierRun, find_run
 from common.tokenizer import vocabulary_difference
 from common.value_model import has_saved_head
 from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unused_flags

@@ -8,7 +8,7 @@ from typing import Any
 
 from common import distributed
 from common.data.packed_batch import PackedBatch
-from common.pieces import Piece, PieceReader
+from common.saving.pieces import Piece, PieceReader
 
 OPEN = "open"
 

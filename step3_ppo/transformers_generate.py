@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from common.decode_state import DecodeState, SamplingOptions
-from common.generate import Generation, collect_responses
+from common.generation.decode_state import DecodeState, SamplingOptions
+from common.generation.generate import Generation, collect_responses
 
 
 class TransformersGenerator:
-    """Has the `generate` of `common.generate.Generator`."""
+    """Has the `generate` of `common.generation.generate.Generator`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from common import distributed
-from common.pieces import Piece, PieceReader
+from common.saving.pieces import Piece, PieceReader
 
 
 class SimplePart:

@@ -14,9 +14,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from common.check.findings import Finding, compare, guarded, tolerance_of
 from common.data.collators import pad_rows
-from common.decode_state import SamplingOptions
-from common.generate import Generation, Generator
-from common.inference_module import share_weights
+from common.generation.decode_state import SamplingOptions
+from common.generation.generate import Generation, Generator
+from common.generation.inference_module import share_weights
 from common.model_inputs import ModelInputs, lay_out
 from common.models import plain_model
 from common.policy_model import PolicyModel

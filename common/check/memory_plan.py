@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from common.check.devices import Hardware
 from common.check.model_sizes import Activations, ModelSizes, SwitchSizes, head_bytes, trace_activations
 from common.ds_config import EngineOptions, build_frozen_config, build_train_config
-from common.generate import DEFAULT_SLOTS
-from common.kv_cache import kv_bytes_per_token
+from common.generation.generate import DEFAULT_SLOTS
+from common.generation.kv_cache import kv_bytes_per_token
 from common.models import LoraOptions
 
-PREFILL_TOKENS = 4096  # of prompts that common/generate.py reads together
+PREFILL_TOKENS = 4096  # of prompts that common/generation/generate.py reads together
 LOGIT_CHUNK = {True: 2**22, False: 2**27}  # elements, by is_cpu: common/output_head.py
 RECORD_BYTES = 44  # of a response token in step 3's record, on every rank
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from common.check.devices import Hardware
 from common.check.memory_plan import RECORD_BYTES, Role, Run, scored_tokens
-from common.kv_cache import kv_bytes_per_token
+from common.generation.kv_cache import kv_bytes_per_token
 
 ARITHMETIC, MEMORY, INTRA, INTER = "arithmetic", "memory", "links in a machine", "links between machines"
 HOST, LATENCY, CPU = "link to the CPU", "latency of links", "CPU"

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common.decode_state import SamplingOptions
-from common.generate import Generator
-from common.inference_module import share_weights
+from common.generation.decode_state import SamplingOptions
+from common.generation.generate import Generator
+from common.generation.inference_module import share_weights
 
 pytestmark = [
     pytest.mark.gpu,

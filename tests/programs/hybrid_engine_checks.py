@@ -17,9 +17,9 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from transformers import AutoModelForCausalLM
 
 from common import distributed
-from common.decode_state import SamplingOptions
 from common.ds_config import EngineOptions, build_train_config
-from common.generate import Generation
+from common.generation.decode_state import SamplingOptions
+from common.generation.generate import Generation
 from common.models import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
 from common.tensor_ops import token_logprobs
 from common.trained_weights import trained_weights

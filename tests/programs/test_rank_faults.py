@@ -201,7 +201,7 @@ def test_first_rank_prepares_data(forks, flags, tmp_path):
 def test_ranks_leave_one_after_the_other(forks, flags):
     """The first to end, also the one that hears all, ends nobody."""
     for rank in (0, 1):
-        hook = {"at": "common.run_saver:RunSaver.finish", "rank": rank, "do": "sleep:6"}
+        hook = {"at": "common.saving.run_saver:RunSaver.finish", "rank": rank, "do": "sleep:6"}
         done = forks.run(1, flags[1] | {"collective_timeout": 5}, ranks=2, hooks=[hook], seconds=90)
         assert done.codes == [0, 0] and not errors(done, 0) + errors(done, 1), everything(done)
 

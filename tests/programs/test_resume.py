@@ -14,7 +14,7 @@ import torch
 from program_runs import read_metrics
 from safetensors.torch import load_file
 
-from common.checkpoints import find_checkpoints
+from common.saving.checkpoints import find_checkpoints
 from common.stop_request import STOPPED
 
 pytestmark = pytest.mark.slow
@@ -169,10 +169,10 @@ SINGLE_POINTS = {
     "between two accumulation steps": ("step1_sft.sft_trainer:compute_nll_sum", 8),
     "in DeepSpeed's step": ("deepspeed.runtime.engine:DeepSpeedEngine.step", 5),
     "in an evaluation": ("step1_sft.sft_trainer:SFTTrainer.evaluate", 2),
-    "writing a rank's file": ("common.checkpoints:write_pieces", 5),
-    "before the commit": ("common.checkpoints:CheckpointWriter._commit", 2),
-    "removing an old checkpoint": ("common.checkpoints:remove_folder", 1),
-    "in the export": ("common.export:_write_model", 1),
+    "writing a rank's file": ("common.saving.checkpoints:write_pieces", 5),
+    "before the commit": ("common.saving.checkpoints:CheckpointWriter._commit", 2),
+    "removing an old checkpoint": ("common.saving.checkpoints:remove_folder", 1),
+    "in the export": ("common.saving.export:_write_model", 1),
 }
 
 
@@ -209,7 +209,7 @@ PPO_POINTS = {
     "steering the KL": ("step3_ppo.ppo_math:KLController.update", 2),
     "in the log": ("common.run_logger:RunLogger.log", 2),
     "between two steps": ("step3_ppo.ppo_trainer:PPOTrainer.train_step", 3),
-    "in the export of the average": ("common.export:_write_model", 3),
+    "in the export of the average": ("common.saving.export:_write_model", 3),
 }
 
 

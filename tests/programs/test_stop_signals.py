@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from program_runs import ROOT, as_flags, deepspeed, environment, read_curve, run, torchrun
 
-from common.checkpoints import find_checkpoints
+from common.saving.checkpoints import find_checkpoints
 from common.stop_request import STOPPED
 
 pytestmark = pytest.mark.slow

@@ -6,11 +6,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import chat
-from common import answering
-from common.answering import Answerer, AnsweringArguments, load_answerer, load_template
 from common.args import Problems
 from common.data.example import Message
-from common.generate import Generator
+from common.generation import answering
+from common.generation.answering import Answerer, AnsweringArguments, load_answerer, load_template
+from common.generation.generate import Generator
 
 QUESTIONS = [
     (Message("user", "How are you today?"),),

@@ -10,9 +10,9 @@ from disk_limit import files_up_to
 from common.bad_steps import BadSteps
 from common.data.collators import PackedPairCollator, PackedSFTCollator, PairCollator, SFTCollator
 from common.data.packed_batch import PackedBatch
-from common.pieces import PieceReader
 from common.refusal import StepRefused, TooManyBadSteps
 from common.run_logger import RunLogger
+from common.saving.pieces import PieceReader
 
 
 def build(folder, most: int = 3) -> BadSteps:

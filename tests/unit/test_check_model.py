@@ -124,7 +124,9 @@ def test_a_wrong_factor_of_the_logits_fails(tiny_model_folder, check, monkeypatc
 
 
 def test_wrong_positions_of_the_cached_pass_fail_with_token_and_logits(tiny_model_folder, check, monkeypatch):
-    monkeypatch.setattr("common.generate.build_position_ids", lambda mask: build_position_ids(mask) + 1)
+    monkeypatch.setattr(
+        "common.generation.generate.build_position_ids", lambda mask: build_position_ids(mask) + 1
+    )
     shown = check(tiny_model_folder("gpt2"), *QUICK)
     assert shown.code == 1 and shown.failed() == ["greedy texts", "their log-probabilities"]
     assert (

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simple_parts import SimplePart, make_parts, versions
 
-from common import checkpoints
-from common.checkpoints import (
+from common.saving import checkpoints
+from common.saving.checkpoints import (
     CheckpointWriter,
     NoCheckpoint,
     SaveFailed,

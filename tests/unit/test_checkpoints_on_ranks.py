@@ -10,8 +10,8 @@ import torch
 from simple_parts import SimplePart, make_parts, versions
 
 from common import distributed
-from common.checkpoints import CheckpointWriter, SaveFailed, find_checkpoints, load_newest
-from common.pieces import Piece
+from common.saving.checkpoints import CheckpointWriter, SaveFailed, find_checkpoints, load_newest
+from common.saving.pieces import Piece
 
 
 class FailingPart(SimplePart):

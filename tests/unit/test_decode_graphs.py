@@ -4,8 +4,8 @@ import pytest
 import torch
 from test_generate import load, make_prompts, options
 
-from common.decode_graphs import DecodeGraphs, round_positions, round_rows
-from common.generate import Generator
+from common.generation.decode_graphs import DecodeGraphs, round_positions, round_rows
+from common.generation.generate import Generator
 
 
 def test_shapes_are_rounded_up_within_the_block():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common import durable_files
-from common.durable_files import (
+from common.saving import durable_files
+from common.saving.durable_files import (
     DELETING,
     WRITING,
     digest,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from common.ds_config import EngineOptions, build_train_config
-from common.export import gather_state_dict
 from common.models import ModelOptions, compute_logits, load_causal_lm
+from common.saving.export import gather_state_dict
 from common.training_loop import build_engine
 from step3_ppo.ema import ExponentialMovingAverage
 

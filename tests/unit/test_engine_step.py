@@ -9,10 +9,10 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from common import engine_step
 from common.ds_config import EngineOptions, build_train_config
-from common.engine_state import EngineState
 from common.engine_step import LossTerm, update_engine
-from common.export import gather_state_dict
 from common.refusal import StepRefused
+from common.saving.engine_state import EngineState
+from common.saving.export import gather_state_dict
 from common.training_loop import build_engine
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -11,10 +11,10 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from common import durable_files, export
-from common.export import ExportFailed, read_metadata, save_adapter, save_export
 from common.model_inputs import lay_out
 from common.models import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
+from common.saving import durable_files, export
+from common.saving.export import ExportFailed, read_metadata, save_adapter, save_export
 from common.tokenizer import load_tokenizer
 from common.value_model import load_value_model
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from simple_parts import make_parts
 
-from common import resume
 from common.args import Problems, parse_args
-from common.checkpoints import CheckpointWriter
-from common.resume import EarlierRun, compare_flags, find_run
+from common.saving import resume
+from common.saving.checkpoints import CheckpointWriter
+from common.saving.resume import EarlierRun, compare_flags, find_run
 from step1_sft.arguments import SFTArguments
 
 

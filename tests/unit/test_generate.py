@@ -6,9 +6,9 @@ from chi_square import NUM_DRAWS, SMALLEST_P_VALUE, p_value
 from families import DECODERS
 from transformers import AutoModelForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
 
-from common.decode_state import SamplingOptions
-from common.generate import Generator
-from common.inference_module import share_weights
+from common.generation.decode_state import SamplingOptions
+from common.generation.generate import Generator
+from common.generation.inference_module import share_weights
 from common.models import compute_logits
 from common.tensor_ops import token_logprobs
 

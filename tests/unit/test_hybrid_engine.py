@@ -6,7 +6,7 @@ import pytest
 import torch
 from hybrid_engines import build
 
-from common.decode_state import SamplingOptions
+from common.generation.decode_state import SamplingOptions
 from common.models import compute_logits, plain_model
 from common.tensor_ops import token_logprobs
 from common.tp_plans import NoPlan

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import FalconConfig, GPT2Config, LlamaConfig
 
-from common.kv_cache import SlotCache, kv_bytes_per_token
+from common.generation.kv_cache import SlotCache, kv_bytes_per_token
 
 
 def test_prompts_and_tokens_land_at_each_rows_own_position():

@@ -12,7 +12,7 @@ import transformers
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM
 
-from common import generate, output_head
+from common import output_head
 from common.args import Problems, parse_args
 from common.check import memory_plan
 from common.check.check_plan import build_run
@@ -20,7 +20,8 @@ from common.check.devices import Models, PlanArguments, find_problems, read_mode
 from common.check.memory_plan import MemoryPlan, plan_memory
 from common.check.model_sizes import LiveBytes
 from common.ds_config import EngineOptions, build_train_config
-from common.kv_cache import kv_bytes_per_token
+from common.generation import generate
+from common.generation.kv_cache import kv_bytes_per_token
 from common.model_inputs import lay_out
 from common.models import ModelOptions, load_causal_lm
 from common.optim import build_optimizer

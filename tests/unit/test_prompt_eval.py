@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from common.answering import load_answerer, load_template
 from common.args import Problems
 from common.data.example import Message
+from common.generation.answering import load_answerer, load_template
 from step1_sft import prompt_eval
 from step1_sft.prompt_eval import PromptEvalArguments
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.rank_failures import CLOSED, OTHER, TIMEOUT
-from common.rank_referee import (
+from common.watch.failures import CLOSED, OTHER, TIMEOUT
+from common.watch.referee import (
     GONE_SECONDS,
     LEFT_SECONDS,
     SETTLE_SECONDS,

@@ -14,8 +14,8 @@ from common.args import Problems
 from common.data.example import Message
 from common.data.packed_batch import PackedBatch
 from common.dialogue import build_template
-from common.export import save_export
 from common.models import ModelOptions
+from common.saving.export import save_export
 from common.tokenizer import load_tokenizer
 from common.value_model import load_value_model
 from step2_reward import serve

@@ -8,7 +8,7 @@ import torch
 from records import make_record
 
 from common.data.packed_batch import PackedBatch
-from common.generate import Generation
+from common.generation.generate import Generation
 from common.output_head import Support
 from step3_ppo.experience import TokenCap
 from step3_ppo.rewards.reward_specs import RewardSpec

@@ -8,10 +8,10 @@ import pytest
 from disk_limit import files_up_to
 
 from common import run_logger
-from common.durable_files import sync
-from common.pieces import PieceReader
 from common.plots import plot_curves, read_curves
 from common.run_logger import RunLogger
+from common.saving.durable_files import sync
+from common.saving.pieces import PieceReader
 
 
 def lines_of(path) -> list[dict]:

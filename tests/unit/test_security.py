@@ -21,7 +21,7 @@ from common.data import hub_data
 from common.data.registry import load_source
 from common.dialogue import build_template
 from common.models import ModelOptions, load_causal_lm
-from common.pieces import PieceReader
+from common.saving.pieces import PieceReader
 from common.tokenizer import load_tokenizer
 from common.value_model import has_saved_head, load_value_model
 from step1_sft.arguments import SFTArguments

@@ -7,8 +7,8 @@ import pytest
 import torch
 from test_generate import load, make_prompts, options
 
-from common import inference_module, slot_attention
-from common.generate import Generator
+from common.generation import inference_module, slot_attention
+from common.generation.generate import Generator
 
 CALLS = []
 

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from common import watch_hub, watch_member
-from common.collective_schedule import Schedules
-from common.rank_failures import CLOSED, RankDidNotCome
-from common.watch_hub import Hub
-from common.watch_member import Member
+from common.watch import hub as watch_hub
+from common.watch import member as watch_member
+from common.watch.collective_schedule import Schedules
+from common.watch.failures import CLOSED, RankDidNotCome
+from common.watch.hub import Hub
+from common.watch.member import Member
 
 
 class World:
@@ -77,7 +78,7 @@ def worlds(monkeypatch) -> Iterator[SimpleNamespace]:
 
     monkeypatch.setattr(Member, "_leave", leave)
     monkeypatch.setattr(watch_member, "SETTLE_SECONDS", 0.6)
-    monkeypatch.setattr("common.rank_referee.SETTLE_SECONDS", 0.6)
+    monkeypatch.setattr("common.watch.referee.SETTLE_SECONDS", 0.6)
     monkeypatch.setattr(watch_hub, "DRAIN_SECONDS", 0.2)
     monkeypatch.setattr(watch_hub, "COMPARE_SECONDS", 0.2)
     made: list[World] = []

@@ -11,7 +11,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel
 
-from common.slot_attention import choose_slot_attention
+from common.generation.slot_attention import choose_slot_attention
 
 
 class InferenceModule:

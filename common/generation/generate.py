@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from common.decode_state import DecodeState, SamplingOptions
-from common.decode_step import DecodeStep
-from common.kv_cache import SlotCache
+from common.generation.decode_state import DecodeState, SamplingOptions
+from common.generation.decode_step import DecodeStep
+from common.generation.kv_cache import SlotCache
+from common.generation.slot_schedule import Admission, SlotSchedule
 from common.models import build_position_ids, forward_accepts
-from common.slot_schedule import Admission, SlotSchedule
 
 DEFAULT_SLOTS = 128
 _MAX_TOKENS_PER_PASS = 4096  # of prompts that are read together: more would only take memory

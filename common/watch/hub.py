@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common.collective_schedule import Schedules
-from common.rank_referee import Referee, Verdict
-from common.watch_lines import LineSocket
+from common.watch.collective_schedule import Schedules
+from common.watch.lines import LineSocket
+from common.watch.referee import Referee, Verdict
 
 LOOK_SECONDS, BEAT_SECONDS = 0.1, 0.5
 DRAIN_SECONDS = 1.5  # for the ranks to read the last word

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common import distributed
-from common.durable_files import WRITING, digest, publish_folder, remove_folder, remove_leftovers, sync
-from common.pieces import Piece, PieceReader, write_pieces
+from common.saving.durable_files import WRITING, digest, publish_folder, remove_folder, remove_leftovers, sync
+from common.saving.pieces import Piece, PieceReader, write_pieces
 
 FOLDER, META = "checkpoints", "meta.json"
 FORMAT = 1  # raise it when an older reader would misread the files

@@ -9,15 +9,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from common import distributed, watchdog
+from common import distributed
 from common.bad_steps import BadSteps
-from common.checkpoints import FOLDER, Checkpoint, CheckpointWriter, Part, SaveFailed, load_newest
-from common.durable_files import remove_leftovers, write_file
 from common.refusal import StepRefused, TooManyBadSteps
-from common.resume import ARGS_FILE, FINISHED_FILE, LENGTH_FLAGS, EarlierRun
 from common.run_logger import RunLogger
-from common.run_state import Progress, RandomState
+from common.saving.checkpoints import FOLDER, Checkpoint, CheckpointWriter, Part, SaveFailed, load_newest
+from common.saving.durable_files import remove_leftovers, write_file
+from common.saving.resume import ARGS_FILE, FINISHED_FILE, LENGTH_FLAGS, EarlierRun
+from common.saving.run_state import Progress, RandomState
 from common.stop_request import Stopped, StopRequest
+from common.watch import watchdog
 
 PACKAGES = ("torch", "deepspeed", "transformers")
 SUPERSEDED = ".superseded"

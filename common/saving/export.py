@@ -17,8 +17,8 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from common import distributed
-from common.durable_files import WRITING, publish_folder
 from common.models import plain_model
+from common.saving.durable_files import WRITING, publish_folder
 from common.trained_weights import trained_weights
 from common.zero3 import gather_whole
 

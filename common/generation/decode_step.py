@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.decode_graphs import DecodeGraphs, round_positions, round_rows
-from common.decode_state import DecodeState, SamplingOptions
-from common.kv_cache import SlotCache
+from common.generation.decode_graphs import DecodeGraphs, round_positions, round_rows
+from common.generation.decode_state import DecodeState, SamplingOptions
+from common.generation.kv_cache import SlotCache
+from common.generation.slot_attention import decoding
 from common.models import forward_accepts, plain_model
-from common.slot_attention import decoding
 
 
 class DecodeStep:

@@ -18,11 +18,11 @@ from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from common.collective_schedule import CollectiveRecorder, Schedules
-from common.rank_failures import communication_failure, first_line, is_out_of_memory
-from common.rank_referee import LEFT_SECONDS, SETTLE_SECONDS
-from common.watch_hub import Hub
-from common.watch_member import OTHER_RANK_FAILED, Member, say
+from common.watch.collective_schedule import CollectiveRecorder, Schedules
+from common.watch.failures import communication_failure, first_line, is_out_of_memory
+from common.watch.hub import Hub
+from common.watch.member import OTHER_RANK_FAILED, Member, say
+from common.watch.referee import LEFT_SECONDS, SETTLE_SECONDS
 
 OWN_FAILURE, NO_MEMORY = 1, 3
 ADDRESS_KEY = "triptych/watch"

@@ -16,12 +16,12 @@ from common import distributed, startup
 from common.args import Problems, TokenizerArguments, flag
 from common.data.collators import pad_rows
 from common.data.example import Message
-from common.decode_state import SamplingOptions
 from common.dialogue import TEMPLATE_NAMES, Encoded, Template, build_template
-from common.export import read_metadata
-from common.generate import Generator
-from common.inference_module import share_weights
+from common.generation.decode_state import SamplingOptions
+from common.generation.generate import Generator
+from common.generation.inference_module import share_weights
 from common.models import DTYPES, ModelOptions, load_causal_lm
+from common.saving.export import read_metadata
 
 _MIN_PROMPT_TOKENS = 8  # that stay, however long an answer may be
 _ENDLESS_POSITIONS = 4096  # of a model without a limit of its own (ALiBi): what a terminal needs at most

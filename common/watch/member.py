@@ -12,12 +12,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from common.collective_schedule import Schedules
-from common.local_processes import LocalProcess, this_process
-from common.rank_failures import RankDidNotCome
-from common.rank_referee import GONE_SECONDS, LEFT_SECONDS, SETTLE_SECONDS, Verdict, died, left, stuck
-from common.watch_hub import BEAT_SECONDS, DRAIN_SECONDS, MACHINE_GONE_SECONDS, Hub
-from common.watch_lines import LineSocket
+from common.watch.collective_schedule import Schedules
+from common.watch.failures import RankDidNotCome
+from common.watch.hub import BEAT_SECONDS, DRAIN_SECONDS, MACHINE_GONE_SECONDS, Hub
+from common.watch.lines import LineSocket
+from common.watch.local_processes import LocalProcess, this_process
+from common.watch.referee import GONE_SECONDS, LEFT_SECONDS, SETTLE_SECONDS, Verdict, died, left, stuck
 
 OTHER_RANK_FAILED = 4
 CONNECT_SECONDS = 30.0

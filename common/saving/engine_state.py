@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from common import distributed
-from common.pieces import Piece, PieceReader
+from common.saving.pieces import Piece, PieceReader
 from common.zero3 import is_sharded
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.sampling import counter_uniform, draw_tokens
+from common.generation.sampling import counter_uniform, draw_tokens
 from common.tensor_ops import token_logprobs
 
 

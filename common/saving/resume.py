@@ -9,7 +9,7 @@ from typing import Any
 
 from common import distributed
 from common.args import Problems
-from common.checkpoints import FOLDER, META, Checkpoint, find_checkpoints, read_checkpoint
+from common.saving.checkpoints import FOLDER, META, Checkpoint, find_checkpoints, read_checkpoint
 
 ARGS_FILE, FINISHED_FILE = "args.json", "finished.json"
 # What a launch script or the demo may have put into the folder before the program starts.

@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from common import distributed
-from common.pieces import Piece, PieceReader
+from common.saving.pieces import Piece, PieceReader
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""What ends every rank when one dies, hangs or goes another way, and says which was the first."""
