@@ -24,6 +24,7 @@ from common.saving.engine_state import EngineState
 from common.saving.export import save_adapter, save_export
 from common.saving.run_saver import Run
 from common.saving.run_state import Progress
+from common.watch import watchdog
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
 
@@ -66,7 +67,7 @@ def main() -> None:
     distributed.start(args.local_rank, args.collective_timeout, check_collectives=args.check_collectives)
     distributed.seed_everything(args.seed)
     pad = SFTCollator(tokenizer.pad_token_id)
-    with startup.as_problem(problems):
+    with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
         data = build_sft(options, tokenizer, template)
         batches = training_loop.build_global_batches(
             args,
@@ -77,7 +78,7 @@ def main() -> None:
     num_steps = training_loop.count_steps(args, len(batches))
 
     # ---- model ------------------------------------------------------------------------------------------
-    with startup.as_problem(problems):
+    with startup.as_problem(problems), watchdog.phase("the loading of the model"):
         model = load_causal_lm(
             training_loop.model_options(args, ds_config, dropout=args.dropout), len(tokenizer)
         )

@@ -24,6 +24,7 @@ from common.saving.export import save_adapter, save_export
 from common.saving.run_saver import Run
 from common.saving.run_state import Progress
 from common.value_model import load_value_model
+from common.watch import watchdog
 from step2_reward.arguments import RewardArguments
 from step2_reward.reward_trainer import RewardTrainer
 
@@ -76,7 +77,7 @@ def main() -> None:
     distributed.start(args.local_rank, args.collective_timeout, check_collectives=args.check_collectives)
     distributed.seed_everything(args.seed)
     pad = PairCollator(tokenizer.pad_token_id)
-    with startup.as_problem(problems):
+    with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
         data = build_pairs(options, tokenizer, template)
         collate = PackedPairCollator() if args.packed else pad
         batches = training_loop.build_global_batches(
@@ -85,7 +86,7 @@ def main() -> None:
     num_steps = training_loop.count_steps(args, len(batches))
 
     # ---- model ------------------------------------------------------------------------------------------
-    with startup.as_problem(problems):
+    with startup.as_problem(problems), watchdog.phase("the loading of the model"):
         # A score that changes from one pass to the next cannot be ranked by: dropout is off unless asked for.
         loading = training_loop.model_options(args, ds_config, dropout=args.dropout or 0.0)
         model = load_value_model(loading, len(tokenizer), training_loop.lora_options(args), seed=args.seed)

@@ -31,6 +31,7 @@ from common.saving.export import save_adapter, save_export
 from common.saving.run_saver import Run, checkpoint_name
 from common.saving.run_state import Progress
 from common.training_loop import build_logger, count_steps
+from common.watch import watchdog
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage
 from step3_ppo.experience import MinibatchPlan, TokenCap
@@ -248,7 +249,7 @@ def main() -> None:
     distributed.seed_everything(args.seed)
     tokenizer = start.tokenizer
     ranks = {"rank": distributed.rank(), "world_size": distributed.world_size()}
-    with startup.as_problem(problems):
+    with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
         data = build_prompts(options, tokenizer, start.template)
         prompts = GlobalBatches(
             data.train,
@@ -266,7 +267,7 @@ def main() -> None:
         num_steps = min(num_steps, args.test_stop_step)
 
     # ---- models -----------------------------------------------------------------------------------------
-    with startup.as_problem(problems):
+    with startup.as_problem(problems), watchdog.phase("the loading of the models"):
         trainer = build_trainer(args, start, num_steps, prompts, pretraining)
         progress = Progress(data.key, prompts.global_rows)
         run = build_run(args, start, trainer, progress)

@@ -20,6 +20,7 @@ from common import distributed
 from common.models import plain_model
 from common.saving.durable_files import WRITING, publish_folder
 from common.trained_weights import trained_weights
+from common.watch import watchdog
 from common.zero3 import gather_whole
 
 METADATA_FILE = "triptych.json"
@@ -77,6 +78,7 @@ def with_own_pad_token(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenize
     return tokenizer
 
 
+@watchdog.phase("the export")
 def save_export(
     folder: Path | str,
     model: nn.Module,
@@ -180,6 +182,7 @@ def _set_all(changes: list[tuple[Any, dict[str, Any]]]) -> None:
             setattr(owner, name, value)
 
 
+@watchdog.phase("the export of the adapter")
 def save_adapter(folder: Path | str, model: nn.Module) -> None:
     """Write the LoRA factors alone, to load with PEFT over the base model. Every rank must call this."""
     if not hasattr(model, "peft_config"):

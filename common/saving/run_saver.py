@@ -59,7 +59,8 @@ class RunSaver:
             parts = dict(self.parts)
             if self.earlier.is_elsewhere:
                 del parts["log"]  # this folder's files have nothing of that run
-            taken = load_newest(self.earlier.checkpoints, parts)
+            with watchdog.phase("the loading of the checkpoint"):
+                taken = load_newest(self.earlier.checkpoints, parts)
             self.last_saved = taken.name
         if distributed.is_main() and self.folder and self.writer:
             self.folder.mkdir(parents=True, exist_ok=True)

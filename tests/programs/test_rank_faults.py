@@ -163,8 +163,8 @@ def test_bad_input_on_one_rank(forks, flags):
     assert done.codes == [OTHER_RANK_FAILED, 2], everything(done)
     (line,) = errors(done, 0)
     assert line == (
-        "error: rank 1 left before the others, with exit code 2, in the start-up: a file that only this "
-        "machine lacks"
+        "error: rank 1 left before the others, with exit code 2, in the loading of the model: a file that "
+        "only this machine lacks"
     )
 
 
