@@ -30,13 +30,19 @@ class RewardArguments(
     """Reward modelling."""
 
     model_name_or_path: str = flag(REQUIRED, "base, SFT or reward model: a folder or a hub name")
-    rank_loss: str = flag(
+    loss: str = flag(
         "end_score",
-        "Bradley-Terry on the score at the last token, or on every token from the first difference on",
-        choices=("end_score", "token_wise"),
+        "a reward model by Bradley-Terry on the score at the last token, or on every token from the first "
+        "difference on; dpo: a chat model from the pairs alone",
+        choices=("end_score", "token_wise", "dpo"),
     )
     use_margin: bool = flag(False, "require the margin that a row's `margin` column names")
     center_coef: float = flag(0.0, "weight of (chosen + rejected)^2, which keeps scores around 0")
+    beta: float = flag(0.1, "--loss dpo: how dear it is to leave the reference, the model of the beginning")
+    label_smoothing: float = flag(0.0, "--loss dpo: share of pairs taken to be labelled the wrong way round")
+    offload_reference_model: bool = flag(
+        False, "accepted", no_effect="no reference model is held: its log-probabilities are computed before"
+    )
     learning_rate: float = flag(5e-5, "peak learning rate")
 
 

@@ -1,15 +1,20 @@
 #!/usr/bin/env python
 """Step 2, reward modelling: a model learns which of two answers people prefer.
 
+With --loss dpo a chat model learns it instead, and there is no step 3.
+
 deepspeed --num_gpus 2 step2_reward/main.py --model_name_or_path SFT --data_path PAIRS --output_dir OUT
 python step2_reward/main.py --model_name_or_path SFT --data_path PAIRS --output_dir OUT     (one process)
 
-OUT/export loads with AutoModelForSequenceClassification.from_pretrained. --help lists the flags.
+OUT/export loads with AutoModelForSequenceClassification.from_pretrained, after --loss dpo with
+AutoModelForCausalLM.from_pretrained. --help lists the flags.
 """
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import nn
 
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -18,7 +23,10 @@ from common import distributed, startup, training_loop
 from common.args import Problems, parse_args
 from common.data.collators import PackedPairCollator, PairCollator
 from common.data.data_options import DataOptions
+from common.data.global_batches import GlobalBatches
 from common.data.stage_datasets import build_pairs
+from common.models import add_lora, load_causal_lm
+from common.policy_model import PolicyModel
 from common.saving.engine_state import EngineState
 from common.saving.export import save_adapter, save_export
 from common.saving.run_saver import Run
@@ -26,15 +34,25 @@ from common.saving.run_state import Progress
 from common.value_model import load_value_model
 from common.watch import watchdog
 from step2_reward.arguments import RewardArguments
+from step2_reward.dpo_trainer import DPOTrainer
+from step2_reward.reference_logprobs import ReferencePairs, ReferencePart
 from step2_reward.reward_trainer import RewardTrainer
 
-COLUMNS = (
-    "reward/loss",
-    "reward/accuracy",
-    "reward/margin",
-    "reward/learning_rate",
-    "perf/tokens_per_second",
-)
+COLUMNS = {
+    "reward": ("reward/loss", "reward/accuracy", "reward/margin", "reward/learning_rate"),
+    "dpo": ("dpo/loss", "dpo/accuracy", "dpo/margin", "dpo/learning_rate"),
+}
+RANKING_ONLY = ("use_margin", "center_coef")
+DPO_ONLY = ("beta", "label_smoothing")
+
+
+class Learner(NamedTuple):
+    """What is trained, and what of it is exported."""
+
+    kind: str  # reward or dpo
+    engine: Any
+    model: nn.Module
+    trainer: RewardTrainer | DPOTrainer
 
 
 def build_data_options(args: RewardArguments) -> DataOptions:
@@ -58,12 +76,90 @@ def pair_lengths(table: Any) -> list[tuple[int, int]]:
     return list(zip(chosen.tolist(), rejected.tolist(), strict=True))
 
 
+def check_loss(args: RewardArguments, problems: Problems) -> None:
+    """Add the problems of the flags that belong to one loss."""
+    default = {name: field.default for name, field in RewardArguments.__dataclass_fields__.items()}
+    for name in RANKING_ONLY if args.loss == "dpo" else DPO_ONLY:
+        if getattr(args, name) != default[name]:
+            problems.add(f"--{name} {getattr(args, name)} does nothing with --loss {args.loss}; leave it out")
+    problems.check(args.beta > 0, f"--beta {args.beta} must be above 0")
+    smoothing = args.label_smoothing
+    problems.check(0 <= smoothing < 0.5, f"--label_smoothing {smoothing} must be from 0 to below 0.5")
+
+
+def build_ranking(
+    args: RewardArguments, num_tokens: int, ds_config: dict, batches: Any, num_steps: int
+) -> Learner:
+    """Return a reward model with its trainer. Every rank must call this."""
+    # A score that changes from one pass to the next cannot be ranked by: dropout is off unless asked for.
+    loading = training_loop.model_options(args, ds_config, dropout=args.dropout or 0.0)
+    model = load_value_model(loading, num_tokens, training_loop.lora_options(args), seed=args.seed)
+    engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
+    trainer = RewardTrainer(
+        engine,
+        is_flat=training_loop.use_layout(batches, model.classifier, args),
+        rank_loss=args.loss,
+        use_margin=args.use_margin,
+        center_coef=args.center_coef,
+        logger=training_loop.build_logger(args, (*COLUMNS["reward"], "perf/tokens_per_second"), num_steps),
+    )
+    return Learner("reward", engine, model.classifier, trainer)
+
+
+def build_dpo(
+    args: RewardArguments, num_tokens: int, ds_config: dict, batches: Any, num_steps: int
+) -> Learner:
+    """Return a policy with its trainer. Every rank must call this."""
+    # The reference is the policy without dropout: with it the two would differ before anything is learned.
+    loading = training_loop.model_options(args, ds_config, dropout=args.dropout or 0.0)
+    model = add_lora(load_causal_lm(loading, num_tokens), training_loop.lora_options(args), args.seed)
+    model = PolicyModel(model, num_valid_tokens=num_tokens)
+    engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
+    trainer = DPOTrainer(
+        engine,
+        is_flat=training_loop.use_layout(batches, model.causal_lm, args),
+        beta=args.beta,
+        label_smoothing=args.label_smoothing,
+        logger=training_loop.build_logger(args, (*COLUMNS["dpo"], "perf/tokens_per_second"), num_steps),
+    )
+    return Learner("dpo", engine, model.causal_lm, trainer)
+
+
+@watchdog.phase("the reference's log-probabilities")
+def find_reference(
+    args: RewardArguments,
+    learner: Learner,
+    batches: GlobalBatches,
+    held_out: ReferencePairs,
+    num_steps: int,
+    *,
+    may_compute: bool,
+) -> None:
+    """Ask the policy, before its first step, about the pairs that the run will see.
+
+    Every rank must call this. Raises ValueError when a run that goes on needs more of them than it began
+    with.
+    """
+    rows = batches.rows_until(num_steps)
+    missing = [row for row in rows if batches.dataset.logprobs[row].isnan().any()]
+    if missing and not may_compute:
+        raise ValueError(
+            f"--max_train_steps {args.max_train_steps}: {len(missing)} more pairs need the reference's "
+            "log-probabilities, and the model that gave them has moved on; begin anew with --resume never"
+        )
+    size, score = args.per_device_eval_batch_size, learner.trainer.score_reference
+    batches.dataset.compute(score, batches.collate, missing, size)
+    if may_compute:
+        held_out.compute(score, batches.collate, range(len(held_out)), size)
+
+
 def main() -> None:
     """Check everything, load, train, evaluate, export."""
     # ---- flags and checks: no model yet -----------------------------------------------------------------
     problems = Problems()
     args = parse_args(RewardArguments, description=__doc__.splitlines()[0], problems=problems)
     options = build_data_options(args)
+    check_loss(args, problems)
     tokenizer, template, earlier = training_loop.check_single_model(args, options, problems)
     ds_config = training_loop.build_single_model_config(args)
     if args.dry_run:
@@ -77,41 +173,36 @@ def main() -> None:
     distributed.start(args.local_rank, args.collective_timeout, check_collectives=args.check_collectives)
     distributed.seed_everything(args.seed)
     pad = PairCollator(tokenizer.pad_token_id)
+    collate = PackedPairCollator() if args.packed else pad
     with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
         data = build_pairs(options, tokenizer, template)
-        collate = PackedPairCollator() if args.packed else pad
-        batches = training_loop.build_global_batches(
-            args, data.train, collate, lambda: pair_lengths(data.train)
-        )
+        is_dpo = args.loss == "dpo"
+        train, held_out = (ReferencePairs(pairs) if is_dpo else pairs for pairs in (data.train, data.eval))
+        batches = training_loop.build_global_batches(args, train, collate, lambda: pair_lengths(data.train))
     num_steps = training_loop.count_steps(args, len(batches))
 
     # ---- model ------------------------------------------------------------------------------------------
     with startup.as_problem(problems), watchdog.phase("the loading of the model"):
-        # A score that changes from one pass to the next cannot be ranked by: dropout is off unless asked for.
-        loading = training_loop.model_options(args, ds_config, dropout=args.dropout or 0.0)
-        model = load_value_model(loading, len(tokenizer), training_loop.lora_options(args), seed=args.seed)
-        engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
-    logger = training_loop.build_logger(args, COLUMNS, num_steps)
+        build = build_dpo if is_dpo else build_ranking
+        learner = build(args, len(tokenizer), ds_config, batches, num_steps)
+    trainer, logger = learner.trainer, learner.trainer.logger
 
     # ---- training ---------------------------------------------------------------------------------------
-    trainer = RewardTrainer(
-        engine,
-        is_flat=training_loop.use_layout(batches, model.classifier, args),
-        rank_loss=args.rank_loss,
-        use_margin=args.use_margin,
-        center_coef=args.center_coef,
-        logger=logger,
-    )
     progress = Progress(data.key, batches.global_rows)
-    run = Run(args, earlier, logger, progress, {"model": EngineState(engine)})
+    parts = {"model": EngineState(learner.engine)}
+    if is_dpo:
+        parts["reference"] = ReferencePart({"train": train, "eval": held_out})
+    run = Run(args, earlier, logger, progress, parts)
 
     def evaluate(step: int) -> None:
-        if len(data.eval):
-            held_out = training_loop.held_out_batches(args, data.eval, pad)
-            progress.facts["eval"] = trainer.evaluate(step, held_out)
+        if len(held_out):
+            some = training_loop.held_out_batches(args, held_out, pad)
+            progress.facts["eval"] = trainer.evaluate(step, some)
 
     with startup.as_problem(problems):
         run.saver.begin()  # the first to write: the model is there
+        if is_dpo:
+            find_reference(args, learner, batches, held_out, num_steps, may_compute=progress.step == 0)
     if progress.step == 0:
         for line in data.report.lines():
             logger.note(line)
@@ -120,9 +211,9 @@ def main() -> None:
     # ---- export -----------------------------------------------------------------------------------------
     if args.output_dir:
         folder = Path(args.output_dir)
-        metadata = {"step": "reward", "template": args.template} | progress.facts
-        save_export(folder / "export", model.classifier, tokenizer, metadata=metadata, needs_own_pad=True)
-        save_adapter(folder / "adapter", model.classifier)
+        metadata = {"step": learner.kind, "template": args.template} | progress.facts
+        save_export(folder / "export", learner.model, tokenizer, metadata=metadata, needs_own_pad=not is_dpo)
+        save_adapter(folder / "adapter", learner.model)
         logger.note(f"saved {folder}/export")
     logger.close()
     run.saver.finish(num_steps)

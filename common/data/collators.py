@@ -64,7 +64,8 @@ class PairCollator:
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """input_ids, attention_mask (2N, T), lengths, response_starts (2N,) int64, margins (N,) fp32.
 
-        A response is [response_start, length): its end is never searched for.
+        A response is [response_start, length): its end is never searched for. Rows with `reference_logprobs`
+        (2,) give those too, as (2N,) fp32.
         """
         sides = ("chosen", "rejected")
         input_ids, is_token = pad_rows(
@@ -73,6 +74,7 @@ class PairCollator:
             pad_to_multiple=self.pad_to_multiple,
         )
         starts = [row[f"{side}_response_start"] for side in sides for row in rows]
+        reference = [row["reference_logprobs"] for row in rows if "reference_logprobs" in row]
         return {
             "input_ids": input_ids,
             "attention_mask": is_token.long(),
@@ -80,7 +82,7 @@ class PairCollator:
             "response_starts": torch.tensor(starts, dtype=torch.int64),
             "margins": torch.tensor([row["margin"] for row in rows], dtype=torch.float32),
             "row_ids": [row["row_id"] for row in rows],
-        }
+        } | ({"reference_logprobs": torch.stack(reference, dim=1).flatten()} if reference else {})
 
 
 class PackedSFTCollator:
@@ -97,7 +99,9 @@ class PackedPairCollator:
     """Rows of `build_pairs` laid end to end: each pair's chosen answer, then its rejected one."""
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> PackedBatch:
-        """input_ids int64, response_starts int64 (both two sequences a pair), margins fp32."""
+        """input_ids, response_starts int64 (two sequences a pair), margins fp32; `reference_logprobs` fp32 of
+        rows that have them.
+        """
         sides = ("chosen", "rejected")
         columns = {
             "input_ids": [[torch.tensor(row[f"{side}_ids"]) for side in sides] for row in rows],
@@ -106,6 +110,8 @@ class PackedPairCollator:
             ],
             "margins": [[torch.tensor([row["margin"]], dtype=torch.float32)] for row in rows],
         }
+        if "reference_logprobs" in rows[0]:
+            columns["reference_logprobs"] = [list(row["reference_logprobs"].split(1)) for row in rows]
         return PackedBatch.build(_unique_ids(rows), columns)
 
 
@@ -139,6 +145,9 @@ def pack_pairs(batch: Batch) -> PackedBatch:
         "response_starts": [[starts[r + s] for s in sides] for r in range(num_pairs)],
         "margins": [[margin.view(1)] for margin in batch["margins"]],
     }
+    if "reference_logprobs" in batch:
+        reference = batch["reference_logprobs"].view(-1, 1)
+        columns["reference_logprobs"] = [[reference[r + s] for s in sides] for r in range(num_pairs)]
     return PackedBatch.build(range(num_pairs), columns)
 
 

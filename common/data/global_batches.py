@@ -82,6 +82,12 @@ class GlobalBatches:
         """Return the optimizer steps of one epoch; a last incomplete global batch is left out."""
         return len(self.dataset) // self.global_rows
 
+    def rows_until(self, num_steps: int) -> list[int]:
+        """Return the rows that the first steps read, in rising order; all of them from one epoch on."""
+        if num_steps >= len(self):
+            return list(range(len(self.dataset)))
+        return sorted(self._order(0)[: num_steps * self.global_rows])
+
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Any]]:
         """Yield this rank's list of collated micro-batches for every step of an epoch."""
         order = self._order(epoch)

@@ -77,6 +77,7 @@ def flags(tiny):
         "sft, two ranks, ZeRO 2": (1, 2, single | {"zero_stage": 2, "per_device_train_batch_size": 1}),
         "sft, LoRA, bf16": (1, 1, single | {"lora_dim": 4, "dtype": "bf16", "packed": True}),
         "reward": (2, 1, single),
+        "dpo": (2, 1, single | {"loss": "dpo"}),
         "reward, two ranks, ZeRO 3": (2, 2, single | {"zero_stage": 3, "per_device_train_batch_size": 1}),
         "ppo": (3, 1, ppo | mixed),
         "ppo, stale": (3, 1, ppo | {"rollout_staleness": 1, "use_decoupled_loss": True}),
@@ -186,7 +187,7 @@ def test_sft_killed(forks, flags, finished, tmp_path, point):
 
 @pytest.mark.parametrize("do", ["kill", "term"])
 @pytest.mark.parametrize(
-    "variant", ["sft, two ranks, ZeRO 2", "sft, LoRA, bf16", "reward", "reward, two ranks, ZeRO 3"]
+    "variant", ["sft, two ranks, ZeRO 2", "sft, LoRA, bf16", "reward", "reward, two ranks, ZeRO 3", "dpo"]
 )
 def test_single_model_variants(forks, flags, finished, tmp_path, variant, do):
     """Killed or asked to stop in the middle of an optimizer step."""

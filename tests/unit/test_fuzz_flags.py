@@ -25,9 +25,9 @@ from step3_ppo.arguments import PPOArguments
 NUM_CASES = 2000
 # program: its flags, and what loads its models
 PROGRAMS = {
-    "step1_sft.main": (SFTArguments, "load_causal_lm"),
-    "step2_reward.main": (RewardArguments, "load_value_model"),
-    "step3_ppo.main": (PPOArguments, "build_trainer"),
+    "step1_sft.main": (SFTArguments, ["load_causal_lm"]),
+    "step2_reward.main": (RewardArguments, ["build_ranking", "build_dpo"]),
+    "step3_ppo.main": (PPOArguments, ["build_trainer"]),
 }
 MODEL = ("model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path")
 ODD_NUMBERS = [
@@ -134,7 +134,7 @@ def outcome_of(program: str, words: list[str]) -> tuple[str, str]:
     stop_here = mock.Mock(side_effect=Reached)
     with (
         mock.patch.object(sys, "argv", [program, *words]),
-        mock.patch.object(module, PROGRAMS[program][1], stop_here),
+        mock.patch.multiple(module, **dict.fromkeys(PROGRAMS[program][1], stop_here)),
         contextlib.redirect_stderr(said),
         contextlib.redirect_stdout(io.StringIO()),
     ):

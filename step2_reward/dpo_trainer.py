@@ -1,0 +1,113 @@
+"""Training of step 2 under --loss dpo: a policy learns from the pairs themselves, without a reward model.
+
+# N pairs; a batch laid end to end holds each pair's chosen answer, then its rejected one
+"""
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from common import distributed
+from common.data.collators import Batch, pack_pairs
+from common.engine_step import LossTerm, update_engine
+from common.model_inputs import lay_out
+from common.run_logger import RunLogger
+from step2_reward.dpo_loss import DPOLoss, dpo_loss
+from step2_reward.ranking_metrics import expected_calibration_error, pair_accuracy
+
+NAMES = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
+
+
+def compute_answer_logprobs(model: Any, batch: Batch, *, is_flat: bool = False) -> torch.Tensor:
+    """Return (2N,) fp32: the log-probability of each answer given its prompt, end-of-turn token included.
+
+    `model` is a PolicyModel or its engine. A token that nothing stands before has no probability.
+    """
+    packed = pack_pairs(batch).to(distributed.device())
+    token_ids, lengths = packed.data["input_ids"], packed.lengths["input_ids"].to(distributed.device())
+    inputs = lay_out(token_ids, lengths, is_flat=is_flat, device=token_ids.device)
+    sequence = torch.arange(len(lengths), device=token_ids.device).repeat_interleave(lengths)  # (total,)
+    within = torch.arange(len(token_ids), device=token_ids.device) - (lengths.cumsum(0) - lengths)[sequence]
+    is_answer = within >= packed.data["response_starts"].clamp(min=1)[sequence]
+    logprobs, _ = model(inputs, inputs.token_places[is_answer], token_ids[is_answer])
+    return torch.zeros(len(lengths), device=logprobs.device).index_add(0, sequence[is_answer], logprobs)
+
+
+class DPOTrainer:
+    """Moves an engine by the mean DPO loss over the global batch's pairs."""
+
+    def __init__(
+        self, engine: Any, *, is_flat: bool, beta: float, label_smoothing: float, logger: RunLogger
+    ) -> None:
+        self.engine, self.is_flat, self.logger = engine, is_flat, logger
+        self.beta, self.label_smoothing = beta, label_smoothing
+
+    def score_reference(self, batch: Batch) -> torch.Tensor:
+        """Return `compute_answer_logprobs` of the policy as it is, as evaluation has it."""
+        self.engine.eval()
+        return compute_answer_logprobs(self.engine, batch, is_flat=self.is_flat)
+
+    def train_step(self, step: int, micro_batches: list[Batch]) -> float:
+        """Do optimizer step `step` (from 1), log it, return its loss. Every rank must call this."""
+        started = time.monotonic()
+        self.engine.train()
+        micro_batches = [pack_pairs(batch) for batch in micro_batches]  # once: all below read them
+        term = LossTerm("dpo/loss", micro_batches, self._compute_sums, len)
+        means = update_engine(self.engine, [term])
+        seconds = time.monotonic() - started
+        num_tokens = distributed.sum_float(sum(float(len(b.data["input_ids"])) for b in micro_batches))
+        self.logger.log(
+            step,
+            {
+                **{f"dpo/{name}": means[f"dpo/{name}"] for name in NAMES},
+                "dpo/grad_norm": means["grad_norm"],
+                "dpo/learning_rate": means["learning_rate"],
+                "perf/step_seconds": seconds,
+                "perf/tokens_per_second": num_tokens / seconds,
+            },
+        )
+        return means["dpo/loss"]
+
+    @torch.no_grad()
+    def evaluate(self, step: int, batches: Iterable[tuple[Batch, torch.Tensor]]) -> dict[str, float]:
+        """Return and log the held-out figures. Every rank must call this."""
+        self.engine.eval()
+        columns = []
+        for batch, is_real in batches:
+            found = self._compute_losses(pack_pairs(batch))
+            columns.append(tuple(x.cpu()[is_real] for x in found))
+        gathered = [row for rank_rows in distributed.gather_objects(columns) for row in rank_rows]
+        losses, chosen, rejected = (torch.cat(column) for column in zip(*gathered, strict=True))
+        figures = {
+            "loss": float(losses.mean()),
+            "accuracy": float(pair_accuracy(chosen, rejected)),
+            "margin": float((chosen - rejected).mean()),
+            "calibration_error": float(expected_calibration_error(chosen - rejected)),
+            "chosen_reward": float(chosen.mean()),
+            "rejected_reward": float(rejected.mean()),
+            "pairs": len(chosen),
+        }
+        self.logger.log_event(step, {f"dpo/eval_{name}": value for name, value in figures.items()})
+        return figures
+
+    def _compute_losses(self, batch: Batch) -> DPOLoss:
+        reference = batch.data["reference_logprobs"].to(distributed.device())  # (2N,)
+        policy = compute_answer_logprobs(self.engine, batch, is_flat=self.is_flat)
+        return dpo_loss(
+            policy[0::2],
+            policy[1::2],
+            reference[0::2],
+            reference[1::2],
+            beta=self.beta,
+            label_smoothing=self.label_smoothing,
+        )
+
+    def _compute_sums(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        found = self._compute_losses(batch)
+        margins = found.chosen_rewards - found.rejected_rewards
+        wins = (margins.sign().double() + 1) / 2  # a tie counts half
+        sums = {"accuracy": wins, "margin": margins}
+        sums |= {"chosen_reward": found.chosen_rewards, "rejected_reward": found.rejected_rewards}
+        return found.loss.sum(), {f"dpo/{name}": values.sum() for name, values in sums.items()}

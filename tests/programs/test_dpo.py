@@ -1,0 +1,97 @@
+"""Step 2 under --loss dpo: a chat model from pairs, on one rank and on two, log 2 before it learns."""
+
+import math
+
+import pytest
+import torch
+from program_runs import read_curve, read_metrics, run_here
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@pytest.fixture
+def flags(tiny, tmp_path):
+    return {
+        "loss": "dpo",
+        "data_path": tiny.rows,
+        "data_output_path": tiny.cache,
+        "data_split": "0,1,0",
+        "model_name_or_path": tiny.base,
+        "max_seq_len": 64,
+        "per_device_train_batch_size": 4,
+        "eval_fraction": 0.2,
+        "max_train_steps": 6,
+        "num_train_epochs": 9,
+        "learning_rate": 3e-3,
+        "output_dir": tmp_path / "output",
+    }
+
+
+@pytest.mark.parametrize("more", [{}, {"packed": True}, {"lora_dim": 4, "lora_learning_rate": 3e-2}], ids=str)
+def test_pairs_teach_a_chat_model(flags, tmp_path, capsys, lone_process, no_pictures, more):
+    run_here(2, flags | more)
+    output = tmp_path / "output"
+    losses = read_curve(output, "dpo/loss")
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5) and losses[-1] < 0.6
+    first, *_, last = read_metrics(output, "dpo/margin")
+    assert abs(first["dpo/margin"]) < 1e-4 and last["dpo/margin"] > 0.1 and last["dpo/accuracy"] > 0.5
+    at_first, *_, at_last = read_metrics(output, "dpo/eval_loss")
+    assert at_first["dpo/eval_loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert at_first["dpo/eval_accuracy"] == pytest.approx(0.5, abs=0.5) and "dpo/eval_margin" in at_last
+    model = AutoModelForCausalLM.from_pretrained(output / "export")
+    ids = AutoTokenizer.from_pretrained(output / "export")("the quick", return_tensors="pt").input_ids
+    assert model(ids).logits.isfinite().all()
+
+
+def test_a_run_that_goes_on_keeps_its_reference(flags, tmp_path, capsys, lone_process, no_pictures):
+    """Ten steps and two more are twelve: in an epoch (ten steps) every pair has been asked about."""
+    flags["lr_scheduler_type"] = "constant"
+    run_here(2, flags | {"output_dir": tmp_path / "whole", "max_train_steps": 12})
+    run_here(2, flags | {"max_train_steps": 10})
+    run_here(2, flags | {"max_train_steps": 12})
+    curve = read_curve(tmp_path / "output", "dpo/loss")
+    assert len(curve) == 12 and curve == read_curve(tmp_path / "whole", "dpo/loss")
+
+
+def test_more_pairs_than_were_asked_about(flags, tmp_path, capsys, lone_process, no_pictures):
+    run_here(2, flags | {"max_train_steps": 3})
+    with pytest.raises(SystemExit) as left:
+        run_here(2, flags | {"max_train_steps": 5})
+    assert left.value.code == 2
+    assert "--max_train_steps 5: 8 more pairs need the reference's" in capsys.readouterr().err
+    assert len(read_curve(tmp_path / "output", "dpo/loss")) == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"center_coef": 0.1}, "--center_coef 0.1 does nothing with --loss dpo; leave it out"),
+        ({"use_margin": True}, "--use_margin True does nothing with --loss dpo"),
+        ({"loss": "end_score", "beta": 0.5}, "--beta 0.5 does nothing with --loss end_score"),
+        ({"beta": 0}, "--beta 0.0 must be above 0"),
+        ({"label_smoothing": 0.5}, "--label_smoothing 0.5 must be from 0 to below 0.5"),
+    ],
+    ids=str,
+)
+def test_flags_of_the_other_loss(flags, capsys, more, message):
+    with pytest.raises(SystemExit) as left:
+        run_here(2, flags | more)
+    assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_the_same(flags, forks, tmp_path, lone_process, no_pictures):
+    run_here(2, flags)
+    for stage in (0, 3):
+        folder = tmp_path / f"two{stage}"
+        more = {"output_dir": folder, "zero_stage": stage, "per_device_train_batch_size": 2}
+        done = forks.run(2, flags | more, ranks=2)
+        assert done.codes == [0, 0], done.text()
+        mine, expected = (load_file(f / "export/model.safetensors") for f in (folder, tmp_path / "output"))
+        assert max(float((mine[n] - expected[n]).abs().max()) for n in expected) < 1e-4
+        torch.testing.assert_close(
+            torch.tensor(read_curve(folder, "dpo/loss")),
+            torch.tensor(read_curve(tmp_path / "output", "dpo/loss")),
+            atol=1e-5,
+            rtol=0,
+        )

@@ -1,0 +1,177 @@
+"""Direct preference optimization: the loss by hand, its sums against a plain loop, the reference."""
+
+import math
+
+import pytest
+import torch
+from test_packed_training import CUTS, check_same, gradients, pairs
+
+from common.data.collators import PackedPairCollator, PairCollator
+from common.data.global_batches import GlobalBatches
+from common.models import ModelOptions, load_causal_lm
+from common.policy_model import PolicyModel
+from common.saving.pieces import PieceReader, write_pieces
+from step2_reward.dpo_loss import dpo_loss
+from step2_reward.dpo_trainer import compute_answer_logprobs
+from step2_reward.reference_logprobs import ReferencePairs, ReferencePart
+
+
+def sums(*values):
+    return [torch.tensor([value], dtype=torch.float32) for value in values]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The loss
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_loss_by_hand():
+    # Rewards 0.5 (-10 + 12) = 1 and 0.5 (-8 + 7) = -0.5, so z = 1.5.
+    found = dpo_loss(*sums(-10, -8, -12, -7), beta=0.5)
+    assert found.chosen_rewards.item() == 1 and found.rejected_rewards.item() == -0.5
+    assert found.loss.item() == pytest.approx(math.log(1 + math.exp(-1.5)), abs=1e-7)  # 0.2014133
+    smooth = dpo_loss(*sums(-10, -8, -12, -7), beta=0.5, label_smoothing=0.1)
+    assert smooth.loss.item() == pytest.approx(0.9 * 0.2014133 + 0.1 * 1.7014133, abs=1e-6)
+
+
+def test_an_unmoved_policy_has_the_loss_log_2():
+    for beta, smoothing in ((0.1, 0.0), (3.0, 0.2)):
+        found = dpo_loss(*sums(-31.7, -2.9, -31.7, -2.9), beta=beta, label_smoothing=smoothing)
+        assert found.loss.item() == pytest.approx(math.log(2), abs=1e-7)
+
+
+def test_gradient_by_hand():
+    """d loss / d log-probability is -beta sigmoid(-z) for the chosen answer, the opposite for the other."""
+    chosen, rejected, *reference = sums(-10, -8, -12, -7)
+    chosen.requires_grad_(), rejected.requires_grad_()
+    dpo_loss(chosen, rejected, *reference, beta=0.5).loss.backward()
+    assert chosen.grad.item() == pytest.approx(-0.5 / (1 + math.exp(1.5)), abs=1e-7)
+    assert rejected.grad.item() == -chosen.grad.item()
+
+
+def test_the_reference_counts():
+    """The wrong form that leaves it out gives another number."""
+    with_it = dpo_loss(*sums(-10, -8, -12, -7), beta=0.5).loss
+    without = dpo_loss(*sums(-10, -8, 0, 0), beta=0.5).loss
+    assert abs(float(with_it - without)) > 1
+
+
+def test_bf16_sums_are_refused():
+    """-10.84 - 0 would be a margin of -10.875."""
+    bad = [value.bfloat16() for value in sums(-10.84, 0, 0, 0)]
+    with pytest.raises(ValueError, match="must be summed in fp32, not .*bfloat16"):
+        dpo_loss(*bad, beta=0.1)
+
+
+def test_losses_are_finite_far_away():
+    for z in (1e4, -1e4):
+        found = dpo_loss(*sums(z, 0, 0, 0), beta=1.0, label_smoothing=0.1)
+        assert found.loss.isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Sums over answers
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def policy(tiny_model_folder):
+    model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
+    return PolicyModel(model, num_valid_tokens=320)
+
+
+def plain_logprob(model, ids: list[int], start: int) -> float:
+    """Return the sum in float64 by transformers' own logits."""
+    logits = model(torch.tensor([ids])).logits[0].double()
+    return sum(float(logits[t - 1].log_softmax(-1)[ids[t]]) for t in range(max(start, 1), len(ids)))
+
+
+def with_an_empty_prompt():
+    rows = pairs()
+    rows[1] |= {"chosen_response_start": 0, "rejected_response_start": 0}
+    return rows
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("collate", [PairCollator(0), PairCollator(99), PackedPairCollator()], ids=str)
+def test_answers_against_the_plain_loop(policy, collate):
+    rows = with_an_empty_prompt()
+    sides = ("chosen", "rejected")
+    expected = [
+        plain_logprob(policy.causal_lm, row[f"{side}_ids"], row[f"{side}_response_start"])
+        for row in rows
+        for side in sides
+    ]
+    found = compute_answer_logprobs(policy, collate(rows))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), torch.tensor(expected).double(), atol=1e-4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+def test_any_cut_gives_the_same_gradient(cut, is_packed, policy):
+    rows = [row | {"reference_logprobs": torch.tensor([-20.0, -30.0 - i])} for i, row in enumerate(pairs())]
+
+    def loss_of(batch):
+        reference = (batch.data if is_packed else batch)["reference_logprobs"]
+        reference = reference.view(-1, 2) if is_packed else reference.view(2, -1).T
+        found = compute_answer_logprobs(policy, batch).view(-1, 2)
+        return dpo_loss(*found.T, *reference.T, beta=0.3).loss.sum()
+
+    collate = PackedPairCollator() if is_packed else PairCollator(0)
+    expected = gradients(policy, [loss_of(collate(rows))])
+    check_same(gradients(policy, [loss_of(collate([rows[i] for i in part])) for part in cut]), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The reference's numbers
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Table(list):
+    """Rows that know their lengths, as the token cache's tables do."""
+
+    def lengths(self, column):
+        return [len(row[column]) for row in self]
+
+
+def last_ids(batch):
+    """A score that is known: the last token of each answer."""
+    ends = batch.lengths["input_ids"].cumsum(0) - 1
+    return batch.data["input_ids"][ends].float()
+
+
+def known(row):
+    return [float(row["chosen_ids"][-1]), float(row["rejected_ids"][-1])]
+
+
+@pytest.mark.parametrize("rows_per_batch", [1, 2, 7])
+def test_rows_get_their_own_numbers(rows_per_batch):
+    table = Table(pairs())
+    data = ReferencePairs(table)
+    data.compute(last_ids, PackedPairCollator(), [0, 3, 4], rows_per_batch)
+    for index, row in enumerate(table):
+        found = data[index]["reference_logprobs"]
+        assert found.tolist() == known(row) if index in (0, 3, 4) else found.isnan().all()
+        assert data[index]["chosen_ids"] == row["chosen_ids"]
+    data.compute(last_ids, PackedPairCollator(), [], rows_per_batch)
+
+
+def test_numbers_come_back_from_a_checkpoint(tmp_path):
+    before, after = ReferencePairs(Table(pairs())), ReferencePairs(Table(pairs()))
+    empty = ReferencePairs(Table())
+    before.compute(last_ids, PackedPairCollator(), [1, 2], 2)
+    part = ReferencePart({"train": before, "eval": empty})
+    write_pieces(tmp_path / "file", part.pieces())
+    ReferencePart({"train": after, "eval": empty}).load(PieceReader([tmp_path / "file"]), part.numbers())
+    assert torch.equal(after.logprobs[1:3], before.logprobs[1:3]) and after.logprobs[[0, 3, 4]].isnan().all()
+
+
+@pytest.mark.parametrize("grouped", [None, [5, 1, 4, 2, 3, 6, 9]])
+def test_rows_of_the_first_steps(grouped):
+    batches = GlobalBatches(
+        list(range(7)), list, rows_per_micro_batch=1, accumulation=3, seed=5, group_lengths=grouped
+    )
+    first = [row for micro_batch in next(batches.epoch(0)) for row in micro_batch]
+    assert batches.rows_until(1) == sorted(first) and batches.rows_until(0) == []
+    assert batches.rows_until(2) == batches.rows_until(9) == list(range(7))
