@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ STEPS = {
     "step3_ppo": ("step3_ppo.arguments", "PPOArguments"),
 }
 SCRIPTS = sorted(path for step in STEPS for path in (FOLDER / step).rglob("*.sh"))
+FAMILIES = ("opt", "llama2", "llama3", "qwen2.5", "qwen3", "smollm2", "gemma2")
 FAKE_DEEPSPEED = """#!/usr/bin/env bash
 echo "a line of output"
 echo "a line of complaint" >&2
@@ -29,6 +31,10 @@ pwd > "$RECORD/cwd"
 printf '%s\\0' "$@" > "$RECORD/arguments"
 exit "${FAKE_EXIT_CODE:-0}"
 """
+FAKE_SLURM = {
+    "srun": '#!/usr/bin/env bash\nexec "$@"\n',
+    "scontrol": "#!/usr/bin/env bash\necho first\necho second\n",
+}
 
 
 @dataclass(frozen=True)
@@ -45,10 +51,11 @@ class Launch:
 
 def launch(script: Path, folder: Path, *extra: str, **variables: str) -> Launch:
     """Run `script` from another folder, all it makes in `folder`."""
-    fake = folder / "bin" / "deepspeed"
-    fake.parent.mkdir()
-    fake.write_text(FAKE_DEEPSPEED)
-    fake.chmod(0o755)
+    for name, text in {"deepspeed": FAKE_DEEPSPEED, "torchrun": FAKE_DEEPSPEED, **FAKE_SLURM}.items():
+        fake = folder / "bin" / name
+        fake.parent.mkdir(exist_ok=True)
+        fake.write_text(text)
+        fake.chmod(0o755)
     hostfile = folder / "hosts"
     hostfile.write_text("first slots=8\nsecond slots=8\n")
     output_dir = folder / "out put"  # a space, for missing quotes
@@ -65,6 +72,10 @@ def launch(script: Path, folder: Path, *extra: str, **variables: str) -> Launch:
     env = {name: value for name, value in os.environ.items() if name not in knobs}
     env |= {"PATH": f"{fake.parent}:{env['PATH']}", "RECORD": str(folder), "CDPATH": str(folder)}
     env |= {"OUTPUT_DIR": str(output_dir), "HOSTFILE": str(hostfile)} | variables
+    if script.stem.endswith("_slurm"):
+        env |= {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "f,s", "SLURM_JOB_NUM_NODES": "2"}
+    if script.stem.endswith("_torchrun"):
+        env |= {"NODE_RANK": "1", "MASTER_ADDR": "first", "NUM_NODES": "2"}
     done = subprocess.run(
         [str(script), *extra], env=env, cwd=folder, capture_output=True, text=True, timeout=60
     )
@@ -89,9 +100,9 @@ each_script = pytest.mark.parametrize("script", SCRIPTS, ids=script_id)
 
 def test_there_is_a_script_for_every_step_and_family():
     places = {tuple(script_id(script).split("/")[:2]) for script in SCRIPTS}
-    assert places == {
-        (step, family) for step in STEPS for family in ("opt", "llama2", "llama3", "qwen2.5")
-    } | {("step1_sft", "other_language")}
+    assert places == {(step, family) for step in STEPS for family in FAMILIES} | {
+        ("step1_sft", "other_language")
+    }
 
 
 def test_every_script_is_in_the_table_and_every_row_has_a_script():
@@ -108,10 +119,14 @@ def test_form(script: Path):
     assert lines[0] == "#!/usr/bin/env bash"
     assert "set -euo pipefail" in lines
     header = text[: text.index("set -euo pipefail")]
-    assert "# Hardware: " in header and "# Time and memory: " in header
-    assert lines[-1] == '    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"'
+    assert all(f"# {what}: " in header for what in ("Hardware", "Memory", "Time"))
+    log = "train-$NODE_RANK.log" if script.stem.endswith("_torchrun") else "train.log"
+    assert lines[-1] == f'    "$@" 2>&1 | tee "$OUTPUT_DIR/{log}"'
     assert "&>" not in text  # hides the output
-    start = next(i for i, line in enumerate(lines) if line.startswith("deepspeed "))
+    start = next(
+        i for i, line in enumerate(lines) if line.split()[:1] in (["deepspeed"], ["srun"], ["torchrun"])
+    )
+    start = next(i for i, line in enumerate(lines[start:], start) if "/main.py" in line)
     for line in lines[start + 1 : -1]:
         assert line.count(" --") <= 1 and line.endswith(" \\"), f"one flag a line: {line}"
 
@@ -123,9 +138,11 @@ def test_the_program_accepts_the_flags(script: Path, tmp_path: Path):
     assert run.exit_code == 0
     assert run.cwd == ROOT
     assert run.program == f"{step}/main.py"
-    is_multi_node = "multi_node" in script.parts
-    assert ("--hostfile" in run.launcher_words) == is_multi_node
-    assert run.launcher_words[:2] == ["--num_gpus", "1" if "single_gpu" in script.parts else "8"]
+    if script.stem.endswith(("_slurm", "_torchrun")):
+        assert "--nnodes 2" in " ".join(run.launcher_words) and "first" in " ".join(run.launcher_words)
+    else:
+        assert ("--hostfile" in run.launcher_words) == ("multi_node" in script.parts)
+        assert run.launcher_words[:2] == ["--num_gpus", "1" if "single_gpu" in script.parts else "8"]
 
     module, name = STEPS[step]
     problems = Problems()
@@ -134,20 +151,19 @@ def test_the_program_accepts_the_flags(script: Path, tmp_path: Path):
     assert args.output_dir == str(run.output_dir)
     flags = [word for word in run.program_words if word.startswith("--")]
     assert len(flags) == len(set(flags)), "a flag is given twice"
-    log = (run.output_dir / "train.log").read_text()
+    [log] = [file.read_text() for file in run.output_dir.glob("train*.log")]
     assert "a line of output" in log and "a line of complaint" in log
 
 
-@each_script
-def test_default_models_of_step_3_are_what_a_script_exports(script: Path, tmp_path: Path):
-    words = launch(script, tmp_path).program_words
-    models = [word for word in words if word.startswith("output/")]
-    assert len(models) == (2 if script_id(script).startswith("step3") else 0)
-    for model, step in zip(models, ("step1_sft", "step2_reward"), strict=False):
-        assert model.endswith("/export")
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if "step3_ppo" in s.parts], ids=script_id)
+def test_default_models_of_step_3_are_what_a_script_exports(script: Path):
+    models = re.findall(r"_MODEL:-(.*)}", script.read_text())
+    assert len(models) == 2
+    for model, step in zip(models, ("step1_sft", "step2_reward"), strict=True):
+        assert model.startswith("output/") and model.endswith("/export")
         source = FOLDER / model.removeprefix("output/").removesuffix("/export")
         assert source.relative_to(FOLDER).parts[0] == step
-        producer = source.with_name(source.name + ".sh")
+        producer = source.with_name(source.name + ".sh")  # not by suffix: names have dots
         assert producer.is_file(), f"{model}: no script writes it"
         assert f"OUTPUT_DIR=${{OUTPUT_DIR:-{model.removesuffix('/export')}}}" in producer.read_text()
 
@@ -192,3 +208,67 @@ def test_a_sweep_point_takes_its_knobs(lora_dim: str, only_optimize_lora: str, t
     assert value_after(words, "--offload") == "none"
     assert value_after(words, "--lora_dim") == lora_dim
     assert value_after(words, "--only_optimize_lora") == only_optimize_lora
+
+
+# ---- memory
+
+
+def check_memory(scripts: list[Path]) -> None:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "plan_memory.py"), *map(str, scripts)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and "stale" not in done.stdout, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == (len(scripts) or len(SCRIPTS)) and all("GiB on each GPU" in line for line in lines)
+    assert "more than" not in done.stdout  # every script fits into the GPUs that it names
+
+
+def test_headers_state_the_planned_memory_of_some():
+    names = ["step1_sft/opt/single_gpu/run_1.3b.sh", "step3_ppo/qwen3/single_gpu/run_0.6b.sh"]
+    check_memory([FOLDER / name for name in [*names, "step2_reward/llama3/single_node/run_3.1_8b_dpo.sh"]])
+
+
+@pytest.mark.slow
+def test_headers_state_the_planned_memory():
+    check_memory([])
+
+
+# ---- sweeps
+
+POINT = """#!/usr/bin/env bash
+# LORA_DIM is one of its knobs
+mkdir -p "$OUTPUT_DIR"
+printf '%s\\n' "$*" > "$OUTPUT_DIR/words"
+[[ "$ZERO_STAGE" != 1 ]] || exit 3
+echo '{"step": 1, "perf/step_seconds": 1.5, "perf/peak_memory_gib": 2.25}' > "$OUTPUT_DIR/metrics.jsonl"
+echo '{"step": 2, "perf/step_seconds": 2.5, "perf/peak_memory_gib": 1.25}' >> "$OUTPUT_DIR/metrics.jsonl"
+"""
+
+
+def sweep(folder: Path, script: Path | str, *extra: str, **variables: str) -> subprocess.CompletedProcess:
+    env = os.environ | {"SWEEP_DIR": str(folder / "sweep")} | variables
+    words = ["bash", str(FOLDER / "sweep.sh"), str(script), *extra]
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, cwd=folder)
+
+
+def test_a_sweep_runs_every_point_and_names_the_one_that_failed(tmp_path: Path):
+    script = tmp_path / "run_point.sh"
+    script.write_text(POINT)
+    done = sweep(tmp_path, script, "--seed", "7", ZERO_STAGES="0 1", OFFLOADS="none all", LORA_DIMS="0 8")
+    rows = [line.split("\t") for line in (tmp_path / "sweep" / "sweep.tsv").read_text().splitlines()[1:]]
+    good, bad = ["0", "2", "2.00", "2.2"], ["3", "0", "-", "-"]
+    assert rows == [
+        ["0", "none", "0", *good], ["0", "none", "8", *good],
+        *(["1", offload, lora, *bad] for offload in ("none", "all") for lora in ("0", "8")),
+    ]  # fmt: skip
+    assert done.returncode == 1 and "4 points failed" in done.stderr
+    assert (tmp_path / "sweep/zero0_offload-none_lora8/words").read_text() == "--seed 7\n"
+
+
+def test_a_sweep_of_nothing_names_what_there_is(tmp_path: Path):
+    done = sweep(tmp_path, "nowhere.sh")
+    assert done.returncode == 2 and "nowhere.sh: no such script" in done.stderr
+    assert "training_scripts/step3_ppo/opt/single_node/sweep/run_single.sh" in done.stderr

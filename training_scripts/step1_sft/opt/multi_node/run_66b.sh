@@ -2,8 +2,9 @@
 # Step 1, supervised fine-tuning: OPT-66B on several machines, LoRA.
 #
 # Hyper-parameters of DeepSpeed-Chat's step1_supervised_finetuning/.../opt/multi_node/run_66b.sh.
-# Hardware: several machines of eight GPUs of 80 GB.
-# Time and memory: not measured by us.
+# Hardware: eight machines of eight GPUs of 80 GB.
+# Memory: 12.4 of 80 GiB on each GPU at the peak, as planned by common.check plan.
+# Time: not measured by us.
 #
 # HOSTFILE has one line "hostname slots=8" for each machine. All reach each other by ssh without a password and
 # have this repository, the environment and OUTPUT_DIR under the same path.

@@ -3,7 +3,8 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step1_supervised_finetuning/.../opt/single_node/run_6.7b.sh.
 # Hardware: eight GPUs of 80 GB in one machine.
-# Time and memory: not measured by us.
+# Memory: 20.0 of 80 GiB on each GPU at the peak, as planned by common.check plan.
+# Time: not measured by us.
 #
 # The variables below can be set from outside; flags of step1_sft/main.py may follow and win over those below.
 set -euo pipefail

@@ -3,7 +3,8 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step1_supervised_finetuning/.../other_language/run_chinese.sh.
 # Hardware: eight GPUs of 80 GB in one machine.
-# Time and memory: not measured by us.
+# Memory: 18.4 of 80 GiB on each GPU at the peak, as planned by common.check plan.
+# Time: not measured by us.
 #
 # These data sets have row forms of their own and need adapters (CONTRIBUTING.md, "Add a data set"); until an adapter is
 # registered the program names the columns it found and stops. With data of your own: --data_path FILE.

@@ -3,7 +3,8 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step2_reward_model_finetuning/.../opt/single_node/run_350m.sh.
 # Hardware: eight GPUs of 80 GB in one machine.
-# Time and memory: not measured by us.
+# Memory: 6.4 of 80 GiB on each GPU at the peak, as planned by common.check plan.
+# Time: not measured by us.
 #
 # The variables below can be set from outside; flags of step2_reward/main.py may follow and win over those below.
 set -euo pipefail

@@ -1,0 +1,175 @@
+#!/usr/bin/env python
+"""Works out how much memory each launch script takes, and states it in the script's header.
+
+python training_scripts/plan_memory.py [SCRIPT ...]           show it; exit code 1 where a header differs
+python training_scripts/plan_memory.py --write [SCRIPT ...]   write the headers
+
+The figures are those of `python -m common.check plan` for the flags that the script gives its program, on the
+hardware of its header, with models of the shapes in model_shapes.json: nothing is downloaded or loaded.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if not __package__:  # run as a script: import from the repository root
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from common import startup
+from common.args import Problems, parse_args
+from common.check.check_plan import build_run
+from common.check.devices import PlanArguments, read_models
+from common.check.memory_plan import plan_memory
+
+FOLDER = Path(__file__).resolve().parent
+STEPS = {
+    "step1_sft": ("step1_sft.arguments", "SFTArguments"),
+    "step2_reward": ("step2_reward.arguments", "RewardArguments"),
+    "step3_ppo": ("step3_ppo.arguments", "PPOArguments"),
+}
+NUMBERS = {"one": 1, "two": 2, "four": 4, "eight": 8}
+HARDWARE = re.compile(
+    r"^# Hardware: (?:(?P<nodes>\w+) machines of )?(?P<gpus>\w+) GPUs? of (?P<gib>\d+) GB", re.MULTILINE
+)
+MEMORY = re.compile(r"^# Memory: .*$", re.MULTILINE)
+RECORD = '#!/usr/bin/env bash\nprintf \'%s\\0\' "$@" >"$RECORD"\n'  # a launcher that writes down its words
+
+
+class Hardware(NamedTuple):
+    """What a script's header asks for."""
+
+    num_nodes: int
+    num_gpus: int  # of each
+    memory_gib: int
+
+
+def all_scripts() -> list[Path]:
+    """Return every launch script of every step."""
+    return sorted(path for step in STEPS for path in (FOLDER / step).rglob("run_*.sh"))
+
+
+def read_hardware(text: str) -> Hardware:
+    """Return the hardware of a script's header; ValueError when it names none."""
+    found = HARDWARE.search(text)
+    if not found:
+        raise ValueError("its header has no line such as '# Hardware: eight GPUs of 80 GB in one machine.'")
+    nodes, gpus, gib = found.group("nodes"), found.group("gpus"), found.group("gib")
+    return Hardware(NUMBERS[nodes or "one"], NUMBERS[gpus], int(gib))
+
+
+def program_words(script: Path) -> list[str]:
+    """Return the flags that a script gives its program. It runs, with a stand-in for the launcher."""
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "record"
+        for name in ("deepspeed", "srun", "torchrun", "scontrol"):
+            launcher = Path(folder) / name
+            launcher.write_text(RECORD)
+            launcher.chmod(0o755)
+        hostfile = Path(folder) / "hosts"
+        hostfile.write_text("first slots=8\n")
+        env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(record)}
+        env |= {"OUTPUT_DIR": f"{folder}/output", "HOSTFILE": str(hostfile)}
+        env |= {"SLURM_SUBMIT_DIR": str(FOLDER.parent), "SLURM_JOB_NODELIST": "", "SLURM_JOB_NUM_NODES": "8"}
+        env |= {"NODE_RANK": "0", "MASTER_ADDR": "first"}
+        subprocess.run(["bash", str(script)], env=env, capture_output=True, check=True, timeout=60)
+        words = record.read_text().split("\0")[:-1]
+    return words[next(i for i, word in enumerate(words) if word.endswith(".py")) + 1 :]
+
+
+def hub_name(model: str) -> str:
+    """Return the model that a script begins from: its own, or that of the script whose export it takes."""
+    while model.startswith("output/"):
+        producer = FOLDER / (model.removeprefix("output/").removesuffix("/export") + ".sh")
+        model = re.search(r"^MODEL=\$\{MODEL:-(.+)\}", producer.read_text(), re.MULTILINE)[1]
+    return model
+
+
+def model_folder(model: str, folder: Path) -> str:
+    """Return a folder with the configuration of a script's model; ValueError when its shape is not known."""
+    shapes = json.loads((FOLDER / "model_shapes.json").read_text())
+    name = hub_name(model)
+    if name not in shapes:
+        raise ValueError(f"{name} is not in model_shapes.json; add what its config.json says")
+    place = folder / name.replace("/", "--")
+    place.mkdir(exist_ok=True)
+    (place / "config.json").write_text(json.dumps(shapes[name]))
+    return str(place)
+
+
+def plan_arguments(script: Path, folder: Path) -> PlanArguments:
+    """Return the flags of the plan of a script."""
+    step = script.relative_to(FOLDER).parts[0]
+    module, name = STEPS[step]
+    problems = Problems()
+    args = parse_args(
+        getattr(importlib.import_module(module), name), program_words(script), problems=problems
+    )
+    problems.exit_if_any()
+    known = {field.name for field in dataclasses.fields(PlanArguments)}
+    values = {name: value for name, value in vars(args).items() if name in known}
+    for key in [key for key in values if key.endswith("model_name_or_path") and values[key]]:
+        values[key] = model_folder(values[key], folder)
+    nodes, gpus, gib = read_hardware(script.read_text())
+    hardware = {"num_nodes": nodes, "num_gpus": gpus, "gpu_memory_gib": float(gib), "gpu": "a100-80g"}
+    stage = list(STEPS).index(step) + 1
+    if getattr(args, "loss", "") == "dpo":  # a policy on two sequences a pair
+        stage = 1
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+            values[name] *= 2
+    return PlanArguments(**values | hardware | {"stage": stage})
+
+
+def memory_line(script: Path) -> str:
+    """Return what the header of a script is to say about memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = plan_arguments(script, Path(folder))
+        problems = Problems()
+        models: Any = read_models(args, problems)
+        problems.exit_if_any()
+        plan = plan_memory(build_run(args, models))
+    peak, gib = plan.peak.total / 2**30, args.gpu_memory_gib
+    cpu = f", {plan.cpu_peak / 2**30:.0f} GiB of each machine's CPU" if plan.cpu_peak >= 2**30 else ""
+    does_fit = f"of {gib:.0f} GiB" if plan.fits else f"GiB, more than the {gib:.0f} that there are,"
+    return f"# Memory: {peak:.1f} {does_fit} on each GPU at the peak{cpu}, as planned by common.check plan."
+
+
+def with_line(text: str, line: str) -> str:
+    """Return a script with this line about memory, after the one about hardware."""
+    if MEMORY.search(text):
+        return MEMORY.sub(line, text, count=1)
+    return re.sub(r"^(# Hardware: .*)$", rf"\1\n{line}", text, count=1, flags=re.MULTILINE)
+
+
+def main() -> None:
+    """Plan, and show or write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("scripts", nargs="*", type=Path, metavar="SCRIPT", help="empty: all of them")
+    parser.add_argument("--write", action="store_true", help="write the headers")
+    args = parser.parse_args()
+    startup.quiet_libraries()
+    num_stale = 0
+    for script in [path.resolve() for path in args.scripts] or all_scripts():
+        with contextlib.redirect_stdout(sys.stderr):
+            line = memory_line(script)
+        text = script.read_text()
+        is_stale = with_line(text, line) != text
+        if is_stale and args.write:
+            script.write_text(with_line(text, line))
+        num_stale += is_stale and not args.write
+        print(
+            f"{'stale ' if is_stale else ''}{script.relative_to(FOLDER)}: {line.removeprefix('# Memory: ')}"
+        )
+    raise SystemExit(1 if num_stale else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Step 2, DPO: Llama-2-7B on one machine, LoRA, DPO.
+#
+# Hyper-parameters of DeepSpeed-Chat's step2_dpo_finetuning/.../llama2/run_llama2_7b_lora.sh.
+# Hardware: eight GPUs of 80 GB in one machine.
+# Memory: 8.2 of 80 GiB on each GPU at the peak, 23 GiB of each machine's CPU, as planned by common.check plan.
+# Time: not measured by us.
+#
+# The variables below can be set from outside; flags of step2_reward/main.py may follow and win over those below.
+set -euo pipefail
+cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
+
+NUM_GPUS=${NUM_GPUS:-8}
+MODEL=${MODEL:-meta-llama/Llama-2-7b-hf}
+OUTPUT_DIR=${OUTPUT_DIR:-output/step2_reward/llama2/single_node/run_7b_lora_dpo}
+
+mkdir -p "$OUTPUT_DIR"
+deepspeed --num_gpus "$NUM_GPUS" step2_reward/main.py \
+    --model_name_or_path "$MODEL" \
+    --loss dpo \
+    --data_path Dahoas/rm-static \
+    --data_split 2,4,4 \
+    --per_device_train_batch_size 8 \
+    --per_device_eval_batch_size 8 \
+    --max_seq_len 512 \
+    --learning_rate 9.65e-6 \
+    --weight_decay 0.1 \
+    --num_train_epochs 1 \
+    --gradient_accumulation_steps 1 \
+    --lr_scheduler_type cosine \
+    --num_warmup_steps 0 \
+    --gradient_checkpointing \
+    --zero_stage 3 \
+    --offload all \
+    --lora_dim 128 \
+    --lora_module_name layers. \
+    --output_dir "$OUTPUT_DIR" \
+    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
