@@ -26,7 +26,7 @@ from common.models import linear_module_names, lora_targets
 from common.refusal import StepRefused, TooManyBadSteps
 from common.saving.checkpoints import SaveFailed
 from common.saving.export import ExportFailed
-from common.stop_request import STOPPED, Stopped
+from common.stop_request import STOPPED, Stopped, say
 from common.tokenizer import load_tokenizer
 from common.watch import watchdog
 
@@ -245,6 +245,15 @@ def _leave_at_once(*_: Any) -> None:
     os._exit(130)
 
 
+def _drop_lost_output() -> None:
+    """Forget what cannot be written because its reader has gone: Python would leave with code 120 for it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def run_program(program: Callable[[], None]) -> None:
     """Run a program's main function.
 
@@ -259,7 +268,7 @@ def run_program(program: Callable[[], None]) -> None:
         program()
     except Stopped as stopped:
         if distributed.is_main():
-            print(stopped, file=sys.stderr)
+            say(str(stopped))
         code = STOPPED
     except distributed.CannotStart as error:
         print(f"error: {error}", file=sys.stderr)
@@ -278,5 +287,6 @@ def run_program(program: Callable[[], None]) -> None:
         raise
     finally:
         distributed.stop(code)
+        _drop_lost_output()
     if code:
         raise SystemExit(code)

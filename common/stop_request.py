@@ -4,6 +4,7 @@ Python calls a signal's handler between two of its own instructions, and a rank 
 collective has none. So the number is read from the interpreter's wake-up descriptor by a thread.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -16,6 +17,15 @@ STOPPED = 75  # EX_TEMPFAIL of <sysexits.h>: the same command goes on where this
 # A terminal's Ctrl-C reaches every rank, and the launcher passes on a signal of its own: that is one request.
 SAME_REQUEST_SECONDS = 2.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def say(text: str) -> None:
+    """Write a line to standard error, if there is still somebody who reads it.
+
+    A signal for the whole process group ends `| tee log` too, and saving must go on.
+    """
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
 
 
 class Stopped(Exception):  # noqa: N818  (nothing went wrong)
@@ -54,9 +64,9 @@ class StopRequest:
         if not self.name:
             self.name, self._asked_at = number.name, now
             if distributed.is_main():
-                os.write(2, f"{number.name}: saving, then leaving; once more leaves at once\n".encode())
+                say(f"{number.name}: saving, then leaving; once more leaves at once")
         elif now - self._asked_at > SAME_REQUEST_SECONDS:
-            os.write(2, f"{number.name} again: leaving at once\n".encode())
+            say(f"{number.name} again: leaving at once")
             os._exit(128 + number)
 
     def is_asked_anywhere(self) -> bool:

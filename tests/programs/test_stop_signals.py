@@ -79,3 +79,26 @@ def test_stops_and_goes_on(tiny, tmp_path, launcher, number, whole_group):
     done = run(LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(more)))
     assert f"goes on from {found.folder}" in done.stdout
     assert len(read_curve(output, "sft/loss")) == num_steps + 2
+
+
+def test_stops_when_nobody_reads_what_it_says(tiny, tmp_path):
+    """A launch script pipes into tee, and a signal for the whole group ends tee first."""
+    output = tmp_path / "output"
+    flags = {"model_name_or_path": tiny.base, "data_path": tiny.rows, "data_output_path": tiny.cache}
+    flags |= {"max_seq_len": 48, "per_device_train_batch_size": 2, "output_dir": output, "save_interval": 0}
+    flags |= {"num_train_epochs": 10000, "max_train_steps": 5000}
+    command = [sys.executable, "step1_sft/main.py", *as_flags(flags)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        for _ in range(10):  # notes, then steps
+            process.stdout.readline()
+        process.stdout.close()
+        wait_for_steps(output, 3, process, output / "metrics.jsonl")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == STOPPED
+    finally:
+        process.kill()
+    (found, *_), doubts = find_checkpoints(output)
+    assert found.meta["numbers"]["progress"]["step"] == len(read_curve(output, "sft/loss")) and not doubts

@@ -121,7 +121,7 @@ def test_form(script: Path):
     header = text[: text.index("set -euo pipefail")]
     assert all(f"# {what}: " in header for what in ("Hardware", "Memory", "Time"))
     log = "train-$NODE_RANK.log" if script.stem.endswith("_torchrun") else "train.log"
-    assert lines[-1] == f'    "$@" 2>&1 | tee "$OUTPUT_DIR/{log}"'
+    assert lines[-1] == f'    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/{log}"'
     assert "&>" not in text  # hides the output
     start = next(
         i for i, line in enumerate(lines) if line.split()[:1] in (["deepspeed"], ["srun"], ["torchrun"])

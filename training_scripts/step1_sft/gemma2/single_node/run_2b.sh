@@ -35,4 +35,4 @@ deepspeed --num_gpus "$NUM_GPUS" step1_sft/main.py \
     --gradient_checkpointing \
     --zero_stage 2 \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

@@ -37,4 +37,4 @@ deepspeed --num_gpus "$NUM_GPUS" step1_sft/main.py \
     --lora_dim 128 \
     --lora_module_name layers. \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

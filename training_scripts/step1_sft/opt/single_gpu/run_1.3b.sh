@@ -34,4 +34,4 @@ deepspeed --num_gpus "$NUM_GPUS" step1_sft/main.py \
     --lora_module_name decoder.layers. \
     --enable_tensorboard \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

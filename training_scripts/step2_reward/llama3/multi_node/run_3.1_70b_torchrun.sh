@@ -43,4 +43,4 @@ torchrun --nnodes "$NUM_NODES" --node_rank "$NODE_RANK" --nproc_per_node "$NUM_G
     --gradient_checkpointing \
     --zero_stage 3 \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train-$NODE_RANK.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train-$NODE_RANK.log"

@@ -33,4 +33,4 @@ deepspeed --num_gpus "$NUM_GPUS" step2_reward/main.py \
     --lora_dim 64 \
     --lora_module_name layers. \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

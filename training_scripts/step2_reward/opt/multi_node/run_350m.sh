@@ -45,4 +45,4 @@ deepspeed --num_gpus "$NUM_GPUS" --hostfile "$HOSTFILE" step2_reward/main.py \
     --num_warmup_steps 0 \
     --zero_stage 0 \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

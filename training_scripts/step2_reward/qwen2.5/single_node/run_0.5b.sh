@@ -34,4 +34,4 @@ deepspeed --num_gpus "$NUM_GPUS" step2_reward/main.py \
     --num_warmup_steps 0 \
     --zero_stage 2 \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

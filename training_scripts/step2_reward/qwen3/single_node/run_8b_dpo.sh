@@ -36,4 +36,4 @@ deepspeed --num_gpus "$NUM_GPUS" step2_reward/main.py \
     --gradient_checkpointing \
     --zero_stage 3 \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

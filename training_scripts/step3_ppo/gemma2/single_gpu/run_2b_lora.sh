@@ -44,4 +44,4 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --critic_lora_dim 64 \
     --critic_lora_module_name layers. \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

@@ -48,4 +48,4 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --enable_mixed_precision_lora \
     --enable_hybrid_engine \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

@@ -53,4 +53,4 @@ deepspeed --num_gpus "$NUM_GPUS" --hostfile "$HOSTFILE" step3_ppo/main.py \
     --enable_hybrid_engine \
     --inference_tp_size 8 \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

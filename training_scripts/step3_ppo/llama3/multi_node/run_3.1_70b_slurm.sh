@@ -55,4 +55,4 @@ srun torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "$NUM_GPUS" \
     --enable_hybrid_engine \
     --inference_tp_size 8 \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

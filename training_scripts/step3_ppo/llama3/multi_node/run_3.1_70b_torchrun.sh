@@ -51,4 +51,4 @@ torchrun --nnodes "$NUM_NODES" --node_rank "$NODE_RANK" --nproc_per_node "$NUM_G
     --enable_hybrid_engine \
     --inference_tp_size 8 \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train-$NODE_RANK.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train-$NODE_RANK.log"

@@ -43,4 +43,4 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --actor_lora_dim 128 \
     --actor_lora_module_name decoder.layers. \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

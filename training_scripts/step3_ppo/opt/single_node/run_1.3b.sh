@@ -41,4 +41,4 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --enable_ema \
     --enable_tensorboard \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

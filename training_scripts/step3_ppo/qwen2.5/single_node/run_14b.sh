@@ -43,4 +43,4 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --enable_hybrid_engine \
     --inference_tp_size 2 \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

@@ -44,4 +44,4 @@ deepspeed --num_gpus "$NUM_GPUS" step2_reward/main.py \
     --zero_stage "$ZERO_STAGE" \
     --offload "$OFFLOAD" \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

@@ -57,4 +57,4 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --enable_test_mode \
     --test_stop_step "$TEST_STOP_STEP" \
     --output_dir "$OUTPUT_DIR" \
-    "$@" 2>&1 | tee "$OUTPUT_DIR/train.log"
+    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"
