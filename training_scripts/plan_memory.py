@@ -29,8 +29,8 @@ from common.args import Problems, parse_args
 from common.check.check_plan import build_run
 from common.check.devices import PlanArguments, read_models
 from common.check.memory_plan import plan_memory
+from training_scripts.script_index import FOLDER, all_scripts, hub_name
 
-FOLDER = Path(__file__).resolve().parent
 STEPS = {
     "step1_sft": ("step1_sft.arguments", "SFTArguments"),
     "step2_reward": ("step2_reward.arguments", "RewardArguments"),
@@ -50,11 +50,6 @@ class Hardware(NamedTuple):
     num_nodes: int
     num_gpus: int  # of each
     memory_gib: int
-
-
-def all_scripts() -> list[Path]:
-    """Return every launch script of every step."""
-    return sorted(path for step in STEPS for path in (FOLDER / step).rglob("run_*.sh"))
 
 
 def read_hardware(text: str) -> Hardware:
@@ -83,14 +78,6 @@ def program_words(script: Path) -> list[str]:
         subprocess.run(["bash", str(script)], env=env, capture_output=True, check=True, timeout=60)
         words = record.read_text().split("\0")[:-1]
     return words[next(i for i, word in enumerate(words) if word.endswith(".py")) + 1 :]
-
-
-def hub_name(model: str) -> str:
-    """Return the model that a script begins from: its own, or that of the script whose export it takes."""
-    while model.startswith("output/"):
-        producer = FOLDER / (model.removeprefix("output/").removesuffix("/export") + ".sh")
-        model = re.search(r"^MODEL=\$\{MODEL:-(.+)\}", producer.read_text(), re.MULTILINE)[1]
-    return model
 
 
 def model_folder(model: str, folder: Path) -> str:

@@ -1,0 +1,54 @@
+"""train.py on tiny models: three steps, stopped in the second, gone on with, summed up."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from program_runs import ROOT, environment, read_curve, run
+from transformers import AutoModelForCausalLM
+
+from common.stop_request import STOPPED
+
+pytestmark = pytest.mark.slow
+
+
+def test_three_steps_with_a_stop(tiny, tmp_path):
+    """A model that no script knows, on the processor, by DeepSpeed's launcher."""
+    output = tmp_path / "output"
+    small = f"--data_output_path {tiny.cache} --max_train_steps 3"
+    long = small.replace("steps 3", "steps 4000") + " --num_train_epochs 4000 --lr_scheduler_type constant"
+    command = [
+        sys.executable, "train.py", "--actor-model", str(tiny.base), "--reward-model", str(tiny.base),
+        "--output-dir", str(output), "--data_path", str(tiny.rows),
+        "--sft-flags", f"{small} --max_seq_len 48",
+        "--ppo-flags", f"{small} --max_prompt_seq_len 24 --max_answer_seq_len 6",
+    ]  # fmt: skip
+    first = [*command, "--reward-flags", f"{long} --max_seq_len 48"]
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(first, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 240
+        metrics = output / "step2_reward/metrics.jsonl"
+        while not metrics.exists() or len(read_curve(metrics.parent, "reward/loss")) < 2:
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)  # to train.py alone
+        assert process.wait(timeout=60) == STOPPED, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+    text = (tmp_path / "log").read_text()
+    assert "step 2 was stopped; its output is in" in text and "step 3" not in text
+    num_done = len(read_curve(output / "step2_reward", "reward/loss"))
+    more = small.replace("steps 3", f"steps {num_done + 1}") + " --num_train_epochs 4000"
+    done = run([*command, "--reward-flags", f"{more} --lr_scheduler_type constant --max_seq_len 48"])
+    assert "has finished: 3 steps" in done.stdout and "goes on from" in done.stdout
+    assert len(read_curve(output / "step2_reward", "reward/loss")) == num_done + 1
+    assert len(read_curve(output / "step3_ppo", "objective/score")) == 3
+    summary = json.loads((output / "summary.json").read_text())
+    assert list(summary) == ["step1_sft", "step2_reward", "step3_ppo"]
+    assert "objective/score" in summary["step3_ppo"]["results"]
+    assert "step3_ppo      " in done.stdout.splitlines()[-4] or "talk to it" in done.stdout
+    AutoModelForCausalLM.from_pretrained(output / "step3_ppo/export")

@@ -1,0 +1,171 @@
+"""train.py: which script or program runs a step, what is handed over, and what is refused."""
+
+import json
+import os
+import shlex
+import sys
+
+import pytest
+
+import train
+from common.args import Problems, parse_args
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def launches(*words):
+    problems = Problems()
+    args = parse_args(train.TrainArguments, list(words), problems=problems)
+    train.check(args, problems)
+    return [train.build_launch(args, step) for step in args.step]
+
+
+def export(folder):
+    (folder / "export").mkdir(parents=True)
+    (folder / "export" / "config.json").write_text("{}")
+
+
+def test_scripts_of_known_models_and_the_hand_over(tmp_path):
+    sft, reward, ppo = launches("--actor_model", "1.3b", "--reward_model", "350m", "--output_dir", "out")
+    assert [launch.words for launch in (sft, reward, ppo)] == [
+        ["bash", f"training_scripts/{name}.sh"]
+        for name in (
+            "step1_sft/opt/single_gpu/run_1.3b",
+            "step2_reward/opt/single_gpu/run_350m",
+            "step3_ppo/opt/single_gpu/run_1.3b",
+        )
+    ]
+    out = tmp_path / "out"
+    assert sft.variables == {"OUTPUT_DIR": str(out / "step1_sft")}
+    assert ppo.variables == {
+        "OUTPUT_DIR": str(out / "step3_ppo"),
+        "ACTOR_MODEL": str(out / "step1_sft/export"),
+        "CRITIC_MODEL": str(out / "step2_reward/export"),
+    }
+
+
+def test_flags_stand_last(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("")
+    sft, reward, ppo = launches(
+        "--actor_model", "facebook/opt-13b", "--deployment_type", "single_node", "--num_gpus", "4",
+        "--data_path", "rows.jsonl", "Dahoas/rm-static",
+        "--actor_zero_stage", "3", "--reward_zero_stage", "1",
+        "--sft_flags", "--lora_dim 8 --eot_token '<a b>'", "--ppo_flags", "--seed 7",
+    )  # fmt: skip
+    data = ["--data_path", str(tmp_path / "rows.jsonl"), "Dahoas/rm-static"]
+    assert sft.words[1] == "training_scripts/step1_sft/opt/single_node/run_13b.sh"
+    assert sft.words[2:] == [*data, "--zero_stage", "3", "--lora_dim", "8", "--eot_token", "<a b>"]
+    assert reward.words[2:] == [*data, "--zero_stage", "1"]
+    assert ppo.words[2:] == [*data, "--actor_zero_stage", "3", "--critic_zero_stage", "1", "--seed", "7"]
+    assert {launch.variables["NUM_GPUS"] for launch in (sft, reward, ppo)} == {"4"}
+
+
+def test_a_model_without_a_script_is_run_by_the_programs(tmp_path):
+    (tmp_path / "my model").mkdir()
+    sft, _, ppo = launches("--actor_model", "my model", "--deployment_type", "single_node")
+    words = sft.words[4:]
+    assert words[:4] == ["deepspeed", "--num_gpus", "8", "step1_sft/main.py"]
+    assert words[words.index("--model_name_or_path") + 1] == str(tmp_path / "my model")
+    assert words[words.index("--zero_stage") + 1] == "2"
+    assert ppo.words[ppo.words.index("--critic_model_name_or_path") + 1].endswith("step2_reward/export")
+    assert "set -o pipefail" in sft.words[2]  # tee must not swallow the exit code
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_programs_accept_the_flags_of_our_own(step, tmp_path):
+    from training_scripts.plan_memory import STEPS
+
+    module, name = list(STEPS.values())[step - 1]
+    cls = getattr(__import__(module, fromlist=[name]), name)
+    (tmp_path / "model").mkdir()
+    words = launches("--actor_model", "model", "--reward_model", "model")[step - 1].words
+    problems = Problems()
+    parse_args(cls, words[words.index(f"{train.STEPS[step - 1]}/main.py") + 1 :], problems=problems)
+    assert problems.messages == []
+
+
+def test_several_machines_need_a_hostfile(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        launches("--deployment_type", "multi_node", "--actor_model", "66b")
+    assert "--hostfile hostfile: no such file; one line" in capsys.readouterr().err
+    (tmp_path / "hostfile").write_text("first slots=8\n")
+    sft, *_ = launches("--deployment_type", "multi_node", "--actor_model", "66b")
+    assert sft.words[1].endswith("opt/multi_node/run_66b.sh")
+    assert sft.variables["HOSTFILE"] == str(tmp_path / "hostfile")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--actor_model", "./nowhere"], "--actor_model ./nowhere: no such folder"),
+        (["--reward_model", "/no/where"], "--reward_model /no/where: no such folder"),
+        (["--step", "4"], "--step [4]: the steps are 1, 2 and 3"),
+        (["--step"], "--step without a number"),
+        (["--step", "3"], "step1_sft/export, which step 1 writes; add 1"),
+        (["--num_gpus", "-1"], "--num_gpus -1 must be at least 0"),
+        (["--ppo_flags", "'"], "--ppo_flags ': No closing quotation"),
+        (["--deployment_type", "cloud"], "--deployment_type cloud: choose from single_gpu, single_node"),
+        (["--actor_zero_stage", "4"], "--actor_zero_stage 4: choose from"),
+    ],
+    ids=str,
+)
+def test_bad_input(words, message, capsys):
+    with pytest.raises(SystemExit) as left:
+        launches(*words)
+    assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_later_step_alone_takes_what_is_there(tmp_path):
+    export(tmp_path / "output/step1_sft"), export(tmp_path / "output/step2_reward")
+    [ppo] = launches("--step", "3")
+    assert ppo.variables["ACTOR_MODEL"] == str(tmp_path / "output/step1_sft/export")
+
+
+def test_dry_run_prints_commands_that_a_shell_takes(tmp_path, monkeypatch, capsys):
+    """Dashes are as good as underscores, in names only."""
+    words = ["--actor-model", "1.3b", "--output-dir=my-out put", "--step", "1", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    train.main()
+    [line] = capsys.readouterr().out.splitlines()
+    words = shlex.split(line.removeprefix("---- step 1: "))
+    assert words[0] == f"OUTPUT_DIR={tmp_path / 'my-out put' / 'step1_sft'}" and words[1] == "bash"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_of_a_step_keep_their_dashes():
+    for word in ("--data_path /a-b/c", "--lora_dim 8 --eot_token <a-b>", "a-b", "-1"):
+        assert train._with_underscores(word) == word
+    assert train._with_underscores("--sft-flags=--a-b c") == "--sft_flags=--a-b c"
+
+
+def test_exit_codes_and_signals(tmp_path):
+    assert train.run_launch(train.Launch(["bash", "-c", "exit 3"], {})) == 3
+    assert train.run_launch(train.Launch(["bash", "-c", "kill -9 $$"], {})) == 137
+    assert train.run_launch(train.Launch(["bash", "-c", 'exit "$CODE"'], {"CODE": "0"})) == 0
+    # A step that this process is told to stop: the group gets the signal, its end is waited for.
+    child = (
+        "trap 'sleep 0.3; touch \"$SAVED\"; exit 75' TERM; kill -TERM $PPID_OF; while :; do sleep 0.05; done"
+    )
+    variables = {"MAKER": str(os.getpid()), "SAVED": str(tmp_path / "saved")}
+    assert train.run_launch(train.Launch(["bash", "-c", child], variables)) == train.STOPPED
+    assert (tmp_path / "saved").exists()
+
+
+def test_the_summary(tmp_path, capsys):
+    folder = tmp_path / "output/step1_sft"
+    export(folder)
+    rows = [
+        {"step": 0, "sft/eval_perplexity": 40.0},
+        {"step": 1, "sft/loss": 3.5},
+        {"step": 2, "sft/loss": None},
+    ]
+    rows += [{"step": 3, "sft/loss": 2.5}, {"step": 3, "sft/eval_perplexity": 12.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = train.TrainArguments(step=[1])
+    train.add_seconds(args, 1, 60.0), train.add_seconds(args, 1, 30.0)
+    summary = train.summarise(args)
+    assert summary["step1_sft"]["results"] == {"sft/eval_perplexity": [40.0, 12.0], "sft/loss": [3.5, 2.5]}
+    assert "1.5  sft/eval_perplexity 40 -> 12, sft/loss 3.5 -> 2.5" in capsys.readouterr().out

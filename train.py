@@ -1,0 +1,292 @@
+#!/usr/bin/env python
+"""The whole pipeline: fine-tuning, reward model, PPO, each program with what the ones before it exported.
+
+python train.py --actor-model facebook/opt-1.3b --reward-model facebook/opt-350m --deployment-type single_node
+python train.py --actor-model Qwen/Qwen2.5-0.5B --data_path pairs.jsonl --output-dir output/mine
+
+A step is run by the launch script of its model (training_scripts/), or where there is none by the program
+with settings for the deployment. The same command goes on where it stopped. Flags may be written with - or _.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.args import Problems, flag, parse_args
+from training_scripts.script_index import DEPLOYMENTS, STEPS, find_script
+
+ROOT = Path(__file__).resolve().parent
+STOPPED = 75  # as the programs leave when a signal has stopped them
+STATE_FILE, LOG_FILE = "train.json", "train.log"
+# DeepSpeed-Chat's words for a model are sizes of OPT.
+SIZES = {
+    size: f"facebook/opt-{size}" for size in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
+}
+ZERO_STAGES = {"single_gpu": 0, "single_node": 2, "multi_node": 3}
+# For a model without a script: what our scripts of its deployment have.
+SHARED_FLAGS = "--per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_checkpointing"
+OWN_FLAGS = {
+    1: f"{SHARED_FLAGS} --learning_rate 1e-5 --num_train_epochs 2",
+    2: f"{SHARED_FLAGS} --learning_rate 1e-5 --weight_decay 0.1",
+    3: "--per_device_generation_batch_size 8 --per_device_training_batch_size 4 --actor_learning_rate 1e-6 "
+    "--actor_gradient_checkpointing --critic_gradient_checkpointing --actor_dropout 0.0 "
+    "--enable_hybrid_engine",
+}
+SHOWN = {  # what of a step's metrics the summary shows: the first number and the last
+    1: ("sft/eval_perplexity", "sft/loss"),
+    2: ("reward/eval_accuracy", "reward/loss"),
+    3: ("objective/score", "objective/kl"),
+}
+
+
+@dataclass
+class TrainArguments:
+    """The three steps one after the other."""
+
+    actor_model: str = flag("1.3b", "what becomes the chat model: a hub name, a folder, or a size of OPT")
+    reward_model: str = flag("350m", "what becomes the reward model and critic, likewise")
+    deployment_type: str = flag("single_gpu", "the machines", choices=DEPLOYMENTS)
+    step: list[int] = flag([1, 2, 3], "steps to run")
+    output_dir: str = flag("./output", "folder of everything: step1_sft/, step2_reward/, step3_ppo/")
+    actor_zero_stage: str = flag("", "ZeRO stage of the actor; empty: the script's", choices=("", *"0123"))
+    reward_zero_stage: str = flag("", "ZeRO stage of the reward model and critic", choices=("", *"0123"))
+    num_gpus: int = flag(0, "GPUs of each machine; 0: the script's, or 1 and 8")
+    hostfile: str = flag("hostfile", "multi_node: one line 'hostname slots=8' for each machine")
+    data_path: list[str] = flag([], "data sets of all steps; empty: the scripts' own")
+    sft_flags: str = flag("", "more flags of step 1: --sft-flags='--lora_dim 8 --packed'")
+    reward_flags: str = flag("", "more flags of step 2")
+    ppo_flags: str = flag("", "more flags of step 3")
+    dry_run: bool = flag(False, "print the commands, run nothing")
+
+
+class Launch(NamedTuple):
+    """How a step is run."""
+
+    words: list[str]
+    variables: dict[str, str]
+
+    def __str__(self) -> str:
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        return " ".join([*variables, shlex.join(self.words)])
+
+
+def step_folder(args: TrainArguments, step: int) -> Path:
+    """Return where a step writes."""
+    return Path(args.output_dir).absolute() / STEPS[step - 1]
+
+
+def export_of(args: TrainArguments, step: int) -> Path:
+    """Return where a step exports its model to."""
+    return step_folder(args, step) / "export"
+
+
+def check(args: TrainArguments, problems: Problems) -> None:
+    """Resolve the models' names; add what is wrong."""
+    args.actor_model = SIZES.get(args.actor_model.lower(), args.actor_model)
+    args.reward_model = SIZES.get(args.reward_model.lower(), args.reward_model)
+    for name in ("actor_model", "reward_model"):
+        model = getattr(args, name)
+        if Path(model).is_dir():
+            setattr(args, name, str(Path(model).absolute()))
+        elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
+            problems.add(f"--{name} {model}: no such folder; give a hub name, a folder, or a size of OPT")
+    args.step = sorted(set(args.step))
+    wrong = [step for step in args.step if step not in (1, 2, 3)]
+    if wrong or not args.step:
+        problems.add(f"--step {wrong or 'without a number'}: the steps are 1, 2 and 3")
+    if 3 in args.step:
+        for step in (1, 2):
+            if step not in args.step and not (export_of(args, step) / "config.json").exists():
+                problems.add(f"--step 3 needs {export_of(args, step)}, which step {step} writes; add {step}")
+    problems.check(args.num_gpus >= 0, f"--num_gpus {args.num_gpus} must be at least 0")
+    if args.deployment_type == "multi_node" and not Path(args.hostfile).is_file():
+        problems.add(f"--hostfile {args.hostfile}: no such file; one line 'hostname slots=8' a machine")
+    for name in ("sft_flags", "reward_flags", "ppo_flags"):
+        try:
+            shlex.split(getattr(args, name))
+        except ValueError as error:
+            problems.add(f"--{name} {getattr(args, name)}: {error}")
+    args.data_path = [str(Path(d).absolute()) if Path(d).exists() else d for d in args.data_path]
+    problems.exit_if_any()
+
+
+def build_launch(args: TrainArguments, step: int) -> Launch:
+    """Return how a step is run: by its model's script, or by the program with settings of our own."""
+    actor, reward = args.actor_model, args.reward_model
+    model = {1: actor, 2: reward, 3: actor}[step]
+    script = find_script(step, args.deployment_type, model, reward if step == 3 else "")
+    folder, more = step_folder(args, step), _more_flags(args, step)
+    num_gpus = str(args.num_gpus or (1 if args.deployment_type == "single_gpu" else 8))
+    if script:
+        variables = {"OUTPUT_DIR": str(folder)}
+        if args.num_gpus:
+            variables["NUM_GPUS"] = num_gpus
+        if args.deployment_type == "multi_node":
+            variables["HOSTFILE"] = str(Path(args.hostfile).absolute())
+        if step == 3:
+            variables |= {"ACTOR_MODEL": str(export_of(args, 1)), "CRITIC_MODEL": str(export_of(args, 2))}
+        return Launch(["bash", str(script.relative_to(ROOT)), *more], variables)
+    launcher = ["deepspeed", "--num_gpus", num_gpus]
+    if args.deployment_type == "multi_node":
+        launcher += ["--hostfile", str(Path(args.hostfile).absolute())]
+    models = {"--model_name_or_path": model}
+    if step == 3:
+        models = {"--actor_model_name_or_path": str(export_of(args, 1))}
+        models |= {"--critic_model_name_or_path": str(export_of(args, 2))}
+    zero = str(ZERO_STAGES[args.deployment_type])
+    stages = ("--actor_zero_stage", "--critic_zero_stage") if step == 3 else ("--zero_stage",)
+    words = [*launcher, f"{STEPS[step - 1]}/main.py"]
+    words += [word for pair in models.items() for word in pair]
+    words += [word for name in stages for word in (name, zero)]
+    words += [*shlex.split(OWN_FLAGS[step]), "--output_dir", str(folder), *more]
+    piped = f'set -o pipefail; "$@" 2>&1 | tee -ai {shlex.quote(str(folder / LOG_FILE))}'
+    return Launch(["bash", "-c", piped, "train.py", *words], {})
+
+
+def _more_flags(args: TrainArguments, step: int) -> list[str]:
+    """Return the user's flags of a step: they stand last, and win."""
+    words = ["--data_path", *args.data_path] if args.data_path else []
+    stages = {
+        1: {"--zero_stage": args.actor_zero_stage},
+        2: {"--zero_stage": args.reward_zero_stage},
+        3: {"--actor_zero_stage": args.actor_zero_stage, "--critic_zero_stage": args.reward_zero_stage},
+    }[step]
+    words += [word for name, stage in stages.items() if stage for word in (name, stage)]
+    return words + shlex.split({1: args.sft_flags, 2: args.reward_flags, 3: args.ppo_flags}[step])
+
+
+def run_launch(launch: Launch) -> int:
+    """Return the exit code of a step, STOPPED after a signal. Signals are passed on, and waited for.
+
+    The step is a process group of its own: Ctrl-C reaches it once, through this process.
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    asked: list[int] = []
+    group = 0
+
+    def pass_on(number: int, _: Any) -> None:
+        asked.append(number)
+        if group:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(group, number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        child = subprocess.Popen(
+            launch.words, cwd=ROOT, env=os.environ | {"PATH": path} | launch.variables, start_new_session=True
+        )
+        group = child.pid
+        if asked:  # before there was a group
+            os.killpg(group, asked[0])
+        code = child.wait()
+        # Bash dies by the signal at once: the programs are still saving.
+        while asked and _is_alive(group):
+            time.sleep(0.1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if asked and code:
+        return STOPPED
+    return code if code >= 0 else 128 - code
+
+
+def _is_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# ---- what is kept, and shown ----------------------------------------------------------------------------
+
+
+def read_state(args: TrainArguments) -> dict[str, Any]:
+    """Return the seconds that each step has taken so far, over all starts."""
+    try:
+        return json.loads((Path(args.output_dir) / STATE_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def add_seconds(args: TrainArguments, step: int, seconds: float) -> None:
+    """Add to the seconds of a step."""
+    state = read_state(args)
+    state[STEPS[step - 1]] = round(state.get(STEPS[step - 1], 0.0) + seconds, 1)
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    (Path(args.output_dir) / STATE_FILE).write_text(json.dumps(state))
+
+
+def read_results(folder: Path, names: tuple[str, ...]) -> dict[str, list[float]]:
+    """Return the first and the last number under each of these names in a step's metrics."""
+    found: dict[str, list[float]] = {}
+    file = folder / "metrics.jsonl"
+    for line in file.read_text().splitlines() if file.exists() else ():
+        row = json.loads(line)
+        for name in names:
+            if row.get(name) is not None:
+                found[name] = [found.get(name, [row[name]])[0], row[name]]
+    return found
+
+
+def summarise(args: TrainArguments) -> dict[str, Any]:
+    """Print what the steps made, a line each, and return it."""
+    state, summary = read_state(args), {}
+    print("\nstep           minutes  result")
+    for step in (1, 2, 3):
+        name, folder = STEPS[step - 1], step_folder(args, step)
+        if not (folder / "export").exists():
+            continue
+        results = read_results(folder, SHOWN[step])
+        seconds = state.get(name)
+        summary[name] = {"export": str(folder / "export"), "seconds": seconds, "results": results}
+        shown = ", ".join(f"{key} {first:.4g} -> {last:.4g}" for key, (first, last) in results.items())
+        minutes = "-" if seconds is None else f"{seconds / 60:.1f}"
+        print(f"{name:<13}  {minutes:>7}  {shown or 'no metrics'}\n{'':24}{folder / 'export'}")
+    if 3 in args.step:
+        print(f"\ntalk to it: python chat.py {export_of(args, 3)}")
+    return summary
+
+
+def main() -> None:
+    """Check, run the steps that are asked for, sum up."""
+    problems = Problems()
+    words = [_with_underscores(word) for word in sys.argv[1:]]
+    args = parse_args(TrainArguments, words, description=__doc__.splitlines()[0], problems=problems)
+    check(args, problems)
+    for step in args.step:
+        launch = build_launch(args, step)
+        print(f"---- step {step}: {launch}", flush=True)
+        if args.dry_run:
+            continue
+        step_folder(args, step).mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        code = run_launch(launch)
+        add_seconds(args, step, time.monotonic() - started)
+        if code:
+            how = "was stopped" if code == STOPPED else f"ended with exit code {code}"
+            log = step_folder(args, step) / LOG_FILE
+            print(f"step {step} {how}; its output is in {log}; the same command goes on", file=sys.stderr)
+            raise SystemExit(code)
+    if not args.dry_run:
+        summary = summarise(args)
+        (Path(args.output_dir) / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def _with_underscores(word: str) -> str:
+    """Return a flag's name as ours are written: DeepSpeed-Chat's program of this name has dashes."""
+    found = re.fullmatch(r"--([\w-]+)(=.*)?", word, re.DOTALL)
+    return f"--{found[1].replace('-', '_')}{found[2] or ''}" if found else word
+
+
+if __name__ == "__main__":
+    main()
