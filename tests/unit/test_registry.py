@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from common.data import hub_data, registry
-from common.data.adapters.row_forms import parse_dialogue, read_row
+from common.data.adapters.row_forms import read_row
+from common.data.adapters.row_parts import parse_dialogue
 from common.data.example import BadRow, EmptyRow, Message
 from common.data.raw_rows import FrozenRows
 from common.data.registry import Adapter, load_source, register_dataset
@@ -34,7 +35,7 @@ def hub(monkeypatch):
     """Stands for the hub: rows by name."""
     rows = {}
 
-    def load_hub(name, config_name=None):
+    def load_hub(name, place=None):
         return FrozenRows(rows[name], name, name), None
 
     monkeypatch.setattr(hub_data, "load_hub", load_hub)
