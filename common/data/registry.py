@@ -7,14 +7,29 @@ from functools import cached_property
 from pathlib import Path
 
 import common.data.adapters  # noqa: F401  (fills ADAPTERS)
-from common.data.adapters.base import ADAPTERS, DEFAULT_SCORE_COLUMN, Adapter, Parts, register_dataset
+from common.data.adapters.base import (
+    ADAPTERS,
+    DEFAULT_SCORE_COLUMN,
+    Adapter,
+    Parts,
+    RowsWithGaps,
+    register_dataset,
+)
 from common.data.adapters.local_files import AnyForm, LocalFiles
 from common.data.adapters.ported_class import PortedClass
 from common.data.raw_files import extension_of
 from common.data.raw_rows import RawRows
 from common.plugins import get_from, import_own_module
 
-__all__ = ["Adapter", "Parts", "RawSource", "load_source", "register_dataset", "registered_names"]
+__all__ = [
+    "Adapter",
+    "Parts",
+    "RawSource",
+    "RowsWithGaps",
+    "load_source",
+    "register_dataset",
+    "registered_names",
+]
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _CLASS_PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.+))?")

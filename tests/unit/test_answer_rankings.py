@@ -44,6 +44,8 @@ def test_all_pairs_of_scored_answers_by_hand():
         ("also fair", "poor", False, True),
     ]
     assert [e.margin for e in found] == [2.0, 2.0, 3.0, 0.0, 1.0, 1.0]
+    with pytest.raises(BadRow, match="'margin' is inf, not a finite number"):
+        rank_by_score(HI, ["a", "b"], [1e308, -1e308])
     assert {e.margin for e in rank_by_score(HI, ["a", "b"], [-1.0, -3.0], with_margin=False)} == {0.0}
 
 
@@ -238,6 +240,13 @@ def test_a_score_column_that_a_plain_file_lacks_is_said(tmp_path, tiny_tokenizer
         "no column 'quality' (--score_column): read as prompt/response" in line for line in report.lines()
     )
     assert not build(path, 1, tiny_tokenizer, tmp_path).report.notes
+
+
+def test_rows_that_are_pairs_already_are_not_joined(tmp_path):
+    row = {"prompt": "hi", "response": "a", "chosen": "a", "rejected": "b", "helpfulness": 1}
+    source = load_source(write(tmp_path / "pairs.jsonl", [row, row | {"rejected": "c"}]))
+    found = [source.adapter.to_examples(source.train[i])[0].rejected for i in range(len(source.train))]
+    assert found == ["b", "c"]
 
 
 def test_the_flag_reaches_the_options():

@@ -20,7 +20,7 @@ class AnyForm(Adapter):
         _, first = next(readable(rows), (0, {}))
         if first.keys() >= set(message_trees.MESSAGE_COLUMNS):
             return message_trees.group_trees(rows)
-        if not first.keys() >= {"prompt", "response"}:
+        if not first.keys() >= {"prompt", "response"} or "rejected" in first:
             return rows
         if self.score_column in first:
             return rankings.group_scored(rows, self.score_column)

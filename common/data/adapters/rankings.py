@@ -44,7 +44,7 @@ def rank_by_score(
             prompt=prompt,
             chosen=answers[better],
             rejected=answers[worse],
-            margin=scores[better] - scores[worse] if with_margin else 0.0,
+            margin=finite_number("margin", scores[better] - scores[worse]) if with_margin else 0.0,
             is_tie=scores[better] == scores[worse],
             for_pairs_only=better != order[0],
         )
