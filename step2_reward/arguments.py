@@ -35,7 +35,7 @@ class RewardArguments(
         "Bradley-Terry on the score at the last token, or on every token from the first difference on",
         choices=("end_score", "token_wise"),
     )
-    use_margin: bool = flag(False, "require a pair's margin: the row's `margin`, or the difference of its scores")
+    use_margin: bool = flag(False, "require a pair's margin: the row's `margin`, or its scores' difference")
     center_coef: float = flag(0.0, "weight of (chosen + rejected)^2, which keeps scores around 0")
     learning_rate: float = flag(5e-5, "peak learning rate")
 
