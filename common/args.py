@@ -103,7 +103,8 @@ class DataArguments:
     )
     eval_fraction: float = flag(0.05, "held-out share of a data set that brings no evaluation part")
     max_bad_rows: int = flag(100, "stop when more rows than this cannot be read", may_change=True)
-    max_pairs_per_prompt: int = flag(10, "pairs made at most from one prompt/pos_answers/neg_answers row")
+    max_pairs_per_prompt: int = flag(10, "pairs made at most of one prompt's answers")
+    score_column: str = flag("helpfulness", "orders the answers to a prompt, where each row is one of them")
     preprocessing_num_workers: int | None = flag(
         None, "accepted", no_effect="the tokenizer uses its own threads, rank 0 tokenises once for all"
     )

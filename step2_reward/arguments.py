@@ -36,7 +36,7 @@ class RewardArguments(
         "difference on; dpo: a chat model from the pairs alone",
         choices=("end_score", "token_wise", "dpo"),
     )
-    use_margin: bool = flag(False, "require the margin that a row's `margin` column names")
+    use_margin: bool = flag(False, "require a pair's margin: the row's `margin`, or its scores' difference")
     center_coef: float = flag(0.0, "weight of (chosen + rejected)^2, which keeps scores around 0")
     beta: float = flag(0.1, "--loss dpo: how dear it is to leave the reference, the model of the beginning")
     label_smoothing: float = flag(0.0, "--loss dpo: share of pairs taken to be labelled the wrong way round")

@@ -52,6 +52,7 @@ def main() -> None:
         seed=args.seed,
         max_bad_rows=args.max_bad_rows,
         max_pairs_per_prompt=args.max_pairs_per_prompt,
+        score_column=args.score_column,
         cache_dir=args.data_output_path,
     )
     for problem in check_sources(args.data_path, 2, options):

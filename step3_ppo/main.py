@@ -71,6 +71,7 @@ def build_data_options(args: PPOArguments) -> DataOptions:
         eval_fraction=0.0,
         seed=args.seed,
         max_bad_rows=args.max_bad_rows,
+        score_column=args.score_column,
         cache_dir=args.data_output_path,
     )
 

@@ -139,6 +139,7 @@ def build_options(args: CheckDataArguments) -> DataOptions:
         eval_fraction=0.0 if is_ppo else args.eval_fraction,  # nothing is held out of prompts
         seed=args.seed,
         max_bad_rows=args.max_bad_rows,
+        score_column=args.score_column,
         cache_dir=args.data_output_path,
     )
     if is_sft:
@@ -186,7 +187,7 @@ def show_source(
     if options.stage != 3:
         lengths, num_rows = sequence_lengths(kind, data.train), args.per_device_train_batch_size
         print("", *padding_lines(lengths, num_rows, options.max_tokens, options.seed, painter), sep="\n")
-    reader = SampleReader(load_source(name), options, template, painter)
+    reader = SampleReader(load_source(name, args.score_column), options, template, painter)
     for line in reader.lines(data.train, args.num_samples):
         print(line)
     return data

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.data.adapters.base import DEFAULT_SCORE_COLUMN
 from common.data.split import parse_data_split
 
 DEFAULT_CACHE = Path("~/.cache/triptych")
@@ -23,6 +24,7 @@ class DataOptions:
     seed: int = 1234
     max_bad_rows: int = 100
     max_pairs_per_prompt: int = 10
+    score_column: str = DEFAULT_SCORE_COLUMN  # orders prompt/response rows of one prompt
     cache_dir: str = ""  # empty: ~/.cache/triptych
 
     @property
@@ -58,6 +60,8 @@ class DataOptions:
             found.append(f"--loss_on {self.loss_on} must be response or all")
         if self.max_pairs_per_prompt < 1:
             found.append(f"--max_pairs_per_prompt {self.max_pairs_per_prompt} must be at least 1")
+        if not self.score_column:
+            found.append("--score_column '' names no column; helpfulness is the default")
         if self.max_bad_rows < 0:
             found.append(f"--max_bad_rows {self.max_bad_rows} must be at least 0")
         return found

@@ -36,6 +36,7 @@ class Example:
     margin: float = 0.0  # how much better `chosen` is, for a loss with a margin
     is_tie: bool = False  # both replies were rated alike: good for steps 1 and 3, no pair for step 2
     learn_all_turns: bool = False  # step 1 learns the earlier assistant turns too
+    for_pairs_only: bool = False  # the answer is not the best one: step 2 alone uses it
     absence: BadRow | None = None  # why a reply is not there; an EmptyRow where its data set leaves it out
 
 
@@ -50,6 +51,8 @@ def missing_for(stage: int, example: Example) -> BadRow | None:
 
 
 def _missing(stage: int, example: Example) -> str | None:
+    if stage != 2 and example.for_pairs_only:
+        return "there is a better answer"
     if stage == 1 and not (example.chosen or example.text):
         return "there is no answer to learn"
     if stage == 2 and not (example.chosen and example.rejected):

@@ -5,11 +5,22 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.data.raw_rows import FrozenRows
 
-_EVAL_SPLITS = ("test", "validation", "eval", "valid", "dev")
+# A set that has both keeps its test part for other ends.
+_EVAL_SPLITS = ("validation", "valid", "dev", "eval", "test")
+_PARQUET_COPY = "refs/convert/parquet"  # the hub makes one of every data set that is a program
+
+
+class HubPlace(NamedTuple):
+    """Where on the hub a data set lies, where its name alone does not tell."""
+
+    name: str
+    config: str | None = None
+    copied_config: str | None = None  # folder of the hub's Parquet copy, for a set that is a program
+    splits: tuple[str, str] | None = None  # to train on and held out, where they have other names
 
 
 def is_saved_folder(path: Path) -> bool:
@@ -25,24 +36,33 @@ def is_offline() -> bool:
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
-def load_hub(name: str, config_name: str | None = None) -> tuple[FrozenRows, FrozenRows | None]:
-    """Training and evaluation rows of a hub data set.
+def load_hub(name: str, place: HubPlace | None = None) -> tuple[FrozenRows, FrozenRows | None]:
+    """Training and evaluation rows of a hub data set, by its own name or from another place.
+
+    A set that is a program, which `datasets` no longer runs, is read from the copy that the hub made of it.
 
     Raises:
         ValueError: it cannot be had, with the reason and the cure.
     """
     import datasets
 
+    place = place or HubPlace(name)
     try:
         with _quiet():
-            loaded = datasets.load_dataset(name, config_name)
+            try:
+                loaded = datasets.load_dataset(place.name, place.config)
+            except RuntimeError as error:
+                if "scripts are no longer supported" not in str(error):
+                    raise
+                folder = place.copied_config or place.config or "default"
+                loaded = datasets.load_dataset(place.name, data_dir=folder, revision=_PARQUET_COPY)
     except Exception as error:  # the library raises its own, OSError, ValueError, requests' errors, ...
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"--data_path {name}: the hub data set could not be loaded ({type(error).__name__}: {reason}); "
             "check the name and the network, or give a local file or folder"
         ) from error
-    return _parts(loaded, name)
+    return _parts(loaded, name, place.splits)
 
 
 def load_saved(path: Path) -> tuple[FrozenRows, FrozenRows | None]:
@@ -61,8 +81,12 @@ def load_saved(path: Path) -> tuple[FrozenRows, FrozenRows | None]:
     return _parts(loaded, str(path))
 
 
-def _parts(loaded: Any, name: str) -> tuple[FrozenRows, FrozenRows | None]:
+def _parts(
+    loaded: Any, name: str, named: tuple[str, str] | None = None
+) -> tuple[FrozenRows, FrozenRows | None]:
     splits = dict(loaded) if hasattr(loaded, "keys") else {"train": loaded}
+    if named is not None and set(named) <= splits.keys():
+        splits = dict(zip(("train", "test"), (splits[split] for split in named), strict=True))
     if "train" not in splits:
         raise ValueError(
             f"--data_path {name}: there is no split called train, only {', '.join(splits)}; "

@@ -26,7 +26,7 @@ class _ConfiguredHub(AnyForm):
         self._config_name = config_name
 
     def load(self) -> tuple:
-        return hub_data.load_hub(self.source, self._config_name)
+        return hub_data.load_hub(self.source, hub_data.HubPlace(self.source, self._config_name))
 
 
 def build_pretraining(

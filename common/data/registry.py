@@ -7,14 +7,29 @@ from functools import cached_property
 from pathlib import Path
 
 import common.data.adapters  # noqa: F401  (fills ADAPTERS)
-from common.data.adapters.base import ADAPTERS, Adapter, Parts, register_dataset
+from common.data.adapters.base import (
+    ADAPTERS,
+    DEFAULT_SCORE_COLUMN,
+    Adapter,
+    Parts,
+    RowsWithGaps,
+    register_dataset,
+)
 from common.data.adapters.local_files import AnyForm, LocalFiles
 from common.data.adapters.ported_class import PortedClass
 from common.data.raw_files import extension_of
 from common.data.raw_rows import RawRows
 from common.plugins import get_from, import_own_module
 
-__all__ = ["Adapter", "Parts", "RawSource", "load_source", "register_dataset", "registered_names"]
+__all__ = [
+    "Adapter",
+    "Parts",
+    "RawSource",
+    "RowsWithGaps",
+    "load_source",
+    "register_dataset",
+    "registered_names",
+]
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _CLASS_PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.+))?")
@@ -30,8 +45,10 @@ class RawSource:
     @cached_property
     def _parts(self) -> Parts:
         train, held_out = self._reader.load()
+        arrange = self.adapter.arrange
         return Parts(
-            RawRows.of(train, self.name), None if held_out is None else RawRows.of(held_out, self.name)
+            arrange(RawRows.of(train, self.name)),
+            None if held_out is None else arrange(RawRows.of(held_out, self.name)),
         )
 
     @property
@@ -69,17 +86,24 @@ def registered_names() -> list[str]:
     return sorted(ADAPTERS)
 
 
-def load_source(source: str) -> RawSource:
+def load_source(source: str, score_column: str = DEFAULT_SCORE_COLUMN) -> RawSource:
     """The source that a `--data_path` entry names.
 
     It is, in this order: `module:Class` or `module:Class:NAME` (a class of your own; NAME is the file, folder
     or hub data set that it reads), a file or folder, a registered name, a hub name. A local folder or file
     under a registered name (`/data/openai/webgpt_comparisons`) is read by that adapter. The class is an
-    Adapter, or one with the methods of DeepSpeed-Chat's.
+    Adapter, or one with the methods of DeepSpeed-Chat's. `score_column` orders the responses to a
+    prompt where each has scores.
 
     Raises:
         ValueError: it is none of them; the message names the nearest registered name.
     """
+    found = _find_source(source)
+    found.adapter.score_column = score_column
+    return found
+
+
+def _find_source(source: str) -> RawSource:
     class_path = _CLASS_PATH.fullmatch(source)
     path = Path(source)
     if class_path and not path.exists():

@@ -6,7 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_FIELD_CHARACTERS = 4096  # of one field's JSON: answers and labels pass, whole documents do not
-CARRIED_COLUMNS = frozenset(("prompt", "chosen", "rejected", "messages"))  # an Example has them already
+# An Example has them already.
+CARRIED_COLUMNS = frozenset(
+    (
+        "prompt",
+        "chosen",
+        "rejected",
+        "messages",
+        "conversations",
+        "(messages of a tree)",
+        "(scored responses)",
+    )
+)
 
 
 def build_row_fields(row: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ def check_sources(paths: Sequence[str], stage: int, options: DataOptions) -> lis
         is_sft_only = path in options.sft_only_data_path and path not in options.data_path
         flag = "--sft_only_data_path" if is_sft_only else "--data_path"
         try:
-            found = _problems(load_source(path), stage, options)
+            found = _problems(load_source(path, options.score_column), stage, options)
         except (ValueError, OSError) as error:
             found = [str(error) if "--data_path" in str(error) else f"--data_path {path}: {error}"]
         problems += [problem.replace("--data_path", flag, 1) for problem in found]

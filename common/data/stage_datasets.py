@@ -91,9 +91,11 @@ def _build(kind: RowKind, options: DataOptions, template: Template, to_rows: par
     was_built: list[bool] = []
 
     def make() -> Path:
-        shares = [_Share(load_source(name), False) for name in options.data_path]
+        shares = [_Share(load_source(name, options.score_column), False) for name in options.data_path]
         if options.stage == 1:
-            shares += [_Share(load_source(name), True) for name in options.sft_only_data_path]
+            shares += [
+                _Share(load_source(name, options.score_column), True) for name in options.sft_only_data_path
+            ]
         folder = options.cache_folder / f"{kind.name}-{_key(kind, shares, options, template)}"
         was_built.append(
             build_once(folder, lambda path: _write(path, kind, shares, options, template, to_rows))
@@ -123,6 +125,7 @@ def _key(kind: RowKind, shares: Sequence[_Share], options: DataOptions, template
         max_tokens=options.max_tokens,
         loss_on=options.loss_on,
         max_pairs_per_prompt=options.max_pairs_per_prompt,
+        score_column=options.score_column,
     )
 
 
@@ -204,13 +207,15 @@ def _usable(examples: Sequence[Example], kind: RowKind, report: DataReport) -> l
     """Examples of one raw row that this step can use, without repeats.
 
     Raises:
-        BadRow: one of them lacks what the step needs.
+        BadRow: none of them has what the step needs.
     """
     kept: dict[object, Example] = {}
-    for example in examples:
-        problem = missing_for(kind.stage, example)
+    problems = [missing_for(kind.stage, example) for example in examples]
+    if None not in problems:
+        raise problems[0] or AssertionError("a row gave no example")
+    for example, problem in zip(examples, problems, strict=True):
         if problem is not None:
-            raise problem
+            continue
         if kind is PAIR and example.is_tie:
             report.num_ties += 1
         else:
@@ -221,13 +226,17 @@ def _usable(examples: Sequence[Example], kind: RowKind, report: DataReport) -> l
 def _at_most(
     examples: list[Example], max_pairs: int, kind: RowKind, report: DataReport, key: str
 ) -> list[Example]:
-    """At most `max_pairs` pairs of one raw row, drawn by the row's name: the same ones in every run."""
+    """At most `max_pairs` pairs of a prompt of one raw row, drawn by its name: the same ones in every run."""
     if kind is not PAIR or len(examples) <= max_pairs:
         return examples
-    report.num_dropped_pairs += len(examples) - max_pairs
     # random.Random's `sample` may change between Pythons; an order by hash does not.
     order = sorted(range(len(examples)), key=lambda i: hashlib.sha256(f"{key} {i}".encode()).digest())
-    return [examples[i] for i in sorted(order[:max_pairs])]
+    by_prompt: dict[object, list[int]] = {}
+    for i in order:
+        by_prompt.setdefault(examples[i].prompt, []).append(i)
+    kept = sorted(i for indexes in by_prompt.values() for i in indexes[:max_pairs])
+    report.num_dropped_pairs += len(examples) - len(kept)
+    return [examples[i] for i in kept]
 
 
 def _no_rows(share: _Share, options: DataOptions, report: DataReport) -> str:

@@ -200,6 +200,7 @@ def test_the_rows_are_those_of_the_steps_own_program(stage, step, cls):
         "eval_fraction": 0.1,
         "max_bad_rows": 7,
         "max_pairs_per_prompt": 3,
+        "score_column": "quality",
         "seed": 5,
     }
     own = {1: {"sft_only_data_path": ["c"], "loss_on": "all"}, 2: {}, 3: {}}[stage]

@@ -47,6 +47,7 @@ message = st.one_of(
 )
 value = st.one_of(text, st.lists(text, max_size=3), st.lists(message, max_size=4), anything)
 more_columns = {"margin": st.one_of(number, text), "input": value, "other": value}
+more_columns |= {name: st.one_of(number, text) for name in ("parent_id", "rank", "helpfulness", "deleted")}
 row_of_a_form = st.sampled_from(ROW_FORMS).flatmap(
     lambda form: st.fixed_dictionaries({column: value for column in form.columns}, optional=more_columns)
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from common.args import Problems, parse_args
+from common.data.registry import registered_names
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "training_scripts"
@@ -149,6 +150,7 @@ def test_the_program_accepts_the_flags(script: Path, tmp_path: Path):
     args = parse_args(getattr(importlib.import_module(module), name), run.program_words, problems=problems)
     assert problems.messages == []
     assert args.output_dir == str(run.output_dir)
+    assert args.data_path and set(args.data_path) <= set(registered_names())
     flags = [word for word in run.program_words if word.startswith("--")]
     assert len(flags) == len(set(flags)), "a flag is given twice"
     [log] = [file.read_text() for file in run.output_dir.glob("train*.log")]

@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from common.data import hub_data, registry
-from common.data.adapters.row_forms import parse_dialogue, read_row
+from common.data.adapters import base
+from common.data.adapters.row_forms import read_row
+from common.data.adapters.row_parts import parse_dialogue
 from common.data.example import BadRow, EmptyRow, Message
 from common.data.raw_rows import FrozenRows
 from common.data.registry import Adapter, load_source, register_dataset
@@ -34,7 +36,7 @@ def hub(monkeypatch):
     """Stands for the hub: rows by name."""
     rows = {}
 
-    def load_hub(name, config_name=None):
+    def load_hub(name, place=None):
         return FrozenRows(rows[name], name, name), None
 
     monkeypatch.setattr(hub_data, "load_hub", load_hub)
@@ -156,6 +158,16 @@ def test_digest_follows_the_content_not_the_place(tmp_path):
     assert before == load_source(there).digest()
     write(tmp_path / "x/a.jsonl", [ROW, ROW])
     assert before != load_source(here).digest()
+
+
+def test_digest_follows_the_code_that_adapters_share(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", [ROW])
+    names = (path, "mkqa-Chinese", "stanfordnlp/SHP")
+    before = [load_source(name).adapter.code_digest() for name in names]
+    assert before == [load_source(name).adapter.code_digest() for name in names] and len(set(before)) == 3
+    monkeypatch.setattr(base, "_digest_shared_code", lambda: "row_parts.py was edited")
+    after = [load_source(name).adapter.code_digest() for name in names]
+    assert all(one != other for one, other in zip(before, after, strict=True))
 
 
 def test_an_adapter_of_ones_own_needs_no_registration(tmp_path, monkeypatch):

@@ -1,16 +1,19 @@
 """What an adapter is: it reads a data set's rows and says what a row means."""
 
+import functools
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.data import hub_data
-from common.data.adapters.row_forms import messages_from_prompt, reply_text
-from common.data.example import BadRow, Example
+from common.data.adapters.row_parts import messages_from_prompt, reply_text
+from common.data.example import BadRow, EmptyRow, Example
+from common.data.hub_data import HubPlace
 from common.data.raw_rows import RawRows
 
+DEFAULT_SCORE_COLUMN = "helpfulness"  # HelpSteer2's
 ADAPTERS: dict[str, type] = {}  # Adapters, and classes that PortedClass can wrap
 
 
@@ -34,15 +37,24 @@ def digest_code(kind: type) -> str:
     return total.hexdigest()
 
 
+@functools.cache
+def _digest_shared_code() -> str:
+    """Digest of this folder: what reads dialogues, lists and rankings stands in several of its files."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+
 class Adapter:
     """Rows of one data set to Examples.
 
     The short way to write one is `get_prompt`, `get_chosen` and `get_rejected`, as in DeepSpeed-Chat's
-    raw_datasets.py (`get_rejected` may return None). A row that means several pairs, or none of these,
-    overrides `to_examples`.
+    raw_datasets.py (`get_rejected` may return None; for the others see RowsWithGaps). A row that means
+    several pairs, or none of these, overrides `to_examples`.
     """
 
     notes: tuple[str, ...] = ()  # for the data report, when the rows have been read
+    score_column: str = DEFAULT_SCORE_COLUMN  # --score_column
+    hub_places: Mapping[str, HubPlace] = {}  # by name, where the hub has other ones
 
     def __init__(self, source: str = "") -> None:
         """Keep the name by which the data set was asked for."""
@@ -50,7 +62,14 @@ class Adapter:
 
     def load(self) -> Parts:
         """The rows (RawRows, or plain lists of dicts); by default from the hub, by the registered name."""
-        return Parts(*hub_data.load_hub(self.source))
+        return Parts(*hub_data.load_hub(self.source, self.hub_places.get(self.source)))
+
+    def arrange(self, rows: RawRows) -> RawRows:
+        """The rows as `to_examples` takes them: by default as they are; several may become one.
+
+        Called once for each part that `load` gave, or that a local copy holds.
+        """
+        return rows
 
     def data_digest(self) -> str | None:
         """Changes when the rows change; None leaves it to the content of the rows that `load` gave."""
@@ -58,7 +77,7 @@ class Adapter:
 
     def code_digest(self) -> str:
         """Changes when this adapter is edited, so that no token cache outlives the code that filled it."""
-        return digest_code(type(self))
+        return hashlib.sha256((digest_code(type(self)) + _digest_shared_code()).encode()).hexdigest()
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
         """Examples of a raw row.
@@ -66,11 +85,7 @@ class Adapter:
         Raises:
             BadRow: the row's form is wrong.
         """
-        missing = [name for name in self.columns() if name not in row]
-        if missing:
-            raise BadRow(
-                f"no column {', '.join(map(repr, missing))}; found {', '.join(map(repr, row)) or 'none'}"
-            )
+        self.check_columns(row)
         rejected = self.get_rejected(row)
         return [
             Example(
@@ -81,6 +96,14 @@ class Adapter:
             )
         ]
 
+    def check_columns(self, row: dict[str, Any]) -> None:
+        """Raise BadRow where a row lacks one of `columns()`."""
+        missing = [name for name in self.columns() if name not in row]
+        if missing:
+            raise BadRow(
+                f"no column {', '.join(map(repr, missing))}; found {', '.join(map(repr, row)) or 'none'}"
+            )
+
     def columns(self) -> tuple[str, ...]:
         """Columns that every row must have."""
         return ()
@@ -89,28 +112,63 @@ class Adapter:
         """Whether neither answer of the row was preferred."""
         return False
 
-    def get_prompt(self, row: dict[str, Any]) -> str:
-        """The text up to the reply, as `Human: ... Assistant:` or as a bare question."""
+    def get_prompt(self, row: dict[str, Any]) -> str | None:
+        """The text up to the reply, as `Human: ... Assistant:` or as a bare question; None: there is none."""
         raise NotImplementedError(
             f"{type(self).__name__} needs get_prompt, get_chosen and get_rejected, or to_examples"
         )
 
-    def get_chosen(self, row: dict[str, Any]) -> str:
-        """The preferred reply."""
+    def get_chosen(self, row: dict[str, Any]) -> str | None:
+        """The preferred reply, or None."""
         raise NotImplementedError(f"{type(self).__name__} needs get_chosen")
 
     def get_rejected(self, row: dict[str, Any]) -> str | None:
         """The other reply, or None."""
         return None
 
-    def get_prompt_and_chosen(self, row: dict[str, Any]) -> str:
-        """Prompt and preferred reply end to end."""
-        return self.get_prompt(row) + self.get_chosen(row)
+    def get_prompt_and_chosen(self, row: dict[str, Any]) -> str | None:
+        """Prompt and preferred reply end to end, or None."""
+        return self._end_to_end(self.get_prompt(row), self.get_chosen(row))
 
     def get_prompt_and_rejected(self, row: dict[str, Any]) -> str | None:
         """Prompt and the other reply end to end, or None."""
-        rejected = self.get_rejected(row)
-        return None if rejected is None else self.get_prompt(row) + rejected
+        return self._end_to_end(self.get_prompt(row), self.get_rejected(row))
+
+    @staticmethod
+    def _end_to_end(prompt: str | None, reply: str | None) -> str | None:
+        return None if prompt is None or reply is None else prompt + reply
+
+
+class RowsWithGaps(Adapter):
+    """An Adapter whose `get_prompt` and `get_chosen` may return None too, for rows that have no such text.
+
+    As in DeepSpeed-Chat such a row is left out of the steps that need the text; it counts as empty, not bad.
+    """
+
+    absent_answer = "the row has no answer"
+    absent_rejected: str | None = None  # the reason, where some rows have a rejected answer and others none
+
+    def to_examples(self, row: dict[str, Any]) -> list[Example]:
+        """See Adapter."""
+        self.check_columns(row)
+        prompt, chosen, rejected = self.get_prompt(row), self.get_chosen(row), self.get_rejected(row)
+        if _is_gap(prompt):
+            raise EmptyRow("the row has no prompt")
+        reason = self.absent_rejected if _is_gap(rejected) else None
+        if _is_gap(chosen):
+            reason = self.absent_answer
+        return [
+            Example(
+                prompt=messages_from_prompt(prompt),
+                chosen=None if _is_gap(chosen) else reply_text("the chosen answer", chosen),
+                rejected=None if _is_gap(rejected) else reply_text("the rejected answer", rejected),
+                absence=None if reason is None else EmptyRow(reason),
+            )
+        ]
+
+
+def _is_gap(text: Any) -> bool:
+    return text is None or (isinstance(text, str) and not text.strip())
 
 
 def register_dataset(*names: str) -> Callable[[type], type]:

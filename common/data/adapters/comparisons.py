@@ -1,15 +1,18 @@
 """Two answers to a question with a vote between them: WebGPT comparisons, the Stanford Human Preferences."""
 
+import re
 from typing import Any
 
 from common.data.adapters.base import Adapter, register_dataset
-from common.data.adapters.row_forms import finite_number
+from common.data.adapters.row_parts import finite_number
 from common.data.example import BadRow
+
+_CITATION = re.compile(r" ?\[\d+(?:\s*[,;-]\s*\d+)*\]")  # to a page that was quoted: [1], [2, 3]
 
 
 @register_dataset("openai/webgpt_comparisons")
 class WebGPTComparisons(Adapter):
-    """answer_0 and answer_1 with score_0 and score_1; equal scores are a tie."""
+    """answer_0 and answer_1 with score_0 and score_1; equal scores are a tie. Citations are taken out."""
 
     def columns(self) -> tuple[str, ...]:
         """See Adapter."""
@@ -38,7 +41,8 @@ class WebGPTComparisons(Adapter):
 
     def _answer(self, row: dict[str, Any], *, better: bool) -> str:
         first_wins = self._score(row, 0) >= self._score(row, 1)
-        return row["answer_0"] if first_wins == better else row["answer_1"]
+        answer = row["answer_0"] if first_wins == better else row["answer_1"]
+        return _CITATION.sub("", answer) if isinstance(answer, str) else answer
 
     @staticmethod
     def _score(row: dict[str, Any], which: int) -> float:

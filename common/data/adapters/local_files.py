@@ -4,16 +4,37 @@ from pathlib import Path
 from typing import Any
 
 from common.data import hub_data, raw_files
-from common.data.adapters.base import Adapter, Parts, register_dataset
+from common.data.adapters import message_trees, rankings
+from common.data.adapters.base import DEFAULT_SCORE_COLUMN, Adapter, Parts, register_dataset
 from common.data.adapters.row_forms import read_row
 from common.data.example import Example
+from common.data.grouped_rows import readable
+from common.data.raw_rows import RawRows
 
 
 class AnyForm(Adapter):
-    """A hub data set whose rows have one of the usual forms."""
+    """A hub data set whose rows have one of the usual forms, which the first row decides where rows join."""
+
+    def arrange(self, rows: RawRows) -> RawRows:
+        """See Adapter; messages of a tree become one row, and so do scored responses to one prompt."""
+        _, first = next(readable(rows), (0, {}))
+        if first.keys() >= set(message_trees.MESSAGE_COLUMNS):
+            return message_trees.group_trees(rows)
+        if not first.keys() >= {"prompt", "response"} or "rejected" in first:
+            return rows
+        if self.score_column in first:
+            return rankings.group_scored(rows, self.score_column)
+        if self.score_column != DEFAULT_SCORE_COLUMN:
+            note = f"no column {self.score_column!r} (--score_column): read as prompt/response without scores"
+            self.notes = tuple(dict.fromkeys((*self.notes, note)))
+        return rows
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
         """See Adapter."""
+        if message_trees.TREE in row:
+            return message_trees.tree_examples(row)
+        if rankings.SCORED in row:
+            return rankings.scored_responses(row, self.score_column)
         return read_row(row)
 
 

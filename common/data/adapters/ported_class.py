@@ -24,7 +24,7 @@ from typing import Any
 
 from common.data.adapters.base import Adapter, Parts, digest_code
 from common.data.adapters.local_files import AnyForm, LocalFiles
-from common.data.adapters.row_forms import messages_from_prompt
+from common.data.adapters.row_parts import messages_from_prompt
 from common.data.example import BadRow, EmptyRow, Example
 from common.data.raw_rows import FrozenRows, RawRows
 
@@ -100,7 +100,7 @@ class PortedClass(Adapter):
 
     def code_digest(self) -> str:
         """See Adapter; the user's file counts, and the name that it is given."""
-        parts = (digest_code(type(self)), digest_code(self._kind), self._name)
+        parts = (super().code_digest(), digest_code(self._kind), self._name)
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:

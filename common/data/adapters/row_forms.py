@@ -1,167 +1,85 @@
 """The usual forms of a row, told apart by their columns."""
 
-import math
-import re
 from collections.abc import Callable, Mapping
 from itertools import product
-from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from common.data.example import ROLES, BadRow, EmptyRow, Example, Message
-
-_TURN = re.compile(r"(?:\A\s*|\n\s*)(Human|Assistant):")
-_CUE = re.compile(r"\sAssistant:\s*\Z")
-_REPLY_MARK = re.compile(r"(?:\A|\n\s*)Assistant:")
-
-
-def parse_dialogue(text: str) -> tuple[Message, ...] | None:
-    """Messages of a Human:/Assistant: text, less a closing `Assistant:` cue; None when it is no such text."""
-    turns = list(_TURN.finditer(text))
-    if not any(turn[1] == "Human" for turn in turns):
-        return None
-    messages = []
-    preface = text[: turns[0].start()].strip()
-    if preface:
-        messages.append(Message("system", preface))
-    for turn, following in zip(turns, [*turns[1:], None], strict=True):
-        content = text[turn.end() : following.start() if following else len(text)]
-        role = "user" if turn[1] == "Human" else "assistant"
-        if following is None and role == "user":
-            content = _CUE.sub("", content)  # " Human: q Assistant:" on one line
-        if following is not None or role == "user" or content.strip():
-            messages.append(Message(role, content.strip()))
-    return tuple(messages)
-
-
-def messages_from_prompt(prompt: Any) -> tuple[Message, ...]:
-    """Messages of a `prompt` column: a dialogue, a bare question, or a list of role and content.
-
-    Raises:
-        BadRow: neither of them, or empty.
-    """
-    if isinstance(prompt, list | tuple) and prompt:
-        return parse_messages("prompt", prompt)
-    text = _text("prompt", prompt)
-    return parse_dialogue(text) or (Message("user", text),)
-
-
-def parse_messages(column: str, value: Any) -> tuple[Message, ...]:
-    """Messages of a list of {"role", "content"}.
-
-    Raises:
-        BadRow: not such a list.
-    """
-    if not isinstance(value, list | tuple):
-        raise BadRow(f"{column!r} is {_kind(value)}, not a list of role and content")
-    messages = []
-    for i, item in enumerate(value):
-        if not isinstance(item, Mapping) or "role" not in item or "content" not in item:
-            raise BadRow(f"{column}[{i}] has no 'role' and 'content'")
-        if item["role"] not in ROLES:
-            raise BadRow(f"{column}[{i}] has role {item['role']!r}; roles are {', '.join(ROLES)}")
-        if not isinstance(item["content"], str):
-            raise BadRow(f"{column}[{i}]['content'] is {_kind(item['content'])}, not text")
-        messages.append(Message(item["role"], item["content"]))
-    if not messages:
-        raise EmptyRow(f"{column!r} is empty")
-    return tuple(messages)
-
-
-def reply_text(column: str, value: Any) -> str:
-    """The text of a reply, given as text or as messages that end with the assistant's.
-
-    Raises:
-        BadRow: neither, or empty.
-    """
-    if isinstance(value, list | tuple) and value:
-        last = parse_messages(column, value)[-1]
-        if last.role != "assistant":
-            raise BadRow(f"{column} ends with a turn of the {last.role}, not of the assistant")
-        value = last.content
-    return _text(column, value)
-
-
-def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Prompt, chosen and rejected reply of two dialogues; the prompt ends at their last common `Assistant:`.
-
-    Raises:
-        BadRow: they share none.
-    """
-    shared = commonprefix([chosen, rejected])
-    marks = list(_REPLY_MARK.finditer(shared))
-    if not marks:
-        raise BadRow("chosen and rejected share no 'Assistant:' at which a prompt could end")
-    end = marks[-1].end()
-    return chosen[:end], chosen[end:], rejected[end:]
-
-
-def _text(column: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise BadRow(f"{column!r} is {_kind(value)}, not text")
-    if not value.strip():
-        raise EmptyRow(f"{column!r} is empty")
-    return value
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"of type {type(value).__name__}"
-
-
-def finite_number(column: str, value: Any) -> float:
-    """The number in a column.
-
-    Raises:
-        BadRow: there is none, or none that a loss can be computed with.
-    """
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BadRow(f"{column!r} is {value!r}, not a number") from error
-    if not math.isfinite(number):
-        raise BadRow(f"{column!r} is {value!r}, not a finite number")
-    return number
+from common.data.adapters import message_trees, rankings
+from common.data.adapters.row_parts import (
+    filled_text,
+    finite_number,
+    kind_of,
+    messages_from_prompt,
+    parse_messages,
+    parse_turns,
+    reply_text,
+    split_transcripts,
+)
+from common.data.example import BadRow, EmptyRow, Example, Message
 
 
 def _margin(row: Mapping[str, Any]) -> float:
     return finite_number("margin", row.get("margin") or 0.0)
 
 
+def _scores_are_equal(row: Mapping[str, Any]) -> bool:
+    """Whether the scores that UltraFeedback's pairs bring along prefer neither answer."""
+    scores = [row.get(name) for name in ("score_chosen", "score_rejected")]
+    return None not in scores and scores[0] == scores[1]
+
+
 def _pair(row: Mapping[str, Any]) -> list[Example]:
-    return [
-        Example(
-            prompt=messages_from_prompt(row["prompt"]),
-            chosen=reply_text("chosen", row["chosen"]),
-            rejected=reply_text("rejected", row["rejected"]),
-            margin=_margin(row),
-        )
-    ]
+    prompt = messages_from_prompt(row["prompt"])
+    if isinstance(row["chosen"], list | tuple) and isinstance(row["rejected"], list | tuple):
+        prompt = _with_turns(prompt, _shared_turns(row["chosen"], row["rejected"]))
+    return [_pair_after(prompt, row, row["chosen"], row["rejected"])]
 
 
 def _transcripts(row: Mapping[str, Any]) -> list[Example]:
     if isinstance(row["chosen"], list) and isinstance(row["rejected"], list):
-        chosen = parse_messages("chosen", row["chosen"])
-        reply, other = reply_text("chosen", row["chosen"]), reply_text("rejected", row["rejected"])
-        if chosen[:-1] != parse_messages("rejected", row["rejected"])[:-1] or len(chosen) < 2:
-            raise BadRow("chosen and rejected do not share the turns before their last one")
-        return [Example(prompt=chosen[:-1], chosen=reply, rejected=other, margin=_margin(row))]
+        prompt = _shared_turns(row["chosen"], row["rejected"])
+        if not prompt:
+            raise BadRow("there is no turn before the reply in chosen, and no 'prompt'")
+        return [_pair_after(prompt, row, row["chosen"], row["rejected"])]
     prompt, reply, other = split_transcripts(
-        _text("chosen", row["chosen"]), _text("rejected", row["rejected"])
+        filled_text("chosen", row["chosen"]), filled_text("rejected", row["rejected"])
     )
-    return [
-        Example(
-            prompt=messages_from_prompt(prompt),
-            chosen=_text("the reply in chosen", reply),
-            rejected=_text("the reply in rejected", other),
-            margin=_margin(row),
-        )
-    ]
+    return [_pair_after(messages_from_prompt(prompt), row, reply, other)]
+
+
+def _pair_after(prompt: tuple[Message, ...], row: Mapping[str, Any], chosen: Any, rejected: Any) -> Example:
+    return Example(
+        prompt=prompt,
+        chosen=reply_text("chosen", chosen),
+        rejected=reply_text("rejected", rejected),
+        margin=_margin(row),
+        is_tie=_scores_are_equal(row),
+    )
+
+
+def _shared_turns(chosen: Any, rejected: Any) -> tuple[Message, ...]:
+    """The turns before the last one, which must be the same in both."""
+    turns = parse_messages("chosen", chosen)[:-1]
+    if turns != parse_messages("rejected", rejected)[:-1]:
+        raise BadRow("chosen and rejected do not share the turns before their last one")
+    return turns
+
+
+def _with_turns(prompt: tuple[Message, ...], turns: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The whole context, where the answers' lists bring turns too; `prompt` must be among them."""
+    told, said = ([(m.role, m.content.strip()) for m in messages] for messages in (prompt, turns))
+    if not turns:
+        return prompt
+    if not any(said[i : i + len(told)] == told for i in range(len(said))):
+        raise BadRow("the turns before the reply in chosen do not hold 'prompt'")
+    return turns
 
 
 def _answer_lists(row: Mapping[str, Any]) -> list[Example]:
     prompt = messages_from_prompt(row["prompt"])
     for column in ("pos_answers", "neg_answers"):
         if not isinstance(row[column], list | tuple):
-            raise BadRow(f"{column!r} is {_kind(row[column])}, not a list of texts")
+            raise BadRow(f"{column!r} is {kind_of(row[column])}, not a list of texts")
         if not row[column]:
             raise EmptyRow(f"{column!r} is empty")
     chosen = [reply_text(f"pos_answers[{i}]", answer) for i, answer in enumerate(row["pos_answers"])]
@@ -177,9 +95,9 @@ def _prompt_and(answer: str) -> Callable[[Mapping[str, Any]], list[Example]]:
 
 
 def _instruction(row: Mapping[str, Any]) -> list[Example]:
-    question = _text("instruction", row["instruction"])
+    question = filled_text("instruction", row["instruction"])
     if row.get("input"):
-        question = f"{question}\n\n{_text('input', row['input'])}"
+        question = f"{question}\n\n{filled_text('input', row['input'])}"
     return [Example(prompt=(Message("user", question),), chosen=reply_text("output", row["output"]))]
 
 
@@ -189,8 +107,39 @@ def _messages(row: Mapping[str, Any]) -> list[Example]:
         return [Example(prompt=messages)]
     if len(messages) == 1:
         raise BadRow("'messages' holds only the assistant's turn")
-    reply = _text("the last of 'messages'", messages[-1].content)
+    reply = filled_text("the last of 'messages'", messages[-1].content)
     return [Example(prompt=messages[:-1], chosen=reply, learn_all_turns=True)]
+
+
+def _conversation(row: Mapping[str, Any]) -> list[Example]:
+    """All that the assistant says is learnt; what the user says after its last turn is left out."""
+    messages = parse_turns("conversations", row["conversations"])
+    ends = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    if not ends:
+        return [Example(prompt=messages)]
+    prompt, reply = messages[: ends[-1]], messages[ends[-1]].content
+    if not prompt:
+        raise BadRow("'conversations' begins with its only turn of the assistant")
+    return [Example(prompt=prompt, chosen=filled_text("the last reply", reply), learn_all_turns=True)]
+
+
+def _conversation_pair(row: Mapping[str, Any]) -> list[Example]:
+    """`chosen` and `rejected` are turns that follow the conversation, each alone or in a list."""
+    prompt = parse_turns("conversations", row["conversations"])
+    replies = []
+    for column in ("chosen", "rejected"):
+        value = row[column] if isinstance(row[column], str | list | tuple) else [row[column]]
+        if not isinstance(value, str):
+            last = parse_turns(column, value)[-1]
+            if last.role != "assistant":
+                raise BadRow(f"{column} ends with a turn of the {last.role}, not of the assistant")
+            value = last.content
+        replies.append(value)
+    return [_pair_after(prompt, row, *replies)]
+
+
+def _message_of_a_tree(row: Mapping[str, Any]) -> list[Example]:
+    return message_trees.tree_examples({message_trees.TREE: [row]})
 
 
 def _prompt_only(row: Mapping[str, Any]) -> list[Example]:
@@ -198,27 +147,45 @@ def _prompt_only(row: Mapping[str, Any]) -> list[Example]:
 
 
 def _plain_text(row: Mapping[str, Any]) -> list[Example]:
-    return [Example(text=_text("text", row["text"]))]
+    return [Example(text=filled_text("text", row["text"]))]
 
 
 class RowForm(NamedTuple):
-    """Columns, how such a row is read, and the steps it can serve."""
+    """Columns, how such a row is read, the steps it can serve, and what else tells the form."""
 
     columns: tuple[str, ...]
     to_examples: Callable[[Mapping[str, Any]], list[Example]]
     stages: tuple[int, ...]
+    fits: Callable[[Mapping[str, Any]], bool] | None = None
 
 
 # The first form whose columns are all there is the row's form.
 ROW_FORMS = (
     RowForm(("prompt", "chosen", "rejected"), _pair, (1, 2, 3)),
     RowForm(("prompt", "pos_answers", "neg_answers"), _answer_lists, (1, 2, 3)),
+    RowForm(("prompt", "ranked_answers"), rankings.best_first, (1, 2, 3)),
+    RowForm(("prompt", "responses", "scores"), rankings.responses_and_scores, (1, 2, 3)),
+    RowForm(("prompt", "responses", "ranks"), rankings.responses_and_ranks, (1, 2, 3)),
+    RowForm(("prompt", "answers"), rankings.ranked_objects, (1, 2, 3), rankings.has_ranked_objects),
+    RowForm(("instruction", "completions"), rankings.completions, (1, 2, 3)),
+    RowForm(("context", "response1", "response2", "overall_preference"), rankings.two_responses, (1, 2, 3)),
+    RowForm(
+        ("prompt", "response_1", "response_2", "preference_strength"),
+        rankings.two_responses_and_strength,
+        (1, 2, 3),
+    ),
+    RowForm(("conversations", "chosen", "rejected"), _conversation_pair, (1, 2, 3)),
     RowForm(("chosen", "rejected"), _transcripts, (1, 2, 3)),
+    RowForm(("message_id", "text", "role"), _message_of_a_tree, (1, 2, 3), lambda row: "parent_id" in row),
+    RowForm(
+        ("message_tree_id", "prompt"), message_trees.nested_tree, (1, 2, 3), message_trees.has_nested_replies
+    ),
     RowForm(("prompt", "answer"), _prompt_and("answer"), (1, 3)),
     RowForm(("prompt", "response"), _prompt_and("response"), (1, 3)),
     RowForm(("prompt", "chosen"), _prompt_and("chosen"), (1, 3)),
     RowForm(("instruction", "output"), _instruction, (1, 3)),
     RowForm(("messages",), _messages, (1, 3)),
+    RowForm(("conversations",), _conversation, (1, 3)),
     RowForm(("prompt",), _prompt_only, (3,)),
     RowForm(("text",), _plain_text, (1,)),
 )
@@ -227,7 +194,14 @@ ROW_FORMS = (
 def form_of(row: Mapping[str, Any]) -> RowForm | None:
     """The form of a row, or None when its columns fit none."""
     present = {column for column, value in row.items() if value is not None}
-    return next((form for form in ROW_FORMS if present.issuperset(form.columns)), None)
+    return next(
+        (
+            form
+            for form in ROW_FORMS
+            if present.issuperset(form.columns) and (form.fits is None or form.fits(row))
+        ),
+        None,
+    )
 
 
 def accepted_forms(stage: int | None = None) -> str:

@@ -6,8 +6,7 @@
 # Memory: 18.4 of 80 GiB on each GPU at the peak, as planned by common.check plan.
 # Time: not measured by us.
 #
-# These data sets have row forms of their own and need adapters (CONTRIBUTING.md, "Add a data set"); until an adapter is
-# registered the program names the columns it found and stops. With data of your own: --data_path FILE.
+# The data sets come from the hub by name; docs/data.md says what is read of each, and how local copies are named.
 #
 # The variables below can be set from outside; flags of step1_sft/main.py may follow and win over those below.
 set -euo pipefail

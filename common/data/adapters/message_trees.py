@@ -1,0 +1,166 @@
+"""Message trees as OpenAssistant's: every message names its parent, and siblings are ranked by people.
+
+A tree is one row, so that no part of a conversation is trained on while another is held out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from common.data.adapters.rankings import rank_by_score
+from common.data.adapters.row_parts import finite_number, kind_of
+from common.data.example import BadRow, EmptyRow, Example, Message
+from common.data.grouped_rows import GroupedRows, group_by_key, readable
+from common.data.raw_rows import RawRows
+
+TREE = "(messages of a tree)"  # the column of a row that the messages of one tree were put together in
+MESSAGE_COLUMNS = ("message_id", "parent_id", "text", "role")
+_KEPT = (*MESSAGE_COLUMNS, "rank", "deleted", "review_result", "lang")
+_ROLES = {"prompter": "user", "assistant": "assistant"}
+_NO_RANKS = "no two replies to it are ranked"
+
+
+def group_trees(rows: RawRows) -> GroupedRows:
+    """One row {TREE: [messages]} for each tree; a message that leads to no first one, alone."""
+    parents: dict[Any, Any] = {}
+    names: dict[int, Any] = {}
+    for index, row in readable(rows):
+        name, parent = row.get("message_id"), _parent_of(row)
+        if isinstance(name, str | int) and (parent is None or isinstance(parent, str | int)):
+            names[index] = name
+            parents[name] = parent
+    roots = _roots(parents)
+    keys = {index: roots[name] for index, name in names.items()}
+    return GroupedRows(rows, group_by_key(len(rows), keys), _build)
+
+
+def _roots(parents: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The topmost ancestor that is there, of every message; for a ring of messages, one of them."""
+    roots: dict[Any, Any] = {}
+    for name in parents:
+        path: dict[Any, None] = {}  # in order, and quick to look into
+        here = name
+        while here not in roots and here not in path:
+            path[here] = None
+            if parents[here] not in parents:  # null, or not in the data
+                break
+            here = parents[here]
+        roots.update(dict.fromkeys(path, roots.get(here, here)))
+    return roots
+
+
+def _build(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {TREE: [{name: row[name] for name in _KEPT if name in row} for row in messages]}
+
+
+def _parent_of(message: Mapping[str, Any]) -> Any:
+    """The id of the message before; None for the first one. CSV has no null but an empty text."""
+    parent = message.get("parent_id")
+    return None if parent == "" else parent
+
+
+def _is_kept(message: Mapping[str, Any]) -> bool:
+    """Whether a message was neither deleted nor refused. CSV has words for true and false."""
+    is_deleted, was_accepted = (str(message.get(name)).lower() for name in ("deleted", "review_result"))
+    return is_deleted != "true" and was_accepted != "false"
+
+
+def has_nested_replies(row: Mapping[str, Any]) -> bool:
+    """Whether the row is a whole tree: `prompt` is a message with `replies` in it."""
+    return isinstance(row["prompt"], Mapping)
+
+
+def nested_tree(row: Mapping[str, Any]) -> list[Example]:
+    """A line of OpenAssistant's .trees.jsonl: each message holds its replies."""
+    messages: list[dict[str, Any]] = []
+    waiting: list[tuple[Any, int | None]] = [(row["prompt"], None)]
+    while waiting:
+        message, parent = waiting.pop()
+        if not isinstance(message, Mapping):
+            raise BadRow(f"a message of the tree is {kind_of(message)}, not an object")
+        replies = message.get("replies") or []
+        if not isinstance(replies, list | tuple):
+            raise BadRow(f"'replies' is {kind_of(replies)}, not a list")
+        number = len(messages)
+        messages.append({**message, "message_id": number, "parent_id": parent})
+        waiting += [(reply, number) for reply in reversed(replies)]
+    return tree_examples({TREE: messages})
+
+
+def tree_examples(row: Mapping[str, Any]) -> list[Example]:
+    """Every turn of the prompter with the replies to it: the best one to learn, and all pairs of ranked ones.
+
+    Deleted messages and those that reviewers refused are left out with all below them. A turn that nobody
+    answered is a prompt.
+
+    Raises:
+        BadRow: the messages are no tree of turns by turns.
+    """
+    replies = _replies_by_parent(row[TREE])
+    examples: list[Example] = []
+    waiting = [(root, ()) for root in reversed(replies.get(None, []))]
+    while waiting:
+        turn, context = waiting.pop()
+        prompt = (*context, _message(turn, "user"))
+        answers = replies.get(turn["message_id"], [])
+        texts = [_message(answer, "assistant").content for answer in answers]
+        examples += _answered(prompt, texts, [answer.get("rank") for answer in answers])
+        for answer, text in zip(reversed(answers), reversed(texts), strict=True):
+            following = (*prompt, Message("assistant", text))
+            waiting += [(below, following) for below in reversed(replies.get(answer["message_id"], []))]
+    if not examples:
+        raise EmptyRow("all messages of the tree were deleted or refused")
+    return examples
+
+
+def _answered(prompt: tuple[Message, ...], texts: Sequence[str], ranks: Sequence[Any]) -> Iterator[Example]:
+    ranked = [
+        (text, -finite_number("rank", rank))
+        for text, rank in zip(texts, ranks, strict=True)
+        if rank not in (None, "")
+    ]
+    if not texts:
+        yield Example(prompt=prompt, absence=EmptyRow("nobody answered the turn"))
+    elif len(ranked) > 1:
+        yield from rank_by_score(prompt, *zip(*ranked, strict=True), with_margin=False)
+    else:
+        for text in [text for text, _ in ranked] or texts:
+            yield Example(prompt=prompt, chosen=text, absence=EmptyRow(_NO_RANKS))
+
+
+def _replies_by_parent(messages: Sequence[Mapping[str, Any]]) -> dict[Any, list[Mapping[str, Any]]]:
+    """Messages that were kept, by the id of their parent; None for the first one."""
+    names = set()
+    for message in messages:
+        missing = [column for column in MESSAGE_COLUMNS if column not in message]
+        if missing:
+            raise BadRow(f"no column {', '.join(map(repr, missing))} in a message of the tree")
+        if not isinstance(message["message_id"], str | int):
+            raise BadRow(f"'message_id' is {kind_of(message['message_id'])}, not text")
+        if message["message_id"] in names:
+            raise BadRow(f"message {message['message_id']!r} stands there twice")
+        names.add(message["message_id"])
+    by_parent: dict[Any, list[Mapping[str, Any]]] = {}
+    for message in messages:
+        parent = _parent_of(message)
+        if parent is not None and (not isinstance(parent, str | int) or parent not in names):
+            raise BadRow(f"message {message['message_id']!r}: its parent {parent!r} is not in the data")
+        if _is_kept(message):
+            by_parent.setdefault(parent, []).append(message)
+    if all(_parent_of(message) is not None for message in messages):
+        raise BadRow(f"message {messages[0]['message_id']!r}: its parents lead to no first message")
+    return by_parent
+
+
+def _message(message: Mapping[str, Any], role: str) -> Message:
+    """The turn of a message, whose role must be `role`: turns alternate in a tree."""
+    name = message["message_id"]
+    if not isinstance(message["role"], str) or message["role"] not in _ROLES:
+        raise BadRow(f"message {name!r} has role {message['role']!r}; roles are {', '.join(_ROLES)}")
+    if _ROLES[message["role"]] != role:
+        raise BadRow(f"message {name!r} of the {message['role']} does not follow one of the other role")
+    text = message["text"]
+    if not isinstance(text, str):
+        raise BadRow(f"message {name!r}: 'text' is {kind_of(text)}, not text")
+    if not text.strip():
+        raise BadRow(f"message {name!r}: 'text' is empty")
+    return Message(role, text)
