@@ -1,0 +1,77 @@
+"""Every family goes through all three steps, and DPO, on a tiny random model; what comes out is asked."""
+
+import math
+
+import pytest
+from program_runs import read_curve, read_metrics, run_here
+from tiny_configs import CONFIGS, tiny_config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from common.args import Problems
+from common.data.example import Message
+from common.generation.answering import AnsweringArguments, load_answerer, load_template
+
+pytestmark = pytest.mark.slow
+
+# LoRA finds the matrices of each family by itself; two whose layers lie the other way round are enough.
+WITH_LORA = ("gpt2", "falcon")
+
+
+@pytest.fixture
+def run_step(tiny, tmp_path, lone_process, no_pictures):
+    shared = {
+        "data_path": tiny.rows,
+        "data_output_path": tiny.cache,
+        "eval_fraction": 0.1,
+        "max_train_steps": 2,
+        "save_interval": 0,
+    }
+    single = shared | {"max_seq_len": 48, "per_device_train_batch_size": 4, "learning_rate": 1e-3}
+    ppo = shared | {
+        "max_prompt_seq_len": 24,
+        "max_answer_seq_len": 6,
+        "per_device_generation_batch_size": 4,
+        "per_device_training_batch_size": 4,
+        "enable_hybrid_engine": True,
+    }
+
+    def run(step, name, **more):
+        folder = tmp_path / name
+        run_here(step, (ppo if step == 3 else single) | more | {"output_dir": folder})
+        return folder
+
+    return run
+
+
+def save_base(family, folder, tokenizer):
+    config = tiny_config(family, len(tokenizer))
+    config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_three_steps(family, run_step, tiny_tokenizer, tmp_path):
+    base = save_base(family, tmp_path / "base", tiny_tokenizer)
+    lora = {"lora_dim": 2} if family in WITH_LORA else {}
+    sft = run_step(1, "sft", model_name_or_path=base, **lora)
+    reward = run_step(2, "reward", model_name_or_path=base, **lora)
+    dpo = run_step(2, "dpo", model_name_or_path=sft / "export", loss="dpo")
+    models = {"actor_model_name_or_path": sft / "export", "critic_model_name_or_path": reward / "export"}
+    ppo = run_step(3, "ppo", **models, **({"actor_lora_dim": 2} if lora else {}))
+
+    assert all(math.isfinite(x) for x in read_curve(sft, "sft/loss") + read_curve(reward, "reward/loss"))
+    assert read_curve(dpo, "dpo/loss")[0] == pytest.approx(math.log(2), abs=1e-5)
+    rows = read_metrics(ppo, "objective/score")
+    assert len(rows) == 2 and all(abs(row["policy/logprob_gap"]) < 1e-4 for row in rows)
+    assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-4)  # the actor is the reference still
+    AutoModelForSequenceClassification.from_pretrained(reward / "export")
+    for folder in (ppo, dpo):
+        path, problems = str(folder / "export"), Problems()
+        args = AnsweringArguments()
+        template = load_template("--path", path, args, problems)
+        assert problems.messages == []
+        answerer = load_answerer(path, template, args, max_new_tokens=4, do_sample=True)
+        [[text]] = answerer.answer([[Message("user", "How is the weather?")]])
+        assert isinstance(text, str)
