@@ -1,7 +1,8 @@
 #!/usr/bin/env python
-"""Answers of two models to the same prompts, side by side: the base model and the fine-tuned one.
+"""Answers of two or three models to the same prompts, side by side: base, SFT and PPO.
 
-python step1_sft/prompt_eval.py --model_name_or_path_baseline BASE --model_name_or_path_finetune OUT/export
+python step1_sft/prompt_eval.py --model_name_or_path_baseline BASE --model_name_or_path_finetune SFT/export \\
+    --model_name_or_path_rlhf PPO/export
 
 The prompts are a few built-in questions, or those of --data_path.
 """
@@ -20,8 +21,9 @@ from common.data.example import Message
 from common.data.registry import load_source
 from common.dialogue import Template
 from common.generation.answering import AnsweringArguments, load_answerer, load_template
+from common.plugins import import_plugins
 
-MODELS = ("baseline", "finetune")
+MODELS = ("baseline", "finetune", "rlhf")
 NO_BEAMS = "answers are greedy or sampled (--num_return_sequences above 1), never searched with beams"
 QUESTIONS = {
     "English": (
@@ -46,10 +48,12 @@ QUESTIONS = {
 
 @dataclass
 class PromptEvalArguments(AnsweringArguments):
-    """Two models, some prompts."""
+    """Two models or three, some prompts."""
 
     model_name_or_path_baseline: str = flag(REQUIRED, "the model before: a folder or a hub name")
     model_name_or_path_finetune: str = flag(REQUIRED, "the model after: an export/ folder")
+    model_name_or_path_rlhf: str = flag("", "the model after step 3: an export/ folder; empty: two models")
+    plugins: list[str] = flag([], "modules to import first: the data sets that they register can be named")
     data_path: str = flag("", "a data set whose first prompts are asked; empty: built-in questions")
     num_prompts: int = flag(6, "prompts asked at most")
     language: str = flag("English", "language of the built-in questions", choices=tuple(QUESTIONS))
@@ -85,6 +89,8 @@ def load_templates(args: PromptEvalArguments, problems: Problems) -> dict[str, T
     found = {}
     for kind in MODELS:
         name = f"model_name_or_path_{kind}"
+        if kind == "rlhf" and not args.model_name_or_path_rlhf:
+            continue
         trained_path = args.model_name_or_path_finetune
         template = load_template(f"--{name}", getattr(args, name), args, problems, trained_path=trained_path)
         if template:
@@ -108,9 +114,10 @@ def answer_all(
 
 
 def main() -> None:
-    """Check, ask both models, print."""
+    """Check, ask all models, print."""
     problems = Problems()
     args = parse_args(PromptEvalArguments, description=__doc__.splitlines()[0], problems=problems)
+    import_plugins(args.plugins, problems)
     startup.check_positive(args, ["max_new_tokens", "num_return_sequences", "num_prompts"], problems)
     problems.check(args.top_k >= 0, f"--top_k {args.top_k} must be at least 0, which takes all tokens")
     problems.exit_if_any()
@@ -130,7 +137,7 @@ def main() -> None:
         }
     for index, prompt in enumerate(prompts):
         print(f"\n{prompt[-1].content}")
-        for kind in MODELS:
+        for kind in answers:
             for text in answers[kind][index]:
                 print(f"  {kind:>8}: {text}")
 

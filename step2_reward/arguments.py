@@ -60,5 +60,6 @@ class RewardEvalArguments(DataArguments, TokenizerArguments):
         "weights and activations; empty: bf16 on a GPU that has it, else fp32",
         choices=("fp32", "bf16", "fp16"),
     )
+    plugins: list[str] = flag([], "modules to import first: the data sets that they register can be named")
     num_samples: int = flag(5, "pairs printed with their scores")
     seed: int = flag(1234, "seed of the choice of printed pairs")

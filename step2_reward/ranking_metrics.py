@@ -48,6 +48,20 @@ def score_length_correlation(scores: torch.Tensor, lengths: torch.Tensor) -> tor
     return correlation(scores, lengths)
 
 
+@torch.no_grad()
+def longer_share(differences: torch.Tensor, length_differences: torch.Tensor) -> torch.Tensor:
+    """Return the share of pairs that are won by the longer answer: fp32 scalar, 0.5 where none is longer.
+
+    Both (N,), of the same two answers: the difference of their scores (or 1 where the first is preferred),
+    and that of their lengths. A tie of scores counts half. The share by a model's scores above that by
+    people's choices tells how much more than people the model likes length.
+    """
+    unequal = length_differences != 0
+    if not unequal.any():
+        return torch.tensor(0.5)
+    return _wins(differences.double()[unequal] * length_differences.sign()[unequal]).mean().float()
+
+
 def _wins(differences: torch.Tensor) -> torch.Tensor:
     if len(differences) == 0:
         raise ValueError("there are no pairs to measure; is the evaluation set empty?")

@@ -15,7 +15,12 @@ from common.engine_step import LossTerm, update_engine
 from common.model_inputs import lay_out
 from common.run_logger import RunLogger
 from step2_reward.ranking_loss import center_penalty, end_score_loss, first_difference, token_wise_loss
-from step2_reward.ranking_metrics import expected_calibration_error, pair_accuracy, score_length_correlation
+from step2_reward.ranking_metrics import (
+    expected_calibration_error,
+    longer_share,
+    pair_accuracy,
+    score_length_correlation,
+)
 
 
 class PairScores(NamedTuple):
@@ -61,16 +66,19 @@ def count_pairs(batch: Batch) -> int:
 
 
 def judge_pairs(chosen: torch.Tensor, rejected: torch.Tensor, lengths: torch.Tensor) -> dict[str, float]:
-    """Return accuracy, margin, calibration and length correlation of scored pairs.
+    """Return accuracy, margin, calibration and what length has to do with it.
 
     `chosen`, `rejected` (N,); `lengths` (2N,) response tokens of the chosen, then of the rejected answers.
     """
     scores = torch.cat([chosen, rejected])
+    longer = lengths[: len(chosen)] - lengths[len(chosen) :]
     return {
         "accuracy": float(pair_accuracy(chosen, rejected)),
         "margin": float((chosen - rejected).mean()),
         "calibration_error": float(expected_calibration_error(chosen - rejected)),
         "length_correlation": float(score_length_correlation(scores, lengths.float())),
+        "prefers_longer": float(longer_share(chosen - rejected, longer)),
+        "longer_is_chosen": float(longer_share(torch.ones_like(chosen), longer)),
         "chosen_score": float(chosen.mean()),
         "rejected_score": float(rejected.mean()),
         "score_std": float(scores.std(correction=0)),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Scores any pairs with a reward model: accuracy, margin, calibration, length correlation.
+"""Scores any pairs with a reward model: accuracy, margin, calibration, length bias.
 
 python step2_reward/rw_eval.py --model_name_or_path OUT/export --data_path PAIRS
 
@@ -25,6 +25,7 @@ from common.data.source_checks import check_sources
 from common.data.stage_datasets import build_pairs
 from common.dialogue import build_template
 from common.models import ModelOptions
+from common.plugins import import_plugins
 from common.saving.export import read_metadata
 from common.value_model import has_saved_head, load_value_model
 from step2_reward.arguments import RewardEvalArguments
@@ -35,6 +36,7 @@ def main() -> None:
     """Check, load, score, print."""
     problems = Problems()
     args = parse_args(RewardEvalArguments, description=__doc__.splitlines()[0], problems=problems)
+    import_plugins(args.plugins, problems)
     startup.check_positive(args, ["per_device_eval_batch_size"], problems)
     name = args.model_name_or_path
     config = startup.check_model("--model_name_or_path", name, args, problems)

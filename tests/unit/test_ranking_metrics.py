@@ -8,6 +8,7 @@ from right_or_wrong import close, forms, judge
 
 from step2_reward.ranking_metrics import (
     expected_calibration_error,
+    longer_share,
     pair_accuracy,
     score_length_correlation,
 )
@@ -111,3 +112,13 @@ def test_metrics_of_nothing_say_so():
         expected_calibration_error(nothing)
     with pytest.raises(ValueError, match="no scores"):
         score_length_correlation(nothing, nothing)
+
+
+def test_share_of_the_longer_by_hand():
+    """Of four pairs one has answers of one length; of the other three the longer wins one, and ties one."""
+    scores, lengths = torch.tensor([2.0, -1.0, 0.0, 5.0]), torch.tensor([3, 4, -2, 0])
+    assert longer_share(scores, lengths) == pytest.approx((1 + 0 + 0.5) / 3)
+    assert longer_share(torch.ones(4), lengths) == pytest.approx(
+        2 / 3
+    )  # people chose the longer of two in three
+    assert longer_share(scores[3:], lengths[3:]) == 0.5
