@@ -58,7 +58,7 @@ echo "== 1. supervised fine-tuning: learn to reply"
   --data_output_path "$OUTPUT_DIR/cache" \
   --output_dir "$OUTPUT_DIR/step1" \
   --overwrite_output_dir \
-  "${SFT_FLAGS[@]}" 2>&1 | tee "$OUTPUT_DIR/step1.log"
+  "${SFT_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/step1.log"
 
 echo "== 2. reward model: learn which of two replies is more positive"
 "${LAUNCH[@]}" step2_reward/main.py \
@@ -68,12 +68,12 @@ echo "== 2. reward model: learn which of two replies is more positive"
   --data_output_path "$OUTPUT_DIR/cache" \
   --output_dir "$OUTPUT_DIR/step2" \
   --overwrite_output_dir \
-  "${REWARD_FLAGS[@]}" 2>&1 | tee "$OUTPUT_DIR/step2.log"
+  "${REWARD_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/step2.log"
 python step2_reward/rw_eval.py \
   --model_name_or_path "$OUTPUT_DIR/step2/export" \
   --data_path "$DATA/pairs/eval.jsonl" \
   --data_output_path "$OUTPUT_DIR/cache" \
-  "${REWARD_EVAL_FLAGS[@]}" 2>&1 | tee "$OUTPUT_DIR/reward_eval.log"
+  "${REWARD_EVAL_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/reward_eval.log"
 
 echo "== 3. PPO: make the replies more positive"
 "${LAUNCH[@]}" step3_ppo/main.py \
@@ -84,7 +84,7 @@ echo "== 3. PPO: make the replies more positive"
   --data_output_path "$OUTPUT_DIR/cache" \
   --output_dir "$OUTPUT_DIR/step3" \
   --overwrite_output_dir \
-  "${PPO_FLAGS[@]}" 2>&1 | tee "$OUTPUT_DIR/step3.log"
+  "${PPO_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/step3.log"
 
 echo "== 4. what was reached, on held-out conversations"
 PEAK_GIB=$(python training_scripts/demo/peak_memory.py "$NUM_RANKS" "$OUTPUT_DIR"/step?/metrics.jsonl)
@@ -98,7 +98,7 @@ python training_scripts/demo/measure.py \
   --output_dir "$OUTPUT_DIR" \
   --started_at "$STARTED_AT" \
   --peak_gib "$PEAK_GIB" \
-  "${MEASURE_FLAGS[@]}" 2>&1 | tee "$OUTPUT_DIR/measure.log"
+  "${MEASURE_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/measure.log"
 
 echo
 echo "curves:  $OUTPUT_DIR/step1/curves.png  $OUTPUT_DIR/step2/curves.png  $OUTPUT_DIR/step3/curves.png"

@@ -31,7 +31,7 @@ if [ ! -d "$OUTPUT_DIR/sft/export" ]; then
     --learning_rate 5e-3 \
     --num_train_epochs 8 \
     --eval_iters 1 \
-    --log_interval 50 2>&1 | tee "$OUTPUT_DIR/sft.log"
+    --log_interval 50 2>&1 | tee -i "$OUTPUT_DIR/sft.log"
 fi
 
 CRITIC_FLAGS=()
@@ -62,5 +62,5 @@ python step3_ppo/main.py \
   --num_train_epochs 100 \
   --max_train_steps 60 \
   --log_interval 10 \
-  "${CRITIC_FLAGS[@]}" "$@" 2>&1 | tee "$RUN_DIR/train.log"
+  "${CRITIC_FLAGS[@]}" "$@" 2>&1 | tee -i "$RUN_DIR/train.log"
 echo "curves: $RUN_DIR/curves.png"

@@ -1,0 +1,64 @@
+"""Losses of short runs, compared with tests/golden: a change that moves them must say why.
+
+UPDATE_GOLDEN=1 python -m pytest tests/programs/test_golden_losses.py     writes the files anew
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from program_runs import read_metrics, run_here
+
+pytestmark = pytest.mark.slow
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+TOLERANCE = 2e-5  # other processors add up in another order
+
+SINGLE = {"max_seq_len": 48, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "eval_fraction": 0.1}
+PPO = {
+    "data_split": "0,0,1",
+    "max_prompt_seq_len": 24,
+    "max_answer_seq_len": 8,
+    "per_device_generation_batch_size": 4,
+    "generation_batches": 2,
+    "per_device_training_batch_size": 4,
+    "ppo_epochs": 2,
+    "actor_learning_rate": 1e-3,
+    "critic_learning_rate": 1e-3,
+    "enable_hybrid_engine": True,
+}
+RUNS = {
+    "sft": (1, SINGLE, ("sft/loss", "sft/grad_norm", "sft/eval_loss")),
+    "reward": (2, SINGLE, ("reward/loss", "reward/grad_norm", "reward/eval_margin")),
+    "dpo": (2, SINGLE | {"loss": "dpo"}, ("dpo/loss", "dpo/grad_norm", "dpo/eval_margin")),
+    "ppo": (3, PPO, ("policy/loss", "value/loss", "objective/kl", "objective/score", "policy/grad_norm")),
+    "grpo": (3, PPO | {"algorithm": "grpo", "num_samples_per_prompt": 2}, ("policy/loss", "objective/score")),
+}
+
+
+def read_table(text: str) -> dict[tuple[str, str], float]:
+    """Return {(metric, step): value}."""
+    rows = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    return {(name, step): float(value) for step, name, value in rows}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_losses(name, tiny, tmp_path, lone_process, no_pictures, capsys):
+    step, flags, metrics = RUNS[name]
+    models = {"actor_model_name_or_path": tiny.base, "critic_model_name_or_path": tiny.reward}
+    models = models if step == 3 else {"model_name_or_path": tiny.base}
+    shared = {"data_path": tiny.rows, "data_output_path": tiny.cache, "max_train_steps": 4, "dtype": "fp32"}
+    run_here(step, shared | {"data_split": "1,1,1"} | flags | models | {"output_dir": tmp_path / "output"})
+    lines = [
+        f"{row['step']} {metric} {row[metric]:.7g}"
+        for metric in metrics
+        for row in read_metrics(tmp_path / "output", metric)
+    ]
+    file = GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("# step metric value\n" + "\n".join(lines) + "\n")
+    found, expected = read_table("\n".join(lines)), read_table(file.read_text())
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), key
