@@ -25,7 +25,7 @@ EXPORT = {
     "triptych.json",
 }  # fmt: skip
 CLASSIFIER = EXPORT - {"generation_config.json"}
-ALWAYS = {"args.json", "curves.png", "metrics.jsonl", "finished.json"}
+ALWAYS = {"args.json", "curves.png", "metrics.jsonl", "finished.json", "report.html", "run.json"}
 NUM_STEPS = 3
 
 
