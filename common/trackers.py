@@ -97,6 +97,7 @@ class AccelerateTracker:
         tracking.logger = _PlainLogger(tracking.logger.logger, {})
         project = os.environ.get(_OWN_PROJECT[self.kind]) or PROJECT
         name = f"{self.run_name}-{uuid.uuid4().hex[:6]}"
+        plain = {name: _plain(value) for name, value in config.items()}
         if self.kind == "wandb":
             options = {"id": run_id, "resume": "allow"} if run_id else {"name": self.run_name}
             if self.folder:
@@ -106,12 +107,13 @@ class AccelerateTracker:
             self.tracker = tracking.MLflowTracker(project, run_id=run_id or None, run_name=self.run_name)
         else:  # its runs have no id but their name
             resume = "must" if run_id else "never"
-            self.tracker = tracking.TrackioTracker(project, name=run_id or name, resume=resume)
+            options = {} if run_id else {"config": plain}  # it keeps what it is told at the start alone
+            self.tracker = tracking.TrackioTracker(project, name=run_id or name, resume=resume, **options)
         # Nobody but the first rank comes here, so accelerate need not find out which one is.
         self.tracker.main_process_only = False
         self.tracker.start()
         if not run_id:
-            self.tracker.store_init_configuration({name: _plain(value) for name, value in config.items()})
+            self.tracker.store_init_configuration(plain)
         run = self.tracker.tracker
         return {"wandb": lambda: run.id, "mlflow": lambda: run.info.run_id}.get(self.kind, lambda: run.name)()
 

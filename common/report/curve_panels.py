@@ -101,10 +101,15 @@ def _last_values(lines: Sequence[Line]) -> str:
 
 def _panel(title: str, meaning: str, values: str, chart: str) -> str:
     return (
-        f'<figure class="panel"><figcaption><span class="title">{escape(title)}</span>'
+        f'<figure class="panel"><figcaption><span class="title">{_breakable(title)}</span>'
         f'<span class="values">{values}</span><span class="meaning">{escape(meaning)}</span></figcaption>'
         f"{chart}</figure>"
     )
+
+
+def _breakable(name: str) -> str:
+    """Return a name that a narrow panel breaks at its parts."""
+    return escape(name).replace("_", "_<wbr>").replace("/", "/<wbr>")
 
 
 def join_on_steps(x: Curve, y: Curve) -> tuple[list[float], list[float]]:

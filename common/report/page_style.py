@@ -71,10 +71,10 @@ details > .panels { margin-top:.7rem; }
 .answers { margin-top:.4rem; }
 .answer { display:grid; grid-template-columns:104px 1fr; gap:14px; padding:7px 0;
   border-top:1px solid var(--edge); }
-.when { color:var(--quiet); font-size:.82rem; overflow-wrap:anywhere; }
+.when { color:var(--quiet); font-size:.82rem; overflow-wrap:anywhere; display:flex; flex-direction:column; }
 .text { white-space:pre-wrap; overflow-wrap:anywhere; min-width:0; }
 ins { background:var(--new); color:var(--new-ink); text-decoration:none; border-radius:3px; }
 del { background:var(--gone); color:var(--gone-ink); border-radius:3px; }
 @media (max-width:560px) { main { padding:12px 12px 40px; } .answer { grid-template-columns:1fr; gap:2px; }
-  .when br { display:none; } .when { display:flex; gap:12px; } th, td { padding-right:10px; } }
+  .when { flex-direction:row; gap:12px; } th, td { padding-right:10px; } }
 """

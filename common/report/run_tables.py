@@ -107,7 +107,8 @@ def find_phases(run: RunFiles) -> list[tuple[str, float]]:
     phases += [("checkpoints", save)]
     rest = run.seconds - sum(seconds for _, seconds in phases)
     phases += [("evaluation and the rest", rest)]
-    return [(name, seconds) for name, seconds in phases if seconds > 0]
+    # What rounding leaves over is no phase.
+    return [(name, seconds) for name, seconds in phases if seconds > 1e-3 * max(run.seconds, 1e-9)]
 
 
 def render_phases(runs: Sequence[RunFiles]) -> str:

@@ -79,8 +79,8 @@ def render_samples(runs: Sequence[RunFiles]) -> str:
     parts = []
     if repeated:
         parts.append(
-            "<p>The same prompts over time. Marked is what differs from the answer before: "
-            "<ins>new words</ins>, <del>words that went</del>.</p>"
+            "<p>The same prompts over time. Marked is what differs from the answer before, or from another "
+            "run's at the same step: <ins>new words</ins>, <del>words that went</del>.</p>"
         )
         parts += [_render_card(p, repeated[p], runs) for p in spread(list(repeated), MAX_PROMPTS)]
     if singles:
@@ -98,7 +98,8 @@ def _render_card(prompt: str, answers: Sequence[Answer], runs: Sequence[RunFiles
         earlier = find_earlier(kept, index)
         body = _render_changes(earlier.text, answer.text) if earlier else escape(_cut(answer.text))
         if earlier and earlier.text == answer.text:
-            body += ' <span class="quiet">(unchanged)</span>'
+            same = "unchanged" if earlier.run == answer.run else f"as {runs[earlier.run].name}"
+            body += f' <span class="quiet">({escape(same)})</span>'
         rows.append(_render_answer(answer, body, runs))
     steps = f"{len({a.step for a in answers})} steps"
     return (
@@ -113,12 +114,13 @@ def _render_single(prompt: str, answer: Answer, runs: Sequence[RunFiles]) -> str
 
 
 def _render_answer(answer: Answer, body: str, runs: Sequence[RunFiles]) -> str:
-    score = f"<br>score {shown(float(answer.score))}" if is_number(answer.score) else ""
-    name = (
-        f'<br><span class="t{answer.run % 6}">{escape(runs[answer.run].name)}</span>' if len(runs) > 1 else ""
-    )
+    facts = [f"<span>step {answer.step}</span>"]
+    if is_number(answer.score):
+        facts.append(f"<span>score {shown(float(answer.score))}</span>")
+    if len(runs) > 1:
+        facts.append(f'<span class="t{answer.run % 6}">{escape(runs[answer.run].name)}</span>')
     return (
-        f'<div class="answer"><div class="when">step {answer.step}{score}{name}</div>'
+        f'<div class="answer"><div class="when">{"".join(facts)}</div>'
         f'<div class="text">{body or "&nbsp;"}</div></div>'
     )
 
@@ -133,4 +135,5 @@ def _render_changes(before: str, after: str) -> str:
 
 
 def _cut(text: str, most: int = MAX_CHARACTERS) -> str:
+    text = text.strip()
     return text if len(text) <= most else f"{text[:most]} [... {len(text) - most:,} characters]"

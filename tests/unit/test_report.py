@@ -14,7 +14,7 @@ from common.report.sample_cards import Answer, find_earlier, group_answers
 
 HARMLESS = {"html", "head", "meta", "title", "style", "body", "main", "header", "section", "div", "p", "h2",
             "h3", "b", "br", "ul", "li", "table", "tr", "th", "td", "code", "span", "details", "summary",
-            "figure", "figcaption", "svg", "path", "text", "circle", "rect", "ins", "del"}  # fmt: skip
+            "figure", "figcaption", "svg", "path", "text", "circle", "rect", "ins", "del", "wbr"}  # fmt: skip
 PPO = {
     "objective__score": lambda s: s / 10,
     "objective__kl": lambda s: s / 5,
