@@ -79,11 +79,11 @@ def _render_hacking(runs: Sequence[RunFiles]) -> str:
         seen = [sign for sign in found if sign.seen]
         name = f"{escape(run.name)}: " if len(runs) > 1 else ""
         if found:
-            told = f"{len(seen)} of the {len(found)} patterns that were looked for show"
-            lines.append(f"<p>{name}{told}{': see the top of the page' if seen else ''}.</p>")
+            told = f"{len(seen) or 'none'} of the {len(found)} patterns that were looked for can be seen"
+            lines.append(f"<p>{name or 'Signs: '}{told}{': see the top of the page' if seen else ''}.</p>")
         else:
             few = f"fewer than {signs.MIN_STEPS} steps: too few to look for patterns"
-            lines.append(f"<p>{name}{few}.</p>")
+            lines.append(f"<p>{name or 'Signs: '}{few}.</p>")
     for rule in signs.HACKING:
         rows.append([escape(rule.title), escape(rule.text)])
     rules = _folded("what is looked for", run_tables.render_table(["pattern", "rule"], rows))

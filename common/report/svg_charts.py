@@ -1,5 +1,6 @@
 """Line charts and bars as inline SVG. Colours are classes `c0`, `c1` ... of the page's style sheet. PURE."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ MAX_POINTS = 240  # of a drawn curve; of more, the lowest and the highest of eac
 MAX_HOVER_POINTS = 32
 NUM_COLORS = 6
 SMOOTH_FROM = 40  # values from which a mean is drawn over them
+NOISY_FROM = 3.0  # times its range, the way that a curve goes
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,12 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
         first, end = max(i - half, 0), min(i + half + 1, len(values))
         result.append((sums[end] - sums[first]) / (end - first))
     return result
+
+
+def is_noisy(values: Sequence[float]) -> bool:
+    """Whether values go up and down more than they go anywhere; a schedule, or a peak so far, does not."""
+    way = sum(abs(after - before) for before, after in itertools.pairwise(values))
+    return way > NOISY_FROM * (max(values) - min(values))
 
 
 class Plane:
@@ -150,10 +158,11 @@ def _draw_curve(plane: Plane, line: Line) -> str:
     points = thin(line.x, line.y)
     color = f"c{line.color % NUM_COLORS}"
     if len(points) < 3:
-        return "".join(
+        dots = (
             f'<circle class="dot {color}" cx="{plane.x(x):g}" cy="{plane.y(y):g}" r="3"/>' for x, y in points
         )
-    if len(line.x) < SMOOTH_FROM:
+        return f'<path class="line faint {color}" d="{plane.path(points)}"/>{"".join(dots)}'
+    if len(line.x) < SMOOTH_FROM or not is_noisy(line.y):
         return f'<path class="line {color}" d="{plane.path(points)}"/>'
     means = smooth(line.y, max(len(line.y) // 20, 5))
     return (

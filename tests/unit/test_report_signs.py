@@ -8,7 +8,7 @@ from common.report.run_files import build_curves, read_run
 from common.report.run_tables import as_duration
 from common.report.sample_cards import spread
 from common.report.signs import FITTING, find_signs
-from common.report.svg_charts import Line, choose_ticks, draw_lines, shown, smooth, thin
+from common.report.svg_charts import Line, choose_ticks, draw_lines, is_noisy, shown, smooth, thin
 from common.report.word_changes import find_changes, similarity
 
 PPO = {
@@ -116,7 +116,7 @@ def test_a_sign_stands_on_the_page_with_its_rule(tmp_path):
     page = Page(build_page([read_run(write_run(tmp_path, rows))]))
     assert "Responses repeat each other, or themselves: distinct-2 went from 0.845 to 0.445." in page.text
     assert "Rule: distinct-2, the share of token pairs" in page.text
-    assert "1 of the 6 patterns that were looked for show" in page.text
+    assert "1 of the 6 patterns that were looked for can be seen" in page.text
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -163,6 +163,13 @@ def test_thinning_keeps_ends_and_spikes():
     assert len(points) <= 100 and points[0] == (0, 0.0) and points[-1] == (4999, 0.0)
     assert (1234, 9.0) in points and (4321, -9.0) in points
     assert [x for x, _ in points] == sorted(x for x, _ in points)
+
+
+def test_only_what_goes_up_and_down_is_smoothed():
+    schedule = [min(i, 100 - i) for i in range(100)]
+    assert not is_noisy(schedule) and is_noisy([(-1) ** i * 5 + i for i in range(100)])
+    texts = [draw_lines([Line(range(100), values, 0)], "x") for values in (schedule, [0.0, 1.0] * 50)]
+    assert ["line faint" in text for text in texts] == [False, True]
 
 
 def test_means_are_centred():
