@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from common.flag_values import check_value, shortened
+from common.trackers import KINDS as TRACKERS
 
 REQUIRED = object()
 NO_VALUE = object()  # what the parser gives for a flag without its value
@@ -198,9 +199,7 @@ class TrainArguments:
 class RunArguments:
     """Precision, offload, seeds, output and launcher."""
 
-    output_dir: str = flag(
-        "", "folder for export/, metrics.jsonl, curves.png; empty: nothing is saved", may_change=True
-    )
+    output_dir: str = flag("", "folder of all that is saved; empty: nothing is", may_change=True)
     overwrite_output_dir: bool = flag(
         False, "let a new run replace what an earlier one left in --output_dir", may_change=True
     )
@@ -220,11 +219,12 @@ class RunArguments:
     adam_beta2: float = flag(0.95, "AdamW beta2")
     pad_vocab_multiple: int = flag(1, "pad the embeddings to a multiple of this while training")
     seed: int = flag(1234, "seed of shuffling, dropout, new weights and sampling")
-    enable_tensorboard: bool = flag(False, "write TensorBoard event files", may_change=True)
-    tensorboard_path: str = flag("", "their folder; empty: OUTPUT_DIR/tensorboard", may_change=True)
-    log_interval: int = flag(
-        1, "print a line every so many steps (metrics.jsonl always has all)", may_change=True
+    enable_tensorboard: bool = flag(False, "as --trackers tensorboard", may_change=True)
+    trackers: list[str] = flag([], "send the numbers to these too", choices=TRACKERS, may_change=True)
+    tensorboard_path: str = flag(
+        "", "folder of TensorBoard's event files; empty: OUTPUT_DIR/tensorboard", may_change=True
     )
+    log_interval: int = flag(1, "print a line every so many steps (files have all)", may_change=True)
     ds_config: str = flag("", "JSON file merged over the DeepSpeed configuration that the flags make")
     plugins: list[str] = flag(
         [], "modules to import first: what they register can be named by flags", may_change=True

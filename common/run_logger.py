@@ -1,4 +1,4 @@
-"""What a run shows: one line a step, a progress bar, metrics.jsonl, TensorBoard, samples.jsonl, curves.png.
+"""What a run shows: a line a step, a progress bar, metrics.jsonl, samples.jsonl, trackers, curves, a report.
 
 Only the first process prints and writes; on the others every call does nothing.
 """
@@ -19,10 +19,11 @@ from tqdm import tqdm
 
 from common import distributed
 from common.plots import plot_curves
+from common.report.write import write_report
 from common.saving.durable_files import sync, write_file
 from common.saving.pieces import Piece, PieceReader
-
-METRICS, SAMPLES, CURVES = "metrics.jsonl", "samples.jsonl", "curves.png"
+from common.saving.run_file_names import CURVES, METRICS, REPORT, SAMPLES
+from common.trackers import Tracker, TrackerGroup
 
 
 class RunLogger:
@@ -39,17 +40,18 @@ class RunLogger:
         columns: Sequence[str],
         num_steps: int,
         log_interval: int = 1,
-        tensorboard_dir: str | None = None,
+        trackers: Mapping[str, Tracker] | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         groups = {name.split("/")[0] + "/" for name in columns} - {"perf/"}
         self.prefix = groups.pop() if len(groups) == 1 else ""  # steps 1 and 2 have one kind of number each
         self.columns, self.log_interval, self.num_steps = list(columns), log_interval, num_steps
         self.is_on = distributed.is_main()
         self.folder = Path(output_dir) if output_dir and self.is_on else None
-        self.tensorboard_dir = tensorboard_dir
         self.started = time.monotonic()
         self.bar: tqdm | None = None
-        self.writer: Any = None
+        self.trackers = TrackerGroup(trackers or {} if self.is_on else {}, self.folder, self.note)
+        self.config, self._has_trackers_open = dict(config or {}), False
         self._sizes = {METRICS: 0, SAMPLES: 0}
         self._waiting: dict[str, list[str]] = {METRICS: [], SAMPLES: []}
         self._last_step = 0
@@ -65,16 +67,23 @@ class RunLogger:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / METRICS).write_text("")
             (self.folder / SAMPLES).unlink(missing_ok=True)
-        self._open(purge_step=None)
+        self.open_trackers()
+        self._open_bar()
 
-    def _open(self, purge_step: int | None) -> None:
+    def open_trackers(self, last_step: int | None = None) -> None:
+        """Begin a run in the trackers, or go on after `last_step`; a second call does nothing.
+
+        Raises ValueError when one cannot: it is called before anything of an earlier run is removed.
+        """
+        if not self._has_trackers_open:
+            if self.folder:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            self.trackers.open(self.config, last_step)
+            self._has_trackers_open = True
+
+    def _open_bar(self) -> None:
         if self.is_on and sys.stderr.isatty():
             self.bar = tqdm(total=self.num_steps, unit="step", dynamic_ncols=True, leave=False)
-        if self.tensorboard_dir and self.is_on:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import, rarely asked for
-
-            # Events of an earlier try from this step on are no longer shown.
-            self.writer = SummaryWriter(self.tensorboard_dir, purge_step=purge_step)
 
     def pieces(self) -> Iterator[Piece]:
         """Give nothing."""
@@ -107,7 +116,8 @@ class RunLogger:
             self._sizes[name] = min(found, size)
             if path.exists():
                 os.truncate(path, self._sizes[name])
-        self._open(purge_step=numbers["step"] + 1)
+        self.open_trackers(numbers["step"])
+        self._open_bar()
 
     # -----------------------------------------------------------------------------------------------------
     # Numbers
@@ -129,7 +139,7 @@ class RunLogger:
         self._for_next = {}
         row = {"step": step, "seconds": round(time.monotonic() - self.started, 3), **metrics}
         self._append(METRICS, row)
-        self._show_in_tensorboard(step, metrics)
+        self.trackers.log(metrics, step)
         if self.bar is not None:
             self.bar.update(step - self.bar.n)
         if step % self.log_interval == 0 or step == self.num_steps:
@@ -146,20 +156,10 @@ class RunLogger:
         if not self.is_on:
             return
         self._append(METRICS, {"step": step, **metrics})
-        self._show_in_tensorboard(step, metrics)
+        self.trackers.log(metrics, step)
         self.note(
             f"step {step:>5}/{self.num_steps}  " + "  ".join(f"{n} {_short(v)}" for n, v in metrics.items())
         )
-
-    def _show_in_tensorboard(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.writer is None:
-            return
-        try:
-            for name, value in metrics.items():
-                self.writer.add_scalar(name, value, step)
-        except OSError as error:  # its thread has stopped for good; metrics.jsonl has everything
-            self.writer = None
-            self.note(f"warning: TensorBoard's events cannot be written ({error}); there are no more of them")
 
     def sample(self, step: int, **fields: Any) -> None:
         """Write one sample answer to samples.jsonl."""
@@ -172,12 +172,10 @@ class RunLogger:
             write_file(self.folder / name, text + "\n")
 
     def close(self) -> None:
-        """Close the files and draw curves.png from metrics.jsonl."""
+        """Close the files and draw curves.png and report.html from them."""
         if self.bar is not None:
             self.bar.close()
-        if self.writer:
-            with contextlib.suppress(OSError):
-                self.writer.close()
+        self.trackers.close()
         if self.folder:
             for name in self._sizes:
                 self._flush(name)
@@ -185,6 +183,17 @@ class RunLogger:
                 plot_curves(self.folder / METRICS, self.folder / CURVES)
             except OSError as error:
                 self.note(f"warning: {self.folder / CURVES} cannot be written: {error.strerror}")
+            self._write_report()
+
+    def _write_report(self) -> None:
+        path = self.folder / REPORT
+        try:
+            write_report([self.folder], path)
+        except Exception as error:  # whatever it is: models and numbers are there, and it can be made later
+            self.note(
+                f"note: {path} was not written ({type(error).__name__}: {error}); "
+                f"python -m common.report {self.folder} tries again"
+            )
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         if self.folder is None:

@@ -28,6 +28,7 @@ from common.saving.checkpoints import SaveFailed
 from common.saving.export import ExportFailed
 from common.stop_request import STOPPED, Stopped, say
 from common.tokenizer import load_tokenizer
+from common.trackers import missing_trackers
 from common.watch import watchdog
 
 # name, lowest, highest
@@ -74,6 +75,8 @@ def check_run(args: RunArguments, zero_stages: dict[str, int], problems: Problem
         runs_at = effective_zero_stage(stage, args.dtype or distributed.default_dtype_name())
         if args.offload in ("optimizer", "all") and runs_at == 0:
             problems.add(f"--offload {args.offload} needs {name} 1, 2 or 3: under stage 0 no state can move")
+    for problem in missing_trackers(args.trackers):
+        problems.add(problem)
     _check_ds_config(args, problems)
     check_ranges(args, problems)
 

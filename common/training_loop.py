@@ -1,5 +1,6 @@
 """What the single-model programs (steps 1 and 2) share: checks, batches, engine, and the loop over epochs."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ from common.refusal import StepRefused
 from common.run_logger import RunLogger
 from common.saving.resume import EarlierRun, find_run
 from common.saving.run_saver import Run, checkpoint_name
+from common.trackers import build_trackers
 from common.varlen_attention import takes_flat
 from common.watch import watchdog
 
@@ -223,11 +225,13 @@ def run_steps(
 
 def build_logger(args: Any, columns: tuple[str, ...], num_steps: int) -> RunLogger:
     """Return the run's logger. TensorBoard's folder is --tensorboard_path or OUTPUT_DIR/tensorboard."""
+    kinds = [*args.trackers, *(["tensorboard"] if args.enable_tensorboard else [])]
     folder = args.tensorboard_path or f"{args.output_dir or '.'}/tensorboard"
     return RunLogger(
         args.output_dir,
         columns=columns,
         num_steps=num_steps,
         log_interval=args.log_interval,
-        tensorboard_dir=folder if args.enable_tensorboard else None,
+        trackers=build_trackers(kinds, args.output_dir, folder),
+        config=dataclasses.asdict(args),
     )

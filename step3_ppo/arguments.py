@@ -241,6 +241,11 @@ class HybridArguments:
         False, "print a prompt and its answer (samples.jsonl always has some)", may_change=True
     )
     print_answers_interval: int = flag(1, "every so many steps", may_change=True)
+    sample_interval: int = flag(
+        0,
+        "answer the data's first prompts after step 1 and every so many steps, for the report; 0: never",
+        may_change=True,
+    )
     enable_test_mode: bool = flag(False, "stop after test_stop_step steps", may_change=True)
     test_stop_step: int = flag(0, "steps of the test mode", may_change=True)
     align_overflow: bool = flag(

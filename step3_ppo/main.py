@@ -35,6 +35,7 @@ from common.watch import watchdog
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage
 from step3_ppo.experience import MinibatchPlan, TokenCap
+from step3_ppo.fixed_prompts import FixedPrompts
 from step3_ppo.hybrid_options import HYBRID_SECTION
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController
@@ -168,6 +169,7 @@ def build_trainer(
         decode=lambda ids: start.tokenizer.decode(ids, skip_special_tokens=True),
         value_normaliser=ValueNormaliser(args.value_norm, args.value_norm_beta) if has_norm else None,
         ema=ExponentialMovingAverage(roles.actor.engine.module, args.ema_decay) if args.enable_ema else None,
+        fixed_prompts=FixedPrompts.first_of(prompts, args.sample_interval) if args.sample_interval else None,
     )
 
 

@@ -22,6 +22,7 @@ from step3_ppo.algorithms import Algorithm
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage
 from step3_ppo.experience import Experience, MinibatchPlan, add_results, gather_records, read_experience
+from step3_ppo.fixed_prompts import FixedPrompts
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController, loss_weights
 from step3_ppo.roles import Roles
@@ -47,6 +48,7 @@ class PPOTrainer:
     decode: Callable[[torch.Tensor], str]
     value_normaliser: ValueNormaliser | None = None
     ema: ExponentialMovingAverage | None = None
+    fixed_prompts: FixedPrompts | None = None
     # Called between the rollouts and the minibatches of a step, with the name of the place: a checkpoint can
     # be written there. Called with a minibatch that was refused.
     pause: Callable[[int, str], None] = field(default=lambda step, place: None, init=False)
@@ -95,6 +97,9 @@ class PPOTrainer:
         if advice:
             self.logger.note(f"step {step}: {advice}")
         self._show_samples(step, record)
+        if self.fixed_prompts and self.fixed_prompts.is_due(step):
+            with watchdog.phase("the answers to the fixed prompts", step):
+                self.fixed_prompts.answer(step, self.roles.actor, self.logger, self.decode)
         self.open_step = None
         distributed.check_schedule(step)
         return metrics

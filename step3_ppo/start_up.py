@@ -30,7 +30,7 @@ NOT_NEGATIVE = (
     "kl_coef", "rollout_staleness", "dynamic_sampling_rounds", "max_tokens_per_micro_batch",
     "clip_range_high", "behav_imp_weight_cap", "early_stop_kl", "early_stop_imp_ratio", "overlong_penalty",
     "overlong_buffer_tokens", "kl_target", "top_k", "value_clip_range", "reward_clip", "length_reward_tokens",
-    "unsup_coef", "test_stop_step",
+    "unsup_coef", "test_stop_step", "sample_interval",
 )  # fmt: skip
 
 

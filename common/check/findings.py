@@ -1,17 +1,21 @@
-"""What a check of a model found, as one line, and how far apart two ways to compute a number may be."""
+"""What a check found, as one line, and how far apart two ways to compute a number may be.
+
+No torch at run time in here: python -m common.doctor works without it.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from common.check.painter import Painter, visible
+
+if TYPE_CHECKING:
+    import torch
 
 # Of the largest number that is computed: rounding alone stays well below, an error in a formula well above.
 RELATIVE = {"fp32": 3e-5, "bf16": 4e-2}
 _NAME_WIDTH = 25
-_STYLES = {"ok": "good", "FAIL": "bad", "note": "note"}
+_STYLES = {True: "good", False: "bad", None: "note"}
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,10 @@ class Finding:
     is_ok: bool | None = None
     why: str = ""
 
-    def line(self, painter: Painter) -> str:
-        """State, name, what was found, and why it matters."""
-        state = {True: "ok", False: "FAIL", None: "note"}[self.is_ok]
-        shown = painter.paint(f"{state:<5}", _STYLES[state])
+    def line(self, painter: Painter, bad_word: str = "FAIL") -> str:
+        """State, name, what was found, and why it matters; `bad_word` is the state of what is not ok."""
+        state = {True: "ok", False: bad_word, None: "note"}[self.is_ok]
+        shown = painter.paint(f"{state:<{len(bad_word) + 1}}", _STYLES[self.is_ok])
         shown += visible(f"{self.name:<{_NAME_WIDTH}}{self.text}")
         return shown + painter.paint(f"  ({self.why})", "context") if self.why else shown
 
@@ -36,7 +40,9 @@ def tolerance_of(dtype: str, largest: float) -> float:
     return RELATIVE[dtype] * max(largest, 1.0)
 
 
-def compare(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float, why: str) -> Finding:
+def compare(
+    name: str, found: "torch.Tensor", expected: "torch.Tensor", tolerance: float, why: str
+) -> Finding:
     """Return the finding on two tensors of one shape; NaN in either is a failure."""
     difference = float((found.double() - expected.double().to(found.device)).abs().max())
     return judge(name, difference, tolerance, why)

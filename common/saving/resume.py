@@ -10,8 +10,8 @@ from typing import Any
 from common import distributed
 from common.args import Problems
 from common.saving.checkpoints import FOLDER, META, Checkpoint, find_checkpoints, read_checkpoint
+from common.saving.run_file_names import ARGS_FILE, FINISHED_FILE
 
-ARGS_FILE, FINISHED_FILE = "args.json", "finished.json"
 # What a launch script or the demo may have put into the folder before the program starts.
 FOREIGN_FILES = {"train.log", "log"}
 NOT_WORTH_A_NOTE = {"output_dir", "overwrite_output_dir", "resume", "dry_run", "local_rank"}

@@ -5,7 +5,6 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,13 @@ from common.refusal import StepRefused, TooManyBadSteps
 from common.run_logger import RunLogger
 from common.saving.checkpoints import FOLDER, Checkpoint, CheckpointWriter, Part, SaveFailed, load_newest
 from common.saving.durable_files import remove_leftovers, write_file
-from common.saving.resume import ARGS_FILE, FINISHED_FILE, LENGTH_FLAGS, EarlierRun
+from common.saving.resume import LENGTH_FLAGS, EarlierRun
+from common.saving.run_description import OF_CHECKPOINTS, describe_run, describe_start, installed_versions
+from common.saving.run_file_names import ARGS_FILE, FINISHED_FILE, RUN_FILE
 from common.saving.run_state import Progress, RandomState
 from common.stop_request import Stopped, StopRequest
 from common.watch import watchdog
 
-PACKAGES = ("torch", "deepspeed", "transformers")
 SUPERSEDED = ".superseded"
 
 
@@ -40,7 +40,7 @@ class RunSaver:
         self.folder = Path(args.output_dir) if args.output_dir else None
         self.stop = StopRequest()
         self.flags = dataclasses.asdict(args) | {"resolved_dtype": dtype}
-        about = {"args": self.flags, "versions": {name: version(name) for name in PACKAGES}}
+        about = {"args": self.flags, "versions": installed_versions(OF_CHECKPOINTS)}
         self.writer = CheckpointWriter(self.folder, args.save_total_limit, about) if self.folder else None
         self.last_saved = ""
 
@@ -62,6 +62,8 @@ class RunSaver:
             with watchdog.phase("the loading of the checkpoint"):
                 taken = load_newest(self.earlier.checkpoints, parts)
             self.last_saved = taken.name
+        if taken is None or self.earlier.is_elsewhere:
+            self.logger.open_trackers()
         if distributed.is_main() and self.folder and self.writer:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.writer.clean()
@@ -75,12 +77,21 @@ class RunSaver:
         if taken is None or self.earlier.is_elsewhere:
             self.logger.begin_anew()
         self.logger.write_json(ARGS_FILE, json.dumps(self.flags, indent=2, sort_keys=True))
+        if distributed.is_main() and self.folder:
+            self._describe(goes_on=taken is not None and not self.earlier.is_elsewhere)
         for note in self.earlier.notes:
             self.logger.note(f"note: {note}")
         if taken:
             self.logger.note(f"goes on from {taken.folder}")
         if self.folder:
             self.stop.install()
+
+    def _describe(self, *, goes_on: bool) -> None:
+        start = describe_start(self.parts["progress"], self.flags["resolved_dtype"])
+        about = describe_run(
+            self.folder, self.args, num_steps=self.logger.num_steps, start=start, goes_on=goes_on
+        )
+        self.logger.write_json(RUN_FILE, json.dumps(about, indent=2))
 
     def _set_newer_aside(self, taken: Checkpoint) -> None:
         """Rename what was saved after the checkpoint that this run goes on from: another future."""

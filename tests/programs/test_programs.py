@@ -25,7 +25,7 @@ EXPORT = {
     "triptych.json",
 }  # fmt: skip
 CLASSIFIER = EXPORT - {"generation_config.json"}
-ALWAYS = {"args.json", "curves.png", "metrics.jsonl", "finished.json"}
+ALWAYS = {"args.json", "curves.png", "metrics.jsonl", "finished.json", "report.html", "run.json"}
 NUM_STEPS = 3
 
 
@@ -130,6 +130,13 @@ def test_step1_leaves(pipeline):
     check_log(done.stdout, output, NUM_STEPS, len(evaluations))
     arguments = json.loads((output / "args.json").read_text())
     assert arguments["max_train_steps"] == NUM_STEPS and arguments["resolved_dtype"] in ("fp32", "bf16")
+    about = json.loads((output / "run.json").read_text())
+    assert about["num_steps"] == NUM_STEPS and about["defaults"]["max_train_steps"] == 0
+    (start,) = about["starts"]
+    assert start["from_step"] == 0 and start["data_key"] and start["versions"]["torch"] == torch.__version__
+    report = (output / "report.html").read_text()
+    assert f"finished, {NUM_STEPS} steps" in report and "sft/eval_perplexity" in report
+    assert start["data_key"] in report and "--max_train_steps" in report
     metadata = json.loads((output / "export/triptych.json").read_text())
     assert metadata["template"] == "human_assistant" and metadata["eval_perplexity"] > 1
     model = AutoModelForCausalLM.from_pretrained(output / "export")

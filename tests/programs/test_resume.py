@@ -65,6 +65,7 @@ def flags(tiny):
         "kl_horizon": 50,
         "value_norm": "exp",
         "value_norm_beta": 0.5,
+        "sample_interval": 2,
     }
     mixed = {
         "unsupervised_dataset_name": tiny.text,
@@ -197,7 +198,8 @@ def test_single_model_variants(forks, flags, finished, tmp_path, variant, do):
 
 
 PPO_POINTS = {
-    "generation": ("step3_ppo.roles:Actor.generate", 6),
+    "generation": ("step3_ppo.roles:Actor.generate", 8),
+    "answering the fixed prompts": ("step3_ppo.fixed_prompts:FixedPrompts.answer", 2),
     "scoring by the reference": ("step3_ppo.roles:Reference.score", 2),
     "scoring by the reward model": ("step3_ppo.roles:Reward.score", 2),
     "scoring by the critic": ("step3_ppo.roles:Critic.score", 2),

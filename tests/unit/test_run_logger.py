@@ -12,6 +12,7 @@ from common.plots import plot_curves, read_curves
 from common.run_logger import RunLogger
 from common.saving.durable_files import sync
 from common.saving.pieces import PieceReader
+from common.trackers import TensorBoardTracker, build_trackers
 
 
 def lines_of(path) -> list[dict]:
@@ -42,7 +43,7 @@ def steps_of(folder) -> list[int]:
 def test_files_and_lines_of_a_run(tmp_path, capsys):
     logger = RunLogger(
         str(tmp_path), columns=("sft/loss", "perf/step_seconds"), num_steps=3, log_interval=2,
-        tensorboard_dir=str(tmp_path / "tensorboard"),
+        trackers=build_trackers(["tensorboard"], str(tmp_path), str(tmp_path / "tensorboard")),
     )  # fmt: skip
     logger.begin_anew()
     logger.write_json("args.json", "{}")
@@ -59,6 +60,7 @@ def test_files_and_lines_of_a_run(tmp_path, capsys):
     assert [line.split()[1] for line in printed] == ["0/3", "2/3", "3/3"], "step 1 is not due"
     assert "loss   0.5000" in printed[1] and "hidden" not in printed[1]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "sft/hidden" in (tmp_path / "report.html").read_text()
     assert list((tmp_path / "tensorboard").iterdir())
 
 
@@ -273,18 +275,19 @@ def test_a_full_disk_under_the_output_or_a_reader_that_has_gone_ends_no_run(tmp_
 
 def test_tensorboard_on_a_full_disk_is_given_up_with_a_word(tmp_path, capsys):
     """Its writer raises, in the next call, what went wrong in a thread of its own."""
-    logger = begun(tmp_path, tensorboard_dir=str(tmp_path / "tensorboard"))
+    tensorboard = TensorBoardTracker(str(tmp_path / "tensorboard"))
+    logger = begun(tmp_path, trackers={"tensorboard": tensorboard})
 
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    logger.writer.add_scalar = fail
+    tensorboard.writer.add_scalar = fail
     for step in (1, 2):
         logger.log(step, {"a/b": 1.0})
     logger.log_event(2, {"a/c": 1.0})
     logger.close()
     assert steps_of(tmp_path) == [1, 2, 2]
-    assert capsys.readouterr().out.count("TensorBoard's events cannot be written") == 1
+    assert capsys.readouterr().out.count("tensorboard takes no more numbers") == 1
 
 
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys, monkeypatch):
@@ -292,7 +295,10 @@ def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys, monkeyp
     logger.log(1, {"a/b": 1.0})
     with files_up_to(200):
         logger.close()
-    assert "curves.png cannot be written: File too large" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "curves.png cannot be written: File too large" in printed
+    assert "report.html was not written (OSError" in printed and "python -m common.report" in printed
+    assert not (tmp_path / "report.html").exists() and not (tmp_path / "report.html.writing").exists()
 
 
 @pytest.mark.parametrize("way", ["begin_anew", "load"])

@@ -1,0 +1,238 @@
+"""Tables of a report: how runs stand, what they cost, how they were configured, on what they ran. PURE."""
+
+import json
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from common.report.run_files import Curve, RunFiles, count_gaps
+from common.report.svg_charts import draw_shares, shown
+
+KINDS = {"sft": "Step 1, SFT", "reward": "Step 2, reward model", "ppo": "Step 3, PPO", "": "Run"}
+HEADLINES = {
+    "sft": ("sft/loss", "sft/eval_loss", "sft/eval_perplexity"),
+    "reward": ("reward/loss", "reward/eval_accuracy", "reward/accuracy"),
+    "ppo": ("objective/score", "objective/kl", "rollout/response_tokens", "value/explained_variance"),
+    "": (),
+}
+# Where a run writes to, and how it was started: two runs always differ in these.
+NOT_COMPARED = {"output_dir", "overwrite_output_dir", "local_rank", "resume", "dry_run"}
+MISSING = "–"
+
+
+def as_duration(seconds: float) -> str:
+    """Seconds as a person says them: 42 s, 3 min 20 s, 5 h 07 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def render_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
+    """Return an HTML table; cells are HTML already, the first of a row names it."""
+    top = "".join(f"<th>{cell}</th>" for cell in head)
+    body = "".join(
+        "<tr><th>{}</th>{}</tr>".format(row[0], "".join(f"<td>{cell}</td>" for cell in row[1:]))
+        for row in rows
+    )
+    style = ' class="numbers"' if numbers else ""
+    return f'<div class="scroll"><table{style}><tr>{top}</tr>{body}</table></div>'
+
+
+def told_state(run: RunFiles) -> str:
+    """Say how far a run is."""
+    if run.has_finished or 0 < run.num_steps <= run.last_step:
+        return f"finished, {run.last_step} steps"
+    if run.num_steps:
+        return f"step {run.last_step} of {run.num_steps}"
+    return f"{run.last_step} steps"
+
+
+def render_heads(runs: Sequence[RunFiles]) -> str:
+    """Return a card for each run: what it is, how far, how long, and its first and last numbers."""
+    cards = []
+    for index, run in enumerate(runs):
+        facts = [told_state(run), as_duration(run.seconds) if run.seconds else ""]
+        starts = run.starts()
+        if starts:
+            ranks = starts[-1].get("world_size", 1)
+            device = str(starts[-1].get("device", ""))
+            facts.append(f"{ranks} × {device}" if ranks != 1 else device)
+        if "perf/peak_memory_gib" in run.curves:
+            facts.append(f"peak {shown(run.curves['perf/peak_memory_gib'].last)} GiB")
+        tiles = "".join(_tile(name, run.curves[name]) for name in HEADLINES[run.kind] if name in run.curves)
+        cards.append(
+            f'<div class="head"><h2><span class="key t{index % 6}">{escape(run.name)}</span></h2>'
+            f"<p>{escape(KINDS[run.kind])} · {escape(' · '.join(filter(None, facts)))}</p>"
+            f'<div class="tiles">{tiles}</div></div>'
+        )
+    return f'<div class="heads">{"".join(cards)}</div>'
+
+
+def _tile(name: str, curve: Curve) -> str:
+    first = f'<span class="quiet">from {shown(curve.values[0])}</span>' if len(curve.values) > 1 else ""
+    title = f'<span class="meaning">{escape(name)}</span>'
+    return f'<div class="tile">{title}<b>{shown(curve.last)}</b>{first}</div>'
+
+
+def render_last_values(runs: Sequence[RunFiles]) -> str:
+    """Return the last value of every number, a column for each run, and how often it was not finite."""
+    names = sorted({name for run in runs for name in run.curves})
+    gaps = [count_gaps(run.rows) for run in runs]
+    rows = []
+    for name in names:
+        cells = []
+        for run, of in zip(runs, gaps, strict=True):
+            lost = f' <span class="bad">{of[name]} × not finite</span>' if name in of else ""
+            cells.append((shown(run.curves[name].last) if name in run.curves else MISSING) + lost)
+        rows.append([escape(name), *cells])
+    return render_table(["last value of", *(escape(run.name) for run in runs)], rows, numbers=True)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Time
+# ---------------------------------------------------------------------------------------------------------
+
+
+def find_phases(run: RunFiles) -> list[tuple[str, float]]:
+    """Return the seconds of each phase, all of the run's clock together; phases without any are left out."""
+
+    def total(name: str) -> float:
+        return sum(run.curves[name].values) if name in run.curves else 0.0
+
+    steps, collect, save = (total(f"perf/{n}_seconds") for n in ("step", "collect", "save"))
+    phases = [("rollout", collect), ("updates", steps - collect)] if collect else [("training steps", steps)]
+    phases += [("checkpoints", save)]
+    rest = run.seconds - sum(seconds for _, seconds in phases)
+    phases += [("evaluation and the rest", rest)]
+    # What rounding leaves over is no phase.
+    return [(name, seconds) for name, seconds in phases if seconds > 1e-3 * max(run.seconds, 1e-9)]
+
+
+def render_phases(runs: Sequence[RunFiles]) -> str:
+    """Return a bar of the phases for each run, with seconds and shares."""
+    parts = []
+    for run in runs:
+        phases = find_phases(run)
+        if not phases:
+            continue
+        total = sum(seconds for _, seconds in phases)
+        keys = "".join(
+            f'<span class="key t{i % 6}">{escape(name)} {as_duration(seconds)}, '
+            f"{100 * seconds / total:.0f} %</span>"
+            for i, (name, seconds) in enumerate(phases)
+        )
+        title = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
+        parts.append(f'{title}{draw_shares(phases, "time by phase")}<p class="legend">{keys}</p>')
+    return "".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Configuration
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _value(value: Any) -> str:
+    text = " ".join(map(str, value)) if isinstance(value, list) else json.dumps(value, ensure_ascii=False)
+    text = text.strip('"') if isinstance(value, str) else text
+    return f"<code>{escape(text)}</code>" if text else '<span class="quiet">empty</span>'
+
+
+def changed_flags(run: RunFiles) -> dict[str, tuple[Any, Any]]:
+    """Return {flag: (value, default)} of those that differ; flags whose default is not known are left out."""
+    defaults = run.defaults()
+    return {
+        name: (value, defaults[name])
+        for name, value in run.flags.items()
+        if name in defaults and value != defaults[name]
+    }
+
+
+def differing_flags(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
+    """Return {flag: its value in each run, or None} of those that are not the same in all runs."""
+    found = {}
+    for name in sorted({name for run in runs for name in run.flags} - NOT_COMPARED):
+        values = [run.flags.get(name) for run in runs]
+        if any(value != values[0] for value in values):
+            found[name] = values
+    return found
+
+
+def render_configuration(runs: Sequence[RunFiles]) -> str:
+    """Return differences between runs, then each run's from the defaults, then all flags, folded."""
+    parts = []
+    if len(runs) > 1:
+        differing = differing_flags(runs)
+        rows = [[f"--{escape(n)}", *(_value(v) for v in values)] for n, values in differing.items()]
+        table = render_table(["differs", *(escape(run.name) for run in runs)], rows)
+        parts.append(table if rows else "<p>All flags are the same in all runs.</p>")
+    for run in runs:
+        title = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
+        parts.append(title + _render_changed(run))
+        rows = [[f"--{escape(name)}", _value(value)] for name, value in sorted(run.flags.items())]
+        if rows:
+            table = render_table(["flag", "value"], rows)
+            parts.append(f"<details><summary>all {len(rows)} flags</summary>{table}</details>")
+    return "".join(parts)
+
+
+def _render_changed(run: RunFiles) -> str:
+    if not run.flags:
+        return "<p>The folder does not say with which flags it was made.</p>"
+    if not run.defaults():
+        return "<p>The folder does not say what the defaults were; all flags are below.</p>"
+    rows = [
+        [f"--{escape(name)}", _value(value), _value(default)]
+        for name, (value, default) in sorted(changed_flags(run).items())
+    ]
+    if not rows:
+        return "<p>All flags are at their defaults.</p>"
+    return render_table(["not at its default", "value", "default"], rows)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Versions and data
+# ---------------------------------------------------------------------------------------------------------
+
+
+def render_provenance(runs: Sequence[RunFiles]) -> str:
+    """Return versions, device and data digest of each start; a change between them is marked."""
+    columns, facts = [], []
+    for run in runs:
+        starts = run.starts()
+        for number, start in enumerate(starts, start=1):
+            name = escape(run.name) if len(runs) > 1 else ""
+            which = f"start {number}" if len(starts) > 1 else ""
+            columns.append(" ".join(filter(None, (name, which))) or "value")
+            facts.append(_facts_of(start))
+    if not facts:
+        return "<p>The folder does not say on what it was made (run.json).</p>"
+    rows = []
+    for name in dict.fromkeys(name for of in facts for name in of):
+        values = [of.get(name, "") for of in facts]
+        is_same = len(set(values)) == 1 or name in ("started", "from step")
+        style = "" if is_same else ' class="bad"'
+        rows.append([escape(name), *(f"<code{style}>{escape(v)}</code>" if v else MISSING for v in values)])
+    return render_table(["", *columns], rows)
+
+
+def _facts_of(start: dict[str, Any]) -> dict[str, str]:
+    names = {
+        "time": "started",
+        "from_step": "from step",
+        "world_size": "ranks",
+        "device": "device",
+        "dtype": "precision",
+        "data_key": "data digest",
+        "global_rows": "rows a step",
+        "code": "code",
+    }
+    facts = {
+        shown_name: str(start[name])
+        for name, shown_name in names.items()
+        if start.get(name) not in (None, "")
+    }
+    versions = start.get("versions")
+    return facts | {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else facts

@@ -1,0 +1,322 @@
+"""--trackers: the same names and steps as metrics.jsonl, each number once, whatever is stopped or fails."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from common.args import Problems
+from common.run_logger import RunLogger
+from common.saving.pieces import PieceReader
+from common.startup import check_run
+from common.trackers import (
+    AccelerateTracker,
+    Sent,
+    TensorBoardTracker,
+    TrackerGroup,
+    build_trackers,
+    missing_trackers,
+)
+from step1_sft.arguments import SFTArguments
+
+
+class Service:
+    """What a tracker's server would know: runs by id, with their configuration and every number sent."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, dict] = {}
+        self.known_step: int | None = None
+
+
+class FakeTracker:
+    """A tracker without a package."""
+
+    is_purged = False
+
+    def __init__(self, service: Service, fails_from: int = 999) -> None:
+        self.service, self.fails_from, self.is_closed = service, fails_from, False
+
+    def open(self, run_id, config, first_step):
+        self.id = run_id or f"run-{len(self.service.runs)}"
+        if not run_id:
+            self.service.runs[self.id] = {"config": dict(config), "sent": []}
+        return self.id
+
+    def known_step(self):
+        return self.service.known_step
+
+    def log(self, metrics, step):
+        if step >= self.fails_from:
+            raise RuntimeError("the server is gone")
+        self.service.runs[self.id]["sent"] += [(step, name, value) for name, value in metrics.items()]
+
+    def close(self):
+        self.is_closed = True
+
+
+def started(folder, trackers, numbers=None, **config) -> RunLogger:
+    """A logger that begins anew, or goes on where another was when it gave these numbers."""
+    logger = RunLogger(str(folder), columns=("a/b",), num_steps=9, trackers=trackers, config=config)
+    if numbers is None:
+        logger.begin_anew()
+    else:
+        logger.load(PieceReader([]), json.loads(json.dumps(numbers)))
+    return logger
+
+
+def step(logger, number, evaluates=False) -> None:
+    logger.log(number, {"a/b": float(number)})
+    if evaluates:
+        logger.log_event(number, {"a/eval": float(number)})
+
+
+def sent_of(service, run="run-0", names=("a/b", "a/eval")):
+    return [(step, name) for step, name, _ in service.runs[run]["sent"] if name in names]
+
+
+def test_a_tracker_has_the_names_steps_and_values_of_the_file(tmp_path):
+    service = Service()
+    logger = started(tmp_path, {"fake": FakeTracker(service)}, seed=3)
+    for number in (1, 2):
+        step(logger, number, evaluates=number == 2)
+    logger.close()
+    run = service.runs["run-0"]
+    assert run["config"] == {"seed": 3}
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    in_file = [(r["step"], n, v) for r in rows for n, v in r.items() if n not in ("step", "seconds")]
+    assert run["sent"] == in_file and len(in_file) == 5
+
+
+@pytest.mark.parametrize("killed_in", ["a step", "an evaluation", "the next start"])
+def test_a_run_that_goes_on_sends_each_number_once_to_the_same_run(tmp_path, killed_in):
+    """The tracker is ahead of the checkpoint: what it has is not sent again, what it lacks is."""
+    service = Service()
+    first = started(tmp_path, {"fake": FakeTracker(service)}, seed=3)
+    step(first, 1, evaluates=True)
+    numbers = first.numbers()
+    step(first, 2, evaluates=True)
+    step(first, 3, evaluates=killed_in != "a step")
+    if killed_in == "the next start":  # killed again before it is as far as it was
+        step(started(tmp_path, {"fake": FakeTracker(service)}, numbers), 2)
+    second = started(tmp_path, {"fake": FakeTracker(service)}, numbers, seed=3)
+    for number in (2, 3, 4):
+        step(second, number, evaluates=True)
+    second.close()
+    assert list(service.runs) == ["run-0"]
+    assert sent_of(service) == [(n, name) for n in (1, 2, 3, 4) for name in ("a/b", "a/eval")]
+
+
+def test_what_a_server_never_got_is_sent_again(tmp_path):
+    """A killed process takes with it what it had handed over and not yet sent."""
+    service = Service()
+    first = started(tmp_path, {"fake": FakeTracker(service)})
+    step(first, 1)
+    numbers = first.numbers()
+    for number in (2, 3, 4):
+        step(first, number, evaluates=True)
+    service.runs["run-0"]["sent"] = [one for one in service.runs["run-0"]["sent"] if one[0] < 3]
+    service.known_step = 2
+    second = started(tmp_path, {"fake": FakeTracker(service)}, numbers)
+    for number in (2, 3, 4):
+        step(second, number)
+    assert sent_of(service, names=["a/b"]) == [(number, "a/b") for number in (1, 2, 3, 4)]
+
+
+def test_a_new_run_in_the_folder_is_a_new_run_in_the_tracker(tmp_path):
+    service = Service()
+    for _ in range(2):
+        logger = started(tmp_path, {"fake": FakeTracker(service)})
+        step(logger, 1)
+        logger.close()
+    assert sent_of(service, "run-0") == sent_of(service, "run-1") == [(1, "a/b")]
+    started(tmp_path, {}).close()
+    assert not (tmp_path / "trackers.json").exists(), "a later --trackers must not go on with an older run"
+
+
+def test_a_tracker_that_joins_later_begins_there(tmp_path):
+    old, new = Service(), Service()
+    first = started(tmp_path, {"old": FakeTracker(old)})
+    step(first, 1)
+    numbers = first.numbers()
+    second = started(tmp_path, {"old": FakeTracker(old), "new": FakeTracker(new)}, numbers, seed=3)
+    step(second, 2)
+    assert sent_of(old) == [(1, "a/b"), (2, "a/b")] and sent_of(new) == [(2, "a/b")]
+    assert new.runs["run-0"]["config"] == {"seed": 3}
+
+
+def test_a_tracker_that_fails_is_given_up_with_a_word_and_others_go_on(tmp_path, capsys):
+    bad, good = Service(), Service()
+    logger = started(tmp_path, {"bad": FakeTracker(bad, fails_from=2), "good": FakeTracker(good)})
+    for number in (1, 2, 3):
+        step(logger, number)
+    logger.close()
+    assert sent_of(bad) == [(1, "a/b")] and sent_of(good) == [(1, "a/b"), (2, "a/b"), (3, "a/b")]
+    assert capsys.readouterr().out.count("bad takes no more numbers (the server is gone)") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_tracker_that_cannot_begin_ends_the_start_before_anything_is_replaced(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("kept\n")
+    tracker = FakeTracker(Service())
+
+    def refuse(*_):
+        raise RuntimeError("\nno API key\nmore")
+
+    tracker.open = refuse
+    logger = RunLogger(str(tmp_path), columns=("a/b",), num_steps=9, trackers={"fake": tracker})
+    with pytest.raises(
+        ValueError, match=r"--trackers fake cannot begin \(RuntimeError: no API key\); log in"
+    ):
+        logger.open_trackers()
+    assert (tmp_path / "metrics.jsonl").read_text() == "kept\n"
+
+
+def test_a_torn_file_of_positions_means_a_new_run_and_is_named(tmp_path, capsys):
+    service = Service()
+    logger = started(tmp_path, {"fake": FakeTracker(service)})
+    step(logger, 1)
+    numbers = logger.numbers()
+    for text in ('{"fake": {"run', "[]", '{"fake": 3}'):
+        (tmp_path / "trackers.json").write_text(text)
+        started(tmp_path, {"fake": FakeTracker(service)}, numbers).close()
+        assert "trackers.json cannot be read: new runs begin" in capsys.readouterr().out
+    assert len(service.runs) == 4
+
+
+def test_what_was_sent_is_known_by_step_and_name():
+    sent = Sent("id", step=4, names=["a", "b"])
+    assert sent.unsent({"a": 1.0}, 3) == {} == sent.unsent({"a": 1.0, "b": 2.0}, 4)
+    assert sent.unsent({"b": 2.0, "c": 3.0}, 4) == {"c": 3.0} and sent.unsent({"a": 1.0}, 5) == {"a": 1.0}
+    sent.add({"c": 3.0}, 4)
+    assert sent.names == ["a", "b", "c"]
+    sent.add({"a": 1.0}, 5)
+    assert (sent.step, sent.names) == (5, ["a"])
+
+
+def test_other_ranks_open_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.distributed.is_main", lambda: False)
+    service = Service()
+    logger = started(tmp_path / "run", {"fake": FakeTracker(service)})
+    step(logger, 1)
+    logger.close()
+    assert service.runs == {} and not (tmp_path / "run").exists()
+
+
+def test_tensorboard_hides_what_comes_again_and_is_sent_it_all(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "tensorboard"
+    first = started(tmp_path, build_trackers(["tensorboard"], str(tmp_path), str(folder)))
+    step(first, 1)
+    numbers = first.numbers()
+    step(first, 2)
+    first.trackers.close()
+    second = started(tmp_path, build_trackers(["tensorboard"], str(tmp_path), str(folder)), numbers)
+    for number in (2, 3):
+        step(second, number)
+    second.close()
+    events = EventAccumulator(str(folder)).Reload()
+    assert [event.step for event in events.Scalars("a/b")] == [1, 2, 3]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What is built of the flags
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_package_that_is_missing_is_a_problem_of_the_start(monkeypatch):
+    real = __import__("importlib.util").util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda n: None if n in ("wandb", "mlflow") else real(n))
+    found = missing_trackers(["wandb", "tensorboard", "mlflow", "wandb"])
+    assert found == [
+        f"--trackers {n}: the package {n} is not installed; pip install {n}, or leave it out"
+        for n in ("wandb", "mlflow")
+    ]
+    problems = Problems()
+    check_run(SFTArguments(model_name_or_path="m", trackers=["wandb"]), {}, problems)
+    assert problems.messages == found[:1]
+
+
+def test_trackers_of_the_flags(tmp_path):
+    made = build_trackers(["tensorboard", "wandb", "tensorboard"], str(tmp_path / "run"), "events")
+    assert list(made) == ["tensorboard", "wandb"]
+    assert isinstance(made["tensorboard"], TensorBoardTracker) and made["tensorboard"].folder == "events"
+    assert isinstance(made["wandb"], AccelerateTracker) and made["wandb"].run_name == "run"
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """Stand-ins for the three packages, as far as accelerate's classes use them."""
+    calls: list[tuple] = []
+
+    def record(name, result=None):
+        return lambda *args, **options: calls.append((name, args, options)) or result
+
+    wandb_run = SimpleNamespace(
+        id="w1", step=7, offline=False, log=record("wandb.log"), finish=record("wandb.finish")
+    )
+    wandb = SimpleNamespace(
+        init=record("wandb.init", wandb_run), config=SimpleNamespace(update=record("wandb.config"))
+    )
+    mlflow_run = SimpleNamespace(info=SimpleNamespace(run_id="m1"))
+    validation = SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100)
+    mlflow = SimpleNamespace(
+        search_experiments=record("mlflow.search", []),
+        create_experiment=record("mlflow.create", "0"),
+        start_run=record("mlflow.start", mlflow_run),
+        log_params=record("mlflow.params"),
+        log_metrics=record("mlflow.log"),
+        end_run=record("mlflow.finish"),
+        utils=SimpleNamespace(validation=validation),
+    )
+    trackio_run = SimpleNamespace(name="t1", log=record("trackio.log"), finish=record("trackio.finish"))
+    trackio = SimpleNamespace(
+        init=record("trackio.init", trackio_run), config=SimpleNamespace(update=record("trackio.config"))
+    )
+    for name, module in (("wandb", wandb), ("mlflow", mlflow), ("trackio", trackio)):
+        monkeypatch.setitem(sys.modules, name, module)
+        for variable in ("WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT", "MLFLOW_RUN_ID"):
+            monkeypatch.delenv(variable, raising=False)
+    return calls
+
+
+STARTS = {"wandb": "wandb.init", "mlflow": "mlflow.start", "trackio": "trackio.init"}
+IDS = {"wandb": "w1", "mlflow": "m1", "trackio": "t1"}
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_accelerates_classes_are_told_the_run_its_flags_and_its_numbers(tmp_path, packages, kind):
+    tracker = AccelerateTracker(kind, "my-run", str(tmp_path))
+    assert tracker.open("", {"data_path": ["a", "b"], "seed": 1}, 0) == IDS[kind]
+    tracker.log({"a/b": 1.0, "a/bad": float("nan")}, 7)
+    tracker.close()
+    found = {name: (args, options) for name, args, options in packages}
+    options = found[STARTS[kind]][1]
+    assert {options.get("name"), options.get("run_name")} != {None}
+    assert str(options.get("name") or options["run_name"]).startswith("my-run")
+    assert not options.get("id") and not options.get("run_id") and options.get("resume") in (None, "never")
+    config = found.get(f"{kind}.config") or found["mlflow.params"]
+    assert config[0][0] == {"data_path": "a b", "seed": 1}
+    args, options = found[f"{kind}.log"]
+    assert (args[0], options["step"]) == ({"a/b": 1.0}, 7)
+    assert f"{kind}.finish" in found
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_a_run_is_taken_up_again_by_its_id_and_its_flags_stay(tmp_path, packages, kind):
+    AccelerateTracker(kind, "my-run", str(tmp_path)).open(IDS[kind], {"seed": 1}, 5)
+    found = {name: options for name, _, options in packages}
+    options = found[STARTS[kind]]
+    assert IDS[kind] in (options.get("id"), options.get("run_id"), options.get("name"))
+    assert options.get("resume") == {"wandb": "allow", "trackio": "must"}.get(kind)
+    assert not {"wandb.config", "mlflow.params", "trackio.config"} & set(found)
+
+
+def test_a_group_without_a_folder_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    group = TrackerGroup({"fake": FakeTracker(Service())}, None, print)
+    group.open({}, None)
+    group.log({"a": 1.0}, 1)
+    group.close()
+    assert list(tmp_path.iterdir()) == []
