@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.args import Problems, flag, parse_args
+from common.report.write import write_report
+from common.saving.run_file_names import REPORT
 from training_scripts.script_index import DEPLOYMENTS, STEPS, find_script
 
 ROOT = Path(__file__).resolve().parent
@@ -252,8 +254,14 @@ def summarise(args: TrainArguments) -> dict[str, Any]:
         shown = ", ".join(f"{key} {first:.4g} -> {last:.4g}" for key, (first, last) in results.items())
         minutes = "-" if seconds is None else f"{seconds / 60:.1f}"
         print(f"{name:<13}  {minutes:>7}  {shown or 'no metrics'}\n{'':24}{folder / 'export'}")
+    report = Path(args.output_dir).absolute() / REPORT
+    try:
+        write_report([step_folder(args, step) for step in (1, 2, 3) if STEPS[step - 1] in summary], report)
+        print(f"\ncurves, samples, configuration: {report}")
+    except OSError as error:
+        print(f"note: {report} cannot be written: {error.strerror}", file=sys.stderr)
     if 3 in args.step:
-        print(f"\ntalk to it: python chat.py {export_of(args, 3)}")
+        print(f"talk to it: python chat.py {export_of(args, 3)}")
     return summary
 
 

@@ -46,9 +46,10 @@ def test_three_steps_with_a_stop(tiny, tmp_path):
     done = run([*command, "--reward-flags", f"{more} --lr_scheduler_type constant --max_seq_len 48"])
     assert "has finished: 3 steps" in done.stdout and "goes on from" in done.stdout
     assert len(read_curve(output / "step2_reward", "reward/loss")) == num_done + 1
-    assert len(read_curve(output / "step3_ppo", "objective/score")) == 3
+    assert len(read_curve(output / "step3_ppo", "objective/score")) == 2  # an epoch of the prompts
     summary = json.loads((output / "summary.json").read_text())
     assert list(summary) == ["step1_sft", "step2_reward", "step3_ppo"]
     assert "objective/score" in summary["step3_ppo"]["results"]
-    assert "step3_ppo      " in done.stdout.splitlines()[-4] or "talk to it" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"talk to it: python chat.py {output}/step3_ppo/export"
+    assert "objective/score" in (output / "report.html").read_text()
     AutoModelForCausalLM.from_pretrained(output / "step3_ppo/export")
