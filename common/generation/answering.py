@@ -8,6 +8,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from common.generation.decode_state import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
 from common.generation.text_stream import TIDIED_CHARACTERS, TextStream
+from common.lora_adapter import base_of_adapter, is_adapter, merge_adapter
 from common.models import DTYPES, ModelOptions, load_causal_lm
 from common.saving.export import read_metadata
 
@@ -201,14 +203,22 @@ def load_template(
 ) -> Template | None:
     """Return the form that the model of `path` is asked in, or None after adding why it cannot answer.
 
-    That is --template, or else what the model of `trained_path` (empty: of `path`) was trained with.
+    That is --template, or else what the model of `trained_path` (empty: of `path`) was trained with. The
+    folder of an adapter stands for its base model; the export/ beside it says how it was trained.
     """
-    if startup.check_model(flag_name, path, args, problems) is None:
+    base = trained = path
+    if is_adapter(path):
+        try:
+            base, trained = base_of_adapter(path), str(Path(path).parent / "export")
+        except ValueError as error:
+            problems.add(f"{flag_name} {error}")
+            return None
+    if startup.check_model(flag_name, base, args, problems) is None:
         return None
-    tokenizer = startup.check_tokenizer(flag_name, path, args, problems)
+    tokenizer = startup.check_tokenizer(flag_name, base, args, problems)
     if tokenizer is None:
         return None
-    name = args.template or read_metadata(trained_path or path).get("template", "human_assistant")
+    name = args.template or read_metadata(trained_path or trained).get("template", "human_assistant")
     try:
         return build_template(name, tokenizer)
     except ValueError as error:
@@ -217,10 +227,13 @@ def load_template(
 
 
 def load_answerer(path: str, template: Template, args: AnsweringArguments, **sampling: Any) -> Answerer:
-    """Return the model of `path`, ready to answer; `sampling` are fields of SamplingOptions."""
+    """Return the model of `path`, ready to answer; `sampling` are fields of SamplingOptions.
+
+    Raises ValueError when its weights cannot be loaded.
+    """
     tokenizer = template.tokenizer
     model_options = ModelOptions(
-        path,
+        base_of_adapter(path) if is_adapter(path) else path,
         dtype=args.dtype or distributed.default_dtype_name(),
         dropout=0.0,
         trust_remote_code=args.trust_remote_code,
@@ -232,5 +245,8 @@ def load_answerer(path: str, template: Template, args: AnsweringArguments, **sam
         seed=args.seed,
         **sampling,
     )
-    model = load_causal_lm(model_options, len(tokenizer)).to(distributed.device())
+    model = load_causal_lm(model_options, len(tokenizer))
+    if is_adapter(path):
+        model = merge_adapter(model, path)
+    model = model.to(distributed.device())
     return Answerer(model, template, options)
