@@ -95,13 +95,15 @@ class Answerer:
         options: SamplingOptions | None = None,
         max_new_tokens: int = 0,
         stop: Sequence[str] = (),
+        keeps_space: bool = False,
         first_sample_id: int | None = None,
         listener: TextListener | None = None,
     ) -> list[list[Answer]]:
         """Return `num_samples` answers to each prompt of token ids, which must leave room for one token.
 
         `options` with the Answerer's own max_new_tokens; `max_new_tokens` (0: those of the options) is a
-        lower limit. An answer ends before the first of the texts `stop`. `first_sample_id` names the random
+        lower limit. An answer ends before the first of the texts `stop`, and loses the white
+        space around it unless it `keeps_space`. `first_sample_id` names the random
         numbers of the first answer, the next are the others'; None: numbers that were not used yet.
         `listener` gets the answers' texts piece by piece; put together they are the answers.
         """
@@ -115,7 +117,7 @@ class Answerer:
         limits = [min(most, self.max_length - len(row)) for row in rows for _ in range(num_samples)]
         if min(limits, default=1) < 1:
             raise ValueError(f"a prompt has no room for an answer in the model's {self.max_length} positions")
-        streams = [self._text_stream(stop) for _ in range(num_answers)]
+        streams = [self._text_stream(stop, keeps_space) for _ in range(num_answers)]
         hearing = _Hearing(streams, options.stop_token_id, listener)
         # A longer conversation needs a larger block: its size doubles, so that few turns have to make one.
         doubled = 1 << (prompt_ids.shape[1] + options.max_new_tokens - 1).bit_length()
@@ -144,12 +146,13 @@ class Answerer:
         segments = self.template.segments(tuple(messages), None)
         return self.template.encode(segments, sys.maxsize).input_ids
 
-    def _text_stream(self, stop: Sequence[str]) -> TextStream:
+    def _text_stream(self, stop: Sequence[str], keeps_space: bool) -> TextStream:
         tokenizer = self.template.tokenizer
         return TextStream(
             lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
             tokenizer.convert_ids_to_tokens,
             stop=stop,
+            keeps_space=keeps_space,
             num_unsettled=TIDIED_CHARACTERS if tokenizer.clean_up_tokenization_spaces else 0,
         )
 

@@ -16,7 +16,8 @@ class TextStream:
 
     `decode` gives the text of token ids, `token_texts` their names in the vocabulary. Held back is what
     later tokens may change: the bytes of half a character, white space that may be the end, a beginning of
-    one of the texts `stop`, and `num_unsettled` characters. White space around an answer is dropped.
+    one of the texts `stop`, and `num_unsettled` characters. White space around an answer is dropped, unless
+    the stream `keeps_space`.
     """
 
     def __init__(
@@ -26,8 +27,10 @@ class TextStream:
         *,
         stop: Sequence[str] = (),
         num_unsettled: int = 0,
+        keeps_space: bool = False,
     ) -> None:
         self._decode, self._token_texts = decode, token_texts
+        self._keeps_space = keeps_space
         self._stop, self._num_unsettled = tuple(filter(None, stop)), num_unsettled
         self.token_ids: list[int] = []
         self.told = ""
@@ -38,22 +41,29 @@ class TextStream:
         if self.is_stopped:
             return ""
         self.token_ids += token_ids
-        text = self._decode(self.token_ids[: self._num_settled_tokens()]).rstrip(_HALF).lstrip()
+        text = self._decode(self.token_ids[: self._num_settled_tokens()]).rstrip(_HALF)
+        text = self._without_start(text)
         text = text[: len(text) - self._num_unsettled] if self._num_unsettled else text
         cut = self._find_stop(text)
         if cut is not None:
             self.is_stopped = True
-            return self._tell(text[:cut].rstrip())
-        return self._tell(text[: len(text) - self._num_awaiting_stop(text)].rstrip())
+            return self._tell(self._without_end(text[:cut]))
+        return self._tell(self._without_end(text[: len(text) - self._num_awaiting_stop(text)]))
 
     def finish(self) -> str:
         """Return the rest, when no more tokens come; `told` is then the whole answer."""
         if self.is_stopped:
             return ""
-        text = self._decode(self.token_ids).lstrip()
+        text = self._without_start(self._decode(self.token_ids))
         cut = self._find_stop(text)
         self.is_stopped = cut is not None
-        return self._tell(text[:cut].rstrip())
+        return self._tell(self._without_end(text[:cut]))
+
+    def _without_start(self, text: str) -> str:
+        return text if self._keeps_space else text.lstrip()
+
+    def _without_end(self, text: str) -> str:
+        return text if self._keeps_space else text.rstrip()
 
     def _tell(self, text: str) -> str:
         new = text[len(self.told) :] if text.startswith(self.told) else ""
