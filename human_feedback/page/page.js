@@ -2,12 +2,13 @@
 
 const $ = (id) => document.getElementById(id);
 const SIDES = ["a", "b"];
-const CHOICE_KEYS = { 1: "a", 2: "b", 3: "tie", 4: "both_bad" };
+const CHOICE_KEYS = { 1: "a", 2: "tie", 3: "both_bad", 4: "b", a: "a", t: "tie", x: "both_bad", b: "b" };
 const TOKEN_KEY = "arena-token"; // kept for this tab only
 
 let pair = null; // the pair on the page, as the server tells it
 let follows = ""; // the pair that the next prompt goes on from
 let isBusy = false;
+let hasPrompts = false; // of a data set, to be drawn
 
 // ---- the server
 
@@ -115,6 +116,7 @@ function showState() {
   $("choices").hidden = isBusy || !isAnswered || isJudged;
   $("next").hidden = isBusy || !pair || (isAnswered && !isJudged) || Boolean(follows);
   $("follow").hidden = !isJudged || pair.choice === "both_bad";
+  $("draw-next").hidden = !hasPrompts;
   $("again").hidden = !pair || isAnswered || pair.prompt.length > 1;
   $("composer").hidden = isBusy || Boolean(pair && !follows);
   $("composer-label").textContent = follows ? "Follow up" : "Ask both models";
@@ -312,7 +314,8 @@ async function begin() {
     const state = await get("/api/state");
     $("token-form").hidden = true;
     $("judging").hidden = false;
-    $("draw").hidden = !state.has_prompts;
+    hasPrompts = state.has_prompts;
+    $("draw").hidden = !hasPrompts;
     say(state.num_models > 1 ? "" : "The server has one model only: there is nothing to compare it with.");
     await reload();
     showState();
@@ -342,7 +345,7 @@ $("composer").addEventListener("submit", submit);
 $("text").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit(event);
 });
-$("draw").addEventListener("click", () => ask({ draw: true }));
+for (const id of ["draw", "draw-next"]) $(id).addEventListener("click", () => ask({ draw: true }));
 $("new").addEventListener("click", startOver);
 $("follow").addEventListener("click", followUp);
 $("again").addEventListener("click", () => ask({ text: pair.prompt[0].content }));
@@ -367,7 +370,7 @@ document.addEventListener("keydown", (event) => {
   else if (key === "n") press("new");
   else if (key === "f") press("follow");
   else if (key === "r") press("again");
-  else if (key === "d") press("draw");
+  else if (key === "d") press($("next").hidden ? "draw" : "draw-next");
 });
 
 begin();
