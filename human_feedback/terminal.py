@@ -122,7 +122,7 @@ class SideBySide:
         for _ in self.labels:
             table.add_column(ratio=1)
         # Text objects, never markup: [red] in an answer is an answer's.
-        table.add_row(*(Text(label, style="bold") for label in self.labels))
+        table.add_row(*(Text(label, style="bold", overflow="fold") for label in self.labels))
         table.add_row(*map(Text, self._texts))
         if any(self._notes):
             table.add_row(*(Text(note, style="dim") for note in self._notes))
