@@ -1,11 +1,10 @@
 """Where a web server of ours listens, and whom it answers. No torch in here."""
 
+import ipaddress
 import socket
 
 from common.access_token import server_token
 from common.args import Problems
-
-LOOPBACK = ("127.", "::1", "localhost")  # beginnings of --host that no other machine reaches
 
 
 def bind(host: str, port: int, problems: Problems) -> socket.socket | None:
@@ -19,6 +18,11 @@ def bind(host: str, port: int, problems: Problems) -> socket.socket | None:
         problems.add(f"--host {host} --port {port}: {error}; choose another port, 0 for any free one")
         return None
     return bound
+
+
+def is_loopback(bound: socket.socket) -> bool:
+    """Whether no other machine reaches a bound socket: by its address, for a name may lead anywhere."""
+    return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 
 def find_token(token_file: str, problems: Problems) -> str:

@@ -13,7 +13,7 @@ from common.data.registry import RawSource, load_source
 from common.dialogue import Template
 from common.generation.answering import AnsweringArguments, load_answerer, load_template
 from common.leading_words import split_leading_words
-from common.listening import LOOPBACK, bind, find_token
+from common.listening import bind, find_token, is_loopback
 from human_feedback.arena_app import create_app
 from human_feedback.blind_pairs import BlindPairs
 from human_feedback.browser_guard import LOOPBACK_NAMES
@@ -83,14 +83,14 @@ def serve(argv: list[str]) -> None:
     _check_numbers(args, problems)
     paths = _named_paths(args.models, problems)
     token = find_token(args.token_file, problems)
-    is_local = args.host.startswith(LOOPBACK)
+    bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
+    is_local = bound is not None and is_loopback(bound)
     problems.check(
-        is_local or bool(token),
+        bound is None or is_local or bool(token),
         f"--host {args.host} lets other machines in; give --token_file, or leave --host out",
     )
     source = _load_prompts(args.data_path, problems)
     templates = {name: load_template("--models", path, args, problems) for name, path in paths.items()}
-    bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
     problems.exit_if_any()
     with startup.as_problem(problems):
         store = JudgementStore(Path(args.db))

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common import startup
 from common.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
-from common.listening import LOOPBACK, bind, find_token
+from common.listening import bind, find_token, is_loopback
 from common.models import DTYPES
 from common.request_guard import RequestGuard, RequestLimits
 from common.reward_scorer import RewardScorer, load_frozen_value_model
@@ -139,7 +139,7 @@ def main() -> None:
     tokenizer = config and startup.check_tokenizer("--model_name_or_path", name, args, problems)
     bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
     problems.exit_if_any()
-    if not token and not args.host.startswith(LOOPBACK):
+    if not token and not is_loopback(bound):
         startup.print_note(
             f"--host {args.host} without a token: whoever reaches the port can use it; give --token_file"
         )

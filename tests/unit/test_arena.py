@@ -27,6 +27,12 @@ def client(arena):
     return make_client(arena)
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A client for what leaves no trace: a database takes longer to make than such a request."""
+    return make_client(make_arena(tmp_path_factory.mktemp("shared") / "arena.sqlite3"))
+
+
 def ask(client, **body) -> list[dict]:
     answer = client.post("/api/pairs", json=body)
     assert answer.status_code == 200, answer.text
@@ -119,9 +125,9 @@ def test_results_count_every_judgement(client, arena):
     assert results["ratings"][0]["low"] < results["ratings"][0]["rating"]
 
 
-def test_an_arena_without_judgements_has_results(client):
+def test_an_arena_without_judgements_has_results(shared):
     empty = {"num_judgements": 0, "choices": {}, "ratings": [], "duels": []}
-    assert client.get("/api/results").json() == empty
+    assert shared.get("/api/results").json() == empty
 
 
 # ---- judgements that come twice, late, or from two people
@@ -227,17 +233,17 @@ def test_prompts_that_cannot_be_asked(client, arena, body, words):
     assert arena.store.num_answered_by_models() == {}
 
 
-def test_half_a_character_is_refused(client):
+def test_half_a_character_is_refused(shared):
     content = '{"text": "\\ud800"}'
-    answer = client.post("/api/pairs", content=content, headers={"content-type": "application/json"})
+    answer = shared.post("/api/pairs", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 422 and "lone surrogate" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize(
     "body", [{"pair": "x", "choice": "c"}, {"pair": 3, "choice": "a"}, {"choice": "a"}, [], "text", None]
 )
-def test_malformed_judgements_are_told_in_one_line(client, body):
-    answer = client.post("/api/judgements", json=body)
+def test_malformed_judgements_are_told_in_one_line(shared, body):
+    answer = shared.post("/api/judgements", json=body)
     assert answer.status_code == 422 and "\n" not in answer.json()["detail"] and len(answer.text) < 300
 
 
@@ -285,30 +291,30 @@ def test_who_leaves_during_an_answer_ends_it_and_it_is_not_kept(arena):
     ],
 )
 @pytest.mark.parametrize("address", ["/", "/api/pairs", "/v1/chat/completions"])
-def test_requests_of_other_sites_are_refused(client, headers, words, address):
-    answer = client.post(address, json={"text": "Hi"}, headers=headers)
+def test_requests_of_other_sites_are_refused(shared, headers, words, address):
+    answer = shared.post(address, json={"text": "Hi"}, headers=headers)
     assert answer.status_code == 403
     body = answer.json()
     assert words in (body["error"]["message"] if address.startswith("/v1") else body["detail"])
 
 
 @pytest.mark.parametrize("host", ["localhost:8080", "127.0.0.1", "127.0.0.1:8080", "[::1]:8080", "LOCALHOST"])
-def test_the_servers_own_page_may_ask_by_each_of_its_names(client, host):
+def test_the_servers_own_page_may_ask_by_each_of_its_names(shared, host):
     headers = {"Host": host, "Origin": f"http://{host}", "Sec-Fetch-Site": "same-origin"}
-    assert client.get("/api/state", headers=headers).status_code == 200
+    assert shared.get("/api/state", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("address", ["/", "/page.js", "/api/state", "/nowhere", "/v1/models"])
-def test_every_answer_forbids_scripts_of_others_and_frames(client, address):
-    headers = client.get(address).headers
+def test_every_answer_forbids_scripts_of_others_and_frames(shared, address):
+    headers = shared.get(address).headers
     policy = headers["content-security-policy"]
     for part in ("default-src 'none'", "script-src 'self'", "frame-ancestors 'none'", "form-action 'none'"):
         assert part in policy
     assert "unsafe" not in policy and headers["x-content-type-options"] == "nosniff"
 
 
-def test_the_page_has_nothing_inline_and_nothing_from_elsewhere(client):
-    page, script, style = (client.get(path).text for path in ("/", "/page.js", "/style.css"))
+def test_the_page_has_nothing_inline_and_nothing_from_elsewhere(shared):
+    page, script, style = (shared.get(path).text for path in ("/", "/page.js", "/style.css"))
     for text in (page, script, style):
         assert "http://" not in text and "https://" not in text
     assert "<script src=" in page and page.count("<script") == 1 and "onclick" not in page
@@ -339,7 +345,7 @@ def test_with_a_token_the_page_is_open_and_nothing_else(arena):
     assert client.get("/v1/models").json()["error"]["type"] == "authentication_error"
 
 
-def test_what_is_not_there_is_told_in_json(client):
-    assert client.get("/nowhere").json() == {"detail": "there is nothing at /nowhere"}
-    assert client.get("/api/pairs").json() == {"detail": "GET is not answered at /api/pairs"}
-    assert client.get("/v1/nowhere").json()["error"]["message"] == "there is nothing at /v1/nowhere"
+def test_what_is_not_there_is_told_in_json(shared):
+    assert shared.get("/nowhere").json() == {"detail": "there is nothing at /nowhere"}
+    assert shared.get("/api/pairs").json() == {"detail": "GET is not answered at /api/pairs"}
+    assert shared.get("/v1/nowhere").json()["error"]["message"] == "there is nothing at /v1/nowhere"

@@ -97,6 +97,15 @@ def test_no_models_and_unknown_flags(run, capsys):
     assert "no model is given: arena.py SFT PPO" in error and "did you mean --temperature?" in error
 
 
+def test_a_name_is_on_the_loopback_only_if_its_address_is(run, folder, monkeypatch, capsys):
+    """127.example.org may lead anywhere."""
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **rest: resolve("0.0.0.0", *more, **rest))
+    with pytest.raises(SystemExit, match="2"):
+        run(folder, "--host", "127.example.org", "--port", 0)
+    assert "--host 127.example.org lets other machines in" in capsys.readouterr().err
+
+
 # ---- export
 
 

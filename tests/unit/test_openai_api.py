@@ -24,6 +24,13 @@ def client(tmp_path, models):
     return make_client(make_arena(tmp_path / "a.sqlite3", *models), raise_server_exceptions=False)
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A client, and its model, for what is refused."""
+    model = FakeModel("left")
+    return make_client(make_arena(tmp_path_factory.mktemp("shared") / "a.sqlite3", model)), model
+
+
 @pytest.fixture
 def ours(client) -> openai.OpenAI:
     """OpenAI's own client, whose requests go to our application without a network."""
@@ -170,12 +177,13 @@ def test_log_probabilities_of_an_answer_have_its_end(ours):
         ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages", "template refuses"),
     ],
 )  # fmt: skip
-def test_what_is_not_honoured_is_refused_by_its_name(client, models, body, param, words):
+def test_what_is_not_honoured_is_refused_by_its_name(shared, body, param, words):
+    client, model = shared
     body = {"model": "left", "messages": HI} | body
     answer = client.post("/v1/chat/completions", content=json.dumps(body))
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param and words in error["message"]
-    assert error["type"] == "invalid_request_error" and models[0].asked == []
+    assert error["type"] == "invalid_request_error" and model.asked == []
 
 
 def test_neutral_values_of_fields_that_we_do_not_have_are_taken(client):
@@ -197,8 +205,8 @@ def test_neutral_values_of_fields_that_we_do_not_have_are_taken(client):
         ({"prompt": "x", "stream": True, "echo": True}, "echo is not supported together with stream"),
     ],
 )
-def test_completions_that_are_refused(client, body, words):
-    answer = post(client, "completions", **body)
+def test_completions_that_are_refused(shared, body, words):
+    answer = post(shared[0], "completions", **body)
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
 
 
