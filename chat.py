@@ -1,24 +1,48 @@
 #!/usr/bin/env python
 """Talk to a saved model in the terminal.
 
-python chat.py --path output/step3/export
-An empty line or Ctrl-D leaves, `clear` forgets what was said.
+python chat.py output/step3/export
+python chat.py output/sft/export --compare output/ppo/export --reward output/reward/export
+
+PATH is an export/ folder, a folder of an adapter, or a hub name. An empty line or Ctrl-D leaves, Ctrl-C ends
+an answer, /help shows the commands.
 """
 
+import dataclasses
+import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from common import startup
 from common.args import REQUIRED, Problems, flag, parse_args
 from common.data.example import Message
+from common.dialogue import Template
 from common.generation.answering import Answerer, AnsweringArguments, load_answerer, load_template
+from common.leading_words import split_leading_words
+from common.reward_scorer import RewardScorer, load_frozen_value_model
+from common.saving.durable_files import write_file
+from common.value_model import has_saved_head
+from human_feedback.terminal import PlainDisplay, SideBySide, interruptible
+
+HELP = """\
+/reset            forget what was said (also: clear)
+/system TEXT      begin the conversation with this message; without TEXT: with none
+/temperature T    sample with this temperature; 0 takes the likeliest token
+/save FILE        write the conversation as a row of `messages`, which steps 1 and 3 take
+/help             this list
+//...              a message that begins with a /
+An empty line or Ctrl-D leaves; Ctrl-C ends an answer."""
 
 
 @dataclass
 class ChatArguments(AnsweringArguments):
     """A conversation."""
 
-    path: str = flag(REQUIRED, "the model: an export/ folder, or a hub name")
+    path: str = flag(REQUIRED, "the model: an export/ or adapter/ folder, or a hub name")
+    compare: str = flag("", "a second model, which answers beside the first")
+    reward: str = flag("", "a reward model (export/ of step 2) whose score of each answer is shown")
+    system: str = flag("", "a system message that every conversation begins with")
     max_new_tokens: int = flag(128, "tokens of an answer at most")
     temperature: float = flag(0.7, "sampling temperature; 0 takes the likeliest token")
     top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all")
@@ -28,51 +52,182 @@ class ChatArguments(AnsweringArguments):
 class Conversation:
     """What was said so far, and the model that answers."""
 
-    def __init__(self, answerer: Answerer) -> None:
-        self.answerer = answerer
+    def __init__(self, name: str, answerer: Answerer) -> None:
+        self.name, self.answerer = name, answerer
         self.messages: list[Message] = []
 
-    def answer(self, text: str) -> str:
-        """Return the answer to the next message; the oldest turns are left out when room runs short."""
-        self.messages.append(Message("user", text))
-        [[reply]] = self.answerer.answer([self.messages])
-        self.messages.append(Message("assistant", reply))
-        return reply
-
-    def clear(self) -> None:
-        """Forget what was said."""
-        self.messages = []
-
-
-def load_conversation(args: ChatArguments, problems: Problems) -> Conversation:
-    """Return a conversation with the model of --path, or leave with one message."""
-    template = load_template("--path", args.path, args, problems)
-    problems.exit_if_any()
-    with startup.as_problem(problems):
-        answerer = load_answerer(
-            args.path,
-            template,
-            args,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature or 1.0,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            do_sample=args.temperature > 0,
+    def set_temperature(self, temperature: float) -> None:
+        """Answer with this temperature from now on; 0 takes the likeliest token."""
+        self.answerer.options = dataclasses.replace(
+            self.answerer.options, temperature=temperature or 1.0, do_sample=temperature > 0
         )
-    return Conversation(answerer)
+
+
+class Scores:
+    """A reward model, and the dialogue form that it was trained with."""
+
+    def __init__(self, scorer: RewardScorer, template: Template) -> None:
+        self.scorer, self.template = scorer, template
+
+    def score(self, messages: list[Message]) -> float:
+        """Return the score of a conversation's last message as an answer to those before it."""
+        segments = self.template.segments(messages[:-1], messages[-1].content)
+        [score] = self.scorer.score_rows([self.template.encode(segments, self.scorer.max_tokens).input_ids])
+        return score
+
+
+class Session:
+    """Conversations with one or two models, led line by line."""
+
+    def __init__(
+        self, conversations: list[Conversation], display: PlainDisplay | SideBySide, scores: Scores | None
+    ) -> None:
+        self.conversations, self.display, self.scores = conversations, display, scores
+        self.system = ""
+
+    def set_system(self, text: str) -> str:
+        """Let the conversations begin with this message, now and after /reset."""
+        self.system = text
+        for conversation in self.conversations:
+            said = [message for message in conversation.messages if message.role != "system"]
+            conversation.messages = [Message("system", text)] * bool(text) + said
+        return "the system message is set" if text else "there is no system message"
+
+    def reset(self) -> str:
+        """Forget what was said."""
+        for conversation in self.conversations:
+            conversation.messages = []
+        self.set_system(self.system)
+        return "forgotten"
+
+    def set_temperature(self, text: str) -> str:
+        """Take another temperature."""
+        try:
+            temperature = float(text)
+        except ValueError:
+            temperature = -1.0
+        if not 0 <= temperature <= 100:
+            return f"/temperature {text}: expected a number from 0 to 100"
+        for conversation in self.conversations:
+            conversation.set_temperature(temperature)
+        return f"temperature {temperature:g}"
+
+    def save(self, name: str) -> str:
+        """Write every conversation as a line of JSON to a file that is not there yet."""
+        path = Path(name).expanduser()
+        if not name or path.exists():
+            return f"/save {name}: {'it exists already; ' if name else ''}give the name of a new file"
+        rows = [
+            {"messages": [message._asdict() for message in c.messages], "model": c.name}
+            for c in self.conversations
+        ]
+        if len(rows[0]["messages"]) <= bool(self.system):
+            return f"/save {name}: nothing was said yet"
+        try:
+            write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        except OSError as error:
+            return f"/save {name}: it cannot be written ({error.strerror}); give another name"
+        return f"saved to {path}"
+
+    def command(self, text: str) -> str:
+        """Obey a line that begins with a / (or is `clear`); return what is to be said."""
+        word, _, rest = text.partition(" ")
+        rest = rest.strip()
+        commands = {
+            "/reset": self.reset,
+            "clear": self.reset,
+            "/help": lambda: HELP,
+            "/system": lambda: self.set_system(rest),
+            "/temperature": lambda: self.set_temperature(rest),
+            "/save": lambda: self.save(rest),
+        }
+        return commands.get(word, lambda: f"{word} is no command; /help lists them")()
+
+    def answer(self, text: str) -> None:
+        """Show every model's answer to a message; the oldest turns are left out when room runs short."""
+        with interruptible() as interruption, self.display.answering() as shown:
+            for number, conversation in enumerate(self.conversations):
+                shown.begin(number)
+                asked = [*conversation.messages, Message("user", text)]
+
+                def tell(_: int, piece: str, number: int = number) -> bool:
+                    shown.add(number, piece)
+                    return interruption.is_asked
+
+                try:
+                    [[reply]] = conversation.answerer.answer([asked], listener=tell)
+                except ValueError as error:  # the chat template refuses this dialogue
+                    shown.end(number, f"no answer: {error}")
+                    continue
+                conversation.messages = [*asked, Message("assistant", reply)]
+                shown.end(number, self._note(conversation.messages))
+                if interruption.is_asked:
+                    return
+
+    def _note(self, messages: list[Message]) -> str:
+        return f"score {self.scores.score(messages):.3f}" if self.scores else ""
+
+
+def load_scores(args: ChatArguments, problems: Problems) -> Scores | None:
+    """Return what scores by the model of --reward, or None after adding why it cannot."""
+    own_form = dataclasses.replace(args, template="")
+    template = load_template("--reward", args.reward, own_form, problems)
+    if template is None:
+        return None
+    if not has_saved_head(args.reward):
+        problems.add(f"--reward {args.reward} has no trained score head; give the export/ folder of step 2")
+        return None
+    with startup.as_problem(problems):
+        model = load_frozen_value_model(args.reward, template.tokenizer, args)
+    limit = getattr(model.classifier.config, "max_position_embeddings", None) or sys.maxsize
+    return Scores(RewardScorer(model, template.tokenizer, batch_size=1, max_tokens=limit), template)
+
+
+def load_session(args: ChatArguments, problems: Problems) -> Session:
+    """Return a session with the models of the flags, or leave with one message."""
+    names = {"--path": args.path} | ({"--compare": args.compare} if args.compare else {})
+    templates = {flag: load_template(flag, name, args, problems) for flag, name in names.items()}
+    problems.exit_if_any()
+    scores = load_scores(args, problems) if args.reward else None
+    problems.exit_if_any()
+    conversations = []
+    for flag_name, template in templates.items():
+        with startup.as_problem(problems):
+            answerer = load_answerer(
+                names[flag_name],
+                template,
+                args,
+                max_new_tokens=args.max_new_tokens,
+                temperature=args.temperature or 1.0,
+                top_k=args.top_k,
+                top_p=args.top_p,
+                do_sample=args.temperature > 0,
+            )
+        conversations.append(Conversation(names[flag_name], answerer))
+    is_wide = args.compare and sys.stdin.isatty() and sys.stdout.isatty()
+    labels = list(names.values()) if is_wide else ["A", "B"] if args.compare else ["bot"]
+    session = Session(conversations, SideBySide(labels) if is_wide else PlainDisplay(labels), scores)
+    session.set_system(args.system)
+    return session
 
 
 def main() -> None:
     """Read a line, answer it, until there is none."""
     problems = Problems()
-    args = parse_args(ChatArguments, description=__doc__.splitlines()[0], problems=problems)
+    words, flags = split_leading_words(sys.argv[1:])
+    argv = [*(["--path", words[0]] if words else []), *words[1:], *flags]
+    args = parse_args(ChatArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     startup.check_positive(args, ["max_new_tokens", "top_p"], problems)
     problems.check(args.top_p <= 1, f"--top_p {args.top_p} must be at most 1, which takes all tokens")
     for name in ("temperature", "top_k"):
         problems.check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)} must be at least 0")
     problems.exit_if_any()
-    conversation = load_conversation(args, problems)
+    session = load_session(args, problems)
     is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        import readline  # noqa: F401  (lets `input` edit a line and remember the last ones)
+
+        print("/help shows the commands, an empty line leaves")
     while True:
         try:
             text = input("you> " if is_terminal else "").strip()
@@ -80,10 +235,10 @@ def main() -> None:
             text = ""
         if not text:
             return
-        if text == "clear":
-            conversation.clear()
+        if text == "clear" or (text.startswith("/") and not text.startswith("//")):
+            print(session.command(text), flush=True, file=sys.stdout if is_terminal else sys.stderr)
             continue
-        print(f"bot> {conversation.answer(text)}", flush=True)
+        session.answer(text[1:] if text.startswith("//") else text)
 
 
 if __name__ == "__main__":

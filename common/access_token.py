@@ -1,4 +1,4 @@
-"""The secret that a reward server and step 3 share. No torch in here.
+"""The secret that a server shares with those who may ask it: step 3, people, programs. No torch in here.
 
 It comes from a file or the environment, never from a command line, which any user of the machine can
 read, and no message holds it.

@@ -10,9 +10,7 @@ TRIPTYCH_TOKEN in the environment, every request must bear that token: Authoriza
 """
 
 import math
-import socket
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,25 +18,20 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from transformers import PreTrainedTokenizerFast
 
-from common import distributed, startup
-from common.access_token import server_token
+from common import startup
 from common.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
-from common.data.example import Message
-from common.dialogue import build_template
-from common.model_inputs import lay_out
-from common.models import DTYPES, ModelOptions
+from common.listening import bind, find_token, is_loopback
+from common.models import DTYPES
+from common.request_guard import RequestGuard, RequestLimits
+from common.reward_scorer import RewardScorer, load_frozen_value_model
 from common.saving.export import read_metadata
-from common.value_model import ValueModel, has_saved_head, load_value_model
-from step2_reward.request_guard import RequestGuard, RequestLimits
-
-LOOPBACK = ("127.", "::1", "localhost")
+from common.value_model import has_saved_head
 
 
 @dataclass
@@ -62,50 +55,6 @@ class ServeArguments(TokenizerArguments):
     dtype: str = flag(
         "", "weights and activations; empty: bf16 on a GPU that has it, else fp32", choices=tuple(DTYPES)
     )
-
-
-class RewardScorer:
-    """Scores texts as step 3 scores finished responses: the value at their last token, the end of turn."""
-
-    def __init__(
-        self,
-        model: ValueModel,
-        tokenizer: PreTrainedTokenizerFast,
-        *,
-        batch_size: int,
-        max_tokens: int = sys.maxsize,
-        facts: dict[str, Any] | None = None,
-    ) -> None:
-        """`facts` is what GET /health answers."""
-        self.model, self.batch_size, self.max_tokens = model, batch_size, max_tokens
-        # A prompt and its continuation, both to the letter: the prompt's own form is already in its text.
-        self.template = build_template("plain", tokenizer)
-        self.facts = facts or {}
-        self._lock = threading.Lock()  # requests come in threads; the device has memory for one batch
-
-    def score(self, prompts: list[str], responses: list[str]) -> list[float]:
-        """Return one fp32 score for each response, batched by length."""
-        rows = [self.encode(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-        scores = [0.0] * len(rows)
-        with self._lock:
-            for first in range(0, len(order), self.batch_size):
-                batch = order[first : first + self.batch_size]
-                for index, score in zip(batch, self._score_rows([rows[i] for i in batch]), strict=True):
-                    scores[index] = score
-        return scores
-
-    def encode(self, prompt: str, response: str) -> list[int]:
-        """Return the token ids of both and of the end of turn, as a row of training has them."""
-        segments = self.template.segments([Message("user", prompt)], response)
-        return self.template.encode(segments, self.max_tokens).input_ids
-
-    @torch.no_grad()
-    def _score_rows(self, rows: list[list[int]]) -> list[float]:
-        token_ids = torch.tensor([token_id for row in rows for token_id in row])
-        lengths = torch.tensor([len(row) for row in rows])
-        inputs = lay_out(token_ids, lengths, is_flat=False, device=distributed.device())
-        return self.model(inputs, inputs.last_places).tolist()
 
 
 @dataclass
@@ -156,38 +105,10 @@ def create_app(scorer: RewardScorer, limits: RequestLimits | None = None, *, tok
     return app
 
 
-def bind(host: str, port: int, problems: Problems) -> socket.socket | None:
-    """Return a socket that is bound but does not listen yet, or None after adding why there is none."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that just ended leaves traces
-        bound.bind(address)
-    except (OSError, OverflowError) as error:
-        problems.add(f"--host {host} --port {port}: {error}; choose another port, 0 for any free one")
-        return None
-    return bound
-
-
-def find_token(args: ServeArguments, problems: Problems) -> str:
-    """Return the token that requests must bear, empty for none, after adding what is wrong with it."""
-    try:
-        return server_token(args.token_file)
-    except ValueError as error:
-        problems.add(str(error))
-        return ""
-
-
 def load_scorer(args: ServeArguments, config: Any, tokenizer: PreTrainedTokenizerFast) -> RewardScorer:
     """Return the scorer of the model of --model_name_or_path. Raises ValueError."""
     name = args.model_name_or_path
-    options = ModelOptions(
-        name,
-        dtype=args.dtype or distributed.default_dtype_name(),
-        dropout=0.0,
-        trust_remote_code=args.trust_remote_code,
-    )
-    model = load_value_model(options, len(tokenizer)).to(distributed.device()).eval()
+    model = load_frozen_value_model(name, tokenizer, args)
     metadata = read_metadata(name)
     num_positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     facts = {"name": name, "step": metadata.get("step"), "template": metadata.get("template")}
@@ -206,7 +127,7 @@ def main() -> None:
     args = parse_args(ServeArguments, description=__doc__.splitlines()[0], problems=problems)
     above_0 = ["batch_size", "max_request_bytes", "max_request_rows", "max_text_characters"]
     startup.check_positive(args, above_0, problems)
-    token = find_token(args, problems)
+    token = find_token(args.token_file, problems)
     problems.check(args.max_seq_len >= 0, f"--max_seq_len {args.max_seq_len} must be at least 0")
     name = args.model_name_or_path
     config = startup.check_model("--model_name_or_path", name, args, problems)
@@ -218,7 +139,7 @@ def main() -> None:
     tokenizer = config and startup.check_tokenizer("--model_name_or_path", name, args, problems)
     bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
     problems.exit_if_any()
-    if not token and not args.host.startswith(LOOPBACK):
+    if not token and not is_loopback(bound):
         startup.print_note(
             f"--host {args.host} without a token: whoever reaches the port can use it; give --token_file"
         )

@@ -3,6 +3,7 @@
 # S slots, n rows of a pass, L positions that attention reads, V vocabulary
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -41,11 +42,14 @@ class DecodeStep:
             self._graphs.check_weights()
 
     def has_room(self, num_slots: int, max_length: int, options: SamplingOptions) -> bool:
-        """Whether the cache and the state are large enough."""
+        """Whether the cache and the state are large enough, and tokens are drawn with these options.
+
+        The seed may be another: it has made its numbers before a pass.
+        """
         return (
             self.cache.num_slots >= num_slots
             and self.cache.max_length >= max_length
-            and options == self.options
+            and options == dataclasses.replace(self.options, seed=options.seed)
         )
 
     def run(self, num_rows: int, upto: int) -> None:

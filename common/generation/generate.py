@@ -18,6 +18,9 @@ from common.generation.kv_cache import SlotCache
 from common.generation.slot_schedule import Admission, SlotSchedule
 from common.models import build_position_ids, forward_accepts
 
+# Gets (sample, its new token ids) after each pass; True: the sample shall end here.
+Listener = Callable[[int, list[int]], bool]
+
 DEFAULT_SLOTS = 128
 _MAX_TOKENS_PER_PASS = 4096  # of prompts that are read together: more would only take memory
 
@@ -69,6 +72,7 @@ class Generator:
         num_samples: int = 1,
         limits: torch.Tensor | None = None,
         max_slots: int | None = None,
+        listener: Listener | None = None,
     ) -> Generation:
         """Return `num_samples` responses for each left-padded prompt (B, P).
 
@@ -76,6 +80,7 @@ class Generator:
         limits (B x num_samples,) int64, from 1 up to max_new_tokens: tokens a response may have at most. A
         response ends with its stop token; its length is counted, never searched for, so the stop token may be
         the pad token. Of the generator's slots this call uses `max_slots` at most, from 1 on; None: all.
+        `listener` hears of every token as soon as it is drawn, and may end a response.
         """
         device = prompt_ids.device
         if limits is None:
@@ -93,7 +98,7 @@ class Generator:
         with torch.no_grad() if self.agree_any else torch.inference_mode():
             step = self._prepare(num_slots, length, options, device)
             run = _Run(self, step, schedule, prompt_ids, prompt_mask.bool(), sample_ids, limits, options)
-            found = run.to_end()
+            found = run.to_end(listener)
         return Generation(*(tensor.clone() for tensor in found))  # such tensors can take part in a loss
 
     def _prepare(
@@ -144,10 +149,13 @@ class _Run:
         self.device = prompt_ids.device
         self.lengths: list[int] = []  # tokens in the cache, slot by slot
         self.first_logits: dict[int, torch.Tensor] = {}  # of prompts with samples that still wait
+        self.listener: Listener | None = None
+        self.num_told: dict[int, int] = {}  # tokens that it has heard of, sample by sample
         self.results = DecodeState.build(len(sample_ids), options.max_new_tokens, self.device)
 
-    def to_end(self) -> Generation:
+    def to_end(self, listener: Listener | None) -> Generation:
         """Run until nobody waits; return all responses in the order of the samples."""
+        self.listener = listener
         agree_any = self.generator.agree_any or (lambda has_work: has_work)
         while agree_any(self.schedule.has_work()):
             if self.schedule.should_admit():
@@ -156,6 +164,8 @@ class _Run:
                 self._decode()
             else:
                 self._keep_step()
+            if listener:
+                self._tell(listener)
             self._retire()
         return collect_responses(self.results, self.options)
 
@@ -192,7 +202,7 @@ class _Run:
         state.draw(slice(first, first + len(lengths)), logits, self.options)
 
     def _decode(self) -> None:
-        num_passes = 1 if self.generator.agree_any else self.step.passes_per_look
+        num_passes = 1 if self.generator.agree_any or self.listener else self.step.passes_per_look
         for _ in range(num_passes):
             # A sequence that has ended meanwhile stays where it is: its length here is an upper bound.
             self.step.run(len(self.lengths), min(max(self.lengths) + 1, self.step.cache.max_length))
@@ -201,6 +211,16 @@ class _Run:
     def _keep_step(self) -> None:
         """Run a pass that counts nothing: the weights are gathered by all ranks together."""
         self.generator.model(input_ids=self.prompt_ids[:1, -1:], use_cache=False)
+
+    def _tell(self, listener: Listener) -> None:
+        """Give the listener all new tokens; a sample of which it has heard enough ends."""
+        state = self.step.state
+        num_drawn = state.num_drawn[: len(self.lengths)].tolist()
+        for slot, (sample, count) in enumerate(zip(self.schedule.slots, num_drawn, strict=True)):
+            first = self.num_told.get(sample, 0)
+            self.num_told[sample] = count
+            if count > first and listener(sample, state.response_ids[slot, first:count].tolist()):
+                state.is_live[slot] = False
 
     def _retire(self) -> None:
         """Take the responses of those that ended out of their slots, and close the gaps."""

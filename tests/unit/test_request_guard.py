@@ -1,4 +1,4 @@
-"""step2_reward/request_guard.py: who may ask a reward server, and how much; alone and in a real server."""
+"""common/request_guard.py: who may ask a reward server, and how much; alone and in a real server."""
 
 import asyncio
 import http.client
@@ -11,8 +11,8 @@ from fastapi.testclient import TestClient
 
 from common.access_token import client_token, server_token
 from common.args import Problems
+from common.request_guard import RequestGuard, RequestLimits
 from step2_reward import serve
-from step2_reward.request_guard import RequestGuard, RequestLimits
 
 TOKEN = "s3cret-token-of-the-test"
 BODY = {"prompts": ["a", "bb"], "responses": ["c", "d"]}
@@ -82,7 +82,7 @@ def test_with_the_token_one_may_ask():
 def test_the_token_is_compared_in_constant_time(monkeypatch):
     compared = []
     monkeypatch.setattr(
-        "step2_reward.request_guard.hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b
+        "common.request_guard.hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b
     )
     assert client(token=TOKEN).get("/health", headers=bearer("other")).status_code == 401
     assert compared == [(b"other", TOKEN.encode())]

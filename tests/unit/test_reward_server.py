@@ -168,16 +168,16 @@ def test_a_score_that_is_not_finite_is_an_error_with_its_cure(export):
 
 def test_requests_at_the_same_time_are_scored_one_after_another(export):
     scorer = load_scorer(export, batch_size=1)
-    running, most, score_rows = [], [], scorer._score_rows
+    running, most, score_batch = [], [], scorer._score_batch
 
     def watched(rows):
         running.append(rows)
         most.append(len(running))
-        scores = score_rows(rows)
+        scores = score_batch(rows)
         running.pop()
         return scores
 
-    scorer._score_rows = watched
+    scorer._score_batch = watched
     threads = [threading.Thread(target=scorer.score, args=(PROMPTS, RESPONSES)) for _ in range(4)]
     for thread in threads:
         thread.start()

@@ -28,7 +28,17 @@ from step1_sft.arguments import SFTArguments
 from step3_ppo.rewards.classifier_reward import ClassifierReward
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("chat.py", "common", "step1_sft", "step2_reward", "step3_ppo", "benchmarks", "training_scripts")
+SOURCES = (
+    "chat.py",
+    "arena.py",
+    "human_feedback",
+    "common",
+    "step1_sft",
+    "step2_reward",
+    "step3_ppo",
+    "benchmarks",
+    "training_scripts",
+)
 
 
 # ---- our own source

@@ -2,8 +2,15 @@
 
 import hmac
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+Describe = Callable[[str, int, str], dict[str, Any]]  # of path, status and detail: the body of a refusal
+
+
+def _plain_refusal(path: str, status: int, detail: str) -> dict[str, Any]:
+    return {"detail": detail}
 
 
 @dataclass(frozen=True)
@@ -32,23 +39,34 @@ class RequestLimits:
 class RequestGuard:
     """An ASGI application before another: it answers 401 and 413 itself, before a body is held in memory."""
 
-    def __init__(self, app: Any, *, max_bytes: int, token: str = "") -> None:
-        """`token` empty lets everyone in."""
+    def __init__(
+        self,
+        app: Any,
+        *,
+        max_bytes: int,
+        token: str = "",
+        open_paths: frozenset[str] = frozenset(),
+        describe: Describe = _plain_refusal,
+    ) -> None:
+        """`token` empty lets everyone in; whoever asks for one of `open_paths` needs none."""
         self.app, self.max_bytes, self._token = app, max_bytes, token.encode()
+        self.open_paths, self.describe = open_paths, describe
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Answer a request, or pass it on with its whole body."""
         if scope["type"] != "http":  # the server's own start and end
             await self.app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        if self._token and not self._is_allowed(headers.get(b"authorization", b"")):
-            await _answer(send, 401, "give the server's token: Authorization: Bearer TOKEN")
+        headers, path = dict(scope["headers"]), scope.get("path", "")
+        needs_token = self._token and path not in self.open_paths
+        if needs_token and not self._is_allowed(headers.get(b"authorization", b"")):
+            detail = "give the server's token: Authorization: Bearer TOKEN"
+            await send_refusal(send, 401, self.describe(path, 401, detail))
             return
         body = await self._read(headers.get(b"content-length", b""), receive)
         if body is None:
-            text = f"the body has more than --max_request_bytes {self.max_bytes}; send smaller batches"
-            await _answer(send, 413, text)
+            detail = f"the body has more than --max_request_bytes {self.max_bytes}; send less at once"
+            await send_refusal(send, 413, self.describe(path, 413, detail))
             return
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -79,12 +97,12 @@ class RequestGuard:
                 return b"".join(parts)
 
 
-async def _answer(send: Any, status: int, detail: str) -> None:
-    body = json.dumps({"detail": detail}).encode()
+async def send_refusal(send: Any, status: int, content: dict[str, Any]) -> None:
+    """Answer a request with JSON, and end the connection: what is left of the request is not read."""
+    body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    # What is left of the request is not read: the connection ends with the answer.
     headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

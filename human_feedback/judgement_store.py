@@ -1,0 +1,222 @@
+"""Pairs of answers and the judgements of people, in one SQLite file. No torch in here.
+
+What was accepted is on the disk before the call returns (WAL, synchronous=FULL): a crash loses nothing.
+"""
+
+import json
+import sqlite3
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from common.data.example import Message
+
+CHOICES = ("a", "b", "tie", "both_bad")
+_APPLICATION_ID = 0x54524950  # "TRIP": tells an arena's file from other programs'
+_VERSION = 1
+_BUSY_SECONDS = 10.0
+_TABLES = """
+CREATE TABLE IF NOT EXISTS pairs (
+    id TEXT PRIMARY KEY,
+    created_at TEXT NOT NULL,
+    prompt TEXT NOT NULL,
+    source TEXT NOT NULL,
+    model_a TEXT NOT NULL,
+    model_b TEXT NOT NULL,
+    answer_a TEXT,
+    answer_b TEXT,
+    error_a TEXT,
+    error_b TEXT,
+    sampling TEXT NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS judgements (
+    pair_id TEXT PRIMARY KEY REFERENCES pairs (id),
+    choice TEXT NOT NULL CHECK (choice IN ('a', 'b', 'tie', 'both_bad')),
+    judged_at TEXT NOT NULL
+) STRICT;
+"""
+
+
+class StoreError(Exception):
+    """A judgement or a pair that cannot be kept; the message says why, and what to do."""
+
+
+class UnknownPair(StoreError):
+    """There is no pair of this id."""
+
+
+class NotJudgeable(StoreError):
+    """The pair lacks an answer, or was judged otherwise before."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to a prompt; an answer is None until it is whole, or for ever if there was an error."""
+
+    id: str
+    prompt: tuple[Message, ...]
+    source: str  # "typed", "follow-up", or the file and line of --data_path
+    model_a: str
+    model_b: str
+    answer_a: str | None = None
+    answer_b: str | None = None
+    error_a: str | None = None
+    error_b: str | None = None
+    choice: str | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether both answers are there."""
+        return self.answer_a is not None and self.answer_b is not None
+
+
+class JudgementStore:
+    """The file of an arena; threads share it, and other processes may read and write beside it."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the file. Raises ValueError when it is another program's, damaged or not writable."""
+        self.path = path
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(
+                path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            self._prepare()
+        except (OSError, sqlite3.Error) as error:
+            raise ValueError(
+                f"--db {path} cannot be used ({error}); give a file of the arena's own, or a new name"
+            ) from error
+
+    def _prepare(self) -> None:
+        run = self._connection.execute
+        [owner], [version] = run("PRAGMA application_id").fetchone(), run("PRAGMA user_version").fetchone()
+        is_new = not run("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if not is_new and (owner != _APPLICATION_ID or version > _VERSION):
+            raise sqlite3.DatabaseError("it belongs to another program, or to a later version of this one")
+        [found] = run("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(f"it is damaged: {found}")
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = FULL")
+        run("PRAGMA foreign_keys = ON")
+        if is_new:
+            run(f"PRAGMA application_id = {_APPLICATION_ID}")
+            run(f"PRAGMA user_version = {_VERSION}")
+        self._connection.executescript(_TABLES)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._connection.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """Give the connection in a transaction. Raises StoreError when the disk takes nothing."""
+        with self._lock:
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._connection
+                    self._connection.execute("COMMIT")
+                except BaseException:
+                    if self._connection.in_transaction:
+                        self._connection.execute("ROLLBACK")
+                    raise
+            except sqlite3.Error as error:
+                raise StoreError(f"{self.path}: not written ({error}); make room and try again") from error
+
+    def add_pair(
+        self, prompt: Sequence[Message], source: str, model_a: str, model_b: str, sampling: dict
+    ) -> Pair:
+        """Return a new pair, whose answers follow. Raises StoreError."""
+        pair = Pair(uuid.uuid4().hex, tuple(prompt), source, model_a, model_b)
+        messages = json.dumps([message._asdict() for message in prompt], ensure_ascii=False)
+        row = (pair.id, _now(), messages, source, model_a, model_b, json.dumps(sampling))
+        with self._writing() as connection:
+            connection.execute(
+                "INSERT INTO pairs (id, created_at, prompt, source, model_a, model_b, sampling)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                row,
+            )
+        return pair
+
+    def set_answer(self, pair_id: str, side: str, text: str) -> None:
+        """Keep the whole answer of side "a" or "b". Raises StoreError."""
+        column = {"a": "answer_a", "b": "answer_b"}[side]
+        with self._writing() as connection:
+            connection.execute(f"UPDATE pairs SET {column} = ? WHERE id = ?", (text, pair_id))
+
+    def set_error(self, pair_id: str, side: str, message: str) -> None:
+        """Keep why side "a" or "b" has no answer. Raises StoreError."""
+        column = {"a": "error_a", "b": "error_b"}[side]
+        with self._writing() as connection:
+            connection.execute(f"UPDATE pairs SET {column} = ? WHERE id = ?", (message, pair_id))
+
+    def judge(self, pair_id: str, choice: str) -> Pair:
+        """Keep a judgement, one of CHOICES, and return the judged pair; the same one again changes nothing.
+
+        Raises UnknownPair, NotJudgeable or StoreError.
+        """
+        with self._writing() as connection:
+            pair = self._read(connection, pair_id)
+            if not pair.is_answered:
+                raise NotJudgeable("one of its answers is missing, so there is nothing to judge; ask again")
+            if pair.choice not in (None, choice):
+                raise NotJudgeable(f"it was judged {pair.choice!r} before, which stays")
+            connection.execute(
+                "INSERT INTO judgements (pair_id, choice, judged_at) VALUES (?, ?, ?)"
+                " ON CONFLICT (pair_id) DO NOTHING",
+                (pair_id, choice, _now()),
+            )
+            return self._read(connection, pair_id)
+
+    def get(self, pair_id: str) -> Pair:
+        """Return a pair. Raises UnknownPair."""
+        with self._lock:
+            return self._read(self._connection, pair_id)
+
+    def judged(self) -> list[Pair]:
+        """Return all judged pairs, in the order of their judgements."""
+        with self._lock:
+            rows = self._connection.execute(f"{_SELECT} WHERE choice IS NOT NULL ORDER BY j.rowid").fetchall()
+        return [_pair(row) for row in rows]
+
+    def num_answered_by_models(self) -> dict[frozenset[str], int]:
+        """Return how many pairs each two models have answered."""
+        with self._lock:
+            rows = self._connection.execute(
+                "SELECT model_a, model_b, count(*) FROM pairs"
+                " WHERE answer_a IS NOT NULL AND answer_b IS NOT NULL GROUP BY model_a, model_b"
+            ).fetchall()
+        found: dict[frozenset[str], int] = {}
+        for model_a, model_b, count in rows:
+            key = frozenset((model_a, model_b))
+            found[key] = found.get(key, 0) + count
+        return found
+
+    @staticmethod
+    def _read(connection: sqlite3.Connection, pair_id: str) -> Pair:
+        row = connection.execute(f"{_SELECT} WHERE id = ?", (pair_id,)).fetchone()
+        if row is None:
+            raise UnknownPair("there is no such pair in the database; was the server given another --db?")
+        return _pair(row)
+
+
+_SELECT = (
+    "SELECT id, prompt, source, model_a, model_b, answer_a, answer_b, error_a, error_b, choice"
+    " FROM pairs LEFT JOIN judgements j ON pair_id = id"
+)
+
+
+def _pair(row: tuple) -> Pair:
+    prompt = tuple(Message(m["role"], m["content"]) for m in json.loads(row[1]))
+    return Pair(row[0], prompt, *row[2:])
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

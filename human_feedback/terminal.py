@@ -1,0 +1,129 @@
+"""What a terminal shows of answers while they are written: one after the other, or two side by side."""
+
+import contextlib
+import os
+import signal
+import sys
+import unicodedata
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+# They turn text around: what is shown would not be what was said.
+_TURNING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+_SHOWN_INSTEAD = "\ufffd"
+
+
+def printable(text: str) -> str:
+    """Return the text without what a terminal would obey: escape sequences, carriage returns, bells."""
+    return "".join(
+        _SHOWN_INSTEAD if c in _TURNING or (unicodedata.category(c) == "Cc" and c not in "\n\t") else c
+        for c in text
+    )
+
+
+class Interruption:
+    """Whether Ctrl-C was pressed during an answer."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Take the first signal; a second one, before the answer has ended, leaves the program."""
+        if self.is_asked:
+            os.write(2, b"stopped by Ctrl-C\n")
+            os._exit(130)
+        self.is_asked = True
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Interruption]:
+    """Let Ctrl-C in the block end an answer, and nothing else. For the main thread."""
+    interruption = Interruption()
+    before = signal.signal(signal.SIGINT, interruption.note)
+    try:
+        yield interruption
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class PlainDisplay:
+    """Answers as lines of text, each behind its label; a pipe or a file gets them to the letter."""
+
+    def __init__(self, labels: list[str]) -> None:
+        self.labels = labels
+        self._shown = printable if sys.stdout.isatty() else str
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator["PlainDisplay"]:
+        """Nothing is prepared."""
+        yield self
+
+    def begin(self, number: int) -> None:
+        """Start the answer of a model."""
+        self._write(f"{self.labels[number]}> ")
+
+    def add(self, number: int, text: str) -> None:
+        """Show the next piece of the answer."""
+        self._write(self._shown(text))
+
+    def end(self, number: int, note: str) -> None:
+        """Close the answer; `note` is told behind it."""
+        self._write(f"\n{' ' * len(self.labels[number])}  {note}\n" if note else "\n")
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+class SideBySide:
+    """The answers of two models in two columns of a terminal."""
+
+    def __init__(self, labels: list[str], console: Console | None = None) -> None:
+        self.labels, self.console = labels, console or Console(highlight=False)
+        self._live: Live | None = None
+        self._texts, self._notes = ["", ""], ["", ""]
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator["SideBySide"]:
+        """Draw the columns while the block runs; afterwards they stay as they are."""
+        self._texts, self._notes = ["", ""], ["", ""]
+        # A live picture that is taller than the screen cannot be redrawn: it is cut, and printed whole below.
+        with Live(console=self.console, transient=True, refresh_per_second=12) as self._live:
+            yield self
+        self._live = None
+        self.console.print(self._table())
+
+    def begin(self, number: int) -> None:
+        """Start the answer of a model."""
+        self._redraw()
+
+    def add(self, number: int, text: str) -> None:
+        """Show the next piece of the answer."""
+        self._texts[number] += printable(text)
+        self._redraw()
+
+    def end(self, number: int, note: str) -> None:
+        """Close the answer; `note` is told under it."""
+        self._notes[number] = note
+        self._redraw()
+
+    def _redraw(self) -> None:
+        if self._live:
+            self._live.update(self._table())
+
+    def _table(self) -> Any:
+        table = Table.grid(expand=True, padding=(0, 2))
+        for _ in self.labels:
+            table.add_column(ratio=1)
+        # Text objects, never markup: [red] in an answer is an answer's.
+        table.add_row(*(Text(label, style="bold", overflow="fold") for label in self.labels))
+        table.add_row(*map(Text, self._texts))
+        if any(self._notes):
+            table.add_row(*(Text(note, style="dim") for note in self._notes))
+        return table

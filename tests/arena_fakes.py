@@ -1,0 +1,84 @@
+"""An arena without a model: answerers that say what they are told to, token by token, a token a character."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fastapi.testclient import TestClient
+
+from common.data.example import Message
+from common.generation.answering import Answer
+from common.generation.token_scores import TokenScore
+from human_feedback.arena_app import create_app
+from human_feedback.blind_pairs import BlindPairs
+from human_feedback.browser_guard import LOOPBACK_NAMES
+from human_feedback.judgement_store import JudgementStore
+from human_feedback.prompt_pool import PromptPool
+from human_feedback.served_models import Listener, Sampling
+
+MAX_BYTES = 4000
+END = 3  # the token that ends an answer
+
+
+class FakeModel:
+    """Says `say(prompt text)` character by character; a token is a character's code."""
+
+    max_length, num_tokens = 200, 0x110000
+
+    def __init__(self, name: str, say: Callable[[str], str] | None = None) -> None:
+        self.name = name
+        self.say = say or (lambda text: f"{name} heard {text}")
+        self.asked: list[Sampling] = []
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        if messages[0].content == "refuse me":
+            raise ValueError("the chat template refuses this dialogue")
+        return self.encode_text("|".join(message.content for message in messages))
+
+    def encode_text(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def respond(
+        self, prompt_ids: list[int], sampling: Sampling, listener: Listener, *, keeps_space: bool = False
+    ) -> list[Answer]:
+        self.asked.append(sampling)
+        answers = []
+        for number in range(sampling.num_answers):
+            text = self.say(self.decode(prompt_ids).split("|")[-1])
+            cut = min((text.find(s) for s in sampling.stop if s in text), default=len(text))
+            text, reason = text[:cut], "stop"
+            if len(text) > sampling.max_new_tokens:
+                text, reason = text[: sampling.max_new_tokens], "length"
+            told = ""
+            for character in text:
+                told += character
+                if listener(number, character):
+                    reason = "cancelled"
+                    break
+            end = [END] if reason == "stop" else []
+            answers.append(Answer(told, [*map(ord, told), *end], reason, len(prompt_ids)))
+        return answers
+
+    def score(self, token_ids: list[int], num_top: int) -> list[TokenScore]:
+        return [TokenScore(-i / 100, [(i, -0.5)] * num_top) for i in token_ids[1:]]
+
+
+def make_arena(
+    path: Path, *models: FakeModel, prompts: PromptPool | None = None, seed: int = 0
+) -> BlindPairs:
+    """Return the rules over a database at `path`, for "left" and "right" unless models are given."""
+    models = models or (FakeModel("left"), FakeModel("right"))
+    sampling = Sampling(max_new_tokens=60, temperature=0.7)
+    return BlindPairs(models, JudgementStore(path), sampling, prompts=prompts, draw=random.Random(0))
+
+
+def make_client(arena: BlindPairs, *, token: str = "", **more) -> TestClient:
+    """Return a client of the application on the loopback."""
+    app = create_app(arena, max_bytes=MAX_BYTES, token=token, host_names=LOOPBACK_NAMES)
+    return TestClient(app, base_url="http://localhost:8080", **more)

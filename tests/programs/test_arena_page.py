@@ -1,0 +1,302 @@
+"""The arena's page in a real browser: judging by mouse and keys, a phone, a restart, markup, a token.
+
+It needs Chromium (Debian: apt-get install chromium) and playwright from requirements-dev.txt. With
+ARENA_SCREENSHOTS=docs/arena the pictures of the documentation are taken anew.
+"""
+
+import os
+import random
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+from arena_fakes import MAX_BYTES, FakeModel, make_arena
+
+from common.args import Problems
+from common.data.registry import load_source
+from common.listening import bind
+from human_feedback.arena_app import create_app
+from human_feedback.browser_guard import LOOPBACK_NAMES
+from human_feedback.prompt_pool import PromptPool
+
+CHROMIUM = next(
+    (p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), ""
+)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM, reason="no browser: apt-get install chromium"),
+]
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: requirements-dev.txt")
+
+QUESTION = "Why do birds migrate south for the winter?"
+GOOD = (
+    "Mostly because of food. In autumn insects, seeds and fruit become scarce in the north, and the days "
+    "are too short to find enough of what is left.\n\nFlying south costs a lot of energy, but a winter "
+    "without food would cost more. In spring the long northern days, full of insects, make the way back "
+    "worth it."
+)
+POOR = (
+    "Birds migrate because it is cold. They do not like the cold, so they go where it is warm, and then back."
+)
+MARKUP = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script> **bold**"
+
+
+@contextmanager
+def serving(arena, *, token: str = "", port: int = 0) -> Iterator[int]:
+    """Serve an arena in a thread; give its port."""
+    bound = bind("127.0.0.1", port, Problems())
+    bound.listen()
+    app = create_app(arena, max_bytes=MAX_BYTES, token=token, host_names=LOOPBACK_NAMES)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    try:
+        yield bound.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        bound.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    with playwright.sync_playwright() as runner:
+        # Without a sandbox of its own: it is root in most containers, and only sees this test's pages.
+        launched = runner.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def models() -> list[FakeModel]:
+    found = [FakeModel("sft", lambda text: POOR), FakeModel("ppo", lambda text: GOOD)]
+    for model in found:
+        model.max_length = 2000
+    return found
+
+
+@pytest.fixture
+def arena(tmp_path, models):
+    made = make_arena(tmp_path / "arena.sqlite3", *models)
+    object.__setattr__(made.sampling, "max_new_tokens", 500)
+    return made
+
+
+@pytest.fixture
+def open_page(browser):
+    """Open an arena's page; every error of the page and every request elsewhere fails the test."""
+    contexts, errors = [], []
+
+    def start(port: int, **more):
+        context = browser.new_context(**({"viewport": {"width": 1180, "height": 820}} | more))
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda r: r.url.startswith(f"http://127.0.0.1:{port}/") or errors.append(r.url))
+        page.goto(f"http://127.0.0.1:{port}/")
+        return page
+
+    yield start
+    for context in contexts:
+        context.close()
+    assert errors == []
+
+
+def picture(page, name: str) -> None:
+    """Keep a picture for the documentation, if somebody wants it."""
+    folder = os.environ.get("ARENA_SCREENSHOTS")
+    if folder:
+        page.screenshot(path=Path(folder) / f"{name}.png")
+
+
+def ask(page, text: str = QUESTION) -> None:
+    page.fill("#text", text)
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector("#choices:not([hidden])")
+
+
+def is_scrolled_sideways(page) -> bool:
+    return page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+
+
+def test_a_person_judges_a_pair(open_page, arena):
+    with serving(arena) as port:
+        page = open_page(port, color_scheme="light")
+        ask(page)
+        assert page.inner_text("#status") == "Which answer is better?"
+        assert page.inner_text("#answer-a .name") == page.inner_text("#answer-b .name") == ""
+        picture(page, "judging-light")
+        page.click("[data-choice=a]")
+        page.wait_for_selector("#next:not([hidden])")
+        [pair] = arena.store.judged()
+        assert pair.choice == "a" and page.inner_text("#answer-a .name") == pair.model_a
+        assert page.inner_text("#answer-b .name") == pair.model_b
+        assert page.inner_text("#answer-a .text") == pair.answer_a
+        assert "You preferred A. Saved." in page.inner_text("#status")
+
+
+def test_keys_judge_and_go_on(open_page, arena):
+    with serving(arena) as port:
+        page = open_page(port, color_scheme="dark")
+        for key in "1234":
+            ask(page)
+            if key == "2":
+                picture(page, "judging-dark")
+            page.keyboard.press(key)
+            page.wait_for_selector("#next:not([hidden])")
+            page.keyboard.press("n")
+            page.wait_for_selector("#composer:not([hidden])")
+            assert page.evaluate("document.activeElement.id") == "text"
+        assert [pair.choice for pair in arena.store.judged()] == ["a", "tie", "both_bad", "b"]
+        page.keyboard.type("1234 nfr")
+        assert page.input_value("#text") == "1234 nfr", "keys are keys where a person writes"
+
+
+def test_a_follow_up_shows_the_conversation(open_page, arena):
+    with serving(arena) as port:
+        page = open_page(port)
+        ask(page)
+        page.keyboard.press("1")
+        page.wait_for_selector("#next:not([hidden])")
+        page.keyboard.press("f")
+        ask(page, "And in spring?")
+        said = page.locator("#prompt li").all_inner_texts()
+        assert len(said) == 3 and QUESTION in said[0] and "And in spring?" in said[2]
+        page.keyboard.press("t")
+        page.wait_for_selector("#next:not([hidden])")
+        assert [pair.source for pair in arena.store.judged()] == ["typed", "follow-up"]
+
+
+def test_prompts_are_drawn_one_after_the_other(open_page, models, tmp_path):
+    rows = "".join(f'{{"prompt": "question {i}"}}\n' for i in range(4))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    pool = PromptPool(load_source(str(tmp_path / "rows.jsonl")), random.Random(0))
+    arena = make_arena(tmp_path / "arena.sqlite3", *models, prompts=pool)
+    with serving(arena) as port:
+        page = open_page(port)
+        page.click("#draw")
+        for key in "ab":
+            page.wait_for_selector("#choices:not([hidden])")
+            page.keyboard.press(key)
+            page.wait_for_selector("#next:not([hidden])")
+            page.keyboard.press("d")
+        page.wait_for_selector("#choices:not([hidden])")
+    first, second = arena.store.judged()
+    assert first.prompt != second.prompt and (first.choice, second.choice) == ("a", "b")
+
+
+def test_results_are_shown(open_page, arena):
+    for number in range(36):
+        pair = arena.ask(QUESTION)
+        for side, text in (("a", GOOD), ("b", POOR)):
+            arena.store.set_answer(pair.id, side, text)
+        better, worse = ("a", "b") if pair.model_a == "ppo" else ("b", "a")
+        choices = [better, better, better, worse, "tie", better, better, worse, "both_bad"]
+        arena.judge(pair.id, choices[number % 9])
+    with serving(arena) as port:
+        page = open_page(port, color_scheme="light")
+        page.click("#show-results")
+        page.wait_for_selector("#tables .bar-row")
+        assert page.inner_text("#summary") == "36 judgements: 28 decided, 4 ties, 4 both bad."
+        assert "ppo against sft" in page.inner_text("#tables") and "71 %" in page.inner_text("#tables")
+        picture(page, "results-light")
+        page.click("#show-judging")
+        assert page.is_visible("#composer")
+
+
+def test_a_phone_has_no_horizontal_scroll_and_reachable_buttons(open_page, arena, models):
+    with serving(arena) as port:
+        phone = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+        page = open_page(port, color_scheme="light", **phone)
+        assert not is_scrolled_sideways(page)
+        ask(page)
+        assert not is_scrolled_sideways(page)
+        for box in (page.locator(f"[data-choice={c}]").bounding_box() for c in ("a", "b", "tie", "both_bad")):
+            assert box["height"] >= 40 and box["x"] >= 0 and box["x"] + box["width"] <= 390
+            assert box["y"] + box["height"] <= 844, "the buttons stay in sight"
+        picture(page, "phone")
+        page.tap("[data-choice=tie]")
+        page.wait_for_selector("#next:not([hidden])")
+        models[0].say = lambda text: "x" * 300  # a word without a place to break it
+        page.tap("#new")
+        ask(page)
+        assert not is_scrolled_sideways(page)
+        page.tap("#show-results")
+        page.wait_for_selector("#tables .bar-row")
+        assert not is_scrolled_sideways(page)
+        assert arena.store.judged()[0].choice == "tie"
+
+
+def test_markup_in_prompts_and_answers_is_shown_and_not_run(open_page, arena, models):
+    for model in models:
+        model.say = lambda text: MARKUP
+    with serving(arena) as port:
+        page = open_page(port)
+        ask(page, MARKUP)
+        assert MARKUP in page.inner_text("#prompt") and page.inner_text("#answer-a .text") == MARKUP
+        assert page.locator("main img, main script").count() == 0 and page.title() == "Arena"
+
+
+def test_a_page_left_open_over_a_restart_is_judged(open_page, arena, models, tmp_path):
+    with serving(arena) as port:
+        page = open_page(port)
+        ask(page)
+    page.keyboard.press("1")
+    page.wait_for_selector("#message:not([hidden])")
+    assert "not saved yet" in page.inner_text("#message") and page.is_visible("#choices")
+    again = make_arena(tmp_path / "arena.sqlite3", *models)
+    with serving(again, port=port):
+        page.keyboard.press("1")
+        page.wait_for_selector("#next:not([hidden])")
+        assert [pair.choice for pair in again.store.judged()] == ["a"]
+        page.reload()
+        page.wait_for_selector("#next:not([hidden])")
+        assert page.inner_text("#answer-a .name") == again.store.judged()[0].model_a
+
+
+def test_a_model_that_fails_is_said_on_the_page(open_page, arena, models):
+    def fail(text: str) -> str:
+        raise RuntimeError("no memory")
+
+    models[0].say = fail
+    with serving(arena) as port:
+        page = open_page(port)
+        page.fill("#text", QUESTION)
+        page.keyboard.press("Control+Enter")
+        page.wait_for_selector("#again:not([hidden])")
+        page.wait_for_selector("#next:not([hidden])")
+        assert "No answer: RuntimeError: no memory" in page.inner_text("#answers")
+        assert not page.is_visible("#choices") and "nothing to judge" in page.inner_text("#status")
+        models[0].say = lambda text: POOR
+        page.keyboard.press("r")
+        page.wait_for_selector("#choices:not([hidden])")
+
+
+def test_a_prompt_that_is_too_long_is_said_and_stays_written(open_page, arena):
+    with serving(arena) as port:
+        page = open_page(port)
+        page.fill("#text", "x" * 2500)
+        page.click("#composer button.primary")
+        page.wait_for_selector("#message:not([hidden])")
+        assert "2500 tokens" in page.inner_text("#message") and page.input_value("#text") == "x" * 2500
+        page.fill("#text", "x" * MAX_BYTES)
+        page.click("#composer button.primary")
+        page.wait_for_selector("#message:has-text('--max_request_bytes')")
+
+
+def test_a_token_is_asked_for_and_kept_for_the_tab(open_page, arena):
+    with serving(arena, token="s3cret") as port:
+        page = open_page(port)
+        page.wait_for_selector("#token-form:not([hidden])")
+        assert not page.is_visible("#composer")
+        for token in ("wrong", "s3cret"):
+            page.fill("#token", token)
+            page.keyboard.press("Enter")
+        page.wait_for_selector("#composer:not([hidden])", state="visible")
+        ask(page)
+        page.reload()
+        page.wait_for_selector("#choices:not([hidden])", state="visible")

@@ -1,0 +1,143 @@
+"""arena.py's command lines: what is served, what is exported, and what is wrong, in one message."""
+
+import json
+import socket
+
+import pytest
+import uvicorn
+
+import arena
+from common.data.example import Message
+from human_feedback import arena_programs
+from human_feedback.judgement_store import JudgementStore
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Run arena.py in an empty folder; a server that would start ends at once. Return what was printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: [s.close() for s in sockets])
+    monkeypatch.delenv("TRIPTYCH_TOKEN", raising=False)
+
+    def start(*words: object) -> str:
+        monkeypatch.setattr("sys.argv", ["arena.py", *map(str, words)])
+        arena.main()
+        return capsys.readouterr().out
+
+    return start
+
+
+@pytest.fixture
+def folder(tiny_model_folder) -> str:
+    return tiny_model_folder("llama")
+
+
+def test_models_are_named_by_their_paths_or_by_names(run, folder, tiny_model_folder, monkeypatch, tmp_path):
+    made, create_app = [], arena_programs.create_app
+    monkeypatch.setattr(
+        arena_programs,
+        "create_app",
+        lambda rules, **more: made.append((rules, more)) or create_app(rules, **more),
+    )
+    other = tiny_model_folder("gpt2")
+    out = run(folder, f"ppo={other}", "--port", 0, "--temperature", 0.5, "--max_new_tokens", 9)
+    [(rules, more)] = made
+    assert list(rules.models) == [folder, "ppo"] and rules.prompts is None
+    assert (rules.sampling.temperature, rules.sampling.max_new_tokens) == (0.5, 9)
+    assert more["host_names"] and not more["token"]
+    assert f"the arena of {folder}, ppo is at http://127.0.0.1:" in out
+    assert (tmp_path / "output/arena.sqlite3").is_file()
+    pair, events = rules.ask("Hi"), []
+    import threading
+
+    rules.answer(pair, events.append, threading.Event())
+    assert events[-1]["is_answered"], "real models answer"
+    kept = rules.store.get(pair.id)
+    assert kept.answer_a == next(e["text"] for e in events if e["event"] == "end" and e["side"] == "a")
+
+
+def test_everything_wrong_is_told_at_once(run, folder, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"text": "no prompt"}\n')
+    (tmp_path / "notes").write_text("mine")
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="2"):
+        port = taken.getsockname()[1]
+        run(folder, folder, "x=nowhere", "--port", port, "--data_path", tmp_path / "rows.jsonl",
+            "--temperature", -1, "--top_p", 2, "--token_file", tmp_path / "none")  # fmt: skip
+    error = capsys.readouterr().err
+    for words in (
+        f"--models names {folder} twice", "--models nowhere is neither a model folder nor a hub model",
+        f"--port {port}: ", "choose another port", "has no prompts", "--temperature -1.0 must be",
+        "--top_p 2.0 must be", "--token_file", "nothing was started",
+    ):  # fmt: skip
+        assert words in error, words
+    assert not (tmp_path / "output").exists()
+
+
+def test_other_machines_need_a_token(run, folder, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(folder, "--host", "0.0.0.0", "--port", 0)
+    assert "--host 0.0.0.0 lets other machines in; give --token_file" in capsys.readouterr().err
+    monkeypatch.setenv("TRIPTYCH_TOKEN", "s3cret")
+    out = run(folder, "--host", "0.0.0.0", "--port", 0)
+    assert "is at http://0.0.0.0:" in out and "s3cret" not in out
+
+
+def test_a_database_of_others_is_named_and_kept(run, folder, tmp_path, capsys):
+    (tmp_path / "notes").write_text("mine" * 99)
+    with pytest.raises(SystemExit, match="2"):
+        run(folder, "--db", "notes", "--port", 0)
+    assert "--db notes cannot be used" in capsys.readouterr().err
+    assert (tmp_path / "notes").read_text() == "mine" * 99
+
+
+def test_no_models_and_unknown_flags(run, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run("--tempature", 1, "--port", 0)
+    error = capsys.readouterr().err
+    assert "no model is given: arena.py SFT PPO" in error and "did you mean --temperature?" in error
+
+
+def test_a_name_is_on_the_loopback_only_if_its_address_is(run, folder, monkeypatch, capsys):
+    """127.example.org may lead anywhere."""
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **rest: resolve("0.0.0.0", *more, **rest))
+    with pytest.raises(SystemExit, match="2"):
+        run(folder, "--host", "127.example.org", "--port", 0)
+    assert "--host 127.example.org lets other machines in" in capsys.readouterr().err
+
+
+# ---- export
+
+
+@pytest.fixture
+def judged(tmp_path) -> JudgementStore:
+    store = JudgementStore(tmp_path / "db")
+    for choice in ("a", "b", "tie"):
+        pair = store.add_pair((Message("user", "Hi"),), "typed", "m1", "m2", {})
+        store.set_answer(pair.id, "a", "one")
+        store.set_answer(pair.id, "b", "two")
+        store.judge(pair.id, choice)
+    return store
+
+
+def test_export_writes_pairs_and_says_what_it_left_out(run, judged, tmp_path):
+    out = run("export", "pairs.jsonl", "--db", "db")
+    assert out == "2 pairs written to pairs.jsonl; left out: 1 ties\n"
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert [(row["chosen"], row["rejected"]) for row in rows] == [("one", "two"), ("two", "one")]
+
+
+def test_export_overwrites_nothing_unless_told(run, judged, tmp_path, capsys):
+    (tmp_path / "pairs.jsonl").write_text("mine")
+    with pytest.raises(SystemExit, match="2"):
+        run("export", "pairs.jsonl", "--db", "nowhere")
+    error = capsys.readouterr().err
+    assert "pairs.jsonl exists already; give another name, or --overwrite" in error
+    assert "--db nowhere is no file" in error and (tmp_path / "pairs.jsonl").read_text() == "mine"
+    assert "2 pairs" in run("export", "pairs.jsonl", "--db", "db", "--overwrite")
+    with pytest.raises(SystemExit, match="2"):
+        run("export", "no/folder/pairs.jsonl", "--db", "db")
+    assert "no/folder/pairs.jsonl" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        run("export")
+    assert "--output is required" in capsys.readouterr().err

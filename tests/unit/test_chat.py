@@ -1,0 +1,212 @@
+"""chat.py: commands, two models, scores, Ctrl-C, adapters; what a terminal is given to show."""
+
+import io
+import json
+import os
+import signal
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+import chat
+from common.generation.answering import Answerer
+from common.models import ModelOptions
+from common.saving.export import save_adapter, save_export
+from common.tokenizer import load_tokenizer
+from common.value_model import load_value_model
+from human_feedback.terminal import SideBySide, printable
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys):
+    """Run chat.py on lines of input; return what it printed and what it said beside."""
+
+    def run(lines: str, *words: str) -> tuple[str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        monkeypatch.setattr("sys.argv", ["chat.py", *words, "--max_new_tokens", "8"])
+        chat.main()
+        return tuple(capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def folder(tiny_model_folder) -> str:
+    return tiny_model_folder("llama")
+
+
+@pytest.fixture(scope="module")
+def reward(tiny_model_folder, tmp_path_factory) -> str:
+    """An export of step 2."""
+    name = tiny_model_folder("llama")
+    model = load_value_model(ModelOptions(name, dropout=0.0), 320, seed=3)
+    torch.nn.init.normal_(model.classifier.score.weight)
+    target = tmp_path_factory.mktemp("reward") / "export"
+    save_export(target, model.classifier, load_tokenizer(name), needs_own_pad=True)
+    return str(target)
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[list[tuple[str, str]]]:
+    """The conversations that models were asked to answer."""
+    found, answer = [], Answerer.answer
+
+    def spy(self, conversations, **more):
+        found.extend([tuple(message) for message in messages] for messages in conversations)
+        return answer(self, conversations, **more)
+
+    monkeypatch.setattr(Answerer, "answer", spy)
+    return found
+
+
+def test_path_may_stand_alone(talk, folder):
+    assert talk("Hi\n", folder)[0] == talk("Hi\n", "--path", folder)[0]
+    assert talk("Hi\n", folder, "--temperature", "0")[0].startswith("bot> ")
+
+
+def test_a_second_word_is_named(talk, folder, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        talk("", folder, "other")
+    assert "unexpected word 'other'" in capsys.readouterr().err
+
+
+def test_commands_change_what_is_asked(talk, folder, asked):
+    lines = "/system Be kind.\nHi\n/reset\nHo\n/system\n//x\n/nope\n/temperature -1\n"
+    out, said = talk(lines, folder)
+    first, second, third = asked
+    assert first == [("system", "Be kind."), ("user", "Hi")] and second == [first[0], ("user", "Ho")]
+    assert third[0] == ("user", "Ho") and third[-1] == ("user", "/x")
+    assert out.count("bot> ") == 3
+    assert "/nope is no command; /help" in said and "/temperature -1: expected a number from 0" in said
+
+
+def test_temperature_0_gives_one_answer_each_time(talk, folder):
+    out, _ = talk("/temperature 0\nHi\n/reset\nHi\n/temperature 5\n/reset\nHi\n", folder)
+    first, second, third = out.split("bot> ")[1:]
+    assert first == second != third
+
+
+def test_a_saved_conversation_is_a_row_of_messages_and_no_file_is_written_over(talk, folder, tmp_path):
+    name = tmp_path / "said.jsonl"
+    lines = f"/save {name}\n/system Be kind.\nHi\n/save {name}\n/save {name}\n/save {tmp_path}/no/x\n/save\n"
+    out, said = talk(lines, folder)
+    row = json.loads(name.read_text())
+    assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant"]
+    assert row["messages"][2]["content"] == out.removeprefix("bot> ").strip() and row["model"] == folder
+    for words in ("nothing was said yet", "saved to", "it exists already", "No such file", "/save : give"):
+        assert words in said, words
+    assert set(tmp_path.iterdir()) == {name}
+
+
+def test_two_models_answer_the_same_and_keep_their_own_thread(talk, folder, tiny_model_folder, asked):
+    other = tiny_model_folder("gpt2")
+    out, _ = talk("Hi\nWho?\n", folder, "--compare", other, "--temperature", "0")
+    labels = [line[:2] for line in out.splitlines() if line[:3] in ("A> ", "B> ")]
+    assert labels == ["A>", "B>"] * 2
+    assert asked[0] == asked[1] == [("user", "Hi")]
+    assert asked[2][1] != asked[3][1], "each goes on from its own answer"
+    alone, _ = talk("Hi\nWho?\n", other, "--temperature", "0")
+    assert out.split("B> ")[1].split("\nA> ")[0].strip() == alone.split("bot> ")[1].strip()
+
+
+def test_scores_are_those_of_the_reward_server(talk, folder, reward):
+    out, _ = talk("Hi\n", folder, "--reward", reward, "--temperature", "0")
+    answer, score = out.removeprefix("bot> ").rsplit("score ", 1)
+    args = chat.ChatArguments(path=folder, reward=reward)
+    scorer = chat.load_scores(args, chat.Problems()).scorer
+    [expected] = scorer.score(["\n\nHuman: Hi\n\nAssistant:"], [f" {answer.strip()}"])
+    assert float(score) == pytest.approx(expected, abs=1e-3) and abs(expected) > 1e-2
+
+
+def test_a_reward_without_a_head_is_named(talk, folder, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        talk("", folder, "--reward", folder)
+    assert f"--reward {folder} has no trained score head" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_program(talk, folder, monkeypatch):
+    before, add = signal.getsignal(signal.SIGINT), chat.PlainDisplay.add
+    calls = []
+
+    def press(self, number, text):
+        add(self, number, text)
+        calls.append(text)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(chat.PlainDisplay, "add", press)
+    out, _ = talk("Hi\nHo\n", folder)
+    cut, whole = out.split("bot> ")[1:]
+    assert cut.strip() == "".join(calls[:2]) and len(calls) > 4 and whole.strip() == "".join(calls[2:])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_dialogue_that_the_template_refuses_is_said(talk, folder, tmp_path, tiny_tokenizer, monkeypatch):
+    target = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(target)
+    tiny_tokenizer.save_pretrained(target)
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    (target / "chat_template.jinja").write_text(template)
+    out, _ = talk("/system Be kind.\nHi\n/system\nHi\n", str(target), "--template", "chat")
+    assert "no answer: the chat template refuses this dialogue: no system" in out and out.count("bot> ") == 2
+
+
+def test_an_adapter_answers_as_the_merged_model(talk, folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    save_adapter(tmp_path / "adapter", adapted)
+    save_export(tmp_path / "export", _exportable(adapted), load_tokenizer(folder))
+    greedy = ("--temperature", "0")
+    merged, _ = talk("Hi\n", str(tmp_path / "export"), *greedy)
+    assert talk("Hi\n", str(tmp_path / "adapter"), *greedy)[0] == merged != talk("Hi\n", folder, *greedy)[0]
+
+
+def _exportable(adapted):
+    adapted.get_base_model().num_exported_rows = adapted.get_base_model().config.vocab_size
+    return adapted
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"peft_type": "LORA"}', "names no base model"),
+        ("{", "cannot be read"),
+        ('{"peft_type": "IA3", "base_model_name_or_path": "BASE"}', "only LORA can be merged"),
+        ('{"peft_type": "LORA", "base_model_name_or_path": "BASE", "r": 2}', "cannot be loaded"),
+    ],
+)
+def test_a_broken_adapter_is_named(talk, folder, tmp_path, capsys, content, words):
+    (tmp_path / "adapter_config.json").write_text(content.replace("BASE", folder))
+    with pytest.raises(SystemExit, match="2"):
+        talk("", str(tmp_path))
+    assert words in capsys.readouterr().err
+
+
+def test_a_terminal_is_never_given_orders_by_a_model():
+    assert (
+        printable("a\x1b[2Jb\r\x07\x9bc\u202ed\n\te\u200d😀")
+        == "a\ufffd[2Jb\ufffd\ufffd\ufffdc\ufffdd\n\te\u200d😀"
+    )
+
+
+def test_side_by_side_keeps_markup_as_text():
+    file = io.StringIO()
+    display = SideBySide(["one", "two"], Console(file=file, width=60, force_terminal=False))
+    with display.answering() as shown:
+        for number, text in enumerate(("[red]left[/red] \x1b[31m", "right")):
+            shown.begin(number)
+            shown.add(number, text)
+            shown.end(number, f"score {number}")
+    lines = file.getvalue().splitlines()
+    assert "[red]left[/red] \ufffd[31m" in file.getvalue()
+    [row] = [line for line in lines if "[red]left" in line]
+    assert row.index("right") > 29 and any("score 0" in line and "score 1" in line for line in lines)

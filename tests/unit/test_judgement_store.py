@@ -1,0 +1,181 @@
+"""The arena's database: nothing accepted is lost, nothing is judged twice, other files are left alone."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from common.data.adapters.row_forms import read_row
+from common.data.example import Message
+from human_feedback.export_pairs import export_pairs
+from human_feedback.judgement_store import JudgementStore, NotJudgeable, StoreError, UnknownPair
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = (Message("user", "Hi\n\nHuman: <b>?"),)
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "deep" / "arena.sqlite3"
+
+
+def answered(store: JudgementStore, a: str = "yes", b: str = "no", prompt: tuple = PROMPT) -> str:
+    pair = store.add_pair(prompt, "typed", "m1", "m2", {"temperature": 1})
+    store.set_answer(pair.id, "a", a)
+    store.set_answer(pair.id, "b", b)
+    return pair.id
+
+
+def test_a_judgement_is_there_when_the_file_is_opened_again(path):
+    store = JudgementStore(path)
+    pair_id = answered(store)
+    assert store.get(pair_id).choice is None
+    assert store.judge(pair_id, "b").choice == "b"
+    store.close()
+    [pair] = JudgementStore(path).judged()
+    assert (pair.id, pair.choice, pair.answer_b, pair.model_b) == (pair_id, "b", "no", "m2")
+    assert pair.prompt == PROMPT
+
+
+def test_every_write_is_brought_to_the_disk(path):
+    store = JudgementStore(path)
+    assert store._connection.execute("PRAGMA synchronous").fetchone() == (2,), "FULL"
+    assert store._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_a_killed_process_loses_nothing_that_it_was_told_is_kept(path):
+    program = (
+        "import sys; from pathlib import Path; from human_feedback.judgement_store import JudgementStore\n"
+        "store = JudgementStore(Path(sys.argv[1]))\n"
+        "while True:\n"
+        "    pair = store.add_pair((), 'typed', 'm1', 'm2', {})\n"
+        "    store.set_answer(pair.id, 'a', 'x'); store.set_answer(pair.id, 'b', 'y')\n"
+        "    store.judge(pair.id, 'a'); print(pair.id, flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, path], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        told = {process.stdout.readline().decode().strip() for _ in range(20)}
+        os.kill(process.pid, signal.SIGKILL)
+        told |= {line.decode().strip() for line in process.stdout if line.endswith(b"\n")}
+    kept = {pair.id for pair in JudgementStore(path).judged()}
+    assert len(told) >= 20 and told <= kept
+
+
+def test_the_same_judgement_twice_is_one_and_another_one_is_refused(path):
+    store = JudgementStore(path)
+    pair_id = answered(store)
+    assert store.judge(pair_id, "tie") == store.judge(pair_id, "tie")
+    with pytest.raises(NotJudgeable, match="judged 'tie' before, which stays"):
+        store.judge(pair_id, "a")
+    assert [pair.choice for pair in store.judged()] == ["tie"]
+
+
+def test_of_judges_at_once_one_is_taken(path):
+    stores = [JudgementStore(path) for _ in range(2)]  # as of two processes
+    ids, taken = [answered(stores[0]) for _ in range(10)], []
+
+    def judge(number: int) -> None:
+        for pair_id in ids:
+            try:
+                stores[number % 2].judge(pair_id, ("a", "b")[number % 2])
+                taken.append((pair_id, ("a", "b")[number % 2]))
+            except NotJudgeable:
+                pass
+
+    threads = [threading.Thread(target=judge, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kept = {pair.id: pair.choice for pair in stores[0].judged()}
+    assert set(taken) == set(kept.items()) and len(kept) == 10
+
+
+def test_what_cannot_be_judged(path):
+    store = JudgementStore(path)
+    pair = store.add_pair(PROMPT, "typed", "m1", "m2", {})
+    store.set_answer(pair.id, "a", "")
+    store.set_error(pair.id, "b", "RuntimeError: no memory")
+    with pytest.raises(NotJudgeable, match="one of its answers is missing"):
+        store.judge(pair.id, "a")
+    with pytest.raises(UnknownPair, match="no such pair"):
+        store.judge("f" * 32, "a")
+    other = answered(store)
+    with pytest.raises(StoreError):
+        store.judge(other, "perhaps")
+    assert store.judged() == [] and store.judge(other, "a").choice == "a", "a failed transaction is over"
+
+
+def test_a_disk_that_takes_nothing_is_said_and_the_pair_can_be_judged_later(path):
+    store = JudgementStore(path)
+    pair_id = answered(store)
+    store._connection.execute("PRAGMA query_only = ON")
+    with pytest.raises(StoreError, match="not written .*; make room and try again"):
+        store.judge(pair_id, "a")
+    store._connection.execute("PRAGMA query_only = OFF")
+    assert store.judge(pair_id, "a").choice == "a"
+
+
+def other_database(path: Path) -> None:
+    sqlite3.connect(path).executescript("CREATE TABLE theirs (x); INSERT INTO theirs VALUES (1)")
+
+
+def damaged(path: Path) -> None:
+    store = JudgementStore(path)
+    for _ in range(60):
+        answered(store)
+    store.close()
+    data = bytearray(path.read_bytes())
+    data[4096:12288] = b"\x07" * 8192
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (lambda path: path.write_text("my notes, which are no database at all " * 9), "not a database"),
+        (other_database, "belongs to another program"),
+        (damaged, "malformed|damaged"),
+        (lambda path: path.mkdir(), "unable to open"),
+    ],
+)
+def test_files_of_others_and_damaged_ones_are_named_and_not_touched(tmp_path, prepare, words):
+    path = tmp_path / "file"
+    prepare(path)
+    before = path.read_bytes() if path.is_file() else None
+    with pytest.raises(ValueError, match=f"--db {path} cannot be used .*({words})"):
+        JudgementStore(path)
+    assert before is None or path.read_bytes() == before
+
+
+def test_the_count_of_pairs_is_of_two_models_in_either_order(path):
+    store = JudgementStore(path)
+    answered(store)
+    pair = store.add_pair(PROMPT, "typed", "m2", "m1", {})
+    assert store.num_answered_by_models() == {frozenset({"m1", "m2"}): 1}
+    for side in ("a", "b"):
+        store.set_answer(pair.id, side, "x")
+    assert store.num_answered_by_models() == {frozenset({"m1", "m2"}): 2}
+
+
+def test_decided_pairs_are_rows_that_step_2_reads_to_the_letter(path, tmp_path):
+    store, target = JudgementStore(path), tmp_path / "out.jsonl"
+    multi = (*PROMPT, Message("assistant", "So?"), Message("user", "Go on 😀"))
+    plain, empty, equal = {}, {"b": " "}, {"a": "no "}
+    for choice, more in (("a", plain), ("b", {"prompt": multi}), ("tie", plain), ("both_bad", plain)):
+        store.judge(answered(store, **more), choice)
+    for choice, more in (("a", empty), ("b", equal)):
+        store.judge(answered(store, **more), choice)
+    answered(store)
+    assert export_pairs(store, target) == {
+        "written": 2, "ties": 1, "both bad": 1, "with an empty answer": 1, "with two equal answers": 1
+    }  # fmt: skip
+    first, second = (read_row(json.loads(line))[0] for line in target.read_text().splitlines())
+    assert (first.prompt, first.chosen, first.rejected) == (PROMPT, "yes", "no")
+    assert (second.prompt, second.chosen, second.rejected) == (multi, "no", "yes")
+    assert json.loads(target.read_text().splitlines()[1])["chosen_model"] == "m2"

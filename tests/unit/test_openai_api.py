@@ -1,0 +1,284 @@
+"""OpenAI's protocol: its own client against our application, what is honoured and what is refused."""
+
+import json
+
+import openai
+import pytest
+from arena_fakes import END, FakeModel, make_arena, make_client
+
+from common.args import Problems
+from common.generation.answering import AnsweringArguments, load_answerer, load_template
+from common.generation.token_scores import score_tokens
+from human_feedback.served_models import LocalModel
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+def models() -> list[FakeModel]:
+    return [FakeModel("left"), FakeModel("right")]
+
+
+@pytest.fixture
+def client(tmp_path, models):
+    return make_client(make_arena(tmp_path / "a.sqlite3", *models), raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A client, and its model, for what is refused."""
+    model = FakeModel("left")
+    return make_client(make_arena(tmp_path_factory.mktemp("shared") / "a.sqlite3", model)), model
+
+
+@pytest.fixture
+def ours(client) -> openai.OpenAI:
+    """OpenAI's own client, whose requests go to our application without a network."""
+    return openai.OpenAI(
+        base_url="http://localhost:8080/v1", api_key="any", http_client=client, max_retries=0
+    )
+
+
+def post(client, path="chat/completions", **body):
+    body = {"model": "left"} | ({"messages": HI} if path == "chat/completions" else {}) | body
+    return client.post(f"/v1/{path}", json=body)
+
+
+# ---- OpenAI's own client
+
+
+def test_models_are_listed(ours):
+    assert [model.id for model in ours.models.list()] == ["left", "right"]
+    assert ours.models.retrieve("right").object == "model"
+    with pytest.raises(openai.NotFoundError, match="no model 'third' here, only left, right"):
+        ours.models.retrieve("third")
+
+
+def test_a_conversation_is_answered(ours, models):
+    messages = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "text", "text": "How "}, {"type": "text", "text": "are you?"}]},
+    ]
+    answer = ours.chat.completions.create(
+        model="left", messages=messages, temperature=0.2, top_p=0.9, max_tokens=40, seed=7, n=2, user="me"
+    )
+    assert [choice.message.content for choice in answer.choices] == ["left heard How are you?"] * 2
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].finish_reason == "stop" and answer.object == "chat.completion"
+    sampling = models[0].asked[-1]
+    assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.2, 0.9, 40)
+    assert (sampling.seed, sampling.num_answers) == (7, 2)
+    prompt, new = len("Be kind.|How are you?"), 2 * len("left heard How are you?") + 2
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, new)
+    assert answer.usage.total_tokens == prompt + new
+
+
+def test_what_is_left_out_is_the_servers_own(ours, models):
+    ours.chat.completions.create(model="left", messages=HI)
+    sampling = models[0].asked[-1]
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.seed, sampling.stop) == (
+        60,
+        0.7,
+        None,
+        (),
+    )
+
+
+def test_limits_and_stops_end_an_answer(ours):
+    cut = ours.chat.completions.create(model="left", messages=HI, max_completion_tokens=4)
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("left", "length")
+    for stop in (" heard", ["zzz", " heard"]):
+        stopped = ours.chat.completions.create(model="left", messages=HI, stop=stop)
+        assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("left", "stop")
+
+
+def test_a_streamed_answer_put_together_is_the_answer(ours):
+    stream = ours.chat.completions.create(
+        model="right", messages=HI, stream=True, n=2, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    texts, ends = {0: "", 1: ""}, {}
+    for chunk in chunks[:-1]:
+        [choice] = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        ends[choice.index] = choice.finish_reason
+    assert set(texts.values()) == {"right heard Hi"} and ends == {0: "stop", 1: "stop"}
+    assert chunks[0].choices[0].delta.role == "assistant" and len({chunk.id for chunk in chunks}) == 1
+    assert chunks[-1].usage.completion_tokens == 30 and chunks[-1].choices == []
+
+
+def test_the_stream_ends_with_done(client):
+    lines = [line for line in post(client, stream=True).text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    assert json.loads(lines[0][6:])["object"] == "chat.completion.chunk"
+    assert all("usage" not in line for line in lines)
+
+
+def test_texts_are_gone_on_from(ours):
+    answer = ours.completions.create(model="left", prompt=["one", "two"], n=2, max_tokens=20)
+    texts = ["left heard one"] * 2 + ["left heard two"] * 2
+    assert [choice.text for choice in answer.choices] == texts
+    ids = ours.completions.create(model="left", prompt=[104, 105], max_tokens=4, echo=True)
+    assert ids.choices[0].text == "hileft" and ids.usage.prompt_tokens == 2
+    pieces = ours.completions.create(model="left", prompt="x", stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == "left heard x"
+
+
+def test_log_probabilities_of_a_prompt_alone(ours):
+    answer = ours.completions.create(model="left", prompt="abc", max_tokens=0, echo=True, logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert answer.choices[0].text == "abc" and logprobs.tokens == ["a", "b", "c"]
+    assert logprobs.token_logprobs == [None, -0.98, -0.99] and logprobs.text_offset == [0, 1, 2]
+    assert logprobs.top_logprobs == [None, {"b": -0.5}, {"c": -0.5}]
+
+
+def test_log_probabilities_of_an_answer_have_its_end(ours):
+    answer = ours.chat.completions.create(model="left", messages=HI, logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == "left heard Hi" + chr(END)
+    assert content[0].logprob == -1.08 and len(content[0].top_logprobs) == 2
+    assert ours.completions.create(model="left", prompt="x", logprobs=0).choices[0].logprobs.tokens[0] == "l"
+
+
+# ---- refusals, in OpenAI's form
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+        ({"temprature": 1}, "temprature", "not supported"),
+        ({"temperature": -1}, "temperature", "temperature -1: expected from 0 to 100"),
+        ({"temperature": "hot"}, "temperature", "expected"),
+        ({"temperature": True}, "temperature", "expected"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"max_tokens": 61}, "max_tokens", "more than this server's --max_new_tokens 60"),
+        ({"max_tokens": 0}, "max_tokens", "1 or more"),
+        ({"n": 17}, "n", "from 1 to 16"),
+        ({"stop": ["a"] * 5}, "stop", "at most 4"),
+        ({"seed": 1.5}, "seed", "a whole number"),
+        ({"seed": 2**70}, "seed", "a whole number"),
+        ({"stream": "yes"}, "stream", "true or false"),
+        ({"stream": True, "logprobs": True}, "logprobs", "together with stream"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"model": None}, "model", "model is missing"),
+        ({"messages": []}, "messages", "must end with"),
+        ({"messages": [*HI, {"role": "assistant", "content": "x"}]}, "messages", "must end with"),
+        ({"messages": [*HI, {"role": "system", "content": "x"}, *HI]}, "messages", "only the first"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "expected one of system"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "expected a text"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content", "expected a text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "type"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages.0.tool_calls", "not"),
+        ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages", "template refuses"),
+    ],
+)  # fmt: skip
+def test_what_is_not_honoured_is_refused_by_its_name(shared, body, param, words):
+    client, model = shared
+    body = {"model": "left", "messages": HI} | body
+    answer = client.post("/v1/chat/completions", content=json.dumps(body))
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and words in error["message"]
+    assert error["type"] == "invalid_request_error" and model.asked == []
+
+
+def test_neutral_values_of_fields_that_we_do_not_have_are_taken(client):
+    neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "tools": None, "n": 1}
+    neutral |= {"response_format": {"type": "text"}, "user": "me", "metadata": {"a": 1}, "stop": None}
+    assert post(client, **neutral).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": ""}, "prompt '': expected"),
+        ({"prompt": [[1], "a"]}, "expected a text, token ids"),
+        ({"prompt": [-1]}, "expected a text, token ids"),
+        ({"prompt": [0x110000]}, "the model has 1114112 tokens, none is 1114112"),
+        ({"prompt": "x", "max_tokens": 0}, "leaves nothing to answer without echo"),
+        ({"prompt": "x", "best_of": 3}, "best_of is not supported"),
+        ({"prompt": "x", "suffix": "y"}, "suffix is not supported"),
+        ({"prompt": "x", "stream": True, "echo": True}, "echo is not supported together with stream"),
+    ],
+)
+def test_completions_that_are_refused(shared, body, words):
+    answer = post(shared[0], "completions", **body)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+
+
+def test_a_prompt_that_is_too_long_is_told_in_openais_word_for_it(ours):
+    with pytest.raises(openai.BadRequestError, match="the prompt has 200 tokens") as error:
+        ours.chat.completions.create(model="left", messages=[{"role": "user", "content": "x" * 200}])
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_errors_of_the_server_have_openais_form_too(client, models):
+    def fail(text: str) -> str:
+        raise RuntimeError("no memory\nat all")
+
+    models[0].say = fail
+    answer = post(client)
+    assert answer.status_code == 500
+    assert answer.json()["error"] == {
+        "message": "no memory", "type": "server_error", "param": None, "code": None
+    }  # fmt: skip
+    streamed = post(client, stream=True).text
+    assert '"message": "no memory"' in streamed and "[DONE]" not in streamed
+    assert post(client, model="third").status_code == 404
+    assert client.post("/v1/chat/completions", content="{").json()["error"]["message"].startswith("the body")
+    too_large = post(client, messages=[{"role": "user", "content": "x" * 5000}])
+    assert too_large.status_code == 413 and "--max_request_bytes" in too_large.json()["error"]["message"]
+    assert client.post("/v1/chat/completions", content="[]").status_code == 400
+
+
+# ---- a real model
+
+
+@pytest.fixture(scope="module")
+def local(tiny_model_folder):
+    import threading
+
+    folder, args = tiny_model_folder("llama"), AnsweringArguments()
+    template = load_template("--models", folder, args, Problems())
+    return LocalModel("tiny", load_answerer(folder, template, args, max_new_tokens=60), threading.Lock())
+
+
+def test_a_real_model_honours_the_seed_and_scores_its_own_words(local, tmp_path):
+    arena = make_arena(tmp_path / "a.sqlite3", local)
+    client = openai.OpenAI(base_url="http://localhost:8080/v1", api_key="x", http_client=make_client(arena))
+
+    def ask(**more):
+        return client.chat.completions.create(model="tiny", messages=HI, max_tokens=12, **more).choices
+
+    [first], [again], [other], [free] = ask(seed=5), ask(seed=5), ask(seed=6), ask()
+    assert first.message.content == again.message.content
+    assert len({first.message.content, other.message.content, free.message.content}) == 3
+    pieces = client.chat.completions.create(model="tiny", messages=HI, max_tokens=12, seed=5, stream=True)
+    assert "".join(p.choices[0].delta.content or "" for p in pieces) == first.message.content
+    [greedy] = ask(temperature=0, logprobs=True, top_logprobs=1)
+    for entry in greedy.logprobs.content:
+        assert entry.logprob == entry.top_logprobs[0].logprob and entry.token == entry.top_logprobs[0].token
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+def test_scores_are_those_of_transformers(family, tiny_model_folder):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder(family)).eval()
+    ids = torch.randint(0, 300, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
+    found = score_tokens(model, ids[0].tolist(), num_top=3, num_valid_tokens=320)
+    expected = logprobs[:, :320].gather(1, ids[0, 1:, None]).squeeze(1)
+    torch.testing.assert_close(
+        torch.tensor([score.logprob for score in found]), expected, atol=1e-5, rtol=1e-5
+    )
+    values, places = logprobs.topk(3)
+    assert [[token for token, _ in score.top] for score in found] == places.tolist()
+    assert score_tokens(model, [5], num_top=1, num_valid_tokens=320) == []
+    assert values.shape == (19, 3)

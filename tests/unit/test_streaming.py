@@ -1,0 +1,119 @@
+"""Answers token by token: what is heard is what comes out, and who has heard enough ends an answer."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.args import Problems
+from common.data.example import Message
+from common.generation.answering import Answerer, AnsweringArguments, load_answerer, load_template
+from common.generation.decode_state import SamplingOptions
+from common.generation.generate import Generator
+from common.generation.inference_module import share_weights
+
+PROMPTS = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10], [0, 11, 12, 13]])
+MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]]).bool()
+OPTIONS = SamplingOptions(max_new_tokens=12, stop_token_id=3, pad_token_id=0, seed=5)
+QUESTION = [Message("user", "How are you today?")]
+
+
+@pytest.fixture(scope="module")
+def generator(tiny_model_folder) -> Generator:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("llama")).eval()
+    return Generator(share_weights(model), num_slots=2)  # fewer than samples: they come and go
+
+
+@pytest.fixture
+def answerer(tiny_model_folder) -> Answerer:
+    folder, args = tiny_model_folder("llama"), AnsweringArguments()
+    return load_answerer(folder, load_template("--path", folder, args, Problems()), args, max_new_tokens=12)
+
+
+def test_every_token_is_heard_once_and_in_order(generator):
+    heard: dict[int, list[int]] = {}
+
+    def listen(sample: int, token_ids: list[int]) -> bool:
+        heard.setdefault(sample, []).extend(token_ids)
+        return False
+
+    ids = torch.arange(6)
+    found = generator.generate(PROMPTS, MASK, ids, OPTIONS, num_samples=2, listener=listen)
+    unheard = generator.generate(PROMPTS, MASK, ids, OPTIONS, num_samples=2)
+    assert torch.equal(found.response_ids, unheard.response_ids)
+    assert torch.equal(found.logprobs, unheard.logprobs)
+    for sample, (row, mask) in enumerate(zip(found.response_ids, found.response_mask, strict=True)):
+        assert heard[sample] == row[mask].tolist()
+
+
+def test_a_listener_ends_one_response_and_no_other(generator):
+    def listen(sample: int, token_ids: list[int]) -> bool:
+        counts[sample] = counts.get(sample, 0) + len(token_ids)
+        return sample == 1 and counts[sample] == 3
+
+    counts: dict[int, int] = {}
+    ids = torch.arange(3)
+    whole = generator.generate(PROMPTS, MASK, ids, OPTIONS)
+    cut = generator.generate(PROMPTS, MASK, ids, OPTIONS, listener=listen)
+    lengths = whole.response_mask.sum(1).tolist()
+    assert lengths[1] > 3 and cut.response_mask.sum(1).tolist() == [lengths[0], 3, lengths[2]]
+    assert not cut.is_finished[1]
+    assert torch.equal(cut.response_ids[1, :3], whole.response_ids[1, :3])
+    assert torch.equal(cut.response_ids[0], whole.response_ids[0, : cut.response_ids.shape[1]])
+
+
+def test_another_seed_keeps_the_memory_and_draws_other_tokens(generator):
+    first = generator.generate(PROMPTS, MASK, torch.arange(3), OPTIONS)
+    step = generator._step
+    other = generator.generate(PROMPTS, MASK, torch.arange(3), dataclasses.replace(OPTIONS, seed=6))
+    assert generator._step is step and not torch.equal(first.response_ids, other.response_ids)
+    again = generator.generate(PROMPTS, MASK, torch.arange(3), OPTIONS)
+    assert torch.equal(first.response_ids, again.response_ids)
+
+
+def test_the_streamed_answer_is_the_answer(answerer, tiny_model_folder):
+    told: list[str] = []
+    rows = [answerer.prompt_ids(QUESTION)]
+    more = {"num_samples": 3, "first_sample_id": 0}
+    texts = {0: "", 1: "", 2: ""}
+
+    def listen(number: int, text: str) -> bool:
+        told.append(text)
+        texts[number] += text
+        return False
+
+    [answers] = answerer.respond(rows, listener=listen, **more)
+    [plain] = answerer.respond(rows, **more)
+    assert answers == plain and [a.text for a in answers] == list(texts.values())
+    assert len(told) > 6 and all(told), "it came in pieces"
+    assert answers[0].num_prompt_tokens == len(rows[0])
+    for answer in answers:
+        assert answer.finish_reason == ("stop" if answer.token_ids[-1] == 0 else "length")
+
+
+def test_an_answer_ends_before_a_stop_text_and_is_not_drawn_further(answerer):
+    rows = [answerer.prompt_ids(QUESTION)]
+    [[whole]] = answerer.respond(rows, first_sample_id=0)
+    stop = whole.text[3:5]
+    [[cut]] = answerer.respond(rows, first_sample_id=0, stop=["never there", stop])
+    assert cut.text == whole.text[: whole.text.index(stop)].strip() and cut.finish_reason == "stop"
+    assert len(cut.token_ids) < len(whole.token_ids)
+
+
+def test_who_has_heard_enough_ends_the_answer(answerer):
+    rows, told = [answerer.prompt_ids(QUESTION)], []
+    [[answer]] = answerer.respond(rows, listener=lambda _, text: told.append(text) or len(told) == 2)
+    assert answer.finish_reason == "cancelled" and answer.text == "".join(told) and len(told) == 2
+    assert len(answer.token_ids) < 12
+
+
+def test_a_lower_limit_and_the_models_positions_bound_an_answer(answerer):
+    prompt = answerer.prompt_ids(QUESTION)
+    greedy = dataclasses.replace(answerer.options, do_sample=False)
+    [[answer]] = answerer.respond([prompt], options=greedy, max_new_tokens=4)
+    assert len(answer.token_ids) == 4 and answer.finish_reason == "length"
+    [[answer]] = answerer.respond([(prompt * 20)[:125]], options=greedy)
+    assert len(answer.token_ids) <= 3
+    with pytest.raises(ValueError, match="no room for an answer in the model's 128 positions"):
+        answerer.respond([(prompt * 20)[:128]])

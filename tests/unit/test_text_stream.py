@@ -1,0 +1,95 @@
+"""The text of an answer that grows token by token: never half a character, and in the end the whole text."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from common.generation.text_stream import TextStream
+
+BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
+WORDS = {"▁a": 256, "▁bc": 257, "d": 258, "▁": 259}
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """A tokenizer as Llama's: words with ▁ for a space, all else as tokens of a byte each."""
+    core = Tokenizer(models.BPE(vocab=BYTES | WORDS, merges=[], byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    core.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+def stream_of(tokenizer, **more) -> TextStream:
+    return TextStream(
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=True), tokenizer.convert_ids_to_tokens, **more
+    )
+
+
+def pieces(stream: TextStream, token_ids: list[int], size: int = 1) -> list[str]:
+    groups = [token_ids[i : i + size] for i in range(0, len(token_ids), size)]
+    return [*(stream.add(group) for group in groups), stream.finish()]
+
+
+def byte_ids(tokenizer, text: str) -> list[int]:
+    """The token of each byte of a text, in a byte-level vocabulary."""
+    return tokenizer.convert_tokens_to_ids([bytes_to_unicode()[byte] for byte in text.encode()])
+
+
+def test_a_character_of_four_tokens_comes_whole(tiny_tokenizer):
+    ids = byte_ids(tiny_tokenizer, "a😀é!")
+    assert pieces(stream_of(tiny_tokenizer), ids) == ["a", "", "", "", "😀", "", "é", "!", ""]
+
+
+def test_byte_fallback_is_told_when_the_run_of_bytes_is_over(byte_fallback):
+    ids = [256, *"é😀".encode(), 258]
+    assert pieces(stream_of(byte_fallback), ids) == ["a", *[""] * 6, "é😀d", ""]
+    broken = [256, *"é".encode(), 0xE2]  # the decoder gives up on the whole run
+    assert pieces(stream_of(byte_fallback), broken) == ["a", "", "", "", "\ufffd" * 3]
+
+
+def test_half_a_character_at_the_end_is_what_the_decoder_makes_of_it(tiny_tokenizer):
+    ids = byte_ids(tiny_tokenizer, "a😀")[:-1]
+    assert "".join(pieces(stream_of(tiny_tokenizer), ids)) == tiny_tokenizer.decode(ids) == "a\ufffd"
+
+
+def test_white_space_waits_for_what_follows(tiny_tokenizer):
+    ids = byte_ids(tiny_tokenizer, "\n a  b \n")
+    assert pieces(stream_of(tiny_tokenizer), ids) == ["", "", "a", "", "", "  b", "", "", ""]
+
+
+def test_an_answer_ends_before_a_stop_text(tiny_tokenizer):
+    ids = byte_ids(tiny_tokenizer, "one \nHum, two \nHuman: three")
+    stream = stream_of(tiny_tokenizer, stop=["\nHuman:", "zzz"])
+    told = pieces(stream, ids)
+    assert "".join(told) == stream.told == "one \nHum, two" and stream.is_stopped
+    assert told[:9] == ["o", "n", "e", "", "", "", "", "", " \nHum,"], "a beginning of it is held back"
+    unstopped = stream_of(tiny_tokenizer, stop=["two \nHumans"])
+    assert "".join(pieces(unstopped, ids)) == "one \nHum, two \nHuman: three" and not unstopped.is_stopped
+
+
+def test_a_stop_text_across_the_last_tokens_is_found_at_the_end(byte_fallback):
+    stream = stream_of(byte_fallback, stop=["\n"])
+    assert "".join(pieces(stream, [256, *b"\n"])) == "a" and stream.is_stopped
+
+
+def test_a_tokenizer_that_tidies_up_is_given_time():
+    """`does n't` becomes `doesn't`: the space behind a word that was there may go."""
+    texts = ["does", "does n", "doesn't", "doesn't go on"]
+    stream = TextStream(lambda ids: texts[len(ids) - 1], lambda ids: ["x"] * len(ids), num_unsettled=4)
+    assert pieces(stream, [0, 0, 0, 0]) == ["", "do", "e", "sn't g", "o on"]
+    assert stream.told == "doesn't go on"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    ids=st.lists(st.sampled_from([256, 257, 258, 259, 0x20, 0x0A, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0x41])),
+    size=st.integers(1, 3),
+)
+def test_put_together_it_is_the_decoders_text(byte_fallback, tiny_tokenizer, ids, size):
+    for tokenizer in (byte_fallback, tiny_tokenizer):
+        told = pieces(stream_of(tokenizer), ids, size)
+        assert "".join(told) == tokenizer.decode(ids, skip_special_tokens=True).strip()
+        assert not any("\ufffd" in piece for piece in told[:-1]) or "\ufffd" in tokenizer.decode(ids)
