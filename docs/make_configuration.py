@@ -32,6 +32,8 @@ COMMANDS = {
     "CheckDataArguments": "python -m common.check data",
     "CheckModelArguments": "python -m common.check model",
     "PlanArguments": "python -m common.check plan",
+    "ArenaArguments": "arena.py",
+    "ExportArguments": "arena.py export",
 }
 # Not for users to start, or with flags that are no dataclass: helpers of launch scripts, peers, tests.
 LEFT_OUT = {"tests", "benchmarks", "training_scripts", "docs", "examples"}

@@ -10,7 +10,7 @@ from page_commands import ROOT, Command, commands_of, pages
 
 import train
 from common.args import Problems, parse_args
-from docs.make_configuration import find_programs
+from docs.make_configuration import find_programs, own_flags
 
 COMMANDS = [command for page in pages() for command in commands_of(page)]
 PROGRAMS = {program.command: program.flags for program in find_programs()}
@@ -24,7 +24,8 @@ def problems_of(command: Command) -> list[str]:
     """What is wrong with a command; [] for a good one."""
     first, *rest = command.words
     if first == "python" and rest[:1] == ["-m"]:
-        return flag_problems(" ".join([first, *rest[:3]]), rest[3:])
+        num_words = 3 if rest[1] == "common.check" else 2
+        return flag_problems(" ".join([first, *rest[:num_words]]), rest[num_words:])
     if first == "python":
         return program_problems(rest[0], rest[1:])
     if first in LAUNCHERS:
@@ -39,6 +40,8 @@ def problems_of(command: Command) -> list[str]:
 
 
 def program_problems(place: str, words: list[str]) -> list[str]:
+    if f"{place} {' '.join(words[:1])}" in PROGRAMS:
+        return flag_problems(f"{place} {words[0]}", words[1:])
     if place in PROGRAMS:
         return flag_problems(place, words)
     if not (ROOT / place).is_file():
@@ -53,11 +56,13 @@ def flag_problems(program: str, words: list[str]) -> list[str]:
         return [f"{program} does not exist"]
     if program == "train.py":
         words = [train._with_underscores(word) for word in words]
-    if program.endswith("check model") and words and not words[0].startswith("-"):
-        words = ["--path", *words]
+    takes_words = not program.startswith(("step", "train", "chat"))
+    if takes_words and words and not words[0].startswith("-"):
+        words = [f"--{own_flags(PROGRAMS[program])[0].name}", *words]
     problems = Problems()
-    parse_args(PROGRAMS[program], words, problems=problems)
-    return problems.messages
+    parse_args(PROGRAMS[program], [word for word in words if word != "..."], problems=problems)
+    is_shortened = "..." in words
+    return [p for p in problems.messages if not (is_shortened and "is required: " in p)]
 
 
 def script_problems(place: str, words: list[str]) -> list[str]:
@@ -89,6 +94,8 @@ def test_pages_with_commands():
         ("python step1_sft/main.py --model_name_or_path M --data_pathh x", "unknown flag --data_pathh"),
         ("python step1_sft/main.py --data_path x", "--model_name_or_path is required"),
         ("python -m common.check date --stage 1", "does not exist"),
+        ("python -m common.check model a b", "unexpected word 'b'"),
+        ("python step1_sft/main.py ... --nope 1", "unknown flag --nope"),
         ("python step9.py", "step9.py does not exist"),
         ("deepspeed --num_gpus 8 step3_ppo/main.py --actor x", "unknown flag --actor"),
         ("bash training_scripts/step1_sft/opt/single_node/run_1.3b.sh --nope 1", "unknown flag --nope"),
