@@ -36,7 +36,7 @@ COMMANDS = {
     "ExportArguments": "arena.py export",
 }
 # Not for users to start, or with flags that are no dataclass: helpers of launch scripts, peers, tests.
-LEFT_OUT = {"tests", "benchmarks", "training_scripts", "docs", "examples"}
+LEFT_OUT = {"tests", "benchmarks", "training_scripts", "docs", "examples", "output"}
 HEAD = f"""# Every flag
 
 Made by `{COMMAND}` from the dataclasses that the programs read; `PROGRAM --help` says the same.
@@ -64,10 +64,8 @@ class Program(NamedTuple):
 def find_programs() -> list[Program]:
     """Return the programs by where they stand: the steps first, in their order, then what is beside them."""
     found = []
-    for path in sorted(ROOT.rglob("*.py")):
+    for path in sorted(_own_files()):
         place = path.relative_to(ROOT)
-        if place.parts[0] in LEFT_OUT or place.parts[0].startswith("."):
-            continue
         module = ast.parse(path.read_text())
         for name in _parsed_classes(module):
             flags = getattr(importlib.import_module(".".join(place.with_suffix("").parts)), name)
@@ -75,6 +73,14 @@ def find_programs() -> list[Program]:
             command = COMMANDS.get(name, _command(place))
             found.append((_order(place), Program(command, flags, purpose)))
     return [program for _, program in sorted(found, key=lambda item: item[0])]
+
+
+def _own_files() -> Iterator[Path]:
+    for path in ROOT.iterdir():  # the environment below .venv is not even walked
+        if path.suffix == ".py":
+            yield path
+        elif path.is_dir() and path.name not in LEFT_OUT and not path.name.startswith("."):
+            yield from path.rglob("*.py")
 
 
 def _parsed_classes(module: ast.Module) -> Iterator[str]:

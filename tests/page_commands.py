@@ -17,8 +17,8 @@ class Command(NamedTuple):
 
 def pages() -> list[Path]:
     """Return all Markdown files of the repository."""
-    hidden = {".git", ".venv", "output", ".pytest_cache"}
-    return sorted(p for p in ROOT.rglob("*.md") if not hidden & set(p.relative_to(ROOT).parts))
+    folders = [p for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".") and p.name != "output"]
+    return sorted([*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))])
 
 
 def blocks(text: str, language: str) -> list[str]:
