@@ -1,0 +1,1 @@
+"""Advantages of your own making."""

@@ -1,0 +1,1 @@
+"""A data set in a form of its own."""

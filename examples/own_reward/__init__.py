@@ -1,0 +1,1 @@
+"""A reward that knows what a prompt asked for."""

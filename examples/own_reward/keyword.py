@@ -1,0 +1,11 @@
+"""A reward that knows what a prompt asked for: the other fields of a prompt's row come along."""
+
+MAX_WORDS = 30
+
+
+def says_keyword(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
+    """Return 1 for a response that says its row's `keyword`, less 0.1 for each word beyond MAX_WORDS."""
+    return [
+        float(row["keyword"].lower() in response.lower()) - 0.1 * max(len(response.split()) - MAX_WORDS, 0)
+        for response, row in zip(responses, rows, strict=True)
+    ]

@@ -1,0 +1,67 @@
+"""examples/: each command of a README, with a tiny model in place of its own, in this process."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from program_runs import ROOT, read_curve, run_here
+from transformers import AutoModelForCausalLM
+
+from common.check import check_data
+from step3_ppo.algorithms import ALGORITHMS
+
+pytestmark = pytest.mark.slow
+
+SHORT = {
+    1: "--max_seq_len 48 --max_train_steps 2",
+    3: "--max_prompt_seq_len 24 --max_answer_seq_len 6 --max_train_steps 2",
+}
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the words of each command of a page."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.fixture
+def start(tiny, tmp_path, monkeypatch, lone_process, no_pictures):
+    """Run a step's command; what it writes goes to a folder of the test, which is returned."""
+    monkeypatch.chdir(ROOT)
+
+    def run(words: list[str]) -> Path:
+        step = {"step1_sft/main.py": 1, "step3_ppo/main.py": 3}[words[1]]
+        output = tmp_path / words[words.index("--output_dir") + 1]
+        words = [str(tiny.base) if "/Qwen" in f"/{word}" else word for word in words[2:]]
+        run_here(step, [*words, *SHORT[step].split(), "--data_output_path", str(tiny.cache),
+                        "--output_dir", str(output)])  # fmt: skip
+        return output
+
+    return run
+
+
+def test_own_data(start, tiny, capsys):
+    look, train = commands(ROOT / "examples/own_data/README.md")
+    words = [str(tiny.base) if word.startswith("Qwen") else word for word in look[4:]]
+    check_data.main([*words, "--data_output_path", str(tiny.cache), "--no_color"])
+    assert "has" in capsys.readouterr().out
+    output = start(train)
+    assert len(read_curve(output, "sft/loss")) == 2
+    AutoModelForCausalLM.from_pretrained(output / "export")
+
+
+def test_own_reward(start):
+    [words] = commands(ROOT / "examples/own_reward/README.md")
+    output = start(words)
+    assert len(read_curve(output, "objective/score")) == 2
+
+
+def test_own_algorithm(start):
+    [words] = commands(ROOT / "examples/own_algorithm/README.md")
+    output = start(words)
+    assert len(read_curve(output, "policy/loss")) == 2
+    assert ALGORITHMS.pop("win_rate").needs_group
+    sys.modules.pop("examples.own_algorithm.win_rate")

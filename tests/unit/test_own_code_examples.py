@@ -1,0 +1,80 @@
+"""The examples' functions, by numbers worked out by hand. tests/programs/test_examples.py runs them."""
+
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.data.registry import load_source
+from examples.own_reward.keyword import says_keyword
+from step3_ppo.algorithms import ALGORITHMS
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.experience import Experience
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+
+
+def test_a_line_of_the_quiz_is_a_pair():
+    source = load_source("examples.own_data.quiz:Quiz")
+    assert len(source.train) == 20 and source.eval is None
+    [example] = source.adapter.to_examples(source.train[0])
+    assert example.prompt[0].content == "How many legs has a spider?"
+    assert (example.chosen, example.rejected) == ("A spider has eight legs.", "A spider has six legs.")
+
+
+def test_another_file_may_be_named_and_a_bad_line_is(tmp_path):
+    path = tmp_path / "more.txt"
+    path.write_text("Why? | Because. | So.\nno answers\n")
+    source = load_source(f"examples.own_data.quiz:Quiz:{path}")
+    [example] = source.adapter.to_examples(source.train[0])
+    assert example.chosen == "Because."
+    with pytest.raises(Exception, match="no column 'right', 'wrong'; found 'question'"):
+        source.adapter.to_examples(source.train[1])
+
+
+def test_a_keyword_is_worth_one_and_words_too_many_a_tenth():
+    rows = [{"keyword": "Dog"}] * 3
+    scores = says_keyword([""] * 3, ["A dog!", "A cat.", "dog " * 32], rows)
+    assert scores == [1.0, 0.0, pytest.approx(0.8)]
+
+
+@pytest.fixture
+def add_advantages():
+    """The algorithm, forgotten at the end: other tests know the programs' own, or let --plugins import it."""
+    yield importlib.import_module("examples.own_algorithm.win_rate").add_advantages
+    ALGORITHMS.pop("win_rate")
+    sys.modules.pop("examples.own_algorithm.win_rate")
+
+
+def test_advantages_are_what_was_won_of_each_group(add_advantages):
+    lengths, scores, groups = [2, 1, 2, 1, 2], [3.0, 1.0, 1.0, 7.0, 2.0], [0, 0, 0, 1, 1]
+    mask = torch.arange(2) < torch.tensor(lengths)[:, None]
+    zeros, ids = torch.zeros(5, 2), torch.zeros(5, 2, dtype=torch.int64)
+    experience = Experience(
+        sample_ids=torch.arange(5),
+        group_ids=torch.tensor(groups),
+        response_ids=ids,
+        response_mask=mask,
+        is_finished=torch.ones(5).bool(),
+        versions=ids,
+        rollout_logprobs=zeros,
+        old_logprobs=zeros,
+        ref_logprobs=zeros - 1,
+        scores=torch.tensor(scores),
+    )
+    done = add_advantages(experience, PPOArguments(), 0.1)
+    # 3 beats both others; each 1 ties with the other and loses to 3: (0 - 1) / 2; 7 is clipped to 5.
+    assert done.advantages.tolist() == [[1.0, 1.0], [-0.5, 0.0], [-0.5, -0.5], [1.0, 0.0], [-1.0, -1.0]]
+    assert done.rewards.sum(1).tolist() == [3.0, 1.0, 1.0, 5.0, 2.0]
+    scaled = dataclasses.replace(experience, scores=experience.scores * 0.01)
+    assert torch.equal(add_advantages(scaled, PPOArguments(), 0.1).advantages, done.advantages)
+
+
+def test_they_are_small():
+    for path in FOLDER.glob("*/*.py"):
+        assert len(path.read_text().splitlines()) <= 40, path
+    for folder in (path.parent for path in FOLDER.glob("*/*.py")):
+        assert len((folder / "README.md").read_text().splitlines()) <= 14, folder

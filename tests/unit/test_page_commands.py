@@ -1,0 +1,115 @@
+"""Every command that a page shows names a program that exists, with flags that it takes.
+
+tests/programs/test_readme_commands.py runs those of the README.
+"""
+
+from pathlib import Path
+
+import pytest
+from page_commands import ROOT, Command, commands_of, pages
+
+import train
+from common.args import Problems, parse_args
+from docs.make_configuration import find_programs, own_flags
+
+COMMANDS = [command for page in pages() for command in commands_of(page)]
+PROGRAMS = {program.command: program.flags for program in find_programs()}
+STEP_PROGRAMS = ("step1_sft", "step2_reward", "step3_ppo")
+# Tools of others, with what they are asked to do.
+OTHERS = {"pre-commit": {"install"}, "sbatch": set(), "source": set(), "pip": {"install"}}
+LAUNCHERS = ("deepspeed", "torchrun")
+
+
+def problems_of(command: Command) -> list[str]:
+    """What is wrong with a command; [] for a good one."""
+    first, *rest = command.words
+    if first == "python" and rest[:1] == ["-m"]:
+        num_words = 3 if rest[1] == "common.check" else 2
+        return flag_problems(" ".join([first, *rest[:num_words]]), rest[num_words:])
+    if first == "python":
+        return program_problems(rest[0], rest[1:])
+    if first in LAUNCHERS:
+        [place] = [i for i, word in enumerate(rest) if word.endswith(".py")]
+        return program_problems(rest[place], rest[place + 1 :])
+    if first == "bash":
+        return script_problems(rest[0], rest[1:])
+    if first in OTHERS:
+        known = OTHERS[first]
+        return [] if (rest[0] in known if known else (ROOT / rest[0]).is_file()) else [f"{first} {rest[0]}"]
+    return [f"{first} is no program"]
+
+
+def program_problems(place: str, words: list[str]) -> list[str]:
+    if f"{place} {' '.join(words[:1])}" in PROGRAMS:
+        return flag_problems(f"{place} {words[0]}", words[1:])
+    if place in PROGRAMS:
+        return flag_problems(place, words)
+    if not (ROOT / place).is_file():
+        return [f"{place} does not exist"]
+    text = (ROOT / place).read_text()
+    flags = [word.split("=")[0] for word in words if word.startswith("--")]
+    return [f"{place} has no {flag}" for flag in flags if f'"{flag}"' not in text]
+
+
+def flag_problems(program: str, words: list[str]) -> list[str]:
+    if program not in PROGRAMS:
+        return [f"{program} does not exist"]
+    if program == "train.py":
+        words = [train._with_underscores(word) for word in words]
+    takes_words = not program.startswith(("step", "train", "chat"))
+    if takes_words and words and not words[0].startswith("-"):
+        words = [f"--{own_flags(PROGRAMS[program])[0].name}", *words]
+    problems = Problems()
+    parse_args(PROGRAMS[program], [word for word in words if word != "..."], problems=problems)
+    is_shortened = "..." in words
+    return [p for p in problems.messages if not (is_shortened and "is required: " in p)]
+
+
+def script_problems(place: str, words: list[str]) -> list[str]:
+    if not (ROOT / place).is_file():
+        return [f"{place} does not exist"]
+    step = next((step for step in STEP_PROGRAMS if f"/{step}/" in place), None)
+    if step is None:
+        return []
+    # The script itself gives the models.
+    return [p for p in flag_problems(f"{step}/main.py", words) if "is required: " not in p]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: f"{c.page}: {' '.join(c.words)[:60]}")
+def test_a_command_of_a_page_is_taken(command):
+    assert problems_of(command) == []
+
+
+def test_pages_with_commands():
+    """The pages that are there to be followed have some."""
+    shown = {command.page for command in COMMANDS}
+    assert {"README.md", "CONTRIBUTING.md", "docs/several_machines.md", "examples/own_data/README.md"} < shown
+    programs = {word for command in COMMANDS for word in command.words if word in PROGRAMS}
+    assert {"train.py", "chat.py", "step2_reward/serve.py", "step2_reward/rw_eval.py"} < programs
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("python step1_sft/main.py --model_name_or_path M --data_pathh x", "unknown flag --data_pathh"),
+        ("python step1_sft/main.py --data_path x", "--model_name_or_path is required"),
+        ("python -m common.check date --stage 1", "does not exist"),
+        ("python -m common.check model a b", "unexpected word 'b'"),
+        ("python step1_sft/main.py ... --nope 1", "unknown flag --nope"),
+        ("python step9.py", "step9.py does not exist"),
+        ("deepspeed --num_gpus 8 step3_ppo/main.py --actor x", "unknown flag --actor"),
+        ("bash training_scripts/step1_sft/opt/single_node/run_1.3b.sh --nope 1", "unknown flag --nope"),
+        ("bash no.sh", "no.sh does not exist"),
+        ("python benchmarks/bench_train.py --nope", "has no --nope"),
+        ("rm x", "rm is no program"),
+    ],
+)
+def test_a_wrong_command_is_found(line, problem):
+    assert any(problem in found for found in problems_of(Command("page.md", line.split())))
+
+
+def test_a_block_is_read_as_a_shell_does(tmp_path, monkeypatch):
+    monkeypatch.setattr("page_commands.ROOT", tmp_path)
+    page = Path(tmp_path / "page.md")
+    page.write_text('```bash\nA=1 python x.py --a "b c" \\\n    --d   # why\n\n```\n```python\nno\n```\n')
+    assert commands_of(page) == [Command("page.md", ["python", "x.py", "--a", "b c", "--d"])]
