@@ -56,7 +56,7 @@ def flag_problems(program: str, words: list[str]) -> list[str]:
         return [f"{program} does not exist"]
     if program == "train.py":
         words = [train._with_underscores(word) for word in words]
-    takes_words = not program.startswith(("step", "train", "chat"))
+    takes_words = not program.startswith(("step", "train"))
     if takes_words and words and not words[0].startswith("-"):
         words = [f"--{own_flags(PROGRAMS[program])[0].name}", *words]
     problems = Problems()
