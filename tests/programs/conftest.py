@@ -56,9 +56,10 @@ def forks(tmp_path_factory) -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="module")
 def no_pictures() -> Iterator[None]:
-    """Leave curves.png out: drawing takes longer than a tiny run."""
+    """Leave curves.png and report.html out: drawing takes longer than a tiny run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("common.run_logger.plot_curves", lambda *_: None)
+        patch.setattr("common.run_logger.write_report", lambda *_: None)
         yield
 
 

@@ -44,6 +44,7 @@ GROUPS = {
     "ppo_epochs": 2,
 }  # fmt: skip
 COMMON = {"lr_scheduler_type": "linear", "num_warmup_steps": 2, "gradient_clipping": 1.0, "seed": 7}
+COMMON |= {"save_interval": 0}  # test_resume.py has what a checkpoint holds
 
 
 @dataclass(frozen=True)

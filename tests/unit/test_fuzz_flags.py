@@ -22,7 +22,7 @@ from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo.arguments import PPOArguments
 
-NUM_CASES = 2000
+NUM_CASES = 700  # of each of three: 2,100
 # program: its flags, and what loads its models
 PROGRAMS = {
     "step1_sft.main": (SFTArguments, ["load_causal_lm"]),
@@ -207,10 +207,10 @@ def test_good_flags_reach_the_model(good, program):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_few_cases(good, program):
-    fuzz(good, program, 60)
+    fuzz(good, program, 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_2000_cases(good, program):
+def test_many_cases(good, program):
     fuzz(good, program, NUM_CASES)
