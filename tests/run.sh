@@ -2,6 +2,7 @@
 # Sets the environment up and runs the tests; arguments go to pytest.
 #   bash tests/run.sh                         everything
 #   bash tests/run.sh -m "not slow"           the fast part
+#   bash tests/run.sh -m "not long"         what the CI runs
 #   bash tests/run.sh -k ranking              what matches a name
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/.."

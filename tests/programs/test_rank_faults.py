@@ -87,6 +87,10 @@ def assert_named(done: Any, *, failed: int, place: str, what: str, speaker: int 
             assert "Traceback" not in done.text(rank), text
 
 
+# A fault of one kind strikes in one program in the CI, and of all kinds in both otherwise.
+IN_STEP_3 = [pytest.param(1, marks=pytest.mark.long), 3]
+
+
 @pytest.mark.parametrize("step", TRAINING)
 def test_killed(forks, flags, step):
     done = run_with_fault(forks, flags, step, "kill")
@@ -94,7 +98,7 @@ def test_killed(forks, flags, step):
     assert done.codes[1] == KILLED
 
 
-@pytest.mark.parametrize("step", TRAINING)
+@pytest.mark.parametrize("step", IN_STEP_3)
 def test_first_rank_killed(forks, flags, step):
     """The one that hosts the store and hears all the others."""
     done = run_with_fault(forks, flags, step, "kill", rank=0)
@@ -102,7 +106,7 @@ def test_first_rank_killed(forks, flags, step):
     assert done.codes[0] == KILLED
 
 
-@pytest.mark.parametrize("step", TRAINING)
+@pytest.mark.parametrize("step", IN_STEP_3)
 def test_out_of_memory(forks, flags, step):
     done = run_with_fault(forks, flags, step, "memory")
     assert_named(done, failed=1, place=TRAINING[step][1], what="failed first")
@@ -110,7 +114,7 @@ def test_out_of_memory(forks, flags, step):
     assert "Traceback" not in done.text(1) and len(errors(done, 1)) == 1
 
 
-@pytest.mark.parametrize("step", TRAINING)
+@pytest.mark.parametrize("step", IN_STEP_3)
 def test_exception(forks, flags, step):
     done = run_with_fault(forks, flags, step, "raise:a bug, says the test")
     assert_named(done, failed=1, place=TRAINING[step][1], what="failed first")
@@ -126,7 +130,7 @@ def test_exception_on_first_rank(forks, flags):
     assert "Traceback" in done.text(0) and not errors(done, 1) and "Traceback" not in done.text(1)
 
 
-@pytest.mark.parametrize("step", TRAINING)
+@pytest.mark.parametrize("step", IN_STEP_3)
 def test_stopped(forks, flags, step):
     """SIGSTOP: it answers nobody, and is ended by those that are left."""
     done = run_with_fault(forks, flags, step, "stop", collective_timeout=5)
@@ -250,8 +254,15 @@ def test_one_collective_more(forks, flags, kind):
 # ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", [torchrun, deepspeed])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("launcher", "rank"),
+    [
+        (torchrun, 0),
+        (deepspeed, 1),
+        pytest.param(torchrun, 1, marks=pytest.mark.long),
+        pytest.param(deepspeed, 0, marks=pytest.mark.long),
+    ],
+)
 def test_launchers(flags, tmp_path, launcher, rank):
     """A rank of theirs is killed: the launcher ends, and so do all that it started."""
     output = tmp_path / "output"

@@ -216,12 +216,24 @@ PPO_POINTS = {
 }
 
 
-@pytest.mark.parametrize("point", PPO_POINTS)
-@pytest.mark.parametrize("do", ["kill", "term"])
+# Points at which the CI asks to stop, too; it kills at all of them.
+ASKED_TO_STOP = (
+    "scoring by the critic",
+    "between two accumulation steps",
+    "between two minibatches",
+    "in the log",
+)
+KILLED_OR_ASKED = [
+    pytest.param(do, point, marks=[] if do == "kill" or point in ASKED_TO_STOP else pytest.mark.long)
+    for do in ("kill", "term")
+    for point in PPO_POINTS
+    if do == "kill" or "export" not in point  # what is left is done by then: a request changes nothing
+]
+
+
+@pytest.mark.parametrize(("do", "point"), KILLED_OR_ASKED)
 def test_ppo_stopped(forks, flags, finished, tmp_path, point, do):
     """Killed, it goes on from the rollout or minibatch right before; asked to stop, it saves the next one."""
-    if do == "term" and "export" in point:
-        pytest.skip("what is left is done by then: a request changes nothing")
     at, call = PPO_POINTS[point]
     more = {"save_points": "minibatch"} if do == "kill" else {"save_interval": 100}
     stop_and_resume(forks, flags["ppo"], tmp_path / "output", {"at": at, "call": call, "do": do}, **more)
@@ -237,7 +249,12 @@ def test_ppo_killed_and_resumed_a_step_before(forks, flags, finished, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "point", ["scoring by the reference", "between two accumulation steps", "in the average"]
+    "point",
+    [
+        pytest.param("scoring by the reference", marks=pytest.mark.long),
+        "between two accumulation steps",
+        pytest.param("in the average", marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize(
     "variant", ["ppo, stale", "ppo, LoRA", "ppo, two ranks, ZeRO 3", "ppo, two ranks, ZeRO 2, bf16"]

@@ -100,7 +100,10 @@ python training_scripts/demo/measure.py \
   --peak_gib "$PEAK_GIB" \
   "${MEASURE_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/measure.log"
 
+python -m common.report "$OUTPUT_DIR"/step1 "$OUTPUT_DIR"/step2 "$OUTPUT_DIR"/step3 --output "$OUTPUT_DIR/report.html"
+
 echo
+echo "report:  $OUTPUT_DIR/report.html"
 echo "curves:  $OUTPUT_DIR/step1/curves.png  $OUTPUT_DIR/step2/curves.png  $OUTPUT_DIR/step3/curves.png"
 echo "summary: $OUTPUT_DIR/summary.json"
-echo "try it:  python chat.py --path $OUTPUT_DIR/step3/export"
+echo "try it:  python chat.py $OUTPUT_DIR/step3/export"

@@ -36,6 +36,7 @@ REWARD_EVAL_FLAGS=(
   --per_device_eval_batch_size 64
 )
 PPO_FLAGS=(
+  --sample_interval 8
   --dtype fp32
   --enable_hybrid_engine
   --max_prompt_seq_len 32

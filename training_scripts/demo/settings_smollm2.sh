@@ -39,6 +39,7 @@ REWARD_EVAL_FLAGS=(
   --per_device_eval_batch_size 32
 )
 PPO_FLAGS=(
+  --sample_interval 8
   --template chat
   --enable_hybrid_engine
   --max_prompt_seq_len 96
