@@ -189,7 +189,10 @@ def run_launch(launch: Launch) -> int:
         group = child.pid
         if asked:  # before there was a group
             os.killpg(group, asked[0])
-        code = child.wait()
+        code = None
+        while code is None:  # not for ever at once: another thread may have been given the signal
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = child.wait(timeout=0.2)
         # Bash dies by the signal at once: the programs are still saving.
         while asked and _is_alive(group):
             time.sleep(0.1)

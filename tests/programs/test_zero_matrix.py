@@ -174,14 +174,34 @@ def make_jobs() -> list[Job]:
 JOBS = make_jobs()
 
 
+def is_long(job: Job) -> bool:
+    """Whether the CI leaves a job out: its parts are all in others."""
+    is_plain = job.dtype == "fp32" and job.tp is None and not job.packed and not job.algorithm
+    return is_plain and job.zero > 0 and (job.accumulation == 2 or (job.zero, job.lora) == (2, True))
+
+
+def params(jobs: list[Job]) -> list[Any]:
+    """Return the jobs as parameters of a test, the long ones marked."""
+    return [pytest.param(job, marks=pytest.mark.long if is_long(job) else [], id=job.name) for job in jobs]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, tiny) -> Path:
+def wanted(request) -> list[Job]:
+    """Return the jobs that the tests of this session look at, and what they are compared to."""
+    mine = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {item.callspec.params["job"] for item in mine if "job" in item.callspec.params}
+    asked |= {job.reference for job in asked} | {job for job in JOBS if job == job.reference}
+    return [job for job in JOBS if job in asked]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, tiny, wanted) -> Path:
     """Run everything: one launch for one rank, one for two. A launch ends at its first run that fails."""
     folder = tmp_path_factory.mktemp("matrix")
     threshold = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
     (folder / "threshold.json").write_text(json.dumps(threshold))
     for ranks in (1, 2):
-        jobs = [job for job in JOBS if job.ranks == ranks]
+        jobs = [job for job in wanted if job.ranks == ranks]
         file = folder / f"ranks{ranks}.json"
         file.write_text(
             json.dumps([{"step": j.step, "argv": as_flags(flags_of(j, tiny, folder))} for j in jobs])
@@ -200,10 +220,10 @@ def finished(results: Path, job: Job) -> Path:
     return results / job.name
 
 
-def test_every_run_ends_well(results):
+def test_every_run_ends_well(results, wanted):
     for ranks in (1, 2):
         log = (results / f"ranks{ranks}.log").read_text()
-        assert log.count("\ntook ") == sum(job.ranks == ranks for job in JOBS), log[-6000:]
+        assert log.count("\ntook ") == sum(job.ranks == ranks for job in wanted), log[-6000:]
 
 
 def check_same(job: Job, found: Path, expected: Path) -> None:
@@ -231,14 +251,12 @@ def check_same(job: Job, found: Path, expected: Path) -> None:
         assert apart < TOLERANCE, f"{export}: {apart}"
 
 
-@pytest.mark.parametrize(
-    "job", [j for j in JOBS if j.dtype == "fp32" and j != j.reference], ids=lambda j: j.name
-)
+@pytest.mark.parametrize("job", params([j for j in JOBS if j.dtype == "fp32" and j != j.reference]))
 def test_same_losses_and_weights(results, job):
     check_same(job, finished(results, job), finished(results, job.reference))
 
 
-@pytest.mark.parametrize("job", [j for j in JOBS if j.dtype == "bf16"], ids=lambda j: j.name)
+@pytest.mark.parametrize("job", params([j for j in JOBS if j.dtype == "bf16"]))
 def test_bf16_is_finite_and_falls(results, job):
     for row in read_metrics(finished(results, job)):
         assert all(math.isfinite(value) for value in row.values()), row

@@ -147,7 +147,7 @@ def test_exit_codes_and_signals(tmp_path):
     assert train.run_launch(train.Launch(["bash", "-c", 'exit "$CODE"'], {"CODE": "0"})) == 0
     # A step that this process is told to stop: the group gets the signal, its end is waited for.
     child = (
-        "trap 'sleep 0.3; touch \"$SAVED\"; exit 75' TERM; kill -TERM $PPID_OF; while :; do sleep 0.05; done"
+        "trap 'sleep 0.3; touch \"$SAVED\"; exit 75' TERM; kill -TERM $MAKER; while :; do sleep 0.05; done"
     )
     variables = {"MAKER": str(os.getpid()), "SAVED": str(tmp_path / "saved")}
     assert train.run_launch(train.Launch(["bash", "-c", child], variables)) == train.STOPPED
