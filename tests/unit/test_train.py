@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -141,16 +142,20 @@ def test_flags_of_a_step_keep_their_dashes():
     assert train._with_underscores("--sft-flags=--a-b c") == "--sft_flags=--a-b c"
 
 
-def test_exit_codes_and_signals(tmp_path):
+def test_exit_codes():
     assert train.run_launch(train.Launch(["bash", "-c", "exit 3"], {})) == 3
     assert train.run_launch(train.Launch(["bash", "-c", "kill -9 $$"], {})) == 137
     assert train.run_launch(train.Launch(["bash", "-c", 'exit "$CODE"'], {"CODE": "0"})) == 0
-    # A step that this process is told to stop: the group gets the signal, its end is waited for.
-    child = (
-        "trap 'sleep 0.3; touch \"$SAVED\"; exit 75' TERM; kill -TERM $MAKER; while :; do sleep 0.05; done"
-    )
-    variables = {"MAKER": str(os.getpid()), "SAVED": str(tmp_path / "saved")}
-    assert train.run_launch(train.Launch(["bash", "-c", child], variables)) == train.STOPPED
+
+
+def test_a_signal_is_passed_on_and_its_end_waited_for(tmp_path):
+    """In a process of its own: this one may watch for signals already, after other tests."""
+    step = "trap 'sleep 0.3; touch $SAVED; exit 75' TERM; kill -TERM $PPID; while :; do sleep 0.05; done"
+    code = "import sys, train; sys.exit(train.run_launch(train.Launch(['bash', '-c', sys.argv[1]], {})))"
+    environment = os.environ | {"SAVED": str(tmp_path / "saved")}
+    command = [sys.executable, "-c", code, step]
+    done = subprocess.run(command, cwd=train.ROOT, env=environment, timeout=60, capture_output=True)
+    assert done.returncode == train.STOPPED, done.stderr
     assert (tmp_path / "saved").exists()
 
 
