@@ -18,7 +18,13 @@ from common import startup
 from common.args import REQUIRED, Problems, flag, parse_args
 from common.data.example import Message
 from common.dialogue import Template
-from common.generation.answering import Answerer, AnsweringArguments, load_answerer, load_template
+from common.generation.answering import (
+    Answerer,
+    AnsweringArguments,
+    check_sampling,
+    load_answerer,
+    load_template,
+)
 from common.leading_words import split_leading_words
 from common.reward_scorer import RewardScorer, load_frozen_value_model
 from common.saving.durable_files import write_file
@@ -217,10 +223,7 @@ def main() -> None:
     words, flags = split_leading_words(sys.argv[1:])
     argv = [*(["--path", words[0]] if words else []), *words[1:], *flags]
     args = parse_args(ChatArguments, argv, description=__doc__.splitlines()[0], problems=problems)
-    startup.check_positive(args, ["max_new_tokens", "top_p"], problems)
-    problems.check(args.top_p <= 1, f"--top_p {args.top_p} must be at most 1, which takes all tokens")
-    for name in ("temperature", "top_k"):
-        problems.check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)} must be at least 0")
+    check_sampling(args, problems)
     problems.exit_if_any()
     session = load_session(args, problems)
     is_terminal = sys.stdin.isatty()

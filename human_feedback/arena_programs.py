@@ -11,7 +11,7 @@ from common import startup
 from common.args import REQUIRED, Problems, flag, parse_args
 from common.data.registry import RawSource, load_source
 from common.dialogue import Template
-from common.generation.answering import AnsweringArguments, load_answerer, load_template
+from common.generation.answering import AnsweringArguments, check_sampling, load_answerer, load_template
 from common.leading_words import split_leading_words
 from common.listening import bind, find_token, is_loopback
 from human_feedback.arena_app import create_app
@@ -80,7 +80,8 @@ def serve(argv: list[str]) -> None:
     argv = [*(["--models", *words] if words else []), *flags]
     description = "People compare models blindly on a page; programs ask them by OpenAI's protocol."
     args = parse_args(ArenaArguments, argv, description=description, problems=problems)
-    _check_numbers(args, problems)
+    check_sampling(args, problems)
+    startup.check_positive(args, ["max_request_bytes"], problems)
     paths = _named_paths(args.models, problems)
     token = find_token(args.token_file, problems)
     bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
@@ -117,13 +118,6 @@ def serve(argv: list[str]) -> None:
     # A page that still waits for an answer does not keep the server from ending.
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     uvicorn.Server(config).run(sockets=[bound])
-
-
-def _check_numbers(args: ArenaArguments, problems: Problems) -> None:
-    startup.check_positive(args, ["max_new_tokens", "top_p", "max_request_bytes"], problems)
-    problems.check(args.top_p <= 1, f"--top_p {args.top_p} must be at most 1, which takes all tokens")
-    for name in ("temperature", "top_k"):
-        problems.check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)} must be at least 0")
 
 
 def _named_paths(words: list[str], problems: Problems) -> dict[str, str]:

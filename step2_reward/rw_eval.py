@@ -24,10 +24,10 @@ from common.data.global_batches import evaluation_batches
 from common.data.source_checks import check_sources
 from common.data.stage_datasets import build_pairs
 from common.dialogue import build_template
-from common.models import ModelOptions
 from common.plugins import import_plugins
+from common.reward_scorer import load_frozen_value_model
 from common.saving.export import read_metadata
-from common.value_model import has_saved_head, load_value_model
+from common.value_model import has_saved_head
 from step2_reward.arguments import RewardEvalArguments
 from step2_reward.reward_trainer import compute_pair_scores, evaluate_pairs
 
@@ -66,13 +66,7 @@ def main() -> None:
     distributed.start()
     with startup.as_problem(problems):
         data = build_pairs(options, tokenizer, template)
-        model_options = ModelOptions(
-            name,
-            dtype=args.dtype or distributed.default_dtype_name(),
-            dropout=0.0,
-            trust_remote_code=args.trust_remote_code,
-        )
-        model = load_value_model(model_options, len(tokenizer)).to(distributed.device()).eval()
+        model = load_frozen_value_model(name, tokenizer, args)
     rows = data.eval if data.eval is not None and len(data.eval) else data.train
     collate = PairCollator(tokenizer.pad_token_id)
     for line in data.report.lines():

@@ -201,6 +201,14 @@ class _Hearing:
             self.cancelled.add(sample)
 
 
+def check_sampling(args: Any, problems: Problems) -> None:
+    """Add the problems of --max_new_tokens, --temperature, --top_k and --top_p."""
+    startup.check_positive(args, ["max_new_tokens", "top_p"], problems)
+    problems.check(args.top_p <= 1, f"--top_p {args.top_p} must be at most 1, which takes all tokens")
+    for name in ("temperature", "top_k"):
+        problems.check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)} must be at least 0")
+
+
 def load_template(
     flag_name: str, path: str, args: AnsweringArguments, problems: Problems, *, trained_path: str = ""
 ) -> Template | None:
