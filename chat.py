@@ -37,8 +37,12 @@ HELP = """\
 /temperature T    sample with this temperature; 0 takes the likeliest token
 /save FILE        write the conversation as a row of `messages`, which steps 1 and 3 take
 /help             this list
+/quit             leave (also: /exit, an empty line, Ctrl-D)
 //...              a message that begins with a /
-An empty line or Ctrl-D leaves; Ctrl-C ends an answer."""
+Ctrl-C ends an answer, and leaves where none is being given."""
+
+
+LEAVE = ("/quit", "/exit")
 
 
 @dataclass
@@ -236,7 +240,7 @@ def main() -> None:
             text = input("you> " if is_terminal else "").strip()
         except EOFError:
             text = ""
-        if not text:
+        if not text or text in LEAVE:
             return
         if text == "clear" or (text.startswith("/") and not text.startswith("//")):
             print(session.command(text), flush=True, file=sys.stdout if is_terminal else sys.stderr)

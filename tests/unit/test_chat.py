@@ -83,6 +83,12 @@ def test_commands_change_what_is_asked(talk, folder, asked):
     assert "/nope is no command; /help" in said and "/temperature -1: expected a number from 0" in said
 
 
+@pytest.mark.parametrize("word", ["/quit", "/exit", ""])
+def test_words_that_leave(talk, folder, asked, word):
+    talk(f"Hi\n{word}\nHo\n", folder)
+    assert [messages[-1] for messages in asked] == [("user", "Hi")]
+
+
 def test_temperature_0_gives_one_answer_each_time(talk, folder):
     out, _ = talk("/temperature 0\nHi\n/reset\nHi\n/temperature 5\n/reset\nHi\n", folder)
     first, second, third = out.split("bot> ")[1:]
