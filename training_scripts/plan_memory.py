@@ -108,10 +108,6 @@ def plan_arguments(script: Path, folder: Path) -> PlanArguments:
     nodes, gpus, gib = read_hardware(script.read_text())
     hardware = {"num_nodes": nodes, "num_gpus": gpus, "gpu_memory_gib": float(gib), "gpu": "a100-80g"}
     stage = list(STEPS).index(step) + 1
-    if getattr(args, "loss", "") == "dpo":  # a policy on two sequences a pair
-        stage = 1
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-            values[name] *= 2
     return PlanArguments(**values | hardware | {"stage": stage})
 
 

@@ -27,8 +27,10 @@ from common.check.devices import (
     dtype_of,
     find_problems,
     hardware_lines,
+    has_score_head,
     more_machines,
     read_models,
+    sequences_of_row,
 )
 from common.check.memory_plan import TRAINING, MemoryPlan, Role, Run, plan_memory
 from common.check.traffic_plan import TrafficPlan, is_recomputed, plan_traffic, strided_group
@@ -79,13 +81,13 @@ def main(argv: Sequence[str]) -> None:
 def build_run(args: PlanArguments, models: Models) -> Run:
     """Return what the flags describe."""
     dtype = dtype_of(args)
-    of_row = 2 if args.stage == 2 else 1  # sequences
+    of_row = sequences_of_row(args)
     if args.stage == 3:
         roles = _build_ppo_roles(args, models, dtype)
         length = args.max_prompt_seq_len + args.max_answer_seq_len
         rows, evaluated = args.per_device_training_batch_size, 0
     else:
-        name = {1: "policy", 2: "reward"}[args.stage]
+        name = "reward" if has_score_head(args) else "policy"
         lora = LoraOptions(args.lora_dim, 0.0, args.lora_module_name, args.only_optimize_lora)
         stage = effective_zero_stage(args.zero_stage, dtype)
         roles = [Role(name, models["model"], stage, True, lora, args.gradient_checkpointing, args.offload)]
@@ -235,7 +237,8 @@ def head_lines(run: Run) -> list[str]:
         family = model.config.model_type + (", adapters off" if role.is_adapter_off else "")
         sizes = [str(model.num_layers), str(model.hidden_size), str(role.zero_stage)]
         rows.append([role.name, family, count_text(counts.num_params), trained, *sizes])
-    title = f"{STEPS[run.args.stage]}, on {machines}{hardware.num_gpus} x {hardware.name}, {run.dtype}"
+    step = "step 2, DPO" if run.args.stage == 2 and run.args.loss == "dpo" else STEPS[run.args.stage]
+    title = f"{step}, on {machines}{hardware.num_gpus} x {hardware.name}, {run.dtype}"
     return [title, "", *grid(rows, num_left=2)]
 
 

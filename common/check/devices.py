@@ -78,6 +78,11 @@ class ModelArguments:
 
     stage: int = flag(REQUIRED, "step that is planned: 1 SFT, 2 reward model, 3 PPO", choices=(1, 2, 3))
     model_name_or_path: str = flag("", "steps 1 and 2: the model; no weights are loaded")
+    loss: str = flag(
+        "end_score",
+        "step 2: dpo plans a policy in place of a reward model",
+        choices=("end_score", "token_wise", "dpo"),
+    )
     actor_model_name_or_path: str = flag("", "step 3: the actor, also the reference")
     critic_model_name_or_path: str = flag("", "step 3: the critic")
     reward_model_name_or_path: str = flag("", "step 3: the reward model; empty: the critic's")
@@ -223,7 +228,7 @@ def hardware_lines(args: HardwareArguments, hardware: Hardware) -> list[str]:
 def read_models(args: PlanArguments, problems: Problems) -> Models:
     """Return the models by role, after adding what is wrong with their paths."""
     if args.stage in (1, 2):
-        paths = {"model": ("--model_name_or_path", args.model_name_or_path, args.stage == 2)}
+        paths = {"model": ("--model_name_or_path", args.model_name_or_path, has_score_head(args))}
     else:
         reward = args.reward_model_name_or_path or args.critic_model_name_or_path
         paths = {"actor": ("--actor_model_name_or_path", args.actor_model_name_or_path, False)}
@@ -244,7 +249,7 @@ def read_models(args: PlanArguments, problems: Problems) -> Models:
                 continue
             text, multiple = config.get_text_config(), args.pad_vocab_multiple
             text.vocab_size = -(-text.vocab_size // multiple) * multiple
-            startup.check_length(config, longest_row(args) // (2 if args.stage == 2 else 1), name, problems)
+            startup.check_length(config, longest_row(args) // sequences_of_row(args), name, problems)
             more = {"is_value_model": is_value_model, "trust_remote_code": args.trust_remote_code}
             try:
                 read[path, is_value_model] = ModelSizes(config, **more)
@@ -253,6 +258,16 @@ def read_models(args: PlanArguments, problems: Problems) -> Models:
                 continue
         models[role] = read[path, is_value_model]
     return models
+
+
+def has_score_head(args: PlanArguments) -> bool:
+    """Return whether the model of steps 1 and 2 is a reward model."""
+    return args.stage == 2 and args.loss != "dpo"
+
+
+def sequences_of_row(args: PlanArguments) -> int:
+    """Return the sequences of a row: step 2 has pairs."""
+    return 2 if args.stage == 2 else 1
 
 
 def dtype_of(args: PlanArguments) -> str:
@@ -264,7 +279,7 @@ def longest_row(args: PlanArguments) -> int:
     """Return the tokens of what stays together in a pass: a row, a pair, a prompt with its response."""
     if args.stage == 3:
         return args.max_prompt_seq_len + args.max_answer_seq_len
-    return args.max_seq_len * (2 if args.stage == 2 else 1)
+    return args.max_seq_len * sequences_of_row(args)
 
 
 def role_prefixes(args: PlanArguments, models: Models) -> list[str]:

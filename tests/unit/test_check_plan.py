@@ -172,6 +172,15 @@ def test_every_device_can_be_planned_for(run_plan, gpu):
     assert plan["step_seconds"] > 0 and plan["phases"]["train"]["bound"]
 
 
+def test_dpo_is_a_policy_on_two_sequences_a_pair(run_plan):
+    _, printed, pairs = run_plan(2, "--loss", "dpo", "--per_device_train_batch_size", "3")
+    _, _, rows = run_plan(1, "--per_device_train_batch_size", "6", "--per_device_eval_batch_size", "32")
+    assert "step 2, DPO, on 1 x" in printed
+    assert pairs["memory"] == rows["memory"] and pairs["step_seconds"] == rows["step_seconds"]
+    _, _, scores = run_plan(2, "--per_device_train_batch_size", "3")
+    assert set(pairs["parameters"]) == {"policy"} and set(scores["parameters"]) == {"reward"}
+
+
 def test_the_models_own_numbers_stand_in_the_head(run_plan):
     _, printed, plan = run_plan(3, "--actor_lora_dim", "8", "--only_optimize_lora", "--critic_lora_dim", "8")
     adapter = 8 * 6 * (4 * (4096 + 4096) + 3 * (4096 + 11008))  # four projections and three of the MLP
