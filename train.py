@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.args import Problems, flag, parse_args
+from common.report.run_files import NoRun, read_run
 from common.report.write import write_report
 from common.saving.run_file_names import REPORT
 from training_scripts.script_index import DEPLOYMENTS, STEPS, find_script
@@ -233,14 +234,11 @@ def add_seconds(args: TrainArguments, step: int, seconds: float) -> None:
 
 def read_results(folder: Path, names: tuple[str, ...]) -> dict[str, list[float]]:
     """Return the first and the last number under each of these names in a step's metrics."""
-    found: dict[str, list[float]] = {}
-    file = folder / "metrics.jsonl"
-    for line in file.read_text().splitlines() if file.exists() else ():
-        row = json.loads(line)
-        for name in names:
-            if row.get(name) is not None:
-                found[name] = [found.get(name, [row[name]])[0], row[name]]
-    return found
+    try:
+        curves = read_run(folder).curves
+    except NoRun:
+        return {}
+    return {name: [curves[name].values[0], curves[name].last] for name in names if name in curves}
 
 
 def summarise(args: TrainArguments) -> dict[str, Any]:

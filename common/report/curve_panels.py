@@ -27,6 +27,11 @@ MEANINGS = {
     "reward/eval_accuracy": "held-out pairs ranked rightly",
     "reward/eval_margin": "chosen score less rejected score",
     "reward/eval_length_correlation": "held-out scores with lengths",
+    "dpo/accuracy": "pairs ranked rightly, of a step",
+    "dpo/margin": "chosen reward less rejected reward",
+    "dpo/chosen_reward": "beta times the log-ratio to the reference",
+    "dpo/rejected_reward": "beta times the log-ratio to the reference",
+    "dpo/eval_accuracy": "held-out pairs ranked rightly",
     "perf/step_seconds": "a whole step",
     "perf/collect_seconds": "rollout of a step",
     "perf/peak_memory_gib": "of the first process, so far",
@@ -44,6 +49,14 @@ OVERVIEW = (
     "reward/eval_accuracy",
     "reward/eval_margin",
     "reward/grad_norm",
+    "dpo/loss",
+    "dpo/accuracy",
+    "dpo/margin",
+    "dpo/chosen_reward",
+    "dpo/rejected_reward",
+    "dpo/eval_loss",
+    "dpo/eval_accuracy",
+    "dpo/grad_norm",
     "objective/score",
     "objective/kl",
     "objective/reward",
@@ -72,14 +85,18 @@ TRAILS = (
         "a slope: longer answers, more score",
     ),
 )
-GROUP_ORDER = ("objective", "rollout", "policy", "value", "reward", "sft", "hybrid")
+GROUP_ORDER = ("objective", "rollout", "policy", "value", "reward", "dpo", "sft", "hybrid")
 
 
-def render_legend(runs: Sequence[RunFiles]) -> str:
-    """Return the colours of the runs, "" for one run."""
+def render_legend(runs: Sequence[RunFiles], kind: str = "") -> str:
+    """Return the colours of the runs, or of those of one kind; "" where there is one run."""
     if len(runs) < 2:
         return ""
-    items = (f'<span class="key t{i % 6}">{escape(run.name)}</span>' for i, run in enumerate(runs))
+    items = (
+        f'<span class="key t{i % 6}">{escape(run.name)}</span>'
+        for i, run in enumerate(runs)
+        if kind in ("", run.kind)
+    )
     return f'<p class="legend">{"".join(items)}</p>'
 
 

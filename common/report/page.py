@@ -72,9 +72,11 @@ def _sign(name: str, title: str, seen: str, rule: str) -> str:
 
 
 def _render_hacking(runs: Sequence[RunFiles]) -> str:
-    panels = curve_panels.render_legend(runs) + curve_panels.render_hacking_panels(runs)
+    panels = curve_panels.render_legend(runs, kind="ppo") + curve_panels.render_hacking_panels(runs)
     rows, lines = [], []
     for run in runs:
+        if run.kind != "ppo":
+            continue
         found = signs.find_signs(run.curves)
         seen = [sign for sign in found if sign.seen]
         name = f"{escape(run.name)}: " if len(runs) > 1 else ""

@@ -61,9 +61,9 @@ class RunFiles:
 
     @property
     def kind(self) -> str:
-        """Return `sft`, `reward`, `ppo` or ``, by the names of the numbers."""
+        """Return `sft`, `reward`, `dpo`, `ppo` or ``, by the names of the numbers."""
         prefixes = {name.split("/")[0] for name in self.curves}
-        kinds = {"sft": "sft", "objective": "ppo", "policy": "ppo", "reward": "reward"}
+        kinds = {"sft": "sft", "objective": "ppo", "policy": "ppo", "reward": "reward", "dpo": "dpo"}
         return next((kind for prefix, kind in kinds.items() if prefix in prefixes), "")
 
     def defaults(self) -> dict[str, Any]:

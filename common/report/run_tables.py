@@ -8,10 +8,17 @@ from typing import Any
 from common.report.run_files import Curve, RunFiles, count_gaps
 from common.report.svg_charts import draw_shares, shown
 
-KINDS = {"sft": "Step 1, SFT", "reward": "Step 2, reward model", "ppo": "Step 3, PPO", "": "Run"}
+KINDS = {
+    "sft": "Step 1, SFT",
+    "reward": "Step 2, reward model",
+    "dpo": "Step 2, DPO",
+    "ppo": "Step 3, PPO",
+    "": "Run",
+}
 HEADLINES = {
     "sft": ("sft/loss", "sft/eval_loss", "sft/eval_perplexity"),
     "reward": ("reward/loss", "reward/eval_accuracy", "reward/accuracy"),
+    "dpo": ("dpo/loss", "dpo/eval_accuracy", "dpo/margin"),
     "ppo": ("objective/score", "objective/kl", "rollout/response_tokens", "value/explained_variance"),
     "": (),
 }

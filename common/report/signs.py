@@ -143,7 +143,7 @@ def _rewards_part(curves: Curves) -> str:
 
 
 def _over_fitted(curves: Curves) -> str:
-    held_out = curves["sft/eval_loss"]
+    held_out = next(curves[name] for name in ("sft/eval_loss", "dpo/eval_loss") if name in curves)
     low = min(held_out.values)
     step = held_out.steps[held_out.values.index(low)]
     if held_out.last <= 1.02 * low:
@@ -159,6 +159,13 @@ def _weak_judge(curves: Curves) -> str:
 def _judge_of_length(curves: Curves) -> str:
     found = curves["reward/eval_length_correlation"].last
     return f"held-out scores and lengths correlate by {shown(found)}" if abs(found) > 0.5 else ""
+
+
+def _chosen_lost(curves: Curves) -> str:
+    chosen, rejected = curves["dpo/eval_chosen_reward"].last, curves["dpo/eval_rejected_reward"].last
+    if chosen >= 0 or -chosen <= (chosen - rejected) / 2:
+        return ""
+    return f"held-out rewards are {shown(chosen)} for the chosen, {shown(rejected)} for the rejected answers"
 
 
 HACKING = (
@@ -238,6 +245,20 @@ FITTING = (
         "learning rate.",
         ("sft/eval_loss",),
         _over_fitted,
+    ),
+    Rule(
+        "The held-out DPO loss rises again",
+        "The last held-out loss is more than 2 % above the lowest one: fewer epochs, a higher --beta, or a "
+        "lower learning rate.",
+        ("dpo/eval_loss",),
+        _over_fitted,
+    ),
+    Rule(
+        "Chosen answers lose probability, too",
+        "The policy gives the chosen answers less than its reference did, by more than half of the margin, "
+        "and only the rejected ones less still (arXiv:2402.13228): a higher --beta, or fewer steps.",
+        ("dpo/eval_chosen_reward", "dpo/eval_rejected_reward"),
+        _chosen_lost,
     ),
     Rule(
         "The reward model is a weak judge",

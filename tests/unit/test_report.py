@@ -193,6 +193,22 @@ def test_several_runs_lie_over_one_another(tmp_path):
     assert lines.count("line c0") == lines.count("line c1") > 0
 
 
+def test_the_steps_of_a_pipeline_beside_one_another(tmp_path):
+    sft = write_run(tmp_path / "step1", over_steps(20, sft__loss=lambda s: 3.0))
+    ppo = write_run(tmp_path / "step3", over_steps(20, **PPO))
+    text = page_of(sft, ppo).text
+    signs = text[text.index("Signs of reward hacking") : text.index("what is looked for")]
+    assert "step3: none of the" in signs and "step1" not in signs
+
+
+def test_a_run_of_dpo(tmp_path):
+    numbers = {"dpo__loss": lambda s: 0.7 - s / 100, "dpo__margin": lambda s: s / 10}
+    text = page_of(write_run(tmp_path, over_steps(20, **numbers))).text
+    assert "Step 2, DPO · 20 steps" in text and "dpo/loss0.5from 0.69" in text
+    assert text.index("Curves") < text.index("dpo/margin", text.index("Curves"))
+    assert "more of dpo/" not in text
+
+
 def test_flags_that_differ_from_their_defaults(tmp_path):
     flags, defaults = {"a": 1, "b": [2], "resolved_dtype": "fp32"}, {"a": 1, "b": [], "c": 0}
     run = read_run(write_run(tmp_path, [], flags=flags, about={"defaults": defaults}))

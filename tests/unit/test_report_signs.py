@@ -111,6 +111,16 @@ def test_a_fit_that_goes_too_far_and_weak_judges():
     ]  # fmt: skip
 
 
+def test_signs_of_a_run_of_dpo():
+    assert signs_of(FITTING, dpo__eval_loss=lambda s: abs(s - 20) + 5) == [
+        "The held-out DPO loss rises again"
+    ]
+    rewards = {"dpo__eval_chosen_reward": lambda s: -s / 50, "dpo__eval_rejected_reward": lambda s: -s / 25}
+    assert signs_of(FITTING, **rewards) == ["Chosen answers lose probability, too"]  # -1 against -2
+    assert signs_of(FITTING, **rewards | {"dpo__eval_rejected_reward": lambda s: -s / 10}) == []  # -5
+    assert signs_of(FITTING, **rewards | {"dpo__eval_chosen_reward": lambda s: 0.5}) == []
+
+
 def test_a_sign_stands_on_the_page_with_its_rule(tmp_path):
     rows = over_steps(50, **PPO | {"rollout__distinct_2": lambda s: 0.9 - s / 100})
     page = Page(build_page([read_run(write_run(tmp_path, rows))]))

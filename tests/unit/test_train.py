@@ -168,7 +168,8 @@ def test_the_summary(tmp_path, capsys):
         {"step": 2, "sft/loss": None},
     ]
     rows += [{"step": 3, "sft/loss": 2.5}, {"step": 3, "sft/eval_perplexity": 12.0}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text + '{"step": 4, "sft/lo')  # killed while it wrote
     args = train.TrainArguments(step=[1])
     train.add_seconds(args, 1, 60.0), train.add_seconds(args, 1, 30.0)
     summary = train.summarise(args)
