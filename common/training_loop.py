@@ -1,6 +1,7 @@
 """What the single-model programs (steps 1 and 2) share: checks, batches, engine, and the loop over epochs."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_ba
 from common.data.source_checks import check_sources
 from common.dialogue import Template, build_template
 from common.ds_config import EngineOptions, build_train_config
+from common.engine_step import LossTerm, update_engine
 from common.models import LoraOptions, ModelOptions, plain_model
 from common.optim import build_optimizer, build_schedule
 from common.plugins import import_plugins
@@ -183,6 +185,24 @@ def count_steps(args: Any, steps_per_epoch: int) -> int:
     """Return the steps of the whole run: epochs, or fewer by --max_train_steps."""
     num_steps = args.num_train_epochs * steps_per_epoch
     return min(num_steps, args.max_train_steps) if args.max_train_steps else num_steps
+
+
+def train_and_log(step: int, engine: Any, term: LossTerm, logger: RunLogger) -> float:
+    """Do optimizer step `step` (from 1) by the mean of one loss, log it and its speed, return the loss.
+
+    The micro-batches of the term are laid end to end, with `input_ids`. Every rank must call this.
+    """
+    started = time.monotonic()
+    engine.train()
+    means = update_engine(engine, [term])
+    seconds = time.monotonic() - started
+    num_tokens = distributed.sum_float(float(sum(len(b.data["input_ids"]) for b in term.micro_batches)))
+    kind = term.name.split("/")[0]
+    numbers = {name: value for name, value in means.items() if name.startswith(f"{kind}/")}
+    numbers |= {f"{kind}/{name}": means[name] for name in ("grad_norm", "learning_rate")}
+    speed = {"perf/step_seconds": seconds, "perf/tokens_per_second": num_tokens / seconds}
+    logger.log(step, numbers | speed)
+    return means[term.name]
 
 
 def run_steps(

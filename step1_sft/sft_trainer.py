@@ -1,7 +1,6 @@
 """Training of step 1: next-token loss on responses, perplexity on held-out rows."""
 
 import math
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,19 +8,15 @@ import torch
 
 from common import distributed
 from common.data.collators import Batch, pack_sft
-from common.engine_step import LossTerm, update_engine
+from common.engine_step import LossTerm
 from common.model_inputs import lay_out
 from common.run_logger import RunLogger
+from common.training_loop import train_and_log
 
 
 def count_targets(batch: Batch) -> float:
     """Return how many tokens of the batch are learned; the first of a row has nothing before it."""
     return float(pack_sft(batch).data["loss_mask"].sum())
-
-
-def count_tokens(batch: Batch) -> float:
-    """Return the tokens of the batch, padding left out."""
-    return float(len(pack_sft(batch).data["input_ids"]))
 
 
 def compute_nll_sum(engine: Any, batch: Batch, *, is_flat: bool = False) -> torch.Tensor:
@@ -43,29 +38,9 @@ class SFTTrainer:
 
     def train_step(self, step: int, micro_batches: list[Batch]) -> float:
         """Do optimizer step `step` (from 1), log it, return its loss. Every rank must call this."""
-        started = time.monotonic()
-        self.engine.train()
-        micro_batches = [pack_sft(batch) for batch in micro_batches]  # once: loss and counts read them
-        term = LossTerm(
-            "sft/loss",
-            micro_batches,
-            lambda batch: (compute_nll_sum(self.engine, batch, is_flat=self.is_flat), {}),
-            count_targets,
-        )
-        means = update_engine(self.engine, [term])
-        seconds = time.monotonic() - started
-        num_tokens = distributed.sum_float(sum(count_tokens(batch) for batch in micro_batches))
-        self.logger.log(
-            step,
-            {
-                "sft/loss": means["sft/loss"],
-                "sft/grad_norm": means["grad_norm"],
-                "sft/learning_rate": means["learning_rate"],
-                "perf/step_seconds": seconds,
-                "perf/tokens_per_second": num_tokens / seconds,
-            },
-        )
-        return means["sft/loss"]
+        packed = [pack_sft(batch) for batch in micro_batches]  # once: loss and counts read them
+        term = LossTerm("sft/loss", packed, self._compute_sums, count_targets)
+        return train_and_log(step, self.engine, term, self.logger)
 
     @torch.no_grad()
     def evaluate(self, step: int, batches: Iterable[tuple[dict[str, Any], torch.Tensor]]) -> float:
@@ -81,3 +56,6 @@ class SFTTrainer:
         perplexity = math.exp(min(loss, 700.0))
         self.logger.log_event(step, {"sft/eval_loss": loss, "sft/eval_perplexity": perplexity})
         return perplexity
+
+    def _compute_sums(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return compute_nll_sum(self.engine, batch, is_flat=self.is_flat), {}

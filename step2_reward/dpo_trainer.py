@@ -3,7 +3,6 @@
 # N pairs; a batch laid end to end holds each pair's chosen answer, then its rejected one
 """
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,13 +10,12 @@ import torch
 
 from common import distributed
 from common.data.collators import Batch, pack_pairs
-from common.engine_step import LossTerm, update_engine
+from common.engine_step import LossTerm
 from common.model_inputs import lay_out
 from common.run_logger import RunLogger
+from common.training_loop import train_and_log
 from step2_reward.dpo_loss import DPOLoss, dpo_loss
 from step2_reward.ranking_metrics import expected_calibration_error, pair_accuracy
-
-NAMES = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
 
 
 def compute_answer_logprobs(model: Any, batch: Batch, *, is_flat: bool = False) -> torch.Tensor:
@@ -51,24 +49,9 @@ class DPOTrainer:
 
     def train_step(self, step: int, micro_batches: list[Batch]) -> float:
         """Do optimizer step `step` (from 1), log it, return its loss. Every rank must call this."""
-        started = time.monotonic()
-        self.engine.train()
-        micro_batches = [pack_pairs(batch) for batch in micro_batches]  # once: all below read them
-        term = LossTerm("dpo/loss", micro_batches, self._compute_sums, len)
-        means = update_engine(self.engine, [term])
-        seconds = time.monotonic() - started
-        num_tokens = distributed.sum_float(sum(float(len(b.data["input_ids"])) for b in micro_batches))
-        self.logger.log(
-            step,
-            {
-                **{f"dpo/{name}": means[f"dpo/{name}"] for name in NAMES},
-                "dpo/grad_norm": means["grad_norm"],
-                "dpo/learning_rate": means["learning_rate"],
-                "perf/step_seconds": seconds,
-                "perf/tokens_per_second": num_tokens / seconds,
-            },
-        )
-        return means["dpo/loss"]
+        packed = [pack_pairs(batch) for batch in micro_batches]  # once: all below read them
+        term = LossTerm("dpo/loss", packed, self._compute_sums, len)
+        return train_and_log(step, self.engine, term, self.logger)
 
     @torch.no_grad()
     def evaluate(self, step: int, batches: Iterable[tuple[Batch, torch.Tensor]]) -> dict[str, float]:

@@ -3,7 +3,6 @@
 # N pairs; a batch laid end to end holds each pair's chosen answer, then its rejected one
 """
 
-import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -11,9 +10,10 @@ import torch
 
 from common import distributed
 from common.data.collators import Batch, pack_pairs
-from common.engine_step import LossTerm, update_engine
+from common.engine_step import LossTerm
 from common.model_inputs import lay_out
 from common.run_logger import RunLogger
+from common.training_loop import train_and_log
 from step2_reward.ranking_loss import center_penalty, end_score_loss, first_difference, token_wise_loss
 from step2_reward.ranking_metrics import (
     expected_calibration_error,
@@ -58,11 +58,6 @@ def compute_pair_losses(
     lengths = packed.lengths["input_ids"].to(ids.device)
     divergence = first_difference(ids[0::2], ids[1::2], lengths[0::2], lengths[1::2])
     return token_wise_loss(values[0::2], values[1::2], lengths[0::2], lengths[1::2], divergence).loss
-
-
-def count_pairs(batch: Batch) -> int:
-    """Return the pairs of a batch."""
-    return len(pack_pairs(batch))
 
 
 def judge_pairs(chosen: torch.Tensor, rejected: torch.Tensor, lengths: torch.Tensor) -> dict[str, float]:
@@ -122,26 +117,9 @@ class RewardTrainer:
 
     def train_step(self, step: int, micro_batches: list[Batch]) -> float:
         """Do optimizer step `step` (from 1), log it, return its loss. Every rank must call this."""
-        started = time.monotonic()
-        self.engine.train()
-        micro_batches = [pack_pairs(batch) for batch in micro_batches]  # once: all below read them
-        term = LossTerm("reward/loss", micro_batches, self._compute_sums, count_pairs)
-        means = update_engine(self.engine, [term])
-        seconds = time.monotonic() - started
-        num_tokens = distributed.sum_float(
-            sum(float(len(pack_pairs(batch).data["input_ids"])) for batch in micro_batches)
-        )
-        self.logger.log(
-            step,
-            {
-                **{name: value for name, value in means.items() if name.startswith("reward/")},
-                "reward/grad_norm": means["grad_norm"],
-                "reward/learning_rate": means["learning_rate"],
-                "perf/step_seconds": seconds,
-                "perf/tokens_per_second": num_tokens / seconds,
-            },
-        )
-        return means["reward/loss"]
+        packed = [pack_pairs(batch) for batch in micro_batches]  # once: all below read them
+        term = LossTerm("reward/loss", packed, self._compute_sums, len)
+        return train_and_log(step, self.engine, term, self.logger)
 
     def evaluate(self, step: int, batches: Iterable[tuple[Batch, torch.Tensor]]) -> dict[str, float]:
         """Return and log the held-out figures. Every rank must call this."""
