@@ -10,6 +10,7 @@ from page_commands import ROOT, pages
 from docs.make_configuration import anchor
 
 LINK = re.compile(r"\]\(([^()\s]+(?:\([^()\s]*\)[^()\s]*)*)\)")
+IMAGE = re.compile(r'\b(?:src|srcset)="([^"\s]+)"')
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
@@ -27,7 +28,7 @@ def broken_links(page: Path) -> list[str]:
     """The links of a page that lead nowhere."""
     text = re.sub(r"`[^`\n]*`", "", FENCED.sub("", page.read_text()))
     broken = []
-    for link in LINK.findall(text):
+    for link in LINK.findall(text) + IMAGE.findall(text):
         if re.match(r"[a-z]+:", link):
             continue
         place, _, heading = unquote(link).partition("#")
@@ -49,5 +50,6 @@ def test_a_broken_link_is_found(tmp_path):
     page.write_text(
         "[a](other.md) [b](other.md#a-name-of_x) [c](other.md#twice-1) [d](https://x.y) `[e](no.md)`\n"
         "[f](no.md) [g](other.md#none) [h](#here) [i](other.md#twice-2)\n```\n[j](no.md)\n```\n"
+        '<source srcset="other.md"><img src="no.png">'
     )
-    assert broken_links(page) == ["no.md", "other.md#none", "#here", "other.md#twice-2"]
+    assert broken_links(page) == ["no.md", "other.md#none", "#here", "other.md#twice-2", "no.png"]
