@@ -41,8 +41,7 @@ OWN_FLAGS = {
     1: f"{SHARED_FLAGS} --learning_rate 1e-5 --num_train_epochs 2",
     2: f"{SHARED_FLAGS} --learning_rate 1e-5 --weight_decay 0.1",
     3: "--per_device_generation_batch_size 8 --per_device_training_batch_size 4 --actor_learning_rate 1e-6 "
-    "--actor_gradient_checkpointing --critic_gradient_checkpointing --actor_dropout 0.0 "
-    "--enable_hybrid_engine",
+    "--actor_gradient_checkpointing --critic_gradient_checkpointing --enable_hybrid_engine",
 }
 SHOWN = {  # what of a step's metrics the summary shows: the first number and the last
     1: ("sft/eval_perplexity", "sft/loss"),
@@ -76,10 +75,20 @@ class Launch(NamedTuple):
 
     words: list[str]
     variables: dict[str, str]
+    log: Path | None = None  # where its output goes, too; scripts write one themselves
 
     def __str__(self) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
-        return " ".join([*variables, shlex.join(self.words)])
+        return " ".join([*variables, shlex.join(self.words), *self._tee()])
+
+    def command(self) -> list[str]:
+        """Return the words of a process that does it, with the exit code of the program."""
+        if not self.log:
+            return self.words
+        return ["bash", "-c", " ".join(["set -o pipefail;", shlex.join(self.words), *self._tee()])]
+
+    def _tee(self) -> list[str]:
+        return ["2>&1 | tee -ai", shlex.quote(str(self.log))] if self.log else []
 
 
 def step_folder(args: TrainArguments, step: int) -> Path:
@@ -151,8 +160,7 @@ def build_launch(args: TrainArguments, step: int) -> Launch:
     words += [word for pair in models.items() for word in pair]
     words += [word for name in stages for word in (name, zero)]
     words += [*shlex.split(OWN_FLAGS[step]), "--output_dir", str(folder), *more]
-    piped = f'set -o pipefail; "$@" 2>&1 | tee -ai {shlex.quote(str(folder / LOG_FILE))}'
-    return Launch(["bash", "-c", piped, "train.py", *words], {})
+    return Launch(words, {}, folder / LOG_FILE)
 
 
 def _more_flags(args: TrainArguments, step: int) -> list[str]:
@@ -185,7 +193,10 @@ def run_launch(launch: Launch) -> int:
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         child = subprocess.Popen(
-            launch.words, cwd=ROOT, env=os.environ | {"PATH": path} | launch.variables, start_new_session=True
+            launch.command(),
+            cwd=ROOT,
+            env=os.environ | {"PATH": path} | launch.variables,
+            start_new_session=True,
         )
         group = child.pid
         if asked:  # before there was a group

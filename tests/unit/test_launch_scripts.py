@@ -13,16 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from common.args import Problems, parse_args
+from common.args import Problems, no_effect_notes, parse_args
 from common.data.registry import registered_names
+from training_scripts.plan_memory import STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "training_scripts"
-STEPS = {
-    "step1_sft": ("step1_sft.arguments", "SFTArguments"),
-    "step2_reward": ("step2_reward.arguments", "RewardArguments"),
-    "step3_ppo": ("step3_ppo.arguments", "PPOArguments"),
-}
 SCRIPTS = sorted(path for step in STEPS for path in (FOLDER / step).rglob("*.sh"))
 FAMILIES = ("opt", "llama2", "llama3", "qwen2.5", "qwen3", "smollm2", "gemma2")
 FAKE_DEEPSPEED = """#!/usr/bin/env bash
@@ -153,6 +149,7 @@ def test_the_program_accepts_the_flags(script: Path, tmp_path: Path):
     assert args.data_path and set(args.data_path) <= set(registered_names())
     flags = [word for word in run.program_words if word.startswith("--")]
     assert len(flags) == len(set(flags)), "a flag is given twice"
+    assert no_effect_notes(args, run.program_words) == []
     [log] = [file.read_text() for file in run.output_dir.glob("train*.log")]
     assert "a line of output" in log and "a line of complaint" in log
 

@@ -67,12 +67,14 @@ def test_flags_stand_last(tmp_path):
 def test_a_model_without_a_script_is_run_by_the_programs(tmp_path):
     (tmp_path / "my model").mkdir()
     sft, _, ppo = launches("--actor_model", "my model", "--deployment_type", "single_node")
-    words = sft.words[4:]
+    words = sft.words
     assert words[:4] == ["deepspeed", "--num_gpus", "8", "step1_sft/main.py"]
     assert words[words.index("--model_name_or_path") + 1] == str(tmp_path / "my model")
     assert words[words.index("--zero_stage") + 1] == "2"
     assert ppo.words[ppo.words.index("--critic_model_name_or_path") + 1].endswith("step2_reward/export")
-    assert "set -o pipefail" in sft.words[2]  # tee must not swallow the exit code
+    log = tmp_path / "output/step1_sft/train.log"
+    assert str(sft).startswith("deepspeed --num_gpus 8 step1_sft/main.py") and sft.log == log
+    assert str(sft).endswith(f" 2>&1 | tee -ai {log}") and f"'{tmp_path / 'my model'}'" in str(sft)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
@@ -146,6 +148,13 @@ def test_exit_codes():
     assert train.run_launch(train.Launch(["bash", "-c", "exit 3"], {})) == 3
     assert train.run_launch(train.Launch(["bash", "-c", "kill -9 $$"], {})) == 137
     assert train.run_launch(train.Launch(["bash", "-c", 'exit "$CODE"'], {"CODE": "0"})) == 0
+
+
+def test_a_program_without_a_script_writes_a_log_and_tee_does_not_swallow_its_exit_code(tmp_path, capfd):
+    log = tmp_path / "my log"
+    for code in (4, 0):
+        assert train.run_launch(train.Launch(["bash", "-c", f"echo 'a  b'; exit {code}"], {}, log)) == code
+    assert log.read_text() == capfd.readouterr().out == "a  b\na  b\n"
 
 
 def test_a_signal_is_passed_on_and_its_end_waited_for(tmp_path):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Step 3, PPO: Llama-2-7B actor and critic with mixed-precision LoRA on one machine.
+# Step 3, PPO: Llama-2-7B actor and critic with LoRA on one machine, without the MixZ++ of the original.
 #
 # Hyper-parameters of DeepSpeed-Chat's step3_rlhf_finetuning/.../llama2/run_llama2_7b_mixz.sh.
 # Hardware: eight GPUs of 80 GB in one machine.
@@ -38,14 +38,12 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --actor_gradient_checkpointing \
     --critic_gradient_checkpointing \
     --offload_reference_model \
-    --actor_dropout 0.0 \
     --actor_zero_stage 3 \
     --critic_zero_stage 3 \
     --actor_lora_dim 64 \
     --actor_lora_module_name layers. \
     --critic_lora_dim 64 \
     --critic_lora_module_name layers. \
-    --enable_mixed_precision_lora \
     --enable_hybrid_engine \
     --output_dir "$OUTPUT_DIR" \
     "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

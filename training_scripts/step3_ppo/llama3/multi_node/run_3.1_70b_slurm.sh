@@ -49,7 +49,6 @@ srun torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "$NUM_GPUS" \
     --critic_gradient_checkpointing \
     --offload_reference_model \
     --offload_reward_model \
-    --actor_dropout 0.0 \
     --actor_zero_stage 3 \
     --critic_zero_stage 3 \
     --enable_hybrid_engine \

@@ -45,7 +45,6 @@ torchrun --nnodes "$NUM_NODES" --node_rank "$NODE_RANK" --nproc_per_node "$NUM_G
     --critic_gradient_checkpointing \
     --offload_reference_model \
     --offload_reward_model \
-    --actor_dropout 0.0 \
     --actor_zero_stage 3 \
     --critic_zero_stage 3 \
     --enable_hybrid_engine \

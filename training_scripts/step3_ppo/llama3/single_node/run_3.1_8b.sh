@@ -37,7 +37,6 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --critic_gradient_checkpointing \
     --offload_reference_model \
     --offload_reward_model \
-    --actor_dropout 0.0 \
     --actor_zero_stage 3 \
     --critic_zero_stage 3 \
     --enable_hybrid_engine \

@@ -36,7 +36,6 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --lr_scheduler_type cosine \
     --num_warmup_steps 100 \
     --actor_gradient_checkpointing \
-    --actor_dropout 0.0 \
     --actor_zero_stage 3 \
     --critic_zero_stage 3 \
     --enable_hybrid_engine \

@@ -47,7 +47,6 @@ deepspeed --num_gpus "$NUM_GPUS" --hostfile "$HOSTFILE" step3_ppo/main.py \
     --critic_gradient_checkpointing \
     --offload_reference_model \
     --offload_reward_model \
-    --actor_dropout 0.0 \
     --actor_zero_stage 3 \
     --critic_zero_stage 3 \
     --enable_hybrid_engine \

@@ -35,7 +35,6 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --num_warmup_steps 100 \
     --actor_gradient_checkpointing \
     --critic_gradient_checkpointing \
-    --actor_dropout 0.0 \
     --actor_zero_stage 0 \
     --critic_zero_stage 0 \
     --enable_hybrid_engine \

@@ -33,7 +33,6 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --gradient_accumulation_steps 1 \
     --lr_scheduler_type cosine \
     --num_warmup_steps 100 \
-    --actor_dropout 0.0 \
     --actor_zero_stage 2 \
     --critic_zero_stage 2 \
     --enable_hybrid_engine \
