@@ -139,6 +139,9 @@ def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> 
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=args.trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError ... by what is missing
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        is_hub_name = not name_or_path.startswith(("/", ".", "~")) and name_or_path.count("/") < 2
+        if not is_hub_name and not folder.is_dir():
+            first_line = "there is no such folder"
         problems.add(f"{flag} {name_or_path} is neither a model folder nor a hub model at hand: {first_line}")
         return None
 

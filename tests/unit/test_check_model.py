@@ -338,7 +338,10 @@ def test_what_is_no_model_is_told_before_anything_is_loaded(
     tmp_path, tiny_model_folder, save_reward_model, check
 ):
     shown = check(tmp_path / "absent")
-    assert shown.code == 2 and "absent is neither a model folder nor a hub model at hand" in shown.errors
+    assert (
+        shown.code == 2
+        and "absent is neither a model folder nor a hub model at hand: there is no such" in shown.errors
+    )
     shown = check(tmp_path)
     assert shown.code == 2 and "holds no config.json, so it is no model" in shown.errors
     assert "--path is required" in check().errors
