@@ -203,7 +203,6 @@ def test_results_are_shown(open_page, arena):
         page.wait_for_selector("#tables .bar-row")
         assert page.inner_text("#summary") == "36 judgements: 28 decided, 4 ties, 4 both bad."
         assert "ppo against sft" in page.inner_text("#tables") and "71 %" in page.inner_text("#tables")
-        picture(page, "results-light")
         page.click("#show-judging")
         assert page.is_visible("#composer")
 
