@@ -1,11 +1,16 @@
 """Fixtures that several test files use."""
 
+import signal
 from collections.abc import Callable
 
 import pytest
 from tiny_configs import tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+# A shell starts what runs behind it (`run.sh &`) deaf to Ctrl-C, and so would be every program of a test.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SENTENCES = [
     "\n\nHuman: How are you today?\n\nAssistant: I am fine, thank you. And you?",

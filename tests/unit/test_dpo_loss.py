@@ -93,7 +93,11 @@ def with_an_empty_prompt():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("collate", [PairCollator(0), PairCollator(99), PackedPairCollator()], ids=str)
+@pytest.mark.parametrize(
+    "collate",
+    [PairCollator(0), PairCollator(99), PackedPairCollator()],
+    ids=["padded with 0", "padded with 99", "packed"],
+)
 def test_answers_against_the_plain_loop(policy, collate):
     rows = with_an_empty_prompt()
     sides = ("chosen", "rejected")

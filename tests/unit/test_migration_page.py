@@ -32,7 +32,7 @@ OURS = {
     "chat": ChatArguments,
     "train": train.TrainArguments,
 }
-REQUIRED, OFF = object(), False
+REQUIRED, OFF = "REQUIRED", False
 TEMPORARY = "(temporary folder)"
 SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
 # Of DeepSpeed-Chat: flags by program ("STEPS" are SFT, RM, DPO, PPO), with their default there.
