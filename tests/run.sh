@@ -2,8 +2,8 @@
 # Sets the environment up and runs the tests; arguments go to pytest.
 #   bash tests/run.sh                         everything
 #   bash tests/run.sh -m "not slow"           the fast part
-#   bash tests/run.sh -m "not long"         what the CI runs
-#   bash tests/run.sh -k ranking              what matches a name
+#   bash tests/run.sh -m "not long"           what the CI runs
+#   bash tests/run.sh -n 0 -k ranking         what matches a name, in one process (as --pdb needs)
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/.."
 
@@ -12,4 +12,5 @@ source training_scripts/setup_env.sh requirements-dev.txt
 
 export OMP_NUM_THREADS=1 # several ranks share the cores; more threads slow small models down
 export HF_HUB_OFFLINE=1  # no test needs the hub, and a look-up by mistake fails at once
-exec python -m pytest tests "$@"
+# Several test files at a time, each in one process; -n 0 has all in this one.
+exec python -m pytest tests -n logical --maxprocesses 4 --dist loadfile "$@"
