@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.args import Problems, flag, parse_args
+from common.flag_values import has_hub_form
 from common.report.run_files import NoRun, read_run
 from common.report.write import write_report
 from common.saving.run_file_names import REPORT
@@ -109,7 +110,7 @@ def check(args: TrainArguments, problems: Problems) -> None:
         model = getattr(args, name)
         if Path(model).is_dir():
             setattr(args, name, str(Path(model).absolute()))
-        elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        elif not has_hub_form(model):
             problems.add(f"--{name} {model}: no such folder; give a hub name, a folder, or a size of OPT")
     args.step = sorted(set(args.step))
     wrong = [step for step in args.step if step not in (1, 2, 3)]

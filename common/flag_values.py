@@ -1,4 +1,4 @@
-"""What no flag's value can be, whatever the flag: told at once, before it fails far from the command line."""
+"""What a flag's value can be, whatever the flag: told at once, before it fails far from the command line."""
 
 LARGEST_INT = 2**53  # beyond it float64 skips numbers
 LARGEST_FLOAT = 3.4e38  # of fp32, in which losses are computed
@@ -19,6 +19,11 @@ def check_value(value: object) -> None:
 def shortened(text: str) -> str:
     """Return a value for a message: the beginning of a long one."""
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def has_hub_form(name: str) -> bool:
+    """Return whether a name could be one of a hub, NAME or OWNER/NAME; any other can only be a path."""
+    return not name.startswith(("/", ".", "~")) and name.count("/") < 2
 
 
 def _check_text(text: str) -> None:

@@ -21,6 +21,7 @@ from common import distributed
 from common.args import Problems, RunArguments, as_json, no_effect_notes
 from common.build_locks import lock_note, lock_problems, needed_ops
 from common.ds_config import effective_zero_stage
+from common.flag_values import has_hub_form
 from common.launch_environment import check_environment
 from common.models import linear_module_names, lora_targets
 from common.refusal import StepRefused, TooManyBadSteps
@@ -139,8 +140,7 @@ def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> 
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=args.trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError ... by what is missing
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        is_hub_name = not name_or_path.startswith(("/", ".", "~")) and name_or_path.count("/") < 2
-        if not is_hub_name and not folder.is_dir():
+        if not has_hub_form(name_or_path) and not folder.is_dir():
             first_line = "there is no such folder"
         problems.add(f"{flag} {name_or_path} is neither a model folder nor a hub model at hand: {first_line}")
         return None

@@ -198,8 +198,7 @@ def train_and_log(step: int, engine: Any, term: LossTerm, logger: RunLogger) -> 
     seconds = time.monotonic() - started
     num_tokens = distributed.sum_float(float(sum(len(b.data["input_ids"]) for b in term.micro_batches)))
     kind = term.name.split("/")[0]
-    numbers = {name: value for name, value in means.items() if name.startswith(f"{kind}/")}
-    numbers |= {f"{kind}/{name}": means[name] for name in ("grad_norm", "learning_rate")}
+    numbers = {name if "/" in name else f"{kind}/{name}": value for name, value in means.items()}
     speed = {"perf/step_seconds": seconds, "perf/tokens_per_second": num_tokens / seconds}
     logger.log(step, numbers | speed)
     return means[term.name]

@@ -19,6 +19,7 @@ from common.data.adapters.local_files import AnyForm, LocalFiles
 from common.data.adapters.ported_class import PortedClass
 from common.data.raw_files import extension_of
 from common.data.raw_rows import RawRows
+from common.flag_values import has_hub_form
 from common.plugins import get_from, import_own_module
 
 __all__ = [
@@ -165,7 +166,7 @@ def _own_source(source: str, module_name: str, class_name: str, dataset_name: st
 def _unknown(source: str) -> str:
     near = difflib.get_close_matches(source, ADAPTERS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    if extension_of(Path(source)) or source.startswith((".", "/", "~")) or source.count("/") > 1:
+    if extension_of(Path(source)) or not has_hub_form(source):
         return f"--data_path {source}: there is no such file or folder{hint}"
     return (
         f"--data_path {source}: neither a file, a folder nor a known data set{hint} "

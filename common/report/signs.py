@@ -6,6 +6,7 @@ what it found. A rule is a hint to read samples, no proof.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 from common.report.run_files import Curve
@@ -142,8 +143,8 @@ def _rewards_part(curves: Curves) -> str:
     )
 
 
-def _over_fitted(curves: Curves) -> str:
-    held_out = next(curves[name] for name in ("sft/eval_loss", "dpo/eval_loss") if name in curves)
+def _over_fitted(name: str, curves: Curves) -> str:
+    held_out = curves[name]
     low = min(held_out.values)
     step = held_out.steps[held_out.values.index(low)]
     if held_out.last <= 1.02 * low:
@@ -244,14 +245,14 @@ FITTING = (
         "The last held-out loss is more than 2 % above the lowest one: fewer epochs, or a lower "
         "learning rate.",
         ("sft/eval_loss",),
-        _over_fitted,
+        partial(_over_fitted, "sft/eval_loss"),
     ),
     Rule(
         "The held-out DPO loss rises again",
         "The last held-out loss is more than 2 % above the lowest one: fewer epochs, a higher --beta, or a "
         "lower learning rate.",
         ("dpo/eval_loss",),
-        _over_fitted,
+        partial(_over_fitted, "dpo/eval_loss"),
     ),
     Rule(
         "Chosen answers lose probability, too",

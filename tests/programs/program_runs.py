@@ -27,6 +27,12 @@ def as_flags(values: dict[str, Any]) -> list[str]:
     return words
 
 
+def selected_params(request: Any) -> list[dict[str, Any]]:
+    """Return the parameters of the tests of this file that the session runs."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return [item.callspec.params for item in items if hasattr(item, "callspec")]
+
+
 def environment(**more: str) -> dict[str, str]:
     """Return a child's environment: one thread, no hub, and no place in a process group of ours."""
     of_a_group = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from hybrid_engine_worker import ADAPTED, BY_LAYER, FEW, GREEDY, LORA, SAMPLED
-from program_runs import run, torchrun
+from program_runs import run, selected_params, torchrun
 from tiny_configs import CONFIGS
 
 pytestmark = pytest.mark.slow
@@ -30,12 +30,9 @@ def cases_of(table: tuple) -> list[Any]:
     ]
 
 
-def left_out(items: list[pytest.Item], num_ranks: int) -> list[str]:
+def left_out(request: pytest.FixtureRequest, num_ranks: int) -> list[str]:
     """The groups of greedy generation that no test of this session asks for."""
-    params = [
-        item.callspec.params for item in items if item.path == Path(__file__) and hasattr(item, "callspec")
-    ]
-    asked = {(p["stage"], p["family"]) for p in params if p.get("ranks") == num_ranks}
+    asked = {(p["stage"], p["family"]) for p in selected_params(request) if p.get("ranks") == num_ranks}
     rows = [(stage, families) for ranks, stage, families, _ in GREEDY if ranks == num_ranks]
     return [f"greedy {f} {stage}" for stage, families in rows for f in families if (stage, f) not in asked]
 
@@ -51,7 +48,7 @@ def results_of(request, tmp_path_factory, tiny_model_folder) -> Callable[[int, s
 
     def start(num_ranks: int) -> tuple[dict[str, Any], str]:
         results = folder / f"{num_ranks}.jsonl"
-        without = left_out(request.session.items, num_ranks)
+        without = left_out(request, num_ranks)
         command = torchrun(WORKER, folder / "folders.json", results, *without, processes=num_ranks)
         try:
             stderr = run(command, may_fail=True, seconds=SECONDS[num_ranks]).stderr

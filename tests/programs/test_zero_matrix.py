@@ -19,6 +19,7 @@ from program_runs import (
     read_metrics,
     read_weights,
     run,
+    selected_params,
     torchrun,
 )
 
@@ -189,8 +190,7 @@ def params(jobs: list[Job]) -> list[Any]:
 @pytest.fixture(scope="module")
 def wanted(request) -> list[Job]:
     """Return the jobs that the tests of this session look at, and what they are compared to."""
-    mine = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    asked = {item.callspec.params["job"] for item in mine if "job" in item.callspec.params}
+    asked = {p["job"] for p in selected_params(request) if "job" in p}
     asked |= {job.reference for job in asked} | {job for job in JOBS if job == job.reference}
     return [job for job in JOBS if job in asked]
 

@@ -72,6 +72,7 @@ def test_sft(cut, is_packed, pad_id, tiny_model_folder):
     collate = PackedSFTCollator() if is_packed else SFTCollator(pad_id)
     batches = [collate([rows[i] for i in part]) for part in cut]
     assert sum(map(count_targets, batches)) == sum(response for _, response in LENGTHS)
+    assert sum(len(pack_sft(batch).data["input_ids"]) for batch in batches) == sum(map(sum, LENGTHS))
     losses = [compute_nll_sum(policy, batch) for batch in batches]
     torch.testing.assert_close(sum(losses), expected_loss, atol=1e-4, rtol=1e-5)
     check_same(gradients(policy, losses), expected)
