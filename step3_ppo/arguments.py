@@ -237,6 +237,7 @@ class HybridArguments:
     )
     enable_ema: bool = flag(False, "average the actor's weights; the average is exported to export_ema/")
     ema_decay: float = flag(0.992, "how much of the average an update keeps")
+    export_critic: bool = flag(False, "export the critic too, to export_critic/", may_change=True)
     print_answers: bool = flag(
         False, "print a prompt and its answer (samples.jsonl always has some)", may_change=True
     )

@@ -214,13 +214,13 @@ def train(trainer: PPOTrainer, run: Run, num_steps: int) -> None:
 
 
 def save_all(args: PPOArguments, trainer: PPOTrainer, tokenizer: Any, facts: dict[str, float]) -> None:
-    """Write the chat model, its average, the adapter and the critic. Every rank must call this."""
+    """Write the chat model, its average, the adapter, and the critic if asked. Every rank must call this."""
     folder, roles = Path(args.output_dir), trainer.roles
     actor = language_model(roles.actor.engine.module)
     metadata = {"step": "ppo", "template": args.template, "last_step": facts}
     save_export(folder / "export", actor, tokenizer, metadata=metadata)
     save_adapter(folder / "adapter", actor)
-    if roles.critic:
+    if roles.critic and args.export_critic:
         critic = roles.critic.engine.module.classifier
         critic_metadata = {"step": "critic"}
         save_export(folder / "export_critic", critic, tokenizer, metadata=critic_metadata, needs_own_pad=True)

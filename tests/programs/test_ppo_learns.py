@@ -209,8 +209,8 @@ def test_ema_counts_optimizer_steps_not_ppo_steps(ppo, tiny):
     assert 0 < behind < moved  # with one part of a half they would be equal
 
 
-def test_no_ema_export_unless_asked_for(one_step):
-    assert not (one_step / "export_ema").exists()
+def test_no_export_but_the_chat_model_unless_asked_for(one_step):
+    assert [path.name for path in one_step.glob("export*")] == ["export"]
 
 
 # ---- bounds

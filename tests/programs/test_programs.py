@@ -110,6 +110,7 @@ def pipeline(tiny, tmp_path_factory) -> dict:
         "actor_model_name_or_path": sft / "export",
         "critic_model_name_or_path": reward / "export",
         "enable_ema": True,
+        "export_critic": True,
         "print_answers": True,
     }
     start("step3_ppo/main.py", ppo_flags(tiny, output_dir=ppo, **models))

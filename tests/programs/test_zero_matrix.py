@@ -127,7 +127,7 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
         flags |= GROUPS | {"algorithm": job.algorithm, "reward_model_name_or_path": tiny.reward}
     else:
         flags |= {"critic_model_name_or_path": tiny.reward, "critic_learning_rate": 1e-3}
-        flags |= {"critic_zero_stage": job.zero, "critic_lora_dim": lora}
+        flags |= {"critic_zero_stage": job.zero, "critic_lora_dim": lora, "export_critic": True}
     return flags | {
         "actor_model_name_or_path": getattr(tiny, job.family),
         "unsupervised_dataset_name": tiny.text,
