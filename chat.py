@@ -21,7 +21,6 @@ from common.dialogue import Template
 from common.generation.answering import (
     Answerer,
     AnsweringArguments,
-    check_sampling,
     load_answerer,
     load_template,
 )
@@ -53,10 +52,10 @@ class ChatArguments(AnsweringArguments):
     compare: str = flag("", "a second model, which answers beside the first")
     reward: str = flag("", "a reward model (export/ of step 2) whose score of each answer is shown")
     system: str = flag("", "a system message that every conversation begins with")
-    max_new_tokens: int = flag(128, "tokens of an answer at most")
-    temperature: float = flag(0.7, "sampling temperature; 0 takes the likeliest token")
-    top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all")
-    top_p: float = flag(0.95, "sample from the smallest set of tokens with this probability")
+    max_new_tokens: int = flag(128, "tokens of an answer at most", low=1)
+    temperature: float = flag(0.7, "sampling temperature; 0 takes the likeliest token", low=0)
+    top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all", low=0)
+    top_p: float = flag(0.95, "sample from the smallest set of tokens with this probability", above=0, high=1)
 
 
 class Conversation:
@@ -227,7 +226,6 @@ def main() -> None:
     words, flags = split_leading_words(sys.argv[1:])
     argv = [*(["--path", words[0]] if words else []), *words[1:], *flags]
     args = parse_args(ChatArguments, argv, description=__doc__.splitlines()[0], problems=problems)
-    check_sampling(args, problems)
     problems.exit_if_any()
     session = load_session(args, problems)
     is_terminal = sys.stdin.isatty()

@@ -58,11 +58,11 @@ class TrainArguments:
     actor_model: str = flag("1.3b", "what becomes the chat model: a hub name, a folder, or a size of OPT")
     reward_model: str = flag("350m", "what becomes the reward model and critic, likewise")
     deployment_type: str = flag("single_gpu", "the machines", choices=DEPLOYMENTS)
-    step: list[int] = flag([1, 2, 3], "steps to run")
+    step: list[int] = flag([1, 2, 3], "steps to run", low=1, high=3)
     output_dir: str = flag("./output", "folder of everything: step1_sft/, step2_reward/, step3_ppo/")
     actor_zero_stage: str = flag("", "ZeRO stage of the actor; empty: the script's", choices=("", *"0123"))
     reward_zero_stage: str = flag("", "ZeRO stage of the reward model and critic", choices=("", *"0123"))
-    num_gpus: int = flag(0, "GPUs of each machine; 0: the script's, or 1 and 8")
+    num_gpus: int = flag(0, "GPUs of each machine; 0: the script's, or 1 and 8", low=0)
     hostfile: str = flag("hostfile", "multi_node: one line 'hostname slots=8' for each machine")
     data_path: list[str] = flag([], "data sets of all steps; empty: the scripts' own")
     sft_flags: str = flag("", "more flags of step 1: --sft-flags='--lora_dim 8 --packed'")
@@ -113,14 +113,11 @@ def check(args: TrainArguments, problems: Problems) -> None:
         elif not has_hub_form(model):
             problems.add(f"--{name} {model}: no such folder; give a hub name, a folder, or a size of OPT")
     args.step = sorted(set(args.step))
-    wrong = [step for step in args.step if step not in (1, 2, 3)]
-    if wrong or not args.step:
-        problems.add(f"--step {wrong or 'without a number'}: the steps are 1, 2 and 3")
+    problems.check(bool(args.step), "--step without a number: the steps are 1, 2 and 3")
     if 3 in args.step:
         for step in (1, 2):
             if step not in args.step and not (export_of(args, step) / "config.json").exists():
                 problems.add(f"--step 3 needs {export_of(args, step)}, which step {step} writes; add {step}")
-    problems.check(args.num_gpus >= 0, f"--num_gpus {args.num_gpus} must be at least 0")
     if args.deployment_type == "multi_node" and not Path(args.hostfile).is_file():
         problems.add(f"--hostfile {args.hostfile}: no such file; one line 'hostname slots=8' a machine")
     for name in ("sft_flags", "reward_flags", "ppo_flags"):

@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import json
 import math
-import os
 import re
 import sys
 import types
@@ -20,7 +19,8 @@ import typing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from common.flag_values import check_value, shortened
+from common.flag_values import check_value, describe_range, is_in_range, shortened
+from common.refusal import Problems as Problems
 from common.trackers import KINDS as TRACKERS
 
 REQUIRED = object()
@@ -36,55 +36,32 @@ def flag(
     const: Any = None,
     no_effect: str = "",
     may_change: bool = False,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
 ) -> Any:
     """Return a dataclass field that `parse_args` turns into a flag.
 
     `default=REQUIRED` makes the flag mandatory; `const` is the value of a flag given without one;
     `no_effect` marks a flag that is accepted for DeepSpeed-Chat's scripts and only says why it does nothing;
-    `may_change` one that a resumed run may have otherwise, for it moves no number but rounding's.
+    `may_change` one that a resumed run may have otherwise, for it moves no number but rounding's. A number
+    (each number of a list) lies from `low` to `high`; `above` and `below` are limits that it may not reach.
     """
+    limits = {"low": low, "high": high, "above": above, "below": below}
     metadata = {
         "help": help,
         "choices": choices,
         "const": const,
         "no_effect": no_effect,
         "may_change": may_change,
+        "range": {name: limit for name, limit in limits.items() if limit is not None},
     }
     if default is REQUIRED:
         return dataclasses.field(default=None, metadata=metadata | {"required": True})
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
-
-
-class Problems:
-    """Everything that is wrong with a start-up, told in one message."""
-
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    def add(self, message: str) -> None:
-        """Remember one problem: it names the flag or file, the value and the cure."""
-        if message not in self.messages:
-            self.messages.append(message)
-
-    def check(self, is_good: bool, message: str) -> None:
-        """Add `message` unless `is_good`."""
-        if not is_good:
-            self.add(message)
-
-    def exit_if_any(self, *, is_told_by_all: bool = False) -> None:
-        """Leave with exit code 2 when anything was added; only the first process prints, or all."""
-        if not self.messages:
-            return
-        rank = os.environ.get("RANK", "0")
-        if is_told_by_all or not rank.isdigit() or int(rank) == 0:
-            count = len(self.messages)
-            print(f"error: {count} problem{'s' if count > 1 else ''}, nothing was started:", file=sys.stderr)
-            for message in self.messages:
-                print(f"  - {message}", file=sys.stderr)
-            sys.stderr.flush()
-        raise SystemExit(2)
 
 
 @dataclass
@@ -102,9 +79,11 @@ class DataArguments:
         "dialogue form: Human:/Assistant:, the tokenizer's own, or the prompt as it is",
         choices=("human_assistant", "chat", "plain"),
     )
-    eval_fraction: float = flag(0.05, "held-out share of a data set that brings no evaluation part")
-    max_bad_rows: int = flag(100, "stop when more rows than this cannot be read", may_change=True)
-    max_pairs_per_prompt: int = flag(10, "pairs made at most of one prompt's answers")
+    eval_fraction: float = flag(
+        0.05, "held-out share of a data set that brings no evaluation part", low=0, below=1
+    )
+    max_bad_rows: int = flag(100, "stop when more rows than this cannot be read", may_change=True, low=0)
+    max_pairs_per_prompt: int = flag(10, "pairs made at most of one prompt's answers", low=1)
     score_column: str = flag("helpfulness", "orders the answers to a prompt, where each row is one of them")
     preprocessing_num_workers: int | None = flag(
         None, "accepted", no_effect="the tokenizer uses its own threads, rank 0 tokenises once for all"
@@ -127,22 +106,22 @@ class TokenizerArguments:
 class LoraArguments:
     """Low-rank adapters (PEFT) of a single-model program."""
 
-    lora_dim: int = flag(0, "rank of the adapters; 0 trains without LoRA")
-    lora_alpha: float = flag(0.0, "LoRA scaling is alpha / dim; 0 means alpha = dim")
+    lora_dim: int = flag(0, "rank of the adapters; 0 trains without LoRA", low=0, high=2**16)
+    lora_alpha: float = flag(0.0, "LoRA scaling is alpha / dim; 0 means alpha = dim", low=0)
     lora_module_name: str = flag(
         "auto", "adapt the linear layers whose name contains this; auto: all of them but the head"
     )
     only_optimize_lora: bool = flag(False, "freeze everything but the adapters (and the score head)")
-    lora_learning_rate: float = flag(5e-4, "learning rate of the adapters")
+    lora_learning_rate: float = flag(5e-4, "learning rate of the adapters", low=0)
 
 
 @dataclass
 class ScheduleArguments:
     """How long, and how the learning rate moves."""
 
-    gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step", may_change=True)
-    num_train_epochs: int = flag(1, "passes over the data", may_change=True)
-    max_train_steps: int = flag(0, "stop after this many steps; 0: whole epochs", may_change=True)
+    gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step", may_change=True, low=1)
+    num_train_epochs: int = flag(1, "passes over the data", may_change=True, low=1)
+    max_train_steps: int = flag(0, "stop after this many steps; 0: whole epochs", may_change=True, low=0)
     lr_scheduler_type: str = flag(
         "cosine",
         "learning-rate schedule",
@@ -167,7 +146,10 @@ class PackingArguments:
         may_change=True,
     )
     max_tokens_per_micro_batch: int = flag(
-        0, "cut micro-batches by tokens, padding included, in place of rows; 0: by rows", may_change=True
+        0,
+        "cut micro-batches by tokens, padding included, in place of rows; 0: by rows",
+        may_change=True,
+        low=0,
     )
 
 
@@ -176,21 +158,23 @@ class TrainArguments:
     """Batches, optimizer and memory of a single-model program."""
 
     max_seq_len: int = flag(
-        512, "tokens of prompt and response at most; longer rows are truncated and counted"
+        512, "tokens of prompt and response at most; longer rows are truncated and counted", low=4
     )
-    per_device_train_batch_size: int = flag(16, "rows per rank and micro-batch", may_change=True)
-    per_device_eval_batch_size: int = flag(16, "rows per rank and evaluation batch", may_change=True)
+    per_device_train_batch_size: int = flag(16, "rows per rank and micro-batch", may_change=True, low=1)
+    per_device_eval_batch_size: int = flag(16, "rows per rank and evaluation batch", may_change=True, low=1)
     group_by_length: bool = flag(False, "let rows of like length meet in a batch: less padding to compute")
-    weight_decay: float = flag(0.0, "AdamW weight decay of matrices (biases and norms have none)")
-    num_warmup_steps: int = flag(0, "optimizer steps of linear warm-up")
+    weight_decay: float = flag(0.0, "AdamW weight decay of matrices (biases and norms have none)", low=0)
+    num_warmup_steps: int = flag(0, "optimizer steps of linear warm-up", low=0)
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass", may_change=True)
     zero_stage: int = flag(0, "DeepSpeed ZeRO stage", choices=(0, 1, 2, 3), may_change=True)
-    dropout: float | None = flag(None, "dropout everywhere in the model; empty: the model's own")
+    dropout: float | None = flag(
+        None, "dropout everywhere in the model; empty: the model's own", low=0, high=1
+    )
     eval_interval: int = flag(
-        0, "evaluate every so many steps too; 0: only before, and after each epoch", may_change=True
+        0, "evaluate every so many steps too; 0: only before, and after each epoch", may_change=True, low=0
     )
     eval_iters: int = flag(
-        100, "evaluation batches per rank at most; 0: the whole held-out part", may_change=True
+        100, "evaluation batches per rank at most; 0: the whole held-out part", may_change=True, low=0
     )
     print_loss: bool = flag(False, "accepted", no_effect="the loss is printed at every step")
 
@@ -215,16 +199,18 @@ class RunArguments:
         const="all",
         may_change=True,
     )
-    gradient_clipping: float = flag(1.0, "largest global gradient norm; 0 turns clipping off")
-    adam_beta2: float = flag(0.95, "AdamW beta2")
-    pad_vocab_multiple: int = flag(1, "pad the embeddings to a multiple of this while training")
-    seed: int = flag(1234, "seed of shuffling, dropout, new weights and sampling")
+    gradient_clipping: float = flag(1.0, "largest global gradient norm; 0 turns clipping off", low=0)
+    adam_beta2: float = flag(0.95, "AdamW beta2", low=0, below=1)
+    pad_vocab_multiple: int = flag(
+        1, "pad the embeddings to a multiple of this while training", low=1, high=2**16
+    )
+    seed: int = flag(1234, "seed of shuffling, dropout, new weights and sampling", low=-(2**32), high=2**32)
     enable_tensorboard: bool = flag(False, "as --trackers tensorboard", may_change=True)
     trackers: list[str] = flag([], "send the numbers to these too", choices=TRACKERS, may_change=True)
     tensorboard_path: str = flag(
         "", "folder of TensorBoard's event files; empty: OUTPUT_DIR/tensorboard", may_change=True
     )
-    log_interval: int = flag(1, "print a line every so many steps (files have all)", may_change=True)
+    log_interval: int = flag(1, "print a line every so many steps (files have all)", may_change=True, low=1)
     ds_config: str = flag("", "JSON file merged over the DeepSpeed configuration that the flags make")
     plugins: list[str] = flag(
         [], "modules to import first: what they register can be named by flags", may_change=True
@@ -235,7 +221,7 @@ class RunArguments:
     compute_fp32_loss: bool = flag(False, "accepted", no_effect="losses are always computed in fp32")
     deepspeed: bool = flag(False, "accepted", no_effect="every program runs on DeepSpeed")
     deepspeed_config: str = flag("", "accepted", no_effect="use --ds_config FILE to override single keys")
-    local_rank: int = flag(-1, "set by the deepspeed launcher", may_change=True)
+    local_rank: int = flag(-1, "set by the deepspeed launcher", may_change=True, low=-1)
 
 
 @dataclass
@@ -243,9 +229,12 @@ class CheckpointArguments:
     """Stopping, going on, and what goes wrong meanwhile."""
 
     save_interval: int = flag(
-        500, "save the whole state every so many steps, and at the end; 0: only when stopped", may_change=True
+        500,
+        "save the whole state every so many steps, and at the end; 0: only when stopped",
+        may_change=True,
+        low=0,
     )
-    save_total_limit: int = flag(2, "checkpoints that are kept, the newest; 0: all", may_change=True)
+    save_total_limit: int = flag(2, "checkpoints that are kept, the newest; 0: all", may_change=True, low=0)
     resume: str = flag(
         "auto",
         "go on from the newest whole checkpoint in --output_dir, from none (never), or from this one",
@@ -258,10 +247,14 @@ class CheckpointArguments:
         may_change=True,
     )
     max_bad_steps: int = flag(
-        3, "stop after refusing more steps than this for numbers that are not finite", may_change=True
+        3, "stop after refusing more steps than this for numbers that are not finite", may_change=True, low=0
     )
     collective_timeout: float = flag(
-        1800.0, "seconds after which a rank that does not come ends all of them", may_change=True
+        1800.0,
+        "seconds after which a rank that does not come ends all of them",
+        may_change=True,
+        low=1,
+        high=1e7,
     )
     check_collectives: bool = flag(
         False, "debug: let ranks compare, step by step, what they have sent each other", may_change=True
@@ -330,6 +323,8 @@ def _convert(field: dataclasses.Field, text: str, scalar: type) -> Any:
         check_value(value)
     except ValueError as error:
         raise ValueError(f"{shown}: {error}") from error
+    if not is_in_range(value, **field.metadata["range"]):
+        raise ValueError(f"{shown} must be {describe_range(**field.metadata['range'])}")
     choices = field.metadata["choices"]
     if choices and value not in choices:
         raise ValueError(f"{shown}: choose from {', '.join(map(str, choices))}")
@@ -378,7 +373,7 @@ def parse_args(
             else:
                 values[field.name] = _convert(field, text, scalar)
         except ValueError as error:  # the default stands in, so that the checks after this one can be made
-            problems.add(str(error))
+            problems.add(str(error), flag=f"--{field.name}")
     return cls(**values)
 
 

@@ -16,6 +16,31 @@ def check_value(value: object) -> None:
         _check_text(value)
 
 
+def describe_range(
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> str:
+    """Return a flag's range in words, such as `at least 0 and below 1`; empty without a limit."""
+    if low is not None and high is not None:
+        return f"from {low} to {high}"
+    limits = {"at least": low, "above": above, "at most": high, "below": below}
+    return " and ".join(f"{word} {limit}" for word, limit in limits.items() if limit is not None)
+
+
+def is_in_range(
+    value: float,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> bool:
+    """Return whether a number lies from `low` to `high`, above `above` and below `below`, where given."""
+    from_low = (low is None or value >= low) and (above is None or value > above)
+    return from_low and (high is None or value <= high) and (below is None or value < below)
+
+
 def shortened(text: str) -> str:
     """Return a value for a message: the beginning of a long one."""
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

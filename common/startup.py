@@ -4,7 +4,6 @@ problems."""
 import contextlib
 import json
 import logging
-import math
 import os
 import signal
 import sys
@@ -32,23 +31,6 @@ from common.tokenizer import load_tokenizer
 from common.trackers import missing_trackers
 from common.watch import watchdog
 
-# name, lowest, highest
-NUMBER_RANGES = (
-    *((name, 1, math.inf) for name in ("log_interval", "num_train_epochs", "gradient_accumulation_steps")),
-    *((name, 0, math.inf) for name in (
-        "max_train_steps", "num_warmup_steps", "gradient_clipping", "save_interval", "save_total_limit",
-        "max_bad_steps", "weight_decay", "learning_rate", "lora_learning_rate", "lora_alpha", "eval_interval",
-        "eval_iters", "max_tokens_per_micro_batch", "center_coef",
-    )),
-    ("pad_vocab_multiple", 1, 2**16),
-    ("lora_dim", 0, 2**16),
-    ("num_samples_per_prompt", 1, 2**16),
-    ("rollout_staleness", 0, 2**10),
-    ("adam_beta2", 0, 1 - 1e-9),
-    ("dropout", 0, 1),
-    ("seed", -(2**32), 2**32),
-    ("collective_timeout", 1, 1e7),
-)  # fmt: skip
 ROLE_PREFIXES = ("", "actor_", "critic_")
 
 
@@ -79,17 +61,6 @@ def check_run(args: RunArguments, zero_stages: dict[str, int], problems: Problem
     for problem in missing_trackers(args.trackers):
         problems.add(problem)
     _check_ds_config(args, problems)
-    check_ranges(args, problems)
-
-
-def check_ranges(args: Any, problems: Problems) -> None:
-    """Add a problem for each number that is out of its range, of the flags that these arguments have."""
-    ranges = [(prefix + name, *limits) for prefix in ROLE_PREFIXES for name, *limits in NUMBER_RANGES]
-    for name, lowest, highest in ranges:
-        value = getattr(args, name, None)
-        if value is not None and not lowest <= value <= highest:
-            what = f"at least {lowest}" if highest == math.inf else f"from {lowest} to {highest}"
-            problems.add(f"--{name} {value} must be {what}")
 
 
 def _check_ds_config(args: Any, problems: Problems) -> None:
@@ -117,13 +88,6 @@ def _kernels(args: Any, overrides: dict[str, Any]) -> frozenset[str]:
     if any(hasattr(args, f"{prefix}zero_stage") for prefix in ROLE_PREFIXES if prefix):
         stages.append(zero.get("stage", 0) if isinstance(zero, dict) else 0)
     return needed_ops(overrides, frozen_is_sharded=3 in stages)
-
-
-def check_positive(args: Any, names: list[str], problems: Problems) -> None:
-    """Add a problem for each of these flags that is not above 0."""
-    for name in names:
-        if not getattr(args, name) > 0:
-            problems.add(f"--{name} {getattr(args, name)} must be above 0")
 
 
 def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> Any:

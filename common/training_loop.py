@@ -38,7 +38,6 @@ def check_single_model(
     """
     import_plugins(args.plugins, problems)
     startup.check_run(args, {"--zero_stage": args.zero_stage}, problems)
-    startup.check_positive(args, ["per_device_train_batch_size", "per_device_eval_batch_size"], problems)
     flag, name = "--model_name_or_path", args.model_name_or_path
     config = startup.check_model(flag, name, args, problems)
     startup.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)

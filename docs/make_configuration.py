@@ -24,6 +24,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[0] = str(ROOT)
 
 from common.args import CheckpointArguments, field_type
+from common.flag_values import describe_range
 
 PAGE = ROOT / "docs/configuration.md"
 COMMAND = "python docs/make_configuration.py"
@@ -183,7 +184,8 @@ def _values(field: dataclasses.Field) -> str:
     if choices:
         return ", ".join(f"`{choice}`" if choice else "empty" for choice in choices)
     kind = {bool: "switch", int: "whole number", float: "number", str: "text"}[scalar]
-    return f"{kind}, several" if is_list else kind
+    limits = describe_range(**field.metadata["range"])
+    return ", ".join(filter(None, [kind, limits, "several" if is_list else ""]))
 
 
 def _meaning(field: dataclasses.Field, group: type) -> str:

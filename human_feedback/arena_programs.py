@@ -11,7 +11,7 @@ from common import startup
 from common.args import REQUIRED, Problems, flag, parse_args
 from common.data.registry import RawSource, load_source
 from common.dialogue import Template
-from common.generation.answering import AnsweringArguments, check_sampling, load_answerer, load_template
+from common.generation.answering import AnsweringArguments, load_answerer, load_template
 from common.leading_words import split_leading_words
 from common.listening import bind, find_token, is_loopback
 from human_feedback.arena_app import create_app
@@ -33,15 +33,15 @@ class ArenaArguments(AnsweringArguments):
     db: str = flag(DATABASE, "SQLite file of pairs and judgements; made where there is none")
     data_path: str = flag("", "a data set (file, folder, registered name) whose prompts can be drawn")
     host: str = flag("127.0.0.1", "address that is listened on; any but the loopback needs a token")
-    port: int = flag(8080, "its port; 0: any free one, which is printed")
+    port: int = flag(8080, "its port; 0: any free one, which is printed", low=0, high=65535)
     token_file: str = flag(
         "", "file with the token that people and programs must give; empty: TRIPTYCH_TOKEN of the environment"
     )
-    max_request_bytes: int = flag(2**20, "a longer request is refused before it is read")
-    max_new_tokens: int = flag(256, "tokens of an answer at most")
-    temperature: float = flag(0.7, "sampling temperature; 0 takes the likeliest token")
-    top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all")
-    top_p: float = flag(0.95, "sample from the smallest set of tokens with this probability")
+    max_request_bytes: int = flag(2**20, "a longer request is refused before it is read", low=1)
+    max_new_tokens: int = flag(256, "tokens of an answer at most", low=1)
+    temperature: float = flag(0.7, "sampling temperature; 0 takes the likeliest token", low=0)
+    top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all", low=0)
+    top_p: float = flag(0.95, "sample from the smallest set of tokens with this probability", above=0, high=1)
 
 
 @dataclass
@@ -80,8 +80,6 @@ def serve(argv: list[str]) -> None:
     argv = [*(["--models", *words] if words else []), *flags]
     description = "People compare models blindly on a page; programs ask them by OpenAI's protocol."
     args = parse_args(ArenaArguments, argv, description=description, problems=problems)
-    check_sampling(args, problems)
-    startup.check_positive(args, ["max_request_bytes"], problems)
     paths = _named_paths(args.models, problems)
     token = find_token(args.token_file, problems)
     bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing

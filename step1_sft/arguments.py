@@ -36,4 +36,4 @@ class SFTArguments(
         "which tokens are learned: the response, or all (DeepSpeed-Chat's)",
         choices=("response", "all"),
     )
-    learning_rate: float = flag(1e-5, "peak learning rate")
+    learning_rate: float = flag(1e-5, "peak learning rate", low=0)

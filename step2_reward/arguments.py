@@ -37,13 +37,17 @@ class RewardArguments(
         choices=("end_score", "token_wise", "dpo"),
     )
     use_margin: bool = flag(False, "require a pair's margin: the row's `margin`, or its scores' difference")
-    center_coef: float = flag(0.0, "weight of (chosen + rejected)^2, which keeps scores around 0")
-    beta: float = flag(0.1, "--loss dpo: how dear it is to leave the reference, the model of the beginning")
-    label_smoothing: float = flag(0.0, "--loss dpo: share of pairs taken to be labelled the wrong way round")
+    center_coef: float = flag(0.0, "weight of (chosen + rejected)^2, which keeps scores around 0", low=0)
+    beta: float = flag(
+        0.1, "--loss dpo: how dear it is to leave the reference, the model of the beginning", above=0
+    )
+    label_smoothing: float = flag(
+        0.0, "--loss dpo: share of pairs taken to be labelled the wrong way round", low=0, below=0.5
+    )
     offload_reference_model: bool = flag(
         False, "accepted", no_effect="no reference model is held: its log-probabilities are computed before"
     )
-    learning_rate: float = flag(5e-5, "peak learning rate")
+    learning_rate: float = flag(5e-5, "peak learning rate", low=0)
 
 
 @dataclass
@@ -52,14 +56,14 @@ class RewardEvalArguments(DataArguments, TokenizerArguments):
 
     model_name_or_path: str = flag(REQUIRED, "reward model: the export/ folder of step 2, or a hub name")
     max_seq_len: int = flag(
-        512, "tokens of prompt and response at most; longer rows are truncated and counted"
+        512, "tokens of prompt and response at most; longer rows are truncated and counted", low=4
     )
-    per_device_eval_batch_size: int = flag(16, "pairs per batch", may_change=True)
+    per_device_eval_batch_size: int = flag(16, "pairs per batch", may_change=True, low=1)
     dtype: str = flag(
         "",
         "weights and activations; empty: bf16 on a GPU that has it, else fp32",
         choices=("fp32", "bf16", "fp16"),
     )
     plugins: list[str] = flag([], "modules to import first: the data sets that they register can be named")
-    num_samples: int = flag(5, "pairs printed with their scores")
-    seed: int = flag(1234, "seed of the choice of printed pairs")
+    num_samples: int = flag(5, "pairs printed with their scores", low=0)
+    seed: int = flag(1234, "seed of the choice of printed pairs", low=-(2**32), high=2**32)

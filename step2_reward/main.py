@@ -83,9 +83,6 @@ def check_loss(args: RewardArguments, problems: Problems) -> None:
     for name in RANKING_ONLY if args.loss == "dpo" else DPO_ONLY:
         if getattr(args, name) != default[name]:
             problems.add(f"--{name} {getattr(args, name)} does nothing with --loss {args.loss}; leave it out")
-    problems.check(args.beta > 0, f"--beta {args.beta} must be above 0")
-    smoothing = args.label_smoothing
-    problems.check(0 <= smoothing < 0.5, f"--label_smoothing {smoothing} must be from 0 to below 0.5")
 
 
 def build_ranking(

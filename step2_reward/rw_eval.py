@@ -37,7 +37,6 @@ def main() -> None:
     problems = Problems()
     args = parse_args(RewardEvalArguments, description=__doc__.splitlines()[0], problems=problems)
     import_plugins(args.plugins, problems)
-    startup.check_positive(args, ["per_device_eval_batch_size"], problems)
     name = args.model_name_or_path
     config = startup.check_model("--model_name_or_path", name, args, problems)
     if config and not has_saved_head(name):

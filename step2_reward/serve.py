@@ -40,17 +40,20 @@ class ServeArguments(TokenizerArguments):
 
     model_name_or_path: str = flag(REQUIRED, "reward model: the export/ folder of step 2, or a hub name")
     host: str = flag("127.0.0.1", "address that is listened on; 0.0.0.0: every one, for other machines")
-    port: int = flag(8000, "its port; 0: any free one, which is printed")
+    port: int = flag(8000, "its port; 0: any free one, which is printed", low=0, high=65535)
     token_file: str = flag(
         "", "file with the token that every request must bear; empty: TRIPTYCH_TOKEN of the environment"
     )
-    max_request_bytes: int = flag(RequestLimits.max_bytes, "a longer request is refused before it is read")
-    max_request_rows: int = flag(RequestLimits.max_rows, "prompts and responses in a request at most")
-    max_text_characters: int = flag(RequestLimits.max_characters, "of a prompt or a response at most")
-    batch_size: int = flag(32, "sequences in a forward pass")
+    max_request_bytes: int = flag(
+        RequestLimits.max_bytes, "a longer request is refused before it is read", low=1
+    )
+    max_request_rows: int = flag(RequestLimits.max_rows, "prompts and responses in a request at most", low=1)
+    max_text_characters: int = flag(RequestLimits.max_characters, "of a prompt or a response at most", low=1)
+    batch_size: int = flag(32, "sequences in a forward pass", low=1)
     max_seq_len: int = flag(
         0,
         "tokens of prompt and response at most; a longer prompt loses its beginning; 0: the model's limit",
+        low=0,
     )
     dtype: str = flag(
         "", "weights and activations; empty: bf16 on a GPU that has it, else fp32", choices=tuple(DTYPES)
@@ -125,10 +128,7 @@ def main() -> None:
     """Check, load, serve until Ctrl-C."""
     problems = Problems()
     args = parse_args(ServeArguments, description=__doc__.splitlines()[0], problems=problems)
-    above_0 = ["batch_size", "max_request_bytes", "max_request_rows", "max_text_characters"]
-    startup.check_positive(args, above_0, problems)
     token = find_token(args.token_file, problems)
-    problems.check(args.max_seq_len >= 0, f"--max_seq_len {args.max_seq_len} must be at least 0")
     name = args.model_name_or_path
     config = startup.check_model("--model_name_or_path", name, args, problems)
     if config and not has_saved_head(name):

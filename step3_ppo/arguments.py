@@ -19,16 +19,16 @@ class PromptArguments:
     """Prompts, answers and pretraining text."""
 
     max_prompt_seq_len: int = flag(
-        256, "prompt tokens at most; the tail of a longer prompt is kept, and counted"
+        256, "prompt tokens at most; the tail of a longer prompt is kept, and counted", low=4
     )
-    max_answer_seq_len: int = flag(256, "response tokens at most")
+    max_answer_seq_len: int = flag(256, "response tokens at most", low=1)
     unsupervised_dataset_name: str = flag("", "text data mixed into the actor's loss; empty: none")
     unsupervised_dataset_config_name: str = flag("", "its configuration on the hub")
-    unsup_coef: float = flag(27.8, "weight of the language-modelling loss on that text")
-    temperature: float = flag(1.0, "sampling temperature; log-probabilities are taken at it too")
-    top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all")
-    top_p: float = flag(1.0, "sample from the smallest set of tokens with this probability")
-    num_samples_per_prompt: int = flag(1, "responses sampled for each prompt: a group")
+    unsup_coef: float = flag(27.8, "weight of the language-modelling loss on that text", low=0)
+    temperature: float = flag(1.0, "sampling temperature; log-probabilities are taken at it too", above=0)
+    top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all", low=0)
+    top_p: float = flag(1.0, "sample from the smallest set of tokens with this probability", above=0, high=1)
+    num_samples_per_prompt: int = flag(1, "responses sampled for each prompt: a group", low=1, high=2**16)
 
 
 @dataclass
@@ -42,10 +42,10 @@ class RoleArguments:
         "head; empty with --reward: the actor's; algorithms without a critic need none",
     )
     reward_model_name_or_path: str = flag("", "reward model that scores; empty: the critic's")
-    actor_learning_rate: float = flag(9.65e-6, "peak learning rate of the actor")
-    critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic")
-    actor_weight_decay: float = flag(0.0, "AdamW weight decay of the actor's matrices")
-    critic_weight_decay: float = flag(0.0, "AdamW weight decay of the critic's matrices")
+    actor_learning_rate: float = flag(9.65e-6, "peak learning rate of the actor", low=0)
+    critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", low=0)
+    actor_weight_decay: float = flag(0.0, "AdamW weight decay of the actor's matrices", low=0)
+    critic_weight_decay: float = flag(0.0, "AdamW weight decay of the critic's matrices", low=0)
     actor_zero_stage: int = flag(
         0, "ZeRO stage of the actor; 3 shards the reference too", choices=(0, 1, 2, 3), may_change=True
     )
@@ -64,14 +64,14 @@ class RoleArguments:
     offload_reward_model: bool = flag(
         False, "keep the reward model's weights on the CPU between uses", may_change=True
     )
-    actor_lora_dim: int = flag(0, "rank of the actor's adapters; 0: no LoRA")
-    actor_lora_alpha: float = flag(0.0, "their scaling is alpha / dim; 0 means alpha = dim")
+    actor_lora_dim: int = flag(0, "rank of the actor's adapters; 0: no LoRA", low=0, high=2**16)
+    actor_lora_alpha: float = flag(0.0, "their scaling is alpha / dim; 0 means alpha = dim", low=0)
     actor_lora_module_name: str = flag("auto", "adapt the actor's linear layers whose name contains this")
-    actor_lora_learning_rate: float = flag(5e-4, "learning rate of the actor's adapters")
-    critic_lora_dim: int = flag(0, "rank of the critic's adapters; 0: no LoRA")
-    critic_lora_alpha: float = flag(0.0, "their scaling is alpha / dim; 0 means alpha = dim")
+    actor_lora_learning_rate: float = flag(5e-4, "learning rate of the actor's adapters", low=0)
+    critic_lora_dim: int = flag(0, "rank of the critic's adapters; 0: no LoRA", low=0, high=2**16)
+    critic_lora_alpha: float = flag(0.0, "their scaling is alpha / dim; 0 means alpha = dim", low=0)
     critic_lora_module_name: str = flag("auto", "adapt the critic's linear layers whose name contains this")
-    critic_lora_learning_rate: float = flag(5e-4, "learning rate of the critic's adapters")
+    critic_lora_learning_rate: float = flag(5e-4, "learning rate of the critic's adapters", low=0)
     only_optimize_lora: bool = flag(False, "freeze everything but adapters and the critic's head")
     enable_mixed_precision_lora: bool = flag(False, "accepted", no_effect="it belonged to DeepSpeed's MixZ++")
 
@@ -80,17 +80,21 @@ class RoleArguments:
 class RolloutArguments:
     """Batches of a PPO step."""
 
-    per_device_generation_batch_size: int = flag(16, "prompts per rank and generation batch", may_change=True)
-    generation_batches: int = flag(1, "generation batches per PPO step", may_change=True)
+    per_device_generation_batch_size: int = flag(
+        16, "prompts per rank and generation batch", may_change=True, low=1
+    )
+    generation_batches: int = flag(1, "generation batches per PPO step", may_change=True, low=1)
     per_device_training_batch_size: int = flag(
-        16, "samples per rank and micro-batch of the update", may_change=True
+        16, "samples per rank and micro-batch of the update", may_change=True, low=1
     )
-    ppo_epochs: int = flag(1, "passes over the samples of a step, reshuffled each time")
-    rollout_staleness: int = flag(0, "train on rollouts of so many PPO steps ago")
+    ppo_epochs: int = flag(1, "passes over the samples of a step, reshuffled each time", low=1)
+    rollout_staleness: int = flag(0, "train on rollouts of so many PPO steps ago", low=0, high=2**10)
     dynamic_sampling_rounds: int = flag(
-        0, "replace prompts whose responses all have one score by new prompts, up to so many times a step"
+        0,
+        "replace prompts whose responses all have one score by new prompts, up to so many times a step",
+        low=0,
     )
-    num_warmup_steps: int = flag(100, "optimizer steps of linear warm-up")
+    num_warmup_steps: int = flag(100, "optimizer steps of linear warm-up", low=0)
 
 
 @dataclass
@@ -103,28 +107,36 @@ class ScoreArguments:
         "are added up, one of weight 0 is only logged; empty: the reward model",
     )
     reward_timeout_seconds: float = flag(
-        60.0, "how long a function or a server may take for a batch", may_change=True
+        60.0, "how long a function or a server may take for a batch", may_change=True, above=0
     )
     reward_processes: int = flag(
-        0, "processes that a plain reward function runs in; 0: in this one", may_change=True
+        0, "processes that a plain reward function runs in; 0: in this one", may_change=True, low=0
     )
     reward_batch_size: int = flag(
-        64, "samples given to a classifier, a function or a server at a time", may_change=True
+        64, "samples given to a classifier, a function or a server at a time", may_change=True, low=1
     )
     min_reward_accuracy: float = flag(
-        0.6, "warn before the start when a reward model's held-out accuracy is lower", may_change=True
+        0.6,
+        "warn before the start when a reward model's held-out accuracy is lower",
+        may_change=True,
+        low=0,
+        high=1,
     )
-    reward_clip: float = flag(5.0, "scores are clipped to +- this; 0: never")
+    reward_clip: float = flag(5.0, "scores are clipped to +- this; 0: never", low=0)
     whiten_scores: bool = flag(False, "scale each step's scores to mean 0 and deviation 1 before clipping")
     length_reward_coef: float = flag(
         0.0,
         "taken off the score of an empty response, less for a longer one, up to length_reward_tokens",
     )
-    length_reward_tokens: int = flag(0, "response tokens from which nothing is taken off any more")
+    length_reward_tokens: int = flag(0, "response tokens from which nothing is taken off any more", low=0)
     overlong_penalty: float = flag(
-        0.0, "taken off the score of a response of full length, less inside the last overlong_buffer_tokens"
+        0.0,
+        "taken off the score of a response of full length, less inside the last overlong_buffer_tokens",
+        low=0,
     )
-    overlong_buffer_tokens: int = flag(0, "tokens before max_answer_seq_len in which that penalty grows")
+    overlong_buffer_tokens: int = flag(
+        0, "tokens before max_answer_seq_len in which that penalty grows", low=0
+    )
     truncated: str = flag(
         "score",
         "a response cut by max_answer_seq_len: is scored as it is, also gets the critic's value of what "
@@ -143,26 +155,28 @@ class PPOMathArguments:
         "how advantages are made: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, one that "
         "--plugins registers, or MODULE:FUNCTION",
     )
-    kl_coef: float = flag(0.1, "weight of the KL penalty to the reference")
+    kl_coef: float = flag(0.1, "weight of the KL penalty to the reference", low=0)
     kl_in: str = flag(
         "", "where that penalty goes; empty: where the algorithm has it", choices=("", "reward", "loss")
     )
     kl_estimator: str = flag(
         "", "estimate of the KL; empty: k1 in the reward, k3 in the loss", choices=("", "k1", "k2", "k3")
     )
-    kl_target: float = flag(0.0, "steer kl_coef towards this KL (nats a response); 0: it stays fixed")
-    kl_horizon: int = flag(10000, "samples over which kl_coef is steered")
-    gamma: float = flag(1.0, "discount of later rewards")
-    gae_lambda: float = flag(0.95, "lambda of generalised advantage estimation")
+    kl_target: float = flag(0.0, "steer kl_coef towards this KL (nats a response); 0: it stays fixed", low=0)
+    kl_horizon: int = flag(10000, "samples over which kl_coef is steered", low=1)
+    gamma: float = flag(1.0, "discount of later rewards", low=0, high=1)
+    gae_lambda: float = flag(0.95, "lambda of generalised advantage estimation", low=0, high=1)
     adv_norm: str = flag(
         "",
         "scale advantages to mean 0 and deviation 1 over the step or over each prompt's responses; empty: as "
         "the algorithm does",
         choices=("", "none", "batch", "group"),
     )
-    clip_range: float = flag(0.2, "the ratio's gradient ends outside 1 +- this")
-    clip_range_high: float = flag(0.0, "another range above 1; 0: clip_range")
-    c_clip: float = flag(0.0, "dual clip: a negative advantage costs at most this times itself; 0: no limit")
+    clip_range: float = flag(0.2, "the ratio's gradient ends outside 1 +- this", above=0)
+    clip_range_high: float = flag(0.0, "another range above 1; 0: clip_range", low=0)
+    c_clip: float = flag(
+        0.0, "dual clip: a negative advantage costs at most this times itself; 0: no limit", low=0
+    )
     loss_aggregation: str = flag(
         "",
         "a policy loss is the mean over tokens, the mean over responses of their means, or the sum over "
@@ -172,14 +186,18 @@ class PPOMathArguments:
     use_decoupled_loss: bool = flag(
         False, "clip around the policy before the updates, and weigh by what it was to the sampler"
     )
-    behav_imp_weight_cap: float = flag(0.0, "tokens with a larger such weight count nothing; 0: no limit")
+    behav_imp_weight_cap: float = flag(
+        0.0, "tokens with a larger such weight count nothing; 0: no limit", low=0
+    )
     early_stop_kl: float = flag(
-        0.0, "end a step's updates when a minibatch has moved by this KL a token; 0: never"
+        0.0, "end a step's updates when a minibatch has moved by this KL a token; 0: never", low=0
     )
     early_stop_imp_ratio: float = flag(
-        0.0, "end a step's updates when a minibatch's mean ratio is above this; 0: never"
+        0.0, "end a step's updates when a minibatch's mean ratio is above this; 0: never", low=0
     )
-    value_clip_range: float = flag(0.2, "the critic moves at most this far from its old value; 0: no limit")
+    value_clip_range: float = flag(
+        0.2, "the critic moves at most this far from its old value; 0: no limit", low=0
+    )
     value_loss: str = flag("mse", "squared error, or Huber's", choices=("mse", "huber"))
     value_norm: str = flag(
         "none",
@@ -187,7 +205,7 @@ class PPOMathArguments:
         "that of all",
         choices=("none", "exp", "ma"),
     )
-    value_norm_beta: float = flag(0.99995, "how much of the exponential average a step keeps")
+    value_norm_beta: float = flag(0.99995, "how much of the exponential average a step keeps", low=0, below=1)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     old_logprobs: str = flag(
         "auto",
@@ -196,7 +214,7 @@ class PPOMathArguments:
         choices=("auto", "rollout", "recompute"),
     )
     max_logprob_gap: float = flag(
-        1e-3, "mean difference a token, in nats, up to which the sampler is trusted"
+        1e-3, "mean difference a token, in nats, up to which the sampler is trusted", low=0
     )
     replay_sampling_support: bool = flag(
         False, "with top_k or top_p, take probabilities among the tokens that could be sampled, everywhere"
@@ -213,16 +231,16 @@ class HybridArguments:
         may_change=True,
     )
     inference_tp_size: int = flag(
-        1, "ranks that share one copy of the actor while it generates", may_change=True
+        1, "ranks that share one copy of the actor while it generates", may_change=True, low=1
     )
     generation_slots: int = flag(
-        0, "sequences that are generated at a time on a replica; 0: up to 128", may_change=True
+        0, "sequences that are generated at a time on a replica; 0: up to 128", may_change=True, low=0
     )
     max_out_tokens: int = flag(
-        0, "tokens a slot has room for, prompt and answer; 0: what the lengths need", may_change=True
+        0, "tokens a slot has room for, prompt and answer; 0: what the lengths need", may_change=True, low=0
     )
     tp_gather_partition_size: int = flag(
-        8, "layers that are gathered at a time under ZeRO 3", may_change=True
+        8, "layers that are gathered at a time under ZeRO 3", may_change=True, low=1
     )
     unpin_actor_parameters: bool = flag(
         False,
@@ -236,19 +254,20 @@ class HybridArguments:
         False, "move the actor's optimizer state from the GPU to the CPU while it generates", may_change=True
     )
     enable_ema: bool = flag(False, "average the actor's weights; the average is exported to export_ema/")
-    ema_decay: float = flag(0.992, "how much of the average an update keeps")
+    ema_decay: float = flag(0.992, "how much of the average an update keeps", low=0, below=1)
     export_critic: bool = flag(False, "export the critic too, to export_critic/", may_change=True)
     print_answers: bool = flag(
         False, "print a prompt and its answer (samples.jsonl always has some)", may_change=True
     )
-    print_answers_interval: int = flag(1, "every so many steps", may_change=True)
+    print_answers_interval: int = flag(1, "every so many steps", may_change=True, low=1)
     sample_interval: int = flag(
         0,
         "answer the data's first prompts after step 1 and every so many steps, for the report; 0: never",
         may_change=True,
+        low=0,
     )
     enable_test_mode: bool = flag(False, "stop after test_stop_step steps", may_change=True)
-    test_stop_step: int = flag(0, "steps of the test mode", may_change=True)
+    test_stop_step: int = flag(0, "steps of the test mode", may_change=True, low=0)
     align_overflow: bool = flag(
         False, "accepted", no_effect="each fp16 engine skips its own overflowing steps"
     )
@@ -275,6 +294,7 @@ class PPOArguments(
         20,
         "save the whole state every so many PPO steps, and at the end; 0: only when stopped",
         may_change=True,
+        low=0,
     )
     save_points: str = flag(
         "step",

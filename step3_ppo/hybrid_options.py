@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from common import distributed, startup
 from common.args import Problems
 from common.ds_config import effective_zero_stage
+from common.flag_values import describe_range, is_in_range
 from common.generation.generate import DEFAULT_SLOTS
 from common.generation.kv_cache import kv_bytes_per_token
 from common.models import DTYPES
@@ -65,6 +66,12 @@ def take_hybrid_section(args: PPOArguments, problems: Problems) -> None:
                 + ", ".join(_FLAG_OF_KEY)
             )
             continue
+        field = PPOArguments.__dataclass_fields__[flag]
+        limits = field.metadata["range"]
+        if type(value) is not field.type or not is_in_range(value, **limits):
+            kind = "true or false" if field.type is bool else f"a whole number {describe_range(**limits)}"
+            problems.add(f"--ds_config {args.ds_config}: {HYBRID_SECTION}.{key} {value!r} must be {kind}")
+            continue
         value = not value if key == "pin_parameters" else value
         given, default = getattr(args, flag), getattr(PPOArguments, flag)
         if given not in (default, value):
@@ -91,10 +98,6 @@ def hybrid_options(args: PPOArguments) -> HybridOptions:
 
 def check_hybrid(args: PPOArguments, config: Any, problems: Problems) -> None:
     """Add what is wrong with the hybrid engine's flags; `config` is the actor's, None if there is none."""
-    for name in ("inference_tp_size", "tp_gather_partition_size"):
-        problems.check(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} must be at least 1")
-    for name in ("generation_slots", "max_out_tokens", "max_logprob_gap"):
-        problems.check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)} must be at least 0")
     needed = args.max_prompt_seq_len + args.max_answer_seq_len
     if 0 < args.max_out_tokens < needed:
         problems.add(

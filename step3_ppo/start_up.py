@@ -20,19 +20,6 @@ from step3_ppo.hybrid_options import check_hybrid, take_hybrid_section
 from step3_ppo.rewards.build_rewards import check_rewards
 from step3_ppo.rewards.reward_specs import RewardSpec
 
-POSITIVE = (
-    "per_device_generation_batch_size", "generation_batches", "per_device_training_batch_size", "ppo_epochs",
-    "max_prompt_seq_len", "max_answer_seq_len", "num_samples_per_prompt", "temperature", "top_p",
-    "clip_range", "kl_horizon", "reward_timeout_seconds", "reward_batch_size",
-    "print_answers_interval",
-)  # fmt: skip
-NOT_NEGATIVE = (
-    "kl_coef", "rollout_staleness", "dynamic_sampling_rounds", "max_tokens_per_micro_batch",
-    "clip_range_high", "behav_imp_weight_cap", "early_stop_kl", "early_stop_imp_ratio", "overlong_penalty",
-    "overlong_buffer_tokens", "kl_target", "top_k", "value_clip_range", "reward_clip", "length_reward_tokens",
-    "unsup_coef", "test_stop_step", "sample_interval",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class StartUp:
@@ -89,12 +76,9 @@ def samples_per_rank(args: PPOArguments) -> int:
 
 def check_numbers(args: PPOArguments, problems: Problems) -> None:
     """Add the problems of step 3's own numbers."""
-    startup.check_positive(args, list(POSITIVE), problems)
-    for name in NOT_NEGATIVE:
-        problems.check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)} must be at least 0")
     samples = samples_per_rank(args)
     update = args.per_device_training_batch_size * args.gradient_accumulation_steps
-    if update < 1 or samples % update:
+    if samples % update:
         problems.add(
             f"--per_device_generation_batch_size {args.per_device_generation_batch_size} x "
             f"--generation_batches {args.generation_batches} x --num_samples_per_prompt "
@@ -111,17 +95,8 @@ def check_numbers(args: PPOArguments, problems: Problems) -> None:
         )
     if args.enable_test_mode and args.test_stop_step < 1:
         problems.add("--enable_test_mode needs --test_stop_step above 0")
-    for name in ("gamma", "gae_lambda"):
-        problems.check(
-            0 <= getattr(args, name) <= 1, f"--{name} {getattr(args, name)} must be between 0 and 1"
-        )
-    problems.check(0 <= args.ema_decay < 1, f"--ema_decay {args.ema_decay} must be at least 0 and below 1")
-    problems.check(args.top_p <= 1, f"--top_p {args.top_p} must be at most 1")
     problems.check(
         args.c_clip == 0 or args.c_clip > 1, f"--c_clip {args.c_clip} must be above 1, or 0: no limit"
-    )
-    problems.check(
-        0 <= args.value_norm_beta < 1, f"--value_norm_beta {args.value_norm_beta} must be at least 0, below 1"
     )
 
 

@@ -51,12 +51,12 @@ class CheckDataArguments(DataArguments, TokenizerArguments):
         REQUIRED, "model whose tokenizer is used: a folder or a hub name; its weights are not loaded"
     )
     sft_only_data_path: list[str] = flag([], "data sets that only step 1 uses, whole")
-    max_seq_len: int = flag(512, "steps 1 and 2: tokens of prompt and response at most")
-    max_prompt_seq_len: int = flag(256, "step 3: prompt tokens at most")
+    max_seq_len: int = flag(512, "steps 1 and 2: tokens of prompt and response at most", low=4)
+    max_prompt_seq_len: int = flag(256, "step 3: prompt tokens at most", low=4)
     loss_on: str = flag("response", "step 1: which tokens are learned", choices=("response", "all"))
-    seed: int = flag(1234, "seed of the shares of the three steps")
-    per_device_train_batch_size: int = flag(16, "rows of the batches whose padding is counted")
-    num_samples: int = flag(3, "rows shown of each data set")
+    seed: int = flag(1234, "seed of the shares of the three steps", low=-(2**32), high=2**32)
+    per_device_train_batch_size: int = flag(16, "rows of the batches whose padding is counted", low=1)
+    num_samples: int = flag(3, "rows shown of each data set", low=0)
     no_color: bool = flag(False, "brackets in place of colours; also by NO_COLOR, and where no terminal is")
     plugins: list[str] = flag([], "modules to import first: what they register can be named by flags")
 
@@ -103,9 +103,6 @@ def show_all(args: CheckDataArguments, template: Template, painter: Painter) -> 
 def check_flags(args: CheckDataArguments, problems: Problems) -> Template:
     """Return the template when all flags are right, else leave with all that are not."""
     import_plugins(args.plugins, problems)
-    for name in ("per_device_train_batch_size", "max_pairs_per_prompt"):
-        problems.check(getattr(args, name) > 0, f"--{name} {getattr(args, name)} must be above 0")
-    problems.check(args.num_samples >= 0, f"--num_samples {args.num_samples} must be at least 0")
     if args.stage:
         for problem in build_options(args).problems():
             problems.add(problem)

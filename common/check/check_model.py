@@ -49,11 +49,13 @@ class CheckModelArguments(TokenizerArguments):
     path: str = flag(REQUIRED, "the model, a folder or a hub name; as the first word it needs no --path")
     dtype: str = flag("fp32", "weights and activations; fp32 shows errors best", choices=("fp32", "bf16"))
     tp_sizes: list[int] = flag(
-        [], f"tensor-parallel sizes; empty: those up to {MAX_DEFAULT_SIZE} that work, 1: none"
+        [], f"tensor-parallel sizes; empty: those up to {MAX_DEFAULT_SIZE} that work, 1: none", low=1
     )
-    prompts: int = flag(4, "rows that are scored and continued")
-    max_new_tokens: int = flag(16, "tokens of a continuation at most")
-    tp_timeout_minutes: float = flag(20.0, "minutes that the ranks of one tensor-parallel size may take")
+    prompts: int = flag(4, "rows of different lengths that are scored and continued", low=2)
+    max_new_tokens: int = flag(16, "tokens of a continuation at most", low=1)
+    tp_timeout_minutes: float = flag(
+        20.0, "minutes that the ranks of one tensor-parallel size may take", above=0
+    )
     no_color: bool = flag(False, "no colours; also by NO_COLOR, and where no terminal is")
     plugins: list[str] = flag([], "modules to import first: a tensor-parallel plan of your own, for one")
 
@@ -86,10 +88,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def check_flags(args: CheckModelArguments, problems: Problems) -> tuple[PreTrainedTokenizerFast, bool]:
     """Return the tokenizer and whether it is a reward model, or leave with all that is wrong."""
     import_plugins(args.plugins, problems)
-    problems.check(args.prompts >= 2, f"--prompts {args.prompts} must be at least 2: lengths must differ")
-    startup.check_positive(args, ["max_new_tokens", "tp_timeout_minutes"], problems)
-    for size in args.tp_sizes:
-        problems.check(size >= 1, f"--tp_sizes {size} must be at least 1")
     config = startup.check_model("--path", args.path, args, problems)
     tokenizer, is_reward = None, False
     if config is not None:

@@ -12,14 +12,6 @@ from common import startup
 from common.args import REQUIRED, PackingArguments, Problems, flag
 from common.check.model_sizes import ModelSizes
 
-POSITIVE = (
-    "num_gpus", "num_nodes", "gradient_accumulation_steps", "per_device_train_batch_size", "max_seq_len",
-    "per_device_eval_batch_size", "per_device_generation_batch_size", "generation_batches", "ppo_epochs",
-    "per_device_training_batch_size", "max_prompt_seq_len", "max_answer_seq_len", "num_samples_per_prompt",
-    "inference_tp_size", "tp_gather_partition_size", "matmul_efficiency", "memory_efficiency",
-    "link_efficiency", "cpu_bandwidth_gb_s",
-)  # fmt: skip
-
 MAX_RANKS = 1024
 
 Models = dict[str, ModelSizes]  # by role
@@ -53,22 +45,28 @@ class HardwareArguments:
     """The machines; 0 is what --gpu says."""
 
     gpu: str = flag("h100-80g", "kind of device", choices=tuple(DEVICES))
-    num_gpus: int = flag(1, "GPUs, or CPU processes, of each machine")
-    num_nodes: int = flag(1, "machines")
-    gpu_memory_gib: float = flag(0.0, "memory of a GPU")
-    reserved_gib: float = flag(0.0, "of it for the CUDA context, NCCL and what the allocator cannot use")
-    gpu_tflops: float = flag(0.0, "dense matrix products in --dtype, 10^12 operations a second")
-    gpu_bandwidth_gb_s: float = flag(0.0, "reading its own memory")
-    intra_node_gb_s: float = flag(0.0, "from other GPUs of a machine, one direction")
-    inter_node_gb_s: float = flag(0.0, "from other machines, for each GPU")
-    host_link_gb_s: float = flag(0.0, "from the CPU's memory")
-    cpu_memory_gib: float = flag(0.0, "CPU memory of a machine; 0: not known, so not checked")
-    cpu_bandwidth_gb_s: float = flag(200.0, "of a machine's CPU memory, for an offloaded optimizer's step")
-    intra_node_latency_us: float = flag(6.0, "of a collective for each doubling of ranks inside a machine")
-    inter_node_latency_us: float = flag(12.0, "of a collective for each doubling of machines")
-    matmul_efficiency: float = flag(0.4, "share of --gpu_tflops that is reached")
-    memory_efficiency: float = flag(0.6, "share of --gpu_bandwidth_gb_s that is reached")
-    link_efficiency: float = flag(0.7, "share of links that is reached")
+    num_gpus: int = flag(1, "GPUs, or CPU processes, of each machine", low=1)
+    num_nodes: int = flag(1, "machines", low=1)
+    gpu_memory_gib: float = flag(0.0, "memory of a GPU", low=0)
+    reserved_gib: float = flag(
+        0.0, "of it for the CUDA context, NCCL and what the allocator cannot use", low=0
+    )
+    gpu_tflops: float = flag(0.0, "dense matrix products in --dtype, 10^12 operations a second", low=0)
+    gpu_bandwidth_gb_s: float = flag(0.0, "reading its own memory", low=0)
+    intra_node_gb_s: float = flag(0.0, "from other GPUs of a machine, one direction", low=0)
+    inter_node_gb_s: float = flag(0.0, "from other machines, for each GPU", low=0)
+    host_link_gb_s: float = flag(0.0, "from the CPU's memory", low=0)
+    cpu_memory_gib: float = flag(0.0, "CPU memory of a machine; 0: not known, so not checked", low=0)
+    cpu_bandwidth_gb_s: float = flag(
+        200.0, "of a machine's CPU memory, for an offloaded optimizer's step", above=0
+    )
+    intra_node_latency_us: float = flag(
+        6.0, "of a collective for each doubling of ranks inside a machine", low=0
+    )
+    inter_node_latency_us: float = flag(12.0, "of a collective for each doubling of machines", low=0)
+    matmul_efficiency: float = flag(0.4, "share of --gpu_tflops that is reached", above=0, high=1)
+    memory_efficiency: float = flag(0.6, "share of --gpu_bandwidth_gb_s that is reached", above=0, high=1)
+    link_efficiency: float = flag(0.7, "share of links that is reached", above=0, high=1)
     flash_attention: bool = flag(False, "flash-attn is installed there (requirements-gpu.txt)")
 
 
@@ -88,7 +86,9 @@ class ModelArguments:
     reward_model_name_or_path: str = flag("", "step 3: the reward model; empty: the critic's")
     no_critic: bool = flag(False, "the --algorithm is grpo, rloo or another without a critic")
     trust_remote_code: bool = flag(False, "run code that comes with a hub model")
-    pad_vocab_multiple: int = flag(1, "pad the embeddings to a multiple of this while training")
+    pad_vocab_multiple: int = flag(
+        1, "pad the embeddings to a multiple of this while training", low=1, high=2**16
+    )
     dtype: str = flag("", "weights; empty: bf16, on a CPU fp32", choices=("fp32", "bf16", "fp16"))
     offload: str = flag(
         "none",
@@ -97,7 +97,7 @@ class ModelArguments:
         const="all",
     )
     only_optimize_lora: bool = flag(False, "train adapters only")
-    gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step")
+    gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step", low=1)
     ds_config: str = flag("", "JSON file merged over the DeepSpeed configuration that the flags make")
 
 
@@ -107,11 +107,11 @@ class SingleModelArguments:
 
     zero_stage: int = flag(0, "DeepSpeed ZeRO stage", choices=(0, 1, 2, 3))
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass")
-    lora_dim: int = flag(0, "rank of the adapters; 0: no LoRA")
+    lora_dim: int = flag(0, "rank of the adapters; 0: no LoRA", low=0, high=2**16)
     lora_module_name: str = flag("auto", "adapt the linear layers whose name contains this")
-    max_seq_len: int = flag(512, "tokens of prompt and response at most")
-    per_device_train_batch_size: int = flag(16, "rows (step 2: pairs) per rank and micro-batch")
-    per_device_eval_batch_size: int = flag(16, "rows per rank and evaluation batch")
+    max_seq_len: int = flag(512, "tokens of prompt and response at most", low=4)
+    per_device_train_batch_size: int = flag(16, "rows (step 2: pairs) per rank and micro-batch", low=1)
+    per_device_eval_batch_size: int = flag(16, "rows per rank and evaluation batch", low=1)
 
 
 @dataclass
@@ -124,23 +124,25 @@ class PPOPlanArguments:
     critic_gradient_checkpointing: bool = flag(False, "recompute the critic's activations")
     offload_reference_model: bool = flag(False, "keep the reference on the CPU between uses")
     offload_reward_model: bool = flag(False, "keep the reward model on the CPU between uses")
-    actor_lora_dim: int = flag(0, "rank of the actor's adapters; 0: no LoRA")
+    actor_lora_dim: int = flag(0, "rank of the actor's adapters; 0: no LoRA", low=0, high=2**16)
     actor_lora_module_name: str = flag("auto", "adapt the actor's linear layers whose name contains this")
-    critic_lora_dim: int = flag(0, "rank of the critic's adapters; 0: no LoRA")
+    critic_lora_dim: int = flag(0, "rank of the critic's adapters; 0: no LoRA", low=0, high=2**16)
     critic_lora_module_name: str = flag("auto", "adapt the critic's linear layers whose name contains this")
-    max_prompt_seq_len: int = flag(256, "prompt tokens at most")
-    max_answer_seq_len: int = flag(256, "response tokens at most")
-    num_samples_per_prompt: int = flag(1, "responses sampled for each prompt")
-    per_device_generation_batch_size: int = flag(16, "prompts per rank and generation batch")
-    generation_batches: int = flag(1, "generation batches per PPO step")
-    per_device_training_batch_size: int = flag(16, "samples per rank and micro-batch of the update")
-    ppo_epochs: int = flag(1, "passes over the samples of a step")
+    max_prompt_seq_len: int = flag(256, "prompt tokens at most", low=1)
+    max_answer_seq_len: int = flag(256, "response tokens at most", low=1)
+    num_samples_per_prompt: int = flag(1, "responses sampled for each prompt", low=1, high=2**16)
+    per_device_generation_batch_size: int = flag(16, "prompts per rank and generation batch", low=1)
+    generation_batches: int = flag(1, "generation batches per PPO step", low=1)
+    per_device_training_batch_size: int = flag(16, "samples per rank and micro-batch of the update", low=1)
+    ppo_epochs: int = flag(1, "passes over the samples of a step", low=1)
     old_logprobs: str = flag("auto", "log-probabilities at rollout", choices=("auto", "rollout", "recompute"))
     enable_hybrid_engine: bool = flag(False, "generate by our own decoder")
-    inference_tp_size: int = flag(1, "ranks that share one copy of the actor while it generates")
-    generation_slots: int = flag(0, "sequences that are generated at a time on a replica; 0: up to 128")
-    max_out_tokens: int = flag(0, "tokens a slot has room for; 0: what the lengths need")
-    tp_gather_partition_size: int = flag(8, "layers that are gathered at a time under ZeRO 3")
+    inference_tp_size: int = flag(1, "ranks that share one copy of the actor while it generates", low=1)
+    generation_slots: int = flag(
+        0, "sequences that are generated at a time on a replica; 0: up to 128", low=0
+    )
+    max_out_tokens: int = flag(0, "tokens a slot has room for; 0: what the lengths need", low=0)
+    tp_gather_partition_size: int = flag(8, "layers that are gathered at a time under ZeRO 3", low=1)
     unpin_actor_parameters: bool = flag(False, "under ZeRO 3 gather layer by layer in every pass")
     release_inference_cache: bool = flag(False, "free keys, values and buffers after generation")
     offload_states_for_generation: bool = flag(False, "move the optimizer state away while it generates")
@@ -290,9 +292,6 @@ def role_prefixes(args: PlanArguments, models: Models) -> list[str]:
 def find_problems(args: PlanArguments, models: Models) -> list[str]:
     """Return what is wrong with the flags; what a step would refuse is refused here too."""
     found = Problems()
-    startup.check_positive(args, list(POSITIVE), found)
-    if found.messages:
-        return found.messages
     num_ranks, tp_size, longest = args.num_gpus * args.num_nodes, args.inference_tp_size, longest_row(args)
     cap = args.max_tokens_per_micro_batch
     text = f"--max_tokens_per_micro_batch {cap} holds no whole row; raise it to at least {longest}"

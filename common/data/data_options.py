@@ -38,7 +38,7 @@ class DataOptions:
         return self.max_prompt_tokens if self.stage == 3 else self.max_seq_len
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with the values themselves; each names flag, value and cure."""
+        """What is wrong with sources and shares; each names flag, value and cure. Flags have their ranges."""
         found = []
         try:
             share = parse_data_split(self.data_split)[self.stage - 1]
@@ -51,17 +51,6 @@ class DataOptions:
             found.append(str(error))
         if not self.data_path and not (self.stage == 1 and self.sft_only_data_path):
             found.append("--data_path names no data; give at least one file, folder or data set")
-        length_flag = "--max_prompt_seq_len" if self.stage == 3 else "--max_seq_len"
-        if self.max_tokens < 4:
-            found.append(f"{length_flag} {self.max_tokens} must be at least 4 tokens")
-        if not 0 <= self.eval_fraction < 1:
-            found.append(f"--eval_fraction {self.eval_fraction} must be at least 0 and less than 1")
-        if self.loss_on not in ("response", "all"):
-            found.append(f"--loss_on {self.loss_on} must be response or all")
-        if self.max_pairs_per_prompt < 1:
-            found.append(f"--max_pairs_per_prompt {self.max_pairs_per_prompt} must be at least 1")
         if not self.score_column:
             found.append("--score_column '' names no column; helpfulness is the default")
-        if self.max_bad_rows < 0:
-            found.append(f"--max_bad_rows {self.max_bad_rows} must be at least 0")
         return found

@@ -23,9 +23,11 @@ class DoctorArguments:
     """What is looked at, and how it is told."""
 
     output_dir: str = flag(".", "where runs are going to write: the room there is looked at")
-    self_test_seconds: float = flag(10.0, "seconds for a step of training and a text, imports aside; 0: none")
-    import_seconds: float = flag(300.0, "seconds that the imports of the self-test may take")
-    hub_seconds: float = flag(3.0, "seconds that the model hub may take to answer; 0: it is not asked")
+    self_test_seconds: float = flag(
+        10.0, "seconds for a step of training and a text, imports aside; 0: none", low=0
+    )
+    import_seconds: float = flag(300.0, "seconds that the imports of the self-test may take", above=0)
+    hub_seconds: float = flag(3.0, "seconds that the model hub may take to answer; 0: it is not asked", low=0)
     json: bool = flag(False, "print everything as JSON too, in the last line")
     no_color: bool = flag(False, "no colours; also by NO_COLOR, and where no terminal is")
 
@@ -59,9 +61,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems = Problems()
     argv = sys.argv[1:] if argv is None else list(argv)
     args = parse_args(DoctorArguments, argv, description=__doc__.splitlines()[0], problems=problems)
-    for name in ("self_test_seconds", "hub_seconds"):
-        problems.check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)} must be at least 0")
-    problems.check(args.import_seconds > 0, f"--import_seconds {args.import_seconds} must be above 0")
     problems.exit_if_any()
     painter = Painter.for_stream(sys.stdout, no_color=args.no_color)
     findings = []

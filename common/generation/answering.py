@@ -39,7 +39,7 @@ class AnsweringArguments(TokenizerArguments):
     dtype: str = flag(
         "", "weights and activations; empty: bf16 on a GPU that has it, else fp32", choices=tuple(DTYPES)
     )
-    seed: int = flag(1234, "seed of the sampling")
+    seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
 
 
 @dataclass(frozen=True)
@@ -199,14 +199,6 @@ class _Hearing:
     def _tell(self, sample: int, text: str) -> None:
         if text and self.listener and sample not in self.cancelled and self.listener(sample, text):
             self.cancelled.add(sample)
-
-
-def check_sampling(args: Any, problems: Problems) -> None:
-    """Add the problems of --max_new_tokens, --temperature, --top_k and --top_p."""
-    startup.check_positive(args, ["max_new_tokens", "top_p"], problems)
-    problems.check(args.top_p <= 1, f"--top_p {args.top_p} must be at most 1, which takes all tokens")
-    for name in ("temperature", "top_k"):
-        problems.check(getattr(args, name) >= 0, f"--{name} {getattr(args, name)} must be at least 0")
 
 
 def load_template(

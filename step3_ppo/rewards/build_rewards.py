@@ -19,17 +19,12 @@ from step3_ppo.rewards.http_reward import HttpReward
 from step3_ppo.rewards.reward_specs import RewardSpec, parse_reward, parse_rewards
 from step3_ppo.rewards.text_rewards import TextReward
 
-POSITIVE = ("reward_timeout_seconds", "reward_batch_size")
-
 
 def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
     """Return the rewards of `--reward` after adding what is wrong with them; no weights are loaded.
 
     A reward model's vocabulary is not looked at: who builds it compares it with the actor's.
     """
-    startup.check_positive(args, list(POSITIVE), problems)
-    if args.reward_processes < 0:
-        problems.add(f"--reward_processes {args.reward_processes} must be at least 0")
     good = [text for text in args.reward if _tell(problems, parse_reward, text)]
     if len(good) < len(args.reward):
         return []

@@ -66,8 +66,8 @@ def test_everything_wrong_is_told_at_once(run, folder, tmp_path, capsys):
     error = capsys.readouterr().err
     for words in (
         f"--models names {folder} twice", "--models nowhere is neither a model folder nor a hub model",
-        f"--port {port}: ", "choose another port", "has no prompts", "--temperature -1.0 must be",
-        "--top_p 2.0 must be", "--token_file", "nothing was started",
+        f"--port {port}: ", "choose another port", "has no prompts", "--temperature -1 must be",
+        "--top_p 2 must be", "--token_file", "nothing was started",
     ):  # fmt: skip
         assert words in error, words
     assert not (tmp_path / "output").exists()

@@ -165,7 +165,7 @@ def test_wrong_flags_come_all_at_once(check, write_rows):
         "error: 6 problems, nothing was started",
         "unknown flag --los_on; did you mean --loss_on?",
         "--plugins absent: there is no module absent",
-        "--per_device_train_batch_size 0 must be above 0",
+        "--per_device_train_batch_size 0 must be at least 1",
         "--num_samples -1 must be at least 0",
         "--max_seq_len 2 must be at least 4",
         "--template chat: the tokenizer has no chat template",

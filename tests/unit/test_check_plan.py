@@ -106,7 +106,7 @@ def test_flags_are_those_of_the_steps_with_their_types_and_defaults():
         (("--only_optimize_lora", "--actor_lora_dim", "8"), "--only_optimize_lora needs adapters"),
         (("--max_tokens_per_micro_batch", "100"), "raise it to at least 512"),
         (("--per_device_training_batch_size", "6"), "16 samples a rank are no multiple"),
-        (("--num_gpus", "0"), "--num_gpus 0 must be above 0"),
+        (("--num_gpus", "0"), "--num_gpus 0 must be at least 1"),
         (("--max_answer_seq_len", "5000"), "tokens are more than the model's 2048 positions"),
         (("--ds_config", "missing.json"), "--ds_config missing.json cannot be read as JSON"),
         (("--actor_zero_stag", "3"), "did you mean --actor_zero_stage?"),

@@ -17,7 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_configs import tiny_config
 
-from common.args import field_type
+from common.args import Problems, field_type, parse_args
+from common.flag_values import describe_range
+from docs.make_configuration import find_programs
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo.arguments import PPOArguments
@@ -30,6 +32,7 @@ PROGRAMS = {
     "step3_ppo.main": (PPOArguments, ["build_trainer"]),
 }
 MODEL = ("model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path")
+ANY_NUMBER = {"length_reward_coef", "truncated_penalty", "entropy_coef"}  # either sign has a meaning
 ODD_NUMBERS = [
     "-1", "0", "1", "2", "3", "4", "1e3", "0.5", "-0.0", "1e-320", "nan", "inf", "-inf", "1e999", "0x10",
     "1_0", "\u0663", "9" * 30, "9" * 5000, "2**3", " 5 ", "5 5",
@@ -187,6 +190,28 @@ def fuzz(good: dict, program: str, num_cases: int) -> None:
     assert endings["reached"] > num_cases // 20 and endings["exit 2"] > num_cases // 4, endings
 
 
+def just_outside(field: dataclasses.Field) -> list[str]:
+    """Return the values next to a numeric flag's range."""
+    limits, step = field.metadata["range"], 1 if field_type(field)[0] is int else 1e-6
+    outside = [limits[name] + sign * step for name, sign in (("low", -1), ("high", 1)) if name in limits]
+    return [str(value) for value in [*outside, *(limits[n] for n in ("above", "below") if n in limits)]]
+
+
+def test_every_number_has_a_range():
+    for program in find_programs():
+        for field in dataclasses.fields(program.flags):
+            is_number = field_type(field)[0] in (int, float) and not field.metadata["choices"]
+            if not is_number or field.metadata["no_effect"] or field.name in ANY_NUMBER:
+                continue
+            assert field.metadata["range"], f"{program.command} --{field.name}"
+            for value in just_outside(field):
+                problems = Problems()
+                parse_args(program.flags, [f"--{field.name}", value], problems=problems)
+                told = [text for text in problems.messages if "is required" not in text]
+                expected = f"must be {describe_range(**field.metadata['range'])}"
+                assert told == [f"--{field.name} {value} {expected}"], program.command
+
+
 @pytest.fixture(autouse=True)
 def same_surroundings(process_group, monkeypatch):
     """A run may set variables and the import path: as they were afterwards, and no hub is asked."""
@@ -203,6 +228,19 @@ def test_good_flags_reach_the_model(good, program):
     words = [word for name, value in good[program].items() for word in (f"--{name}", str(value))]
     assert check_command_line(program, words) == "reached"
     assert check_command_line(program, [*words, "--dry_run"]) == "returned"
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_number_out_of_its_range_gives_one_message(good, program):
+    """In whatever check it would meet after that: the flag, the value, the range."""
+    start = [word for name, value in good[program].items() for word in (f"--{name}", str(value))]
+    numbers = [field for field in dataclasses.fields(PROGRAMS[program][0]) if field.metadata["range"]]
+    assert len(numbers) > 20
+    for field in numbers:
+        for value in just_outside(field):
+            ended, said = outcome_of(program, [*start, f"--{field.name}", value])
+            told = f"--{field.name} {value} must be {describe_range(**field.metadata['range'])}"
+            assert (ended, said) == ("exit 2", f"error: 1 problem, nothing was started:\n  - {told}\n")
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

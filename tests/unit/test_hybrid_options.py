@@ -35,9 +35,7 @@ ENABLED = "--enable_hybrid_engine"
             (ENABLED, "--inference_tp_size", "3"),
             ("--inference_tp_size 3", "number of ranks, 4", "use 1, 2, 4"),
         ),
-        ((ENABLED, "--inference_tp_size", "0"), ("--inference_tp_size 0 must be at least 1",)),
         (("--inference_tp_size", "2"), ("needs --enable_hybrid_engine",)),
-        ((ENABLED, "--generation_slots", "-1"), ("--generation_slots -1 must be at least 0",)),
         ((ENABLED, "--max_out_tokens", "300"), ("--max_out_tokens 300", "use 512")),
         (
             (ENABLED, "--generation_slots", "9000000", "--per_device_generation_batch_size", "9000000"),
@@ -47,8 +45,6 @@ ENABLED = "--enable_hybrid_engine"
             (ENABLED, "--inference_tp_size", "2", "--unpin_actor_parameters", "--actor_zero_stage", "3"),
             ("exclude each other",),
         ),
-        ((ENABLED, "--tp_gather_partition_size", "0"), ("--tp_gather_partition_size 0",)),
-        (("--max_logprob_gap", "-1"), ("--max_logprob_gap -1",)),
         (("--offload_states_for_generation", "--dtype", "fp32"), ("needs --actor_zero_stage 1, 2 or 3",)),
         (
             ("--offload_states_for_generation", "--actor_zero_stage", "3", "--offload", "all"),
@@ -87,10 +83,15 @@ def test_the_section_of_ds_config_sets_flags(tmp_path):
     options.take_hybrid_section(args, problems)
     assert len(problems.messages) == 1 and "--inference_tp_size 4" in problems.messages[0]
 
-    path.write_text(json.dumps({"hybrid_engine": {"enable": True}}))
-    args, problems = parse("--ds_config", str(path)), Problems()
-    options.take_hybrid_section(args, problems)
-    assert len(problems.messages) == 1 and "no key 'enable'" in problems.messages[0]
+    for wrong, told in (
+        ({"enable": True}, "no key 'enable'"),
+        ({"inference_tp_size": 0}, "hybrid_engine.inference_tp_size 0 must be a whole number at least 1"),
+        ({"enabled": "yes"}, "hybrid_engine.enabled 'yes' must be true or false"),
+    ):
+        path.write_text(json.dumps({"hybrid_engine": wrong}))
+        args, problems = parse("--ds_config", str(path)), Problems()
+        options.take_hybrid_section(args, problems)
+        assert len(problems.messages) == 1 and told in problems.messages[0]
 
 
 def test_a_slot_has_room_for_prompt_and_answer_by_default():

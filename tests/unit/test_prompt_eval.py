@@ -85,7 +85,10 @@ def test_built_in_questions_and_flags_that_do_nothing(folders, monkeypatch, caps
 @pytest.mark.parametrize(
     ("flags", "messages"),
     [
-        (["--num_prompts", "0", "--top_k", "-1"], ["--num_prompts 0 must be above 0", "--top_k -1 must be"]),
+        (
+            ["--num_prompts", "0", "--top_k", "-1"],
+            ["--num_prompts 0 must be at least 1", "--top_k -1 must be"],
+        ),
         (["--data_path", "nowhere.jsonl"], ["--data_path nowhere.jsonl"]),
         (["--template", "chat"], ["baseline", "finetune"]),
         (["--num_return_sequence", "2"], ["did you mean --num_return_sequences?"]),

@@ -168,14 +168,8 @@ def test_all_problems_are_told_at_once(tmp_path):
         f"model:{tmp_path}",
         f"classifier:{tmp_path}/absent:POSITIVE",
         "function:step3_ppo.rewards.examples.length:brevty",
-        reward_batch_size=0,
-        reward_timeout_seconds=-1.0,
-        reward_processes=-1,
     )
     expected = [
-        "--reward_timeout_seconds -1.0 must be above 0",
-        "--reward_batch_size 0 must be above 0",
-        "--reward_processes -1 must be at least 0",
         "is no reward model (it has no score head); give the export/ of step 2",
         "is a GPT2LMHeadModel, not a sequence classifier",
         "holds no config.json",

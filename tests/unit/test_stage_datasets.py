@@ -269,11 +269,10 @@ def test_check_sources_tells_all_problems_at_once(tmp_path, write_rows, options)
     empty = write_rows([], "empty.jsonl")
     missing, unknown = str(tmp_path / "missing.jsonl"), write_rows(["x"], "a.txt")
     assert check_sources([good], 2, options(good, 2)) == []
-    given = replace(options(good, 2), data_split="1,2", max_seq_len=1)
+    given = replace(options(good, 2), data_split="1,2")
     problems = check_sources([good, missing, unknown, empty, wrong, sft_only, "no/such/thing"], 2, given)
     expected = [
         "--data_split '1,2' must be three numbers",
-        "--max_seq_len 1 must be at least 4",
         "missing.jsonl: there is no such file",
         "a.txt: the kind of file is unknown",
         "empty.jsonl: the file is empty",

@@ -105,7 +105,7 @@ def test_several_machines_need_a_hostfile(tmp_path, capsys):
     [
         (["--actor_model", "./nowhere"], "--actor_model ./nowhere: no such folder"),
         (["--reward_model", "/no/where"], "--reward_model /no/where: no such folder"),
-        (["--step", "4"], "--step [4]: the steps are 1, 2 and 3"),
+        (["--step", "4"], "--step 4 must be from 1 to 3"),
         (["--step"], "--step without a number"),
         (["--step", "3"], "step1_sft/export, which step 1 writes; add 1"),
         (["--num_gpus", "-1"], "--num_gpus -1 must be at least 0"),
