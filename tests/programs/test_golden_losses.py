@@ -27,12 +27,14 @@ PPO = {
     "critic_learning_rate": 1e-3,
     "enable_hybrid_engine": True,
 }
+# Between 0 and 1: responses have unequal lengths, so that a mean over the wrong tokens is another number.
+POLICY = ("rollout/finished_fraction", "policy/loss", "objective/score")
 RUNS = {
     "sft": (1, SINGLE, ("sft/loss", "sft/grad_norm", "sft/eval_loss")),
     "reward": (2, SINGLE, ("reward/loss", "reward/grad_norm", "reward/eval_margin")),
     "dpo": (2, SINGLE | {"loss": "dpo"}, ("dpo/loss", "dpo/grad_norm", "dpo/eval_margin")),
-    "ppo": (3, PPO, ("policy/loss", "value/loss", "objective/kl", "objective/score", "policy/grad_norm")),
-    "grpo": (3, PPO | {"algorithm": "grpo", "num_samples_per_prompt": 2}, ("policy/loss", "objective/score")),
+    "ppo": (3, PPO, (*POLICY, "value/loss", "objective/kl", "policy/grad_norm")),
+    "grpo": (3, PPO | {"algorithm": "grpo", "num_samples_per_prompt": 2}, POLICY),
 }
 
 

@@ -224,8 +224,9 @@ def test_entropy_bonus_keeps_entropy(ppo, lover):
 
 
 def test_top_k_one_is_greedy(ppo):
-    output = ppo(max_train_steps=1, top_k=1)
-    again = ppo(max_train_steps=1, top_k=1, seed=99, per_device_training_batch_size=8)
+    flags = {"max_train_steps": 1, "top_k": 1, "per_device_generation_batch_size": 50}  # all prompts
+    output = ppo(per_device_training_batch_size=50, **flags)
+    again = ppo(per_device_training_batch_size=10, seed=99, **flags)
     assert read_curve(output, "policy/logprob_gap")[0] < 1e-5
     assert read_curve(output, "rollout/response_tokens") == read_curve(again, "rollout/response_tokens")
 

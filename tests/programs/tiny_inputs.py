@@ -25,15 +25,22 @@ WORDS = ("the", "quick", "brown", "fox", "is", "fine", "warm", "sunny", "day", "
 def save_causal_lm(
     folder: Path, tokenizer: PreTrainedTokenizerFast | None, *, family: str = "llama", seed: int = 0
 ) -> Path:
-    """Return the folder of a random two-layer model (GPT-2's are tied and lie the other way round)."""
+    """Return the folder of a random two-layer model (GPT-2's are tied and lie the other way round).
+
+    Its EOS is likely after some texts and not after others, so that responses end after unequal lengths.
+    """
     torch.manual_seed(seed)
     num_tokens = len(tokenizer) if tokenizer else 320
     if family == "gpt2":
         config = GPT2Config(
             n_embd=HIDDEN, n_layer=2, n_head=4, n_positions=NUM_POSITIONS, vocab_size=num_tokens
         )
-        return _save(folder, GPT2LMHeadModel(config), tokenizer)
-    return _save(folder, LlamaForCausalLM(_llama_config(num_tokens, num_layers=2)), tokenizer)
+        model = GPT2LMHeadModel(config)
+    else:
+        model = LlamaForCausalLM(_llama_config(num_tokens, num_layers=2))
+    if tokenizer and tokenizer.eos_token:
+        nn.init.normal_(model.lm_head.weight[tokenizer.eos_token_id], std=0.5)
+    return _save(folder, model, tokenizer)
 
 
 def save_reward_model(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int = 1) -> Path:
