@@ -91,7 +91,8 @@ def main() -> None:
     # ---- training ---------------------------------------------------------------------------------------
     is_flat = training_loop.use_layout(batches, model.causal_lm, args)
     trainer = SFTTrainer(engine, is_flat=is_flat, logger=logger)
-    progress = Progress(data.key, batches.global_rows)
+    rows = {"--per_device_train_batch_size x --gradient_accumulation_steps": batches.global_rows}
+    progress = Progress(data.key, rows)
     run = Run(args, earlier, logger, progress, {"model": EngineState(engine)})
 
     def evaluate(step: int) -> None:

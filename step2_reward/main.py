@@ -186,7 +186,8 @@ def main() -> None:
     trainer, logger = learner.trainer, learner.trainer.logger
 
     # ---- training ---------------------------------------------------------------------------------------
-    progress = Progress(data.key, batches.global_rows)
+    rows = {"--per_device_train_batch_size x --gradient_accumulation_steps": batches.global_rows}
+    progress = Progress(data.key, rows)
     parts = {"model": EngineState(learner.engine)}
     if is_dpo:
         parts["reference"] = ReferencePart({"train": train, "eval": held_out})

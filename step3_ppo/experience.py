@@ -123,6 +123,11 @@ class MinibatchPlan:
     seed: int
     cap: TokenCap | None = None
 
+    @property
+    def global_rows(self) -> int:
+        """Return the responses of an optimizer step, over all ranks."""
+        return self.rows * self.accumulation * distributed.world_size()
+
     def minibatches(self, record: PackedBatch, step: int) -> Iterator[list[PackedBatch]]:
         """Yield this rank's micro-batches of every optimizer step, reshuffled by (seed, step, epoch).
 
@@ -130,7 +135,7 @@ class MinibatchPlan:
         cut into micro-batches.
         """
         rank, world_size = distributed.rank(), distributed.world_size()
-        size = self.rows * self.accumulation * world_size
+        size = self.global_rows
         for epoch in range(self.epochs):
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) * 101 + epoch)
             order = torch.randperm(len(record), generator=generator)

@@ -272,7 +272,11 @@ def main() -> None:
     # ---- models -----------------------------------------------------------------------------------------
     with startup.as_problem(problems), watchdog.phase("the loading of the models"):
         trainer = build_trainer(args, start, num_steps, prompts, pretraining)
-        progress = Progress(data.key, prompts.global_rows)
+        rows = {
+            "--per_device_generation_batch_size x --generation_batches": prompts.global_rows,
+            "--per_device_training_batch_size x --gradient_accumulation_steps": trainer.plan.global_rows,
+        }
+        progress = Progress(data.key, rows)
         run = build_run(args, start, trainer, progress)
         run.saver.begin()  # the first to write: all models are there
     if progress.step == 0:

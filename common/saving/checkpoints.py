@@ -19,7 +19,7 @@ from common.saving.durable_files import WRITING, digest, publish_folder, remove_
 from common.saving.pieces import Piece, PieceReader, write_pieces
 
 FOLDER, META = "checkpoints", "meta.json"
-FORMAT = 1  # raise it when an older reader would misread the files
+FORMAT = 2  # raise it when an older reader would misread the files
 
 
 class Part(Protocol):

@@ -60,7 +60,7 @@ def describe_start(progress: Progress, dtype: str) -> dict[str, Any]:
         "device": device_name(),
         "dtype": dtype,
         "data_key": progress.data_key,
-        "global_rows": progress.global_rows,
+        "global_rows": next(iter(progress.rows.values())),  # of a step
         "code": code_version(),
         "versions": {"python": platform.python_version()} | installed_versions(OF_RUNS),
     }

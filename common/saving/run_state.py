@@ -18,7 +18,7 @@ class Progress:
     """Steps that are done, what the export will say, and which data they were."""
 
     data_key: str  # changes with the data and with all that decides its rows
-    global_rows: int  # rows of a step, over all ranks
+    rows: dict[str, int]  # over all ranks, by the flags whose product with the number of ranks they are
     step: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -32,21 +32,23 @@ class Progress:
             "step": self.step,
             "facts": self.facts,
             "data_key": self.data_key,
-            "global_rows": self.global_rows,
+            "rows": self.rows,
         }
 
     def load(self, reader: PieceReader, numbers: dict[str, Any]) -> None:
-        """Go on from what was saved; ValueError when the data or the size of a step is another."""
+        """Go on from what was saved; ValueError when the data or the rows of a step or update differ."""
         if numbers["data_key"] != self.data_key:
             raise ValueError(
                 "the data have changed since it was saved, so its place in them means nothing; bring the old "
                 "data back, or start a new run from its export"
             )
-        if numbers["global_rows"] != self.global_rows:
-            raise ValueError(
-                f"a step had {numbers['global_rows']} rows over all ranks, now {self.global_rows}: choose "
-                "batch size, accumulation and number of ranks so that their product stays"
-            )
+        for flags, now in self.rows.items():
+            before = numbers["rows"][flags]
+            if now != before:
+                raise ValueError(
+                    f"{flags} x number of ranks was {before}, now it is {now}, which makes other updates: "
+                    f"choose them so that their product stays {before}"
+                )
         self.step, self.facts = numbers["step"], numbers["facts"]
 
 

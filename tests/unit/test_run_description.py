@@ -21,7 +21,7 @@ def test_defaults_are_the_flags_own():
 
 
 def test_a_start_says_on_what_it_was_made():
-    start = describe_start(Progress("digest", 16, step=7), "fp32")
+    start = describe_start(Progress("digest", {"--batch": 16, "--update": 8}, step=7), "fp32")
     assert (start["from_step"], start["data_key"], start["global_rows"], start["dtype"]) == (
         7, "digest", 16, "fp32",
     )  # fmt: skip
