@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.pytorch_utils import Conv1D
 
@@ -22,11 +23,6 @@ from common.varlen_attention import choose_attention
 from common.zero3 import gather_whole
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DROPOUT_NAMES = (
-    "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "classifier_dropout",
-    "embd_pdrop", "attn_pdrop", "resid_pdrop", "summary_first_dropout", "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,13 +92,34 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
     return model
 
 
+def set_dropout(owner: PreTrainedConfig | nn.Module, dropout: float) -> None:
+    """Set every dropout of a configuration or of a model, its parts included, to `dropout`.
+
+    0 also turns off layer drop and the jitter of routers, which are no dropout but move a training pass too.
+    """
+    # Every family has names of its own: they are known by what they have in common. The values are set past
+    # the classes' checks, for some declare a whole number (MPT).
+    numbers = vars(owner)
+    for name, value in numbers.items():
+        if isinstance(value, PreTrainedConfig) and isinstance(owner, PreTrainedConfig):
+            set_dropout(value, dropout)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            if "jitter" in name or "layerdrop" in name:
+                numbers[name] = value if dropout else 0.0
+            elif "drop" in name:
+                numbers[name] = dropout
+    if isinstance(owner, nn.Module):
+        if isinstance(owner, _DropoutNd):
+            owner.p = dropout
+        for part in owner.children():
+            set_dropout(part, dropout)
+
+
 def load_config(options: ModelOptions) -> Any:
     """Return the model's configuration, every dropout set to `options.dropout` (None: unchanged)."""
     config = AutoConfig.from_pretrained(options.name_or_path, trust_remote_code=options.trust_remote_code)
     if options.dropout is not None:
-        for name in DROPOUT_NAMES:
-            if hasattr(config, name):
-                setattr(config, name, options.dropout)
+        set_dropout(config, options.dropout)
     config.use_cache = False
     return config
 
@@ -133,6 +150,8 @@ def load_pretrained(
     )
     _grow_vocabulary(model, num_tokens, options.pad_vocab_multiple)
     del sharding
+    if options.dropout is not None:  # code of its own may have numbers that no configuration names
+        set_dropout(model, options.dropout)
     if options.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model

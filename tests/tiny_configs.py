@@ -32,9 +32,23 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma2": (transformers.Gemma2Config, _GEMMA | {"sliding_window": 6, "query_pre_attn_scalar": 8}),
     "phi": (transformers.PhiConfig, _MLP),
 }
+# Their dropouts have other names, or are layer drop or router jitter.
+_EXPERTS = _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GPT_NEO = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+NOISY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "starcoder2": (transformers.Starcoder2Config, _GROUPED),
+    "gpt_neo": (transformers.GPTNeoConfig, _GPT_NEO),
+    "mixtral": (transformers.MixtralConfig, _EXPERTS),
+    "minimax": (transformers.MiniMaxConfig, _EXPERTS | {"head_dim": 8, "block_size": 8}),
+    "xglm": (transformers.XGLMConfig, {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64}),
+    "modernbert_decoder": (transformers.ModernBertDecoderConfig, _MLP),
+    "phi3": (transformers.Phi3Config, _GROUPED),
+    "seed_oss": (transformers.SeedOssConfig, _GROUPED | {"head_dim": 8}),
+}
 
 
 def tiny_config(family: str, vocab_size: int) -> Any:
     """Return the configuration; its BOS and EOS are token 0."""
-    maker, options = CONFIGS[family]
-    return maker(vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, pad_token_id=None, **options)
+    maker, options = (CONFIGS | NOISY)[family]
+    pad = 0 if family == "modernbert_decoder" else None  # it takes no other
+    return maker(vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, pad_token_id=pad, **options)

@@ -28,7 +28,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from common.models import DROPOUT_NAMES, DTYPES, LoraOptions, linear_module_names, lora_targets
+from common.models import DTYPES, LoraOptions, linear_module_names, lora_targets, set_dropout
 from common.tp_plans import Cut, NoPlan, build_cuts, working_tp_sizes
 
 FLASH = "triptych_counted"
@@ -284,9 +284,7 @@ def _trace(
     config.num_hidden_layers, config.use_cache = num_layers, False
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:num_layers]
-    for name in DROPOUT_NAMES:
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
+    set_dropout(config, 0.0)
     takes_any = getattr(type(model.model), "_supports_attention_backend", False)
     more = {"attn_implementation": FLASH} if is_flash and takes_any else {}
     lm = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], **more, **model._options).train()

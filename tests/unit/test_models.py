@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from tiny_configs import CONFIGS, NOISY, tiny_config
+from transformers import AutoModelForCausalLM, DbrxConfig, PreTrainedConfig
 
 from common.model_inputs import lay_out
 from common.models import (
@@ -14,6 +16,7 @@ from common.models import (
     linear_module_names,
     load_causal_lm,
     lora_targets,
+    set_dropout,
 )
 from common.optim import build_optimizer
 from common.value_model import ScoreHead, has_saved_head, load_value_model
@@ -43,11 +46,59 @@ def test_the_vocabulary_only_grows_and_new_tokens_begin_as_the_mean(
     assert model.num_exported_rows == max(320, num_tokens)
 
 
-def test_dropout_is_set_everywhere(tiny_model_folder):
-    model = load_causal_lm(ModelOptions(tiny_model_folder("gpt2"), dropout=0.0), 320).train()
-    assert all(m.p == 0.0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
-    own = load_causal_lm(ModelOptions(tiny_model_folder("gpt2")), 320)
-    assert any(m.p > 0.0 for m in own.modules() if isinstance(m, torch.nn.Dropout))
+def make_noisy(config) -> None:
+    """Give every number of a configuration that is a dropout or its like the value 0.5."""
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            make_noisy(value)
+        elif isinstance(value, float) and ("drop" in name or "jitter" in name):
+            setattr(config, name, 0.5)
+
+
+def two_passes(model) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.arange(1, 17).view(2, 8)
+    return tuple(compute_logits(model.train(), ids, torch.ones_like(ids)) for _ in range(2))
+
+
+@pytest.mark.parametrize("family", CONFIGS | NOISY)
+def test_dropout_is_set_everywhere(family, tmp_path):
+    torch.manual_seed(0)
+    config = tiny_config(family, 64)
+    make_noisy(config)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for dropout, are_equal in [(0.0, True), (0.5, False), (None, False)]:
+        first, second = two_passes(load_causal_lm(ModelOptions(str(tmp_path), dropout=dropout), 64))
+        assert first.equal(second) == are_equal, f"two passes in training with dropout {dropout}"
+
+
+def test_dropout_of_a_part_is_set_and_other_noise_only_turned_off():
+    for dropout in (0.3, 0.0):
+        config = DbrxConfig(ffn_config={"moe_jitter_eps": 0.2})
+        set_dropout(config, dropout)
+        assert (config.resid_pdrop, config.attn_config.attn_pdrop) == (dropout, dropout)
+        assert config.ffn_config.moe_jitter_eps == (0.2 if dropout else 0.0)
+
+
+def test_a_dropout_that_no_configuration_names_is_set_too(tiny_model_folder, monkeypatch):
+    """Remote code may have a number of its own, in a module or for torch's function."""
+
+    class Noisy(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.drop, self.drop_rate = torch.nn.Dropout(0.5), 0.5
+
+        def forward(self, hidden):
+            return torch.nn.functional.dropout(self.drop(hidden), self.drop_rate, self.training)
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", Noisy)
+    monkeypatch.setattr("common.models.load_weights", from_config)
+    models = [load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=p), 320) for p in (0.0, None)]
+    (first, second), (third, fourth) = map(two_passes, models)
+    assert first.equal(second) and not third.equal(fourth)
+
+
+def from_config(auto_class, name_or_path, *, config, **more):
+    return auto_class.from_config(config)
 
 
 def test_lora_targets_by_name_part():

@@ -7,7 +7,7 @@ from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM
 
 from common.model_inputs import lay_out
-from common.models import DROPOUT_NAMES, compute_hidden, compute_logits, enable_gradient_checkpointing
+from common.models import compute_hidden, compute_logits, enable_gradient_checkpointing, set_dropout
 from common.policy_model import PolicyModel
 from common.varlen_attention import NAME, choose_attention, takes_flat
 
@@ -53,9 +53,7 @@ def scores_and_gradients(model, *, is_flat):
 def test_flat_and_padded_give_the_same_scores_and_gradients(family, checkpointing, plain_kernel):
     torch.manual_seed(0)
     config = tiny_config(family, 64)
-    for name in DROPOUT_NAMES:
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
+    set_dropout(config, 0.0)
     model = AutoModelForCausalLM.from_config(config).train()
     if checkpointing:
         enable_gradient_checkpointing(model)
