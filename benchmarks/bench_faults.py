@@ -37,6 +37,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from benchmarks.chat_rows import small_llama_config
 from benchmarks.ppo_models import build_tokenizer, save_models
 from common import startup
+from common.report.run_files import read_rows
 from common.saving.checkpoints import FOLDER, find_checkpoints
 from common.saving.resume import FINISHED_FILE
 from step3_ppo.arguments import PPOArguments
@@ -120,9 +121,7 @@ def live(argv: list[str], log: Path) -> int:
 
 def last_step(output: Path) -> int:
     """Return the last step of which there are numbers."""
-    path = output / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+    return max((row["step"] for row in read_rows(output / "metrics.jsonl", [])), default=0)
 
 
 def saved_step(output: Path) -> int | None:
@@ -213,8 +212,7 @@ def saving(folder: Path, num_steps: int) -> dict[str, float]:
     sizes |= {"max_prompt_seq_len": 256, "max_answer_seq_len": 64, "max_train_steps": num_steps}
     argv = ppo_flags(models, prompts, folder, **sizes, ppo_epochs=4, save_interval=1)
     run_until_done(argv, folder, 0, 0, 0)
-    lines = (folder / "output" / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines][1:]  # the first step warms up, and has saved nothing before
+    rows = read_rows(folder / "output" / "metrics.jsonl", [])[1:]  # the first step has saved nothing before
     found, _ = find_checkpoints(folder / "output")
     return {
         "step_seconds": statistics.median(row["perf/step_seconds"] for row in rows),

@@ -1,6 +1,5 @@
 """Steps that were refused: counted, their batches written down, and the end of a run that has too many."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from common import distributed
 from common.data.packed_batch import PackedBatch
 from common.refusal import StepRefused, TooManyBadSteps
 from common.run_logger import RunLogger
+from common.saving.durable_files import json_line
 from common.saving.pieces import Piece, PieceReader
 
 FOLDER = "bad_batches"
@@ -36,14 +36,13 @@ class BadSteps:
             ) from error
 
     def _write(self, step: int, error: StepRefused) -> str:
-        """Write this rank's batches as JSON lines; return where they are."""
+        """Write this rank's batches as JSON lines, null for NaN and infinity; return where they are."""
         path = self.folder / f"step-{step:06d}-{self.count:03d}-rank-{distributed.rank():05d}.jsonl"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(path, "w", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "reason": str(error)}) + "\n")
-                for row in (row for batch in error.batches for row in _rows(batch)):
-                    file.write(json.dumps(row) + "\n")
+                file.write(json_line({"step": step, "reason": str(error)}))
+                file.writelines(json_line(row) for batch in error.batches for row in _rows(batch))
         except OSError as failure:
             return f"; its batch could not be written to {path} ({failure.strerror})"
         return f"; its batch is in {path}"

@@ -1,8 +1,8 @@
 """Curves of a run, drawn from its metrics.jsonl."""
 
-import json
-from collections import defaultdict
 from pathlib import Path
+
+from common.report.run_files import build_curves, read_rows
 
 # One name for a number everywhere; these are worth a picture, in this order.
 FIRST = (
@@ -22,21 +22,9 @@ FIRST = (
 AGAINST = ("objective/score", "objective/kl")
 
 
-def read_curves(metrics_file: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Return {metric: (steps, values)} of a metrics.jsonl."""
-    curves: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
-    for line in metrics_file.read_text().splitlines():
-        row = json.loads(line)
-        for name, value in row.items():
-            if "/" in name and isinstance(value, int | float):
-                curves[name][0].append(row["step"])
-                curves[name][1].append(value)
-    return dict(curves)
-
-
 def plot_curves(metrics_file: Path, picture: Path) -> None:
     """Draw every metric of the file as a small panel with a shared step axis; nothing without points."""
-    curves = read_curves(metrics_file)
+    curves = {name: (of.steps, of.values) for name, of in build_curves(read_rows(metrics_file, [])).items()}
     if not curves:
         return
     import matplotlib  # slow to import: only when a run ends

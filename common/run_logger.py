@@ -4,13 +4,11 @@ Only the first process prints and writes; on the others every call does nothing.
 """
 
 import contextlib
-import json
-import math
 import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from tqdm import tqdm
 from common import distributed
 from common.plots import plot_curves
 from common.report.write import write_report
-from common.saving.durable_files import sync, write_file
+from common.saving.durable_files import json_line, sync, write_file
 from common.saving.pieces import Piece, PieceReader
 from common.saving.run_file_names import CURVES, METRICS, REPORT, SAMPLES
 from common.trackers import Tracker, TrackerGroup
@@ -111,9 +109,7 @@ class RunLogger:
         for name, size in numbers["sizes"].items() if self.folder else ():
             path = self.folder / name
             found = path.stat().st_size if path.exists() else 0
-            if found < size:
-                self.note(f"warning: {path} has lost lines: {found} bytes, where {size} were written")
-            self._sizes[name] = min(found, size)
+            self._sizes[name] = size if found >= size else self._whole_lines(path, found, size)
             if path.exists():
                 os.truncate(path, self._sizes[name])
         self.open_trackers(numbers["step"])
@@ -179,28 +175,22 @@ class RunLogger:
         if self.folder:
             for name in self._sizes:
                 self._flush(name)
-            try:
-                plot_curves(self.folder / METRICS, self.folder / CURVES)
-            except OSError as error:
-                self.note(f"warning: {self.folder / CURVES} cannot be written: {error.strerror}")
-            self._write_report()
+            self._draw(CURVES, lambda path: plot_curves(self.folder / METRICS, path))
+            self._draw(REPORT, lambda path: write_report([self.folder], path))
 
-    def _write_report(self) -> None:
-        path = self.folder / REPORT
+    def _draw(self, name: str, write: Callable[[Path], Any]) -> None:
+        path = self.folder / name
         try:
-            write_report([self.folder], path)
-        except Exception as error:  # whatever it is: models and numbers are there, and it can be made later
-            self.note(
-                f"note: {path} was not written ({type(error).__name__}: {error}); "
-                f"python -m common.report {self.folder} tries again"
-            )
+            write(path)
+        except Exception as error:  # whatever it is: models and numbers are there
+            again = f"; python -m common.report {self.folder} tries again" if name == REPORT else ""
+            self.note(f"note: {path} was not written ({type(error).__name__}: {error}){again}")
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         if self.folder is None:
             return
-        # JSON has no word for infinity (the gradient norm of a step that fp16 skips) or NaN.
-        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._waiting[name].append(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        # A gradient's norm is infinite in a step that fp16 skips.
+        self._waiting[name].append(json_line(row))
         self._flush(name)
 
     def _flush(self, name: str) -> None:
@@ -228,8 +218,13 @@ class RunLogger:
         if found > size:
             file.truncate(size)
         elif found < size:
-            self.note(f"warning: {path} has lost lines: {found} bytes, where {size} were written")
-            self._sizes[path.name] = found
+            self._sizes[path.name] = self._whole_lines(path, found, size)
+            file.truncate(self._sizes[path.name])
+
+    def _whole_lines(self, path: Path, found: int, size: int) -> int:
+        """Say that a file is shorter than it was; return the bytes up to the end of its last whole line."""
+        self.note(f"warning: {path} has lost lines: {found} bytes, where {size} were written")
+        return path.read_bytes().rfind(b"\n") + 1 if found else 0
 
 
 def peak_memory_gib() -> float:

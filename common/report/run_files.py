@@ -91,11 +91,8 @@ def read_run(folder: Path, name: str = "") -> RunFiles:
         hint = f"; did you mean {', '.join(str(folder / n) for n in inner[:3])}?" if inner else ""
         raise NoRun(f"{folder} is no run's folder: it has neither {METRICS} nor {ARGS_FILE}{hint}")
     run = RunFiles(folder, name or folder.resolve().name)
-    found = _read_lines(folder / METRICS, run.notes, is_expected=True)
-    run.rows = [row for row in found if isinstance(row.get("step"), int)]
-    run.samples = [
-        row for row in _read_lines(folder / SAMPLES, run.notes) if isinstance(row.get("step"), int)
-    ]
+    run.rows = read_rows(folder / METRICS, run.notes, is_expected=True)
+    run.samples = read_rows(folder / SAMPLES, run.notes)
     run.flags = _read_object(folder / ARGS_FILE, run.notes, is_expected=True)
     run.about = _read_object(folder / RUN_FILE, run.notes, is_expected=True)
     run.has_finished = (folder / FINISHED_FILE).is_file()
@@ -136,8 +133,11 @@ def _read_text(path: Path, notes: list[str], *, is_expected: bool) -> str:
     return ""
 
 
-def _read_lines(path: Path, notes: list[str], *, is_expected: bool = False) -> list[Row]:
-    """Return the objects of a .jsonl; lines that are none are counted, the last one may be torn."""
+def read_rows(path: Path, notes: list[str], *, is_expected: bool = False) -> list[Row]:
+    """Return the objects of a run's .jsonl that have a step; add a note on lines that are torn.
+
+    This is the only reader of these files: a killed run, a full disk, or two runs may have torn any line.
+    """
     rows, bad = [], []
     lines = _read_text(path, notes, is_expected=is_expected).split("\n")
     for number, line in enumerate(lines, start=1):
@@ -157,7 +157,7 @@ def _read_lines(path: Path, notes: list[str], *, is_expected: bool = False) -> l
     if bad:
         shown = ", ".join(map(str, bad[:3])) + (", ..." if len(bad) > 3 else "")
         notes.append(f"{path.name}: {len(bad)} lines are no JSON objects and are left out (line {shown})")
-    return rows
+    return [row for row in rows if isinstance(row.get("step"), int)]
 
 
 def _read_object(path: Path, notes: list[str], *, is_expected: bool) -> dict[str, Any]:

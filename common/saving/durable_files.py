@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, at whatever moment the machine stops. No torch in here.
+"""Files and folders that are whole or not there, at whatever moment the machine stops. PURE.
 
 What is not finished yet ends in `.writing`, what is on its way out in `.deleting`.
 """
@@ -7,13 +7,31 @@ import contextlib
 import ctypes
 import errno
 import hashlib
+import json
+import math
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 WRITING, DELETING = ".writing", ".deleting"
 _AT_CWD, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of <linux/fs.h>
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+
+
+def without_nan(value: Any) -> Any:
+    """Return a value for JSON, which has no word for NaN and infinity: they become None, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: without_nan(part) for name, part in value.items()}
+    return [without_nan(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """Return a line of a .jsonl, with null for NaN and infinity."""
+    return json.dumps(without_nan(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def sync(path: Path) -> None:

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from common import distributed
 from common.models import plain_model
-from common.saving.durable_files import WRITING, publish_folder
+from common.saving.durable_files import WRITING, publish_folder, without_nan
 from common.trained_weights import trained_weights
 from common.watch import watchdog
 from common.zero3 import gather_whole
@@ -103,7 +103,7 @@ def save_export(
         def fill(temporary: Path) -> None:
             _write_model(plain, state, tokenizer, num_rows, temporary)
             tokenizer.save_pretrained(temporary)
-            (temporary / METADATA_FILE).write_text(json.dumps(metadata or {}, indent=2))
+            (temporary / METADATA_FILE).write_text(json.dumps(without_nan(metadata or {}), indent=2))
 
         _replace(Path(folder), fill)
     else:

@@ -10,6 +10,7 @@ import numpy
 import torch
 
 from common import distributed
+from common.saving.durable_files import without_nan
 from common.saving.pieces import Piece, PieceReader
 
 
@@ -30,7 +31,7 @@ class Progress:
         """Return all of it."""
         return {
             "step": self.step,
-            "facts": self.facts,
+            "facts": without_nan(self.facts),
             "data_key": self.data_key,
             "rows": self.rows,
         }

@@ -99,6 +99,26 @@ def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+def read_strictly(text: str) -> Any:
+    """Return the content of JSON that every reader takes: no NaN, no Infinity."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def assert_json(folder: Path) -> None:
+    """Fail where a .json, or a line of a .jsonl, below a folder is not JSON."""
+    files = [path for path in folder.rglob("*.json*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".jsonl"}
+    for path in files:
+        for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+            found = read_strictly(text)
+            if path.name == "meta.json":  # of a checkpoint
+                read_strictly(found["content"])
+
+
 def read_metrics(output_dir: Path, having: str = "") -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl, those with the metric `having` if one is named."""
     rows = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]

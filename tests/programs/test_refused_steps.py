@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program_runs import read_metrics, read_weights
+from program_runs import assert_json, read_metrics, read_weights
 from test_resume import assert_same_run
 
 from common.saving.checkpoints import find_checkpoints
@@ -117,6 +117,7 @@ def assert_finite(folder: Path) -> None:
     for export in folder.glob("export*"):
         assert all(bool(weight.isfinite().all()) for weight in read_weights(export).values()), export
     assert find_checkpoints(folder)[0]
+    assert_json(folder)
     rows = read_metrics(folder)
     assert all(math.isfinite(value) for row in rows for value in row.values() if value is not None)
 
@@ -184,6 +185,17 @@ def test_on_one_rank_alone(forks, flags, tmp_path, step):
     assert bad_steps(tmp_path / "output") == [(SPOILT[what][2], 1)]
     assert list(bad_batches(tmp_path / "output")) == ["step-000002-001-rank-00000.jsonl"]
     assert_finite(tmp_path / "output")
+
+
+def test_numbers_that_json_has_no_word_for_leave_json(forks, flags, tmp_path):
+    """In a held-out loss, which an export's metadata and a checkpoint have too."""
+    hook = {"at": "step1_sft.sft_trainer:SFTTrainer.evaluate", "call": 2, "when": "after", "do": "nan"}
+    values = flags[1] | {"output_dir": tmp_path / "output", "eval_fraction": 0.2, "max_train_steps": 2}
+    done = forks.run(1, values, hooks=[hook, hook_of("the loss of step 1", rank=0)])
+    assert done.codes == [0], done.text()
+    metadata = json.loads((tmp_path / "output/export/triptych.json").read_text())
+    assert metadata["eval_perplexity"] is None
+    assert_json(tmp_path / "output")
 
 
 def test_a_reward_function_that_gives_nan_on_one_rank(forks, flags, tmp_path):

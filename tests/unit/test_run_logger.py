@@ -7,8 +7,10 @@ import sys
 import pytest
 from disk_limit import files_up_to
 
+import train
 from common import run_logger
-from common.plots import plot_curves, read_curves
+from common.plots import plot_curves
+from common.report.run_files import Curve, read_run
 from common.run_logger import RunLogger
 from common.saving.durable_files import sync
 from common.saving.pieces import PieceReader
@@ -72,7 +74,7 @@ def test_a_number_that_json_cannot_hold_is_null_and_leaves_a_gap_in_the_curve(tm
     logger.close()
     first = (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
     assert '"a/norm": null' in first and "norm      inf" in capsys.readouterr().out
-    assert read_curves(tmp_path / "metrics.jsonl")["a/norm"] == ([2], [2.0])
+    assert read_run(tmp_path).curves["a/norm"] == Curve([2], [2.0])
 
 
 def test_a_new_run_replaces_the_old_numbers(tmp_path):
@@ -104,12 +106,8 @@ def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == [] and "1/1" in capsys.readouterr().out
 
 
-def test_curves_are_read_by_name_and_no_points_make_no_picture(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1, "seconds": 3, "a/x": 1.0}\n{"step": 2, "a/x": 2.0, "a/y": 5}\n')
-    assert read_curves(file) == {"a/x": ([1, 2], [1.0, 2.0]), "a/y": ([2], [5])}
-    file.write_text("")
-    plot_curves(file, tmp_path / "curves.png")
+def test_no_points_make_no_picture(tmp_path):
+    plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
 
 
@@ -172,6 +170,41 @@ def test_files_that_have_lost_lines_are_said_to_have_and_are_gone_on_with(tmp_pa
     second.log(3, {"a/b": 1.0})
     assert steps_of(tmp_path) == [1, 3]
     assert second.numbers()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
+
+
+def tear(file, place: str) -> None:
+    """Cut the file off in its last line, or leave half of its second one."""
+    lines = file.read_text().splitlines(keepends=True)
+    if place == "the end":
+        file.write_text("".join(lines)[:-9])
+    else:
+        lines[1] = lines[1][:9].ljust(len(lines[1]) - 1, "#") + "\n"
+        file.write_text("".join(lines))
+
+
+@pytest.mark.parametrize("place", ["the end", "the middle"])
+def test_a_torn_line_in_any_file_ends_no_run_and_costs_no_other_line(tmp_path, place, capsys):
+    folder = tmp_path / "step1_sft"
+    first = begun(folder)
+    for step in (1, 2, 3):
+        first.log(step, {"sft/loss": float(step)})
+        first.sample(step, answer="x")
+    numbers = first.numbers()
+    files = sorted(folder.glob("*.jsonl"))
+    assert [file.name for file in files] == sorted(numbers["sizes"])
+    for file in files:
+        tear(file, place)
+    second = resumed(folder, numbers)
+    second.log(4, {"sft/loss": 4.0})
+    second.sample(4, answer="x")
+    second.close()
+    kept = [1, 2, 4] if place == "the end" else [1, 3, 4]
+    run = read_run(folder)
+    assert [row["step"] for row in run.rows] == [row["step"] for row in run.samples] == kept
+    assert (folder / "curves.png").exists() and "step 4" in (folder / "report.html").read_text()
+    (folder / "export").mkdir()
+    summary = train.summarise(train.TrainArguments(step=[1], output_dir=str(tmp_path)))
+    assert summary["step1_sft"]["results"] == {"sft/loss": [1.0, 4.0]}
 
 
 def test_lines_are_on_the_disk_before_a_checkpoint_counts_them(tmp_path, monkeypatch):
@@ -296,7 +329,7 @@ def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys, monkeyp
     with files_up_to(200):
         logger.close()
     printed = capsys.readouterr().out
-    assert "curves.png cannot be written: File too large" in printed
+    assert "curves.png was not written (OSError: [Errno 27] File too large)" in printed
     assert "report.html was not written (OSError" in printed and "python -m common.report" in printed
     assert not (tmp_path / "report.html").exists() and not (tmp_path / "report.html.writing").exists()
 

@@ -87,7 +87,7 @@ echo "== 3. PPO: make the replies more positive"
   "${PPO_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/step3.log"
 
 echo "== 4. what was reached, on held-out conversations"
-PEAK_GIB=$(python training_scripts/demo/peak_memory.py "$NUM_RANKS" "$OUTPUT_DIR"/step?/metrics.jsonl)
+PEAK_GIB=$(python -m training_scripts.demo.peak_memory "$NUM_RANKS" "$OUTPUT_DIR"/step?/metrics.jsonl)
 export OMP_NUM_THREADS=$CORES
 python training_scripts/demo/measure.py \
   --inputs "$DATA" \
