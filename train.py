@@ -8,13 +8,10 @@ A step is run by the launch script of its model (training_scripts/), or where th
 with settings for the deployment. The same command goes on where it stopped. Flags may be written with - or _.
 """
 
-import contextlib
 import json
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -26,10 +23,10 @@ from common.flag_values import has_hub_form
 from common.report.run_files import NoRun, read_run
 from common.report.write import write_report
 from common.saving.run_file_names import REPORT
+from common.until_done import STOPPED, run_group
 from training_scripts.script_index import DEPLOYMENTS, STEPS, find_script
 
 ROOT = Path(__file__).resolve().parent
-STOPPED = 75  # as the programs leave when a signal has stopped them
 STATE_FILE, LOG_FILE = "train.json", "train.log"
 # DeepSpeed-Chat's words for a model are sizes of OPT.
 SIZES = {
@@ -174,52 +171,12 @@ def _more_flags(args: TrainArguments, step: int) -> list[str]:
 
 
 def run_launch(launch: Launch) -> int:
-    """Return the exit code of a step, STOPPED after a signal. Signals are passed on, and waited for.
-
-    The step is a process group of its own: Ctrl-C reaches it once, through this process.
-    """
+    """Return the exit code of a step, STOPPED after a signal."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    asked: list[int] = []
-    group = 0
-
-    def pass_on(number: int, _: Any) -> None:
-        asked.append(number)
-        if group:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.killpg(group, number)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        child = subprocess.Popen(
-            launch.command(),
-            cwd=ROOT,
-            env=os.environ | {"PATH": path} | launch.variables,
-            start_new_session=True,
-        )
-        group = child.pid
-        if asked:  # before there was a group
-            os.killpg(group, asked[0])
-        code = None
-        while code is None:  # not for ever at once: another thread may have been given the signal
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = child.wait(timeout=0.2)
-        # Bash dies by the signal at once: the programs are still saving.
-        while asked and _is_alive(group):
-            time.sleep(0.1)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if asked and code:
-        return STOPPED
-    return code if code >= 0 else 128 - code
-
-
-def _is_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    code, was_asked = run_group(
+        launch.command(), cwd=ROOT, env=os.environ | {"PATH": path} | launch.variables
+    )
+    return STOPPED if was_asked and code else code
 
 
 # ---- what is kept, and shown ----------------------------------------------------------------------------

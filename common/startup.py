@@ -24,6 +24,7 @@ from common.flag_values import has_hub_form
 from common.launch_environment import check_environment
 from common.models import linear_module_names, lora_targets
 from common.refusal import StepRefused, TooManyBadSteps
+from common.saving import run_lock
 from common.saving.checkpoints import SaveFailed
 from common.saving.export import ExportFailed
 from common.stop_request import STOPPED, Stopped, say
@@ -206,12 +207,20 @@ def as_problem(problems: Problems) -> Iterator[None]:
         problems.exit_if_any()
 
 
+def take_folder(output_dir: str, problems: Problems) -> None:
+    """Keep other runs out of --output_dir until this process ends; leave where one is in it."""
+    if distributed.is_main():
+        with as_problem(problems):
+            run_lock.take(output_dir)
+
+
 def _leave_at_once(*_: Any) -> None:
     """End the process: a KeyboardInterrupt gets lost where it meets a destructor or a callback of C++.
 
     Nothing is waited for: other threads and ranks may still stand in a collective.
     """
     os.write(2, b"stopped by Ctrl-C\n")
+    run_lock.release(130)
     os._exit(130)
 
 
@@ -250,6 +259,7 @@ def run_program(program: Callable[[], None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.stderr.flush()
         watchdog.say_goodbye(3, str(error))
+        run_lock.release(3)
         os._exit(3)
     except Exception as error:
         watchdog.leave_after(error)
@@ -257,6 +267,7 @@ def run_program(program: Callable[[], None]) -> None:
         raise
     finally:
         distributed.stop(code)
+        run_lock.release(code)
         _drop_lost_output()
     if code:
         raise SystemExit(code)

@@ -12,6 +12,7 @@ import threading
 import time
 
 from common import distributed
+from common.saving import run_lock
 
 STOPPED = 75  # EX_TEMPFAIL of <sysexits.h>: the same command goes on where this one stopped
 # A terminal's Ctrl-C reaches every rank, and the launcher passes on a signal of its own: that is one request.
@@ -67,6 +68,7 @@ class StopRequest:
                 say(f"{number.name}: saving, then leaving; once more leaves at once")
         elif now - self._asked_at > SAME_REQUEST_SECONDS:
             say(f"{number.name} again: leaving at once")
+            run_lock.release(128 + number)
             os._exit(128 + number)
 
     def is_asked_anywhere(self) -> bool:

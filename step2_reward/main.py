@@ -167,6 +167,8 @@ def main() -> None:
         startup.print_finished(earlier.finished)
         return
 
+    startup.take_folder(args.output_dir, problems)
+
     # ---- data -------------------------------------------------------------------------------------------
     distributed.start(args.local_rank, args.collective_timeout, check_collectives=args.check_collectives)
     distributed.seed_everything(args.seed)

@@ -10,10 +10,11 @@ from typing import Any
 from common import distributed
 from common.args import Problems
 from common.saving.checkpoints import FOLDER, META, Checkpoint, find_checkpoints, read_checkpoint
-from common.saving.run_file_names import ARGS_FILE, FINISHED_FILE
+from common.saving.run_file_names import ARGS_FILE, FINISHED_FILE, LOCK_FILE
+from common.saving.run_lock import held_message
 
 # What a launch script or the demo may have put into the folder before the program starts.
-FOREIGN_FILES = {"train.log", "log"}
+FOREIGN_FILES = {"train.log", "log", LOCK_FILE}
 NOT_WORTH_A_NOTE = {"output_dir", "overwrite_output_dir", "resume", "dry_run", "local_rank"}
 LENGTH_FLAGS = ("num_train_epochs", "max_train_steps", "enable_test_mode", "test_stop_step")
 
@@ -30,6 +31,10 @@ class EarlierRun:
 
 def find_run(args: Any, problems: Problems) -> EarlierRun:
     """Return what this run goes on with, after adding why it cannot, or must not, write to its folder."""
+    held = held_message(Path(args.output_dir)) if args.output_dir and distributed.is_main() else ""
+    if held:
+        problems.add(held)
+        return EarlierRun()
     if args.resume not in ("auto", "never"):
         return _named_checkpoint(args, problems)
     folder = Path(args.output_dir) if args.output_dir else None

@@ -25,7 +25,7 @@ EXPORT = {
     "triptych.json",
 }  # fmt: skip
 CLASSIFIER = EXPORT - {"generation_config.json"}
-ALWAYS = {"args.json", "curves.png", "metrics.jsonl", "finished.json", "report.html", "run.json"}
+ALWAYS = {"args.json", "curves.png", "metrics.jsonl", "finished.json", "report.html", "run.json", "lock.json"}
 NUM_STEPS = 3
 
 
