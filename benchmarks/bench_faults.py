@@ -34,7 +34,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
-from benchmarks.chat_rows import small_llama_config
+from benchmarks.chat_rows import TINY, small_llama_config
 from benchmarks.ppo_models import build_tokenizer, save_models
 from common import startup
 from common.report.run_files import read_rows
@@ -59,9 +59,7 @@ class Lives:
 
 def tiny_models(folder: Path) -> dict[str, Path]:
     """Save random models of two layers, hidden 32; return their folders."""
-    config = small_llama_config()
-    config.update({"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2})
-    config.update({"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8})
+    config = small_llama_config(**TINY)
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder / "policy")
     config.num_labels = 1
@@ -203,13 +201,14 @@ def soak(folder: Path, num_kills: int, num_steps: int, limit: float) -> dict[str
     }
 
 
-def saving(folder: Path, num_steps: int) -> dict[str, float]:
+def saving(folder: Path, num_steps: int, *, is_tiny: bool) -> dict[str, float]:
     """Return the seconds of a step and of a checkpoint of a run that saves at every step."""
     folder.mkdir()
-    models = save_models(folder, 0)
-    prompts = write_prompts(folder / "prompts.jsonl", 512, 64)
+    models = tiny_models(folder) if is_tiny else save_models(folder, 0)
+    prompts = write_prompts(folder / "prompts.jsonl", 512, 8 if is_tiny else 64)
     sizes = {"per_device_generation_batch_size": 16, "per_device_training_batch_size": 16, "packed": "true"}
-    sizes |= {"max_prompt_seq_len": 256, "max_answer_seq_len": 64, "max_train_steps": num_steps}
+    sizes |= {"max_prompt_seq_len": 256, "max_answer_seq_len": 8 if is_tiny else 64}
+    sizes |= {"max_train_steps": num_steps}
     argv = ppo_flags(models, prompts, folder, **sizes, ppo_epochs=4, save_interval=1)
     run_until_done(argv, folder, 0, 0, 0)
     rows = read_rows(folder / "output" / "metrics.jsonl", [])[1:]  # the first step has saved nothing before
@@ -224,16 +223,16 @@ def saving(folder: Path, num_steps: int) -> dict[str, float]:
 def main() -> None:
     """Measure, print tables and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few kills, few steps")
-    parser.add_argument("--kills", type=int, default=0, help="times the run is killed (50; 5 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, few kills, few steps")
+    parser.add_argument("--kills", type=int, default=0, help="times the run is killed (50; 1 with --quick)")
     parser.add_argument("--minutes", type=float, default=15.0, help="no more kills after this")
     args = parser.parse_args()
-    num_kills = args.kills or (5 if args.quick else 50)
+    num_kills = args.kills or (1 if args.quick else 50)
     startup.quiet_libraries()
     torch.set_num_threads(1)  # a process that has a pool of threads must not fork
     with tempfile.TemporaryDirectory() as place:
-        cost = saving(Path(place, "cost"), 4 if args.quick else 10)
-        found = soak(Path(place), num_kills, 4 if args.quick else 48, args.minutes * 60)
+        cost = saving(Path(place, "cost"), 2 if args.quick else 10, is_tiny=args.quick)
+        found = soak(Path(place), num_kills, 2 if args.quick else 48, args.minutes * 60)
     for name, value in found.items():
         print(f"{name.replace('_', ' '):20} {value if not isinstance(value, float) else round(value, 2)}")
     interval = PPOArguments(actor_model_name_or_path="").save_interval

@@ -31,6 +31,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.chat_rows import TINY, size_of
 from benchmarks.generate_peers import (
     Workload,
     build_deepspeed_rollout,
@@ -50,6 +51,7 @@ from step3_ppo.hybrid_engine import HybridEngine
 from step3_ppo.hybrid_options import HybridOptions
 
 NUM_PROMPTS, PROMPT_TOKENS, FIXED_TOKENS = 64, (8, 64), 32
+QUICK_PROMPTS, QUICK_TOKENS = 8, 16
 BATCH_SIZES, SLOTS = (8, 16, 32, 64), (16, 64)
 SECTIONS = ("chat", "fixed", "zero3", "gpu")
 
@@ -61,9 +63,11 @@ def small_llama(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**(options | {"max_position_embeddings": 2048, "tie_word_embeddings": True} | changes))
 
 
-def chat_workload(vocabulary: int) -> Workload:
+def chat_workload(vocabulary: int, *, is_quick: bool) -> Workload:
     """Return the prompts and lengths of the sections `chat` and `zero3`."""
     lengths = chat_lengths(NUM_PROMPTS, torch.Generator().manual_seed(1))
+    if is_quick:
+        lengths = lengths[:QUICK_PROMPTS].clamp(max=QUICK_TOKENS)
     return build_workload(lengths, vocabulary=vocabulary, prompt_tokens=PROMPT_TOKENS, seed=1)
 
 
@@ -111,7 +115,7 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
     """Return the rates of one process on a workload, and the ratio."""
     lent = share_weights(model)
     ways: dict[str, Callable[[], None]] = {}
-    for size in BATCH_SIZES:
+    for size in (size for size in BATCH_SIZES if size <= len(work.lengths)):
         ways[f"generate, batch {size}"] = lambda size=size: run_transformers(model, work, size)
     if with_deepspeed:
         engine = type("Engine", (), {"module": model})()  # it needs no more of an engine
@@ -167,7 +171,7 @@ def copy_bandwidth() -> float:
     return 10 * 2 * source.nbytes / (start.elapsed_time(end) / 1e3)
 
 
-def run_zero3_rank(folder: str, num_runs: int) -> None:
+def run_zero3_rank(folder: str, num_runs: int, *, is_quick: bool) -> None:
     """Be one of two ranks: all three ways of generating with weights that ZeRO 3 has sharded."""
     startup.quiet_libraries()
     distributed.start()
@@ -180,7 +184,7 @@ def run_zero3_rank(folder: str, num_runs: int) -> None:
         schedule="constant", num_warmup_steps=0, num_steps=1,
     )  # fmt: skip
     engine.eval()
-    whole = chat_workload(model.config.vocab_size)
+    whole = chat_workload(model.config.vocab_size, is_quick=is_quick)
     rows = slice(distributed.rank(), None, distributed.world_size())
     work = whole.part(rows).to(distributed.device())
     batch_size = len(work.lengths)
@@ -209,13 +213,14 @@ def run_zero3_rank(folder: str, num_runs: int) -> None:
     distributed.stop()
 
 
-def run_zero3(model: Any, num_runs: int) -> dict[str, Any]:
+def run_zero3(model: Any, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
     """Return the rates of two ranks together, and the ratios over both of generate's."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        launch_ranks(__file__, 2, ["--zero3_folder", folder, "--runs", str(num_runs)], limit_seconds=1800)
+        words = ["--zero3_folder", folder, "--runs", str(num_runs), *(["--quick"] if is_quick else [])]
+        launch_ranks(__file__, 2, words, limit_seconds=1800)
         rates = json.loads(Path(folder, "rates.json").read_text())
-    title = f"zero3: two ranks, {NUM_PROMPTS // 2} of the chat prompts each"
+    title = "zero3: two ranks, half of the chat prompts each"
     over_gathered = print_table(title, rates, "generate, gathered")
     over_sharded = round(best(rates, "ours") / best(rates, "generate, sharded"), 4)
     print(f"ours over generate on sharded weights: {over_sharded:.1f}")
@@ -225,7 +230,9 @@ def run_zero3(model: Any, num_runs: int) -> dict[str, Any]:
 def main() -> None:
     """Run the sections that were asked for, or be one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, few and short responses, one round"
+    )
     parser.add_argument("--runs", type=int, default=0, help="measured rounds (5; 1 with --quick)")
     parser.add_argument("--model", default="", help="a model folder in place of the random Llama")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
@@ -233,29 +240,28 @@ def main() -> None:
     args = parser.parse_args()
     num_runs = args.runs or (1 if args.quick else 5)
     if args.zero3_folder:
-        run_zero3_rank(args.zero3_folder, num_runs)
+        run_zero3_rank(args.zero3_folder, num_runs, is_quick=args.quick)
         return
     startup.quiet_libraries()
     torch.manual_seed(0)
     if args.model:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     else:
-        model = LlamaForCausalLM(small_llama())
+        model = LlamaForCausalLM(small_llama(**(TINY if args.quick else {})))
     model.eval()
-    work = chat_workload(model.config.vocab_size)
+    work = chat_workload(model.config.vocab_size, is_quick=args.quick)
     lengths = work.lengths
     found: dict[str, Any] = {}
     if "chat" in args.sections:
-        title = (
-            f"chat: {NUM_PROMPTS} prompts, responses of 4 to 128 tokens, mean {lengths.float().mean():.1f}"
-        )
+        spread = f"4 to {lengths.max()} tokens, mean {lengths.float().mean():.1f}"
+        title = f"chat: {len(lengths)} prompts, responses of {spread}"
         found["chat"] = compare(model, work, num_runs, title, with_deepspeed=True)
     if "fixed" in args.sections:
         fixed = Workload(work.prompt_ids, work.prompt_mask, torch.full_like(lengths, FIXED_TOKENS))
-        title = f"fixed: {NUM_PROMPTS} prompts, {FIXED_TOKENS} tokens each"
+        title = f"fixed: {len(lengths)} prompts, {FIXED_TOKENS} tokens each"
         found["fixed"] = compare(model, fixed, num_runs, title, with_deepspeed=False)
     if "zero3" in args.sections:
-        found["zero3"] = run_zero3(model, num_runs)
+        found["zero3"] = run_zero3(model, num_runs, is_quick=args.quick)
     if "gpu" in args.sections:
         found["gpu"] = run_gpu(num_runs)
     rates = found["chat"]["rates"] if "chat" in found else {}
@@ -267,7 +273,7 @@ def main() -> None:
         "peer": best(rates, "generate") if rates else None,
         "ratio": found["chat"]["ratio"] if rates else None,
         "runs": num_runs,
-        "model": args.model or "random Llama, 6 layers, hidden 256, vocabulary 8192, fp32",
+        "model": args.model or f"random Llama, {size_of(model.config)}",
         "sections": found,
     }
     print(json.dumps(result))

@@ -16,6 +16,7 @@ positions would take.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,12 +26,13 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from benchmarks.peer_process import OF_OUR_GROUP, PeerProcess, how_to_make
+from benchmarks.peer_process import OF_OUR_GROUP, PeerProcess, leave_out
 from benchmarks.trl_memory_peer import WARM_UP_TOKENS, peak_since, start_peak
 
 ROWS = 4
+WAYS = ("ours", "trl", "trl_labels_only", "logits")
 LENGTHS, VOCABULARIES = (256, 512, 1024), (8192, 32000, 128000)
-QUICK_LENGTHS, QUICK_VOCABULARIES = (256, 512), (8192, 32000)
+QUICK_LENGTHS, QUICK_VOCABULARIES = (64,), (8192,)
 
 
 def measure_here(length: int, vocabulary: int) -> int:
@@ -88,14 +90,13 @@ def main() -> None:
     """Measure all sizes, or one of ours."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trl_python", default="", help="interpreter of an environment with TRL 1.16")
-    parser.add_argument("--quick", action="store_true", help="small sizes")
+    parser.add_argument("--quick", action="store_true", help="one small size; TRL may be left out")
     parser.add_argument("--here", nargs=2, type=int, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.here:
         print(measure_here(*args.here))
         return
-    if not args.trl_python:
-        parser.exit(2, f"error: {how_to_make('trl-1.16')}\n")
+    is_alone = leave_out(parser, args, "trl-1.16")
     lengths = QUICK_LENGTHS if args.quick else LENGTHS
     vocabularies = QUICK_VOCABULARIES if args.quick else VOCABULARIES
     mib = 2**20
@@ -104,26 +105,27 @@ def main() -> None:
     for length in lengths:
         for vocabulary in vocabularies:
             ours = measure_ours(length, vocabulary) / mib
-            trl = measure_trl(args.trl_python, length, vocabulary) / mib
-            labels = measure_trl(args.trl_python, length, vocabulary, "--labels_only") / mib
-            logits = ROWS * length * vocabulary * 4 / mib
-            size = {"length": length, "vocabulary": vocabulary}
-            found.append(size | {"ours": ours, "trl": trl, "trl_labels_only": labels, "logits": logits})
-            line = f"{length:>5} x {vocabulary:<8}{ours:>8.0f}{trl:>8.0f}{labels:>8.0f}{logits:>24.0f}"
-            print(line, flush=True)
-    growth = {
-        name: found[-1][name] - found[-len(vocabularies)][name] for name in ("ours", "trl", "trl_labels_only")
-    }  # at the longest length
+            size = {"length": length, "vocabulary": vocabulary, "ours": ours}
+            if not is_alone:
+                size["trl"] = measure_trl(args.trl_python, length, vocabulary) / mib
+                labels = measure_trl(args.trl_python, length, vocabulary, "--labels_only")
+                size["trl_labels_only"] = labels / mib
+            size["logits"] = ROWS * length * vocabulary * 4 / mib
+            found.append(size)
+            shown = [size.get(name, math.nan) for name in WAYS]
+            print(f"{length:>5} x {vocabulary:<8}{''.join(f'{mib:>8.0f}' for mib in shown)}", flush=True)
+    at_longest = found[-len(vocabularies) :]
+    growth = {name: at_longest[-1][name] - at_longest[0][name] for name in WAYS if name in found[0]}
     result = {
         "name": "memory",
         "device": "cpu",
         "threads": os.cpu_count(),
         "ours": found[-1]["ours"],
-        "peer": found[-1]["trl"],
-        "ratio": round(found[-1]["trl"] / found[-1]["ours"], 4),
+        "peer": None if is_alone else found[-1]["trl"],
+        "ratio": None if is_alone else round(found[-1]["trl"] / found[-1]["ours"], 4),
         "runs": 1,
         "unit": "MiB",
-        "growth": growth | {"logits": ROWS * lengths[-1] * (vocabularies[-1] - vocabularies[0]) * 4 / mib},
+        "growth": growth,
         "sizes": found,
     }
     print(json.dumps(result))

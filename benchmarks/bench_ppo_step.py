@@ -18,11 +18,13 @@ The last line is a JSON object; `ratio` is TRL's seconds a step over ours.
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,8 @@ if not __package__:  # run as a script: import from the repository root, not fro
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.chat_rows import ppo_prompts, write_rows
-from benchmarks.peer_process import PeerProcess, how_to_make
+from benchmarks.chat_rows import TINY, ppo_prompts, size_of, small_llama_config, write_rows
+from benchmarks.peer_process import PeerProcess, leave_out
 from benchmarks.ppo_models import save_models
 from common import distributed, startup
 from common.data.collators import PromptCollator
@@ -84,18 +86,20 @@ def our_step(models: dict[str, str], prompts: list[dict[str, Any]], *, is_packed
 
 
 def take_turns(
-    ways: dict[str, Callable[[], dict]], peer: PeerProcess, num_runs: int
+    ways: dict[str, Callable[[], dict]], peer: PeerProcess | None, num_runs: int
 ) -> dict[str, dict[str, Any]]:
     """Return seconds a step and response tokens of each way; the round before is not measured."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*ways, "trl")}
+    names = (*ways, "trl") if peer else tuple(ways)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(num_runs + 1):
         for name, run in ways.items():
             started = time.perf_counter()
             metrics = run()
             seconds = time.perf_counter() - started
             found[name].append((seconds, NUM_PROMPTS * metrics["rollout/response_tokens"]))
-        answer = peer.go()
-        found["trl"].append((answer["seconds"], answer["generated_tokens"]))
+        if peer:
+            answer = peer.go()
+            found["trl"].append((answer["seconds"], answer["generated_tokens"]))
         if not turn:
             found = {name: [] for name in found}
     return {
@@ -109,33 +113,33 @@ def take_turns(
     }
 
 
-def print_table(rates: dict[str, dict[str, Any]]) -> float:
-    """Print the table; return TRL's seconds over ours."""
-    base = rates["trl"]["seconds"]
+def print_table(rates: dict[str, dict[str, Any]]) -> float | None:
+    """Print the table; return TRL's seconds over ours, None without TRL."""
+    base = rates["trl"]["seconds"] if "trl" in rates else math.nan
     print(f"\n{'way':<16}{'s a step':>9}  {'range':<14}{'answers, tokens':>16}{'x TRL':>8}")
     for name, rate in rates.items():
         spread = f"{rate['low']:.2f} - {rate['high']:.2f}"
         tokens, ratio = rate["response_tokens"], base / rate["seconds"]
         print(f"{name:<16}{rate['seconds']:>9.2f}  {spread:<14}{tokens:>16.0f}{ratio:>8.2f}")
-    return round(base / rates["ours"]["seconds"], 4)
+    return round(base / rates["ours"]["seconds"], 4) if "trl" in rates else None
 
 
 def main() -> None:
     """Compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trl_python", default="", help="interpreter of an environment with TRL 1.12")
-    parser.add_argument("--quick", action="store_true", help="two rounds")
-    parser.add_argument("--runs", type=int, default=0, help="measured rounds (10; 2 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one round; TRL may be left out")
+    parser.add_argument("--runs", type=int, default=0, help="measured rounds (10; 1 with --quick)")
     parser.add_argument("--max_prompt", type=int, default=MAX_PROMPT, help="longer prompts are cut")
     args = parser.parse_args()
-    if not args.trl_python:
-        parser.exit(2, f"error: {how_to_make('trl-1.12')}\n")
+    is_alone = leave_out(parser, args, "trl-1.12")
     torch.set_num_threads(1)
     startup.quiet_libraries()
     distributed.start()
-    num_runs = args.runs or (2 if args.quick else 10)
+    num_runs = args.runs or (1 if args.quick else 10)
+    changes = TINY if args.quick else {}
     with tempfile.TemporaryDirectory() as folder:
-        models = save_models(folder, seed=0)
+        models = save_models(folder, seed=0, **changes)
         prompts = ppo_prompts(256, 1, args.max_prompt)
         rows_file = write_rows(Path(folder, "prompts.json"), prompts)
         words = ["--rows", rows_file, "--models", folder, "--num_ppo_epochs", str(PPO_EPOCHS)]
@@ -145,17 +149,18 @@ def main() -> None:
             "ours, padded": our_step(models, prompts, is_packed=False),
         }
         threads = {"OMP_NUM_THREADS": "1"}
-        with PeerProcess(args.trl_python, script, words, threads, environment="trl-1.12") as peer:
-            rates = take_turns(ways, peer, num_runs)
+        peer = PeerProcess(args.trl_python, script, words, threads, environment="trl-1.12")
+        with nullcontext() if is_alone else peer as started:
+            rates = take_turns(ways, started, num_runs)
     result = {
         "name": "ppo_step",
         "device": "cpu",
         "threads": 1,
         "ratio": print_table(rates),
         "ours": rates["ours"]["seconds"],
-        "peer": rates["trl"]["seconds"],
+        "peer": None if is_alone else rates["trl"]["seconds"],
         "runs": num_runs,
-        "model": "random Llamas, 4 layers, hidden 256, vocabulary 8192, fp32; 16 prompts, up to 64 tokens",
+        "model": f"random Llamas, {size_of(small_llama_config(**changes))}; 16 prompts, up to 64 tokens",
         "max_prompt": args.max_prompt,
         "rates": rates,
     }

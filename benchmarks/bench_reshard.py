@@ -10,7 +10,8 @@ Starts 2 and then 4 ranks by itself. Three ways of getting weights to generate w
   gather-layer  GatheredParameters over one layer at a time, of which each rank keeps its slice, as
                 DeepSpeed-Chat does it with tensor parallelism
 Bytes are read off the collectives as they run, memory off every tensor that is made meanwhile. The last line
-is a JSON object; its `ratio` is gather-all's bytes over ours at 4 ranks, tensor-parallel size 2.
+is a JSON object; its `ratio` is gather-all's bytes over ours at 4 ranks (2 with --quick), tensor-parallel
+size 2.
 """
 
 import argparse
@@ -239,22 +240,23 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Start the ranks, or be one of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few runs of each way")
-    parser.add_argument("--runs", type=int, default=0, help="timed runs of each way (15; 3 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="two ranks, one run of each way")
+    parser.add_argument("--runs", type=int, default=0, help="timed runs of each way (15; 1 with --quick)")
     parser.add_argument("--rank_folder", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    num_runs = args.runs or (3 if args.quick else 15)
+    num_runs = args.runs or (1 if args.quick else 15)
     if args.rank_folder:
         run_rank(args.rank_folder, num_runs)
         return
     startup.quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder))
-        reports = [start_ranks(world_size, folder, num_runs) for world_size in WORLD_SIZES]
+        sizes = WORLD_SIZES[:1] if args.quick else WORLD_SIZES
+        reports = [start_ranks(world_size, folder, num_runs) for world_size in sizes]
     rows = [row for report in reports for row in report["rows"]]
     print_table(rows)
     ours, peer = (
-        next(r for r in rows if (r["ranks"], r["tp_size"], r["way"]) == (4, 2, way))["received_bytes"]
+        next(r for r in rows if (r["ranks"], r["tp_size"], r["way"]) == (sizes[-1], 2, way))["received_bytes"]
         for way in ("ours", "gather-all")
     )
     result = {

@@ -32,10 +32,10 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import torch
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from benchmarks.chat_rows import pair_rows, sft_rows, small_llama_config, write_rows
-from benchmarks.peer_process import PeerProcess, how_to_make
+from benchmarks.chat_rows import TINY, pair_rows, sft_rows, size_of, small_llama_config, write_rows
+from benchmarks.peer_process import PeerProcess, leave_out
 from benchmarks.ppo_update import build_ppo_update
 from common import distributed, startup
 from common.data.collators import PackedPairCollator, PackedSFTCollator, PairCollator, SFTCollator
@@ -112,26 +112,25 @@ def build_batches(
     )
 
 
-def sft_ways(rows: list[dict[str, Any]]) -> dict[str, Callable[[], None]]:
+def sft_ways(rows: list[dict[str, Any]], config: LlamaConfig) -> dict[str, Callable[[], None]]:
     """Return our ways of SFT."""
     lengths = [(len(row["input_ids"]),) for row in rows]
     ways = {}
     for name, is_packed in (("ours, padded", False), ("ours, packed", True)):
         torch.manual_seed(0)
-        config = small_llama_config()
         engine = engine_of(PolicyModel(LlamaForCausalLM(config), num_valid_tokens=config.vocab_size))
         batches = build_batches(rows, SFTCollator(0), PackedSFTCollator(), lengths, is_packed=is_packed)
         ways[name] = passes(SFTTrainer(engine, is_flat=False, logger=SilentLogger()), batches)
     return ways
 
 
-def reward_ways(rows: list[dict[str, Any]]) -> dict[str, Callable[[], None]]:
+def reward_ways(rows: list[dict[str, Any]], config: LlamaConfig) -> dict[str, Callable[[], None]]:
     """Return our ways of reward modelling."""
     lengths = [(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]
     ways = {}
     for name, is_packed in (("ours, padded", False), ("ours, packed", True)):
         torch.manual_seed(0)
-        classifier = LlamaForSequenceClassification(small_llama_config(num_labels=1))
+        classifier = LlamaForSequenceClassification(config)
         classifier.score.__class__ = ScoreHead
         trainer = RewardTrainer(
             engine_of(ValueModel(classifier)),
@@ -147,15 +146,15 @@ def reward_ways(rows: list[dict[str, Any]]) -> dict[str, Callable[[], None]]:
 
 
 @contextmanager
-def peer_ways(section: str, rows_file: str, args: argparse.Namespace) -> Iterator[dict[str, PeerProcess]]:
-    """Give TRL's ways of a section, started and waiting for their turns."""
+def peer_ways(section: str, words: list[str], args: argparse.Namespace) -> Iterator[dict[str, PeerProcess]]:
+    """Give TRL's ways of a section, started and waiting for their turns; none without an interpreter."""
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     with ExitStack() as stack:
         peers = {}
-        for name, (script, flags) in TRL_WAYS[section].items():
-            words = ["--rows", rows_file, *flags.split()]
+        for name, (script, flags) in TRL_WAYS[section].items() if args.trl_python else ():
+            own = [*words, *flags.split()]
             peers[name] = stack.enter_context(
-                PeerProcess(args.trl_python, PEERS / script, words, threads, environment="trl-1.16")
+                PeerProcess(args.trl_python, PEERS / script, own, threads, environment="trl-1.16")
             )
         yield peers
 
@@ -181,8 +180,8 @@ def take_turns(
     }
 
 
-def print_table(title: str, rates: dict[str, dict[str, float]]) -> float | None:
-    """Print the rates; return our best over the peer's best."""
+def print_table(title: str, rates: dict[str, dict[str, float]]) -> float:
+    """Print the rates; return our best over the peer's best, over our padded way where there is no peer."""
     judged = [rate["median"] for name, rate in rates.items() if name.startswith("trl")]
     base = max(judged) if judged else rates["ours, padded"]["median"]
     told = "x TRL's best" if judged else "x padded"
@@ -196,18 +195,22 @@ def print_table(title: str, rates: dict[str, dict[str, float]]) -> float | None:
 
 def run_section(section: str, args: argparse.Namespace, num_rows: int, num_runs: int) -> dict[str, Any]:
     """Return the rates and the ratio of a section."""
+    config = small_llama_config(num_labels=1, **(TINY if args.quick else {}))
     if section == "ppo":
-        ways = {"padded": build_ppo_update(False), "packed": build_ppo_update(True)}
+        ways = {"padded": build_ppo_update(False, config), "packed": build_ppo_update(True, config)}
         num_tokens = next(iter(ways.values())).num_tokens
         rates = take_turns({f"ours, {n}": way.run for n, way in ways.items()}, {}, num_tokens, num_runs)
         return {"rates": rates, "ratio": print_table("ppo: an update of actor and critic", rates)}
     rows = sft_rows(num_rows, seed=1) if section == "sft" else pair_rows(num_rows, seed=1)
     keys = ("input_ids",) if section == "sft" else ("chosen_ids", "rejected_ids")
     num_tokens = sum(len(row[key]) for row in rows for key in keys)
-    ways = sft_ways(rows) if section == "sft" else reward_ways(rows)
+    ways = sft_ways(rows, config) if section == "sft" else reward_ways(rows, config)
     with tempfile.TemporaryDirectory() as folder:
-        rows_file = write_rows(Path(folder, "rows.json"), rows)
-        with peer_ways(section, rows_file, args) as peers:
+        words = ["--rows", write_rows(Path(folder, "rows.json"), rows)]
+        if args.quick:  # else the peer makes one of the same size
+            LlamaForCausalLM(config).save_pretrained(folder)
+            words += ["--model", folder]
+        with peer_ways(section, words, args) as peers:
             rates = take_turns(ways, peers, num_tokens, num_runs)
     title = f"{section}: {num_rows} rows, {num_tokens} tokens a pass, {ROWS_PER_STEP} rows a step"
     return {"rates": rates, "ratio": print_table(title, rates)}
@@ -217,29 +220,32 @@ def main() -> None:
     """Run the sections that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trl_python", default="", help="interpreter of an environment with TRL 1.16")
-    parser.add_argument("--quick", action="store_true", help="few rows, one round")
+    parser.add_argument("--quick", action="store_true", help="tiny model, one round; TRL may be left out")
     parser.add_argument("--runs", type=int, default=0, help="measured rounds (5; 1 with --quick)")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     args = parser.parse_args()
-    if not args.trl_python and set(args.sections) & {"sft", "reward"}:
-        parser.exit(2, f"error: {how_to_make('trl-1.16')}\n")
+    is_alone = bool(set(args.sections) & {"sft", "reward"}) and leave_out(parser, args, "trl-1.16")
     startup.quiet_libraries()
     distributed.start()
     num_runs = args.runs or (1 if args.quick else 5)
-    num_rows = 48 if args.quick else 160
+    num_rows = ROWS_PER_STEP if args.quick else 160
     found = {section: run_section(section, args, num_rows, num_runs) for section in args.sections}
-    sft = found.get("sft")
-    ours = max(r["median"] for n, r in sft["rates"].items() if n.startswith("ours")) if sft else None
+    rates = found["sft"]["rates"] if "sft" in found else {}
+    best = {
+        side: max((rate["median"] for name, rate in rates.items() if name.startswith(side)), default=None)
+        for side in ("ours", "trl")
+    }
+    ratios = {section: None if is_alone else found[section]["ratio"] for section in found}
     result = {
         "name": "train",
         "device": torch.cuda.get_device_name() if distributed.has_gpu() else "cpu",
         "threads": torch.get_num_threads(),
-        "ours": ours,
-        "peer": max(r["median"] for n, r in sft["rates"].items() if n.startswith("trl")) if sft else None,
-        "ratio": sft["ratio"] if sft else None,
-        "reward_ratio": found["reward"]["ratio"] if "reward" in found else None,
+        "ours": best["ours"],
+        "peer": best["trl"],
+        "ratio": ratios.get("sft"),
+        "reward_ratio": ratios.get("reward"),
         "runs": num_runs,
-        "model": "random Llama, 4 layers, hidden 256, vocabulary 8192, fp32",
+        "model": f"random Llama, {size_of(small_llama_config(**(TINY if args.quick else {})))}",
         "sections": found,
     }
     print(json.dumps(result))

@@ -34,12 +34,22 @@ CHOSEN, REJECTED = (28, 0.90), (36, 0.93)
 PAIR_CORRELATION = 0.3
 
 
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY |= {"num_key_value_heads": 4}  # what --quick makes of the model: it shows that a benchmark runs
+
+
 def small_llama_config(**changes: Any) -> LlamaConfig:
     """Return the training benchmarks' model: 7.4 million weights, the output head is not the embedding."""
     options = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
     options |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": VOCABULARY}
     options |= {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, "tie_word_embeddings": False}
     return LlamaConfig(**(options | {"max_position_embeddings": 2048, "dtype": "float32"} | changes))
+
+
+def size_of(config: LlamaConfig) -> str:
+    """Return a model's size as the benchmarks' last lines have it."""
+    size = f"{config.num_hidden_layers} layers, hidden {config.hidden_size}"
+    return f"{size}, vocabulary {config.vocab_size}, fp32"
 
 
 def sft_rows(n: int, seed: int) -> list[dict[str, Any]]:

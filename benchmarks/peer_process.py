@@ -6,6 +6,7 @@ turns in one run, and the peer waits without using the CPU. Both ends are here: 
 benchmark's, `Turns` the peer's. Standard library only: the peer's environment imports this file too.
 """
 
+import argparse
 import json
 import os
 import select
@@ -39,6 +40,15 @@ def how_to_make(environment: str) -> str:
         f"    bash benchmarks/make_peer_env.sh {environment} DIR\n"
         f"and name its interpreter: --trl_python DIR/bin/python"
     )
+
+
+def leave_out(parser: argparse.ArgumentParser, args: argparse.Namespace, environment: str) -> bool:
+    """Return whether the peer is left out: no interpreter is named, and --quick does without; else end."""
+    if not args.trl_python and not args.quick:
+        parser.exit(2, f"error: {how_to_make(environment)}\n")
+    if not args.trl_python:
+        print(f"TRL is left out: --trl_python is not given; {how_to_make(environment)}")
+    return not args.trl_python
 
 
 class PeerProcess:

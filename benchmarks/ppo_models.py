@@ -12,6 +12,7 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
@@ -72,18 +73,22 @@ def build_policy(config: LlamaConfig, seed: int, eos_probability: float) -> Llam
     return model
 
 
-def save_models(folder: str | Path, seed: int, eos_probability: float = EOS_PROBABILITY) -> dict[str, str]:
+def save_models(
+    folder: str | Path, seed: int, eos_probability: float = EOS_PROBABILITY, **changes: Any
+) -> dict[str, str]:
     """Save fp32 models with their tokenizer; return the folders of `policy`, `reward` and `value`.
 
     The policy is causal, the others have one label; the value model's weights are not the reward model's.
+    `changes` are those of `small_llama_config`.
     """
     folders = {name: str(Path(folder, name)) for name in ("policy", "reward", "value")}
-    policy = build_policy(small_llama_config(), seed, eos_probability)
+    policy = build_policy(small_llama_config(**changes), seed, eos_probability)
     policy.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
     policy.save_pretrained(folders["policy"])
     for offset, name in enumerate(("reward", "value"), start=1):
         torch.manual_seed(seed + offset)
-        LlamaForSequenceClassification(small_llama_config(num_labels=1)).save_pretrained(folders[name])
+        config = small_llama_config(num_labels=1, **changes)
+        LlamaForSequenceClassification(config).save_pretrained(folders[name])
     for path in folders.values():
         build_tokenizer().save_pretrained(path)
     return folders

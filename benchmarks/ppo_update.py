@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from benchmarks.chat_rows import sft_rows, small_llama_config
+from benchmarks.chat_rows import sft_rows
 from common.data.packed_batch import PackedBatch
 from common.ds_config import EngineOptions, build_train_config
 from common.generation.decode_state import SamplingOptions
@@ -33,11 +33,10 @@ class Update:
     num_tokens: int  # of prompts and responses
 
 
-def build_ppo_update(is_packed: bool) -> Update:
+def build_ppo_update(is_packed: bool, config: LlamaConfig) -> Update:
     """Return an update that cuts its micro-batches by tokens, or by rows."""
     torch.manual_seed(0)
     args = fill_defaults(PPOArguments(actor_model_name_or_path="random"), find_algorithm("ppo"))
-    config = small_llama_config(num_labels=1)
     classifier = LlamaForSequenceClassification(config)
     classifier.score.__class__ = ScoreHead
     policy = PolicyModel(LlamaForCausalLM(config), num_valid_tokens=config.vocab_size)

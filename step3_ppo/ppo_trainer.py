@@ -32,6 +32,15 @@ from step3_ppo.trainer_state import OpenStep
 from step3_ppo.value_norm import ValueNormaliser
 
 
+def no_pause(step: int, place: str) -> None:
+    """Go on: nobody saves this run."""
+
+
+def raise_refused(step: int, error: StepRefused, place: str) -> None:
+    """Raise the error: nobody counts the minibatches of this run that are refused."""
+    raise error
+
+
 @dataclass
 class PPOTrainer:
     """Everything a PPO step needs; `train_step` reads like the paper."""
@@ -51,8 +60,8 @@ class PPOTrainer:
     fixed_prompts: FixedPrompts | None = None
     # Called between the rollouts and the minibatches of a step, with the name of the place: a checkpoint can
     # be written there. Called with a minibatch that was refused.
-    pause: Callable[[int, str], None] = field(default=lambda step, place: None, init=False)
-    refuse: Callable[[int, StepRefused, str], None] | None = field(default=None, init=False)
+    pause: Callable[[int, str], None] = no_pause
+    refuse: Callable[[int, StepRefused, str], None] = raise_refused
     # Records that wait to be used, the oldest first: --rollout_staleness of them between steps.
     waiting: deque[PackedBatch] = field(default_factory=deque, init=False)
     open_step: OpenStep | None = field(default=None, init=False)
@@ -158,8 +167,6 @@ class PPOTrainer:
             try:
                 self._learn(current, micro_batches)
             except StepRefused as error:
-                if self.refuse is None:
-                    raise
                 self.refuse(step, error, place)
             else:
                 means = current.means

@@ -48,7 +48,8 @@ def test_other_rows_of_the_tables():
 def test_the_readme_says_the_same():
     readme = (ROOT / "README.md").read_text()
     ppo, memory = BASELINES["ppo_step.cpu.json"], BASELINES["memory.cpu.json"]["sizes"]
-    assert f"a PPO step in {ppo['ours']:.1f} seconds where TRL takes {ppo['peer']:.1f}" in readme
+    assert f"on a CPU, a PPO step in {ppo['ours']:.1f} seconds where TRL takes {ppo['peer']:.1f}" in readme
     [size] = [s for s in memory if (s["length"], s["vocabulary"]) == (1024, 32000)]
     assert f"an SFT step's memory {size['trl'] / size['ours']:.1f} times smaller" in readme
-    assert f"{BASELINES['generate.cpu.json']['ratio']:.1f} times transformers' `generate`" in readme
+    ratio = BASELINES["generate.cpu.json"]["ratio"]
+    assert f"{ratio:.1f} times transformers' `generate` on chat lengths, on a CPU" in readme
