@@ -9,6 +9,7 @@ import torch
 
 from common import distributed
 from common.refusal import StepRefused
+from common.step_costs import COSTS
 
 GRAD_NORM = "the gradient's norm"
 
@@ -56,24 +57,28 @@ def _update(engine: Any, terms: Sequence[LossTerm]) -> dict[str, float]:
         (term, *total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches
     ]
     sums: dict[str, torch.Tensor] = {}
-    for index, (term, total, stats_total, micro_batch) in enumerate(passes):
-        is_last = index == len(passes) - 1
-        engine.set_gradient_accumulation_boundary(is_last)
-        loss_sum, stats = term.compute_sums(micro_batch)
-        shares = {term.name: loss_sum / total} | {name: value / stats_total for name, value in stats.items()}
-        for name, share in shares.items():
-            share = share.detach().double().cpu()
-            sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + share
-        engine.backward(loss_sum * (term.weight * world_size / total), scale_wrt_gas=False)
-        if is_last:
-            means = _reduce_means(sums)
-            plain_norm = _plain_grad_norm(engine)
-            numbers = {t.name: means[t.name] for t in terms} | {GRAD_NORM: plain_norm}
-            if not _all_finite(numbers):
-                _skip_step(engine)
-                _refuse_if_not_finite(numbers)
+    with COSTS.clock("forward_backward"):
+        for index, (term, total, stats_total, micro_batch) in enumerate(passes):
+            is_last = index == len(passes) - 1
+            engine.set_gradient_accumulation_boundary(is_last)
+            loss_sum, stats = term.compute_sums(micro_batch)
+            shares = {term.name: loss_sum / total} | {n: value / stats_total for n, value in stats.items()}
+            for name, share in shares.items():
+                share = share.detach().double().cpu()
+                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + share
+            engine.backward(loss_sum * (term.weight * world_size / total), scale_wrt_gas=False)
+            if not is_last:
+                _step(engine)  # only counts the micro-batch
+        means = _reduce_means(sums)
+    with COSTS.clock("optimizer"):
+        plain_norm = _plain_grad_norm(engine)
+        numbers = {t.name: means[t.name] for t in terms} | {GRAD_NORM: plain_norm}
+        if not _all_finite(numbers):
+            _skip_step(engine)
+            _refuse_if_not_finite(numbers)
         _step(engine)
-    means["grad_norm"] = plain_norm if plain_norm is not None else float(engine.get_global_grad_norm() or 0.0)
+        grad_norm = plain_norm if plain_norm is not None else engine.get_global_grad_norm()
+        means["grad_norm"] = float(grad_norm or 0.0)
     if not engine.fp16_enabled():  # ZeRO has skipped the step, and would go on skipping without a word
         _refuse_if_not_finite({GRAD_NORM: means["grad_norm"]})
     means["learning_rate"] = float(engine.optimizer.param_groups[0]["lr"])

@@ -24,6 +24,8 @@ class ModelInputs:
     lengths: torch.Tensor  # (S,) int64
     cu_seqlens: torch.Tensor | None = None  # (S + 1,) int32, flat only
     max_length: int = 0  # flat only
+    num_tokens: int = 0  # without padding
+    num_pairs: int = 0  # of tokens that attention compares: the squared lengths, added up
 
     @property
     def token_places(self) -> torch.Tensor:
@@ -60,6 +62,7 @@ def lay_out(
     token_ids: torch.Tensor, lengths: torch.Tensor, *, is_flat: bool, device: torch.device | str = "cpu"
 ) -> ModelInputs:
     """Return model inputs of sequences laid end to end: token_ids (total,) int64, lengths (S,) above 0."""
+    sizes = {"num_tokens": int(lengths.sum()), "num_pairs": int(lengths.square().sum())}
     token_ids, lengths = token_ids.to(device), lengths.to(device)
     within = _count_within(lengths)
     if is_flat:
@@ -71,6 +74,7 @@ def lay_out(
             lengths,
             cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).to(torch.int32),
             max_length=int(lengths.max()),
+            **sizes,
         )
     width = int(lengths.max())
     starts = torch.arange(len(lengths), device=lengths.device) * width
@@ -78,7 +82,7 @@ def lay_out(
     is_token = columns < lengths.unsqueeze(1)  # (S, T)
     padded = torch.zeros(is_token.shape, dtype=token_ids.dtype, device=token_ids.device)
     padded[is_token] = token_ids
-    return ModelInputs(padded, columns.expand(len(lengths), -1), starts, lengths)
+    return ModelInputs(padded, columns.expand(len(lengths), -1), starts, lengths, **sizes)
 
 
 def _count_within(lengths: torch.Tensor) -> torch.Tensor:

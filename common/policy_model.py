@@ -21,6 +21,7 @@ from common.output_head import (
     summed_logprobs,
     token_scores,
 )
+from common.step_costs import ModelFlops
 
 
 class ScoringHead(nn.Linear):
@@ -78,6 +79,15 @@ class PolicyModel(nn.Module):
         self.options = replace(own, num_valid_tokens=num_valid_tokens, temperature=temperature)
         # The class is swapped in place so that the parameter, sharded or tied, keeps its identity.
         head.__class__ = ScoringHead
+        self._flops: ModelFlops | None = None
+
+    @property
+    def flops(self) -> ModelFlops:
+        """Return what passes cost, by what is trained when it is asked for first."""
+        if self._flops is None:
+            plain = plain_model(self.causal_lm)
+            self._flops = ModelFlops(self.causal_lm, plain, plain.get_output_embeddings())
+        return self._flops
 
     def forward(
         self,
@@ -99,6 +109,7 @@ class PolicyModel(nn.Module):
         """
         plain = plain_model(self.causal_lm)
         options = self.options if temperature is None else replace(self.options, temperature=temperature)
+        self.flops.count(inputs, len(places))
         hidden = compute_hidden(plain, inputs).flatten(0, 1)[places - 1]  # (N, H)
         return plain.get_output_embeddings()(
             hidden,

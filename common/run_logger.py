@@ -53,7 +53,6 @@ class RunLogger:
         self._sizes = {METRICS: 0, SAMPLES: 0}
         self._waiting: dict[str, list[str]] = {METRICS: [], SAMPLES: []}
         self._last_step = 0
-        self._for_next: dict[str, float] = {}
 
     # -----------------------------------------------------------------------------------------------------
     # Beginning, and going on
@@ -131,8 +130,7 @@ class RunLogger:
         if not self.is_on:
             return
         self._last_step = step
-        metrics = {**metrics, **self._for_next, "perf/peak_memory_gib": peak_memory_gib()}
-        self._for_next = {}
+        metrics = {**metrics, "perf/peak_memory_gib": peak_memory_gib()}
         row = {"step": step, "seconds": round(time.monotonic() - self.started, 3), **metrics}
         self._append(METRICS, row)
         self.trackers.log(metrics, step)
@@ -142,10 +140,6 @@ class RunLogger:
             shown = [name for name in self.columns if name in metrics]
             cells = [f"{name.removeprefix(self.prefix)} {_short(metrics[name])}" for name in shown]
             self.note(f"step {step:>5}/{self.num_steps}  " + "  ".join(cells))
-
-    def add_to_next(self, metrics: Mapping[str, float]) -> None:
-        """Let the next step's numbers have these too: what happened between two steps."""
-        self._for_next |= metrics
 
     def log_event(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write numbers that come now and then (an evaluation), with a line of their own."""

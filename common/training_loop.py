@@ -1,7 +1,6 @@
 """What the single-model programs (steps 1 and 2) share: checks, batches, engine, and the loop over epochs."""
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,16 +12,18 @@ from common.args import Problems
 from common.data.data_options import DataOptions
 from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
 from common.data.source_checks import check_sources
+from common.device_peaks import own_peak_flops
 from common.dialogue import Template, build_template
 from common.ds_config import EngineOptions, build_train_config
 from common.engine_step import LossTerm, update_engine
-from common.models import LoraOptions, ModelOptions, plain_model
+from common.models import DTYPES, LoraOptions, ModelOptions, plain_model
 from common.optim import build_optimizer, build_schedule
 from common.plugins import import_plugins
 from common.refusal import StepRefused
 from common.run_logger import RunLogger
 from common.saving.resume import EarlierRun, find_run
 from common.saving.run_saver import Run, checkpoint_name
+from common.step_costs import COSTS
 from common.trackers import build_trackers
 from common.varlen_attention import takes_flat
 from common.watch import watchdog
@@ -191,14 +192,14 @@ def train_and_log(step: int, engine: Any, term: LossTerm, logger: RunLogger) -> 
 
     The micro-batches of the term are laid end to end, with `input_ids`. Every rank must call this.
     """
-    started = time.monotonic()
+    COSTS.begin_step()
     engine.train()
     means = update_engine(engine, [term])
-    seconds = time.monotonic() - started
+    speed = COSTS.end_step(distributed.world_size())
     num_tokens = distributed.sum_float(float(sum(len(b.data["input_ids"]) for b in term.micro_batches)))
+    speed["perf/tokens_per_second"] = num_tokens / speed["perf/step_seconds"]
     kind = term.name.split("/")[0]
     numbers = {name if "/" in name else f"{kind}/{name}": value for name, value in means.items()}
-    speed = {"perf/step_seconds": seconds, "perf/tokens_per_second": num_tokens / seconds}
     logger.log(step, numbers | speed)
     return means[term.name]
 
@@ -217,7 +218,7 @@ def run_steps(
     """
     progress, saver = run.progress, run.saver
     if progress.step == 0:
-        with watchdog.phase("the evaluation", 0):
+        with watchdog.phase("the evaluation", 0, clock="evaluate"):
             evaluate(0)
         saver.point(checkpoint_name(0), is_due=False)
     for micro_batches in batches.forever(progress.step):
@@ -235,14 +236,18 @@ def run_steps(
             run.refuse(step, refusal, checkpoint_name(step))
         is_due = eval_interval and step % eval_interval == 0
         if is_due or step % len(batches) == 0 or step == num_steps:
-            with watchdog.phase("the evaluation", step):
+            with watchdog.phase("the evaluation", step, clock="evaluate"):
                 evaluate(step)
         distributed.check_schedule(step)
         saver.point(checkpoint_name(step), is_due=saver.is_due(step, num_steps))
 
 
 def build_logger(args: Any, columns: tuple[str, ...], num_steps: int) -> RunLogger:
-    """Return the run's logger. TensorBoard's folder is --tensorboard_path or OUTPUT_DIR/tensorboard."""
+    """Return the run's logger, and find out what perf/mfu is a share of; all ranks do so at about one time.
+
+    TensorBoard's folder is --tensorboard_path or OUTPUT_DIR/tensorboard.
+    """
+    COSTS.peak_flops = own_peak_flops(DTYPES[args.dtype or distributed.default_dtype_name()])
     kinds = [*args.trackers, *(["tensorboard"] if args.enable_tensorboard else [])]
     folder = args.tensorboard_path or f"{args.output_dir or '.'}/tensorboard"
     return RunLogger(

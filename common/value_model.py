@@ -21,6 +21,7 @@ from common.models import (
     load_pretrained,
     plain_model,
 )
+from common.step_costs import ModelFlops
 
 
 class ScoreHead(nn.Linear):
@@ -37,6 +38,7 @@ class ValueModel(nn.Module):
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
         self.classifier = classifier
+        self._flops: ModelFlops | None = None
 
     def forward(self, inputs: ModelInputs, places: torch.Tensor | None = None) -> torch.Tensor:
         """Return values (N,) fp32 at `places` (N,) int64 of the inputs, rows end to end; by default those of
@@ -46,8 +48,11 @@ class ValueModel(nn.Module):
         It comes from the length, never from a search for PAD: PAD may be EOS.
         """
         plain = plain_model(self.classifier)
-        hidden = compute_hidden(plain, inputs).flatten(0, 1)
-        return plain.score(hidden[inputs.token_places if places is None else places]).squeeze(-1)
+        places = inputs.token_places if places is None else places
+        if self._flops is None:
+            self._flops = ModelFlops(self.classifier, plain, plain.score)
+        self._flops.count(inputs, len(places))
+        return plain.score(compute_hidden(plain, inputs).flatten(0, 1)[places]).squeeze(-1)
 
 
 def load_value_model(

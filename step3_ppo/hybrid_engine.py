@@ -6,7 +6,6 @@ computes with, and drops it on leaving. LoRA: adapted weights are merged into ne
 are never edited.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from common.policy_model import language_model
 from common.tp_module import cut_module
 from common.tp_plans import Cut, NoPlan, build_cuts
 from common.trained_weights import TrainedWeight, trained_weights
+from common.watch import watchdog
 from common.zero3 import is_sharded
 from step3_ppo.hybrid_options import HybridOptions
 from step3_ppo.reshard_plan import TPLayout
@@ -43,14 +43,12 @@ class SwitchCosts:
 
     received_bytes: int = 0
     peak_bytes: int = 0
-    seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         """Return them under the names of the log."""
         return {
             "hybrid/received_gib": self.received_bytes / 2**30,
             "hybrid/peak_gib": self.peak_bytes / 2**30,
-            "hybrid/switch_seconds": self.seconds,
         }
 
 
@@ -121,14 +119,15 @@ class HybridEngine:
         if self.is_gathered_by_layer:
             self.module.eval()
         try:
-            self._enter()
+            with watchdog.phase("the switch to generation", clock="switch"):
+                self._enter()
             yield self.inference_module
         finally:
-            self._leave()
+            with watchdog.phase("the switch to training", clock="switch"):
+                self._leave()
             self.module.train(was_training)
 
     def _enter(self) -> None:
-        started = time.monotonic()
         if self._offloads:
             self.engine.offload_states(include=OFFLOADED)
         self.costs = SwitchCosts()
@@ -137,7 +136,6 @@ class HybridEngine:
                 self._lend_weights()
             traffic = self._resharder.traffic
             self.costs = SwitchCosts(traffic.received_bytes, traffic.peak_bytes)
-        self.costs.seconds = time.monotonic() - started
 
     @torch.no_grad()
     def _lend_weights(self) -> None:

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from common.data.global_batches import BatchStream
 from common.data.packed_batch import PackedBatch
 from common.refusal import StepRefused
 from common.run_logger import RunLogger
+from common.step_costs import COSTS
 from common.watch import watchdog
 from step3_ppo.algorithms import Algorithm
 from step3_ppo.arguments import PPOArguments
@@ -73,17 +73,14 @@ class PPOTrainer:
 
         Raises StepRefused when nothing can be learned from its rollout.
         """
-        started = time.monotonic()
+        COSTS.begin_step()
         if self.open_step is None:
             while len(self.waiting) <= self.args.rollout_staleness:
                 with watchdog.phase("the rollout", step):
                     self.waiting.append(self.rollout.collect(self.prompts, version=step - 1))
                 self.pause(step, "rollout")
-            collected = time.monotonic()
-            with watchdog.phase("the advantages", step):
+            with watchdog.phase("the advantages", step, clock="advantages"):
                 self.open_step = self._begin_step(step, self.waiting.popleft())
-        else:
-            collected = started
         current, record = self.open_step, self.open_step.record
         self._update(current)
         metrics = current.summary | self._means(current) | self.roles.actor.hybrid_engine.costs.metrics()
@@ -96,18 +93,14 @@ class PPOTrainer:
         self.kl_controller.update(metrics["objective/kl"], len(record))
         if self.args.dynamic_sampling_rounds:
             metrics["rollout/refilled_fraction"] = self.rollout.refilled_fraction
-        finished = time.monotonic()
-        metrics |= {"perf/step_seconds": finished - started, "perf/collect_seconds": collected - started}
-        if collected > started:
-            num_tokens = len(record.data["response_ids"])
-            metrics["perf/generate_tokens_per_second"] = num_tokens / (collected - started)
+        metrics |= COSTS.end_step(distributed.world_size())
         self.logger.log(step, metrics)
         advice = self.rollout.old_logprobs.judge(metrics["policy/logprob_gap"])
         if advice:
             self.logger.note(f"step {step}: {advice}")
         self._show_samples(step, record)
         if self.fixed_prompts and self.fixed_prompts.is_due(step):
-            with watchdog.phase("the answers to the fixed prompts", step):
+            with watchdog.phase("the answers to the fixed prompts", step, clock="evaluate"):
                 self.fixed_prompts.answer(step, self.roles.actor, self.logger, self.decode)
         self.open_step = None
         distributed.check_schedule(step)
@@ -159,8 +152,11 @@ class PPOTrainer:
         """Make the optimizer steps that a PPO step still has before it."""
         args, step = self.args, current.step
         minibatches = self.plan.minibatches(current.record, step)
-        for micro_batches in islice(minibatches, current.num_minibatches, None):
-            if current.is_done:
+        left = islice(minibatches, current.num_minibatches, None)
+        while not current.is_done:
+            with watchdog.phase("the cut into minibatches", clock="actor_update"):
+                micro_batches = next(left, None)
+            if micro_batches is None:
                 return
             current.num_minibatches += 1
             place = f"update-{current.num_minibatches:04d}"
@@ -175,10 +171,9 @@ class PPOTrainer:
             self.pause(step, place)
 
     def _learn(self, current: OpenStep, micro_batches: list[PackedBatch]) -> None:
-        with watchdog.phase("the update of the actor", current.step):
+        with watchdog.phase("the updates", current.step):
             found = self.losses.update_actor(micro_batches)
-        if self.roles.critic:
-            with watchdog.phase("the update of the critic", current.step):
+            if self.roles.critic:
                 found |= self.losses.update_critic(micro_batches)
         for name, value in found.items():
             current.means.setdefault(name, []).append(value)

@@ -21,6 +21,8 @@ from common.generation.decode_state import SamplingOptions
 from common.generation.generate import Generation
 from common.output_head import Support, Truncation
 from common.policy_model import language_model
+from common.step_costs import COSTS
+from common.watch import watchdog
 from common.zero3 import local_shard, swapped_shards
 from step3_ppo.hybrid_engine import HybridEngine
 from step3_ppo.response_inputs import lay_out_responses
@@ -116,7 +118,10 @@ class Reference(Policy):
     @torch.no_grad()
     def score(self, records: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """Return logprobs (total,) fp32 of each record. Every rank must call this with as many."""
-        with self.frozen.on_device() as model:
+        with (
+            watchdog.phase("the scores of the reference", clock="reference"),
+            self.frozen.on_device() as model,
+        ):
             return [self.compute_logprobs(model, record)[0] for record in records]
 
 
@@ -142,8 +147,12 @@ class Actor(Policy):
     ) -> Generation:
         """Return `num_samples` responses for each left-padded prompt. Every rank must call this."""
         inputs = [x.to(distributed.device()) for x in (prompt_ids, prompt_mask, sample_ids)]
-        with self.generation_mode():
-            return self.hybrid_engine.generate(*inputs, self.sampling, num_samples=num_samples)
+        with self.generation_mode(), watchdog.phase("the generation", clock="generate"):
+            found = self.hybrid_engine.generate(*inputs, self.sampling, num_samples=num_samples)
+            lengths = prompt_mask.sum(1).cpu(), found.response_mask.sum(1).cpu()
+            flops = self.engine.module.flops.of_generation(*lengths, num_samples)
+            COSTS.count(int(lengths[1].sum()), flops)
+            return found
 
     @torch.no_grad()
     def score(self, records: Sequence[PackedBatch]) -> list[torch.Tensor]:
@@ -151,7 +160,8 @@ class Actor(Policy):
         with as many.
         """
         self.engine.eval()
-        return [self.compute_logprobs(self.engine, record)[0] for record in records]
+        with watchdog.phase("the scores of the actor", clock="actor_score"):
+            return [self.compute_logprobs(self.engine, record)[0] for record in records]
 
     @torch.no_grad()
     def find_support(self, records: Sequence[PackedBatch]) -> list[Support]:
@@ -159,16 +169,18 @@ class Actor(Policy):
         self.engine.eval()
         truncation = Truncation(self.sampling.top_k, self.sampling.top_p)
         found = []
-        for record in records:
-            batch = lay_out_responses(record, is_flat=self.is_flat)
-            support = self.engine(batch.inputs, batch.places, batch.token_ids, truncation=truncation)
-            found.append(Support(*support))
+        with watchdog.phase("the scores of the actor", clock="actor_score"):
+            for record in records:
+                batch = lay_out_responses(record, is_flat=self.is_flat)
+                support = self.engine(batch.inputs, batch.places, batch.token_ids, truncation=truncation)
+                found.append(Support(*support))
         return found
 
     def update(self, terms: Sequence[LossTerm]) -> dict[str, float]:
         """Return the means after one optimizer step. Every rank must call this."""
         self.engine.train()
-        return update_engine(self.engine, terms)
+        with watchdog.phase("the update of the actor", clock="actor_update"):
+            return update_engine(self.engine, terms)
 
 
 class ValueRole:
@@ -196,7 +208,10 @@ class Reward(ValueRole):
         """Return scores (S,) fp32 of each record, each read at the last real token. Every rank must call this
         with as many.
         """
-        with self.frozen.on_device() as model:
+        with (
+            watchdog.phase("the scores of the reward model", clock="reward"),
+            self.frozen.on_device() as model,
+        ):
             return [self.compute_values(model, record).last_values for record in records]
 
 
@@ -211,12 +226,14 @@ class Critic(ValueRole):
     def score(self, records: Sequence[PackedBatch]) -> list[ResponseValues]:
         """Return values of each record under the present weights. Every rank must call this with as many."""
         self.engine.eval()
-        return [self.compute_values(self.engine, record) for record in records]
+        with watchdog.phase("the values of the critic", clock="critic"):
+            return [self.compute_values(self.engine, record) for record in records]
 
     def update(self, terms: Sequence[LossTerm]) -> dict[str, float]:
         """Return the means after one optimizer step. Every rank must call this."""
         self.engine.train()
-        return update_engine(self.engine, terms)
+        with watchdog.phase("the update of the critic", clock="critic_update"):
+            return update_engine(self.engine, terms)
 
 
 @dataclass

@@ -13,6 +13,7 @@ import torch
 from common import distributed
 from common.data.packed_batch import PackedBatch
 from common.refusal import StepRefused
+from common.watch import watchdog
 from step3_ppo.experience import TokenCap, gather_records
 from step3_ppo.group_math import constant_groups
 from step3_ppo.hybrid_engine import SwitchCosts
@@ -121,16 +122,18 @@ class Rollout:
     def _collect_once(self, prompts: Iterator[PromptBatches], version: int) -> PackedBatch:
         generated = [self._generate(i, batch, version) for i, batch in enumerate(next(prompts))]
         self.num_draws += 1
-        record = gather_records(PackedBatch.gather([part for part, _ in generated]))
-        texts: PromptTexts = {}
-        if self.scores.reads_texts:
-            local = {number: text for _, of_part in generated for number, text in of_part.items()}
-            for of_rank in distributed.gather_objects(local):
-                texts |= of_rank
+        with watchdog.phase("the gathering of the responses", clock="gather"):
+            record = gather_records(PackedBatch.gather([part for part, _ in generated]))
+            texts: PromptTexts = {}
+            if self.scores.reads_texts:
+                local = {number: text for _, of_part in generated for number, text in of_part.items()}
+                for of_rank in distributed.gather_objects(local):
+                    texts |= of_rank
+            mine = self.cap.cut(record)
         try:
-            scored = gather_records(self._score(self.cap.cut(record), texts))
+            scored = self._score(mine, texts)
         except StepRefused as error:
-            error.batches = self.cap.cut(record)
+            error.batches = mine
             raise
         self._refuse_if_not_finite(scored)
         return scored
@@ -150,23 +153,26 @@ class Rollout:
         group_ids = numbers.repeat_interleave(num_samples)
         sample_ids = group_ids * num_samples + torch.arange(num_samples).repeat(len(numbers))
         found = self.roles.actor.generate(prompt_ids, prompt_mask, sample_ids, num_samples=num_samples)
-        found = type(found)(*(x.cpu() for x in found))
-        logprobs = found.truncated_logprobs if self.replays_support else found.logprobs
-        mask = found.response_mask
-        columns = {
-            "prompt_ids": tuple(x.repeat_interleave(num_samples, dim=0) for x in (prompt_ids, prompt_mask)),
-            "response_ids": (found.response_ids, mask),
-            "rollout_logprobs": (logprobs, mask),
-        }
-        record = PackedBatch.unpad(sample_ids.tolist(), columns)
-        versions = torch.full_like(record.data["response_ids"], version)
-        record = record.with_key("versions", versions, like="response_ids")
-        record = record.with_numbers("group_ids", group_ids).with_numbers("is_finished", found.is_finished)
+        with watchdog.phase("the gathering of the responses", clock="gather"):
+            found = type(found)(*(x.cpu() for x in found))
+            logprobs = found.truncated_logprobs if self.replays_support else found.logprobs
+            mask = found.response_mask
+            prompts_of = (x.repeat_interleave(num_samples, dim=0) for x in (prompt_ids, prompt_mask))
+            columns = {
+                "prompt_ids": tuple(prompts_of),
+                "response_ids": (found.response_ids, mask),
+                "rollout_logprobs": (logprobs, mask),
+            }
+            record = PackedBatch.unpad(sample_ids.tolist(), columns)
+            versions = torch.full_like(record.data["response_ids"], version)
+            record = record.with_key("versions", versions, like="response_ids")
+            record = record.with_numbers("group_ids", group_ids)
+            record = record.with_numbers("is_finished", found.is_finished)
         texts = zip(prompts["prompt_texts"], prompts["row_fields"], strict=True)
         return record, dict(zip(numbers.tolist(), texts, strict=True))
 
     def _score(self, records: list[PackedBatch], texts: PromptTexts) -> PackedBatch:
-        """Return this rank's records with what all roles say of them, end to end."""
+        """Return the records of all ranks with what all roles say of them, end to end."""
         roles = self.roles
         if self.replays_support:
             supports = roles.actor.find_support(records)
@@ -182,13 +188,14 @@ class Rollout:
             columns["old_values"] = [v.values for v in values]
             numbers["next_values"] = [v.last_values for v in values]
         numbers |= self.scores.score(roles.rewards, records, texts)
-        for name, found in columns.items():
-            pairs = zip(records, found, strict=True)
-            records = [record.with_key(name, x.cpu(), like="response_ids") for record, x in pairs]
-        for name, found in numbers.items():
-            pairs = zip(records, found, strict=True)
-            records = [record.with_numbers(name, x.cpu()) for record, x in pairs]
-        return PackedBatch.gather(records)
+        with watchdog.phase("the gathering of the scores", clock="gather"):
+            for name, found in columns.items():
+                pairs = zip(records, found, strict=True)
+                records = [record.with_key(name, x.cpu(), like="response_ids") for record, x in pairs]
+            for name, found in numbers.items():
+                pairs = zip(records, found, strict=True)
+                records = [record.with_numbers(name, x.cpu()) for record, x in pairs]
+            return gather_records(PackedBatch.gather(records))
 
 
 def add_support(record: PackedBatch, support: Any) -> PackedBatch:

@@ -33,7 +33,8 @@ MEANINGS = {
     "dpo/rejected_reward": "beta times the log-ratio to the reference",
     "dpo/eval_accuracy": "held-out pairs ranked rightly",
     "perf/step_seconds": "a whole step",
-    "perf/collect_seconds": "rollout of a step",
+    "perf/rest_seconds": "of a step, in no phase",
+    "perf/mfu": "model FLOPs by what the device could do",
     "perf/peak_memory_gib": "of the first process, so far",
     "perf/save_seconds": "a checkpoint",
 }

@@ -1,6 +1,7 @@
 """Tables of a report: how runs stand, what they cost, how they were configured, on what they ran. PURE."""
 
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -21,6 +22,25 @@ HEADLINES = {
     "dpo": ("dpo/loss", "dpo/eval_accuracy", "dpo/margin"),
     "ppo": ("objective/score", "objective/kl", "rollout/response_tokens", "value/explained_variance"),
     "": (),
+}
+# What `StepCosts` counts apart, in the order of a step.
+PHASE = re.compile(r"perf/(\w+)_seconds")
+PHASES = {
+    "switch": "switch to generation and back",
+    "generate": "generation",
+    "gather": "exchange with other ranks",
+    "actor_score": "actor's log-probabilities",
+    "reference": "reference",
+    "critic": "critic's values",
+    "reward": "rewards",
+    "advantages": "advantages",
+    "actor_update": "update of the actor",
+    "critic_update": "update of the critic",
+    "forward_backward": "forward and backward passes",
+    "optimizer": "optimizer",
+    "rest": "rest of the steps",
+    "evaluate": "evaluation",
+    "save": "checkpoints",
 }
 # Where a run writes to, and how it was started: two runs always differ in these.
 NOT_COMPARED = {"output_dir", "overwrite_output_dir", "local_rank", "resume", "dry_run"}
@@ -104,16 +124,18 @@ def render_last_values(runs: Sequence[RunFiles]) -> str:
 
 
 def find_phases(run: RunFiles) -> list[tuple[str, float]]:
-    """Return the seconds of each phase, all of the run's clock together; phases without any are left out."""
+    """Return the seconds of each phase, all of the run's clock together; phases without any are left out.
 
-    def total(name: str) -> float:
-        return sum(run.curves[name].values) if name in run.curves else 0.0
-
-    steps, collect, save = (total(f"perf/{n}_seconds") for n in ("step", "collect", "save"))
-    phases = [("rollout", collect), ("updates", steps - collect)] if collect else [("training steps", steps)]
-    phases += [("checkpoints", save)]
-    rest = run.seconds - sum(seconds for _, seconds in phases)
-    phases += [("evaluation and the rest", rest)]
+    A phase is any perf/PHASE_seconds but those of whole steps; "outside steps" is what no step counted: the
+    start, data, exports.
+    """
+    names = {match[1] for name in run.curves if (match := PHASE.fullmatch(name))} - {"step"}
+    order = {name: place for place, name in enumerate((*PHASES, *sorted(names - {*PHASES})))}
+    totals = {name: sum(run.curves[f"perf/{name}_seconds"].values) for name in sorted(names, key=order.get)}
+    phases = [(PHASES.get(name, name.replace("_", " ")), seconds) for name, seconds in totals.items()]
+    if "rest" not in totals and "perf/step_seconds" in run.curves:  # a run of before there were phases
+        phases.append(("steps", sum(run.curves["perf/step_seconds"].values)))
+    phases.append(("outside steps", run.seconds - sum(seconds for _, seconds in phases)))
     # What rounding leaves over is no phase.
     return [(name, seconds) for name, seconds in phases if seconds > 1e-3 * max(run.seconds, 1e-9)]
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -116,12 +115,10 @@ class RunSaver:
             raise Stopped(f"stopped after {name}, saved in {self.folder / FOLDER}; the same command goes on")
 
     def _save(self, name: str, must_stop: bool) -> None:
-        started = time.monotonic()
         try:
-            with watchdog.phase(f"the checkpoint {name}"):
+            with watchdog.phase(f"the checkpoint {name}", clock="save"):
                 self.writer.save(name, self.parts)
             self.last_saved = name
-            self.logger.add_to_next({"perf/save_seconds": time.monotonic() - started})
         except SaveFailed as error:
             kept = f"the last good one is {self.last_saved}" if self.last_saved else "there is none before it"
             text = f"checkpoint {self.folder / FOLDER / name} could not be written ({error}); {kept}"

@@ -18,6 +18,7 @@ from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
+from common.step_costs import COSTS
 from common.watch.collective_schedule import CollectiveRecorder, Schedules
 from common.watch.failures import communication_failure, first_line, is_out_of_memory
 from common.watch.hub import Hub
@@ -56,8 +57,11 @@ os.register_at_fork(after_in_child=_forget)
 
 
 @contextlib.contextmanager
-def phase(name: str, step: int | None = None) -> Iterator[None]:
-    """Let messages say that this rank is in `name` ("the rollout") while the block runs."""
+def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[None]:
+    """Let messages say that this rank is in `name` ("the rollout") while the block runs.
+
+    With a `clock` its seconds are logged as perf/CLOCK_seconds (`StepCosts.clock`).
+    """
     global _place, _num_phases, _depth
     before = _place
     _place = mine = Place(name, before.step if step is None else step)
@@ -65,7 +69,8 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
     if _member:
         _member.tell_place()
     try:
-        yield
+        with COSTS.clock(clock) if clock else contextlib.nullcontext():
+            yield
     except BaseException as error:
         if not hasattr(error, "rank_place"):
             error.rank_place = _place  # the innermost; who takes the error has left it

@@ -9,6 +9,7 @@ import torch
 
 from common import distributed
 from common.data.packed_batch import PackedBatch
+from common.watch import watchdog
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.text_rewards import Answers, RewardError, TextReward, checked_scores
 
@@ -41,7 +42,7 @@ class ScoreSum:
         found = {spec.name: models[spec.name].score(records) for spec in self.specs if spec.name in models}
         if self.texts:
             answers = [self._read(record, texts) for record in records]
-            with failing_together():
+            with watchdog.phase("the rewards", clock="reward"), failing_together():
                 for name, reward in self.texts.items():
                     found[name] = self._score_texts(name, reward, answers)
         total = [

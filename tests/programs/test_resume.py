@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 KILLED = -9
 # Seconds, rates and bytes of memory differ from process to process: buffers are made at first use.
-TIMES = ("seconds", "perf/", "hybrid/switch_seconds", "hybrid/peak_gib")
+TIMES = ("seconds", "perf/", "hybrid/peak_gib")
 
 
 @pytest.fixture(scope="module")

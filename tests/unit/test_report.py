@@ -98,7 +98,8 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path):
 
 
 def test_the_page_has_the_numbers(tmp_path):
-    rows = over_steps(30, **PPO, perf__step_seconds=lambda s: 2.0, perf__collect_seconds=lambda s: 0.5)
+    rows = over_steps(30, **PPO, perf__step_seconds=lambda s: 2.0, perf__rest_seconds=lambda s: 1.5,
+                      perf__generate_seconds=lambda s: 0.5)  # fmt: skip
     rows[-1]["seconds"] = 100.0
     about = {
         "num_steps": 40,
@@ -107,8 +108,8 @@ def test_the_page_has_the_numbers(tmp_path):
     }
     page = page_of(write_run(tmp_path / "ppo", rows, flags={"seed": 7, "kl_coef": 0.1}, about=about))
     for text in ("step 30 of 40", "1 min 40 s", "2 × GPU X", "9.9", "abc", "--seed", "1234",
-                 "rollout 15 s, 15 %", "updates 45 s, 45 %",
-                 "evaluation and the rest 40 s, 40 %"):  # fmt: skip
+                 "generation 15 s, 15 %", "rest of the steps 45 s, 45 %",
+                 "outside steps 40 s, 40 %"):  # fmt: skip
         assert text in page.text, text
     tiles = page.text[: page.text.index("Curves")]
     assert "objective/score3from 0.1" in tiles and "objective/kl6from 0.2" in tiles
@@ -216,12 +217,14 @@ def test_flags_that_differ_from_their_defaults(tmp_path):
 
 
 def test_phases_are_all_of_the_clock(tmp_path):
-    rows = over_steps(4, perf__step_seconds=lambda s: 3.0, perf__collect_seconds=lambda s: 1.0)
+    of_step = {"step": 3.0, "actor_update": 1.5, "generate": 1.0, "of_my_own": 0.25, "rest": 0.25}
+    rows = over_steps(4, **{f"perf__{name}_seconds": lambda s, v=v: v for name, v in of_step.items()})
     rows[2]["perf/save_seconds"] = 2.0
     rows[3]["seconds"] = 20.0
     phases = find_phases(read_run(write_run(tmp_path, rows)))
     assert phases == [
-        ("rollout", 4.0), ("updates", 8.0), ("checkpoints", 2.0), ("evaluation and the rest", 6.0),
+        ("generation", 4.0), ("update of the actor", 6.0), ("rest of the steps", 1.0), ("checkpoints", 2.0),
+        ("of my own", 1.0), ("outside steps", 6.0),
     ]  # fmt: skip
 
 

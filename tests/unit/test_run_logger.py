@@ -217,14 +217,6 @@ def test_lines_are_on_the_disk_before_a_checkpoint_counts_them(tmp_path, monkeyp
     assert synced == ["metrics.jsonl"]
 
 
-def test_what_happened_between_two_steps_is_told_once_with_the_next(tmp_path):
-    logger = begun(tmp_path)
-    logger.add_to_next({"perf/save_seconds": 2.0})
-    for step in (1, 2):
-        logger.log(step, {"a/b": 1.0})
-    assert [row.get("perf/save_seconds") for row in lines_of(tmp_path / "metrics.jsonl")] == [2.0, None]
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Disks that fail
 # ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,144 @@
+"""Seconds, tokens and FLOPs of a step by phase, and the share of what the device could do."""
+
+import pytest
+import torch
+from tiny_configs import tiny_config
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from common import device_peaks, step_costs
+from common.generation.decode_state import SamplingOptions
+from common.generation.generate import Generator
+from common.model_inputs import lay_out
+from common.models import LoraOptions, add_lora
+from common.policy_model import PolicyModel
+from common.step_costs import StepCosts
+from common.value_model import ScoreHead, ValueModel
+from common.watch import watchdog
+
+
+@pytest.fixture
+def costs(monkeypatch):
+    """Costs that `watchdog.phase` uses, by a clock that only moves where it is told to."""
+    time = [0.0]
+    costs = StepCosts(lambda: time[0])
+    monkeypatch.setattr(watchdog, "COSTS", costs)
+    monkeypatch.setattr(step_costs, "COSTS", costs)
+    costs.wait = lambda seconds: time.__setitem__(0, time[0] + seconds)
+    return costs
+
+
+def test_phases_and_the_rest_are_the_step(costs):
+    costs.peak_flops = 100.0
+    costs.begin_step()
+    for seconds in (1.0, 2.0):
+        with watchdog.phase("the generation", clock="generate"):
+            costs.wait(seconds)
+            costs.count(tokens=30, flops=500.0)
+    with watchdog.phase("a place without a clock"):
+        costs.wait(0.5)
+        with watchdog.phase("the reference", clock="reference"):
+            costs.wait(4.0)
+    costs.count(tokens=1000, flops=1e9)  # outside all clocks: no step's
+    found = costs.end_step(num_ranks=2)
+    assert found == {
+        "perf/step_seconds": 7.5, "perf/generate_seconds": 3.0, "perf/reference_seconds": 4.0,
+        "perf/rest_seconds": 0.5, "perf/generate_tokens_per_second": 40.0,
+        "perf/mfu": pytest.approx(1000 / 750),
+    }  # fmt: skip
+
+
+def test_a_phase_inside_another_is_part_of_it_and_an_error_ends_both(costs):
+    costs.begin_step()
+    with pytest.raises(ValueError), watchdog.phase("the evaluation", clock="evaluate"):
+        costs.wait(1.0)
+        with watchdog.phase("the generation", clock="generate"):
+            costs.wait(2.0)
+            raise ValueError
+    with watchdog.phase("the generation", clock="generate"):
+        costs.wait(4.0)
+    found = costs.end_step()
+    assert (found["perf/evaluate_seconds"], found["perf/generate_seconds"]) == (3.0, 4.0)
+    assert found["perf/rest_seconds"] == 0.0
+
+
+def test_what_happens_between_two_steps_comes_once_with_the_next_and_is_none_of_its_seconds(costs):
+    costs.peak_flops = 1.0
+    with watchdog.phase("the checkpoint", clock="save"):
+        costs.wait(2.0)
+        costs.count(1, 1e6)
+    costs.begin_step()
+    with watchdog.phase("the checkpoint", clock="save"):  # --save_points minibatch
+        costs.wait(1.0)
+    found = costs.end_step()
+    assert found["perf/save_seconds"] == 3.0 and found["perf/step_seconds"] == 1.0
+    assert found["perf/rest_seconds"] == 0.0 and found["perf/mfu"] == 0.0
+    costs.begin_step()
+    costs.wait(1.0)
+    assert "perf/save_seconds" not in costs.end_step()
+
+
+# ---- FLOPs -------------------------------------------------------------------------------------------------
+
+
+def build_model(kind: str, family: str, lora_dim: int):
+    config = tiny_config(family, 64)
+    config._attn_implementation = "eager"  # its products are plain ones, which torch's counter sees
+    if kind == "value":
+        config.num_labels = 1
+        model = AutoModelForSequenceClassification.from_config(config)
+        model.score.__class__ = ScoreHead
+        return ValueModel(add_lora(model, LoraOptions(lora_dim)))
+    return PolicyModel(
+        add_lora(AutoModelForCausalLM.from_config(config), LoraOptions(lora_dim)), num_valid_tokens=64
+    )
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "family", "lora_dim"),
+    [("policy", "llama", 0), ("policy", "gpt2", 0), ("policy", "llama", 8), ("value", "llama", 0)],
+)
+def test_flops_of_a_pass_are_those_that_torch_counts(kind, family, lora_dim, is_training, costs):
+    model = build_model(kind, family, lora_dim)
+    inputs = lay_out(torch.arange(48) % 60, torch.tensor([24, 24]), is_flat=False)
+    places = inputs.token_places.view(2, 24)[:, 12:].flatten()  # a response is scored, its prompt is not
+    with (
+        watchdog.phase("a pass", clock="pass"),
+        FlopCounterMode(display=False) as counter,
+        torch.set_grad_enabled(is_training),
+    ):
+        if kind == "value":
+            found = model(inputs, places).sum()
+        else:
+            found = model(inputs, places, inputs.input_ids.flatten()[places], is_summed=True)
+        if is_training:
+            found.backward()
+    (cost,) = costs._step.values()
+    assert cost.tokens == 48
+    assert cost.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_flops_of_a_generation_are_those_that_torch_counts(costs):
+    model = build_model("policy", "llama", 0)
+    prompt_ids = torch.arange(20).view(1, 20)
+    options = SamplingOptions(max_new_tokens=30, stop_token_id=-1, pad_token_id=0, num_valid_tokens=64)
+    generator = Generator(model.causal_lm.eval(), num_slots=2)
+    with FlopCounterMode(display=False) as counter:
+        generator.generate(
+            prompt_ids, torch.ones(1, 20, dtype=torch.bool), torch.arange(2), options, num_samples=2
+        )
+    found = model.flops.of_generation(torch.tensor([20]), torch.tensor([30, 30]), 2)
+    assert found == pytest.approx(counter.get_total_flops(), rel=0.05)
+
+
+def test_a_gpu_has_its_data_sheets_peak_and_a_cpu_is_measured(monkeypatch):
+    assert 1e8 < device_peaks.own_peak_flops(torch.float32) < 1e14
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, of_fp32, of_bf16 in (
+        ("NVIDIA A100-SXM4-80GB", 19.5e12, 312e12),
+        ("NVIDIA H200", 67e12, 989e12),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert device_peaks.own_peak_flops(torch.float32) == of_fp32
+        assert device_peaks.own_peak_flops(torch.bfloat16) == of_bf16
