@@ -227,6 +227,7 @@ def main() -> None:
     argv = [*(["--path", words[0]] if words else []), *words[1:], *flags]
     args = parse_args(ChatArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     problems.exit_if_any()
+    startup.print_notes(args, argv)
     session = load_session(args, problems)
     is_terminal = sys.stdin.isatty()
     if is_terminal:

@@ -35,6 +35,7 @@ def flag(
     choices: tuple = (),
     const: Any = None,
     no_effect: str = "",
+    only_with: str = "",
     may_change: bool = False,
     low: float | None = None,
     high: float | None = None,
@@ -45,6 +46,8 @@ def flag(
 
     `default=REQUIRED` makes the flag mandatory; `const` is the value of a flag given without one;
     `no_effect` marks a flag that is accepted for DeepSpeed-Chat's scripts and only says why it does nothing;
+    `only_with` names the flags without which this one does nothing, one of them at least: NAME, NAME=VALUE or
+    NAME!=VALUE, "top_k top_p";
     `may_change` one that a resumed run may have otherwise, for it moves no number but rounding's. A number
     (each number of a list) lies from `low` to `high`; `above` and `below` are limits that it may not reach.
     """
@@ -54,6 +57,7 @@ def flag(
         "choices": choices,
         "const": const,
         "no_effect": no_effect,
+        "only_with": only_with,
         "may_change": may_change,
         "range": {name: limit for name, limit in limits.items() if limit is not None},
     }
@@ -65,29 +69,41 @@ def flag(
 
 
 @dataclass
-class DataArguments:
-    """Which data, how it is shared between the steps, and how long a row may be."""
+class SourceArguments:
+    """Which data, and how their rows are read."""
 
     data_path: list[str] = flag(
         ["Dahoas/rm-static"],
         "data sets: files, folders, saved `datasets` folders, registered or hub names, MODULE:CLASS[:NAME]",
     )
-    data_split: str = flag("2,4,4", "shares of every data set for steps 1, 2 and 3; disjoint and stable")
     data_output_path: str = flag("", "folder of the token cache; empty: ~/.cache/triptych", may_change=True)
     template: str = flag(
         "human_assistant",
         "dialogue form: Human:/Assistant:, the tokenizer's own, or the prompt as it is",
         choices=("human_assistant", "chat", "plain"),
     )
-    eval_fraction: float = flag(
-        0.05, "held-out share of a data set that brings no evaluation part", low=0, below=1
-    )
     max_bad_rows: int = flag(100, "stop when more rows than this cannot be read", may_change=True, low=0)
-    max_pairs_per_prompt: int = flag(10, "pairs made at most of one prompt's answers", low=1)
     score_column: str = flag("helpfulness", "orders the answers to a prompt, where each row is one of them")
     preprocessing_num_workers: int | None = flag(
         None, "accepted", no_effect="the tokenizer uses its own threads, rank 0 tokenises once for all"
     )
+
+
+@dataclass
+class DataArguments(SourceArguments):
+    """How the data are shared between the steps, and what is held out."""
+
+    data_split: str = flag("2,4,4", "shares of every data set for steps 1, 2 and 3; disjoint and stable")
+    eval_fraction: float = flag(
+        0.05, "held-out share of a data set that brings no evaluation part", low=0, below=1
+    )
+
+
+@dataclass
+class PairArguments:
+    """Pairs of answers."""
+
+    max_pairs_per_prompt: int = flag(10, "pairs made at most of one prompt's answers", low=1)
 
 
 @dataclass
@@ -107,12 +123,16 @@ class LoraArguments:
     """Low-rank adapters (PEFT) of a single-model program."""
 
     lora_dim: int = flag(0, "rank of the adapters; 0 trains without LoRA", low=0, high=2**16)
-    lora_alpha: float = flag(0.0, "LoRA scaling is alpha / dim; 0 means alpha = dim", low=0)
+    lora_alpha: float = flag(
+        0.0, "LoRA scaling is alpha / dim; 0 means alpha = dim", low=0, only_with="lora_dim"
+    )
     lora_module_name: str = flag(
-        "auto", "adapt the linear layers whose name contains this; auto: all of them but the head"
+        "auto",
+        "adapt the linear layers whose name contains this; auto: all of them but the head",
+        only_with="lora_dim",
     )
     only_optimize_lora: bool = flag(False, "freeze everything but the adapters (and the score head)")
-    lora_learning_rate: float = flag(5e-4, "learning rate of the adapters", low=0)
+    lora_learning_rate: float = flag(5e-4, "learning rate of the adapters", low=0, only_with="lora_dim")
 
 
 @dataclass
@@ -164,7 +184,9 @@ class TrainArguments:
     per_device_eval_batch_size: int = flag(16, "rows per rank and evaluation batch", may_change=True, low=1)
     group_by_length: bool = flag(False, "let rows of like length meet in a batch: less padding to compute")
     weight_decay: float = flag(0.0, "AdamW weight decay of matrices (biases and norms have none)", low=0)
-    num_warmup_steps: int = flag(0, "optimizer steps of linear warm-up", low=0)
+    num_warmup_steps: int = flag(
+        0, "optimizer steps of linear warm-up", low=0, only_with="lr_scheduler_type!=constant"
+    )
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass", may_change=True)
     zero_stage: int = flag(0, "DeepSpeed ZeRO stage", choices=(0, 1, 2, 3), may_change=True)
     dropout: float | None = flag(
@@ -208,7 +230,10 @@ class RunArguments:
     enable_tensorboard: bool = flag(False, "as --trackers tensorboard", may_change=True)
     trackers: list[str] = flag([], "send the numbers to these too", choices=TRACKERS, may_change=True)
     tensorboard_path: str = flag(
-        "", "folder of TensorBoard's event files; empty: OUTPUT_DIR/tensorboard", may_change=True
+        "",
+        "folder of TensorBoard's event files; empty: OUTPUT_DIR/tensorboard",
+        may_change=True,
+        only_with="enable_tensorboard trackers=tensorboard",
     )
     log_interval: int = flag(1, "print a line every so many steps (files have all)", may_change=True, low=1)
     ds_config: str = flag("", "JSON file merged over the DeepSpeed configuration that the flags make")
@@ -375,19 +400,6 @@ def parse_args(
         except ValueError as error:  # the default stands in, so that the checks after this one can be made
             problems.add(str(error), flag=f"--{field.name}")
     return cls(**values)
-
-
-def given_flags(argv: list[str] | None = None) -> set[str]:
-    """Return the names, without dashes, of the flags on the command line."""
-    words = sys.argv[1:] if argv is None else argv
-    return {word.split("=")[0].removeprefix("--") for word in words if word.startswith("--")}
-
-
-def no_effect_notes(args: Any, argv: list[str] | None = None) -> list[str]:
-    """Return one line for each flag that was given, is accepted for old scripts, and does nothing."""
-    given = given_flags(argv)
-    fields = [f for f in dataclasses.fields(args) if f.metadata["no_effect"] and f.name in given]
-    return [f"--{f.name} has no effect: {f.metadata['no_effect']}" for f in fields]
 
 
 def as_json(args: Any, **more: Any) -> str:

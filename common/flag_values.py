@@ -1,4 +1,10 @@
-"""What a flag's value can be, whatever the flag: told at once, before it fails far from the command line."""
+"""What a flag's value can be, whatever the flag: told at once, before it fails far from the command line; and
+which of the given flags do nothing."""
+
+import dataclasses
+import re
+import sys
+from typing import Any
 
 LARGEST_INT = 2**53  # beyond it float64 skips numbers
 LARGEST_FLOAT = 3.4e38  # of fp32, in which losses are computed
@@ -64,3 +70,42 @@ def _check_text(text: str) -> None:
         raise ValueError(f"expected names of {LONGEST_NAME} bytes at most, one has {longest}")
     if len(data) > LONGEST_PATH:
         raise ValueError(f"expected a text of {LONGEST_PATH} bytes at most, it has {len(data)}")
+
+
+def given_flags(argv: list[str] | None = None) -> set[str]:
+    """Return the names, without dashes, of the flags on the command line."""
+    words = sys.argv[1:] if argv is None else argv
+    return {word.split("=")[0].removeprefix("--") for word in words if word.startswith("--")}
+
+
+def no_effect_notes(args: Any, argv: list[str] | None = None) -> list[str]:
+    """Return one line for each flag that was given and does nothing: in any run, or without another flag.
+
+    One that would only do something with another, and has its default, is not told of.
+    """
+    given = given_flags(argv)
+    lines = []
+    for field in (f for f in dataclasses.fields(args) if f.name in given):
+        no_effect, partners = field.metadata["no_effect"], field.metadata["only_with"].split()
+        acts = not partners or any(_is_set(args, partner) for partner in partners)
+        if no_effect:
+            lines.append(f"--{field.name} has no effect: {no_effect}")
+        elif _is_set(args, field.name) and not acts:
+            lines.append(f"--{field.name} has no effect without {' or '.join(map(_shown, partners))}")
+    return lines
+
+
+def _is_set(args: Any, partner: str) -> bool:
+    """Return whether a flag of `only_with` has its value, or without one another than its default."""
+    name, sign, wanted = re.fullmatch(r"(\w+)(!?=)?(.*)", partner).groups()
+    value = getattr(args, name)
+    if not sign:
+        return value != getattr(type(args), name, [])
+    is_same = wanted in value if isinstance(value, list) else str(value) == wanted
+    return is_same == (sign == "=")
+
+
+def _shown(partner: str) -> str:
+    """Return what a person would have to give."""
+    name, sign, wanted = re.fullmatch(r"(\w+)(!?=)?(.*)", partner).groups()
+    return f"another --{name} than {wanted}" if sign == "!=" else f"--{name} {wanted}".rstrip()

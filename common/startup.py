@@ -17,10 +17,10 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import distributed
-from common.args import Problems, RunArguments, as_json, no_effect_notes
+from common.args import Problems, RunArguments, as_json
 from common.build_locks import lock_note, lock_problems, needed_ops
 from common.ds_config import effective_zero_stage
-from common.flag_values import has_hub_form
+from common.flag_values import has_hub_form, no_effect_notes
 from common.launch_environment import check_environment
 from common.models import linear_module_names, lora_targets
 from common.refusal import StepRefused, TooManyBadSteps
@@ -172,11 +172,11 @@ def print_finished(text: str) -> None:
         print(text)
 
 
-def print_notes(args: Any) -> None:
+def print_notes(args: Any, argv: list[str] | None = None) -> None:
     """Say once, on the first process, which given flags do nothing, and what a killed build has left."""
     trains = hasattr(args, "ds_config")
     locks = lock_note(_kernels(args, load_overrides(args)), distributed.kernel_names()) if trains else ""
-    for note in [*no_effect_notes(args), *filter(None, [locks])]:
+    for note in [*no_effect_notes(args, argv), *filter(None, [locks])]:
         print_note(note)
 
 

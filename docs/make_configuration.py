@@ -60,6 +60,7 @@ class Program(NamedTuple):
     command: str
     flags: type
     purpose: str  # the first line of its docstring
+    file: Path = ROOT  # where its flags are parsed
 
 
 def find_programs() -> list[Program]:
@@ -72,7 +73,7 @@ def find_programs() -> list[Program]:
             flags = getattr(importlib.import_module(".".join(place.with_suffix("").parts)), name)
             purpose = (ast.get_docstring(module) or "").splitlines()[0]
             command = COMMANDS.get(name, _command(place))
-            found.append((_order(place), Program(command, flags, purpose)))
+            found.append((_order(place), Program(command, flags, purpose, path)))
     return [program for _, program in sorted(found, key=lambda item: item[0])]
 
 

@@ -91,6 +91,7 @@ def serve(argv: list[str]) -> None:
     source = _load_prompts(args.data_path, problems)
     templates = {name: load_template("--models", path, args, problems) for name, path in paths.items()}
     problems.exit_if_any()
+    startup.print_notes(args, argv)
     with startup.as_problem(problems):
         store = JudgementStore(Path(args.db))
         models = _load_models(paths, templates, args)

@@ -43,7 +43,6 @@ def build_data_options(args: SFTArguments) -> DataOptions:
         eval_fraction=args.eval_fraction,
         seed=args.seed,
         max_bad_rows=args.max_bad_rows,
-        max_pairs_per_prompt=args.max_pairs_per_prompt,
         score_column=args.score_column,
         cache_dir=args.data_output_path,
     )

@@ -8,8 +8,10 @@ from common.args import (
     DataArguments,
     LoraArguments,
     PackingArguments,
+    PairArguments,
     RunArguments,
     ScheduleArguments,
+    SourceArguments,
     TokenizerArguments,
     TrainArguments,
     flag,
@@ -19,6 +21,7 @@ from common.args import (
 @dataclass
 class RewardArguments(
     DataArguments,
+    PairArguments,
     TokenizerArguments,
     LoraArguments,
     ScheduleArguments,
@@ -51,7 +54,7 @@ class RewardArguments(
 
 
 @dataclass
-class RewardEvalArguments(DataArguments, TokenizerArguments):
+class RewardEvalArguments(SourceArguments, PairArguments, TokenizerArguments):
     """Evaluation of a reward model on any pairs."""
 
     model_name_or_path: str = flag(REQUIRED, "reward model: the export/ folder of step 2, or a hub name")
@@ -65,5 +68,10 @@ class RewardEvalArguments(DataArguments, TokenizerArguments):
         choices=("fp32", "bf16", "fp16"),
     )
     plugins: list[str] = flag([], "modules to import first: the data sets that they register can be named")
+    template: str = flag(
+        "",
+        "dialogue form; empty: what the model was trained with",
+        choices=("human_assistant", "chat", "plain"),
+    )
     num_samples: int = flag(5, "pairs printed with their scores", low=0)
     seed: int = flag(1234, "seed of the choice of printed pairs", low=-(2**32), high=2**32)

@@ -58,10 +58,11 @@ def main() -> None:
     )
     for problem in check_sources(args.data_path, 2, options):
         problems.add(problem)
-    template_name = read_metadata(name or "").get("template", args.template)
+    template_name = args.template or read_metadata(name or "").get("template", "human_assistant")
     with startup.as_problem(problems):
         template = tokenizer and build_template(template_name, tokenizer)
     problems.exit_if_any()
+    startup.print_notes(args)
     distributed.start()
     with startup.as_problem(problems):
         data = build_pairs(options, tokenizer, template)

@@ -139,6 +139,7 @@ def main() -> None:
     tokenizer = config and startup.check_tokenizer("--model_name_or_path", name, args, problems)
     bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
     problems.exit_if_any()
+    startup.print_notes(args)
     if not token and not is_loopback(bound):
         startup.print_note(
             f"--host {args.host} without a token: whoever reaches the port can use it; give --token_file"

@@ -23,8 +23,15 @@ class PromptArguments:
     )
     max_answer_seq_len: int = flag(256, "response tokens at most", low=1)
     unsupervised_dataset_name: str = flag("", "text data mixed into the actor's loss; empty: none")
-    unsupervised_dataset_config_name: str = flag("", "its configuration on the hub")
-    unsup_coef: float = flag(27.8, "weight of the language-modelling loss on that text", low=0)
+    unsupervised_dataset_config_name: str = flag(
+        "", "its configuration on the hub", only_with="unsupervised_dataset_name"
+    )
+    unsup_coef: float = flag(
+        27.8,
+        "weight of the language-modelling loss on that text",
+        low=0,
+        only_with="unsupervised_dataset_name",
+    )
     temperature: float = flag(1.0, "sampling temperature; log-probabilities are taken at it too", above=0)
     top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all", low=0)
     top_p: float = flag(1.0, "sample from the smallest set of tokens with this probability", above=0, high=1)
@@ -59,19 +66,34 @@ class RoleArguments:
         None, "accepted", no_effect="dropout is off in every PPO forward pass"
     )
     offload_reference_model: bool = flag(
-        False, "keep the reference model's weights on the CPU between uses", may_change=True
+        False,
+        "keep the reference model's weights on the CPU between uses",
+        may_change=True,
+        only_with="actor_lora_dim=0",
     )
     offload_reward_model: bool = flag(
         False, "keep the reward model's weights on the CPU between uses", may_change=True
     )
     actor_lora_dim: int = flag(0, "rank of the actor's adapters; 0: no LoRA", low=0, high=2**16)
-    actor_lora_alpha: float = flag(0.0, "their scaling is alpha / dim; 0 means alpha = dim", low=0)
-    actor_lora_module_name: str = flag("auto", "adapt the actor's linear layers whose name contains this")
-    actor_lora_learning_rate: float = flag(5e-4, "learning rate of the actor's adapters", low=0)
+    actor_lora_alpha: float = flag(
+        0.0, "their scaling is alpha / dim; 0 means alpha = dim", low=0, only_with="actor_lora_dim"
+    )
+    actor_lora_module_name: str = flag(
+        "auto", "adapt the actor's linear layers whose name contains this", only_with="actor_lora_dim"
+    )
+    actor_lora_learning_rate: float = flag(
+        5e-4, "learning rate of the actor's adapters", low=0, only_with="actor_lora_dim"
+    )
     critic_lora_dim: int = flag(0, "rank of the critic's adapters; 0: no LoRA", low=0, high=2**16)
-    critic_lora_alpha: float = flag(0.0, "their scaling is alpha / dim; 0 means alpha = dim", low=0)
-    critic_lora_module_name: str = flag("auto", "adapt the critic's linear layers whose name contains this")
-    critic_lora_learning_rate: float = flag(5e-4, "learning rate of the critic's adapters", low=0)
+    critic_lora_alpha: float = flag(
+        0.0, "their scaling is alpha / dim; 0 means alpha = dim", low=0, only_with="critic_lora_dim"
+    )
+    critic_lora_module_name: str = flag(
+        "auto", "adapt the critic's linear layers whose name contains this", only_with="critic_lora_dim"
+    )
+    critic_lora_learning_rate: float = flag(
+        5e-4, "learning rate of the critic's adapters", low=0, only_with="critic_lora_dim"
+    )
     only_optimize_lora: bool = flag(False, "freeze everything but adapters and the critic's head")
     enable_mixed_precision_lora: bool = flag(False, "accepted", no_effect="it belonged to DeepSpeed's MixZ++")
 
@@ -94,7 +116,9 @@ class RolloutArguments:
         "replace prompts whose responses all have one score by new prompts, up to so many times a step",
         low=0,
     )
-    num_warmup_steps: int = flag(100, "optimizer steps of linear warm-up", low=0)
+    num_warmup_steps: int = flag(
+        100, "optimizer steps of linear warm-up", low=0, only_with="lr_scheduler_type!=constant"
+    )
 
 
 @dataclass
@@ -107,13 +131,25 @@ class ScoreArguments:
         "are added up, one of weight 0 is only logged; empty: the reward model",
     )
     reward_timeout_seconds: float = flag(
-        60.0, "how long a function or a server may take for a batch", may_change=True, above=0
+        60.0,
+        "how long a function or a server may take for a batch",
+        may_change=True,
+        above=0,
+        only_with="reward",
     )
     reward_processes: int = flag(
-        0, "processes that a plain reward function runs in; 0: in this one", may_change=True, low=0
+        0,
+        "processes that a plain reward function runs in; 0: in this one",
+        may_change=True,
+        low=0,
+        only_with="reward",
     )
     reward_batch_size: int = flag(
-        64, "samples given to a classifier, a function or a server at a time", may_change=True, low=1
+        64,
+        "samples given to a classifier, a function or a server at a time",
+        may_change=True,
+        low=1,
+        only_with="reward",
     )
     min_reward_accuracy: float = flag(
         0.6,
@@ -127,15 +163,18 @@ class ScoreArguments:
     length_reward_coef: float = flag(
         0.0,
         "taken off the score of an empty response, less for a longer one, up to length_reward_tokens",
+        only_with="length_reward_tokens",
     )
-    length_reward_tokens: int = flag(0, "response tokens from which nothing is taken off any more", low=0)
+    length_reward_tokens: int = flag(
+        0, "response tokens from which nothing is taken off any more", low=0, only_with="length_reward_coef"
+    )
     overlong_penalty: float = flag(
         0.0,
         "taken off the score of a response of full length, less inside the last overlong_buffer_tokens",
         low=0,
     )
     overlong_buffer_tokens: int = flag(
-        0, "tokens before max_answer_seq_len in which that penalty grows", low=0
+        0, "tokens before max_answer_seq_len in which that penalty grows", low=0, only_with="overlong_penalty"
     )
     truncated: str = flag(
         "score",
@@ -143,7 +182,9 @@ class ScoreArguments:
         "would follow, gets truncated_penalty in place of a score, or counts in no loss",
         choices=("score", "bootstrap", "penalty", "mask"),
     )
-    truncated_penalty: float = flag(-1.0, "the score of a cut response under --truncated penalty")
+    truncated_penalty: float = flag(
+        -1.0, "the score of a cut response under --truncated penalty", only_with="truncated=penalty"
+    )
 
 
 @dataclass
@@ -163,7 +204,7 @@ class PPOMathArguments:
         "", "estimate of the KL; empty: k1 in the reward, k3 in the loss", choices=("", "k1", "k2", "k3")
     )
     kl_target: float = flag(0.0, "steer kl_coef towards this KL (nats a response); 0: it stays fixed", low=0)
-    kl_horizon: int = flag(10000, "samples over which kl_coef is steered", low=1)
+    kl_horizon: int = flag(10000, "samples over which kl_coef is steered", low=1, only_with="kl_target")
     gamma: float = flag(1.0, "discount of later rewards", low=0, high=1)
     gae_lambda: float = flag(0.95, "lambda of generalised advantage estimation", low=0, high=1)
     adv_norm: str = flag(
@@ -187,7 +228,10 @@ class PPOMathArguments:
         False, "clip around the policy before the updates, and weigh by what it was to the sampler"
     )
     behav_imp_weight_cap: float = flag(
-        0.0, "tokens with a larger such weight count nothing; 0: no limit", low=0
+        0.0,
+        "tokens with a larger such weight count nothing; 0: no limit",
+        low=0,
+        only_with="use_decoupled_loss",
     )
     early_stop_kl: float = flag(
         0.0, "end a step's updates when a minibatch has moved by this KL a token; 0: never", low=0
@@ -205,19 +249,31 @@ class PPOMathArguments:
         "that of all",
         choices=("none", "exp", "ma"),
     )
-    value_norm_beta: float = flag(0.99995, "how much of the exponential average a step keeps", low=0, below=1)
+    value_norm_beta: float = flag(
+        0.99995,
+        "how much of the exponential average a step keeps",
+        low=0,
+        below=1,
+        only_with="value_norm=exp",
+    )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     old_logprobs: str = flag(
         "auto",
         "log-probabilities at rollout: from the sampler, or from one more forward pass, or (auto) from the "
         "sampler as long as both agree within max_logprob_gap",
         choices=("auto", "rollout", "recompute"),
+        only_with="replay_sampling_support=False",
     )
     max_logprob_gap: float = flag(
-        1e-3, "mean difference a token, in nats, up to which the sampler is trusted", low=0
+        1e-3,
+        "mean difference a token, in nats, up to which the sampler is trusted",
+        low=0,
+        only_with="old_logprobs!=recompute",
     )
     replay_sampling_support: bool = flag(
-        False, "with top_k or top_p, take probabilities among the tokens that could be sampled, everywhere"
+        False,
+        "with top_k or top_p, take probabilities among the tokens that could be sampled, everywhere",
+        only_with="top_k top_p",
     )
 
 
@@ -234,10 +290,18 @@ class HybridArguments:
         1, "ranks that share one copy of the actor while it generates", may_change=True, low=1
     )
     generation_slots: int = flag(
-        0, "sequences that are generated at a time on a replica; 0: up to 128", may_change=True, low=0
+        0,
+        "sequences that are generated at a time on a replica; 0: up to 128",
+        may_change=True,
+        low=0,
+        only_with="enable_hybrid_engine",
     )
     max_out_tokens: int = flag(
-        0, "tokens a slot has room for, prompt and answer; 0: what the lengths need", may_change=True, low=0
+        0,
+        "tokens a slot has room for, prompt and answer; 0: what the lengths need",
+        may_change=True,
+        low=0,
+        only_with="enable_hybrid_engine",
     )
     tp_gather_partition_size: int = flag(
         8, "layers that are gathered at a time under ZeRO 3", may_change=True, low=1
@@ -246,20 +310,28 @@ class HybridArguments:
         False,
         "under ZeRO 3 gather layer by layer in every pass: slow, takes the least memory",
         may_change=True,
+        only_with="actor_zero_stage=3",
     )
     release_inference_cache: bool = flag(
-        False, "free keys, values and buffers after generation", may_change=True
+        False,
+        "free keys, values and buffers after generation",
+        may_change=True,
+        only_with="enable_hybrid_engine",
     )
     offload_states_for_generation: bool = flag(
         False, "move the actor's optimizer state from the GPU to the CPU while it generates", may_change=True
     )
     enable_ema: bool = flag(False, "average the actor's weights; the average is exported to export_ema/")
-    ema_decay: float = flag(0.992, "how much of the average an update keeps", low=0, below=1)
+    ema_decay: float = flag(
+        0.992, "how much of the average an update keeps", low=0, below=1, only_with="enable_ema"
+    )
     export_critic: bool = flag(False, "export the critic too, to export_critic/", may_change=True)
     print_answers: bool = flag(
         False, "print a prompt and its answer (samples.jsonl always has some)", may_change=True
     )
-    print_answers_interval: int = flag(1, "every so many steps", may_change=True, low=1)
+    print_answers_interval: int = flag(
+        1, "every so many steps", may_change=True, low=1, only_with="print_answers"
+    )
     sample_interval: int = flag(
         0,
         "answer the data's first prompts after step 1 and every so many steps, for the report; 0: never",
@@ -267,7 +339,9 @@ class HybridArguments:
         low=0,
     )
     enable_test_mode: bool = flag(False, "stop after test_stop_step steps", may_change=True)
-    test_stop_step: int = flag(0, "steps of the test mode", may_change=True, low=0)
+    test_stop_step: int = flag(
+        0, "steps of the test mode", may_change=True, low=0, only_with="enable_test_mode"
+    )
     align_overflow: bool = flag(
         False, "accepted", no_effect="each fp16 engine skips its own overflowing steps"
     )

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import startup
-from common.args import Problems, given_flags
+from common.args import Problems
 from common.data.data_options import DataOptions
 from common.data.source_checks import check_sources
 from common.dialogue import Template, build_template
+from common.flag_values import given_flags
 from common.plugins import import_plugins
 from common.saving.export import read_metadata
 from common.saving.resume import EarlierRun, find_run
@@ -53,7 +54,8 @@ def check_start_up(
         if algorithm.needs_critic and args.reward and not args.critic_model_name_or_path:
             args = dataclasses.replace(args, critic_model_name_or_path=args.actor_model_name_or_path)
         check_algorithm(args, algorithm, problems)
-        warnings += idle_flags(args, algorithm, given_flags())
+        idle = ", ".join(f"--{name}" for name in unused_flags(algorithm, given_flags()))
+        warnings += [f"--algorithm {algorithm.name} does not use {idle}"] if idle else []
     except ValueError as error:
         problems.add(str(error))
     rewards = find_rewards(args, problems)
@@ -122,22 +124,6 @@ def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems
     critic_lora = args.critic_lora_dim or not algorithm.needs_critic
     if args.only_optimize_lora and not (args.actor_lora_dim and critic_lora):
         problems.add("--only_optimize_lora needs --actor_lora_dim and --critic_lora_dim above 0")
-
-
-def idle_flags(args: PPOArguments, algorithm: Algorithm, given: set[str]) -> list[str]:
-    """Return one warning for all given flags that nothing reads in this run, [] when there is none."""
-    idle = unused_flags(algorithm, given)
-    lines = []
-    if idle:
-        flags = ", ".join(f"--{name}" for name in idle)
-        lines.append(f"--algorithm {algorithm.name} does not use {flags}")
-    if "behav_imp_weight_cap" in given and not args.use_decoupled_loss:
-        lines.append("--behav_imp_weight_cap has no effect without --use_decoupled_loss")
-    if args.replay_sampling_support and not args.top_k and args.top_p == 1.0:
-        lines.append("--replay_sampling_support has no effect without --top_k or --top_p")
-    if args.overlong_buffer_tokens and not args.overlong_penalty:
-        lines.append("--overlong_buffer_tokens has no effect without --overlong_penalty")
-    return lines
 
 
 def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:

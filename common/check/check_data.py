@@ -16,10 +16,10 @@ import transformers
 from common.args import (
     REQUIRED,
     DataArguments,
+    PairArguments,
     Problems,
     TokenizerArguments,
     flag,
-    no_effect_notes,
     parse_args,
 )
 from common.check.painter import Painter, make_stdout_tolerant
@@ -30,6 +30,7 @@ from common.data.registry import load_source
 from common.data.source_checks import check_sources
 from common.data.stage_datasets import StageData, build_pairs, build_prompts, build_sft
 from common.dialogue import Template, build_template
+from common.flag_values import no_effect_notes
 from common.plugins import import_plugins
 from common.tokenizer import load_tokenizer
 
@@ -43,17 +44,21 @@ LEGENDS = {
 
 
 @dataclass
-class CheckDataArguments(DataArguments, TokenizerArguments):
+class CheckDataArguments(DataArguments, PairArguments, TokenizerArguments):
     """What is looked at, and how it is shown."""
 
     stage: int = flag(REQUIRED, "step whose rows are made: 1 SFT, 2 reward model, 3 PPO", choices=(1, 2, 3))
     model_name_or_path: str = flag(
         REQUIRED, "model whose tokenizer is used: a folder or a hub name; its weights are not loaded"
     )
-    sft_only_data_path: list[str] = flag([], "data sets that only step 1 uses, whole")
-    max_seq_len: int = flag(512, "steps 1 and 2: tokens of prompt and response at most", low=4)
-    max_prompt_seq_len: int = flag(256, "step 3: prompt tokens at most", low=4)
-    loss_on: str = flag("response", "step 1: which tokens are learned", choices=("response", "all"))
+    sft_only_data_path: list[str] = flag([], "data sets that only step 1 uses, whole", only_with="stage=1")
+    max_seq_len: int = flag(
+        512, "steps 1 and 2: tokens of prompt and response at most", low=4, only_with="stage=1 stage=2"
+    )
+    max_prompt_seq_len: int = flag(256, "step 3: prompt tokens at most", low=4, only_with="stage=3")
+    loss_on: str = flag(
+        "response", "step 1: which tokens are learned", choices=("response", "all"), only_with="stage=1"
+    )
     seed: int = flag(1234, "seed of the shares of the three steps", low=-(2**32), high=2**32)
     per_device_train_batch_size: int = flag(16, "rows of the batches whose padding is counted", low=1)
     num_samples: int = flag(3, "rows shown of each data set", low=0)
@@ -141,7 +146,9 @@ def build_options(args: CheckDataArguments) -> DataOptions:
     )
     if is_sft:
         options = dataclasses.replace(options, loss_on=args.loss_on)
-    return options if is_ppo else dataclasses.replace(options, max_pairs_per_prompt=args.max_pairs_per_prompt)
+    if args.stage == 2:
+        options = dataclasses.replace(options, max_pairs_per_prompt=args.max_pairs_per_prompt)
+    return options
 
 
 def split_options(args: CheckDataArguments) -> list[DataOptions]:

@@ -18,12 +18,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from common import distributed, startup
-from common.args import REQUIRED, Problems, TokenizerArguments, flag, given_flags, no_effect_notes, parse_args
+from common.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
 from common.check.causal_checks import Subject, find_causal
 from common.check.findings import Finding, guarded, told
 from common.check.painter import Painter, make_stdout_tolerant
 from common.check.score_checks import find_scores
 from common.check.tp_check import MAX_DEFAULT_SIZE, RankJob, check_ranks, plan_slices
+from common.flag_values import given_flags, no_effect_notes
 from common.models import ModelOptions, load_causal_lm, plain_model
 from common.plugins import import_plugins
 from common.tokenizer import adds_bos

@@ -1,23 +1,23 @@
 """Flags: every problem at once, every default typed, every flag read by something."""
 
+import ast
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
 import pytest
 
-from common.args import Problems, as_json, field_type, no_effect_notes, parse_args
+from common.args import Problems, as_json, field_type, parse_args
+from common.flag_values import no_effect_notes
+from docs.make_configuration import find_programs
 from step1_sft.arguments import SFTArguments
-from step2_reward.arguments import RewardArguments, RewardEvalArguments
 from step3_ppo.arguments import PPOArguments
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = {
-    SFTArguments: (),
-    RewardArguments: (),
-    RewardEvalArguments: (),
-    PPOArguments: ("actor", "critic", "reward"),
-}
+OF_ALL_PROGRAMS = pytest.mark.parametrize(
+    "program", find_programs(), ids=lambda program: program.flags.__name__
+)
 
 
 def parse(cls, text: str):
@@ -123,9 +123,9 @@ def test_the_resolved_flags_are_json():
     assert '"max_seq_len": 512' in as_json(args) and '"more": 1' in as_json(args, more=1)
 
 
-@pytest.mark.parametrize("cls", PROGRAMS, ids=lambda cls: cls.__name__)
-def test_defaults_have_their_type_and_their_choices(cls):
-    for field in dataclasses.fields(cls):
+@OF_ALL_PROGRAMS
+def test_defaults_have_their_type_and_their_choices(program):
+    for field in dataclasses.fields(program.flags):
         assert field.metadata["help"], field.name
         value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
         scalar, is_list = field_type(field)
@@ -135,35 +135,76 @@ def test_defaults_have_their_type_and_their_choices(cls):
             assert value in field.metadata["choices"], field.name
 
 
-def unread_flags(cls, roles: tuple[str, ...], sources: str) -> list[str]:
-    """The flags that no code reads: neither by name nor, for a role's, by its part behind the role."""
-    unread = []
-    for field in dataclasses.fields(cls):
-        if field.metadata["no_effect"]:
+@functools.cache
+def sources_of(program: Path) -> str:
+    """The text of a program's file and of all that it imports from this repository, flags' own apart."""
+    found, waiting = {}, [program]
+    while waiting:
+        file = waiting.pop()
+        if file in found or not file.is_file():
             continue
-        role = next((r for r in roles if field.name.startswith(r + "_")), None)
-        by_role = role and re.search(rf"\{{role\}}_{field.name.removeprefix(role + '_')}\b", sources)
-        by_name = re.search(rf"\b(args|self\.args)\.{field.name}\b|\"{field.name}\"", sources)
-        if not by_role and not by_name:
-            unread.append(field.name)
+        found[file] = file.read_text()
+        for node in ast.walk(ast.parse(found[file])):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for place in (ROOT.joinpath(*name.split(".")) for name in names):
+                waiting += [place.with_suffix(".py"), place / "__init__.py"]
+    return "\n".join(text for file, text in found.items() if file.name not in ("args.py", "arguments.py"))
+
+
+def unread_flags(cls, sources: str) -> list[str]:
+    """The flags that no code reads: neither by name nor by a name with a hole, as f"{role}_lora_dim"."""
+    holed = re.findall(r'f"(\w*\{\w+\}\w*)"', sources)
+    patterns = [re.sub(r"\{\w+\}", r"\\w+", h) for h in holed if len(re.sub(r"\{\w+\}", "", h)) > 4]
+    unread = []
+    for name in (field.name for field in dataclasses.fields(cls) if not field.metadata["no_effect"]):
+        by_name = re.search(rf"\b(args|self\.args)\.{name}\b|\"{name}\"", sources)
+        if not by_name and not any(re.fullmatch(pattern, name) for pattern in patterns):
+            unread.append(name)
     return unread
 
 
-def program_sources() -> str:
-    files = [
-        p for d in ("common", "step1_sft", "step2_reward", "step3_ppo") for p in (ROOT / d).rglob("*.py")
-    ]
-    return "\n".join(p.read_text() for p in files if p.name not in ("args.py", "arguments.py"))
-
-
-@pytest.mark.parametrize("cls", PROGRAMS, ids=lambda cls: cls.__name__)
-def test_every_flag_is_read_by_something(cls):
-    assert unread_flags(cls, PROGRAMS[cls], program_sources()) == []
+@OF_ALL_PROGRAMS
+def test_every_flag_of_a_program_is_read_by_that_program(program):
+    # Step 3's is about to hold prompts out.
+    unread = set(unread_flags(program.flags, sources_of(program.file)))
+    assert unread - ({"eval_fraction"} if program.flags is PPOArguments else set()) == set()
 
 
 def test_a_flag_that_nothing_reads_is_found():
-    without = program_sources().replace("args.gae_lambda", "0.95").replace('"gae_lambda"', '""')
-    assert unread_flags(PPOArguments, PROGRAMS[PPOArguments], without) == ["gae_lambda"]
+    sources = sources_of(ROOT / "step3_ppo/main.py")
+    without = sources.replace("args.gae_lambda", "0.95").replace('"gae_lambda"', '""')
+    assert "gae_lambda" in unread_flags(PPOArguments, without)
+
+
+def partner_values(partner: str, args) -> tuple[str, object, object]:
+    """A flag that another one needs, a value with which that one acts, and one with which it does not."""
+    name, sign, wanted = re.fullmatch(r"(\w+)(!?=)?(.*)", partner).groups()
+    field = next(field for field in dataclasses.fields(args) if field.name == name)
+    assert not sign or wanted in map(str, field.metadata["choices"] or [field.default]), "no such value"
+    met, unmet = {"=": (wanted, "another"), "!=": ("another", wanted)}.get(sign, ("another", field.default))
+    return (name, [met], []) if field_type(field)[1] else (name, met, unmet)
+
+
+@OF_ALL_PROGRAMS
+def test_a_flag_that_does_nothing_without_another_says_so(program):
+    for field in dataclasses.fields(program.flags):
+        words, args = [f"--{field.name}", "1"], program.flags()
+        partners = [partner_values(p, args) for p in field.metadata["only_with"].split()]
+        unmet = dataclasses.replace(args, **{name: value for name, _, value in partners})
+        assert field.metadata["no_effect"] or no_effect_notes(unmet, words) == [], "it has its default"
+        unmet = dataclasses.replace(unmet, **{field.name: "another"})
+        notes = no_effect_notes(unmet, words)
+        if not field.metadata["no_effect"]:
+            assert len(notes) == bool(partners)
+        if notes:
+            assert notes[0].startswith(f"--{field.name} has no effect")
+            assert re.search(r"\b(print_notes|no_effect_notes)\(args", sources_of(program.file)), (
+                "told by nobody"
+            )
+        for name, met, _ in partners:
+            assert no_effect_notes(dataclasses.replace(unmet, **{name: met}), words) == []
 
 
 def test_step_3_keeps_to_about_a_hundred_flags():

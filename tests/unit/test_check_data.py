@@ -199,11 +199,10 @@ def test_the_rows_are_those_of_the_steps_own_program(stage, step, cls):
         "data_output_path": "cache",
         "eval_fraction": 0.1,
         "max_bad_rows": 7,
-        "max_pairs_per_prompt": 3,
         "score_column": "quality",
         "seed": 5,
     }
-    own = {1: {"sft_only_data_path": ["c"], "loss_on": "all"}, 2: {}, 3: {}}[stage]
+    own = {1: {"sft_only_data_path": ["c"], "loss_on": "all"}, 2: {"max_pairs_per_prompt": 3}, 3: {}}[stage]
     own |= {"max_prompt_seq_len": 77} if stage == 3 else {"max_seq_len": 99}
     step_args = getattr(importlib.import_module(f"{step}.arguments"), cls)(**given, **own)
     expected = importlib.import_module(f"{step}.main").build_data_options(step_args)

@@ -12,7 +12,8 @@ from transformers import AutoModel
 
 import train
 from chat import ChatArguments
-from common.args import Problems, no_effect_notes, parse_args
+from common.args import Problems, parse_args
+from common.flag_values import no_effect_notes
 from common.models import ModelOptions
 from common.value_model import has_saved_head, load_value_model
 from step1_sft.arguments import SFTArguments
@@ -228,8 +229,8 @@ def test_a_program_takes_the_flag_as_their_scripts_write_it(flag, program, defau
         assert [s.removesuffix(".0") for s in shown] == [m.removesuffix(".0") for m in meant] or float(
             shown[0]
         ) == float(meant[0])
-        noted = bool(no_effect_notes(args, [f"--{field.name}"]))
-        assert noted == (STATUS[flag, program][0] == "no effect")
+        notes = no_effect_notes(args, [f"--{field.name}"])
+        assert any("has no effect: " in note for note in notes) == (STATUS[flag, program][0] == "no effect")
 
 
 def test_a_flag_that_no_program_had_is_refused():

@@ -37,7 +37,6 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --num_warmup_steps 100 \
     --actor_gradient_checkpointing \
     --critic_gradient_checkpointing \
-    --offload_reference_model \
     --actor_zero_stage 3 \
     --critic_zero_stage 3 \
     --actor_lora_dim 64 \

@@ -23,7 +23,8 @@ OFFLOAD=${OFFLOAD:-all}
 LORA_DIM=${LORA_DIM:-0}
 OUTPUT_DIR=${OUTPUT_DIR:-output/step1_sft/opt/single_node/sweep/zero${ZERO_STAGE}_offload-${OFFLOAD}_lora${LORA_DIM}}
 # Adapters of rank 0 are none: nothing would be left to optimise.
-if [[ "$LORA_DIM" == 0 ]]; then ONLY_OPTIMIZE_LORA=false; else ONLY_OPTIMIZE_LORA=true; fi
+LORA=()
+if [[ "$LORA_DIM" != 0 ]]; then LORA=(--lora_module_name decoder.layers. --only_optimize_lora); fi
 
 mkdir -p "$OUTPUT_DIR"
 deepspeed --num_gpus "$NUM_GPUS" step1_sft/main.py \
@@ -46,7 +47,6 @@ deepspeed --num_gpus "$NUM_GPUS" step1_sft/main.py \
     --zero_stage "$ZERO_STAGE" \
     --offload "$OFFLOAD" \
     --lora_dim "$LORA_DIM" \
-    --lora_module_name decoder.layers. \
-    --only_optimize_lora "$ONLY_OPTIMIZE_LORA" \
+    "${LORA[@]}" \
     --output_dir "$OUTPUT_DIR" \
     "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

@@ -24,6 +24,8 @@ OFFLOAD=${OFFLOAD:-all}
 LORA_DIM=${LORA_DIM:-0}
 TEST_STOP_STEP=${TEST_STOP_STEP:-10}
 OUTPUT_DIR=${OUTPUT_DIR:-output/step3_ppo/opt/single_node/sweep/zero${ZERO_STAGE}_offload-${OFFLOAD}_lora${LORA_DIM}}
+LORA=()
+if [[ "$LORA_DIM" != 0 ]]; then LORA=(--actor_lora_module_name decoder.layers.); fi
 
 mkdir -p "$OUTPUT_DIR"
 deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
@@ -50,7 +52,7 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --enable_hybrid_engine \
     --offload "$OFFLOAD" \
     --actor_lora_dim "$LORA_DIM" \
-    --actor_lora_module_name decoder.layers. \
+    "${LORA[@]}" \
     --print_answers \
     --enable_test_mode \
     --test_stop_step "$TEST_STOP_STEP" \
