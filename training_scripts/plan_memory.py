@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
-import json
 import os
 import re
 import subprocess
@@ -27,7 +26,7 @@ if not __package__:  # run as a script: import from the repository root
 from common import startup
 from common.args import Problems, parse_args
 from common.check.check_plan import build_run
-from common.check.devices import PlanArguments, read_models
+from common.check.devices import PlanArguments, known_config, read_models
 from common.check.memory_plan import plan_memory
 from training_scripts.script_index import FOLDER, all_scripts, hub_name
 
@@ -80,20 +79,8 @@ def program_words(script: Path) -> list[str]:
     return words[next(i for i, word in enumerate(words) if word.endswith(".py")) + 1 :]
 
 
-def model_folder(model: str, folder: Path) -> str:
-    """Return a folder with the configuration of a script's model; ValueError when its shape is not known."""
-    shapes = json.loads((FOLDER / "model_shapes.json").read_text())
-    name = hub_name(model)
-    if name not in shapes:
-        raise ValueError(f"{name} is not in model_shapes.json; add what its config.json says")
-    place = folder / name.replace("/", "--")
-    place.mkdir(exist_ok=True)
-    (place / "config.json").write_text(json.dumps(shapes[name]))
-    return str(place)
-
-
-def plan_arguments(script: Path, folder: Path) -> PlanArguments:
-    """Return the flags of the plan of a script."""
+def plan_arguments(script: Path) -> PlanArguments:
+    """Return the flags of the plan of a script; ValueError when a model's shape is not known."""
     step = script.relative_to(FOLDER).parts[0]
     module, name = STEPS[step]
     problems = Problems()
@@ -104,7 +91,9 @@ def plan_arguments(script: Path, folder: Path) -> PlanArguments:
     known = {field.name for field in dataclasses.fields(PlanArguments)}
     values = {name: value for name, value in vars(args).items() if name in known}
     for key in [key for key in values if key.endswith("model_name_or_path") and values[key]]:
-        values[key] = model_folder(values[key], folder)
+        values[key] = hub_name(values[key])
+        if known_config(values[key]) is None:
+            raise ValueError(f"{values[key]} is not in model_shapes.json; add what its config.json says")
     nodes, gpus, gib = read_hardware(script.read_text())
     hardware = {"num_nodes": nodes, "num_gpus": gpus, "gpu_memory_gib": float(gib), "gpu": "a100-80g"}
     stage = list(STEPS).index(step) + 1
@@ -113,12 +102,11 @@ def plan_arguments(script: Path, folder: Path) -> PlanArguments:
 
 def memory_line(script: Path) -> str:
     """Return what the header of a script is to say about memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        args = plan_arguments(script, Path(folder))
-        problems = Problems()
-        models: Any = read_models(args, problems)
-        problems.exit_if_any()
-        plan = plan_memory(build_run(args, models))
+    args = plan_arguments(script)
+    problems = Problems()
+    models: Any = read_models(args, problems)
+    problems.exit_if_any()
+    plan = plan_memory(build_run(args, models))
     peak, gib = plan.peak.total / 2**30, args.gpu_memory_gib
     cpu = f", {plan.cpu_peak / 2**30:.0f} GiB of each machine's CPU" if plan.cpu_peak >= 2**30 else ""
     does_fit = f"of {gib:.0f} GiB" if plan.fits else f"GiB, more than the {gib:.0f} that there are,"

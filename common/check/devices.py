@@ -4,9 +4,13 @@ Presets are the makers' data sheets: 10^12 operations of dense matrix products, 
 and of links in one direction for each GPU. What a program reaches of them are the three efficiencies.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from transformers import AutoConfig
 
 from common import startup
 from common.args import REQUIRED, PackingArguments, Problems, flag
@@ -14,6 +18,7 @@ from common.check.model_sizes import ModelSizes
 from common.device_peaks import DEVICES
 
 MAX_RANKS = 1024
+SHAPES = Path(__file__).resolve().parents[2] / "training_scripts/model_shapes.json"  # by hub name
 
 Models = dict[str, ModelSizes]  # by role
 
@@ -224,7 +229,7 @@ def read_models(args: PlanArguments, problems: Problems) -> Models:
             problems.add(f"{name} is needed for --stage {args.stage}{cure}")
             continue
         if (path, is_value_model) not in read:
-            config = startup.check_model(name, path, args, problems)
+            config = known_config(path) or startup.check_model(name, path, args, problems)
             if config is None:
                 continue
             text, multiple = config.get_text_config(), args.pad_vocab_multiple
@@ -238,6 +243,12 @@ def read_models(args: PlanArguments, problems: Problems) -> Models:
                 continue
         models[role] = read[path, is_value_model]
     return models
+
+
+def known_config(path: str) -> Any:
+    """Return the configuration of a model whose shape model_shapes.json has, so that no hub is asked."""
+    shape = {} if Path(path).exists() else json.loads(SHAPES.read_text()).get(path)
+    return AutoConfig.for_model(**shape) if shape else None
 
 
 def has_score_head(args: PlanArguments) -> bool:

@@ -120,6 +120,13 @@ def test_wrong_flags_leave_with_2_and_say_what(folder, capsys, flags, problem):
     assert problem in capsys.readouterr().err
 
 
+def test_a_model_of_known_shape_is_planned_without_a_hub(monkeypatch, capsys):
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", None)
+    check(["plan", "--stage", "1", "--model_name_or_path", "facebook/opt-350m", "--json"])
+    plan = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert plan["parameters"]["policy"]["num_params"] == 331_196_416
+
+
 def test_models_that_are_missing_are_named(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         check(["plan", "--stage", "3", "--actor_model_name_or_path", str(tmp_path)])
