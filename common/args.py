@@ -78,8 +78,9 @@ class SourceArguments:
     )
     data_output_path: str = flag("", "folder of the token cache; empty: ~/.cache/triptych", may_change=True)
     template: str = flag(
-        "human_assistant",
-        "dialogue form: Human:/Assistant:, the tokenizer's own, or the prompt as it is",
+        "",
+        "dialogue form: Human:/Assistant:, the tokenizer's own, or the prompt as it is; empty: what the "
+        "model's triptych.json says, else human_assistant",
         choices=("human_assistant", "chat", "plain"),
     )
     max_bad_rows: int = flag(100, "stop when more rows than this cannot be read", may_change=True, low=0)

@@ -15,9 +15,10 @@ from typing import NamedTuple
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from common.data.example import BadRow, Message
+from common.data.example import BadRow, Message, Turn
 from common.tokenizer import adds_bos
 
+GAP = " ... "  # stands where a question has lost its middle
 BATCH_CHARACTERS = 1_000_000  # tokenised in one call
 TEMPLATE_NAMES = ("human_assistant", "chat", "plain")
 
@@ -38,17 +39,22 @@ class Encoded(NamedTuple):
 
 
 class Tokenised(NamedTuple):
-    """A row before truncation; `straddles` says that a token crosses from context into response."""
+    """A row before truncation; `straddles` says that a token crosses from context into response.
+
+    `is_shortened` says that its prompt has lost something already, see `Template.shorten`.
+    """
 
     input_ids: list[int]
     response_mask: list[bool]
     straddles: bool
+    is_shortened: bool = False
 
 
 class Template(ABC):
     """Text of a dialogue, and its tokens. The subclasses say only how the text looks."""
 
     name: str
+    keeps_headers = False  # what says who speaks must not be cut: rows are shortened by turns, see `shorten`
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Keep a private copy of the tokenizer's fast core, whose offsets are not trimmed."""
@@ -82,6 +88,20 @@ class Template(ABC):
     def prompt_text(self, prompt: Sequence[Message]) -> str:
         """The exact text of a prompt, up to where the model's reply follows."""
         return "".join(segment.text for segment in self.segments(prompt, None))
+
+    def shorten(self, prompt: Sequence[Message], max_tokens: int) -> tuple[Message, ...]:
+        """A prompt less its oldest turns, whole, until it has `max_tokens` or one question is left.
+
+        A system message stays.
+        """
+        system = tuple(prompt[:1]) if prompt[0].role == "system" else ()
+        starts = [index for index, message in enumerate(prompt) if message.role == "user"][1:]
+        shorter = [tuple(prompt), *(system + tuple(prompt[index:]) for index in starts)]
+        first = bisect_left(shorter, True, key=lambda some: self._count_tokens(some) <= max_tokens)
+        return shorter[min(first, len(shorter) - 1)]
+
+    def _count_tokens(self, prompt: Sequence[Message]) -> int:
+        return len(self.tokenise_batch([self.segments(prompt, None)])[0].input_ids)
 
     def encode(self, segments: Sequence[Segment], max_tokens: int) -> Encoded:
         """Ids and response mask of a row of at most `max_tokens`; see `truncate`."""
@@ -158,15 +178,15 @@ class HumanAssistantTemplate(Template):
 
 
 class PlainTemplate(HumanAssistantTemplate):
-    """A bare prompt and its continuation, both to the letter; a dialogue as Human:/Assistant:."""
+    """A bare prompt and its continuation, both to the letter; a dialogue of a row as Human:/Assistant:."""
 
     name = "plain"
 
     def segments(
         self, prompt: Sequence[Message], response: str | None, *, learn_all_turns: bool = False
     ) -> list[Segment]:
-        """See `Template.segments`; a single user message stands as it is."""
-        if [message.role for message in prompt] != ["user"]:
+        """See `Template.segments`; a single user message that is no row's `Turn` stands as it is."""
+        if [message.role for message in prompt] != ["user"] or isinstance(prompt[0], Turn):
             return super().segments(prompt, response, learn_all_turns=learn_all_turns)
         result = [Segment(prompt[0].content, False)]
         if response is not None:
@@ -178,6 +198,7 @@ class ChatTemplate(Template):
     """The tokenizer's own chat template."""
 
     name = "chat"
+    keeps_headers = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Learn by a probe what stands between the prompt and the reply, and what ends the reply.
@@ -225,6 +246,22 @@ class ChatTemplate(Template):
         if response is not None:
             result.append(self._response(response))
         return result
+
+    def shorten(self, prompt: Sequence[Message], max_tokens: int) -> tuple[Message, ...]:
+        """See `Template.shorten`; a question that is too long alone loses its middle."""
+        *head, last = super().shorten(prompt, max_tokens)
+        text, excess = last.content.strip(), self._count_tokens([*head, last]) - max_tokens
+        spans = self._fast.encode(text, add_special_tokens=False).offsets if excess > 0 else []
+        num_gap = len(self._fast.encode(GAP, add_special_tokens=False).ids)
+        for margin in (0, 4, 16):  # tokens at the sides of the gap may come out otherwise than before
+            num_kept = len(spans) - excess - num_gap - margin
+            if excess <= 0 or num_kept < 2:
+                break
+            begin, end = spans[num_kept // 2 - 1][1], spans[num_kept // 2 - num_kept][0]
+            last = last._replace(content=text[:begin] + GAP + text[end:])
+            if self._count_tokens([*head, last]) <= max_tokens:
+                break
+        return (*head, last)
 
     def _response(self, text: str) -> Segment:
         return Segment(f"{self._lead}{self._without_eot(text).strip()}{self.eot_token}", True)
@@ -280,11 +317,17 @@ def response_start(response_mask: Sequence[bool]) -> int:
 
 
 def truncate(
-    row: Tokenised, max_tokens: int, *, bos_id: int | None = None, max_response_tokens: int | None = None
+    row: Tokenised,
+    max_tokens: int,
+    *,
+    bos_id: int | None = None,
+    max_response_tokens: int | None = None,
+    min_context_tokens: int = 1,
 ) -> Encoded:
     """A row of at most `max_tokens`: context is cut on its left (bos stays), then the response at its end.
 
-    One token of context is always kept, so that every response token has one before it that predicts it.
+    `min_context_tokens` of context are always kept, where there are so many; one at least, so that every
+    response token has one before it that predicts it.
     `max_response_tokens` is the length to make room for when it is more than this row's own: the other answer
     of a pair, so that both keep the same context.
     """
@@ -292,8 +335,8 @@ def truncate(
     start = response_start(mask)
     room = max(len(input_ids) - start, max_response_tokens or 0)
     if start + room <= max_tokens:
-        return Encoded(input_ids, mask, False)
-    kept_context = min(start, max(max_tokens - room, min(start, 1)))
+        return Encoded(input_ids, mask, row.is_shortened)
+    kept_context = min(start, max(max_tokens - room, min_context_tokens))
     left = start - kept_context
     has_bos = bos_id is not None and start > 0 and input_ids[0] == bos_id
     if has_bos and left > 0:

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from common import distributed
 from common.args import Problems, RunArguments, as_json
 from common.build_locks import lock_note, lock_problems, needed_ops
+from common.dialogue import Template, build_template
 from common.ds_config import effective_zero_stage
 from common.flag_values import has_hub_form, no_effect_notes
 from common.launch_environment import check_environment
@@ -26,7 +27,7 @@ from common.models import linear_module_names, lora_targets
 from common.refusal import StepRefused, TooManyBadSteps
 from common.saving import run_lock
 from common.saving.checkpoints import SaveFailed
-from common.saving.export import ExportFailed
+from common.saving.export import ExportFailed, read_metadata
 from common.stop_request import STOPPED, Stopped, say
 from common.tokenizer import load_tokenizer
 from common.trackers import missing_trackers
@@ -142,6 +143,36 @@ def check_tokenizer(
         return None
 
 
+def find_template(
+    flag: str, name_or_path: str, args: Any, tokenizer: PreTrainedTokenizerFast | None, problems: Problems
+) -> tuple[Template | None, list[str]]:
+    """Return the template of a run that begins with this model, and notes; None after adding a problem.
+
+    It is --template, else what the model's triptych.json says, else human_assistant; `args` gets its name.
+    """
+    if tokenizer is None:
+        return None, []
+    given, notes = args.template, []
+    try:
+        recorded = read_metadata(name_or_path).get("template", "")
+        args.template = given or recorded or "human_assistant"
+        template = build_template(args.template, tokenizer)
+    except ValueError as error:
+        problems.add(f"{flag} {name_or_path}: {error}")
+        return None, []
+    if recorded and recorded != args.template:
+        notes.append(
+            f"--template {given}: {name_or_path} was trained with --template {recorded}; leave the flag out "
+            "to keep that"
+        )
+    if tokenizer.chat_template and not given and not recorded:
+        notes.append(
+            f"{flag} {name_or_path} has a chat template of its own, which is not used: the dialogues are "
+            "Human:/Assistant: text; --template chat uses it"
+        )
+    return template, notes
+
+
 def check_length(config: Any, num_tokens: int, flags: str, problems: Problems) -> None:
     """Add a problem when a model has fewer positions than the flags ask for."""
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
@@ -180,9 +211,9 @@ def print_notes(args: Any, argv: list[str] | None = None) -> None:
         print_note(note)
 
 
-def print_note(text: str) -> None:
-    """Say something on the first process, once, before the start."""
-    if distributed.is_main():
+def print_note(*texts: str) -> None:
+    """Say these on the first process, once, before the start."""
+    for text in texts if distributed.is_main() else ():
         print(f"note: {text}", file=sys.stderr)
 
 

@@ -13,7 +13,7 @@ from common.data.data_options import DataOptions
 from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
 from common.data.source_checks import check_sources
 from common.device_peaks import own_peak_flops
-from common.dialogue import Template, build_template
+from common.dialogue import Template
 from common.ds_config import EngineOptions, build_train_config
 from common.engine_step import LossTerm, update_engine
 from common.models import DTYPES, LoraOptions, ModelOptions, plain_model
@@ -49,11 +49,11 @@ def check_single_model(
         problems.add("--only_optimize_lora needs --lora_dim above 0, else nothing is trained")
     for problem in check_sources([*options.data_path, *options.sft_only_data_path], options.stage, options):
         problems.add(problem)
-    with startup.as_problem(problems):
-        template = tokenizer and build_template(args.template, tokenizer)
+    template, notes = startup.find_template(flag, name, args, tokenizer, problems)
     earlier = find_run(args, problems)
     problems.exit_if_any()
     startup.print_notes(args)
+    startup.print_note(*notes)
     return tokenizer, template, earlier
 
 

@@ -68,10 +68,5 @@ class RewardEvalArguments(SourceArguments, PairArguments, TokenizerArguments):
         choices=("fp32", "bf16", "fp16"),
     )
     plugins: list[str] = flag([], "modules to import first: the data sets that they register can be named")
-    template: str = flag(
-        "",
-        "dialogue form; empty: what the model was trained with",
-        choices=("human_assistant", "chat", "plain"),
-    )
     num_samples: int = flag(5, "pairs printed with their scores", low=0)
     seed: int = flag(1234, "seed of the choice of printed pairs", low=-(2**32), high=2**32)

@@ -23,10 +23,8 @@ from common.data.data_options import DataOptions
 from common.data.global_batches import evaluation_batches
 from common.data.source_checks import check_sources
 from common.data.stage_datasets import build_pairs
-from common.dialogue import build_template
 from common.plugins import import_plugins
 from common.reward_scorer import load_frozen_value_model
-from common.saving.export import read_metadata
 from common.value_model import has_saved_head
 from step2_reward.arguments import RewardEvalArguments
 from step2_reward.reward_trainer import compute_pair_scores, evaluate_pairs
@@ -58,11 +56,10 @@ def main() -> None:
     )
     for problem in check_sources(args.data_path, 2, options):
         problems.add(problem)
-    template_name = args.template or read_metadata(name or "").get("template", "human_assistant")
-    with startup.as_problem(problems):
-        template = tokenizer and build_template(template_name, tokenizer)
+    template, notes = startup.find_template("--model_name_or_path", name, args, tokenizer, problems)
     problems.exit_if_any()
     startup.print_notes(args)
+    startup.print_note(*notes)
     distributed.start()
     with startup.as_problem(problems):
         data = build_pairs(options, tokenizer, template)

@@ -8,7 +8,7 @@ from common import startup
 from common.args import Problems
 from common.data.data_options import DataOptions
 from common.data.source_checks import check_sources
-from common.dialogue import Template, build_template
+from common.dialogue import Template
 from common.flag_values import given_flags
 from common.plugins import import_plugins
 from common.saving.export import read_metadata
@@ -63,8 +63,9 @@ def check_start_up(
     tokenizer = check_models(args, algorithm, rewards, problems)
     for problem in check_sources(args.data_path, 3, options):
         problems.add(problem)
-    with startup.as_problem(problems):
-        template = tokenizer and build_template(args.template, tokenizer)
+    actor = args.actor_model_name_or_path
+    template, notes = startup.find_template("--actor_model_name_or_path", actor, args, tokenizer, problems)
+    warnings += notes + foreign_templates(args, rewards)
     earlier = find_run(args, problems)
     problems.exit_if_any()
     assert algorithm is not None
@@ -155,6 +156,18 @@ def doubtful_rewards(args: PPOArguments, rewards: list[RewardSpec]) -> list[str]
                 f"than --min_reward_accuracy {args.min_reward_accuracy}: what it prefers may be noise"
             )
     return lines
+
+
+def foreign_templates(args: PPOArguments, rewards: list[RewardSpec]) -> list[str]:
+    """Return a warning for each reward model that was trained on dialogues of another form."""
+    paths = dict.fromkeys(spec.target for spec in rewards if spec.kind == "model")
+    found = {path: read_metadata(path).get("template") for path in paths}
+    return [
+        f"the reward model {path} was trained with --template {name}, and scores dialogues of --template "
+        f"{args.template}"
+        for path, name in found.items()
+        if name and args.template and name != args.template
+    ]
 
 
 def check_models(

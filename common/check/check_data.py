@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import transformers
 
+from common import startup
 from common.args import (
     REQUIRED,
     DataArguments,
@@ -29,10 +30,9 @@ from common.data.data_options import DataOptions
 from common.data.registry import load_source
 from common.data.source_checks import check_sources
 from common.data.stage_datasets import StageData, build_pairs, build_prompts, build_sft
-from common.dialogue import Template, build_template
+from common.dialogue import Template
 from common.flag_values import no_effect_notes
 from common.plugins import import_plugins
-from common.tokenizer import load_tokenizer
 
 BUILDERS = {1: build_sft, 2: build_pairs, 3: build_prompts}
 STEPS = {1: "step 1, SFT", 2: "step 2, reward model", 3: "step 3, PPO"}
@@ -111,20 +111,12 @@ def check_flags(args: CheckDataArguments, problems: Problems) -> Template:
     if args.stage:
         for problem in build_options(args).problems():
             problems.add(problem)
-    template = None
-    if args.model_name_or_path:
-        try:
-            tokenizer = load_tokenizer(
-                args.model_name_or_path,
-                eot_token=args.eot_token or None,
-                add_eot_token=args.add_eot_token,
-                trust_remote_code=args.trust_remote_code,
-            )
-            template = build_template(args.template, tokenizer)
-        except ValueError as error:
-            problems.add(str(error))
+    flag, name = "--model_name_or_path", args.model_name_or_path
+    tokenizer = startup.check_tokenizer(flag, name, args, problems)
+    template, notes = startup.find_template(flag, name, args, tokenizer, problems)
     problems.exit_if_any()
     assert template is not None
+    startup.print_note(*notes)
     return template
 
 

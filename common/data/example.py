@@ -25,6 +25,12 @@ class Message(NamedTuple):
     content: str
 
 
+class Turn(Message):
+    """A message that its row marks as a turn of a dialogue, by `Human:` or by a role: no bare prompt."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Example:
     """A dialogue up to the reply, with the replies that are known; or a plain text."""

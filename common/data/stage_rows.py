@@ -1,12 +1,13 @@
 """Examples to the token rows of each step."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from common.data.data_report import DataReport
 from common.data.example import BadRow, Example
-from common.dialogue import Template, Tokenised, response_start, truncate
+from common.dialogue import Encoded, Template, Tokenised, response_start, truncate
 
 
 class Item(NamedTuple):
@@ -34,11 +35,11 @@ def sft_rows(
 ) -> list[dict[str, Any]]:
     """input_ids, loss_mask (True = a target; never the first token, which nothing predicts), row_id."""
     kept, tokenised = _tokenise(
-        items, template, report, lambda example: [_learnt_segments(template, example)]
+        items, template, report, max_tokens, lambda example: [_learnt_segments(template, example)]
     )
     rows = []
     for item, (row,) in zip(kept, tokenised, strict=True):
-        ids, mask, truncated = truncate(row, max_tokens, bos_id=template.bos_id)
+        ids, mask, truncated = _truncate(row, max_tokens, template)
         mask = [False] + (mask[1:] if loss_on == "response" else [True] * (len(ids) - 1))
         report.num_truncated += truncated
         report.num_straddling += row.straddles
@@ -61,7 +62,7 @@ def pair_rows(
     def both(example: Example) -> list:
         return [template.segments(example.prompt, answer) for answer in (example.chosen, example.rejected)]
 
-    kept, tokenised = _tokenise(items, template, report, both)
+    kept, tokenised = _tokenise(items, template, report, max_tokens, both)
     rows = []
     for item, (chosen, rejected) in zip(kept, tokenised, strict=True):
         if chosen.input_ids == rejected.input_ids:
@@ -69,8 +70,7 @@ def pair_rows(
             continue
         longer = max(len(row.input_ids) - response_start(row.response_mask) for row in (chosen, rejected))
         chosen_row, rejected_row = (
-            truncate(row, max_tokens, bos_id=template.bos_id, max_response_tokens=longer)
-            for row in (chosen, rejected)
+            _truncate(row, max_tokens, template, max_response_tokens=longer) for row in (chosen, rejected)
         )
         if chosen_row.input_ids == rejected_row.input_ids:
             report.num_identical_truncated += 1
@@ -96,11 +96,11 @@ def prompt_rows(
 ) -> list[dict[str, Any]]:
     """prompt_ids (the last `max_tokens` of them), row_id, the prompt's whole text, the raw row's fields."""
     kept, tokenised = _tokenise(
-        items, template, report, lambda example: [template.segments(example.prompt, None)]
+        items, template, report, max_tokens, lambda example: [template.segments(example.prompt, None)]
     )
     rows = []
     for item, (row,) in zip(kept, tokenised, strict=True):
-        ids, _, truncated = truncate(row, max_tokens, bos_id=template.bos_id)
+        ids, _, truncated = _truncate(row, max_tokens, template)
         report.num_truncated += truncated
         report.num_tokens += len(ids)
         text = template.prompt_text(item.example.prompt)
@@ -109,8 +109,22 @@ def prompt_rows(
     return rows
 
 
+def _truncate(row: Tokenised, max_tokens: int, template: Template, **more: int) -> Encoded:
+    least = _least_context(max_tokens, template)
+    return truncate(row, max_tokens, bos_id=template.bos_id, min_context_tokens=least, **more)
+
+
+def _least_context(max_tokens: int, template: Template) -> int:
+    """Tokens of context that a long response leaves: with special tokens around turns, half of the row."""
+    return max_tokens // 2 if template.keeps_headers else 1
+
+
 def _tokenise(
-    items: Sequence[Item], template: Template, report: DataReport, to_segments: Callable[[Example], list]
+    items: Sequence[Item],
+    template: Template,
+    report: DataReport,
+    max_tokens: int,
+    to_segments: Callable[[Example], list],
 ) -> tuple[list[Item], list[list[Tokenised]]]:
     """Items that the template can show, each with the tokens of its texts, from one batch."""
     kept, segments, num_texts = [], [], 0
@@ -129,7 +143,27 @@ def _tokenise(
         segments += texts
         num_texts = len(texts)
     flat = template.tokenise_batch(segments)
-    return kept, [flat[i : i + num_texts] for i in range(0, len(flat), num_texts or 1)]
+    rows = [flat[i : i + num_texts] for i in range(0, len(flat), num_texts or 1)]
+    if template.keeps_headers:
+        for i, item in enumerate(kept):
+            if item.example.prompt and max(len(row.input_ids) for row in rows[i]) > max_tokens:
+                with suppress(BadRow):  # a template that refuses the rest: the row is cut on its left
+                    rows[i] = _shortened(item.example, rows[i], template, max_tokens, to_segments)
+    return kept, rows
+
+
+def _shortened(
+    example: Example,
+    rows: list[Tokenised],
+    template: Template,
+    max_tokens: int,
+    to_segments: Callable[[Example], list],
+) -> list[Tokenised]:
+    """The texts of an Example after a prompt that leaves room for the longest response."""
+    longest = max(len(row.input_ids) - response_start(row.response_mask) for row in rows)
+    room = max(max_tokens - longest, _least_context(max_tokens, template))
+    shorter = replace(example, prompt=template.shorten(example.prompt, room))
+    return [row._replace(is_shortened=True) for row in template.tokenise_batch(to_segments(shorter))]
 
 
 SFT = RowKind(

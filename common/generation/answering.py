@@ -5,7 +5,6 @@
 
 import dataclasses
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,13 @@ from common import distributed, startup
 from common.args import Problems, TokenizerArguments, flag
 from common.data.collators import pad_rows
 from common.data.example import Message
-from common.dialogue import TEMPLATE_NAMES, Encoded, Template, build_template
+from common.dialogue import TEMPLATE_NAMES, Template
 from common.generation.decode_state import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
 from common.generation.text_stream import TIDIED_CHARACTERS, TextStream
 from common.lora_adapter import base_of_adapter, is_adapter, merge_adapter
 from common.models import DTYPES, ModelOptions, load_causal_lm
-from common.saving.export import read_metadata
 
 _MIN_PROMPT_TOKENS = 8  # that stay, however long an answer may be
 _ENDLESS_POSITIONS = 4096  # of a model without a limit of its own (ALiBi): what a terminal needs at most
@@ -157,21 +155,9 @@ class Answerer:
         )
 
     def _prompt_ids(self, messages: tuple[Message, ...]) -> list[int]:
-        """Return the ids of a prompt that fits: as many of the last turns as there is room for, whole.
-
-        A system message stays. A last turn that is too long alone loses its beginning.
-        """
-        whole = self._encode(messages)
-        if not whole.truncated:
-            return whole.input_ids
-        system = messages[:1] if messages[0].role == "system" else ()
-        turns = [index for index, message in enumerate(messages) if message.role == "user"][1:]
-        shorter = [messages, *(system + messages[index:] for index in turns)]
-        first = bisect_left(shorter, True, key=lambda some: not self._encode(some).truncated)
-        return self._encode(shorter[min(first, len(shorter) - 1)]).input_ids
-
-    def _encode(self, messages: tuple[Message, ...]) -> Encoded:
-        return self.template.encode(self.template.segments(messages, None), self.max_prompt_tokens)
+        """Return the ids of a prompt that fits: see `Template.shorten`; what is too long still is cut."""
+        shorter = self.template.shorten(messages, self.max_prompt_tokens)
+        return self.template.encode(self.template.segments(shorter, None), self.max_prompt_tokens).input_ids
 
 
 class _Hearing:
@@ -221,12 +207,10 @@ def load_template(
     tokenizer = startup.check_tokenizer(flag_name, base, args, problems)
     if tokenizer is None:
         return None
-    name = args.template or read_metadata(trained_path or trained).get("template", "human_assistant")
-    try:
-        return build_template(name, tokenizer)
-    except ValueError as error:
-        problems.add(f"{flag_name} {path}: {error}")
-        return None
+    own = dataclasses.replace(args)  # each model has a template of its own
+    template, notes = startup.find_template(flag_name, trained_path or trained, own, tokenizer, problems)
+    startup.print_note(*notes)
+    return template
 
 
 def load_answerer(path: str, template: Template, args: AnsweringArguments, **sampling: Any) -> Answerer:

@@ -3,7 +3,10 @@
 import pytest
 from tokenizers import processors
 
-from common.data.example import BadRow, Message
+from common.data.adapters.row_forms import read_row
+from common.data.data_report import DataReport
+from common.data.example import BadRow, Example, Message
+from common.data.stage_rows import Item, pair_rows, prompt_rows, sft_rows
 from common.dialogue import Segment, Tokenised, build_template, response_start, truncate
 
 QUESTION = (Message("user", "How are you today?"),)
@@ -92,6 +95,25 @@ def test_plain_template_keeps_the_text_to_the_letter(tiny_tokenizer):
     assert [segment.text for segment in segments] == ["TL;DR: ", " short <|endoftext|>"]
 
 
+@pytest.mark.parametrize(
+    ("row", "is_dialogue"),
+    [
+        ({"prompt": "Hi?", "chosen": "Yes"}, False),
+        ({"instruction": "Hi?", "output": "Yes"}, False),
+        ({"prompt": "\n\nHuman: Hi?\n\nAssistant:", "chosen": "Yes"}, True),
+        ({"prompt": [{"role": "user", "content": "Hi?"}], "chosen": "Yes"}, True),
+        ({"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes"}]}, True),
+        ({"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Yes"}]}, True),
+        ({"chosen": "\n\nHuman: Hi?\n\nAssistant: Yes", "rejected": "\n\nHuman: Hi?\n\nAssistant: No"}, True),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_plain_keeps_the_marks_of_a_dialogue_of_one_turn(row, is_dialogue, tiny_tokenizer):
+    (example,) = read_row(row)
+    text = build_template("plain", tiny_tokenizer).prompt_text(example.prompt)
+    assert text == ("\n\nHuman: Hi?\n\nAssistant:" if is_dialogue else "Hi?")
+
+
 def test_bos_is_added_once_and_survives_truncation(make_tokenizer):
     tokenizer = with_bos(make_tokenizer)
     template = build_template("human_assistant", tokenizer)
@@ -137,6 +159,39 @@ def test_chat_template_of_the_tokenizer(make_tokenizer):
     assert response_text(template, row) == "Bye.<|endoftext|>"
     row = template.encode(template.segments(prompt, "Bye.", learn_all_turns=True), 1000)
     assert response_text(template, row) == "Fine.<|endoftext|>Bye.<|endoftext|>"
+
+
+def test_a_chat_prompt_that_is_too_long_keeps_its_headers_and_system_prompt(make_tokenizer):
+    """Old turns go first, whole; then the middle of the question; a long reply loses its end."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_JINJA
+    template = build_template("chat", tokenizer)
+    head = "<|system|>\nBe kind.<|endoftext|>\n<|user|>\n"
+    said = (Message("system", "Be kind."), *QUESTION, Message("assistant", "Fine."))
+    question = "begin " + "How are you today? " * 40 + "end"
+
+    def rows_of(prompt, reply, max_tokens) -> tuple[list[str], DataReport]:
+        report = DataReport()
+        item = Item(Example(prompt=prompt, chosen=reply, rejected=f"No {reply}"), "row", "rows:1")
+        most = {"max_tokens": max_tokens}
+        (sft,) = sft_rows([item], template, report, loss_on="response", **most)
+        (pair,) = pair_rows([item], template, report, **most)
+        (prompt,) = prompt_rows([item], template, report, **most)
+        ids = [sft["input_ids"], pair["chosen_ids"], pair["rejected_ids"], prompt["prompt_ids"]]
+        assert max(map(len, ids)) <= max_tokens
+        return [tokenizer.decode(row) for row in ids], report
+
+    texts, report = rows_of((*said, Message("user", "Good!")), "Bye.", 60)
+    assert all(text.startswith(f"{head}Good!<|endoftext|>\n<|assistant|>\n") for text in texts)
+    assert report.num_truncated == 3
+    for num_tokens in range(110, 130):
+        texts, report = rows_of((*said, Message("user", question)), "Bye.", num_tokens)
+        for text in texts:
+            assert text.startswith(f"{head}begin How") and " ... " in text
+            assert "end<|endoftext|>\n<|assistant|>\n" in text and "Fine." not in text
+        assert texts[0].endswith("<|assistant|>\nBye.<|endoftext|>") and report.num_truncated == 3
+    texts, report = rows_of((*said, Message("user", "Good!")), "Bye. " * 99, 140)
+    assert all(text.startswith(head) for text in texts) and texts[0].count("Bye.") > 10
 
 
 def test_chat_template_with_white_space_before_the_reply(make_tokenizer):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.data.adapters.base import Adapter, Parts, register_dataset
-from common.data.example import BadRow, EmptyRow, Example, Message
+from common.data.example import BadRow, EmptyRow, Example, Turn
 from common.data.raw_rows import RawRows
 
 
@@ -52,7 +52,7 @@ class Chitchat(Adapter):
             if not turns[i] or not all(shown):
                 continue
             roles = ("user", "assistant")
-            prompt = tuple(Message(roles[k % 2], text) for k, text in enumerate(shown))
+            prompt = tuple(Turn(roles[k % 2], text) for k, text in enumerate(shown))
             examples.append(Example(prompt=prompt, chosen=turns[i]))
         if not examples:
             raise EmptyRow("a conversation without a reply")

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.data.adapters.rankings import rank_by_score
 from common.data.adapters.row_parts import finite_number, kind_of
-from common.data.example import BadRow, EmptyRow, Example, Message
+from common.data.example import BadRow, EmptyRow, Example, Message, Turn
 from common.data.grouped_rows import GroupedRows, group_by_key, readable
 from common.data.raw_rows import RawRows
 
@@ -105,7 +105,7 @@ def tree_examples(row: Mapping[str, Any]) -> list[Example]:
         texts = [_message(answer, "assistant").content for answer in answers]
         examples += _answered(prompt, texts, [answer.get("rank") for answer in answers])
         for answer, text in zip(reversed(answers), reversed(texts), strict=True):
-            following = (*prompt, Message("assistant", text))
+            following = (*prompt, Turn("assistant", text))
             waiting += [(below, following) for below in reversed(replies.get(answer["message_id"], []))]
     if not examples:
         raise EmptyRow("all messages of the tree were deleted or refused")
@@ -163,4 +163,4 @@ def _message(message: Mapping[str, Any], role: str) -> Message:
         raise BadRow(f"message {name!r}: 'text' is {kind_of(text)}, not text")
     if not text.strip():
         raise BadRow(f"message {name!r}: 'text' is empty")
-    return Message(role, text)
+    return Turn(role, text)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from os.path import commonprefix
 from typing import Any
 
-from common.data.example import ROLES, BadRow, EmptyRow, Message
+from common.data.example import ROLES, BadRow, EmptyRow, Message, Turn
 
 _TURN = re.compile(r"(?:\A\s*|\n\s*)(Human|Assistant):")
 _CUE = re.compile(r"\sAssistant:\s*\Z")
@@ -21,14 +21,14 @@ def parse_dialogue(text: str) -> tuple[Message, ...] | None:
     messages = []
     preface = text[: turns[0].start()].strip()
     if preface:
-        messages.append(Message("system", preface))
+        messages.append(Turn("system", preface))
     for turn, following in zip(turns, [*turns[1:], None], strict=True):
         content = text[turn.end() : following.start() if following else len(text)]
         role = "user" if turn[1] == "Human" else "assistant"
         if following is None and role == "user":
             content = _CUE.sub("", content)  # " Human: q Assistant:" on one line
         if following is not None or role == "user" or content.strip():
-            messages.append(Message(role, content.strip()))
+            messages.append(Turn(role, content.strip()))
     return tuple(messages)
 
 
@@ -60,7 +60,7 @@ def parse_messages(column: str, value: Any) -> tuple[Message, ...]:
             raise BadRow(f"{column}[{i}] has role {item['role']!r}; roles are {', '.join(ROLES)}")
         if not isinstance(item["content"], str):
             raise BadRow(f"{column}[{i}]['content'] is {kind_of(item['content'])}, not text")
-        messages.append(Message(item["role"], item["content"]))
+        messages.append(Turn(item["role"], item["content"]))
     if not messages:
         raise EmptyRow(f"{column!r} is empty")
     return tuple(messages)
@@ -153,7 +153,7 @@ def parse_turns(column: str, value: Any) -> tuple[Message, ...]:
             raise BadRow(f"{column}[{i}] is from {speaker!r}; known are {', '.join(SPEAKERS)}")
         if not isinstance(turn.get(text), str):
             raise BadRow(f"{column}[{i}][{text!r}] is {kind_of(turn.get(text))}, not text")
-        messages.append(Message(SPEAKERS[speaker.lower()], turn[text]))
+        messages.append(Turn(SPEAKERS[speaker.lower()], turn[text]))
     if not messages:
         raise EmptyRow(f"{column!r} is empty")
     return tuple(messages)
@@ -166,11 +166,11 @@ def split_marked(text: str, mark: re.Pattern[str], *, opening_role: str) -> tupl
     """
     marks = list(mark.finditer(text))
     opening = (text[: marks[0].start()] if marks else text).strip()
-    messages = [Message(opening_role, opening)] if opening else []
+    messages = [Turn(opening_role, opening)] if opening else []
     for i, here in enumerate(marks):
         end = marks[i + 1].start() if i + 1 < len(marks) else len(text)
         content = text[here.end() : end].strip()
-        messages.append(Message(SPEAKERS[here[1].lower()], content.removesuffix("</s>").rstrip()))
+        messages.append(Turn(SPEAKERS[here[1].lower()], content.removesuffix("</s>").rstrip()))
     if messages and messages[-1] == Message("assistant", ""):
         messages.pop()
     return tuple(messages)
