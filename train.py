@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """The whole pipeline: fine-tuning, reward model, PPO, each program with what the ones before it exported.
 
-python train.py --actor-model facebook/opt-1.3b --reward-model facebook/opt-350m --deployment-type single_node
+python train.py --actor-model facebook/opt-1.3b --deployment-type single_node
 python train.py --actor-model Qwen/Qwen2.5-0.5B --data_path pairs.jsonl --output-dir output/mine
 
 A step is run by the launch script of its model (training_scripts/), or where there is none by the program
-with settings for the deployment. The same command goes on where it stopped. Flags may be written with - or _.
+with settings for the deployment. The same command resumes where it stopped. Flags may be written with - or _.
 """
 
 import json
@@ -24,9 +24,10 @@ from common.report.run_files import NoRun, read_run
 from common.report.write import write_report
 from common.saving.run_file_names import REPORT
 from common.until_done import STOPPED, run_group
-from training_scripts.script_index import DEPLOYMENTS, STEPS, find_script
+from training_scripts.script_index import DEPLOYMENTS, STEPS, default_of, find_script, hub_name
 
 ROOT = Path(__file__).resolve().parent
+BAD_INPUT = 2  # as they leave when they have refused what they were given
 STATE_FILE, LOG_FILE = "train.json", "train.log"
 # DeepSpeed-Chat's words for a model are sizes of OPT.
 SIZES = {
@@ -53,7 +54,10 @@ class TrainArguments:
     """The three steps one after the other."""
 
     actor_model: str = flag("1.3b", "what becomes the chat model: a hub name, a folder, or a size of OPT")
-    reward_model: str = flag("350m", "what becomes the reward model and critic, likewise")
+    reward_model: str = flag(
+        "",
+        "what becomes the reward model and critic; empty: what the actor's script has, else the actor",
+    )
     deployment_type: str = flag("single_gpu", "the machines", choices=DEPLOYMENTS)
     step: list[int] = flag([1, 2, 3], "steps to run", low=1, high=3)
     output_dir: str = flag("./output", "folder of everything: step1_sft/, step2_reward/, step3_ppo/")
@@ -102,6 +106,9 @@ def export_of(args: TrainArguments, step: int) -> Path:
 def check(args: TrainArguments, problems: Problems) -> None:
     """Resolve the models' names; add what is wrong."""
     args.actor_model = SIZES.get(args.actor_model.lower(), args.actor_model)
+    if not args.reward_model:
+        script = find_script(3, args.deployment_type, args.actor_model)
+        args.reward_model = hub_name(default_of("CRITIC_MODEL", script)) if script else args.actor_model
     args.reward_model = SIZES.get(args.reward_model.lower(), args.reward_model)
     for name in ("actor_model", "reward_model"):
         model = getattr(args, name)
@@ -122,8 +129,33 @@ def check(args: TrainArguments, problems: Problems) -> None:
             shlex.split(getattr(args, name))
         except ValueError as error:
             problems.add(f"--{name} {getattr(args, name)}: {error}")
+    if not problems.messages:
+        check_vocabularies(args, problems)
     args.data_path = [str(Path(d).absolute()) if Path(d).exists() else d for d in args.data_path]
     problems.exit_if_any()
+
+
+def check_vocabularies(args: TrainArguments, problems: Problems) -> None:
+    """Add a problem when step 3 would refuse the two models after steps 1 and 2 have trained them.
+
+    Those that cannot be loaded here are left to the steps, which say why.
+    """
+    pair = (args.actor_model, args.reward_model)
+    if 3 not in args.step or pair[0] == pair[1] or set(pair) <= set(SIZES.values()):
+        return
+    from transformers import AutoTokenizer  # slow to import, rarely needed
+
+    from common.tokenizer import vocabulary_difference
+
+    try:
+        difference = vocabulary_difference(*(AutoTokenizer.from_pretrained(name) for name in pair))
+    except Exception:  # OSError, ValueError, KeyError ... by what is missing
+        return
+    if difference:
+        problems.add(
+            f"--reward_model {pair[1]} has another vocabulary than --actor_model {pair[0]} ({difference}), "
+            "and step 3 gives the same token ids to both; give one of the actor's family, or leave it out"
+        )
 
 
 def build_launch(args: TrainArguments, step: int) -> Launch:
@@ -250,7 +282,8 @@ def main() -> None:
         if code:
             how = "was stopped" if code == STOPPED else f"ended with exit code {code}"
             log = step_folder(args, step) / LOG_FILE
-            print(f"step {step} {how}; its output is in {log}; the same command goes on", file=sys.stderr)
+            then = "mend what its message names, then give" if code == BAD_INPUT else "resume it by"
+            print(f"step {step} {how}; its output is in {log}; {then} the same command", file=sys.stderr)
             raise SystemExit(code)
     if not args.dry_run:
         summary = summarise(args)

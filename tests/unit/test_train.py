@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -46,6 +47,39 @@ def test_scripts_of_known_models_and_the_hand_over(tmp_path):
         "ACTOR_MODEL": str(out / "step1_sft/export"),
         "CRITIC_MODEL": str(out / "step2_reward/export"),
     }
+
+
+def reward_model_of(*words):
+    problems = Problems()
+    args = parse_args(train.TrainArguments, list(words), problems=problems)
+    train.check(args, problems)
+    return args.reward_model
+
+
+def test_the_reward_model_fits_the_actor(tmp_path, tiny_model_folder, make_tokenizer, capsys):
+    """Two vocabularies are refused before the first step trains anything."""
+    actor = tiny_model_folder("llama")
+    assert reward_model_of() == reward_model_of("--actor_model", "6.7b") == "facebook/opt-350m"
+    assert reward_model_of("--actor_model", actor) == actor
+    assert reward_model_of("--actor_model", "owner/name") == "owner/name"
+    shutil.copytree(actor, tmp_path / "same"), make_tokenizer(300).save_pretrained(tmp_path / "other")
+    assert reward_model_of("--actor_model", actor, "--reward_model", "same").endswith("/same")
+    words = ("--actor_model", actor, "--reward_model", "other")
+    with pytest.raises(SystemExit) as left:
+        reward_model_of(*words)
+    assert (
+        left.value.code == 2 and "other has another vocabulary than --actor_model" in capsys.readouterr().err
+    )
+    assert reward_model_of(*words, "--step", "1", "2").endswith("/other")
+
+
+@pytest.mark.parametrize(("code", "said"), [(2, "mend what its message names, then"), (4, "resume it by")])
+def test_what_to_do_after_a_step_that_failed(code, said, monkeypatch, capsys):
+    monkeypatch.setattr(train, "run_launch", lambda launch: code)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--step", "1"])
+    with pytest.raises(SystemExit) as left:
+        train.main()
+    assert left.value.code == code and said in capsys.readouterr().err
 
 
 def test_flags_stand_last(tmp_path):
