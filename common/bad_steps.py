@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common import distributed
-from common.data.packed_batch import PackedBatch
+from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.refusal import StepRefused, TooManyBadSteps
 from common.run_logger import RunLogger
 from common.saving.durable_files import json_line
@@ -66,6 +66,8 @@ def _rows(batch: PackedBatch | dict[str, Any]) -> Iterator[dict[str, Any]]:
         for row in range(len(batch)):
             item = batch.select([row])
             columns = {key: [s.tolist() for s in item.sequences(key)] for key in item.data}
+            if ROW_IDS in columns:
+                columns[ROW_IDS] = item.texts(ROW_IDS)
             yield {"id": str(item.ids[0])} | {k: v[0] if len(v) == 1 else v for k, v in columns.items()}
         return
     columns = {k: v.tolist() if hasattr(v, "tolist") else list(v) for k, v in batch.items()}

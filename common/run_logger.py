@@ -1,14 +1,15 @@
-"""What a run shows: a line a step, a progress bar, metrics.jsonl, samples.jsonl, trackers, curves, a report.
+"""What a run shows: a line a step, a progress bar, metrics, samples, rollouts, trackers, curves, a report.
 
 Only the first process prints and writes; on the others every call does nothing.
 """
 
 import contextlib
+import gzip
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from common.plots import plot_curves
 from common.report.write import write_report
 from common.saving.durable_files import json_line, sync, write_file
 from common.saving.pieces import Piece, PieceReader
-from common.saving.run_file_names import CURVES, METRICS, REPORT, SAMPLES
+from common.saving.run_file_names import CURVES, METRICS, REPORT, ROLLOUTS, SAMPLES
 from common.trackers import Tracker, TrackerGroup
+
+GZIP_START = gzip.compress(b"", mtime=0)[:8]  # of each member, in no other place
 
 
 class RunLogger:
@@ -50,8 +53,8 @@ class RunLogger:
         self.bar: tqdm | None = None
         self.trackers = TrackerGroup(trackers or {} if self.is_on else {}, self.folder, self.note)
         self.config, self._has_trackers_open = dict(config or {}), False
-        self._sizes = {METRICS: 0, SAMPLES: 0}
-        self._waiting: dict[str, list[str]] = {METRICS: [], SAMPLES: []}
+        self._sizes = dict.fromkeys((METRICS, SAMPLES, ROLLOUTS), 0)
+        self._waiting: dict[str, list[bytes]] = {name: [] for name in self._sizes}
         self._last_step = 0
 
     # -----------------------------------------------------------------------------------------------------
@@ -63,7 +66,8 @@ class RunLogger:
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / METRICS).write_text("")
-            (self.folder / SAMPLES).unlink(missing_ok=True)
+            for name in (SAMPLES, ROLLOUTS):
+                (self.folder / name).unlink(missing_ok=True)
         self.open_trackers()
         self._open_bar()
 
@@ -156,6 +160,12 @@ class RunLogger:
         if self.is_on:
             self._append(SAMPLES, {"step": step, **fields})
 
+    def rollout(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write a step's responses to rollouts.jsonl.gz: a gzip member, which a resumed run can cut off."""
+        if self.folder:
+            lines = "".join(json_line({"step": step, **row}) for row in rows)
+            self._write(ROLLOUTS, gzip.compress(lines.encode(), mtime=0))
+
     def write_json(self, name: str, text: str) -> None:
         """Write a file of the run, such as its arguments."""
         if self.folder:
@@ -181,15 +191,17 @@ class RunLogger:
             self.note(f"note: {path} was not written ({type(error).__name__}: {error}){again}")
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        if self.folder is None:
-            return
-        # A gradient's norm is infinite in a step that fp16 skips.
-        self._waiting[name].append(json_line(row))
+        if self.folder:
+            # A gradient's norm is infinite in a step that fp16 skips.
+            self._write(name, json_line(row).encode())
+
+    def _write(self, name: str, data: bytes) -> None:
+        self._waiting[name].append(data)
         self._flush(name)
 
     def _flush(self, name: str) -> None:
         """Write the lines that wait, all or none of them."""
-        data = "".join(self._waiting[name]).encode()
+        data = b"".join(self._waiting[name])
         if not data or self.folder is None:
             return
         path = self.folder / name
@@ -216,9 +228,11 @@ class RunLogger:
             file.truncate(self._sizes[path.name])
 
     def _whole_lines(self, path: Path, found: int, size: int) -> int:
-        """Say that a file is shorter than it was; return the bytes up to the end of its last whole line."""
+        """Say that a file is shorter than it was; return the bytes up to the end of what is whole."""
         self.note(f"warning: {path} has lost lines: {found} bytes, where {size} were written")
-        return path.read_bytes().rfind(b"\n") + 1 if found else 0
+        data = path.read_bytes() if found else b""
+        whole = data.rfind(GZIP_START) if path.name == ROLLOUTS else data.rfind(b"\n") + 1
+        return max(whole, 0)
 
 
 def peak_memory_gib() -> float:

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropy, masked means and whitening. PURE: imports torch only.
+"""Log-probabilities, entropy, masked means, whitening, the interval of a share. PURE: imports torch only.
 
 Nothing here holds an fp32 copy of all logits, forward or backward: rows are upcast a chunk at a time into one
 buffer, and what is kept for the backward pass is the logits as they came plus one number a row.
@@ -6,7 +6,9 @@ buffer, and what is kept for the backward pass is the logits as they came plus o
 # N rows (all leading dimensions flattened), V vocabulary
 """
 
+import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -14,6 +16,7 @@ from torch.autograd.function import once_differentiable
 # Elements of one upcast chunk. On a CPU the chunk stays in the cache (2 MiB), on a GPU it fills the device.
 _CPU_CHUNK_ELEMENTS = 2**19
 _GPU_CHUNK_ELEMENTS = 2**26
+Z_95 = 1.959963984540054  # standard normal quantile at 0.975
 
 
 def token_logprobs(
@@ -106,6 +109,24 @@ def correlation(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
     spread = (x.square().sum() * y.square().sum()).sqrt()
     return torch.where(spread > 0, (x * y).sum() / spread, 0.0).clamp(-1, 1).float()
+
+
+class Rate(NamedTuple):
+    """A share with its 95 % interval; None where nothing was counted."""
+
+    value: float | None
+    low: float
+    high: float
+
+
+def wilson_interval(wins: float, total: int) -> Rate:
+    """Return wins / total with the interval of E. B. Wilson 1927, which stays within 0 and 1."""
+    if not total:
+        return Rate(None, 0.0, 1.0)
+    share, z2 = wins / total, Z_95**2
+    centre = (share + z2 / (2 * total)) / (1 + z2 / total)
+    half = Z_95 / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
+    return Rate(share, max(centre - half, 0.0), min(centre + half, 1.0))
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-Z_95 = 1.959963984540054  # standard normal quantile at 0.975
+from common.tensor_ops import Rate, wilson_interval
+
 ELO_PER_FACTOR_10 = 400.0  # a rating difference of 400 means odds of 10 to 1
 MEAN_RATING = 1000.0
 # Without it a model that never lost would be rated infinity: each has one draw against an average model.
@@ -30,14 +31,6 @@ class Outcome(NamedTuple):
     first: str
     second: str
     score: float
-
-
-class Rate(NamedTuple):
-    """A share with its 95 % interval; None where nothing was counted."""
-
-    value: float | None
-    low: float
-    high: float
 
 
 class Duel(NamedTuple):
@@ -59,16 +52,6 @@ class Rating(NamedTuple):
     low: float
     high: float
     num_judgements: int
-
-
-def wilson_interval(wins: int, total: int) -> Rate:
-    """Return wins / total with the interval of E. B. Wilson 1927, which stays within 0 and 1."""
-    if not total:
-        return Rate(None, 0.0, 1.0)
-    share, z2 = wins / total, Z_95**2
-    centre = (share + z2 / (2 * total)) / (1 + z2 / total)
-    half = Z_95 / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
-    return Rate(share, max(centre - half, 0.0), min(centre + half, 1.0))
 
 
 def duels(outcomes: Iterable[Outcome]) -> list[Duel]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import pad as pad_ends
 
+ROW_IDS = "row_ids"  # the key of texts that name the row of data an item was made of
+
 
 @dataclass(frozen=True, eq=False)  # eq compares tensors as if they were booleans, and fails
 class PackedBatch:
@@ -254,6 +256,16 @@ class PackedBatch:
         if not one_each or not bool((self.lengths[key] == 1).all()):
             raise ValueError(f"key {key!r}: not one number an item, but lengths {self.lengths[key].tolist()}")
         return self.data[key]
+
+    def with_texts(self, key: str, texts: Sequence[str]) -> "PackedBatch":
+        """Batch with one text an item more, as UTF-8; read back by `texts`."""
+        encoded = [text.encode(errors="replace") for text in texts]
+        data = torch.tensor([byte for text in encoded for byte in text], dtype=torch.uint8)
+        return self.join(self.from_lengths(self.ids, {key: data}, {key: [len(text) for text in encoded]}))
+
+    def texts(self, key: str) -> list[str]:
+        """Texts (B,) of a key that `with_texts` made."""
+        return [bytes(sequence.tolist()).decode() for sequence in self.sequences(key)]
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Batch with its data on `device`; lengths and group_ids stay on the CPU."""

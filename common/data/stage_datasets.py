@@ -194,13 +194,15 @@ def _items(
                 continue
             row_id = rows.row_id(index)
             fields = build_row_fields(row) if "fields" in kind.columns else "{}"
-            is_eval = is_eval_part or (eval_fraction > 0 and is_held_out(row, eval_fraction, options.seed))
             examples = _at_most(
                 examples, options.max_pairs_per_prompt, kind, report, f"{options.seed} {row_id}"
             )
             for number, example in enumerate(examples):
                 name = row_id if len(examples) == 1 else f"{row_id}#{number}"
-                yield Item(example, name, rows.location(index), fields), is_eval
+                # Many rows may have one prompt: step 3 must not train on those that it judges by.
+                content = example.prompt if kind is PROMPT else row
+                is_eval = eval_fraction > 0 and is_held_out(content, eval_fraction, options.seed)
+                yield Item(example, name, rows.location(index), fields), is_eval_part or is_eval
 
 
 def _usable(examples: Sequence[Example], kind: RowKind, report: DataReport) -> list[Example]:

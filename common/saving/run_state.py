@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,18 @@ class Progress:
                     f"choose them so that their product stays {before}"
                 )
         self.step, self.facts = numbers["step"], numbers["facts"]
+
+
+@contextmanager
+def kept_random_numbers() -> Iterator[None]:
+    """Let the block draw what it likes: the generators of python, numpy and torch are then as they were."""
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng([distributed.device()] if distributed.has_gpu() else []):
+            yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
 
 
 class RandomState:

@@ -9,7 +9,7 @@ from disk_limit import files_up_to
 
 from common.bad_steps import BadSteps
 from common.data.collators import PackedPairCollator, PackedSFTCollator, PairCollator, SFTCollator
-from common.data.packed_batch import PackedBatch
+from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.refusal import StepRefused, TooManyBadSteps
 from common.run_logger import RunLogger
 from common.saving.pieces import PieceReader
@@ -63,7 +63,7 @@ def test_the_batch_of_a_refused_step_is_written_sequence_by_sequence(tmp_path, m
         "ids": [[torch.tensor([1, 2]), torch.tensor([3])], [torch.tensor([4]), none]],
         "logprobs": [[torch.tensor([-0.5, math.nan])], [torch.tensor([math.inf])]],
     }
-    first = PackedBatch.build(("a", "b"), columns)
+    first = PackedBatch.build(("a", "b"), columns).with_texts(ROW_IDS, ["f:1", "ä:2"])
     second = {"ids": torch.tensor([[5, 6]]), "names": ["c"]}
     build(tmp_path).refuse(12, StepRefused("why", [first, second]))
     (file,) = (tmp_path / "bad_batches").iterdir()
@@ -72,6 +72,7 @@ def test_the_batch_of_a_refused_step_is_written_sequence_by_sequence(tmp_path, m
     assert head == {"step": 12, "reason": "why"}
     assert a["id"] == "a" and a["ids"] == [[1, 2], [3]] and a["logprobs"] == [-0.5, None]
     assert b["ids"] == [[4], []] and b["logprobs"] == [None]
+    assert a["row_ids"] == "f:1" and b["row_ids"] == "ä:2"
     assert c == {"ids": [5, 6], "names": "c"}
 
 

@@ -1,5 +1,6 @@
 """What a run writes and prints, and the picture of it."""
 
+import gzip
 import json
 import os
 import sys
@@ -99,9 +100,10 @@ def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     logger = RunLogger("", columns=("a/b",), num_steps=1)
     logger.begin_anew()
-    assert logger.numbers()["sizes"] == {"metrics.jsonl": 0, "samples.jsonl": 0}
+    assert set(logger.numbers()["sizes"].values()) == {0}
     logger.log(1, {"a/b": 1.0})
     logger.sample(1, prompt="p")
+    logger.rollout(1, [{"prompt": "p"}])
     logger.close()
     assert list(tmp_path.iterdir()) == [] and "1/1" in capsys.readouterr().out
 
@@ -121,19 +123,26 @@ def test_a_run_that_goes_on_has_every_line_once(tmp_path):
     for step in (1, 2):
         first.log(step, {"a/b": 1.0})
         first.sample(step, answer="ä")
+        first.rollout(step, [{"answer": "ä"}, {"answer": str(step)}])
     numbers = first.numbers()
     for step in (3, 4):  # done again below: this run ends without a further checkpoint
         first.log(step, {"a/b": 1.0})
         first.sample(step, answer="lost")
+        first.rollout(step, [{"answer": "lost"}])
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "torn')
     second = resumed(tmp_path, numbers)
     assert steps_of(tmp_path) == [1, 2], "cut at once: nobody knows when the next line comes"
     second.log(3, {"a/b": 2.0})
     second.sample(3, answer="again")
+    second.rollout(3, [{"answer": "again", "kl": float("nan")}])
     second.close()
     assert [(r["step"], r["a/b"]) for r in lines_of(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 1), (3, 2)]
     assert [r["answer"] for r in lines_of(tmp_path / "samples.jsonl")] == ["ä", "ä", "again"]
+    with gzip.open(tmp_path / "rollouts.jsonl.gz", "rt") as file:
+        rows = [json.loads(line) for line in file]
+    assert [(r["step"], r["answer"]) for r in rows] == [(1, "ä"), (1, "1"), (2, "ä"), (2, "2"), (3, "again")]
+    assert rows[-1]["kl"] is None
     assert numbers["step"] == 2 and second.numbers()["step"] == 3
 
 
@@ -158,8 +167,11 @@ def test_files_that_have_lost_lines_are_said_to_have_and_are_gone_on_with(tmp_pa
     first = begun(tmp_path)
     for step in (1, 2):
         first.log(step, {"a/b": 1.0})
+        first.rollout(step, [{"answer": "x"}])
     first.sample(1, answer="x")
     numbers = first.numbers()
+    rollouts = tmp_path / "rollouts.jsonl.gz"
+    rollouts.write_bytes(rollouts.read_bytes()[:-1])
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text(lines[0])
     (tmp_path / "samples.jsonl").unlink()
@@ -168,6 +180,9 @@ def test_files_that_have_lost_lines_are_said_to_have_and_are_gone_on_with(tmp_pa
     assert f"metrics.jsonl has lost lines: {len(lines[0])} bytes, where {len(''.join(lines))} were" in printed
     assert "samples.jsonl has lost lines: 0 bytes" in printed
     second.log(3, {"a/b": 1.0})
+    second.rollout(3, [{"answer": "x"}])
+    with gzip.open(rollouts, "rt") as file:
+        assert [json.loads(line)["step"] for line in file] == [1, 3]
     assert steps_of(tmp_path) == [1, 3]
     assert second.numbers()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
 
