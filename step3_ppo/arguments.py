@@ -279,7 +279,7 @@ class PPOMathArguments:
 
 @dataclass
 class HybridArguments:
-    """Generation inside training, EMA, samples, test mode."""
+    """Generation inside training, EMA, test mode."""
 
     enable_hybrid_engine: bool = flag(
         False,
@@ -332,18 +332,50 @@ class HybridArguments:
     print_answers_interval: int = flag(
         1, "every so many steps", may_change=True, low=1, only_with="print_answers"
     )
-    sample_interval: int = flag(
-        0,
-        "answer the data's first prompts after step 1 and every so many steps, for the report; 0: never",
-        may_change=True,
-        low=0,
-    )
     enable_test_mode: bool = flag(False, "stop after test_stop_step steps", may_change=True)
     test_stop_step: int = flag(
         0, "steps of the test mode", may_change=True, low=0, only_with="enable_test_mode"
     )
     align_overflow: bool = flag(
         False, "accepted", no_effect="each fp16 engine skips its own overflowing steps"
+    )
+
+
+@dataclass
+class EvaluationArguments:
+    """Held-out prompts, samples, exports on the way."""
+
+    eval_data_path: list[str] = flag([], "prompts to evaluate on, used whole, in place of held-out ones")
+    eval_prompts: int = flag(256, "held-out prompts that are answered, at most; 0: no evaluation", low=0)
+    eval_interval: int = flag(
+        0, "evaluate every so many PPO steps too; 0: only before and after", may_change=True, low=0
+    )
+    eval_before_training: bool = flag(True, "evaluate before the first step: eval/win_rate compares with it")
+    sample_interval: int = flag(
+        0,
+        "answer the first held-out prompts, else the data's first, after step 1 and every so many; 0: never",
+        may_change=True,
+        low=0,
+    )
+    save_rollouts: int = flag(
+        0,
+        "write all responses of every so-manieth step to rollouts.jsonl.gz; 0: none",
+        may_change=True,
+        low=0,
+        only_with="output_dir",
+    )
+    export_interval: int = flag(
+        0,
+        "export the actor every so many steps too, to export-STEP/; 0: only at the end",
+        may_change=True,
+        low=0,
+        only_with="output_dir",
+    )
+    keep_best: str = flag(
+        "",
+        "export to export_best/ whenever this number of an evaluation is the highest so far: eval/score, ...",
+        may_change=True,
+        only_with="output_dir",
     )
 
 
@@ -358,12 +390,16 @@ class PPOArguments(
     PackingArguments,
     ScoreArguments,
     PPOMathArguments,
+    EvaluationArguments,
     HybridArguments,
     CheckpointArguments,
     RunArguments,
 ):
     """PPO."""
 
+    eval_fraction: float = flag(
+        0.0, "held-out share of the prompts of a data set that brings no evaluation part", low=0, below=1
+    )
     save_interval: int = flag(
         20,
         "save the whole state every so many PPO steps, and at the end; 0: only when stopped",

@@ -5,7 +5,8 @@ deepspeed --num_gpus 2 step3_ppo/main.py --actor_model_name_or_path SFT --critic
     --data_path PROMPTS --output_dir OUT
 python step3_ppo/main.py ...     (one process)
 
-OUT/export is the chat model, OUT/export_ema its average with --enable_ema. --help lists the flags.
+OUT/export is the chat model, OUT/export_ema its average with --enable_ema, OUT/export_best what was best on
+held-out prompts with --keep_best. --help lists the flags.
 """
 
 import sys
@@ -26,16 +27,17 @@ from common.data.pretraining import build_pretraining
 from common.data.stage_datasets import build_prompts
 from common.policy_model import language_model
 from common.refusal import StepRefused, TooManyBadSteps
+from common.saving.durable_files import remove_folder
 from common.saving.engine_state import EngineState, ShardState
-from common.saving.export import save_adapter, save_export
+from common.saving.export import ExportFailed, save_adapter, save_export
 from common.saving.run_saver import Run, checkpoint_name
 from common.saving.run_state import Progress
 from common.training_loop import build_logger, count_steps
 from common.watch import watchdog
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage
+from step3_ppo.evaluation import NUM_SHOWN, Evaluation, choose_prompts
 from step3_ppo.experience import MinibatchPlan, TokenCap
-from step3_ppo.fixed_prompts import FixedPrompts
 from step3_ppo.hybrid_options import HYBRID_SECTION
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController
@@ -50,6 +52,7 @@ from step3_ppo.start_up import StartUp, check_start_up, samples_per_rank
 from step3_ppo.trainer_state import TrainerState
 from step3_ppo.value_norm import ValueNormaliser
 
+EXPORT_BEST = "export_best"
 COLUMNS = (
     "objective/score",
     "objective/kl",
@@ -69,7 +72,7 @@ def build_data_options(args: PPOArguments) -> DataOptions:
         stage=3,
         data_split=args.data_split,
         max_prompt_tokens=args.max_prompt_seq_len,
-        eval_fraction=0.0,
+        eval_fraction=args.eval_fraction,
         seed=args.seed,
         max_bad_rows=args.max_bad_rows,
         score_column=args.score_column,
@@ -129,6 +132,7 @@ def build_trainer(
     start: StartUp,
     num_steps: int,
     prompts: GlobalBatches,
+    held_out: list[dict[str, Any]],
     pretraining: Any,
 ) -> PPOTrainer:
     """Load the models and return what does the PPO steps. Every rank must call this."""
@@ -156,7 +160,7 @@ def build_trainer(
         rollout.cap if is_cut_by_tokens else None,
     )
     has_norm = args.value_norm != "none" and roles.critic
-    return PPOTrainer(
+    trainer = PPOTrainer(
         args,
         roles,
         BatchStream(prompts),
@@ -169,8 +173,20 @@ def build_trainer(
         decode=lambda ids: start.tokenizer.decode(ids, skip_special_tokens=True),
         value_normaliser=ValueNormaliser(args.value_norm, args.value_norm_beta) if has_norm else None,
         ema=ExponentialMovingAverage(roles.actor.engine.module, args.ema_decay) if args.enable_ema else None,
-        fixed_prompts=FixedPrompts.first_of(prompts, args.sample_interval) if args.sample_interval else None,
     )
+    trainer.evaluation = build_evaluation(trainer, prompts, held_out)
+    return trainer
+
+
+def build_evaluation(trainer: PPOTrainer, prompts: GlobalBatches, held_out: list[Any]) -> Evaluation | None:
+    """Return what judges the held-out prompts, or shows the data's first ones; None without either."""
+    args, rows = trainer.args, held_out
+    if not rows and args.sample_interval:
+        rows = [prompts.dataset[row] for row in range(min(NUM_SHOWN, len(prompts.dataset)))]
+    if not rows:
+        return None
+    parts = (trainer.rollout, trainer.logger, trainer.decode)
+    return Evaluation(args, *parts, rows, prompts.collate, is_held_out=bool(held_out))
 
 
 def build_run(args: PPOArguments, start: StartUp, trainer: PPOTrainer, progress: Progress) -> Run:
@@ -197,9 +213,15 @@ def build_run(args: PPOArguments, start: StartUp, trainer: PPOTrainer, progress:
     return run
 
 
-def train(trainer: PPOTrainer, run: Run, num_steps: int) -> None:
+def train(trainer: PPOTrainer, run: Run, num_steps: int, tokenizer: Any) -> None:
     """Do the steps that are left. Raises Stopped, and TooManyBadSteps with the state saved."""
     progress = run.progress
+    if progress.step == 0:
+        if trainer.evaluation is None or trainer.evaluation.step < 0:
+            remove_exports(trainer.args)
+        while trainer.evaluation and trainer.evaluation.is_due(0, num_steps):
+            judge_and_export(trainer, run, tokenizer)  # again where it was refused: the rest compares with it
+            run.saver.point(checkpoint_name(0), is_due=False)
     while progress.step < num_steps:
         step, refusal = progress.step + 1, None
         try:
@@ -210,14 +232,66 @@ def train(trainer: PPOTrainer, run: Run, num_steps: int) -> None:
         progress.step = step
         if refusal:
             run.refuse(step, refusal, checkpoint_name(step))
+        judge_and_export(trainer, run, tokenizer)
         run.saver.point(checkpoint_name(step), is_due=run.saver.is_due(step, num_steps))
+
+
+def judge_and_export(trainer: PPOTrainer, run: Run, tokenizer: Any) -> None:
+    """Evaluate and export what is due after the steps that are done. Every rank must call this.
+
+    Raises ExportFailed under --on_save_error stop, TooManyBadSteps with the state saved.
+    """
+    args, evaluation, step = trainer.args, trainer.evaluation, run.progress.step
+    actor = language_model(trainer.roles.actor.engine.module)
+
+    def export(name: str, **more: Any) -> bool:
+        if not args.output_dir:
+            return False
+        metadata = build_metadata(trainer, run.progress.facts) | {"num_steps": step} | more
+        try:
+            save_export(Path(args.output_dir) / name, actor, tokenizer, metadata=metadata)
+        except ExportFailed as error:
+            if args.on_save_error == "stop":
+                raise
+            trainer.logger.note(f"warning: {error}; the run goes on")
+            return False
+        return True
+
+    if evaluation:
+        try:
+            metrics = evaluation.answer_if_due(step, trainer.logger.num_steps)
+        except StepRefused as error:
+            metrics = {}
+            run.refuse(step, error, checkpoint_name(step))
+        if evaluation.is_best(metrics):
+            best = {"metric": args.keep_best, "value": metrics[args.keep_best], "step": step}
+            if export(EXPORT_BEST, best=best):
+                evaluation.best = best
+    if args.export_interval and step and step % args.export_interval == 0:
+        export(f"export-{step:06d}")
+
+
+def remove_exports(args: PPOArguments) -> None:
+    """Remove what an earlier run in this folder has exported on its way."""
+    if args.output_dir and distributed.is_main():
+        folder = Path(args.output_dir)
+        for path in (*folder.glob("export-[0-9]*"), folder / EXPORT_BEST):
+            if path.is_dir():
+                remove_folder(path)
+
+
+def build_metadata(trainer: PPOTrainer, facts: dict[str, float]) -> dict[str, Any]:
+    """Return what an export of the actor says of itself."""
+    held_out = trainer.evaluation.metrics if trainer.evaluation else {}
+    metadata = {"step": "ppo", "template": trainer.args.template, "last_step": facts}
+    return metadata | ({"eval": held_out} if held_out else {})
 
 
 def save_all(args: PPOArguments, trainer: PPOTrainer, tokenizer: Any, facts: dict[str, float]) -> None:
     """Write the chat model, its average, the adapter, and the critic if asked. Every rank must call this."""
     folder, roles = Path(args.output_dir), trainer.roles
     actor = language_model(roles.actor.engine.module)
-    metadata = {"step": "ppo", "template": args.template, "last_step": facts}
+    metadata = build_metadata(trainer, facts)
     save_export(folder / "export", actor, tokenizer, metadata=metadata)
     save_adapter(folder / "adapter", actor)
     if roles.critic and args.export_critic:
@@ -266,6 +340,7 @@ def main() -> None:
             rows_flag="--per_device_generation_batch_size",
             **ranks,
         )
+        held_out, told = choose_prompts(args, options, data, tokenizer, start.template)
         pretraining = build_pretraining_batches(args, tokenizer, ranks)
     num_steps = count_steps(args, len(prompts))
     if args.enable_test_mode:
@@ -273,7 +348,7 @@ def main() -> None:
 
     # ---- models -----------------------------------------------------------------------------------------
     with startup.as_problem(problems), watchdog.phase("the loading of the models"):
-        trainer = build_trainer(args, start, num_steps, prompts, pretraining)
+        trainer = build_trainer(args, start, num_steps, prompts, held_out, pretraining)
         rows = {
             "--per_device_generation_batch_size x --generation_batches": prompts.global_rows,
             "--per_device_training_batch_size x --gradient_accumulation_steps": trainer.plan.global_rows,
@@ -282,13 +357,13 @@ def main() -> None:
         run = build_run(args, start, trainer, progress)
         run.saver.begin()  # the first to write: all models are there
     if progress.step == 0:
-        for line in data.report.lines():
+        for line in [*data.report.lines(), *([told] if told else [])]:
             trainer.logger.note(line)
 
     # ---- training ---------------------------------------------------------------------------------------
     too_many = None
     try:
-        train(trainer, run, num_steps)
+        train(trainer, run, num_steps, tokenizer)
     except TooManyBadSteps as error:  # by all ranks alike: what was learned before it can be kept
         too_many = error
 

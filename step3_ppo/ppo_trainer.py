@@ -21,13 +21,13 @@ from common.watch import watchdog
 from step3_ppo.algorithms import Algorithm
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage
+from step3_ppo.evaluation import Evaluation
 from step3_ppo.experience import Experience, MinibatchPlan, add_results, gather_records, read_experience
-from step3_ppo.fixed_prompts import FixedPrompts
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController, loss_weights
 from step3_ppo.roles import Roles
 from step3_ppo.rollout import Rollout
-from step3_ppo.step_metrics import summarise, summarise_gap, summarise_scores
+from step3_ppo.step_metrics import response_rows, summarise, summarise_gap, summarise_scores
 from step3_ppo.trainer_state import OpenStep
 from step3_ppo.value_norm import ValueNormaliser
 
@@ -57,7 +57,7 @@ class PPOTrainer:
     decode: Callable[[torch.Tensor], str]
     value_normaliser: ValueNormaliser | None = None
     ema: ExponentialMovingAverage | None = None
-    fixed_prompts: FixedPrompts | None = None
+    evaluation: Evaluation | None = None
     # Called between the rollouts and the minibatches of a step, with the name of the place: a checkpoint can
     # be written there. Called with a minibatch that was refused.
     pause: Callable[[int, str], None] = no_pause
@@ -98,10 +98,7 @@ class PPOTrainer:
         advice = self.rollout.old_logprobs.judge(metrics["policy/logprob_gap"])
         if advice:
             self.logger.note(f"step {step}: {advice}")
-        self._show_samples(step, record)
-        if self.fixed_prompts and self.fixed_prompts.is_due(step):
-            with watchdog.phase("the answers to the fixed prompts", step, clock="evaluate"):
-                self.fixed_prompts.answer(step, self.roles.actor, self.logger, self.decode)
+        self._write_responses(step, record)
         self.open_step = None
         distributed.check_schedule(step)
         return metrics
@@ -188,11 +185,14 @@ class PPOTrainer:
             result["policy/num_updates"] = current.num_minibatches
         return result
 
-    def _show_samples(self, step: int, record: PackedBatch) -> None:
-        shown = record.select(range(min(2, len(record))))
-        texts = [[self.decode(ids) for ids in shown.sequences(k)] for k in ("prompt_ids", "response_ids")]
-        for row, (prompt, answer) in enumerate(zip(*texts, strict=True)):
-            score = round(float(shown.numbers("scores")[row]), 4)
-            self.logger.sample(step, prompt=prompt, answer=answer, score=score)
-            if self.args.print_answers and row == 0 and step % self.args.print_answers_interval == 0:
-                self.logger.note(f"  prompt {prompt!r}\n  answer {answer!r}  score {score}")
+    def _write_responses(self, step: int, record: PackedBatch) -> None:
+        if not distributed.is_main():
+            return
+        shown = list(response_rows(record.select(range(min(2, len(record)))), self.decode))
+        for row in shown:
+            self.logger.sample(step, **row)
+        if self.args.print_answers and step % self.args.print_answers_interval == 0:
+            text = "  prompt {prompt!r}\n  answer {answer!r}  score {score:.4f}"
+            self.logger.note(text.format(**shown[0]))
+        if self.args.save_rollouts and step % self.args.save_rollouts == 0:
+            self.logger.rollout(step, response_rows(record, self.decode))

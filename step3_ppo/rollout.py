@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from common import distributed
-from common.data.packed_batch import PackedBatch
+from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.refusal import StepRefused
 from common.watch import watchdog
 from step3_ppo.experience import TokenCap, gather_records
@@ -120,7 +120,10 @@ class Rollout:
         return record
 
     def _collect_once(self, prompts: Iterator[PromptBatches], version: int) -> PackedBatch:
-        generated = [self._generate(i, batch, version) for i, batch in enumerate(next(prompts))]
+        generated = []
+        for index, batch in enumerate(next(prompts)):
+            numbers = self.place.prompt_numbers(self.num_draws, index)
+            generated.append(self.sample(batch, numbers, version, self.num_samples_per_prompt))
         self.num_draws += 1
         with watchdog.phase("the gathering of the responses", clock="gather"):
             record = gather_records(PackedBatch.gather([part for part, _ in generated]))
@@ -135,10 +138,11 @@ class Rollout:
         except StepRefused as error:
             error.batches = mine
             raise
-        self._refuse_if_not_finite(scored)
+        self.refuse_if_not_finite(scored)
         return scored
 
-    def _refuse_if_not_finite(self, record: PackedBatch) -> None:
+    def refuse_if_not_finite(self, record: PackedBatch) -> None:
+        """Raise StepRefused, on every rank, for a record that all ranks hold with NaN or infinity in it."""
         names = [n for n in SCORED if n in record.data and not bool(record.data[n].isfinite().all())]
         if names:
             raise StepRefused(
@@ -147,8 +151,13 @@ class Rollout:
                 self.cap.cut(record),
             )
 
-    def _generate(self, index: int, prompts: dict[str, Any], version: int) -> tuple[PackedBatch, PromptTexts]:
-        numbers, num_samples = self.place.prompt_numbers(self.num_draws, index), self.num_samples_per_prompt
+    def sample(
+        self, prompts: dict[str, Any], numbers: torch.Tensor, version: int, num_samples: int = 1
+    ) -> tuple[PackedBatch, PromptTexts]:
+        """Return this rank's responses to its prompts, and these prompts' texts by `numbers` (B,) int64.
+
+        A prompt's number is its group's id and names its random numbers. Every rank must call this.
+        """
         prompt_ids, prompt_mask = prompts["prompt_ids"], prompts["prompt_mask"].bool()
         group_ids = numbers.repeat_interleave(num_samples)
         sample_ids = group_ids * num_samples + torch.arange(num_samples).repeat(len(numbers))
@@ -168,6 +177,8 @@ class Rollout:
             record = record.with_key("versions", versions, like="response_ids")
             record = record.with_numbers("group_ids", group_ids)
             record = record.with_numbers("is_finished", found.is_finished)
+            names = [name for name in prompts["row_ids"] for _ in range(num_samples)]
+            record = record.with_texts(ROW_IDS, names)
         texts = zip(prompts["prompt_texts"], prompts["row_fields"], strict=True)
         return record, dict(zip(numbers.tolist(), texts, strict=True))
 

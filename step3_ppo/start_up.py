@@ -17,6 +17,7 @@ from common.tokenizer import vocabulary_difference
 from common.value_model import has_saved_head
 from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unused_flags
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.evaluation import known_bests
 from step3_ppo.hybrid_options import check_hybrid, take_hybrid_section
 from step3_ppo.rewards.build_rewards import check_rewards
 from step3_ppo.rewards.reward_specs import RewardSpec
@@ -63,6 +64,7 @@ def check_start_up(
     tokenizer = check_models(args, algorithm, rewards, problems)
     for problem in check_sources(args.data_path, 3, options):
         problems.add(problem)
+    check_evaluation(args, options, rewards, problems)
     actor = args.actor_model_name_or_path
     template, notes = startup.find_template("--actor_model_name_or_path", actor, args, tokenizer, problems)
     warnings += notes + foreign_templates(args, rewards)
@@ -101,6 +103,32 @@ def check_numbers(args: PPOArguments, problems: Problems) -> None:
     problems.check(
         args.c_clip == 0 or args.c_clip > 1, f"--c_clip {args.c_clip} must be above 1, or 0: no limit"
     )
+
+
+def check_evaluation(
+    args: PPOArguments, options: DataOptions, rewards: list[RewardSpec], problems: Problems
+) -> None:
+    """Add the problems of the flags that judge a run, as far as they can be seen without its data."""
+    own = dataclasses.replace(options, data_path=args.eval_data_path, data_split="0,0,1", eval_fraction=0.0)
+    for problem in check_sources(args.eval_data_path, 3, own) if args.eval_data_path else ():
+        problems.add(problem.replace("--data_path", "--eval_data_path"))
+    if args.eval_data_path and args.eval_fraction:
+        problems.add(
+            f"--eval_fraction {args.eval_fraction} would hold prompts out for nothing: --eval_data_path is "
+            "what is evaluated on; give one of them"
+        )
+    known = known_bests(args, rewards)
+    if args.keep_best and args.keep_best not in known:
+        problems.add(
+            f"--keep_best {args.keep_best} is no number of this run's evaluations of which more is better; "
+            f"choose from {', '.join(known)}"
+        )
+    for name in ("eval_interval", "keep_best"):
+        value = getattr(args, name)
+        problems.check(
+            not value or args.eval_prompts != 0,
+            f"--{name} {value} needs an evaluation, and --eval_prompts 0 has none; give it a number",
+        )
 
 
 def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems) -> None:

@@ -1,11 +1,14 @@
-"""What a step's experience says of the policy, by the names of the logs.
+"""What a step's experience says of the policy, by the names of the logs; and its responses, a row each.
 
 # B responses, R tokens of the longest
 """
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 
-from common.data.packed_batch import PackedBatch
+from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.tensor_ops import correlation, masked_mean, masked_sum
 from step3_ppo.experience import Experience
 from step3_ppo.ppo_math import explained_variance
@@ -47,6 +50,27 @@ def summarise_scores(record: PackedBatch) -> dict[str, float]:
         found[f"objective/score_{name}"] = float(one.mean())
         found[f"objective/agreement_{name}"] = float(correlation(one, scores))
     return found
+
+
+def response_rows(record: PackedBatch, decode: Callable[[torch.Tensor], str]) -> Iterator[dict[str, Any]]:
+    """Yield each response as samples.jsonl and rollouts.jsonl.gz have it, as far as the record knows it.
+
+    `kl` is in nats a response (k1), `version` counts the PPO steps of the policy that gave it, and
+    `advantage_sum` is the sum of its tokens' advantages.
+    """
+    scores = [key for key in record.data if key == "scores" or key.startswith(PREFIX)]
+    for index, row_id in enumerate(record.texts(ROW_IDS)):
+        data = record.select([index]).data
+        row: dict[str, Any] = {"row_id": row_id}
+        row |= {"prompt": decode(data["prompt_ids"]), "answer": decode(data["response_ids"])}
+        row |= {("score" if key == "scores" else key): round(float(data[key]), 6) for key in scores}
+        row |= {"response_tokens": len(data["response_ids"]), "is_finished": bool(data["is_finished"])}
+        row["version"] = int(data["versions"][0])
+        if "ref_logprobs" in data:
+            row["kl"] = round(float((data["old_logprobs"] - data["ref_logprobs"]).sum()), 6)
+        if "advantages" in data:
+            row["advantage_sum"] = round(float(data["advantages"].sum()), 6)
+        yield row
 
 
 def summarise_gap(experience: Experience) -> dict[str, float]:

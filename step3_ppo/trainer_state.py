@@ -38,7 +38,10 @@ class TrainerState:
 
     def _owners(self) -> Mapping[str, Any]:
         trainer = self.trainer
-        owners = {"rollout": trainer.rollout, "losses": trainer.losses, "kl": trainer.kl_controller}
+        owners: dict[str, Any] = {"rollout": trainer.rollout, "losses": trainer.losses}
+        owners["kl"] = trainer.kl_controller
+        if trainer.evaluation and trainer.evaluation.is_held_out:
+            owners["evaluation"] = trainer.evaluation
         return owners | ({"value_norm": trainer.value_normaliser} if trainer.value_normaliser else {})
 
     def pieces(self) -> Iterator[Piece]:

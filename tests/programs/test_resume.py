@@ -66,6 +66,10 @@ def flags(tiny):
         "value_norm": "exp",
         "value_norm_beta": 0.5,
         "sample_interval": 2,
+        "eval_interval": 2,
+        "keep_best": "eval/score",
+        "export_interval": 2,
+        "save_rollouts": 1,
     }
     mixed = {
         "unsupervised_dataset_name": tiny.text,
@@ -146,8 +150,9 @@ def assert_same_run(resumed: Path, whole: Path) -> None:
         assert torch.equal(mine[0][name], tensor), name
     assert mine[1] == expected[1]
     assert without_times(read_metrics(resumed)) == without_times(read_metrics(whole))
-    if (whole / "samples.jsonl").exists():
-        assert (resumed / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    for name in ("samples.jsonl", "rollouts.jsonl.gz"):
+        if (whole / name).exists():
+            assert (resumed / name).read_bytes() == (whole / name).read_bytes()
     for export in whole.glob("export*"):
         for file in export.iterdir():
             assert (resumed / export.name / file.name).read_bytes() == file.read_bytes(), file
@@ -199,9 +204,11 @@ def test_single_model_variants(forks, flags, finished, tmp_path, variant, do):
 
 PPO_POINTS = {
     "generation": ("step3_ppo.roles:Actor.generate", 8),
-    "answering the fixed prompts": ("step3_ppo.fixed_prompts:FixedPrompts.answer", 2),
-    "scoring by the reference": ("step3_ppo.roles:Reference.score", 2),
-    "scoring by the reward model": ("step3_ppo.roles:Reward.score", 2),
+    "before the first step": ("step3_ppo.evaluation:Evaluation._judge", 1),
+    "in an evaluation": ("step3_ppo.evaluation:measure", 2),
+    "in the export of the best": ("common.saving.export:_write_model", 1),
+    "scoring by the reference": ("step3_ppo.roles:Reference.score", 3),
+    "scoring by the reward model": ("step3_ppo.roles:Reward.score", 3),
     "scoring by the critic": ("step3_ppo.roles:Critic.score", 2),
     "between rollout and advantages": ("step3_ppo.ppo_trainer:PPOTrainer._begin_step", 2),
     "between advantages and updates": ("step3_ppo.ppo_trainer:PPOTrainer._update", 2),
@@ -212,12 +219,13 @@ PPO_POINTS = {
     "steering the KL": ("step3_ppo.ppo_math:KLController.update", 2),
     "in the log": ("common.run_logger:RunLogger.log", 2),
     "between two steps": ("step3_ppo.ppo_trainer:PPOTrainer.train_step", 3),
-    "in the export of the average": ("common.saving.export:_write_model", 3),
+    "in the export of the average": ("common.saving.export:_write_model", 4),
 }
 
 
 # Points at which the CI asks to stop, too; it kills at all of them.
 ASKED_TO_STOP = (
+    "before the first step",
     "scoring by the critic",
     "between two accumulation steps",
     "between two minibatches",

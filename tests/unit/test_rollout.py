@@ -7,7 +7,7 @@ import pytest
 import torch
 from records import make_record
 
-from common.data.packed_batch import PackedBatch
+from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.generation.generate import Generation
 from common.output_head import Support
 from step3_ppo.experience import TokenCap
@@ -75,7 +75,9 @@ def endless_prompts():
         mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]).bool()
         texts = [f"prompt {i}" for i in range(PROMPTS)]
         fields = [{"answer": i} for i in range(PROMPTS)]
-        yield [{"prompt_ids": ids, "prompt_mask": mask, "prompt_texts": texts, "row_fields": fields}]
+        names = [f"file:{i}" for i in range(PROMPTS)]
+        rows = {"prompt_texts": texts, "row_fields": fields, "row_ids": names}
+        yield [{"prompt_ids": ids, "prompt_mask": mask} | rows]
 
 
 def test_a_record_has_a_response_an_item_in_the_order_of_the_samples():
@@ -91,6 +93,7 @@ def test_a_record_has_a_response_an_item_in_the_order_of_the_samples():
     assert first.numbers("scores").tolist() == list(range(6))
     assert first.data["ref_logprobs"].eq(-1.5).all() and first.data["old_values"].eq(-1.0).all()
     assert first.data["old_logprobs"].eq(-0.5).all()
+    assert first.texts(ROW_IDS) == ["file:0", "file:0", "file:1", "file:1", "file:2", "file:2"]
 
 
 def test_old_logprobs_are_the_trainers_where_they_are_recomputed():

@@ -1,0 +1,258 @@
+"""What the policy is worth on prompts that it does not train on: before, during and after training.
+
+The same prompts are answered each time, and each answer draws the random numbers of its prompt, so it changes
+by the weights alone. Without held-out prompts the data's first ones are answered, and only shown.
+
+# W prompts
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from common import distributed
+from common.data.data_options import DataOptions
+from common.data.global_batches import evaluation_batches
+from common.data.packed_batch import PackedBatch
+from common.data.stage_datasets import StageData, build_prompts
+from common.dialogue import Template
+from common.run_logger import RunLogger
+from common.saving.run_state import kept_random_numbers
+from common.tensor_ops import wilson_interval
+from common.watch import watchdog
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.experience import gather_records
+from step3_ppo.rewards.reward_specs import RewardSpec
+from step3_ppo.rewards.score_sum import PREFIX
+from step3_ppo.rollout import Rollout
+from step3_ppo.step_metrics import response_rows
+
+NUM_SHOWN = 4  # prompts whose answers are in samples.jsonl
+# The rollouts number their prompts from 0 on; these have numbers of their own, the same ones every time.
+FIRST_NUMBER = 2**40
+VERIFIABLE = ("function", "http")  # kinds of rewards that check an answer
+
+
+def choose_prompts(
+    args: PPOArguments, options: DataOptions, data: StageData, tokenizer: Any, template: Template
+) -> tuple[list[dict[str, Any]], str]:
+    """Return at most --eval_prompts held-out rows of `build_prompts`, by the seed, and a line about them.
+
+    No prompt is there twice, or in the training part. Every rank must call this.
+
+    Raises:
+        ValueError: a flag asks for an evaluation, and nothing is held out.
+    """
+    if not args.eval_prompts:
+        return [], ""
+    held_out, where = data.eval, "held-out"
+    if args.eval_data_path:
+        options = replace(options, data_path=args.eval_data_path, data_split="0,0,1", eval_fraction=0.0)
+        try:
+            own = build_prompts(options, tokenizer, template)
+        except ValueError as error:
+            raise ValueError(str(error).replace("--data_path", "--eval_data_path")) from error
+        held_out, where = own.eval if len(own.eval) else own.train, "--eval_data_path's"
+    seen = {data.train[row]["prompt_text"] for row in range(len(data.train))} if len(held_out) else set()
+    rows: list[dict[str, Any]] = []
+    for index in torch.randperm(len(held_out), generator=torch.Generator().manual_seed(args.seed)).tolist():
+        row = held_out[index]
+        if row["prompt_text"] not in seen:
+            seen.add(row["prompt_text"])
+            rows.append(row)
+        if len(rows) == args.eval_prompts:
+            break
+    asked = [f"--{n} {getattr(args, n)}" for n in ("eval_interval", "keep_best") if getattr(args, n)]
+    if not rows and (asked or args.eval_data_path):
+        raise ValueError(
+            f"{', '.join(asked) or 'an evaluation'} needs prompts that are not trained on, and of "
+            f"{len(held_out)} {where} ones none is left: raise --eval_fraction {args.eval_fraction}, or name "
+            "others by --eval_data_path"
+        )
+    return rows, f"evaluation: {len(rows)} of {len(held_out)} {where} prompts" if len(held_out) else ""
+
+
+def known_bests(args: PPOArguments, rewards: Sequence[RewardSpec]) -> list[str]:
+    """Return what --keep_best may name: numbers of an evaluation of which more is better."""
+    names = ["eval/score", *(f"eval/score_{spec.name}" for spec in rewards if len(rewards) > 1)]
+    names += ["eval/pass_rate"] if any(spec.kind in VERIFIABLE for spec in rewards) else []
+    return names + (["eval/win_rate", "eval/win_rate_low"] if args.eval_before_training else [])
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of the prompts at one time: all that a comparison needs, as JSON can hold it."""
+
+    scores: list[float]
+    answers: list[str]  # a digest of each answer's tokens
+
+
+def judge(record: PackedBatch) -> Judged:
+    """Return the scores of a record with the digests of its answers."""
+    tokens = [sequence.tolist() for sequence in record.sequences("response_ids")]
+    digests = [hashlib.blake2b(str(ids).encode(), digest_size=8).hexdigest() for ids in tokens]
+    return Judged(record.numbers("scores").tolist(), digests)
+
+
+def compare(mine: Judged, before: Judged) -> dict[str, float]:
+    """Return the share of prompts on which `mine` has the higher score, and its 95 % interval (Wilson).
+
+    A tie counts half. The same answer ties whatever it scored: in other company it is scored in another
+    micro-batch, and rounded otherwise.
+    """
+    wins = 0.0
+    for score, answer, old_score, old_answer in zip(
+        mine.scores, mine.answers, before.scores, before.answers, strict=True
+    ):
+        is_tie = answer == old_answer or score == old_score
+        wins += 0.5 if is_tie else float(score > old_score)
+    rate = wilson_interval(wins, len(mine.scores))
+    return {"eval/win_rate": rate.value, "eval/win_rate_low": rate.low, "eval/win_rate_high": rate.high}
+
+
+def measure(record: PackedBatch, checks: Sequence[str]) -> dict[str, float]:
+    """Return the means of scored answers; `checks` are the rewards that all have to be above 0 for a pass."""
+
+    def mean(values: torch.Tensor) -> float:
+        return float(values.double().mean())
+
+    kl = (record.data["old_logprobs"] - record.data["ref_logprobs"]).double()
+    found = {"eval/score": mean(record.numbers("scores"))}
+    names = [key for key in record.data if key.startswith(PREFIX)]
+    if len(names) > 1:
+        found |= {f"eval/score_{key.removeprefix(PREFIX)}": mean(record.numbers(key)) for key in names}
+    if checks:
+        passed = torch.stack([record.numbers(PREFIX + name) > 0 for name in checks]).all(0)
+        found["eval/pass_rate"] = mean(passed)
+    return found | {
+        "eval/kl": float(kl.sum()) / len(record),
+        "eval/response_tokens": mean(record.lengths["response_ids"]),
+        "eval/finished_fraction": mean(record.numbers("is_finished")),
+    }
+
+
+@dataclass
+class Evaluation:
+    """Answers the same prompts now and then; a part of a checkpoint by its `state_dict`.
+
+    `is_held_out`: else these are training prompts, which are shown and not scored.
+    """
+
+    args: PPOArguments
+    rollout: Rollout
+    logger: RunLogger
+    decode: Callable[[torch.Tensor], str]
+    rows: list[dict[str, Any]]  # (W,) of `build_prompts`, the same ones on every rank
+    collate: Callable[[list[Any]], dict[str, Any]]
+    is_held_out: bool
+    step: int = field(default=-1, init=False)  # of the last evaluation
+    metrics: dict[str, float] = field(default_factory=dict, init=False)  # its numbers
+    before: Judged | None = field(default=None, init=False)  # of the policy before training
+    best: dict[str, Any] = field(default_factory=dict, init=False)  # metric, value, step of --keep_best
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what lasts from one evaluation to the next."""
+        before = vars(self.before) if self.before else None
+        state = {"step": self.step, "metrics": self.metrics, "before": before, "best": self.best}
+        return state | {"prompts": self._digest()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` gave. Raises ValueError when the prompts are others."""
+        if state["prompts"] != self._digest():
+            raise ValueError("the held-out prompts have changed since it was saved; bring the old ones back")
+        self.step, self.metrics, self.best = state["step"], state["metrics"], state["best"]
+        self.before = Judged(**state["before"]) if state["before"] else None
+
+    def _digest(self) -> str:
+        tokens = json.dumps([row["prompt_ids"] for row in self.rows])
+        return hashlib.sha256(tokens.encode()).hexdigest()
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Return whether the prompts are to be judged after this step; 0 is before the first."""
+        if not self.is_held_out or step <= self.step:
+            return False
+        if step == 0:
+            return self.args.eval_before_training
+        interval = self.args.eval_interval
+        return step == num_steps or (interval > 0 and step % interval == 0)
+
+    def answer_if_due(self, step: int, num_steps: int) -> dict[str, float]:
+        """Judge or show the prompts if it is time; return the numbers of a judgement, else {}.
+
+        Nothing of the training changes by it. Every rank must call this. Raises StepRefused where a reward
+        fails.
+        """
+        if self.is_due(step, num_steps):
+            with watchdog.phase("the evaluation", step, clock="evaluate"), kept_random_numbers():
+                return self._judge(step)
+        interval = self.args.sample_interval
+        if interval and step and (step == 1 or step % interval == 0):
+            phase = watchdog.phase("the answers to the shown prompts", step, clock="evaluate")
+            with phase, kept_random_numbers():
+                self._show(step, self._answer(min(NUM_SHOWN, len(self.rows)), step))
+        return {}
+
+    def _judge(self, step: int) -> dict[str, float]:
+        record = self._score(self._answer(len(self.rows), step))
+        checks = [spec.name for spec in self.rollout.scores.specs if spec.kind in VERIFIABLE]
+        judged = judge(record)
+        if step == 0:
+            self.before = judged
+        found = measure(record, checks) | (compare(judged, self.before) if self.before else {})
+        self.step, self.metrics = step, found
+        self.logger.log_event(step, found)
+        self._show(step, record.select(range(min(NUM_SHOWN, len(record)))))
+        return found
+
+    def _answer(self, num_prompts: int, step: int) -> PackedBatch:
+        """Return the answers to the first prompts, and a few more: as many for each rank. All ranks have all.
+
+        A prompt has the same number, and so the same answer, for any number of ranks.
+        """
+        world_size = distributed.world_size()
+        size = min(self.args.per_device_generation_batch_size, -(-num_prompts // world_size))
+        batches = evaluation_batches(
+            self.rows[:num_prompts], self.collate, rows_per_batch=size, rank=distributed.rank(),
+            world_size=world_size,
+        )  # fmt: skip
+        parts = []
+        for index, (prompts, is_real) in enumerate(batches):
+            first = FIRST_NUMBER + (index * world_size + distributed.rank()) * size
+            parts.append(self.rollout.sample(prompts, torch.arange(first, first + len(is_real)), step)[0])
+        record = gather_records(PackedBatch.gather(parts))
+        return record.select(range(-(-num_prompts // world_size) * world_size))
+
+    def _score(self, record: PackedBatch) -> PackedBatch:
+        """Return the record, without what is too many, with log-probabilities and scores."""
+        rollout, roles = self.rollout, self.rollout.roles
+        records = rollout.cap.cut(record)
+        columns = {"old_logprobs": roles.actor.score(records), "ref_logprobs": roles.reference.score(records)}
+        prompts = self.collate(self.rows)
+        texts = list(zip(prompts["prompt_texts"], prompts["row_fields"], strict=True))
+        num_filled = len(record) - len(texts)  # the first prompt fills up the last batches
+        numbers = range(FIRST_NUMBER, FIRST_NUMBER + len(record))
+        by_number = dict(zip(numbers, texts + texts[:1] * num_filled, strict=True))
+        scores = rollout.scores.score(roles.rewards, records, by_number)
+        for name, found in columns.items():
+            pairs = zip(records, found, strict=True)
+            records = [part.with_key(name, x.cpu(), like="response_ids") for part, x in pairs]
+        for name, found in scores.items():
+            pairs = zip(records, found, strict=True)
+            records = [part.with_numbers(name, x.cpu()) for part, x in pairs]
+        whole = gather_records(PackedBatch.gather(records))
+        rollout.refuse_if_not_finite(whole)
+        return whole.select(range(len(self.rows)))
+
+    def _show(self, step: int, record: PackedBatch) -> None:
+        for row in response_rows(record.select(range(min(NUM_SHOWN, len(self.rows)))), self.decode):
+            self.logger.sample(step, **row, is_fixed=True)
+
+    def is_best(self, metrics: dict[str, float]) -> bool:
+        """Return whether an evaluation's --keep_best number is above the best one so far."""
+        name = self.args.keep_best
+        known = self.best.get("value") if self.best.get("metric") == name else None
+        return name in metrics and (known is None or metrics[name] > known)

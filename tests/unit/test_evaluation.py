@@ -1,0 +1,192 @@
+"""step3_ppo/evaluation.py: the numbers by hand, which prompts, when, and what a checkpoint keeps of it."""
+
+import json
+import random
+import re
+
+import numpy
+import pytest
+import torch
+from records import make_record
+
+from common.args import Problems
+from common.data.data_options import DataOptions
+from common.data.packed_batch import ROW_IDS
+from common.data.stage_datasets import build_prompts
+from common.dialogue import build_template
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.evaluation import Evaluation, Judged, choose_prompts, compare, judge, measure
+from step3_ppo.rewards.reward_specs import parse_rewards
+from step3_ppo.start_up import check_evaluation
+from step3_ppo.step_metrics import response_rows
+
+
+def test_a_win_rate_by_hand():
+    """Two wins, one loss, one tie by the score, one by the answer: 3 of 5."""
+    before = Judged([0.0, 1.0, 2.0, 3.0, 4.0], ["a", "b", "c", "d", "e"])
+    now = Judged([1.0, 2.0, 1.0, 3.0, 4.5], ["A", "B", "C", "D", "e"])
+    found = compare(now, before)
+    assert found["eval/win_rate"] == pytest.approx(0.6)
+    # (p + z2/2n) / (1 + z2/n) -+ z sqrt(p(1 - p)/n + z2/4n2) / (1 + z2/n) with n = 5, z = 1.96
+    assert found["eval/win_rate_low"] == pytest.approx(0.2307, abs=1e-4)
+    assert found["eval/win_rate_high"] == pytest.approx(0.8824, abs=1e-4)
+    assert compare(before, before)["eval/win_rate"] == 0.5
+
+
+def scored_record():
+    record = make_record([0, 1, 2], [2, 3, 4], [2, 5, 1])
+    record = record.with_numbers("scores", torch.tensor([1.0, -1.0, 3.0]))
+    record = record.with_numbers("score/function_sum", torch.tensor([1.0, 0.0, 1.0]))
+    record = record.with_numbers("score/function_form", torch.tensor([1.0, 1.0, -1.0]))
+    record = record.with_key("old_logprobs", torch.full((8,), -1.0), like="response_ids")
+    return record.with_key("ref_logprobs", torch.full((8,), -1.5), like="response_ids")
+
+
+def test_the_numbers_of_an_evaluation_by_hand():
+    found = measure(scored_record(), ["function_sum", "function_form"])
+    assert found == {
+        "eval/score": 1.0,
+        "eval/score_function_sum": pytest.approx(2 / 3),
+        "eval/score_function_form": pytest.approx(1 / 3),
+        "eval/pass_rate": pytest.approx(1 / 3),  # the first alone is above 0 by both
+        "eval/kl": pytest.approx(8 * 0.5 / 3),
+        "eval/response_tokens": pytest.approx(8 / 3),
+        "eval/finished_fraction": pytest.approx(2 / 3),
+    }
+    assert "eval/pass_rate" not in measure(scored_record(), [])
+
+
+def test_a_row_of_a_response():
+    record = scored_record().with_texts(ROW_IDS, ["f:1", "f:2", "f:3"])
+    record = record.with_key("advantages", torch.full((8,), 0.25), like="response_ids")
+    row = list(response_rows(record, lambda ids: f"{len(ids)} tokens"))[1]
+    assert row == {
+        "row_id": "f:2", "prompt": "3 tokens", "answer": "5 tokens", "score": -1.0,
+        "score/function_sum": 0.0, "score/function_form": 1.0, "response_tokens": 5, "is_finished": False,
+        "version": 0, "kl": 2.5, "advantage_sum": 1.25,
+    }  # fmt: skip
+
+
+# ---- which prompts
+
+
+def write(path, prompts):
+    path.write_text(
+        "".join(json.dumps({"prompt": p, "chosen": str(i)}) + "\n" for i, p in enumerate(prompts))
+    )
+    return str(path)
+
+
+@pytest.fixture
+def choose(tmp_path, tiny_tokenizer):
+    """Return (train prompts, chosen prompts) of 30 prompts, five rows each, under changed flags."""
+    path = write(tmp_path / "train.jsonl", [f"question {i % 30}?" for i in range(150)])
+
+    def run(**changes):
+        args = PPOArguments(data_path=[path], data_split="0,0,1", **changes)
+        template = build_template("human_assistant", tiny_tokenizer)
+        options = DataOptions(
+            [path], 3, "0,0,1", eval_fraction=args.eval_fraction, cache_dir=str(tmp_path / "cache")
+        )
+        data = build_prompts(options, tiny_tokenizer, template)
+        rows, told = choose_prompts(args, options, data, tiny_tokenizer, template)
+        texts = [row["prompt_text"].split("Human: ")[1].split("?")[0] for row in rows]
+        return {row["prompt_text"] for row in data.train}, rows, texts, told
+
+    return run
+
+
+def test_held_out_prompts_are_no_training_prompts_and_come_once(choose):
+    train, rows, texts, told = choose(eval_fraction=0.3)
+    found = [row["prompt_text"] for row in rows]
+    assert 3 <= len(found) == len(set(found)) and not train & set(found)
+    assert len(train) + len(found) == 30, "all rows of a prompt fall on one side"
+    assert told == f"evaluation: {len(found)} of {5 * len(found)} held-out prompts"
+    assert choose(eval_fraction=0.3, eval_prompts=2)[2] == texts[:2], "the same ones, fewer"
+    assert choose(eval_fraction=0.3, eval_prompts=0)[1] == choose()[1] == []
+
+
+def test_prompts_of_ones_own_are_used_whole_but_for_those_that_are_trained_on(choose, tmp_path):
+    own = write(tmp_path / "own.jsonl", ["another one?", "question 3?", "a third one?"])
+    _, _, texts, told = choose(eval_data_path=[own])
+    assert sorted(texts) == ["a third one", "another one"]
+    assert told == "evaluation: 2 of 3 --eval_data_path's prompts"
+    taken = write(tmp_path / "taken.jsonl", ["question 3?"])
+    with pytest.raises(ValueError, match="not trained on, and of 1 --eval_data_path's ones none is left"):
+        choose(eval_data_path=[taken])
+
+
+@pytest.mark.parametrize("asked", [{"eval_interval": 5}, {"keep_best": "eval/score"}])
+def test_an_evaluation_that_is_asked_for_needs_prompts(choose, asked):
+    with pytest.raises(ValueError, match=f"--{next(iter(asked))} .* raise --eval_fraction 0.0, or name"):
+        choose(**asked)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"keep_best": "eval/kl"}, "eval/kl is no number of .* choose from eval/score, eval/score_m"),
+        ({"keep_best": "eval/win_rate", "eval_before_training": False}, "eval/win_rate is no number"),
+        ({"eval_interval": 5, "eval_prompts": 0}, "--eval_interval 5 needs an evaluation"),
+        ({"eval_data_path": ["none.jsonl"]}, "^--eval_data_path none.jsonl"),
+        ({"eval_data_path": "FILE", "eval_fraction": 0.1}, "--eval_fraction 0.1 would hold prompts out for"),
+        ({"keep_best": "eval/pass_rate", "export_interval": 5, "save_rollouts": 3}, ""),
+    ],
+)  # fmt: skip
+def test_wrong_flags_have_one_message(flags, message, tmp_path):
+    if flags.get("eval_data_path") == "FILE":
+        flags = flags | {"eval_data_path": [write(tmp_path / "own.jsonl", ["a?"])]}
+    args = PPOArguments(**flags)
+    problems = Problems()
+    rewards = parse_rewards(["model:m", "function:m:f"])
+    check_evaluation(args, DataOptions(["x"], 3, cache_dir=str(tmp_path)), rewards, problems)
+    if not message:
+        assert problems.messages == []
+        return
+    (found,) = problems.messages
+    assert re.search(message, found), found
+
+
+# ---- when, and what is kept
+
+
+def evaluation(*, is_held_out=True, **flags) -> Evaluation:
+    rows = [{"prompt_ids": [1, 2, i]} for i in range(5)]
+    return Evaluation(PPOArguments(**flags), None, None, None, rows, None, is_held_out)
+
+
+def test_when_it_is_due():
+    def due(**flags):
+        return [step for step in range(11) if evaluation(**flags).is_due(step, 10)]
+
+    assert due() == [0, 10] and due(eval_interval=4) == [0, 4, 8, 10]
+    assert due(eval_before_training=False, eval_interval=5) == [5, 10]
+    assert due(is_held_out=False, eval_interval=5) == []
+
+
+def test_what_a_reward_draws_is_not_missing_in_the_training(monkeypatch):
+    def draw_all(_, step):
+        return {"eval/score": random.random() + numpy.random.rand() + float(torch.rand(()))}
+
+    monkeypatch.setattr(Evaluation, "_judge", draw_all)
+    found = []
+    for answers in (lambda: evaluation().answer_if_due(0, 10), lambda: None):
+        random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+        answers()
+        found.append((random.random(), numpy.random.rand(), float(torch.rand(()))))
+    assert found[0] == found[1]
+
+
+def test_a_resumed_run_knows_what_it_compares_with_and_its_best():
+    first, second = (evaluation(keep_best="eval/score") for _ in range(2))
+    first.before, first.step = judge(scored_record()), 20
+    first.best = {"metric": "eval/score", "value": 1.0, "step": 10}
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.before == first.before and not second.is_due(20, 20)
+    assert not second.is_best({"eval/score": 1.0}) and second.is_best({"eval/score": 1.1})
+    assert not second.is_best({}), "nothing was evaluated at this step"
+    second.args.keep_best = "eval/pass_rate"
+    assert second.is_best({"eval/pass_rate": 0.1}), "another number has no best yet"
+    second.rows = second.rows[:4]
+    with pytest.raises(ValueError, match="held-out prompts have changed"):
+        second.load_state_dict(first.state_dict())
