@@ -2,10 +2,13 @@
 
 import hashlib
 import json
+import random
 import shutil
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simple_parts import SimplePart, make_parts, versions
@@ -19,6 +22,8 @@ from common.saving.checkpoints import (
     load_newest,
     read_checkpoint,
 )
+from common.saving.pieces import PieceReader, write_pieces
+from common.saving.run_state import RandomState
 
 MODEL = "model-rank-00000.safetensors"
 
@@ -97,6 +102,17 @@ def test_as_many_are_kept_as_was_said(tmp_path, limit, kept):
 def test_a_name_that_is_saved_again_is_replaced(writer, two):
     writer.save("step-000002", make_parts(22))
     assert names(two) == ["step-000001", "step-000002"] and newest(two) == (22, [])
+
+
+def test_loaded_random_numbers_are_those_that_would_have_come(tmp_path):
+    def draw() -> list[float]:
+        return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+
+    draw()
+    write_pieces(tmp_path / "random", RandomState().pieces())
+    expected = draw()
+    RandomState().load(PieceReader([tmp_path / "random"]), RandomState().numbers())
+    assert draw() == expected
 
 
 def test_a_run_without_checkpoints(tmp_path):

@@ -13,6 +13,7 @@ from common.engine_step import LossTerm, update_engine
 from common.refusal import StepRefused
 from common.saving.engine_state import EngineState
 from common.saving.export import gather_state_dict
+from common.saving.pieces import PieceReader, write_pieces
 from common.training_loop import build_engine
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 MICRO_BATCHES = [torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0], [0.5, 0.5], [2.0, 2.0]])]
 
 
-def build(stage: int = 0, accumulation: int = 2, learning_rate: float = 0.1):
+def build(stage: int = 0, accumulation: int = 2, learning_rate: float = 0.1, schedule: str = "constant"):
     """An engine over one linear layer with known weights, and plain SGD's view of it."""
     model = torch.nn.Linear(2, 1, bias=False)
     with torch.no_grad():
@@ -29,7 +30,7 @@ def build(stage: int = 0, accumulation: int = 2, learning_rate: float = 0.1):
     return build_engine(
         model, build_train_config(options), learning_rate=learning_rate, weight_decay=0.0,
         lora_learning_rate=0.0,
-        beta2=0.95, schedule="constant", num_warmup_steps=0, num_steps=10,
+        beta2=0.95, schedule=schedule, num_warmup_steps=0, num_steps=10,
     )  # fmt: skip
 
 
@@ -59,6 +60,21 @@ def test_the_gradient_is_that_of_the_global_mean(stage):
     # AdamW's first step moves each weight by the learning rate against the gradient's sign.
     expected = torch.tensor([[0.5, -0.25]]) - 0.1 * gradient.sign()
     torch.testing.assert_close(engine.module.weight.data, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_loaded_engine_goes_on_as_the_saved_one(stage, tmp_path):
+    """Weights, moments and their step, schedule and counters: each shows in the updates or in the numbers."""
+    saved, loaded = (build(stage, schedule="linear") for _ in range(2))
+    for _ in range(2):
+        update_engine(saved, [term(saved)])
+    state = EngineState(saved)
+    write_pieces(tmp_path / "pieces", state.pieces())
+    EngineState(loaded).load(PieceReader([tmp_path / "pieces"]), state.numbers())
+    assert EngineState(loaded).numbers() == state.numbers() and loaded.global_steps == 2
+    for _ in range(2):
+        assert update_engine(loaded, [term(loaded)]) == update_engine(saved, [term(saved)])
+    assert torch.equal(gather_state_dict(loaded.module)["weight"], gather_state_dict(saved.module)["weight"])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.data.global_batches import GlobalBatches, evaluation_batches
+from common.data.global_batches import BatchStream, GlobalBatches, evaluation_batches
 
 ROWS = list(range(50))
 
@@ -39,6 +39,16 @@ def test_epochs_differ_and_an_epoch_can_begin_in_its_middle():
     assert list(batches.epoch(0, first_step=4)) == first[4:]
     endless = batches.forever()
     assert [next(endless) for _ in range(12)] == first + second
+
+
+@pytest.mark.parametrize("num_drawn", [0, 1, 5, 6, 11])
+def test_a_stream_goes_on_behind_what_was_drawn(num_drawn):
+    batches = GlobalBatches(ROWS, list, rows_per_micro_batch=8, seed=3)
+    drawn = list(batches.epoch(0)) + list(batches.epoch(1))
+    stream = BatchStream(batches)
+    stream.skip_to(num_drawn)
+    assert next(stream) == next(batches.forever(num_drawn)) == drawn[num_drawn]
+    assert stream.num_drawn == num_drawn + 1
 
 
 def test_grouping_by_length_brings_like_rows_together_in_mixed_order():

@@ -1,5 +1,8 @@
 """Padded batches, packed ones and any cut of them give the same losses and gradients in steps 1 and 2."""
 
+from itertools import chain
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -11,12 +14,13 @@ from common.data.collators import (
     pack_pairs,
     pack_sft,
 )
-from common.data.global_batches import GlobalBatches, TokenBudget
+from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
 from common.models import ModelOptions, load_causal_lm
 from common.policy_model import PolicyModel
 from common.value_model import load_value_model
-from step1_sft.sft_trainer import compute_nll_sum, count_targets
-from step2_reward.reward_trainer import compute_pair_losses, compute_pair_scores
+from step1_sft.sft_trainer import SFTTrainer, compute_nll_sum, count_targets
+from step2_reward.dpo_trainer import DPOTrainer
+from step2_reward.reward_trainer import RewardTrainer, compute_pair_losses, compute_pair_scores
 
 LENGTHS = [(4, 9), (1, 2), (12, 3), (2, 7), (6, 6)]  # prompt, response
 
@@ -94,6 +98,27 @@ def test_pairs(cut, is_packed, rank_loss, tiny_model_folder):
     losses = [loss_of(collate([rows[i] for i in part])) for part in cut]
     torch.testing.assert_close(sum(losses), expected_loss, atol=1e-5, rtol=1e-5)
     check_same(gradients(model, losses), expected)
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
+def test_an_evaluation_does_not_count_what_fills_up_the_last_batches(kind, tiny_model_folder):
+    """Two ranks with batches of 2 read 8 rows where there are 5."""
+    options, logger = ModelOptions(tiny_model_folder("llama"), dropout=0.0), Mock()
+    policy = PolicyModel(load_causal_lm(options, 320), num_valid_tokens=320)
+    if kind == "sft":
+        trainer, rows, collate = SFTTrainer(policy, is_flat=False, logger=logger), sft_rows(), SFTCollator(0)
+    elif kind == "reward":
+        flags = {"rank_loss": "end_score", "use_margin": False, "center_coef": 0.0}
+        model = load_value_model(options, 320)
+        trainer = RewardTrainer(model, is_flat=False, logger=logger, **flags)
+        rows, collate = pairs(), PairCollator(0)
+    else:
+        trainer = DPOTrainer(policy, is_flat=False, logger=logger, beta=0.1, label_smoothing=0.0)
+        rows = [row | {"reference_logprobs": torch.tensor([-20.0, -30.0])} for row in pairs()]
+        collate = PairCollator(0)
+    ranks = (evaluation_batches(rows, collate, rows_per_batch=2, rank=r, world_size=2) for r in range(2))
+    whole = trainer.evaluate(0, evaluation_batches(rows, collate, rows_per_batch=5))
+    assert trainer.evaluate(0, chain(*ranks)) == pytest.approx(whole, rel=1e-5)
 
 
 def test_padded_and_packed_collators_hold_the_same():
