@@ -235,6 +235,8 @@ def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.
         r=options.dim, lora_alpha=alpha, target_modules=targets, bias="none", lora_dropout=0.0
     )
     adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    # PEFT makes a set of it, which every process writes in another order.
+    adapted.peft_config["default"].target_modules = sorted(targets)
     for name, parameter in adapted.named_parameters():
         is_frozen_matrix = ".base_layer." in name
         if "lora_" not in name and not is_frozen_matrix:

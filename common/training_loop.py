@@ -16,15 +16,17 @@ from common.device_peaks import own_peak_flops
 from common.dialogue import Template
 from common.ds_config import EngineOptions, build_train_config
 from common.engine_step import LossTerm, update_engine
-from common.models import DTYPES, LoraOptions, ModelOptions, plain_model
+from common.models import DTYPES, LoraOptions, ModelOptions, add_lora, load_causal_lm, plain_model
 from common.optim import build_optimizer, build_schedule
 from common.plugins import import_plugins
+from common.policy_model import PolicyModel
 from common.refusal import StepRefused
 from common.run_logger import RunLogger
 from common.saving.resume import EarlierRun, find_run
 from common.saving.run_saver import Run, checkpoint_name
 from common.step_costs import COSTS
 from common.trackers import build_trackers
+from common.value_model import ValueModel, load_value_model
 from common.varlen_attention import takes_flat
 from common.watch import watchdog
 
@@ -121,6 +123,22 @@ def model_options(args: Any, ds_config: dict[str, Any], *, dropout: float | None
 def lora_options(args: Any) -> LoraOptions:
     """Return the adapters that the flags of a single-model program ask for."""
     return LoraOptions(args.lora_dim, args.lora_alpha, args.lora_module_name, args.only_optimize_lora)
+
+
+def load_policy(
+    args: Any, ds_config: dict[str, Any], num_tokens: int, *, dropout: float | None
+) -> PolicyModel:
+    """Return the chat model that a single-model program trains. Every rank must call this."""
+    model = load_causal_lm(model_options(args, ds_config, dropout=dropout), num_tokens)
+    return PolicyModel(add_lora(model, lora_options(args), args.seed), num_valid_tokens=num_tokens)
+
+
+def load_ranker(
+    args: Any, ds_config: dict[str, Any], num_tokens: int, *, dropout: float | None
+) -> ValueModel:
+    """Return the reward model that a single-model program trains. Every rank must call this."""
+    options = model_options(args, ds_config, dropout=dropout)
+    return load_value_model(options, num_tokens, lora_options(args), seed=args.seed)
 
 
 def build_engine(

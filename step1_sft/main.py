@@ -18,8 +18,6 @@ from common.args import Problems, parse_args
 from common.data.collators import PackedSFTCollator, SFTCollator
 from common.data.data_options import DataOptions
 from common.data.stage_datasets import build_sft
-from common.models import add_lora, load_causal_lm
-from common.policy_model import PolicyModel
 from common.saving.engine_state import EngineState
 from common.saving.export import save_adapter, save_export
 from common.saving.run_saver import Run
@@ -81,11 +79,7 @@ def main() -> None:
 
     # ---- model ------------------------------------------------------------------------------------------
     with startup.as_problem(problems), watchdog.phase("the loading of the model"):
-        model = load_causal_lm(
-            training_loop.model_options(args, ds_config, dropout=args.dropout), len(tokenizer)
-        )
-        model = add_lora(model, training_loop.lora_options(args), args.seed)
-        model = PolicyModel(model, num_valid_tokens=len(tokenizer))
+        model = training_loop.load_policy(args, ds_config, len(tokenizer), dropout=args.dropout)
         engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
     logger = training_loop.build_logger(args, COLUMNS, num_steps)
 

@@ -25,13 +25,10 @@ from common.data.collators import PackedPairCollator, PairCollator
 from common.data.data_options import DataOptions
 from common.data.global_batches import GlobalBatches
 from common.data.stage_datasets import build_pairs
-from common.models import add_lora, load_causal_lm
-from common.policy_model import PolicyModel
 from common.saving.engine_state import EngineState
 from common.saving.export import save_adapter, save_export
 from common.saving.run_saver import Run
 from common.saving.run_state import Progress
-from common.value_model import load_value_model
 from common.watch import watchdog
 from step2_reward.arguments import RewardArguments
 from step2_reward.dpo_trainer import DPOTrainer
@@ -90,8 +87,7 @@ def build_ranking(
 ) -> Learner:
     """Return a reward model with its trainer. Every rank must call this."""
     # A score that changes from one pass to the next cannot be ranked by: dropout is off unless asked for.
-    loading = training_loop.model_options(args, ds_config, dropout=args.dropout or 0.0)
-    model = load_value_model(loading, num_tokens, training_loop.lora_options(args), seed=args.seed)
+    model = training_loop.load_ranker(args, ds_config, num_tokens, dropout=args.dropout or 0.0)
     engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
     trainer = RewardTrainer(
         engine,
@@ -109,9 +105,7 @@ def build_dpo(
 ) -> Learner:
     """Return a policy with its trainer. Every rank must call this."""
     # The reference is the policy without dropout: with it the two would differ before anything is learned.
-    loading = training_loop.model_options(args, ds_config, dropout=args.dropout or 0.0)
-    model = add_lora(load_causal_lm(loading, num_tokens), training_loop.lora_options(args), args.seed)
-    model = PolicyModel(model, num_valid_tokens=num_tokens)
+    model = training_loop.load_policy(args, ds_config, num_tokens, dropout=args.dropout or 0.0)
     engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
     trainer = DPOTrainer(
         engine,

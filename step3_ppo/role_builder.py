@@ -11,7 +11,7 @@ from common.generation.decode_state import SamplingOptions
 from common.models import LoraOptions, ModelOptions, add_lora, load_causal_lm, plain_model
 from common.policy_model import PolicyModel
 from common.training_loop import build_engine
-from common.value_model import load_value_model
+from common.value_model import ValueModel, load_value_model
 from common.varlen_attention import takes_flat
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.hybrid_engine import HybridEngine
@@ -93,13 +93,8 @@ class RoleBuilder:
 
     def build_actor(self) -> Actor:
         """Return the actor in a hybrid engine. Every rank must call this."""
-        args, ds_config, lora = self.args, self._train_config("actor"), self._lora("actor")
-        checkpointing = args.actor_gradient_checkpointing
-        options = self._model_options(
-            args.actor_model_name_or_path, ds_config, gradient_checkpointing=checkpointing
-        )
-        model = load_causal_lm(options, len(self.tokenizer))
-        policy = self._policy(add_lora(model, lora, args.seed))
+        args, ds_config = self.args, self._train_config("actor")
+        policy = self.load_actor(ds_config)
         engine = self._engine("actor", policy, ds_config)
         sampling = SamplingOptions(
             max_new_tokens=args.max_answer_seq_len,
@@ -113,6 +108,16 @@ class RoleBuilder:
         )
         hybrid_engine = HybridEngine(engine, hybrid_options(args))
         return Actor(hybrid_engine, sampling, is_flat=self._is_flat(policy.causal_lm))
+
+    def load_actor(self, ds_config: dict[str, Any]) -> PolicyModel:
+        """Return what the actor's engine trains. Every rank must call this."""
+        args = self.args
+        checkpointing = args.actor_gradient_checkpointing
+        options = self._model_options(
+            args.actor_model_name_or_path, ds_config, gradient_checkpointing=checkpointing
+        )
+        model = load_causal_lm(options, len(self.tokenizer))
+        return self._policy(add_lora(model, self._lora("actor"), args.seed))
 
     def _policy(self, causal_lm: nn.Module) -> PolicyModel:
         return PolicyModel(causal_lm, num_valid_tokens=len(self.tokenizer), temperature=self.args.temperature)
@@ -135,13 +140,18 @@ class RoleBuilder:
 
     def build_critic(self) -> Critic:
         """Return the critic, which begins as the reward model. Every rank must call this."""
-        args, ds_config = self.args, self._train_config("critic")
+        ds_config = self._train_config("critic")
+        model = self.load_critic(ds_config)
+        return Critic(self._engine("critic", model, ds_config), is_flat=self._is_flat(model.classifier))
+
+    def load_critic(self, ds_config: dict[str, Any]) -> ValueModel:
+        """Return what the critic's engine trains. Every rank must call this."""
+        args = self.args
         checkpointing = args.critic_gradient_checkpointing
         options = self._model_options(
             args.critic_model_name_or_path, ds_config, gradient_checkpointing=checkpointing
         )
-        model = load_value_model(options, len(self.tokenizer), self._lora("critic"), seed=args.seed)
-        return Critic(self._engine("critic", model, ds_config), is_flat=self._is_flat(model.classifier))
+        return load_value_model(options, len(self.tokenizer), self._lora("critic"), seed=args.seed)
 
     def build_reward(self, path: str) -> Reward:
         """Return a reward model, frozen. Every rank must call this."""

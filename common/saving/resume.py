@@ -65,20 +65,25 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
     return EarlierRun(found, notes=notes)
 
 
+def find_named(path: Path) -> tuple[list[Checkpoint], list[str]]:
+    """Return the checkpoint that a path is, or those of a run's folder, newest first, and what is wrong."""
+    try:
+        if (path / META).exists():
+            return [read_checkpoint(path)], []
+        found, doubts = find_checkpoints(path.parent if path.name == FOLDER else path)
+    except ValueError as error:
+        return [], [f"checkpoint {path}: {error}"]
+    return found, doubts if found or doubts else [f"{path} is no checkpoint and has none in {path / FOLDER}"]
+
+
 def _named_checkpoint(args: Any, problems: Problems) -> EarlierRun:
     """Return the checkpoint that --resume PATH names: itself, or the newest of a run's folder."""
     path = Path(args.resume)
     if args.output_dir:
         _can_write(Path(args.output_dir), problems)
-    try:
-        if (path / META).exists():
-            found, doubts = [read_checkpoint(path)], []
-        else:
-            found, doubts = find_checkpoints(path.parent if path.name == FOLDER else path)
-    except ValueError as error:
-        found, doubts = [], [f"checkpoint {path}: {error}"]
+    found, doubts = find_named(path)
     if not found:
-        why = "; ".join(doubts) or f"{path} is no checkpoint and has none in {path / FOLDER}"
+        why = "; ".join(doubts)
         problems.add(f"--resume {path}: {why}; give a folder such as OUTPUT_DIR/{FOLDER}/step-000200")
         return EarlierRun()
     home = found[0].folder.resolve().parent.parent

@@ -4,6 +4,7 @@ Weights, optimizer states, averages, random numbers and counters are compared in
 runs, metrics and samples in their files, exports byte by byte.
 """
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from common.saving.checkpoints import find_checkpoints
 from common.stop_request import STOPPED
+from export import main as run_export
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +62,7 @@ def flags(tiny):
         "max_train_steps": 3,
         "enable_hybrid_engine": True,
         "enable_ema": True,
+        "export_critic": True,
         "ema_decay": 0.5,
         "kl_target": 0.1,
         "kl_horizon": 50,
@@ -273,6 +276,56 @@ def test_ppo_variants(forks, flags, finished, tmp_path, variant, point):
     hook = {"at": at, "call": min(call, 5), "do": "kill"}
     stop_and_resume(forks, flags[variant], tmp_path / "output", hook, save_points="minibatch")
     assert_same_run(tmp_path / "output", finished(variant))
+
+
+EXPORTED = ["sft, LoRA, bf16", "reward, two ranks, ZeRO 3", "ppo, LoRA", "ppo, two ranks, ZeRO 3", "dpo"]
+
+
+@pytest.mark.parametrize("variant", EXPORTED)
+def test_an_export_of_a_checkpoint_is_that_of_the_run(forks, finished, tmp_path, variant):
+    """On one process, whatever the run had, from the last checkpoint: all that the run has exported."""
+    folder = finished(variant)
+    names = {"export": "model", "export_ema": "ema", "export_critic": "critic", "adapter": "adapter"}
+    found = [name for name in names if (folder / name).exists()]
+    assert len(found) == {"sft": 2, "rew": 1, "dpo": 1, "ppo": 3}[variant[:3]] + (variant == "ppo, LoRA")
+    for name in found:
+        run_export([str(folder), "--output", str(tmp_path / name), "--what", names[name]])
+        files = sorted(path.name for path in (folder / name).iterdir())
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == files
+        for file in files:
+            assert (tmp_path / name / file).read_bytes() == (folder / name / file).read_bytes(), file
+
+
+def test_a_checkpoint_that_cannot_be_exported_is_told_in_one_message(finished, tmp_path, capsys):
+    checkpoint = find_checkpoints(finished("sft, LoRA, bf16"))[0][0].folder
+    shutil.copytree(checkpoint, tmp_path / "damaged")
+    file = tmp_path / "damaged/model-rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    shutil.copytree(checkpoint, tmp_path / "torn")
+    (tmp_path / "torn/meta.json").write_text("{")
+    shutil.copytree(checkpoint, tmp_path / "foreign")
+    other = json.loads(json.loads((checkpoint / "meta.json").read_text())["content"])
+    other["args"]["lora_dim"] = 2
+    text = json.dumps(other)
+    outer = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text}
+    (tmp_path / "foreign/meta.json").write_text(json.dumps(outer))
+    cases = [
+        ([tmp_path / "damaged"], "model-rank-00000.safetensors has changed since it was written"),
+        ([tmp_path / "torn"], "meta.json is not one of ours, or torn"),
+        ([tmp_path / "foreign"], "foreign is not of the model that its run began from: it holds"),
+        ([tmp_path / "nowhere"], "nowhere is no checkpoint and has none in"),
+        ([checkpoint, "--what", "ema"], "--what ema: "),
+        ([checkpoint, "--what", "critic"], "--what critic: "),
+    ]
+    for (place, *more), said in cases:
+        with pytest.raises(SystemExit) as left:
+            run_export([str(place), "--output", str(tmp_path / "new"), *more])
+        assert left.value.code == 2 and said in capsys.readouterr().err
+        assert not (tmp_path / "new").exists()
+    with pytest.raises(SystemExit):
+        run_export([str(checkpoint), "--output", str(checkpoint.parent)])
+    assert "is there already; give a folder that is not" in capsys.readouterr().err
+    assert checkpoint.is_dir()
 
 
 def test_goes_on_after_damage(forks, flags, finished, tmp_path):

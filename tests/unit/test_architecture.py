@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ("step1_sft", "step2_reward", "step3_ppo")
 ABOVE_COMMON = (
-    *STEPS, "train", "chat", "arena", "human_feedback", "benchmarks", "docs", "examples", "training_scripts",
-    "tests",
+    *STEPS, "train", "chat", "arena", "export", "human_feedback", "benchmarks", "docs", "examples",
+    "training_scripts", "tests",
 )  # fmt: skip
 MAX_FILE_LINES, AIM_FILE_LINES = 420, 400
 MAX_FUNCTION_LINES, AIM_FUNCTION_LINES = 90, 60

@@ -1,0 +1,161 @@
+#!/usr/bin/env python
+"""Makes an export of any checkpoint: the one that its run would have written at that step.
+
+python export.py output/ppo/checkpoints/step-000200 --output output/ppo-200
+python export.py output/ppo --output output/ppo-average --what ema     (the newest checkpoint of a run)
+
+It runs in one process on the CPU, whatever the run had. The model that the run began from must be where it
+was; the data are not needed.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from common import startup, training_loop
+from common.args import REQUIRED, Problems, flag, parse_args
+from common.models import plain_model
+from common.policy_model import language_model
+from common.saving.checkpoints import Checkpoint
+from common.saving.export import save_adapter, save_export
+from common.saving.pieces import PieceReader
+from common.saving.resume import find_named
+from common.value_model import ValueModel
+from step1_sft.arguments import SFTArguments
+from step2_reward.arguments import RewardArguments
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.role_builder import RoleBuilder
+
+
+@dataclass
+class CheckpointExportArguments:
+    """Which checkpoint, what of it, and where it goes."""
+
+    checkpoint: str = flag(
+        REQUIRED, "a checkpoint, or a run's folder for its newest; as the first word it needs no --checkpoint"
+    )
+    output: str = flag(REQUIRED, "where the export goes: a folder that is not there yet")
+    what: str = flag(
+        "model",
+        "the model (LoRA merged), its adapter alone, of step 3 the average or the critic",
+        choices=("model", "adapter", "ema", "critic"),
+    )
+
+
+def find_checkpoint(args: CheckpointExportArguments, problems: Problems) -> Checkpoint:
+    """Return the newest whole checkpoint that is meant; leave with what is wrong where there is none."""
+    found, doubts = find_named(Path(args.checkpoint))
+    for checkpoint in found:
+        damage = checkpoint.damaged_file()
+        if damage is None:
+            return checkpoint
+        doubts.append(f"{checkpoint.folder}: {damage}")
+    problems.add(f"{args.checkpoint}: {'; '.join(doubts)}")
+    problems.exit_if_any()
+    raise AssertionError
+
+
+def read_flags(checkpoint: Checkpoint) -> Any:
+    """Return the flags of the run as its program had them, the precision resolved."""
+    saved = checkpoint.meta["args"]
+    kind = RewardArguments if "loss" in saved else SFTArguments
+    kind = PPOArguments if "actor_model_name_or_path" in saved else kind
+    known = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{n: v for n, v in saved.items() if n in known} | {"dtype": saved["resolved_dtype"]})
+
+
+def build_module(args: Any, tokenizer: Any, part: str) -> nn.Module:
+    """Return what the run's engine held, as it was at the beginning."""
+    if isinstance(args, PPOArguments):
+        builder = RoleBuilder(args, args.dtype, tokenizer, 0, {}, needs_critic=False, reward_paths={})
+        return builder.load_critic({}) if part == "critic" else builder.load_actor({})
+    if isinstance(args, SFTArguments):
+        return training_loop.load_policy(args, {}, len(tokenizer), dropout=args.dropout)
+    load = training_loop.load_policy if args.loss == "dpo" else training_loop.load_ranker
+    return load(args, {}, len(tokenizer), dropout=args.dropout or 0.0)
+
+
+@torch.no_grad()
+def take_weights(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
+    """Put the trained weights of a checkpoint into a module; what is frozen stays as it was loaded.
+
+    Raises ValueError when one is missing or has another size.
+    """
+    reader = PieceReader(checkpoint.files(part))
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            key = name if part == "ema" else f"{name}:weight"
+            if reader.numel(key) != parameter.numel():
+                raise ValueError(
+                    f"{checkpoint.folder} is not of the model that its run began from: it holds "
+                    f"{reader.numel(key)} elements of {key}, not {parameter.numel()}"
+                )
+            parameter.copy_(reader.read(key).view(parameter.shape))
+
+
+def build_metadata(args: Any, what: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what triptych.json says, as the run's own export has it."""
+    if what == "critic":
+        return {"step": "critic"}
+    if isinstance(args, PPOArguments):
+        return {"step": "ppo", "template": args.template, "last_step": facts}
+    kind = "sft" if isinstance(args, SFTArguments) else "dpo" if args.loss == "dpo" else "reward"
+    return {"step": kind, "template": args.template} | facts
+
+
+def check(
+    args: CheckpointExportArguments, checkpoint: Checkpoint, flags: Any, part: str, problems: Problems
+) -> Any:
+    """Return the run's tokenizer after checking that there is what is asked for; leave where there is not."""
+    if not checkpoint.files(part):
+        problems.add(f"--what {args.what}: {checkpoint.folder} holds none; the run was made without")
+    if args.what == "adapter" and not (getattr(flags, "lora_dim", 0) or getattr(flags, "actor_lora_dim", 0)):
+        problems.add(f"--what adapter: the run of {checkpoint.folder} had no LoRA")
+    folder = Path(args.output)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        problems.add(f"--output {folder} is there already; give a folder that is not")
+    problems.exit_if_any()
+    origin = "actor_model_name_or_path" if isinstance(flags, PPOArguments) else "model_name_or_path"
+    for name in {origin, "critic_model_name_or_path" if part == "critic" else origin}:
+        startup.check_model(f"the run's --{name}", getattr(flags, name), flags, problems)
+    problems.exit_if_any()
+    tokenizer = startup.check_tokenizer(f"the run's --{origin}", getattr(flags, origin), flags, problems)
+    problems.exit_if_any()
+    return tokenizer
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Find the checkpoint, build its model, write the export."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv and not argv[0].startswith("-"):
+        argv = ["--checkpoint", *argv]
+    problems = Problems()
+    args = parse_args(CheckpointExportArguments, argv, description=__doc__.splitlines()[0], problems=problems)
+    problems.exit_if_any()
+    checkpoint = find_checkpoint(args, problems)
+    flags = read_flags(checkpoint)
+    trained = "actor" if isinstance(flags, PPOArguments) else "model"
+    part = args.what if args.what in ("ema", "critic") else trained
+    tokenizer = check(args, checkpoint, flags, part, problems)
+    with startup.as_problem(problems):
+        module = build_module(flags, tokenizer, part)
+        take_weights(module, checkpoint, part)
+    is_scorer = isinstance(module, ValueModel)
+    model = module.classifier if is_scorer else language_model(module)
+    if args.what == "adapter":
+        save_adapter(args.output, model)
+    else:
+        facts = checkpoint.meta["numbers"]["progress"]["facts"]
+        metadata = build_metadata(flags, args.what, facts)
+        save_export(args.output, model, tokenizer, metadata=metadata, needs_own_pad=is_scorer)
+    print(f"saved {args.output}: {args.what} of {checkpoint.folder}, {type(plain_model(model)).__name__}")
+
+
+if __name__ == "__main__":
+    startup.run_program(main)
