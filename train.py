@@ -40,12 +40,13 @@ OWN_FLAGS = {
     1: f"{SHARED_FLAGS} --learning_rate 1e-5 --num_train_epochs 2",
     2: f"{SHARED_FLAGS} --learning_rate 1e-5 --weight_decay 0.1",
     3: "--per_device_generation_batch_size 8 --per_device_training_batch_size 4 --actor_learning_rate 1e-6 "
-    "--actor_gradient_checkpointing --critic_gradient_checkpointing --enable_hybrid_engine",
+    "--actor_gradient_checkpointing --critic_gradient_checkpointing --enable_hybrid_engine "
+    "--eval_fraction 0.05 --eval_interval 100",
 }
 SHOWN = {  # what of a step's metrics the summary shows: the first number and the last
     1: ("sft/eval_perplexity", "sft/loss"),
     2: ("reward/eval_accuracy", "reward/loss"),
-    3: ("objective/score", "objective/kl"),
+    3: ("eval/score", "eval/win_rate", "objective/score", "objective/kl"),
 }
 
 

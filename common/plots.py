@@ -9,6 +9,8 @@ FIRST = (
     "sft/loss",
     "reward/loss",
     "reward/accuracy",
+    "eval/score",
+    "eval/win_rate",
     "objective/score",
     "objective/kl",
     "objective/score_length_correlation",

@@ -66,7 +66,9 @@ def choose_prompts(
             rows.append(row)
         if len(rows) == args.eval_prompts:
             break
-    asked = [f"--{n} {getattr(args, n)}" for n in ("eval_interval", "keep_best") if getattr(args, n)]
+    asked = [f"--keep_best {args.keep_best}"] if args.keep_best else []
+    if args.eval_interval and not args.eval_fraction:  # a small share of a few prompts may be none
+        asked.append(f"--eval_interval {args.eval_interval}")
     if not rows and (asked or args.eval_data_path):
         raise ValueError(
             f"{', '.join(asked) or 'an evaluation'} needs prompts that are not trained on, and of "

@@ -31,7 +31,7 @@ from common.data.registry import load_source
 from common.data.source_checks import check_sources
 from common.data.stage_datasets import StageData, build_pairs, build_prompts, build_sft
 from common.dialogue import Template
-from common.flag_values import no_effect_notes
+from common.flag_values import given_flags, no_effect_notes
 from common.plugins import import_plugins
 
 BUILDERS = {1: build_sft, 2: build_pairs, 3: build_prompts}
@@ -73,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else list(argv)
     problems = Problems()
     args = parse_args(CheckDataArguments, argv, description=__doc__.splitlines()[0], problems=problems)
+    if args.stage == 3 and "eval_fraction" not in given_flags(argv):
+        args.eval_fraction = 0.0  # step 3's own default
     template = check_flags(args, problems)
     for note in no_effect_notes(args, argv):
         print(f"note: {note}", file=sys.stderr)
@@ -122,7 +124,7 @@ def check_flags(args: CheckDataArguments, problems: Problems) -> Template:
 
 def build_options(args: CheckDataArguments) -> DataOptions:
     """What decides the rows of the step, as its own program has it: the same key of the token cache."""
-    is_sft, is_ppo = args.stage == 1, args.stage == 3
+    is_sft = args.stage == 1
     options = DataOptions(
         data_path=args.data_path,
         stage=args.stage,
@@ -130,7 +132,7 @@ def build_options(args: CheckDataArguments) -> DataOptions:
         sft_only_data_path=args.sft_only_data_path if is_sft else [],
         max_seq_len=args.max_seq_len,
         max_prompt_tokens=args.max_prompt_seq_len,
-        eval_fraction=0.0 if is_ppo else args.eval_fraction,  # nothing is held out of prompts
+        eval_fraction=args.eval_fraction,
         seed=args.seed,
         max_bad_rows=args.max_bad_rows,
         score_column=args.score_column,

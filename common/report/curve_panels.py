@@ -11,6 +11,10 @@ MEANINGS = {
     "objective/kl": "to the reference, nats a response",
     "objective/reward": "score less the KL penalty, a response",
     "objective/score_length_correlation": "score with length, within a step",
+    "eval/score": "held-out prompts, mean reward",
+    "eval/win_rate": "held-out prompts, against the answers before training",
+    "eval/pass_rate": "held-out prompts, answers that pass all checks",
+    "eval/kl": "held-out prompts, nats a response",
     "rollout/response_tokens": "mean tokens a response",
     "rollout/finished_fraction": "share that ended before the limit",
     "rollout/distinct_1": "tokens that differ, by all",
@@ -58,6 +62,10 @@ OVERVIEW = (
     "dpo/eval_loss",
     "dpo/eval_accuracy",
     "dpo/grad_norm",
+    "eval/score",
+    "eval/win_rate",
+    "eval/pass_rate",
+    "eval/kl",
     "objective/score",
     "objective/kl",
     "objective/reward",
@@ -86,7 +94,7 @@ TRAILS = (
         "a slope: longer answers, more score",
     ),
 )
-GROUP_ORDER = ("objective", "rollout", "policy", "value", "reward", "dpo", "sft", "hybrid")
+GROUP_ORDER = ("eval", "objective", "rollout", "policy", "value", "reward", "dpo", "sft", "hybrid")
 
 
 def render_legend(runs: Sequence[RunFiles], kind: str = "") -> str:

@@ -63,7 +63,7 @@ class RunFiles:
     def kind(self) -> str:
         """Return `sft`, `reward`, `dpo`, `ppo` or ``, by the names of the numbers."""
         prefixes = {name.split("/")[0] for name in self.curves}
-        kinds = {"sft": "sft", "objective": "ppo", "policy": "ppo", "reward": "reward", "dpo": "dpo"}
+        kinds = {"sft": "sft", "objective": "ppo", "eval": "ppo", "reward": "reward", "dpo": "dpo"}
         return next((kind for prefix, kind in kinds.items() if prefix in prefixes), "")
 
     def defaults(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ HEADLINES = {
     "sft": ("sft/loss", "sft/eval_loss", "sft/eval_perplexity"),
     "reward": ("reward/loss", "reward/eval_accuracy", "reward/accuracy"),
     "dpo": ("dpo/loss", "dpo/eval_accuracy", "dpo/margin"),
-    "ppo": ("objective/score", "objective/kl", "rollout/response_tokens", "value/explained_variance"),
+    "ppo": ("eval/score", "eval/win_rate", "objective/score", "objective/kl", "rollout/response_tokens"),
     "": (),
 }
 # What `StepCosts` counts apart, in the order of a step.

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from made_runs import write_run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.dialogue import build_template
@@ -283,14 +284,14 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path):
 
 
 def good_summary():
-    values = (300, 1.0, 400, 60, 0.9, 0.2, 0.5, 5.0, 0.9, 0.8, 8.0, 7.0)
+    values = (300, 1.0, 400, 60, 0.9, -0.5, 0.5, 1.0, 0.7, 0.2, 0.5, 5.0, 0.9, 0.8, 8.0, 7.0)
     return dict(zip(SUMMARY_KEYS, values, strict=True))
 
 
 def test_the_table_says_met_and_missed():
     lines = format_summary(good_summary())
     assert len(lines) == len(SUMMARY_KEYS)
-    assert sum(" met " in line for line in lines) == 8 and missed_aims(good_summary()) == []
+    assert sum(" met " in line for line in lines) == 9 and missed_aims(good_summary()) == []
 
 
 @pytest.mark.parametrize(
@@ -298,6 +299,7 @@ def test_the_table_says_met_and_missed():
     [
         ("sft_perplexity", 201),
         ("reward_accuracy", 0.849),
+        ("win_rate", 0.59),
         ("vader_ppo", 0.449),
         ("kl", 10.0),
         ("distinct2_ppo", 0.449),
@@ -331,6 +333,8 @@ def test_measure_gives_every_number_and_five_prompts(small_inputs, tmp_path, tok
     base = str(inputs / "base")
     flags = ["--inputs", str(inputs), "--base", base, "--sft", base, "--ppo", base, "--device", "cpu"]
     flags += ["--reward_json", str(reward_json), "--output_dir", str(tmp_path), "--num_prompts", "12"]
+    evaluations = [{"step": s, "eval/score": s / 8, "eval/win_rate": s / 64} for s in (0, 8, 16, 24)]
+    flags += ["--ppo_run", str(write_run(tmp_path / "step3", evaluations))]
     flags += ["--num_scored", "30", "--max_response_tokens", "5", "--batch_size", "8"]
     args = measure.parse_args(flags)
     assert isinstance(args, argparse.Namespace)
@@ -338,6 +342,8 @@ def test_measure_gives_every_number_and_five_prompts(small_inputs, tmp_path, tok
     assert set(numbers) == set(SUMMARY_KEYS) - {"seconds", "peak_gib"}
     assert numbers["kl"] == 0.0 and numbers["vader_sft"] == numbers["vader_ppo"]
     assert numbers["reward_accuracy"] == 0.75
+    names = ("score_before", "score_halfway", "score_after", "win_rate")
+    assert [numbers[name] for name in names] == [0.0, 2.0, 3.0, 0.375]
     # Random weights are nearly uniform over the 300 tokens.
     assert numbers["sft_perplexity"] == pytest.approx(300, rel=0.1)
     assert sum(line.startswith("Human: ") for line in lines) == 5

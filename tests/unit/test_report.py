@@ -38,6 +38,14 @@ def test_a_run_is_read(tmp_path):
     assert (run.kind, run.last_step, run.num_steps, run.seconds, run.notes) == ("sft", 3, 3, 7.5, [])
 
 
+def test_held_out_scores_head_the_page_from_before_the_first_step_on(tmp_path):
+    rows = [{"step": step, "eval/score": step / 8, "eval/win_rate": 0.5} for step in (0, 4)]
+    assert read_run(write_run(tmp_path / "begun", rows[:1])).kind == "ppo"
+    page = page_of(write_run(tmp_path / "run", rows))
+    assert "eval/score0.5from 0" in page.text[: page.text.index("Curves")]
+    assert "held-out prompts, against the answers before training" in page.text
+
+
 def test_a_step_that_comes_twice_counts_once_with_its_last_value():
     curve = build_curves([{"step": 1, "a/b": 1.0}, {"step": 2, "a/b": 2.0}, {"step": 1, "a/b": 3.0}])["a/b"]
     assert (curve.steps, curve.values) == ([1, 2], [3.0, 2.0])

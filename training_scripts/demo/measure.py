@@ -1,11 +1,12 @@
 """Measure what the demo's three steps reached, on held-out conversations, and print it beside the aims.
 
     python training_scripts/demo/measure.py --inputs DIR --base DIR/base --sft SFT/export --ppo PPO/export \\
-        --reward_json FILE --output_dir OUT
+        --ppo_run PPO --reward_json FILE --output_dir OUT
 
-Nothing of the trainers is used: plain forward passes and plain `model.generate` in fp32, and the VADER
-lexicon, which the trainers never saw. Prints one table and five held-out prompts with the replies of the
-three models, and writes OUT/summary.json. The exit status is 0 whether or not an aim is met.
+Nothing of the trainers is used but the held-out scores that step 3 logged: plain forward passes and plain
+`model.generate` in fp32, and the VADER lexicon, which the trainers never saw. Prints one table and five
+held-out prompts with the replies of the three models, and writes OUT/summary.json. The exit status is 0
+whether or not an aim is met.
 """
 
 import argparse
@@ -29,6 +30,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 from common.data.example import Message
 from common.dialogue import Template, build_template
+from common.report.run_files import read_run
 from common.startup import quiet_libraries
 from common.tokenizer import load_tokenizer
 from training_scripts.demo.aims import format_summary
@@ -187,6 +189,19 @@ def mean_sentiment(texts: Sequence[str]) -> float:
     return sum(analyzer.polarity_scores(text)["compound"] for text in texts) / len(texts)
 
 
+def read_evaluations(run: Path) -> dict[str, float]:
+    """The scores of step 3's held-out prompts before, half-way and after, and the win rate at the end.
+
+    Raises ValueError where the run has fewer than two evaluations.
+    """
+    curves = read_run(run).curves
+    if len(curves["eval/score"].values if "eval/score" in curves else ()) < 2:
+        raise ValueError(f"--ppo_run {run} has no held-out scores: give step 3 --eval_data_path")
+    scores = curves["eval/score"].values
+    found = {"score_before": scores[0], "score_halfway": scores[len(scores) // 2], "score_after": scores[-1]}
+    return found | {"win_rate": curves["eval/win_rate"].last}
+
+
 def read_last_json(path: Path, key: str) -> float:
     """The number under `key` in the last JSON line of a file that has it; other lines are passed over.
 
@@ -250,6 +265,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
         "unigram_perplexity": unigram,
         "sft_perplexity": model_perplexity(sft, eval_rows, args.batch_size),
         "reward_accuracy": read_last_json(args.reward_json, args.reward_key),
+        **read_evaluations(args.ppo_run),
         "vader_sft": mean_sentiment(sft_samples.texts),
         "vader_ppo": mean_sentiment(ppo_samples.texts),
         "kl": mean_kl(ppo, sft, ppo_samples.batches),
@@ -291,6 +307,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         required=True,
         help="output of step2_reward/rw_eval.py, its last JSON line is read",
     )
+    add("--ppo_run", type=Path, required=True, help="step 3's --output_dir: its evaluations are read")
     add("--reward_key", default="accuracy", help="name of the reward model's accuracy in that line")
     add("--output_dir", type=Path, required=True, help="where summary.json goes")
     add("--template", default="human_assistant", help="as in the three steps")

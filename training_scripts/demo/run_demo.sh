@@ -81,6 +81,7 @@ echo "== 3. PPO: make the replies more positive"
   --critic_model_name_or_path "$OUTPUT_DIR/step2/export" \
   --data_path "$DATA/prompts/train.jsonl" \
   --data_split 0,0,1 \
+  --eval_data_path "$DATA/prompts/eval.jsonl" \
   --data_output_path "$OUTPUT_DIR/cache" \
   --output_dir "$OUTPUT_DIR/step3" \
   --overwrite_output_dir \
@@ -95,6 +96,7 @@ python training_scripts/demo/measure.py \
   --sft "$OUTPUT_DIR/step1/export" \
   --ppo "$OUTPUT_DIR/step3/export" \
   --reward_json "$OUTPUT_DIR/reward_eval.log" \
+  --ppo_run "$OUTPUT_DIR/step3" \
   --output_dir "$OUTPUT_DIR" \
   --started_at "$STARTED_AT" \
   --peak_gib "$PEAK_GIB" \

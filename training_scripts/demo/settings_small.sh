@@ -36,7 +36,8 @@ REWARD_EVAL_FLAGS=(
   --per_device_eval_batch_size 64
 )
 PPO_FLAGS=(
-  --sample_interval 8
+  --eval_prompts 128
+  --eval_interval 8
   --dtype fp32
   --enable_hybrid_engine
   --max_prompt_seq_len 32

@@ -39,7 +39,8 @@ REWARD_EVAL_FLAGS=(
   --per_device_eval_batch_size 32
 )
 PPO_FLAGS=(
-  --sample_interval 8
+  --eval_prompts "$([ -n "${FEW_STEPS:-}" ] && echo 4 || echo 256)"
+  --eval_interval 20
   --template chat
   --enable_hybrid_engine
   --max_prompt_seq_len 96

@@ -39,5 +39,7 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --enable_hybrid_engine \
     --enable_ema \
     --enable_tensorboard \
+    --eval_interval 100 \
+    --keep_best eval/score \
     --output_dir "$OUTPUT_DIR" \
     "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"

@@ -38,5 +38,7 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --actor_zero_stage 0 \
     --critic_zero_stage 0 \
     --enable_hybrid_engine \
+    --eval_interval 100 \
+    --keep_best eval/score \
     --output_dir "$OUTPUT_DIR" \
     "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"
