@@ -242,7 +242,9 @@ class RunArguments:
         [], "modules to import first: what they register can be named by flags", may_change=True
     )
     dry_run: bool = flag(
-        False, "check everything, print the resolved configuration as JSON, load nothing", may_change=True
+        False,
+        "check flags and first rows, print the resolved configuration as JSON, load no model",
+        may_change=True,
     )
     compute_fp32_loss: bool = flag(False, "accepted", no_effect="losses are always computed in fp32")
     deepspeed: bool = flag(False, "accepted", no_effect="every program runs on DeepSpeed")

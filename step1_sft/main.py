@@ -17,7 +17,7 @@ from common import distributed, startup, training_loop
 from common.args import Problems, parse_args
 from common.data.collators import PackedSFTCollator, SFTCollator
 from common.data.data_options import DataOptions
-from common.data.stage_datasets import build_sft
+from common.data.stage_datasets import build_sft, preview_rows
 from common.saving.engine_state import EngineState
 from common.saving.export import save_adapter, save_export
 from common.saving.run_saver import Run
@@ -55,6 +55,8 @@ def main() -> None:
     tokenizer, template, earlier = training_loop.check_single_model(args, options, problems)
     ds_config = training_loop.build_single_model_config(args)
     if args.dry_run:
+        with startup.as_problem(problems):
+            startup.print_note(*preview_rows(options, template))
         startup.print_resolved(args, deepspeed_config_resolved=ds_config)
         return
     if earlier.finished:

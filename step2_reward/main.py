@@ -24,7 +24,7 @@ from common.args import Problems, parse_args
 from common.data.collators import PackedPairCollator, PairCollator
 from common.data.data_options import DataOptions
 from common.data.global_batches import GlobalBatches
-from common.data.stage_datasets import build_pairs
+from common.data.stage_datasets import build_pairs, preview_rows
 from common.saving.engine_state import EngineState
 from common.saving.export import save_adapter, save_export
 from common.saving.run_saver import Run
@@ -155,6 +155,8 @@ def main() -> None:
     tokenizer, template, earlier = training_loop.check_single_model(args, options, problems)
     ds_config = training_loop.build_single_model_config(args)
     if args.dry_run:
+        with startup.as_problem(problems):
+            startup.print_note(*preview_rows(options, template))
         startup.print_resolved(args, deepspeed_config_resolved=ds_config)
         return
     if earlier.finished:

@@ -24,7 +24,7 @@ from common.data.collators import PromptCollator
 from common.data.data_options import DataOptions
 from common.data.global_batches import BatchStream, GlobalBatches
 from common.data.pretraining import build_pretraining
-from common.data.stage_datasets import build_prompts
+from common.data.stage_datasets import build_prompts, preview_rows
 from common.policy_model import language_model
 from common.refusal import StepRefused, TooManyBadSteps
 from common.saving.durable_files import remove_folder
@@ -315,6 +315,8 @@ def main() -> None:
     for line in start.warnings:
         startup.print_note(line)
     if args.dry_run:
+        with startup.as_problem(problems):
+            startup.print_note(*preview_rows(options, start.template))
         startup.print_resolved(args)
         return
     if start.earlier.finished:

@@ -1,11 +1,12 @@
 """Rows before their meaning: a sequence of dicts that knows where each came from."""
 
 import json
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from pathlib import PurePath
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from common.data.example import BadRow
 
@@ -85,27 +86,58 @@ def is_too_deep(value: Any) -> bool:
     return True
 
 
-class JsonLines(RawRows):
-    """One JSON value a line, read when asked for; blank lines are passed over."""
+class Span(NamedTuple):
+    """Where a row's bytes are in a file, and its line, or its number from 1."""
 
-    def __init__(self, data: bytes, origin: str) -> None:
-        """Keep the lines of a file's content."""
-        numbered = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
-        super().__init__([line for _, line in numbered], origin, [number for number, _ in numbered])
+    start: int
+    num_bytes: int
+    line: int
+
+
+class FileRows(RawRows):
+    """Rows that stay in their file and are read one at a time, when asked for."""
+
+    def __init__(
+        self, file: BinaryIO, spans: Iterable[Span], parse: Callable[[bytes], Any], origin: str
+    ) -> None:
+        """`parse` makes a row of its bytes; it raises BadRow."""
+        self._starts, self._sizes, self._numbers = (array("q") for _ in Span._fields)
+        for start, num_bytes, line in spans:
+            self._starts.append(start)
+            self._sizes.append(num_bytes)
+            self._numbers.append(line)
+        super().__init__(self._starts, origin, self._numbers)
+        self._file, self._parse = file, parse
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """See RawRows."""
-        try:
-            row = parse_json(self._rows[index])
-        except UnicodeDecodeError as error:
-            raise BadRow(f"the line is not UTF-8 ({error.reason} at byte {error.start})") from error
-        except ValueError as error:
-            raise BadRow(f"the line is not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise BadRow(f"the line is a JSON {type(row).__name__}, not an object")
-        if self._rows[index].count(b"[") + self._rows[index].count(b"{") > MAX_DEPTH and is_too_deep(row):
-            raise BadRow(f"the row is nested more than {MAX_DEPTH} deep")
-        return row
+        self._file.seek(self._starts[index])
+        return self._parse(self._file.read(self._sizes[index]))
+
+
+def parse_json_row(data: bytes) -> dict[str, Any]:
+    """Return the object that a line of JSON holds. Raises BadRow."""
+    try:
+        row = parse_json(data)
+    except UnicodeDecodeError as error:
+        raise BadRow(f"the line is not UTF-8 ({error.reason} at byte {error.start})") from error
+    except ValueError as error:
+        raise BadRow(f"the line is not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise BadRow(f"the line is a JSON {type(row).__name__}, not an object")
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and is_too_deep(row):
+        raise BadRow(f"the row is nested more than {MAX_DEPTH} deep")
+    return row
+
+
+def parse_json_item(data: bytes) -> Any:
+    """Return an item of a JSON list. Raises BadRow."""
+    item = parse_json(data)
+    if is_too_deep(item):
+        raise BadRow(f"the row is nested more than {MAX_DEPTH} deep")
+    if not isinstance(item, dict):
+        raise BadRow(f"the row is of type {type(item).__name__}, not an object with named columns")
+    return item
 
 
 class ArrowRows(RawRows):

@@ -41,11 +41,13 @@ class RawSource:
 
     def __init__(self, name: str, adapter: Adapter, reader: Adapter | None = None) -> None:
         """`reader` reads the rows where that is not the adapter itself: a local copy of a known data set."""
-        self.name, self.adapter, self._reader = name, adapter, reader or adapter
+        self.name, self.adapter, self.reader = name, adapter, reader or adapter
+        self.is_cut = False  # there may be more rows than were read
 
     @cached_property
     def _parts(self) -> Parts:
-        train, held_out = self._reader.load()
+        train, held_out = self.reader.load()
+        self.is_cut = self.reader.max_rows is not None and len(train) >= self.reader.max_rows
         arrange = self.adapter.arrange
         return Parts(
             arrange(RawRows.of(train, self.name)),
@@ -55,7 +57,7 @@ class RawSource:
     @property
     def needs_hub(self) -> bool:
         """Whether the rows come from the hub, which may take long and may fail."""
-        return type(self._reader).load is Adapter.load
+        return type(self.reader).load is Adapter.load
 
     @property
     def train(self) -> RawRows:
@@ -70,7 +72,7 @@ class RawSource:
     def digest(self) -> str:
         """Changes with the rows and with the code that reads them."""
         label = Path(self.name).name
-        data_digest = self._reader.data_digest() or self._content_digest()
+        data_digest = self.reader.data_digest() or self._content_digest()
         return f"{label} {data_digest} {self.adapter.code_digest()}"
 
     def _content_digest(self) -> str:
@@ -87,20 +89,22 @@ def registered_names() -> list[str]:
     return sorted(ADAPTERS)
 
 
-def load_source(source: str, score_column: str = DEFAULT_SCORE_COLUMN) -> RawSource:
+def load_source(
+    source: str, score_column: str = DEFAULT_SCORE_COLUMN, max_rows: int | None = None
+) -> RawSource:
     """The source that a `--data_path` entry names.
 
     It is, in this order: `module:Class` or `module:Class:NAME` (a class of your own; NAME is the file, folder
     or hub data set that it reads), a file or folder, a registered name, a hub name. A local folder or file
     under a registered name (`/data/openai/webgpt_comparisons`) is read by that adapter. The class is an
     Adapter, or one with the methods of DeepSpeed-Chat's. `score_column` orders the responses to a
-    prompt where each has scores.
+    prompt where each has scores. `max_rows`: only the first rows of each file are read.
 
     Raises:
         ValueError: it is none of them; the message names the nearest registered name.
     """
     found = _find_source(source)
-    found.adapter.score_column = score_column
+    found.adapter.score_column, found.reader.max_rows = score_column, max_rows
     return found
 
 

@@ -11,21 +11,22 @@ from common.data.raw_rows import RawRows
 from common.data.registry import RawSource, load_source
 from common.data.split import parse_data_split, share_indexes
 
-NUM_PROBED = 20  # rows looked at to find one that serves; the rest is counted when the data is built
+NUM_READ = 200  # rows of each file; the rest is counted when the data is built
+NUM_PROBED = 20  # of them, looked at to find one that serves
 
 
 def check_sources(paths: Sequence[str], stage: int, options: DataOptions) -> list[str]:
     """Problems of the options and of every source, each with its flag, value and cure; nothing is tokenised.
 
-    `paths` are entries of --data_path or --sft_only_data_path. A hub data set is looked at only where the hub
-    may not be asked: then it must lie in the library's cache already.
+    `paths` are entries of --data_path or --sft_only_data_path. Of a file only the first rows are read. A hub
+    data set is looked at only where the hub may not be asked: it must lie in the library's cache then.
     """
     problems = options.problems()
     for path in dict.fromkeys(paths):
         is_sft_only = path in options.sft_only_data_path and path not in options.data_path
         flag = "--sft_only_data_path" if is_sft_only else "--data_path"
         try:
-            found = _problems(load_source(path, options.score_column), stage, options)
+            found = _problems(load_source(path, options.score_column, NUM_READ), stage, options)
         except (ValueError, OSError) as error:
             found = [str(error) if "--data_path" in str(error) else f"--data_path {path}: {error}"]
         problems += [problem.replace("--data_path", flag, 1) for problem in found]
@@ -40,7 +41,7 @@ def _problems(source: RawSource, stage: int, options: DataOptions) -> list[str]:
         reason = None if rows is None else _why_none_serves(rows, source, stage)
         if reason is not None:
             problems.append(f"--data_path {source.name}: {reason}")
-    if not problems and source.name in options.data_path and not options.problems():
+    if not (problems or source.is_cut) and source.name in options.data_path and not options.problems():
         num_rows = len(source.train)
         share = parse_data_split(options.data_split)[stage - 1]
         if not share_indexes(num_rows, options.data_split, stage, options.seed):

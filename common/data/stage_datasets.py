@@ -17,9 +17,11 @@ from common.data.data_options import DataOptions
 from common.data.data_report import DataReport
 from common.data.example import BadRow, EmptyRow, Example, missing_for
 from common.data.first_rank import make_on_first_rank
+from common.data.hub_data import is_offline
 from common.data.raw_rows import RawRows
 from common.data.registry import RawSource, load_source
 from common.data.row_fields import build_row_fields
+from common.data.source_checks import NUM_READ
 from common.data.split import is_held_out, share_indexes
 from common.data.stage_rows import PAIR, PROMPT, SFT, Item, RowKind
 from common.data.token_cache import REPORT_NAME, TokenTable, TokenWriter, build_once, cache_key
@@ -27,6 +29,7 @@ from common.dialogue import Template
 
 __all__ = ["DataOptions", "StageData", "build_pairs", "build_prompts", "build_sft"]
 
+NUM_SHOWN = 400  # characters of a row that is shown
 CHUNK_ROWS = 1024  # rows tokenised together and written as one chunk
 
 
@@ -111,6 +114,42 @@ def _build(kind: RowKind, options: DataOptions, template: Template, to_rows: par
         TokenTable(folder / "eval.arrow", shuffle_seed=options.seed),
         report,
     )
+
+
+def preview_rows(options: DataOptions, template: Template) -> list[str]:
+    """Lines about the first rows of every source, for --dry_run: which are bad, and what one looks like.
+
+    Raises:
+        ValueError: see `build_sft`.
+    """
+    kind = {1: SFT, 2: PAIR, 3: PROMPT}[options.stage]
+    more = {"loss_on": options.loss_on} if kind is SFT else {}
+    lines = []
+    for name in [*options.data_path, *options.sft_only_data_path]:
+        source = load_source(name, options.score_column, NUM_READ)
+        if source.needs_hub and not is_offline():
+            lines.append(f"{name} is on the hub: its rows are read at the start")
+            continue
+        report = DataReport(kind=kind.name)
+        share = _Share(source, is_whole=True)  # the shares of the steps are drawn from all rows
+        items = [item for item, _ in _items(share, kind, options, report)]
+        rows = kind.to_rows(items, template, report, max_tokens=options.max_tokens, **more)
+        which = "first " if source.is_cut else ""
+        lines.append(
+            f"{name}: its {which}{report.num_raw_rows} rows give {len(rows)} of step {options.stage}, "
+            f"{report.num_tokens} tokens"
+        )
+        lines += report.lines()[1:]
+        for column, ids in rows[0].items() if rows else ():
+            if column.endswith("ids"):
+                text = template.tokenizer.decode(ids)
+                short = (
+                    text
+                    if len(text) <= NUM_SHOWN
+                    else f"{text[: NUM_SHOWN // 2]} ... {text[-NUM_SHOWN // 2 :]}"
+                )
+                lines.append(f"{rows[0]['row_id']}, {column}: {short!r}")
+    return lines
 
 
 def _key(kind: RowKind, shares: Sequence[_Share], options: DataOptions, template: Template) -> str:

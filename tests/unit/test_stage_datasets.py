@@ -1,17 +1,20 @@
 """Sources to token rows: shares, masks, counts, the token cache, and what stops a run."""
 
 import json
+import random
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from common.data.pretraining import build_pretraining
+from common.data.registry import load_source
 from common.data.source_checks import check_sources
 from common.data.split import is_held_out, parse_data_split, share_indexes
-from common.data.stage_datasets import DataOptions, build_pairs, build_prompts, build_sft
+from common.data.stage_datasets import DataOptions, build_pairs, build_prompts, build_sft, preview_rows
 from common.dialogue import build_template
 
 ROOT = Path(__file__).parents[2]
@@ -289,6 +292,44 @@ def test_check_sources_tells_all_problems_at_once(tmp_path, write_rows, options)
     assert "step 1 gets no row" in problem
     (problem,) = check_sources([good], 2, options(good, 2, data_split="1,0,1"))
     assert "--data_split 1,0,1 leaves nothing to step 2" in problem
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.csv", "a.parquet"])
+def test_a_large_file_is_never_in_memory_and_its_first_rows_are_enough_at_the_start(tmp_path, name, options):
+    frame = pytest.importorskip("pandas").DataFrame(
+        [{"prompt": f"question {i}", "answer": random.Random(i).randbytes(1500).hex()} for i in range(3000)]
+    )
+    path = str(tmp_path / name)
+    if ".json" in name:
+        frame.to_json(path, orient="records", lines="jsonl" in name)
+    else:
+        frame.to_csv(path, index=False) if name.endswith("csv") else frame.to_parquet(
+            path, row_group_size=100
+        )
+    whole = load_source(path).train
+    tracemalloc.start()
+    assert check_sources([path], 1, options(path, 1)) == []
+    probed = tracemalloc.get_traced_memory()[1]
+    rows = load_source(path).train
+    assert sum(len(rows[i]["answer"]) for i in range(0, len(rows), 10)) == 900_000 and len(rows) == len(whole)
+    read = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert probed < 4e6 and read < 5e6  # of 9 MB
+
+
+def test_a_dry_run_reads_the_first_rows_and_shows_one(tmp_path, template, write_rows, options):
+    path = write_rows([*pairs(5), {"question": "x"}, "torn", *pairs(300)])
+    lines = preview_rows(options(path, 2), template)
+    assert lines[0].startswith(f"{path}: its first 200 rows give 198 of step 2, ")
+    assert lines[1] == "pair data: 2 rows skipped: bad form"
+    assert lines[2].startswith(f"pair data: bad row {path}:6: columns 'question' fit none of prompt/chosen")
+    assert lines[3:] == [
+        f"pair data: bad row {path}:7: the line is not JSON (Expecting value: line 1 column 1 (char 0))",
+        "rows.jsonl:1, chosen_ids: '\\n\\nHuman: question 0\\n\\nAssistant: good 0<|endoftext|>'",
+        "rows.jsonl:1, rejected_ids: '\\n\\nHuman: question 0\\n\\nAssistant: bad 0<|endoftext|>'",
+    ]
+    with pytest.raises(ValueError, match="more than --max_bad_rows 1 of the rows are bad"):
+        preview_rows(options(path, 2, max_bad_rows=1), template)
 
 
 # ---- the token cache

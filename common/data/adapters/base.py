@@ -54,6 +54,7 @@ class Adapter:
 
     notes: tuple[str, ...] = ()  # for the data report, when the rows have been read
     score_column: str = DEFAULT_SCORE_COLUMN  # --score_column
+    max_rows: int | None = None  # of each file, where the first ones are enough; None: all
     hub_places: Mapping[str, HubPlace] = {}  # by name, where the hub has other ones
 
     def __init__(self, source: str = "") -> None:

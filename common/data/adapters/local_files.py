@@ -51,8 +51,8 @@ class LocalFiles(AnyForm):
         if path.is_dir() and hub_data.is_saved_folder(path):
             return Parts(*hub_data.load_saved(path))
         train, held_out = raw_files.find_parts(path)
-        rows = raw_files.read_files(train)
-        return Parts(rows, raw_files.read_files(held_out) if held_out else None)
+        rows = raw_files.read_files(train, self.max_rows)
+        return Parts(rows, raw_files.read_files(held_out, self.max_rows) if held_out else None)
 
     def data_digest(self) -> str:
         """See Adapter."""

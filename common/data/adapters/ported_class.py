@@ -84,7 +84,9 @@ class PortedClass(Adapter):
                     "nor raw_datasets['train'] gives any; add one, or name a file, folder or hub data set by "
                     f"--data_path {self.source}:NAME"
                 )
-            return (LocalFiles if Path(self._name).exists() else AnyForm)(self._name).load()
+            reader = (LocalFiles if Path(self._name).exists() else AnyForm)(self._name)
+            reader.max_rows = self.max_rows
+            return reader.load()
         try:
             held_out = self._part("get_eval_data", None)
         except ValueError as error:
