@@ -151,6 +151,11 @@ class ScoreArguments:
         low=1,
         only_with="reward",
     )
+    reward_on_error: str = flag(
+        "refuse",
+        "when a reward gives a response no score (an error, too late, NaN): refuse the step; default:VALUE, "
+        "which is then its score; or mask: it counts in no loss, mean or baseline",
+    )
     min_reward_accuracy: float = flag(
         0.6,
         "warn before the start when a reward model's held-out accuracy is lower",

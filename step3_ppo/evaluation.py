@@ -89,28 +89,29 @@ def known_bests(args: PPOArguments, rewards: Sequence[RewardSpec]) -> list[str]:
 class Judged:
     """What became of the prompts at one time: all that a comparison needs, as JSON can hold it."""
 
-    scores: list[float]
+    scores: list[float | None]  # None: no reward gave one
     answers: list[str]  # a digest of each answer's tokens
 
 
-def judge(record: PackedBatch) -> Judged:
-    """Return the scores of a record with the digests of its answers."""
+def judge(record: PackedBatch, is_counted: torch.Tensor) -> Judged:
+    """Return the scores of a record with the digests of its answers; is_counted (B,) bool."""
     tokens = [sequence.tolist() for sequence in record.sequences("response_ids")]
     digests = [hashlib.blake2b(str(ids).encode(), digest_size=8).hexdigest() for ids in tokens]
-    return Judged(record.numbers("scores").tolist(), digests)
+    scores = zip(record.numbers("scores").tolist(), is_counted.tolist(), strict=True)
+    return Judged([score if counts else None for score, counts in scores], digests)
 
 
 def compare(mine: Judged, before: Judged) -> dict[str, float]:
     """Return the share of prompts on which `mine` has the higher score, and its 95 % interval (Wilson).
 
     A tie counts half. The same answer ties whatever it scored: in other company it is scored in another
-    micro-batch, and rounded otherwise.
+    micro-batch, and rounded otherwise. An answer without a score ties with any.
     """
     wins = 0.0
     for score, answer, old_score, old_answer in zip(
         mine.scores, mine.answers, before.scores, before.answers, strict=True
     ):
-        is_tie = answer == old_answer or score == old_score
+        is_tie = answer == old_answer or score is None or old_score is None or score == old_score
         wins += 0.5 if is_tie else float(score > old_score)
     rate = wilson_interval(wins, len(mine.scores))
     return {"eval/win_rate": rate.value, "eval/win_rate_low": rate.low, "eval/win_rate_high": rate.high}
@@ -120,7 +121,7 @@ def measure(record: PackedBatch, checks: Sequence[str]) -> dict[str, float]:
     """Return the means of scored answers; `checks` are the rewards that all have to be above 0 for a pass."""
 
     def mean(values: torch.Tensor) -> float:
-        return float(values.double().mean())
+        return float(values.double().nanmean())  # NaN: a reward whose failure is borne
 
     kl = (record.data["old_logprobs"] - record.data["ref_logprobs"]).double()
     found = {"eval/score": mean(record.numbers("scores"))}
@@ -201,10 +202,15 @@ class Evaluation:
     def _judge(self, step: int) -> dict[str, float]:
         record = self._score(self._answer(len(self.rows), step))
         checks = [spec.name for spec in self.rollout.scores.specs if spec.kind in VERIFIABLE]
-        judged = judge(record)
+        scores = self.rollout.scores
+        is_counted = scores.counts(record)
+        judged = judge(record, is_counted)
         if step == 0:
             self.before = judged
-        found = measure(record, checks) | (compare(judged, self.before) if self.before else {})
+        found = measure(record.select(is_counted.nonzero()[:, 0]), checks)
+        found |= compare(judged, self.before) if self.before else {}
+        if scores.failures.are_borne:
+            found["eval/failed_fraction"] = float((~scores.has_scores(record)).double().mean())
         self.step, self.metrics = step, found
         self.logger.log_event(step, found)
         self._show(step, record.select(range(min(NUM_SHOWN, len(record)))))

@@ -76,6 +76,21 @@ def add_results(record: PackedBatch, experience: Experience) -> PackedBatch:
     return record
 
 
+def put_back(kept: PackedBatch, record: PackedBatch) -> PackedBatch:
+    """Return `record` with what `kept`, some of its responses, has beyond it: zeros for the others."""
+    chosen = set(kept.ids)
+    rest = record.select([item for item, sample in enumerate(record.ids) if sample not in chosen])
+    for key in kept.data.keys() - rest.data.keys():
+        if torch.equal(kept.lengths[key], kept.lengths["response_ids"]):
+            zeros = kept.data[key].new_zeros(len(rest.data["response_ids"]))
+            rest = rest.with_key(key, zeros, like="response_ids")
+        else:
+            rest = rest.with_numbers(key, kept.data[key].new_zeros(len(rest)))
+    whole = PackedBatch.gather([kept, rest])
+    places = {sample: item for item, sample in enumerate(whole.ids)}
+    return whole.select([places[sample] for sample in record.ids])
+
+
 def gather_records(local: PackedBatch) -> PackedBatch:
     """Return the responses of all ranks by sample id. Every rank must call this.
 

@@ -40,17 +40,23 @@ def group_baselines(scores: torch.Tensor, group_ids: torch.Tensor) -> GroupBasel
 
 
 @torch.no_grad()
-def constant_groups(scores: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """Return whether each row's group has one score only: (B,) bool. A group of one has.
+def constant_groups(
+    scores: torch.Tensor, group_ids: torch.Tensor, is_scored: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return whether each row's group has one score at most: (B,) bool. A group of one has.
 
-    Such a group teaches a group-relative algorithm nothing (dynamic sampling, DAPO, arXiv:2503.14476).
+    Rows that are not `is_scored` (B,) bool are none of their group. Such a group teaches a group-relative
+    algorithm nothing (dynamic sampling, DAPO, arXiv:2503.14476).
     """
     rows, sizes = _group_rows(group_ids)
+    is_scored = torch.ones_like(group_ids, dtype=torch.bool) if is_scored is None else is_scored
     lowest, highest = (
-        scores.new_empty(len(sizes)).scatter_reduce_(0, rows, scores, which, include_self=False)
-        for which in ("amin", "amax")
+        scores.new_full((len(sizes),), start).scatter_reduce_(
+            0, rows, torch.where(is_scored, scores, start), which
+        )
+        for which, start in (("amin", torch.inf), ("amax", -torch.inf))
     )
-    return (lowest == highest)[rows]
+    return (lowest >= highest)[rows]
 
 
 @torch.no_grad()

@@ -45,6 +45,7 @@ from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.build_rewards import build_text_reward
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import ScoreSum
+from step3_ppo.rewards.text_rewards import Failures
 from step3_ppo.role_builder import RoleBuilder
 from step3_ppo.roles import Roles
 from step3_ppo.rollout import OldLogprobs, PromptPlace, Rollout
@@ -113,14 +114,15 @@ def collate_blocks(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 def build_rollout(args: PPOArguments, roles: Roles, specs: list[RewardSpec], tokenizer: Any) -> Rollout:
     """Return what collects the records of the steps."""
     most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
-    texts = {s.name: build_text_reward(s, args) for s in specs if s.kind != "model"}
+    failures = Failures.parse(args.reward_on_error)
+    texts = {s.name: build_text_reward(s, args, failures) for s in specs if s.kind != "model"}
     old_logprobs = "recompute" if args.replay_sampling_support else args.old_logprobs
     return Rollout(
         roles,
         PromptPlace(args.per_device_generation_batch_size, args.generation_batches),
         OldLogprobs(old_logprobs, args.max_logprob_gap, is_stale=args.rollout_staleness > 0),
         TokenCap(args.max_tokens_per_micro_batch or most, roles.actor.is_flat),
-        ScoreSum(specs, texts, lambda ids: tokenizer.decode(ids, skip_special_tokens=True)),
+        ScoreSum(specs, texts, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), failures),
         num_samples_per_prompt=args.num_samples_per_prompt,
         dynamic_sampling_rounds=args.dynamic_sampling_rounds,
         replays_support=args.replay_sampling_support,

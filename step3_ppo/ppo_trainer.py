@@ -22,12 +22,25 @@ from step3_ppo.algorithms import Algorithm
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage
 from step3_ppo.evaluation import Evaluation
-from step3_ppo.experience import Experience, MinibatchPlan, add_results, gather_records, read_experience
+from step3_ppo.experience import (
+    Experience,
+    MinibatchPlan,
+    add_results,
+    gather_records,
+    put_back,
+    read_experience,
+)
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController, loss_weights
 from step3_ppo.roles import Roles
 from step3_ppo.rollout import Rollout
-from step3_ppo.step_metrics import response_rows, summarise, summarise_gap, summarise_scores
+from step3_ppo.step_metrics import (
+    response_rows,
+    summarise,
+    summarise_failures,
+    summarise_gap,
+    summarise_scores,
+)
 from step3_ppo.trainer_state import OpenStep
 from step3_ppo.value_norm import ValueNormaliser
 
@@ -107,6 +120,13 @@ class PPOTrainer:
         """Return the step with advantages, and with the numbers that are known before its updates."""
         record, experience = self._add_advantages(record)
         summary = summarise(experience) | summarise_scores(record)
+        scores = self.rollout.scores
+        if scores.failures.are_borne:
+            summary |= summarise_failures(record)
+        share = summary.get("objective/failed_fraction")
+        if share and step % self.logger.log_interval == 0:
+            told = f"{share:.1%} of the responses have no score, the first failure: {scores.first_failure}"
+            self.logger.note(f"step {step}: {told}")
         if self.rollout.old_logprobs.recomputes:
             summary |= summarise_gap(experience)
         if self.args.rollout_staleness:
@@ -114,9 +134,15 @@ class PPOTrainer:
         self.losses.begin_step(self.kl_controller.coef)
         return OpenStep(step, record, summary)
 
-    def _add_advantages(self, record: PackedBatch) -> tuple[PackedBatch, Experience]:
-        """Return the record with all that the losses read, and the experience in real units."""
+    def _add_advantages(self, whole: PackedBatch) -> tuple[PackedBatch, Experience]:
+        """Return the record with all that the losses read, and the experience in real units.
+
+        Responses without a score under --reward_on_error mask are not in the experience: no algorithm, mean
+        or normaliser sees them. In the record their loss_mask is empty.
+        """
         args, normaliser = self.args, self.value_normaliser
+        is_counted = self.rollout.scores.counts(whole)
+        record = whole if bool(is_counted.all()) else whole.select(is_counted.nonzero()[:, 0])
         experience = read_experience(record)
         if normaliser:
             real = {n: normaliser.denormalise(getattr(experience, n)) for n in ("old_values", "next_values")}
@@ -131,6 +157,8 @@ class PPOTrainer:
         weights, counts = loss_weights(mask, args.loss_aggregation, args.max_answer_seq_len)
         record = record.with_key("loss_weights", weights[experience.response_mask], like="response_ids")
         record = record.with_numbers("loss_counts", counts)
+        if len(record) < len(whole):
+            record = put_back(record, whole)
         if args.use_decoupled_loss:
             record = self._add_prox(record)
         return record, experience

@@ -178,8 +178,8 @@ class Actor(Policy):
 
     def update(self, terms: Sequence[LossTerm]) -> dict[str, float]:
         """Return the means after one optimizer step. Every rank must call this."""
-        self.engine.train()
         with watchdog.phase("the update of the actor", clock="actor_update"):
+            self.engine.train()
             return update_engine(self.engine, terms)
 
 
@@ -231,8 +231,8 @@ class Critic(ValueRole):
 
     def update(self, terms: Sequence[LossTerm]) -> dict[str, float]:
         """Return the means after one optimizer step. Every rank must call this."""
-        self.engine.train()
         with watchdog.phase("the update of the critic", clock="critic_update"):
+            self.engine.train()
             return update_engine(self.engine, terms)
 
 

@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,19 +109,25 @@ class Rollout:
         record = self._collect_once(prompts, version)
         num_refilled = 0
         for _ in range(self.dynamic_sampling_rounds):
-            is_constant = constant_groups(record.numbers("scores"), record.numbers("group_ids"))
+            is_constant = self._constant_groups(record)
             if not is_constant.any():
                 break
             more = self._collect_once(prompts, version)
-            is_useless = constant_groups(more.numbers("scores"), more.numbers("group_ids"))
-            record, num_replaced = _refill(record, is_constant, more.select((~is_useless).nonzero()[:, 0]))
+            useful = more.select((~self._constant_groups(more)).nonzero()[:, 0])
+            record, num_replaced = _refill(record, is_constant, useful)
             num_refilled += num_replaced
         self.refilled_fraction = num_refilled / len(record)
         return record
 
+    def _constant_groups(self, record: PackedBatch) -> torch.Tensor:
+        scores, group_ids = record.numbers("scores"), record.numbers("group_ids")
+        return constant_groups(scores, group_ids, self.scores.counts(record))
+
     def _collect_once(self, prompts: Iterator[PromptBatches], version: int) -> PackedBatch:
+        with watchdog.phase("the drawing of prompts", clock="data"):
+            drawn = next(prompts)
         generated = []
-        for index, batch in enumerate(next(prompts)):
+        for index, batch in enumerate(drawn):
             numbers = self.place.prompt_numbers(self.num_draws, index)
             generated.append(self.sample(batch, numbers, version, self.num_samples_per_prompt))
         self.num_draws += 1
@@ -148,6 +154,11 @@ class Rollout:
             raise StepRefused(
                 f"{', '.join(names)} of the rollout are not finite: a model gives NaN or infinity; use "
                 "--dtype bf16 or fp32 in place of fp16, or lower the learning rate",
+                self.cap.cut(record),
+            )
+        if not bool(self.scores.has_scores(record).any()):
+            raise StepRefused(
+                f"no response of the rollout has a score; the first failure: {self.scores.first_failure}",
                 self.cap.cut(record),
             )
 
@@ -184,6 +195,10 @@ class Rollout:
 
     def _score(self, records: list[PackedBatch], texts: PromptTexts) -> PackedBatch:
         """Return the records of all ranks with what all roles say of them, end to end."""
+        with self.scores.asked(records, texts) as get_scores:
+            return self._score_beside(records, get_scores)
+
+    def _score_beside(self, records: list[PackedBatch], get_scores: Callable) -> PackedBatch:
         roles = self.roles
         if self.replays_support:
             supports = roles.actor.find_support(records)
@@ -198,7 +213,7 @@ class Rollout:
             values = roles.critic.score(records)
             columns["old_values"] = [v.values for v in values]
             numbers["next_values"] = [v.last_values for v in values]
-        numbers |= self.scores.score(roles.rewards, records, texts)
+        numbers |= get_scores(roles.rewards)
         with watchdog.phase("the gathering of the scores", clock="gather"):
             for name, found in columns.items():
                 pairs = zip(records, found, strict=True)

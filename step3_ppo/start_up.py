@@ -21,6 +21,7 @@ from step3_ppo.evaluation import known_bests
 from step3_ppo.hybrid_options import check_hybrid, take_hybrid_section
 from step3_ppo.rewards.build_rewards import check_rewards
 from step3_ppo.rewards.reward_specs import RewardSpec
+from step3_ppo.rewards.text_rewards import Failures
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,10 @@ def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems
 def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:
     """Return where scores come from: --reward, or the reward model, which is the critic's by default."""
     path = args.reward_model_name_or_path or args.critic_model_name_or_path
+    try:
+        Failures.parse(args.reward_on_error)
+    except ValueError as error:
+        problems.add(str(error))
     if args.reward:
         if args.reward_model_name_or_path:
             problems.add(

@@ -47,8 +47,20 @@ def summarise_scores(record: PackedBatch) -> dict[str, float]:
     found = {}
     for key in names:
         one, name = record.numbers(key), key.removeprefix(PREFIX)
-        found[f"objective/score_{name}"] = float(one.mean())
-        found[f"objective/agreement_{name}"] = float(correlation(one, scores))
+        is_scored = ~one.isnan()  # where a failure is borne
+        if bool(is_scored.any()):
+            found[f"objective/score_{name}"] = float(one[is_scored].mean())
+            found[f"objective/agreement_{name}"] = float(correlation(one[is_scored], scores[is_scored]))
+    return found
+
+
+def summarise_failures(record: PackedBatch) -> dict[str, float]:
+    """Return the share of responses that a reward gave no score, of several rewards that of each too."""
+    failed = {k: record.numbers(k).isnan() for k in record.data if k.startswith(PREFIX)}
+    found = {"objective/failed_fraction": float(torch.stack(list(failed.values())).any(0).double().mean())}
+    if len(failed) > 1:
+        names = {key: f"objective/failed_fraction_{key.removeprefix(PREFIX)}" for key in failed}
+        found |= {names[key]: float(is_failed.double().mean()) for key, is_failed in failed.items()}
     return found
 
 

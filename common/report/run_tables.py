@@ -26,6 +26,7 @@ HEADLINES = {
 # What `StepCosts` counts apart, in the order of a step.
 PHASE = re.compile(r"perf/(\w+)_seconds")
 PHASES = {
+    "data": "drawing prompts",
     "switch": "switch to generation and back",
     "generate": "generation",
     "gather": "exchange with other ranks",

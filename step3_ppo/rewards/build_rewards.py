@@ -17,7 +17,7 @@ from step3_ppo.rewards.classifier_reward import (
 from step3_ppo.rewards.function_reward import FunctionReward, import_function, is_async
 from step3_ppo.rewards.http_reward import HttpReward
 from step3_ppo.rewards.reward_specs import RewardSpec, parse_reward, parse_rewards
-from step3_ppo.rewards.text_rewards import TextReward
+from step3_ppo.rewards.text_rewards import Failures, TextReward
 
 
 def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
@@ -42,13 +42,14 @@ def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
     return specs
 
 
-def build_text_reward(spec: RewardSpec, args: Any) -> TextReward:
+def build_text_reward(spec: RewardSpec, args: Any, failures: Failures | None = None) -> TextReward:
     """Return the reward of a spec that reads text; a reward model reads token ids and is not built here.
 
     Raises:
         ValueError: what `check_rewards` tells too.
     """
     limits = {"timeout_seconds": args.reward_timeout_seconds, "batch_size": args.reward_batch_size}
+    limits["failures"] = failures
     if spec.kind == "function":
         return FunctionReward(spec.target, num_processes=args.reward_processes, **limits)
     if spec.kind == "http":
@@ -60,6 +61,7 @@ def build_text_reward(spec: RewardSpec, args: Any) -> TextReward:
         device=distributed.device(),
         dtype=args.dtype or distributed.default_dtype_name(),
         trust_remote_code=args.trust_remote_code,
+        failures=failures,
     )
 
 

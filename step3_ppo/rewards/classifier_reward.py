@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from common.data.collators import pad_rows
 from common.models import DTYPES, load_weights
-from step3_ppo.rewards.text_rewards import Answers, checked_scores
+from step3_ppo.rewards.text_rewards import Answers, Failures, checked_scores
 
 _ENDLESS_TOKENS = 10**9  # tokenizers without a limit say 10^30
 
@@ -30,6 +30,7 @@ class ClassifierReward:
         device: torch.device | str = "cpu",
         dtype: str = "fp32",
         trust_remote_code: bool = False,
+        failures: Failures | None = None,
     ) -> None:
         """Load model and tokenizer; `dtype` is a key of DTYPES.
 
@@ -37,6 +38,7 @@ class ClassifierReward:
             ValueError: there is no classifier, no tokenizer, or no such label.
         """
         self.name, self.batch_size, self.device = f"classifier:{target}", batch_size, device
+        self.failures = failures
         path, label = split_label(target)
         config = load_classifier_config(target, trust_remote_code=trust_remote_code)
         self.label_index = label_index(config, label, target)
@@ -61,7 +63,7 @@ class ClassifierReward:
             batch = order[first : first + self.batch_size]
             for index, score in zip(batch, self._score_rows([rows[i] for i in batch]), strict=True):
                 scores[index] = score
-        return checked_scores(self.name, scores, answers)
+        return checked_scores(self.name, scores, answers, self.failures)
 
     def close(self) -> None:
         """Do nothing: the model goes when this object does."""

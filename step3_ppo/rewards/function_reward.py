@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from common.plugins import get_from, import_own_module
-from step3_ppo.rewards.text_rewards import Answers, RewardError, checked_scores, join
+from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError, checked_scores, join
 
 LATE_SECONDS = 1.0  # an event loop that is so late is blocked
 WORKER_START_SECONDS = 300.0  # a module of the user's may load a model when it is imported
@@ -39,7 +39,13 @@ class FunctionReward:
     """A `TextReward` from the function that `MODULE:NAME` names."""
 
     def __init__(
-        self, target: str, *, timeout_seconds: float, num_processes: int = 0, batch_size: int = 64
+        self,
+        target: str,
+        *,
+        timeout_seconds: float,
+        num_processes: int = 0,
+        batch_size: int = 64,
+        failures: Failures | None = None,
     ) -> None:
         """Import the function; start the processes.
 
@@ -47,13 +53,14 @@ class FunctionReward:
             ValueError: see `import_function`.
         """
         function, self.batch_size = import_function(target), batch_size
+        failures = failures or Failures()
         self._caller: ThreadCaller | LoopCaller | ProcessCaller
         if is_async(function):
-            self._caller = LoopCaller(target, function, timeout_seconds)
+            self._caller = LoopCaller(target, function, timeout_seconds, failures)
         elif num_processes:
-            self._caller = ProcessCaller(target, num_processes, timeout_seconds)
+            self._caller = ProcessCaller(target, num_processes, timeout_seconds, failures)
         else:
-            self._caller = ThreadCaller(target, function, timeout_seconds)
+            self._caller = ThreadCaller(target, function, timeout_seconds, failures)
 
     def score(self, answers: Answers) -> list[float]:
         """See `TextReward.score`; the function gets at most `batch_size` responses at a time."""
@@ -99,13 +106,22 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def call_function(target: str, function: Callable[..., Any], batch: Answers) -> list[float]:
-    """Return the scores that a plain function gives a batch. Raises RewardError."""
+def call_function(
+    target: str, function: Callable[..., Any], batch: Answers, failures: Failures
+) -> list[float]:
+    """Return the scores that a plain function gives a batch. Raises RewardError.
+
+    Where failures are borne, the answers of a batch that raised are tried one by one.
+    """
     try:
         values = function(batch.prompts, batch.responses, batch.rows)
     except (Exception, SystemExit) as error:
-        raise _raised(target, error, batch) from error
-    return checked_scores(f"function:{target}", values, batch)
+        if failures.are_borne and len(batch) > 1:
+            return join(call_function(target, function, one, failures) for one in batch.batches(1))
+        failure = _raised(target, error, batch)
+        failure.__cause__ = error
+        return failures.bear(failure, len(batch))
+    return checked_scores(f"function:{target}", values, batch, failures)
 
 
 def _raised(target: str, error: BaseException, batch: Answers) -> RewardError:
@@ -132,6 +148,7 @@ class ThreadCaller:
     target: str
     function: Callable[..., Any]
     timeout_seconds: float
+    failures: Failures
 
     def score_batches(self, batches: list[Answers]) -> list[list[float]]:
         """Return the scores of each batch. Raises RewardError."""
@@ -142,7 +159,7 @@ class ThreadCaller:
 
         def call() -> None:
             try:
-                future.set_result(call_function(self.target, self.function, batch))
+                future.set_result(call_function(self.target, self.function, batch, self.failures))
             except BaseException as error:  # handed over, and raised where it is waited for
                 future.set_exception(error)
 
@@ -152,7 +169,8 @@ class ThreadCaller:
             return future.result(self.timeout_seconds)
         except TimeoutError:
             more = "its thread goes on running; with --reward_processes 1 it would have been ended"
-            raise _timed_out(self.target, self.timeout_seconds, batch, more) from None
+            failure = _timed_out(self.target, self.timeout_seconds, batch, more)
+        return self.failures.bear(failure, len(batch))
 
     def close(self) -> None:
         """Do nothing: there is no thread between calls."""
@@ -164,8 +182,11 @@ class ThreadCaller:
 class LoopCaller:
     """Awaits an `async def` for all batches at the same time, in one event loop in a thread of its own."""
 
-    def __init__(self, target: str, function: Callable[..., Any], timeout_seconds: float) -> None:
+    def __init__(
+        self, target: str, function: Callable[..., Any], timeout_seconds: float, failures: Failures
+    ) -> None:
         self.target, self.function, self.timeout_seconds = target, function, timeout_seconds
+        self.failures = failures
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def score_batches(self, batches: list[Answers]) -> list[list[float]]:
@@ -179,14 +200,24 @@ class LoopCaller:
         except TimeoutError:
             self._loop = None  # left behind with its thread; the next call gets another one
             more = "it blocks its event loop (await what waits, or make it a plain def) and goes on running"
-            raise _timed_out(self.target, self.timeout_seconds, batches[0], more) from None
+            failure = _timed_out(self.target, self.timeout_seconds, batches[0], more)
+            return [self.failures.bear(failure, len(batch)) for batch in batches]
         for scores in found:
             if isinstance(scores, BaseException):
                 raise scores
         return found
 
     async def _gather(self, batches: list[Answers]) -> list[Any]:
-        return await asyncio.gather(*map(self._score, batches), return_exceptions=True)
+        return await asyncio.gather(*map(self._score_or_bear, batches), return_exceptions=True)
+
+    async def _score_or_bear(self, batch: Answers) -> list[float]:
+        try:
+            return await self._score(batch)
+        except RewardError as error:
+            is_timeout = error.__cause__ is None
+            if self.failures.are_borne and len(batch) > 1 and not is_timeout:
+                return join(await asyncio.gather(*map(self._score_or_bear, batch.batches(1))))
+            return self.failures.bear(error, len(batch))
 
     async def _score(self, batch: Answers) -> list[float]:
         try:
@@ -197,7 +228,7 @@ class LoopCaller:
                 more = "it was cancelled"
                 raise _timed_out(self.target, self.timeout_seconds, batch, more) from None
             raise _raised(self.target, error, batch) from error
-        return checked_scores(f"function:{self.target}", values, batch)
+        return checked_scores(f"function:{self.target}", values, batch, self.failures)
 
     def close(self) -> None:
         """End the loop and its thread."""
@@ -235,16 +266,16 @@ class Worker:
 class ProcessCaller:
     """Calls a plain function in processes, which are killed and replaced when they fail or take too long."""
 
-    def __init__(self, target: str, num_processes: int, timeout_seconds: float) -> None:
+    def __init__(self, target: str, num_processes: int, timeout_seconds: float, failures: Failures) -> None:
         self.target, self.num_processes, self.timeout_seconds = target, num_processes, timeout_seconds
+        self.failures = failures
         self._workers: list[Worker] = []
         self._start_missing()  # they get ready while the models load
 
     def _start_missing(self) -> None:
-        self._workers = [worker for worker in self._workers if worker.process.is_alive()]
         while len(self._workers) < self.num_processes:
             ours, theirs = _SPAWN.Pipe()
-            process = _SPAWN.Process(target=_work, args=(theirs, self.target), daemon=True)
+            process = _SPAWN.Process(target=_work, args=(theirs, self.target, self.failures), daemon=True)
             with _hidden_main():
                 process.start()
             theirs.close()
@@ -253,6 +284,7 @@ class ProcessCaller:
     def score_batches(self, batches: list[Answers]) -> list[list[float]]:
         """Return the scores of each batch. Raises RewardError; the next call finds every worker in order."""
         waiting, found = deque(range(len(batches))), {}
+        self._workers = [worker for worker in self._workers if worker.process.is_alive()]
         self._start_missing()
         try:
             while len(found) < len(batches):
@@ -286,7 +318,8 @@ class ProcessCaller:
                         f"{WORKER_START_SECONDS:g} s; import less in the function's module"
                     )
                 more = "its process was ended"
-                raise _timed_out(self.target, self.timeout_seconds, batches[worker.batch_index], more)
+                failure = _timed_out(self.target, self.timeout_seconds, batches[worker.batch_index], more)
+                self._bear(worker, failure, batches, found)
 
     def _take(self, worker: Worker, batches: list[Answers], found: dict[int, list[float]]) -> None:
         try:
@@ -295,14 +328,27 @@ class ProcessCaller:
         except (EOFError, OSError):
             kind, value = "dead", None
         if kind == "dead":
-            raise self._died(worker, batches)
+            return self._bear(worker, self._died(worker, batches), batches, found)
         if kind == "error":
             raise RewardError(value)
         if kind == "ready":
             worker.is_ready = True
             return
         assert worker.batch_index is not None
-        found[worker.batch_index], worker.batch_index = value, None
+        scores, first_failure = value
+        self.failures.first = self.failures.first or first_failure
+        found[worker.batch_index], worker.batch_index = scores, None
+
+    def _bear(
+        self, worker: Worker, error: RewardError, batches: list[Answers], found: dict[int, list[float]]
+    ) -> None:
+        """Replace a process, and let the scores of its batch be those of a failure."""
+        if worker.batch_index is None:  # it never was ready, and neither would be the next
+            raise error
+        found[worker.batch_index] = self.failures.bear(error, len(batches[worker.batch_index]))
+        worker.stop()
+        self._workers.remove(worker)
+        self._start_missing()
 
     def _died(self, worker: Worker, batches: list[Answers]) -> RewardError:
         worker.process.join(WORKER_END_SECONDS)
@@ -337,7 +383,7 @@ def _hidden_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _work(connection: Connection, target: str) -> None:
+def _work(connection: Connection, target: str, failures: Failures) -> None:
     """Answer batches until the pipe is closed; the life of a worker."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
@@ -350,7 +396,9 @@ def _work(connection: Connection, target: str) -> None:
         while True:
             batch = connection.recv()
             try:
-                connection.send(("scores", call_function(target, function, batch)))
+                failures.first = ""
+                scores = call_function(target, function, batch, failures)
+                connection.send(("scores", (scores, failures.first)))
             except RewardError as error:
                 cause = traceback.format_exception(error.__cause__) if error.__cause__ else []
                 connection.send(("error", "\n".join([str(error), *cause])))

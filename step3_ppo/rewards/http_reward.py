@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from common.access_token import CLIENT_VARIABLE, client_token
-from step3_ppo.rewards.text_rewards import Answers, RewardError, checked_scores, join, shortened
+from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError, checked_scores, join, shortened
 
 MAX_CONNECTIONS = 8  # batches that are under way at the same time
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -33,6 +33,7 @@ class HttpReward:
         batch_size: int = 64,
         num_retries: int = 3,
         backoff_seconds: float = 1.0,
+        failures: Failures | None = None,
     ) -> None:
         """Nothing is sent yet.
 
@@ -41,6 +42,7 @@ class HttpReward:
         the environment's token is none.
         """
         self.url, self.timeout_seconds, self.batch_size = url, timeout_seconds, batch_size
+        self.failures = failures or Failures()
         self.num_retries, self.backoff_seconds = num_retries, backoff_seconds
         # A proxy named in the environment knows no way to this machine.
         uses_proxy = urlsplit(url).hostname not in _LOOPBACK
@@ -57,12 +59,18 @@ class HttpReward:
 
     def score(self, answers: Answers) -> list[float]:
         """See `TextReward.score`."""
-        return join(self._threads.map(self._score_batch, list(answers.batches(self.batch_size))))
+        return join(self._threads.map(self._score_or_bear, list(answers.batches(self.batch_size))))
 
     def close(self) -> None:
         """See `TextReward.close`."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
+
+    def _score_or_bear(self, batch: Answers) -> list[float]:
+        try:
+            return self._score_batch(batch)
+        except RewardError as error:
+            return self.failures.bear(error, len(batch))
 
     def _score_batch(self, batch: Answers) -> list[float]:
         content = {"prompts": batch.prompts, "responses": batch.responses, "rows": batch.rows}
@@ -124,7 +132,7 @@ class HttpReward:
         if not isinstance(content, dict) or "scores" not in content:
             raise RewardError(f'{where}: no "scores"; {beginning}; a server must answer {{"scores": [...]}}')
         try:
-            return checked_scores(self.url, content["scores"], batch)
+            return checked_scores(self.url, content["scores"], batch, self.failures)
         except RewardError as error:
             raise RewardError(f"{error}; {beginning}") from None
 

@@ -1,6 +1,8 @@
 """What a response is worth: several rewards, each scored and kept on its own, weighted and added up."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,13 +11,18 @@ import torch
 
 from common import distributed
 from common.data.packed_batch import PackedBatch
+from common.refusal import StepRefused
 from common.watch import watchdog
+from step3_ppo.rewards.classifier_reward import ClassifierReward
 from step3_ppo.rewards.reward_specs import RewardSpec
-from step3_ppo.rewards.text_rewards import Answers, RewardError, TextReward, checked_scores
+from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError, TextReward, checked_scores
 
 # The prompt's text and the fields of its row, by the prompt's number.
 PromptTexts = dict[int, tuple[str, dict[str, Any]]]
 PREFIX = "score/"  # of a record's key for one reward's scores
+
+
+Scores = dict[str, list[torch.Tensor]]  # "scores" and "score/NAME", for each record (B,) fp32
 
 
 @dataclass
@@ -25,31 +32,101 @@ class ScoreSum:
     specs: Sequence[RewardSpec]
     texts: dict[str, TextReward] = field(default_factory=dict)  # by the spec's name
     decode: Callable[[torch.Tensor], str] | None = None
+    failures: Failures = field(default_factory=Failures)
+    first_failure: str = field(default="", init=False)  # of all ranks, in the last call of `score`
 
     @property
     def reads_texts(self) -> bool:
         """Whether a reward wants the prompts' texts."""
         return bool(self.texts)
 
-    def score(
-        self, models: dict[str, Any], records: Sequence[PackedBatch], texts: PromptTexts
-    ) -> dict[str, list[torch.Tensor]]:
+    def score(self, models: dict[str, Any], records: Sequence[PackedBatch], texts: PromptTexts) -> Scores:
         """Return {"scores": the weighted sum, "score/NAME": one reward's}: for each record (B,) fp32.
 
         `models` are the Reward roles by name. Every rank must call this with as many records. Raises
-        RewardError, naming the reward, when one gives something other than a finite number a response.
+        RewardError, naming the reward, when one gives something other than a finite number a response. Where
+        failures are borne, "score/NAME" is NaN for such a response, and counts as the default, or 0, in the
+        sum: see `counts`.
         """
+        with self.asked(records, texts) as get_scores:
+            return get_scores(models)
+
+    @contextmanager
+    def asked(
+        self, records: Sequence[PackedBatch], texts: PromptTexts
+    ) -> Iterator[Callable[[dict[str, Any]], Scores]]:
+        """Ask functions and servers in a thread, beside what the block does; give what waits for them and
+        returns `score` of the models.
+        """
+        found: dict[str, Future] = {name: Future() for name in self.texts}
+        beside = [n for n, reward in self.texts.items() if not isinstance(reward, ClassifierReward)]
+
+        def ask(names: Sequence[str]) -> None:
+            for name in names:
+                try:
+                    found[name].set_result(self._score_texts(name, self.texts[name], answers))
+                except BaseException as error:  # raised where it is waited for
+                    found[name].set_exception(error)
+                    return
+
+        # A daemon: the program must be able to end while a reward hangs.
+        thread = threading.Thread(target=ask, args=(beside,), name="rewards", daemon=True)
+        with watchdog.phase("the texts of the responses", clock="reward"):
+            answers = [self._read(record, texts) for record in records] if self.texts else []
+            if beside:
+                thread.start()
+        try:
+            yield lambda models: self._add_up(models, records, found, ask)
+        except StepRefused:
+            if beside:
+                thread.join()  # the run goes on: a reward is asked by one step at a time
+            raise
+        except BaseException:
+            self.close()  # the run ends: whoever waits for a server or a process is told
+            raise
+
+    def _add_up(
+        self,
+        models: dict[str, Any],
+        records: Sequence[PackedBatch],
+        asked: dict[str, Future],
+        ask: Callable[[Sequence[str]], None],
+    ) -> Scores:
         found = {spec.name: models[spec.name].score(records) for spec in self.specs if spec.name in models}
         if self.texts:
-            answers = [self._read(record, texts) for record in records]
             with watchdog.phase("the rewards", clock="reward"), failing_together():
                 for name, reward in self.texts.items():
-                    found[name] = self._score_texts(name, reward, answers)
+                    if isinstance(reward, ClassifierReward):
+                        ask([name])  # on this rank's device, which a thread would take from the other roles
+                    found[name] = asked[name].result()
+        if self.failures.are_borne:
+            found = {n: [torch.where(x.isfinite(), x, torch.nan) for x in of] for n, of in found.items()}
+            messages = distributed.gather_objects(self.failures.first)
+            self.first_failure, self.failures.first = next(filter(None, messages), ""), ""
         total = [
-            sum(spec.weight * found[spec.name][index].double().cpu() for spec in self.specs).float()
+            sum(spec.weight * self._real(found[spec.name][index]) for spec in self.specs).float()
             for index in range(len(records))
         ]
         return {"scores": total} | {PREFIX + name: scores for name, scores in found.items()}
+
+    def _real(self, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.double().cpu()
+        if not self.failures.are_borne:
+            return scores
+        return torch.where(scores.isnan(), self.failures.default or 0.0, scores)
+
+    def has_scores(self, record: PackedBatch) -> torch.Tensor:
+        """Return (B,) bool: every reward that has a weight gave this response a score."""
+        found = torch.ones(len(record), dtype=torch.bool)
+        for spec in self.specs:
+            if spec.weight and PREFIX + spec.name in record.data:
+                found &= ~record.numbers(PREFIX + spec.name).isnan()
+        return found
+
+    def counts(self, record: PackedBatch) -> torch.Tensor:
+        """Return (B,) bool: False for responses without a score that no loss, mean or baseline may count."""
+        is_masked = self.failures.are_borne and self.failures.default is None
+        return self.has_scores(record) if is_masked else torch.ones(len(record), dtype=torch.bool)
 
     def close(self) -> None:
         """End processes and connections."""
@@ -66,8 +143,8 @@ class ScoreSum:
         whole = Answers(
             *([x for part in answers for x in getattr(part, f)] for f in ("prompts", "responses", "rows"))
         )
-        scores = torch.tensor(checked_scores(name, reward.score(whole), whole), dtype=torch.float32)
-        return list(scores.split([len(part) for part in answers]))
+        checked = checked_scores(name, reward.score(whole), whole, self.failures)
+        return list(torch.tensor(checked, dtype=torch.float32).split([len(part) for part in answers]))
 
 
 @contextmanager

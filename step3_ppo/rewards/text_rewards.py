@@ -18,6 +18,41 @@ class RewardError(StepRefused):
     """A reward failed: the message names it, what it gave, for which sample, and the cure."""
 
 
+@dataclass
+class Failures:
+    """What --reward_on_error makes of answers that a reward gives no score: by default an error.
+
+    `are_borne`: they get the score NaN, which becomes `default`; without one they count nowhere (mask).
+    """
+
+    are_borne: bool = False
+    default: float | None = None
+    first: str = ""  # the message of the first that was borne; who tells it empties it
+
+    @classmethod
+    def parse(cls, text: str) -> "Failures":
+        """Return what `refuse`, `default:VALUE` or `mask` says. Raises ValueError for anything else."""
+        if text in ("refuse", "mask"):
+            return cls(are_borne=text == "mask")
+        kind, _, value = text.partition(":")
+        try:
+            default = float(value) if kind == "default" else math.nan
+        except ValueError:
+            default = math.nan
+        if not math.isfinite(default):
+            raise ValueError(
+                f"--reward_on_error {text}: use refuse, mask, or default:VALUE with a number, as in default:0"
+            )
+        return cls(are_borne=True, default=default)
+
+    def bear(self, error: RewardError, num_answers: int) -> list[float]:
+        """Return the scores of a batch that failed. Raises the error where it is not borne."""
+        if not self.are_borne:
+            raise error
+        self.first = self.first or str(error)
+        return [math.nan] * num_answers
+
+
 @dataclass(frozen=True)
 class Answers:
     """What a text reward sees; the lists are parallel."""
@@ -49,7 +84,7 @@ class TextReward(Protocol):
     """Scores responses by their text."""
 
     def score(self, answers: Answers) -> list[float]:
-        """Return one finite score for each answer. Raises RewardError."""
+        """Return one finite score for each answer, NaN for one whose failure is borne. Raises RewardError."""
         ...
 
     def close(self) -> None:
@@ -64,36 +99,41 @@ def shortened(text: str) -> str:
     return repr(text)
 
 
-def checked_scores(name: str, values: Any, answers: Answers) -> list[float]:
+def checked_scores(name: str, values: Any, answers: Answers, failures: Failures | None = None) -> list[float]:
     """Return what the reward called `name` gave as one finite float for each answer.
 
-    `values` is a list, an array or a tensor of one dimension; True and False count as 1 and 0.
+    `values` is a list, an array or a tensor of one dimension; True and False count as 1 and 0. Where
+    `failures` are borne, what is no finite number is NaN.
 
     Raises:
         RewardError: it is none of these, of another length, or holds None, NaN, an infinity or no number.
     """
+    failures = failures or Failures()
     if hasattr(values, "tolist"):  # an array or a tensor: one copy, not one for each element
         values = values.tolist()
     # The keys of a mapping and the order of a set would make scores of the right count and no sense.
     if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping | Set):
-        raise RewardError(
+        error = RewardError(
             f"reward {name} gave {shortened(str(values))} in place of a list of {len(answers)} numbers "
             f"(first: {answers.shown(0)}); return one number for each response"
         )
+        return failures.bear(error, len(answers))
     values = list(values)
     if len(values) != len(answers):
-        raise RewardError(
+        error = RewardError(
             f"reward {name} gave {len(values)} scores for {len(answers)} responses "
             f"(first: {answers.shown(0)}); return one number for each response, in their order"
         )
+        return failures.bear(error, len(answers))
     scores = [_as_float(value) for value in values]
     for index, score in enumerate(scores):
         if not math.isfinite(score):
-            raise RewardError(
+            error = RewardError(
                 f"reward {name} gave {shortened(str(values[index]))} for response {index + 1} of "
                 f"{len(answers)}: {answers.shown(index)}; every score must be a finite number, so return 0.0 "
                 "where there is nothing to say"
             )
+            scores[index : index + 1] = failures.bear(error, 1)
     return scores
 
 

@@ -1,13 +1,14 @@
 """Step 3 with rewards of a user's own: several with weights, and what happens when one fails."""
 
 import pytest
-from program_runs import ROOT, STEPS, as_flags, environment, read_metrics, run, torchrun
+from program_runs import ROOT, STEPS, as_flags, environment, read_metrics, run, run_here, torchrun
 
 pytestmark = pytest.mark.slow
 
 REWARDS = """
 import os
 import time
+import zlib
 
 calls = []
 
@@ -30,6 +31,12 @@ def second_hangs(prompts, responses, rows):
     if len(calls) == 2:
         time.sleep(60)
     return [1.0] * len(prompts)
+
+
+def one_in_ten_fails(prompts, responses, rows):
+    if any(zlib.crc32((p + r).encode()) % 10 == 0 for p, r in zip(prompts, responses)):
+        raise ValueError("no verdict")
+    return [float(len(response)) for response in responses]
 
 
 async def waits(prompts, responses, rows):
@@ -108,3 +115,26 @@ def test_processes_give_the_same_scores(start):
     scores = [row["objective/score"] for row in read_metrics(output, "objective/score")]
     assert len(scores) == 2 and all(score > 0 for score in scores)
     assert environment()["OMP_NUM_THREADS"] == "1" and ROOT.is_dir()
+
+
+def test_200_steps_with_a_reward_that_fails_one_time_in_ten(
+    tiny, tmp_path, lone_process, no_pictures, monkeypatch
+):
+    """They end as any run does, the share is named, and the phases are the step but for 5 %."""
+    (tmp_path / "failing_judge.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = {
+        "actor_model_name_or_path": tiny.base, "data_path": tiny.rows, "data_split": "0,0,1",
+        "data_output_path": tiny.cache, "output_dir": tmp_path / "output", "max_prompt_seq_len": 12,
+        "max_answer_seq_len": 2, "per_device_generation_batch_size": 4, "num_samples_per_prompt": 2,
+        "per_device_training_batch_size": 8, "max_train_steps": 200, "num_train_epochs": 200,
+        "algorithm": "grpo", "reward": "function:failing_judge:one_in_ten_fails",
+        "enable_hybrid_engine": True, "reward_on_error": "mask", "max_bad_steps": 0, "save_interval": 0,
+    }  # fmt: skip
+    run_here(3, flags)
+    rows = read_metrics(tmp_path / "output", "objective/score")
+    assert len(rows) == 200 and (tmp_path / "output/finished.json").is_file()
+    shares = [row["objective/failed_fraction"] for row in rows]
+    assert 0.03 < sum(shares) / 200 < 0.2 and max(shares) > 0
+    assert sum(row["perf/rest_seconds"] for row in rows) < 0.05 * sum(r["perf/step_seconds"] for r in rows)
+    assert all(0 < row["perf/mfu"] < 1 for row in rows)

@@ -179,7 +179,8 @@ def test_what_a_reward_draws_is_not_missing_in_the_training(monkeypatch):
 
 def test_a_resumed_run_knows_what_it_compares_with_and_its_best():
     first, second = (evaluation(keep_best="eval/score") for _ in range(2))
-    first.before, first.step = judge(scored_record()), 20
+    first.before = judge(scored_record(), torch.ones(len(scored_record()), dtype=torch.bool))
+    first.step = 20
     first.best = {"metric": "eval/score", "value": 1.0, "step": 10}
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.before == first.before and not second.is_due(20, 20)

@@ -1,0 +1,293 @@
+"""--reward_on_error: answers that a reward gives no score; rewards that are asked beside the other roles."""
+
+import dataclasses
+import json
+import math
+import sys
+import threading
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import torch
+from records import make_record
+
+from common.refusal import StepRefused
+from step3_ppo.algorithms import ALGORITHMS
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.evaluation import Judged, compare, judge, measure
+from step3_ppo.group_math import constant_groups
+from step3_ppo.ppo_trainer import PPOTrainer
+from step3_ppo.rewards.function_reward import FunctionReward
+from step3_ppo.rewards.http_reward import HttpReward
+from step3_ppo.rewards.reward_specs import RewardSpec
+from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
+from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError
+from step3_ppo.step_metrics import summarise, summarise_failures, summarise_scores
+from step3_ppo.value_norm import ValueNormaliser
+
+MODULE = """
+import asyncio, os, time
+
+def plain(prompts, responses, rows):
+    if "raise" in responses:
+        raise KeyError("gold")
+    if "late" in responses:
+        time.sleep(30)
+    if "die" in responses:
+        os._exit(7)
+    return [float("nan") if r == "nan" else None if r == "none" else 1.0 for r in responses]
+
+async def judge(prompts, responses, rows):
+    if "raise" in responses:
+        raise KeyError("gold")
+    if "late" in responses:
+        await asyncio.sleep(30)
+    return [float("nan") if r == "nan" else None if r == "none" else 1.0 for r in responses]
+"""
+
+
+@pytest.fixture
+def ask(tmp_path, monkeypatch):
+    """Return (whether each answer got its score, the first failure) of a reward function's answers."""
+    (tmp_path / "failing_rewards.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def score(name, responses, **options):
+        failures = Failures(are_borne=True)
+        options = {"timeout_seconds": 20.0, "failures": failures} | options
+        reward = FunctionReward(f"failing_rewards:{name}", **options)
+        try:
+            found = reward.score(Answers(responses, responses))
+            again = reward.score(Answers(["a"], ["a"]))
+        finally:
+            reward.close()
+        assert again == [1.0] and all(x == 1.0 or math.isnan(x) for x in found)
+        return [x == 1.0 for x in found], failures.first
+
+    yield score
+    sys.modules.pop("failing_rewards", None)
+
+
+@pytest.mark.parametrize("bad", ["raise", "nan", "none"])
+@pytest.mark.parametrize("kind", ["plain", "judge", "processes"])
+def test_only_the_answers_that_fail_have_no_score(ask, kind, bad):
+    options = {"num_processes": 1} if kind == "processes" else {}
+    name = "judge" if kind == "judge" else "plain"
+    found, first = ask(name, ["a", bad, "b", bad], **options)
+    assert found == [True, False, True, False]
+    assert ("gold" if bad == "raise" else bad) in first.lower()
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad"), [("plain", "late"), ("judge", "late"), ("processes", "late"), ("processes", "die")]
+)
+def test_a_batch_that_is_late_or_dies_fails_and_no_other(ask, kind, bad):
+    options = (
+        {"num_processes": 1, "timeout_seconds": 3.0} if kind == "processes" else {"timeout_seconds": 0.3}
+    )
+    found, first = ask("judge" if kind == "judge" else "plain", ["a", bad, "b"], batch_size=1, **options)
+    assert found == [True, False, True]
+    assert "exit code 7" in first if bad == "die" else "--reward_timeout_seconds" in first
+
+
+def test_a_server_may_answer_null_or_fail_for_a_batch(monkeypatch):
+    def answer(request):
+        responses = json.loads(request.content)["responses"]
+        if "dead" in responses:
+            return httpx.Response(500, content=iter([b"out of memory"]))
+        scores = [{"error": "?"} if r == "odd" else None if r == "none" else 1.0 for r in responses]
+        return httpx.Response(200, content=iter([json.dumps({"scores": scores}).encode()]))
+
+    failures = Failures(are_borne=True)
+    reward = HttpReward(
+        "http://127.0.0.1:9/", timeout_seconds=1.0, batch_size=2, backoff_seconds=0.0, failures=failures
+    )
+    reward._client = httpx.Client(transport=httpx.MockTransport(answer))
+    found = reward.score(Answers([""] * 6, ["a", "none", "odd", "b", "dead", "c"]))
+    reward.close()
+    assert [x == 1.0 for x in found] == [True, False, False, True, False, False] and failures.first
+
+
+@pytest.mark.parametrize(
+    "text", ["", "default", "default:", "default:nan", "default:inf", "masked", "mask:1"]
+)
+def test_what_is_no_value_of_the_flag_is_named(text):
+    with pytest.raises(ValueError, match=f"--reward_on_error {text}: use refuse, mask, or default:VALUE"):
+        Failures.parse(text)
+
+
+# ---- the sum -----------------------------------------------------------------------------------------------
+
+
+def scores_of(on_error, *, texts, model=None, weights=(1.0, 1.0)):
+    """Return (ScoreSum, the record with what it gave) of four responses; `texts` are a function's scores."""
+    specs = [RewardSpec("function", "m:f", weights[0], "f"), RewardSpec("model", "x", weights[1], "m")]
+    reward = SimpleNamespace(score=lambda answers: texts, close=lambda: None)
+    scores = ScoreSum(specs, {"function_f": reward}, lambda ids: "", Failures.parse(on_error))
+    record = make_record([0, 1, 2, 3], [2] * 4, [3, 1, 2, 4], num_samples=2)
+    given = torch.tensor(model or [0.5] * 4)
+    models = {"model": SimpleNamespace(score=lambda records: [given])}
+    for name, found in scores.score(models, [record], {n: ("", {}) for n in (0, 1)}).items():
+        record = record.with_numbers(name, found[0])
+    return scores, record
+
+
+@pytest.mark.parametrize(
+    ("on_error", "total", "counts"),
+    [("default:-3", [1.5, -2.5, 2.5, -2.5], [True] * 4), ("mask", [1.5, 0.5, 2.5, 0.5], [True, False] * 2)],
+)
+def test_an_answer_without_a_score_has_the_default_or_does_not_count(on_error, total, counts):
+    scores, record = scores_of(on_error, texts=[1.0, None, 2.0, math.nan])
+    assert record.numbers("scores").tolist() == total and scores.counts(record).tolist() == counts
+    assert "function_f gave 'None'" in scores.first_failure and not scores.failures.first
+    assert summarise_failures(record) == {
+        "objective/failed_fraction": 0.5, "objective/failed_fraction_function_f": 0.5,
+        "objective/failed_fraction_model": 0.0,
+    }  # fmt: skip
+    found = summarise_scores(record)
+    assert found["objective/score_function_f"] == 1.5 and found["objective/score_model"] == 0.5
+
+
+def test_a_models_nan_is_a_failure_and_one_of_a_reward_without_weight_masks_nobody():
+    texts = [None, 1.0, 1.0, 1.0]
+    scores, record = scores_of("mask", texts=texts, model=[0.0, 0.0, math.inf, 0.0], weights=(0.0, 1.0))
+    assert scores.counts(record).tolist() == [True, True, False, True]
+    assert record.numbers("scores").isfinite().all()
+    assert summarise_failures(record)["objective/failed_fraction"] == 0.5
+    with pytest.raises(RewardError, match="function_f gave 'None'"):
+        scores_of("refuse", texts=texts)
+
+
+def test_held_out_answers_without_a_score_are_in_no_mean_and_tie():
+    scores, record = scores_of("mask", texts=[1.0, None, 2.0, math.nan], weights=(1.0, 0.0))
+    judged = judge(record, scores.counts(record))
+    assert judged.scores == [1.0, None, 2.0, None]
+    before = Judged([0.0, 5.0, None, None], ["another"] * 4)
+    assert compare(judged, before)["eval/win_rate"] == (1 + 0.5 + 0.5 + 0.5) / 4
+    kept = record.select(scores.counts(record).nonzero()[:, 0])
+    assert measure(kept, [])["eval/score"] == 1.5
+    assert measure(record, [])["eval/score_function_f"] == 1.5
+
+
+# ---- masked answers count nowhere --------------------------------------------------------------------------
+
+
+def learned(name, record, on_error, **flags):
+    """Return (the record with what the losses read, the step's numbers) of a PPO step without engines."""
+    algorithm = ALGORITHMS[name]
+    flags = {"algorithm": name, "kl_in": algorithm.kl_in, "kl_estimator": "k1", "adv_norm": "batch"} | flags
+    args = dataclasses.replace(PPOArguments(), whiten_scores=True, **flags)
+    specs = [RewardSpec("function", "m:f", 1.0, "f")]
+    rollout = SimpleNamespace(scores=ScoreSum(specs, failures=Failures.parse(on_error)))
+    trainer = PPOTrainer(
+        args, None, None, rollout, algorithm, None, None, SimpleNamespace(coef=0.1), None, None,
+        value_normaliser=ValueNormaliser("exp", 0.9),
+    )  # fmt: skip
+    if not algorithm.needs_critic:
+        trainer.value_normaliser = None
+    found, experience = trainer._add_advantages(record)
+    if not algorithm.needs_critic:
+        experience = dataclasses.replace(experience, old_values=None)
+    state = trainer.value_normaliser.state_dict() if trainer.value_normaliser else {}
+    return found, summarise(experience) | {k: float(v) for k, v in state.items()}
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "constant"])
+@pytest.mark.parametrize("name", ["ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"])
+def test_a_step_with_masked_answers_is_a_step_without_them(name, aggregation):
+    """Whatever the algorithm: no baseline, whitening, mean or normaliser sees what is masked."""
+    record = make_record(range(9), [2] * 9, [3, 1, 2, 4, 5, 2, 3, 1, 4], num_samples=3)
+    is_scored = torch.tensor([True, False, True, True, True, True, False, False, True])
+    given = torch.where(is_scored, record.numbers("scores"), torch.nan)
+    masked = record.with_numbers("scores", torch.where(is_scored, record.numbers("scores"), 1e6))
+    masked = masked.select([4, 0, 1, 2, 3, 5, 6, 7, 8]).with_numbers(
+        PREFIX + "function_f", given[[4, 0, 1, 2, 3, 5, 6, 7, 8]]
+    )
+    kept = [i for i, sample in enumerate(masked.ids) if is_scored[sample]]
+    found, numbers = learned(name, masked, "mask", loss_aggregation=aggregation)
+    expected, expected_numbers = learned(name, masked.select(kept), "refuse", loss_aggregation=aggregation)
+    assert found.ids == masked.ids and numbers == expected_numbers
+    among_kept = found.select(kept)
+    assert set(found.data) == set(expected.data)
+    for key, value in expected.data.items():
+        torch.testing.assert_close(among_kept.data[key], value, rtol=0, atol=0, equal_nan=True, msg=key)
+    others = found.select([i for i in range(9) if i not in kept])
+    assert not others.data["loss_mask"].any()
+    assert not others.data["loss_weights"].any() and not others.data["loss_counts"].any()
+
+
+def test_dynamic_sampling_looks_at_scored_answers_alone():
+    groups, scores = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]), torch.tensor([1.0, 9, 1, 2, 3, 3, 5, 6])
+    is_scored = torch.tensor([True, False, True, True, True, True, False, False])
+    found = constant_groups(scores, groups, is_scored)
+    assert found.tolist() == [True, True, False, False, True, True, True, True]
+
+
+# ---- beside the other roles --------------------------------------------------------------------------------
+
+
+def asked_of(*scores_of_texts):
+    """Return (ScoreSum, records, texts) of functions of Answers."""
+    rewards = {}
+    for number, function in enumerate(scores_of_texts, start=1):
+        rewards[RewardSpec("function", "m:f", 1.0, "f", number).name] = SimpleNamespace(
+            score=function, close=lambda: closed.append(True)
+        )
+    closed: list = []
+    specs = [RewardSpec("function", "m:f", 1.0, "f", number + 1) for number in range(len(rewards))]
+    scores = ScoreSum(specs, rewards, lambda ids: "")
+    scores.closed = closed
+    return scores, [make_record([0, 1], [2, 2], [3, 1])], {0: ("", {}), 1: ("", {})}
+
+
+def test_a_reward_is_asked_while_the_other_roles_score():
+    """Each waits for the other to have begun: in a row, none would."""
+    asked, scoring = threading.Event(), threading.Event()
+
+    def slow(answers):
+        asked.set()
+        assert scoring.wait(30)
+        return [1.0, 2.0]
+
+    scores, records, texts = asked_of(slow)
+    with scores.asked(records, texts) as get_scores:
+        assert asked.wait(30)
+        scoring.set()
+        found = get_scores({})
+    assert found["scores"][0].tolist() == [1.0, 2.0]
+    assert not any(thread.name == "rewards" for thread in threading.enumerate())
+
+
+def test_the_first_reward_that_fails_is_told_as_in_a_row():
+    def fails(answers):
+        raise RewardError("the first")
+
+    def never(answers):
+        raise RewardError("the second")
+
+    scores, records, texts = asked_of(lambda answers: [0.0, 0.0], fails, never)
+    with pytest.raises(RewardError, match="the first"):
+        scores.score({}, records, texts)
+
+
+@pytest.mark.parametrize("error", [StepRefused("no"), KeyboardInterrupt(), MemoryError()])
+def test_an_error_of_another_role_leaves_no_question_open(error):
+    """A run that goes on waits for the reward, one that ends closes it, and hangs in no case."""
+    asked, ended, scores_may_end = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(answers):
+        asked.set()
+        scores_may_end.wait(30)
+        ended.set()
+        return [1.0, 2.0]
+
+    scores, records, texts = asked_of(slow)
+    goes_on = isinstance(error, StepRefused)
+    with pytest.raises(type(error)), scores.asked(records, texts):
+        assert asked.wait(30)
+        if goes_on:
+            threading.Timer(0.05, scores_may_end.set).start()
+        raise error
+    assert ended.is_set() == goes_on and bool(scores.closed) != goes_on
+    scores_may_end.set()
