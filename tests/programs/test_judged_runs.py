@@ -26,8 +26,8 @@ def run(tiny, forks, tmp_path_factory):
         "save_rollouts": 2,
     }
 
-    def start(*, judged=True, ranks=1, **changes):
-        key = json.dumps([judged, ranks, changes])
+    def start(*, judged=True, ranks=1, hooks=(), **changes):
+        key = json.dumps([judged, ranks, hooks, changes])
         if key not in made:
             flags = {
                 "actor_model_name_or_path": tiny.base,
@@ -47,7 +47,7 @@ def run(tiny, forks, tmp_path_factory):
                 "dtype": "fp32",
                 "output_dir": tmp_path_factory.mktemp("judged") / "output",
             }
-            done = forks.run(3, flags | (judging if judged else {}) | changes, ranks=ranks)
+            done = forks.run(3, flags | (judging if judged else {}) | changes, ranks=ranks, hooks=list(hooks))
             assert done.codes == [0] * ranks, done.text()
             made[key] = flags["output_dir"]
         return made[key]
@@ -112,6 +112,19 @@ def test_the_same_weights_give_the_same_answers(run):
     assert {row["eval/win_rate"] for row in rows} == {0.5}
     told = json.loads((output / "export_best/triptych.json").read_text())
     assert told["best"]["step"] == 0, "what is no better does not take its place"
+
+
+def test_a_failed_evaluation_is_refused_and_the_first_one_made_again(run):
+    """The reward model says NaN before the first step, and after the second."""
+    hooks = [
+        {"at": "step3_ppo.roles:Reward.score", "call": call, "do": "nan", "when": "after"} for call in (1, 6)
+    ]
+    failed, sound = (run(enable_hybrid_engine=True, hooks=h) for h in (hooks, []))
+    assert [row["step"] for row in read_metrics(failed, "perf/bad_steps")] == [0, 2]
+    rows = read_metrics(sound, "eval/score")
+    assert read_metrics(failed, "eval/score") == [row for row in rows if row["step"] != 2]
+    head, row, *_ = read_lines(next((failed / "bad_batches").glob("step-000000*")))
+    assert "scores" in head["reason"] and row["row_ids"].startswith("held_out.jsonl")
 
 
 def test_two_ranks_see_what_one_does(run):
