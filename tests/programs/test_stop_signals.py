@@ -12,6 +12,7 @@ import pytest
 from program_runs import ROOT, as_flags, deepspeed, environment, read_curve, run, torchrun
 
 from common.saving.checkpoints import find_checkpoints
+from common.saving.run_lock import read_lock
 from common.stop_request import STOPPED
 
 pytestmark = pytest.mark.slow
@@ -63,6 +64,9 @@ def test_stops_and_goes_on(tiny, tmp_path, launcher, number, whole_group):
     process = start(LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(flags)), log)
     try:
         wait_for_steps(output, 3, process, log)
+        if launcher != "deepspeed":
+            second = run(LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(flags)), may_fail=True)
+            assert second.returncode and "belongs to a run that has not ended" in second.stderr
         (os.killpg if whole_group else os.kill)(process.pid, number)
         code = process.wait(timeout=60)
         wait_for_checkpoint(output)
@@ -79,6 +83,33 @@ def test_stops_and_goes_on(tiny, tmp_path, launcher, number, whole_group):
     done = run(LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(more)))
     assert f"goes on from {found.folder}" in done.stdout
     assert len(read_curve(output, "sft/loss")) == num_steps + 2
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.long)])
+def test_a_crashed_run_is_started_again_and_a_refused_one_is_not(tiny, tmp_path, launcher):
+    output, log = tmp_path / "output", tmp_path / "log"
+    flags = {"model_name_or_path": tiny.base, "data_path": tiny.rows, "data_output_path": tiny.cache}
+    flags |= {"max_seq_len": 48, "per_device_train_batch_size": 2, "output_dir": output, "save_interval": 1}
+    flags |= {"num_train_epochs": 10000, "max_train_steps": 5000, "lr_scheduler_type": "constant"}
+    command = LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(flags))
+    until_done = [sys.executable, "-m", "common.until_done", str(output)]
+    process = start([*until_done, *command], log)
+    try:
+        wait_for_steps(output, 3, process, log)
+        os.kill(read_lock(output)["process"], signal.SIGKILL)
+        deadline = time.monotonic() + 120
+        while "goes on from" not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=60) == STOPPED, log.read_text()
+    finally:
+        process.kill()
+    text = log.read_text()
+    assert text.count("until_done: the run ended with exit code") == 1 and "goes on from" in text
+    assert read_lock(output)["exit_code"] == STOPPED
+    done = run([*until_done, *command, "--max_seq_len", "1"], may_fail=True)
+    assert done.returncode == {"torchrun": 1, "deepspeed": 2}[launcher]
+    assert done.stderr.count("nothing was started") == 1 and "until_done" not in done.stderr
 
 
 def test_stops_when_nobody_reads_what_it_says(tiny, tmp_path):

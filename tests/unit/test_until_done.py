@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 from common import until_done
+from common.args import parse_args
+from common.refusal import Problems
 from common.saving import run_lock
+from common.saving.resume import find_run
+from step1_sft.arguments import SFTArguments
 
 ROOT = Path(__file__).resolve().parents[2]
 # A run: at its n-th start it does the n-th of the words it was given.
@@ -119,6 +123,11 @@ def test_a_second_run_is_told_of_the_first_until_that_is_dead(tmp_path):
         with pytest.raises(ValueError, match="belongs to a run that has not ended"):
             run_lock.take(str(tmp_path))
         assert run_lock.read_lock(tmp_path)["process"] == first.pid
+        for words in ("", "--overwrite_output_dir", "--resume never", f"--resume {tmp_path}"):
+            problems = Problems()
+            flags = ["--model_name_or_path", "m", "--output_dir", str(tmp_path), *words.split()]
+            find_run(parse_args(SFTArguments, flags, problems=problems), problems)
+            assert problems.messages == [message]
     finally:
         first.kill()
         first.wait()
