@@ -56,6 +56,7 @@ class ChatArguments(AnsweringArguments):
     temperature: float = flag(0.7, "sampling temperature; 0 takes the likeliest token", low=0)
     top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all", low=0)
     top_p: float = flag(0.95, "sample from the smallest set of tokens with this probability", above=0, high=1)
+    seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
 
 
 class Conversation:
@@ -211,6 +212,7 @@ def load_session(args: ChatArguments, problems: Problems) -> Session:
                 top_k=args.top_k,
                 top_p=args.top_p,
                 do_sample=args.temperature > 0,
+                seed=args.seed,
             )
         conversations.append(Conversation(names[flag_name], answerer))
     is_wide = args.compare and sys.stdin.isatty() and sys.stdout.isatty()

@@ -60,6 +60,7 @@ class PromptEvalArguments(AnsweringArguments):
     max_new_tokens: int = flag(100, "tokens of an answer at most", low=1)
     num_return_sequences: int = flag(1, "answers a prompt; more than one are sampled", low=1)
     top_k: int = flag(4, "samples come from the k likeliest tokens; 0: all", low=0)
+    seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
     num_beams: int = flag(1, "accepted", no_effect=NO_BEAMS)
     num_beam_groups: int = flag(1, "accepted", no_effect=NO_BEAMS)
     penalty_alpha: float = flag(0.6, "accepted", no_effect="contrastive search left transformers")
@@ -109,6 +110,7 @@ def answer_all(
         max_new_tokens=args.max_new_tokens,
         top_k=args.top_k,
         do_sample=args.num_return_sequences > 1,
+        seed=args.seed,
     )
     return answerer.answer(prompts, num_samples=args.num_return_sequences)
 

@@ -31,13 +31,12 @@ _ENDLESS_POSITIONS = 4096  # of a model without a limit of its own (ALiBi): what
 
 @dataclass
 class AnsweringArguments(TokenizerArguments):
-    """In what form, precision and luck a model answers."""
+    """In what form and precision a model answers."""
 
     template: str = flag("", "dialogue form; empty: what the model was trained with", choices=TEMPLATE_NAMES)
     dtype: str = flag(
         "", "weights and activations; empty: bf16 on a GPU that has it, else fp32", choices=tuple(DTYPES)
     )
-    seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,6 @@ def load_answerer(path: str, template: Template, args: AnsweringArguments, **sam
         stop_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         num_valid_tokens=len(tokenizer),
-        seed=args.seed,
         **sampling,
     )
     model = load_causal_lm(model_options, len(tokenizer))

@@ -47,6 +47,7 @@ def test_both_models_answers_stand_below_each_prompt(num_samples, folders, rows_
             max_new_tokens=8,
             top_k=4,
             do_sample=num_samples > 1,
+            seed=args.seed,
         ).answer([(Message("user", q),) for q in QUESTIONS[:2]], num_samples=num_samples)
         for kind, folder in folders.items()
     }

@@ -1,0 +1,209 @@
+"""Flags of the programs beside the steps: two values of one say two things. See test_flags_act.py."""
+
+import dataclasses
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import tiny_inputs
+import torch
+from fastapi.testclient import TestClient
+from program_runs import as_flags, run_here
+
+import chat
+import train
+from human_feedback.arena_programs import ArenaArguments, serve
+from step1_sft.prompt_eval import PromptEvalArguments
+from step2_reward.arguments import RewardEvalArguments
+from step2_reward.serve import ServeArguments
+
+pytestmark = pytest.mark.slow
+
+MESSAGES = {"model": "a", "seed": 7, "messages": [{"role": "user", "content": "How are you?"}]}
+TEXTS = {"prompts": ["How are you?"] * 2, "responses": ["fine", "the quick brown fox"]}
+
+
+def said(main: Callable[[], None], capsys: pytest.CaptureFixture) -> str:
+    """What a program prints, or the code that it leaves with."""
+    capsys.readouterr()
+    try:
+        main()
+    except SystemExit as left:
+        return f"left with {left.code}: {capsys.readouterr().err}"
+    lines = capsys.readouterr().out.splitlines()
+    return "\n".join(line for line in lines if "token cache" not in line)  # made or reused
+
+
+def run_top(program: Any, words: list[str]) -> None:
+    """Run chat.py or train.py."""
+    with (
+        mock.patch.object(sys, "argv", ["program", *words]),
+        mock.patch.object(sys, "stdin", io.StringIO("How are you?\n")),
+    ):
+        program.main()
+
+
+def answers(start: Callable[[], None], path: str, body: dict[str, Any]) -> None:
+    """Print what the application of a server answers, in place of serving it."""
+
+    def ask(server: Any, sockets: Any = None) -> None:
+        client = TestClient(server.config.app, base_url="http://localhost:8080")
+        found = client.post(path, json=body)
+        data = found.json()
+        print(found.status_code, data.get("scores") or [c["message"] for c in data.get("choices", [])])
+
+    with mock.patch("uvicorn.Server.run", ask), mock.patch("builtins.print", wraps=_without_places):
+        start()
+
+
+def _without_places(*words: Any, **more: Any) -> None:
+    if str(words[0]).isdigit():  # a status; the rest names ports
+        sys.stdout.write(" ".join(map(str, words)) + "\n")
+
+
+RUNS: dict[type, Callable[[list[str]], None]] = {
+    RewardEvalArguments: lambda words: run_here(2, words, module="rw_eval"),
+    PromptEvalArguments: lambda words: run_here(1, words, module="prompt_eval"),
+    chat.ChatArguments: lambda words: run_top(chat, words),
+    ServeArguments: lambda words: answers(lambda: run_here(2, words, module="serve"), "/score", TEXTS),
+    ArenaArguments: lambda words: answers(lambda: serve(words), "/v1/chat/completions", MESSAGES),
+    train.TrainArguments: lambda words: run_top(train, words),
+}
+BASE: dict[type, dict[str, Any]] = {
+    RewardEvalArguments: {
+        "model_name_or_path": "{reward}", "data_path": "{rows}", "data_output_path": "{cache}",
+        "dtype": "fp32",
+    },
+    PromptEvalArguments: {
+        "model_name_or_path_baseline": "{base}", "model_name_or_path_finetune": "{gpt2}", "dtype": "fp32",
+        "max_new_tokens": 8, "num_prompts": 3,
+    },
+    chat.ChatArguments: {"path": "{base}", "dtype": "fp32", "max_new_tokens": 8},
+    ServeArguments: {"model_name_or_path": "{reward}", "dtype": "fp32", "port": 0},
+    ArenaArguments: {
+        "models": "a={base}", "dtype": "fp32", "max_new_tokens": 8, "port": 0, "db": "{folder}/db",
+    },
+    train.TrainArguments: {"dry_run": True, "actor_model": "facebook/opt-125m", "output_dir": "{folder}/out"},
+}  # fmt: skip
+TOKENS = {"eot_token": "a", "add_eot_token": (True, {"eot_token": "<|eot|>"})}
+SAMPLED = {"temperature": 2.0, "top_k": 1, "top_p": 0.1, "max_new_tokens": 3}
+ANSWERING = TOKENS | {"template": "plain", "dtype": "bf16"}
+ACTS: dict[type, dict[str, Any]] = {
+    RewardEvalArguments: TOKENS
+    | {
+        "max_pairs_per_prompt": (1, {"data_path": "{ranked}"}),
+        "data_path": "{ranked}",
+        "template": "plain",
+        "score_column": ("quality", {"data_path": "{scored}"}),
+        "model_name_or_path": "{reward2}",
+        "max_seq_len": 12,
+        "dtype": "bf16",
+        "num_samples": 1,
+        "seed": (5, {"data_path": "{parts}"}),
+    },
+    PromptEvalArguments: ANSWERING
+    | {
+        "seed": (5, {"num_return_sequences": 2}),
+        "model_name_or_path_baseline": "{gpt2}",
+        "model_name_or_path_finetune": "{base}",
+        "model_name_or_path_rlhf": "{base}",
+        "data_path": "{rows}",
+        "num_prompts": 2,
+        "language": "Chinese",
+        "max_new_tokens": 3,
+        "num_return_sequences": 2,
+        "top_k": (1, {"num_return_sequences": 2}),
+    },
+    chat.ChatArguments: ANSWERING
+    | SAMPLED
+    | {"seed": 5, "path": "{gpt2}", "compare": "{gpt2}", "reward": "{reward}", "system": "Be brief."},
+    ServeArguments: TOKENS
+    | {
+        "model_name_or_path": "{reward2}",
+        "token_file": "{token}",
+        "max_request_bytes": 10,
+        "max_request_rows": 1,
+        "max_text_characters": 5,
+        "max_seq_len": 3,
+        "dtype": "bf16",
+    },
+    ArenaArguments: ANSWERING
+    | SAMPLED
+    | {"models": "a={gpt2}", "token_file": "{token}", "max_request_bytes": 9},
+    train.TrainArguments: {
+        "actor_model": "facebook/opt-1.3b",
+        "reward_model": "facebook/opt-350m",
+        "deployment_type": "single_node",
+        "step": 1,
+        "output_dir": "{folder}/other",
+        "actor_zero_stage": 3,
+        "reward_zero_stage": 3,
+        "num_gpus": 2,
+        "hostfile": ("other", {"deployment_type": "multi_node"}),
+        "data_path": "{rows}",
+        "sft_flags": "--packed",
+        "reward_flags": "--packed",
+        "ppo_flags": "--packed",
+    },
+}  # fmt: skip
+ELSEWHERE = {
+    "places": "data_output_path plugins host port db",
+    "of hub names": "trust_remote_code",
+    "limits, time alone": "max_bad_rows per_device_eval_batch_size batch_size dry_run",
+    "drawn by people": "data_path",
+}
+CASES = [
+    pytest.param(cls, flag, *(case if isinstance(case, tuple) else (case, {})), id=f"{cls.__name__}-{flag}")
+    for cls, flags in ACTS.items()
+    for flag, case in flags.items()
+]
+
+
+@pytest.mark.parametrize("cls", RUNS)
+def test_every_flag_is_in_a_table(cls):
+    fields = {field.name for field in dataclasses.fields(cls) if not field.metadata["no_effect"]}
+    known = {name for names in ELSEWHERE.values() for name in names.split()}
+    assert fields - set(ACTS[cls]) - known == set() and set(ACTS[cls]) - fields == set()
+
+
+@pytest.fixture(scope="module")
+def inputs(tiny, tmp_path_factory, tiny_tokenizer) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("tools")
+    rows = tiny_inputs.make_rows(12, seed=3)
+    (folder / "token").write_text("a-token-of-a-test-that-nobody-guesses\n")
+    ranked = [
+        {"prompt": r["prompt"], "responses": [r["chosen"], "so so", r["rejected"]], "ranks": [1, 2, 3]}
+        for r in rows
+    ]
+    scored = [
+        {"prompt": r["prompt"], "response": r[kind], "helpfulness": n, "quality": 1 - n}
+        for r in rows
+        for n, kind in enumerate(("chosen", "rejected"))
+    ]
+    (folder / "parts").mkdir()
+    for part in ("train", "eval"):
+        tiny_inputs.write_rows(folder / "parts" / f"{part}.jsonl", rows)
+    return {name: str(getattr(tiny, name)) for name in ("base", "gpt2", "reward", "cache")} | {
+        "rows": str(tiny_inputs.write_rows(folder / "rows.jsonl", rows)),
+        "ranked": str(tiny_inputs.write_rows(folder / "ranked.jsonl", ranked)),
+        "scored": str(tiny_inputs.write_rows(folder / "scored.jsonl", scored)),
+        "reward2": str(tiny_inputs.save_reward_model(folder / "reward2", tiny_tokenizer, seed=2)),
+        "parts": str(folder / "parts"),
+        "token": str(folder / "token"),
+        "folder": str(folder),
+    }
+
+
+@pytest.mark.parametrize(("cls", "flag", "value", "beside"), CASES)
+def test_a_flag_acts(cls, flag, value, beside, inputs, lone_process, capsys):
+    def outcome(flags: dict[str, Any]) -> str:
+        values = {k: v.format(**inputs) if isinstance(v, str) else v for k, v in flags.items()}
+        torch.manual_seed(0)
+        return said(lambda: RUNS[cls](as_flags(values)), capsys)
+
+    flags = BASE[cls] | beside
+    base = outcome(flags)
+    assert base and base == outcome(flags) != outcome(flags | {flag: value})
