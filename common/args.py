@@ -132,8 +132,12 @@ class LoraArguments:
         "adapt the linear layers whose name contains this; auto: all of them but the head",
         only_with="lora_dim",
     )
-    only_optimize_lora: bool = flag(False, "freeze everything but the adapters (and the score head)")
-    lora_learning_rate: float = flag(5e-4, "learning rate of the adapters", low=0, only_with="lora_dim")
+    only_optimize_lora: bool = flag(
+        True,
+        "freeze all but adapters and the score head; false: all but the adapted matrices train",
+        only_with="lora_dim",
+    )
+    lora_learning_rate: float = flag(1e-4, "learning rate of the adapters", low=0, only_with="lora_dim")
 
 
 @dataclass

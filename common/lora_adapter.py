@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
+
+from common.trained_weights import trained_weights
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -46,7 +49,11 @@ def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
     if missing or loaded.unexpected_keys:
         names = [*missing, *loaded.unexpected_keys]
         raise ValueError(f"{path} is no adapter of its base model: {len(names)} weights do not match")
-    return adapted.merge_and_unload()
+    with torch.no_grad():  # as the export was merged, to the bit
+        for weight in trained_weights(adapted).values():
+            if weight.lora_a is not None:
+                weight.parameter.copy_(weight.merge(weight.parameter, weight.lora_a, weight.lora_b))
+    return adapted.unload()
 
 
 def _read_config(path: str) -> dict:

@@ -46,7 +46,7 @@ class LoraOptions:
     dim: int = 0
     alpha: float = 0.0
     module_name: str = "auto"
-    only_optimize_lora: bool = False
+    only_optimize_lora: bool = True
 
 
 def zero_stage_of(ds_config: dict[str, Any] | None) -> int:
@@ -224,8 +224,8 @@ def lora_targets(names: list[str], module_name: str) -> list[str]:
 def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.Module:
     """Return the model with PEFT adapters, or the model itself when `options.dim` is 0.
 
-    As in DeepSpeed-Chat the adapted matrices are frozen; all else trains too unless `only_optimize_lora`.
-    The score head of a value model always trains.
+    The adapters train, and the score head of a value model; without `only_optimize_lora` all but the adapted
+    matrices, as in DeepSpeed-Chat.
     """
     if options.dim == 0:
         return model

@@ -33,18 +33,13 @@ def build_optimizer(
     *,
     learning_rate: float,
     weight_decay: float = 0.0,
-    lora_learning_rate: float = 5e-4,
+    lora_learning_rate: float = 1e-4,
     beta2: float = 0.95,
 ) -> torch.optim.AdamW:
-    """Return torch's fused AdamW over the trained parameters, the same on GPUs, on CPUs and under offload.
-
-    Raises ValueError when nothing is left to train.
-    """
+    """Return torch's fused AdamW over the trained parameters, the same on GPUs, on CPUs and under offload."""
     groups = build_parameter_groups(
         model, learning_rate=learning_rate, weight_decay=weight_decay, lora_learning_rate=lora_learning_rate
     )
-    if not groups:
-        raise ValueError("no parameter is trained: --only_optimize_lora needs --lora_dim above 0")
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, beta2), fused=True)
 
 

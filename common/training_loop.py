@@ -47,8 +47,6 @@ def check_single_model(
     if args.lora_dim:
         startup.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
     tokenizer = config and startup.check_tokenizer(flag, name, args, problems)
-    if args.only_optimize_lora and not args.lora_dim:
-        problems.add("--only_optimize_lora needs --lora_dim above 0, else nothing is trained")
     for problem in check_sources([*options.data_path, *options.sft_only_data_path], options.stage, options):
         problems.add(problem)
     template, notes = startup.find_template(flag, name, args, tokenizer, problems)

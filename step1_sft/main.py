@@ -109,7 +109,7 @@ def main() -> None:
         folder = Path(args.output_dir)
         metadata = {"step": "sft", "template": args.template} | progress.facts
         save_export(folder / "export", model.causal_lm, tokenizer, metadata=metadata)
-        save_adapter(folder / "adapter", model.causal_lm)
+        save_adapter(folder / "adapter", model.causal_lm, tokenizer, metadata=metadata)
         logger.note(f"saved {folder}/export")
     logger.close()
     run.saver.finish(num_steps)

@@ -210,7 +210,7 @@ def main() -> None:
         folder = Path(args.output_dir)
         metadata = {"step": learner.kind, "template": args.template} | progress.facts
         save_export(folder / "export", learner.model, tokenizer, metadata=metadata, needs_own_pad=not is_dpo)
-        save_adapter(folder / "adapter", learner.model)
+        save_adapter(folder / "adapter", learner.model, tokenizer, metadata=metadata)
         logger.note(f"saved {folder}/export")
     logger.close()
     run.saver.finish(num_steps)

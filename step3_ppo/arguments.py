@@ -82,7 +82,7 @@ class RoleArguments:
         "auto", "adapt the actor's linear layers whose name contains this", only_with="actor_lora_dim"
     )
     actor_lora_learning_rate: float = flag(
-        5e-4, "learning rate of the actor's adapters", low=0, only_with="actor_lora_dim"
+        5e-5, "learning rate of the actor's adapters", low=0, only_with="actor_lora_dim"
     )
     critic_lora_dim: int = flag(0, "rank of the critic's adapters; 0: no LoRA", low=0, high=2**16)
     critic_lora_alpha: float = flag(
@@ -92,9 +92,13 @@ class RoleArguments:
         "auto", "adapt the critic's linear layers whose name contains this", only_with="critic_lora_dim"
     )
     critic_lora_learning_rate: float = flag(
-        5e-4, "learning rate of the critic's adapters", low=0, only_with="critic_lora_dim"
+        5e-5, "learning rate of the critic's adapters", low=0, only_with="critic_lora_dim"
     )
-    only_optimize_lora: bool = flag(False, "freeze everything but adapters and the critic's head")
+    only_optimize_lora: bool = flag(
+        True,
+        "freeze all but adapters and the critic's head; false: all but the adapted matrices train",
+        only_with="actor_lora_dim critic_lora_dim",
+    )
     enable_mixed_precision_lora: bool = flag(False, "accepted", no_effect="it belonged to DeepSpeed's MixZ++")
 
 

@@ -295,7 +295,7 @@ def save_all(args: PPOArguments, trainer: PPOTrainer, tokenizer: Any, facts: dic
     actor = language_model(roles.actor.engine.module)
     metadata = build_metadata(trainer, facts)
     save_export(folder / "export", actor, tokenizer, metadata=metadata)
-    save_adapter(folder / "adapter", actor)
+    save_adapter(folder / "adapter", actor, tokenizer, metadata=metadata)
     if roles.critic and args.export_critic:
         critic = roles.critic.engine.module.classifier
         critic_metadata = {"step": "critic"}

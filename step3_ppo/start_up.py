@@ -151,9 +151,6 @@ def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems
         problems.add(f"{name} has a critic: give --critic_model_name_or_path, the export/ of step 2")
     if args.truncated == "bootstrap" and not algorithm.needs_critic:
         problems.add(f"--truncated bootstrap asks a critic, and {name} has none; use score, penalty or mask")
-    critic_lora = args.critic_lora_dim or not algorithm.needs_critic
-    if args.only_optimize_lora and not (args.actor_lora_dim and critic_lora):
-        problems.add("--only_optimize_lora needs --actor_lora_dim and --critic_lora_dim above 0")
 
 
 def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:

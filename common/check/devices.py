@@ -79,7 +79,7 @@ class ModelArguments:
         choices=("none", "optimizer", "param", "all"),
         const="all",
     )
-    only_optimize_lora: bool = flag(False, "train adapters only")
+    only_optimize_lora: bool = flag(True, "with LoRA train the adapters and the score head alone")
     gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step", low=1)
     ds_config: str = flag("", "JSON file merged over the DeepSpeed configuration that the flags make")
 
@@ -285,9 +285,6 @@ def find_problems(args: PlanArguments, models: Models) -> list[str]:
     cap = args.max_tokens_per_micro_batch
     text = f"--max_tokens_per_micro_batch {cap} holds no whole row; raise it to at least {longest}"
     found.check(cap == 0 or cap >= longest, text)
-    dims = [getattr(args, f"{name}lora_dim") for name in role_prefixes(args, models)]
-    text = "--only_optimize_lora needs adapters: a lora_dim above 0 of every model that is trained"
-    found.check(not args.only_optimize_lora or all(dims), text)
     for stage in [args.zero_stage] if args.stage < 3 else [args.actor_zero_stage, args.critic_zero_stage]:
         text = f"--offload {args.offload} needs ZeRO stage 3, not {stage}"
         found.check(args.offload != "param" or stage == 3, text)
@@ -362,7 +359,7 @@ def candidate_changes(args: PlanArguments, models: Models, num_slots: int) -> li
         more = {"enable_hybrid_engine": True}
         found.append([Change({"inference_tp_size": n} | more, "ranks generate together") for n in sizes])
     dims = {f"{prefix}lora_dim": 64 for prefix in prefixes}
-    found.append([Change(dims | {"only_optimize_lora": True}, "trains adapters only: another result")])
+    found.append([Change(dims, "trains adapters only: another result")])
     return [variants for variants in (_real_changes(args, v) for v in found) if variants]
 
 

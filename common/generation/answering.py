@@ -191,23 +191,23 @@ def load_template(
 ) -> Template | None:
     """Return the form that the model of `path` is asked in, or None after adding why it cannot answer.
 
-    That is --template, or else what the model of `trained_path` (empty: of `path`) was trained with. The
-    folder of an adapter stands for its base model; the export/ beside it says how it was trained.
+    That is --template, or else what the model of `trained_path` (empty: of `path`) was trained with.
     """
-    base = trained = path
+    base = path
     if is_adapter(path):
         try:
-            base, trained = base_of_adapter(path), str(Path(path).parent / "export")
+            base = base_of_adapter(path)
         except ValueError as error:
             problems.add(f"{flag_name} {error}")
             return None
     if startup.check_model(flag_name, base, args, problems) is None:
         return None
-    tokenizer = startup.check_tokenizer(flag_name, base, args, problems)
+    has_own = (Path(path) / "tokenizer_config.json").exists()  # adapters of other origin have none
+    tokenizer = startup.check_tokenizer(flag_name, path if has_own else base, args, problems)
     if tokenizer is None:
         return None
     own = dataclasses.replace(args)  # each model has a template of its own
-    template, notes = startup.find_template(flag_name, trained_path or trained, own, tokenizer, problems)
+    template, notes = startup.find_template(flag_name, trained_path or path, own, tokenizer, problems)
     startup.print_note(*notes)
     return template
 

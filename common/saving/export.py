@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -25,6 +26,20 @@ from common.zero3 import gather_whole
 
 METADATA_FILE = "triptych.json"
 NEW_PAD_TOKEN = "<|pad|>"
+ADAPTER_CARD = """---
+base_model: {base}
+library_name: peft
+---
+
+What was trained beside {base}: a LoRA adapter of rank {rank} and alpha {alpha:g}{head}. Training left the
+same model, whole, in export/. `python chat.py FOLDER` talks to an adapter of a language model; PEFT loads it:
+
+```python
+from peft import {auto_class}
+
+model = {auto_class}.from_pretrained("FOLDER"{options})
+```
+"""
 
 
 class ExportFailed(OSError):
@@ -183,17 +198,48 @@ def _set_all(changes: list[tuple[Any, dict[str, Any]]]) -> None:
 
 
 @watchdog.phase("the export of the adapter")
-def save_adapter(folder: Path | str, model: nn.Module) -> None:
-    """Write the LoRA factors alone, to load with PEFT over the base model. Every rank must call this."""
-    if not hasattr(model, "peft_config"):
+def save_adapter(
+    folder: Path | str,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    metadata: dict[str, Any] | None = None,
+) -> None:
+    """Write what was trained beside the base model, to load with PEFT or chat.py: the LoRA factors and the
+    score head, with tokenizer and metadata.
+
+    Nothing is written when more was trained (--only_optimize_lora false): the export alone is the model then.
+    Every rank must call this.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    others = [name for name in trained if ".lora_" not in name]
+    if not hasattr(model, "peft_config") or any(not name.endswith("score.weight") for name in others):
         return
-    factors: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            with gather_whole([parameter]):
-                if distributed.is_main():
-                    factors[name] = parameter.detach().to("cpu", copy=True)
-    _replace(Path(folder), lambda temporary: model.save_pretrained(temporary, state_dict=factors))
+    weights: dict[str, torch.Tensor] = {}
+    for name, parameter in trained.items():
+        with gather_whole([parameter]):
+            if distributed.is_main():
+                weights[name.replace(".default.", ".")] = parameter.detach().to("cpu", copy=True)
+
+    def fill(temporary: Path) -> None:
+        config = copy.deepcopy(model.peft_config["default"])
+        config.base_model_name_or_path = model.get_base_model().name_or_path
+        config.task_type, config.inference_mode = "SEQ_CLS" if others else "CAUSAL_LM", True
+        config.save_pretrained(temporary)
+        save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        tokenizer.save_pretrained(temporary)
+        (temporary / METADATA_FILE).write_text(json.dumps(metadata or {}, indent=2))
+        card = ADAPTER_CARD.format(
+            base=config.base_model_name_or_path,
+            rank=config.r,
+            alpha=config.lora_alpha,
+            head=" and the score head" if others else "",
+            auto_class=f"AutoPeftModelFor{'SequenceClassification' if others else 'CausalLM'}",
+            options=", num_labels=1" if others else "",
+        )
+        (temporary / "README.md").write_text(card)
+
+    _replace(Path(folder), fill)
 
 
 def read_metadata(folder: str) -> dict[str, Any]:

@@ -70,8 +70,8 @@ def build(folder: str, stage: int, *, lora_dim: int = 0, num_tokens: int = VOCAB
     )
     model = load_causal_lm(ModelOptions(folder, dropout=0.0, ds_config=ds_config), num_tokens)
     engine = build_engine(
-        add_lora(model, LoraOptions(dim=lora_dim)), ds_config, learning_rate=1e-2, weight_decay=0.0,
-        lora_learning_rate=1e-2, beta2=0.95,
+        add_lora(model, LoraOptions(dim=lora_dim, alpha=3 * lora_dim)), ds_config,
+        learning_rate=1e-2, weight_decay=0.0, lora_learning_rate=1e-2, beta2=0.95,
         schedule="constant", num_warmup_steps=0, num_steps=100,
     )  # fmt: skip
     sharded = [p for p in engine.module.parameters() if is_sharded(p)]

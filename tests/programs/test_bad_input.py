@@ -110,7 +110,6 @@ SIMPLE = [
     (1, {"ds_config": "absent.json"}, ["--ds_config absent.json"]),
     (1, {"lora_dim": 4, "lora_module_name": "nothing."}, ["--lora_module_name", "'nothing.'", "q_proj"]),
     (3, {"actor_lora_dim": 4, "actor_lora_module_name": "nothing."}, ["--actor_lora_module_name", "q_proj"]),
-    (1, {"only_optimize_lora": True}, ["--only_optimize_lora", "--lora_dim"]),
     (3, {"algorithm": "grpq"}, ["--algorithm grpq", "ppo"]),
     (3, {"inference_tp_size": 2}, ["--inference_tp_size 2 needs --enable_hybrid_engine"]),
     (

@@ -10,6 +10,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from common.args import Problems
 from common.data.example import Message
 from common.generation.answering import AnsweringArguments, load_answerer, load_template
+from common.lora_adapter import base_of_adapter, merge_adapter
+from common.models import ModelOptions, load_causal_lm
+from common.value_model import load_value_model
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +54,20 @@ def save_base(family, folder, tokenizer):
     return folder
 
 
+def check_adapter(folder):
+    """The adapter put into its base model is the exported one, to the bit."""
+    adapter, is_score = str(folder / "adapter"), folder.name == "reward"
+    options = ModelOptions(base_of_adapter(adapter), dropout=0.0)
+    base = load_value_model(options, 320).classifier if is_score else load_causal_lm(options, 320)
+    before = {name: weight.clone() for name, weight in base.state_dict().items()}
+    found = merge_adapter(base, adapter).state_dict()
+    auto_class = AutoModelForSequenceClassification if is_score else AutoModelForCausalLM
+    exported = auto_class.from_pretrained(folder / "export").state_dict()
+    for name, weight in found.items():
+        assert exported[name][: len(weight)].equal(weight), name  # a classifier's has a row for PAD too
+    assert any(not before[name].equal(weight) for name, weight in found.items()), "nothing was learned"
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_three_steps(family, run_step, tiny_tokenizer, tmp_path):
     base = save_base(family, tmp_path / "base", tiny_tokenizer)
@@ -67,6 +84,8 @@ def test_three_steps(family, run_step, tiny_tokenizer, tmp_path):
     assert len(rows) == 2 and all(abs(row["policy/logprob_gap"]) < 1e-4 for row in rows)
     assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-4)  # the actor is the reference still
     AutoModelForSequenceClassification.from_pretrained(reward / "export")
+    for folder in (sft, reward, ppo) if lora else ():
+        check_adapter(folder)
     for folder in (ppo, dpo):
         path, problems = str(folder / "export"), Problems()
         args = AnsweringArguments()

@@ -99,7 +99,7 @@ def test_gradient_checkpointing_gives_the_same_losses(ppo):
 
 
 @pytest.mark.parametrize(("step", "name"), [(1, "sft/loss"), (2, "reward/loss")])
-@pytest.mark.parametrize("lora", [{}, {"lora_dim": 4, "only_optimize_lora": True}], ids=["whole", "lora"])
+@pytest.mark.parametrize("lora", [{}, {"lora_dim": 4}], ids=["whole", "lora"])
 def test_gradient_checkpointing_in_the_other_steps(tiny, tmp_path, step, name, lora):
     curves = []
     for is_on in (False, True):

@@ -169,7 +169,7 @@ def test_an_adapter_answers_as_the_merged_model(talk, folder, tmp_path):
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    save_adapter(tmp_path / "adapter", adapted)
+    save_adapter(tmp_path / "adapter", adapted, load_tokenizer(folder))
     save_export(tmp_path / "export", _exportable(adapted), load_tokenizer(folder))
     greedy = ("--temperature", "0")
     merged, _ = talk("Hi\n", str(tmp_path / "export"), *greedy)

@@ -103,7 +103,6 @@ def test_flags_are_those_of_the_steps_with_their_types_and_defaults():
         (("--inference_tp_size", "2", "--enable_hybrid_engine"), "does not divide the number of ranks, 1"),
         (("--inference_tp_size", "2", "--num_gpus", "2"), "size 2 needs --enable_hybrid_engine"),
         (("--offload", "param"), "--offload param needs ZeRO stage 3, not 0"),
-        (("--only_optimize_lora", "--actor_lora_dim", "8"), "--only_optimize_lora needs adapters"),
         (("--max_tokens_per_micro_batch", "100"), "raise it to at least 512"),
         (("--per_device_training_batch_size", "6"), "16 samples a rank are no multiple"),
         (("--num_gpus", "0"), "--num_gpus 0 must be at least 1"),
@@ -189,7 +188,7 @@ def test_dpo_is_a_policy_on_two_sequences_a_pair(run_plan):
 
 
 def test_the_models_own_numbers_stand_in_the_head(run_plan):
-    _, printed, plan = run_plan(3, "--actor_lora_dim", "8", "--only_optimize_lora", "--critic_lora_dim", "8")
+    _, printed, plan = run_plan(3, "--actor_lora_dim", "8", "--critic_lora_dim", "8")
     adapter = 8 * 6 * (4 * (4096 + 4096) + 3 * (4096 + 11008))  # four projections and three of the MLP
     assert plan["parameters"]["actor"]["num_trained"] == adapter
     assert plan["parameters"]["critic"]["num_trained"] == adapter + 4096  # and the score head

@@ -1,16 +1,19 @@
 """Exports load with plain transformers and give the same numbers; an interrupted one leaves the old one."""
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
 from disk_limit import files_up_to
 from families import FAMILIES
-from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from common.args import Problems
+from common.generation.answering import AnsweringArguments, load_answerer, load_template
+from common.lora_adapter import merge_adapter
 from common.model_inputs import lay_out
 from common.models import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
 from common.saving import durable_files, export
@@ -49,7 +52,7 @@ def test_a_chat_model_loads_with_from_pretrained_and_has_the_same_logits(
     tokenizer = load_tokenizer(folder)
     model = load_causal_lm(ModelOptions(folder, dropout=0.0, pad_vocab_multiple=96), len(tokenizer))
     frozen = {n: p.clone() for n, p in model.named_parameters()}
-    model = add_lora(model, LoraOptions(dim=lora_dim, only_optimize_lora=True)).eval()
+    model = add_lora(model, LoraOptions(dim=lora_dim, alpha=2 * lora_dim)).eval()
     shake(model)
     ids, mask, _ = right_padded(0)
     logits = compute_logits(model, ids, mask)
@@ -78,7 +81,7 @@ def test_a_reward_model_is_a_sequence_classifier_with_the_same_scores(
     tokenizer = load_tokenizer(folder)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0, "the hard case: PAD is EOS"
     model = load_value_model(
-        ModelOptions(folder, dropout=0.0), len(tokenizer), LoraOptions(dim=lora_dim)
+        ModelOptions(folder, dropout=0.0), len(tokenizer), LoraOptions(dim=lora_dim, alpha=2 * lora_dim)
     ).eval()
     shake(model)
     ids, mask, lengths = right_padded(0)
@@ -98,18 +101,47 @@ def test_a_reward_model_is_a_sequence_classifier_with_the_same_scores(
     assert ours.std() > 1e-3, "scores that do not differ would prove nothing"
 
 
-def test_the_adapter_loads_with_peft_over_the_base_model(tiny_model_folder, tmp_path):
-    folder = tiny_model_folder("llama")
-    model = load_causal_lm(ModelOptions(folder, dropout=0.0), 320)
-    model = add_lora(model, LoraOptions(dim=3, only_optimize_lora=True)).eval()
+@pytest.mark.parametrize("has_head", [False, True], ids=["chat", "score"])
+def test_an_adapter_is_the_exported_model_for_peft_and_for_us(
+    has_head, tiny_model_folder, make_tokenizer, tmp_path
+):
+    """By the code of its card; and to the bit with the embedding of a token that the base model lacks."""
+    folder, lora = tiny_model_folder("llama"), LoraOptions(dim=3, alpha=6)
+    tokenizer = load_tokenizer(folder, eot_token="<eot>", add_eot_token=True)
+    options = ModelOptions(folder, dropout=0.0)
+    if has_head:
+        model = load_value_model(options, len(tokenizer), lora, seed=1).classifier
+    else:
+        model = add_lora(load_causal_lm(options, len(tokenizer)), lora)
     shake(model)
-    ids, mask, _ = right_padded(0)
-    logits = compute_logits(model, ids, mask)
-    save_adapter(tmp_path / "adapter", model)
-    loaded = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter"
-    ).eval()
-    torch.testing.assert_close(compute_logits(loaded, ids, mask), logits, atol=1e-5, rtol=1e-5)
+    save_export(tmp_path / "export", model, tokenizer)
+    adapter = str(tmp_path / "adapter")
+    save_adapter(adapter, model, tokenizer, metadata={"template": "plain"})
+    export = (AutoModelForSequenceClassification if has_head else AutoModelForCausalLM).from_pretrained(
+        tmp_path / "export"
+    )
+    if has_head:
+        ours = merge_adapter(load_value_model(options, len(tokenizer), seed=2).classifier, adapter)
+    else:
+        problems, args = Problems(), AnsweringArguments(dtype="fp32")
+        template = load_template("--path", adapter, args, problems)
+        assert template.name == "plain" and len(template.tokenizer) == len(tokenizer) == 321
+        ours = load_answerer(adapter, template, args, max_new_tokens=4).model
+    weights = ours.state_dict()
+    assert all(weights[name].equal(weight) for name, weight in export.state_dict().items())
+
+    (code,) = re.findall("```python\n(.*?)```", (tmp_path / "adapter/README.md").read_text(), re.DOTALL)
+    names: dict = {}
+    exec(code.replace("FOLDER", adapter), names)
+    ids = torch.arange(1, 9).view(1, 8)
+    theirs = names["model"].eval()(input_ids=ids).logits[..., :320]  # PEFT draws the new token's row anew
+    torch.testing.assert_close(theirs, export.eval()(input_ids=ids).logits[..., :320], atol=1e-5, rtol=1e-5)
+
+
+def test_no_adapter_is_written_when_more_was_trained(tiny_model_folder, tmp_path, tiny_tokenizer):
+    model = load_causal_lm(ModelOptions(tiny_model_folder("llama")), 320)
+    save_adapter(tmp_path / "a", add_lora(model, LoraOptions(2, only_optimize_lora=False)), tiny_tokenizer)
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize(
@@ -243,12 +275,12 @@ def test_a_failure_of_the_first_rank_is_one_of_all(exported, monkeypatch):
     assert contents(folder) == before
 
 
-def test_an_adapter_that_fails_leaves_the_old_one(tiny_model_folder, tmp_path, monkeypatch):
+def test_an_adapter_that_fails_leaves_the_old_one(tiny_model_folder, tmp_path, tiny_tokenizer):
     model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
-    model = add_lora(model, LoraOptions(dim=3, only_optimize_lora=True))
-    save_adapter(tmp_path / "adapter", model)
+    model = add_lora(model, LoraOptions(dim=3))
+    save_adapter(tmp_path / "adapter", model, tiny_tokenizer)
     before = contents(tmp_path / "adapter")
     shake(model)
     with files_up_to(1000), pytest.raises(ExportFailed, match="adapter could not be written"):
-        save_adapter(tmp_path / "adapter", model)
+        save_adapter(tmp_path / "adapter", model, tiny_tokenizer)
     assert contents(tmp_path / "adapter") == before

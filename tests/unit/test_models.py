@@ -1,5 +1,8 @@
 """Loading: vocabulary growth, LoRA targets, dropout, positions."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_configs import CONFIGS, NOISY, tiny_config
@@ -19,7 +22,12 @@ from common.models import (
     set_dropout,
 )
 from common.optim import build_optimizer
+from common.training_loop import lora_options
 from common.value_model import ScoreHead, has_saved_head, load_value_model
+from step1_sft.arguments import SFTArguments
+from step2_reward.arguments import RewardArguments
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.role_builder import RoleBuilder
 
 NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
 
@@ -120,16 +128,44 @@ def test_lora_adapts_every_linear_layer_but_the_head(family, tiny_model_folder):
     model = load_causal_lm(ModelOptions(tiny_model_folder(family)), 320)
     names = linear_module_names(model)
     assert len(names) >= 8 and not any("lm_head" in n or "embed_out" in n for n in names)
-    adapted = add_lora(model, LoraOptions(dim=2, only_optimize_lora=True))
+    adapted = add_lora(model, LoraOptions(dim=2))
     trained = [n for n, p in adapted.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * len(names) and all("lora_" in n for n in trained)
 
 
 def test_without_only_optimize_lora_all_but_the_adapted_matrices_train(tiny_model_folder):
-    adapted = add_lora(load_causal_lm(ModelOptions(tiny_model_folder("llama")), 320), LoraOptions(dim=2))
+    model = load_causal_lm(ModelOptions(tiny_model_folder("llama")), 320)
+    adapted = add_lora(model, LoraOptions(dim=2, only_optimize_lora=False))
     frozen = [n for n, p in adapted.named_parameters() if not p.requires_grad]
     assert frozen and all(".base_layer.weight" in n for n in frozen)
     assert any("embed_tokens" in n for n, p in adapted.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(("alpha", "scaling"), [(0.0, 1.0), (6.0, 3.0)])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])  # whose matrices lie the other way round
+def test_an_adapted_model_is_one_with_alpha_by_dim_times_the_factors_added(
+    family, alpha, scaling, tiny_model_folder
+):
+    plain, model = (load_causal_lm(ModelOptions(tiny_model_folder(family), dropout=0.0), 320) for _ in "ab")
+    adapted = add_lora(model, LoraOptions(dim=2, alpha=alpha))
+    with torch.no_grad():
+        for name, module in adapted.get_base_model().named_modules():
+            if hasattr(module, "lora_B"):
+                a, b = module.lora_A["default"].weight, module.lora_B["default"].weight.normal_()
+                delta = scaling * b @ a
+                plain.get_submodule(name).weight += delta.T if family == "gpt2" else delta
+    ids = torch.arange(1, 9).view(1, 8)
+    found, expected = (compute_logits(m.eval(), ids, torch.ones_like(ids)) for m in (adapted, plain))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_flags_of_lora_arrive(tmp_path):
+    sft = SFTArguments(lora_dim=2, lora_alpha=6.0, lora_module_name="q", only_optimize_lora=False)
+    assert lora_options(sft) == LoraOptions(2, 6.0, "q", only_optimize_lora=False)
+    flags = {"lora_dim": 2, "lora_alpha": 6.0, "lora_module_name": "q"}
+    for role in ("actor", "critic"):
+        ppo = PPOArguments(only_optimize_lora=False, **{f"{role}_{name}": flags[name] for name in flags})
+        assert RoleBuilder._lora(SimpleNamespace(args=ppo), role) == lora_options(sft)
 
 
 def test_lora_begins_as_no_change_and_does_not_depend_on_what_was_drawn_before(tiny_model_folder):
@@ -193,7 +229,52 @@ def test_values_are_fp32_from_bf16_weights(tiny_model_folder):
     assert not values.equal(values.bfloat16().float()), "a score rounded to bf16 has lost its digits"
 
 
-def test_nothing_to_train_is_an_error(tiny_model_folder):
-    model = load_causal_lm(ModelOptions(tiny_model_folder("llama")), 320).requires_grad_(False)
-    with pytest.raises(ValueError, match="--only_optimize_lora needs --lora_dim"):
-        build_optimizer(model, learning_rate=1e-3)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom", "gpt_neox"])
+def test_matrices_decay_biases_and_norms_do_not_and_adapters_have_their_own_rate(family, tiny_model_folder):
+    model = load_causal_lm(ModelOptions(tiny_model_folder(family)), 320)
+    model = add_lora(model, LoraOptions(dim=2, only_optimize_lora=False))
+    optimizer = build_optimizer(
+        model, learning_rate=1e-3, lora_learning_rate=2e-3, weight_decay=0.1, beta2=0.9
+    )
+    assert all(group["betas"] == (0.9, 0.9) for group in optimizer.param_groups)
+    found = {p: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    assert found.keys() == trained.keys()
+    for parameter, name in trained.items():
+        expected = (2e-3 if "lora_" in name else 1e-3, 0.1 if parameter.dim() == 2 else 0.0)
+        assert found[parameter] == expected, name
+    assert {p.dim() for p in trained} == {1, 2}
+
+
+def moved_by_noise(model, optimizer) -> float:
+    """The KL to the beginning, in nats a row, after eight updates that noise as reward has made."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 320, (8, 16), generator=generator)
+
+    def logprobs() -> torch.Tensor:
+        return compute_logits(model, ids, torch.ones_like(ids)).log_softmax(-1)
+
+    before = logprobs().detach()
+    for _ in range(8):
+        of_tokens = logprobs()[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+        (of_tokens * torch.randn(8, 1, generator=generator)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float((before.exp() * (before - logprobs())).sum(-1).sum(1).mean())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "role"),
+    [(SFTArguments, ""), (RewardArguments, ""), (PPOArguments, "actor_"), (PPOArguments, "critic_")],
+)
+def test_adapters_move_a_model_about_as_far_as_all_weights_do(arguments, role, tiny_model_folder):
+    """At the default rates, which suit the scaling: else PPO leaves its reference within a few steps."""
+    default = {field.name: field.default for field in dataclasses.fields(arguments)}
+    rate, lora_rate = default[f"{role}learning_rate"], default[f"{role}lora_learning_rate"]
+    moved = []
+    for dim in (0, 8):
+        model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
+        model = add_lora(model, LoraOptions(dim))
+        optimizer = build_optimizer(model, learning_rate=rate, lora_learning_rate=lora_rate)
+        moved.append(moved_by_noise(model, optimizer))
+    assert 0.1 < moved[1] / moved[0] < 10, moved

@@ -140,7 +140,7 @@ def test_training_takes_6_operations_a_parameter_and_token_and_8_with_recomputat
 
 
 def test_frozen_matrices_get_no_gradient_of_their_own(saved):
-    flags = ("--lora_dim", "8", "--only_optimize_lora")
+    flags = ("--lora_dim", "8")
     plain, adapted = single(saved("7b")), single(saved("7b"), *flags)
     ratio = training_flops(adapted, adapted.roles[0], 1) / training_flops(plain, plain.roles[0], 1)
     assert ratio == pytest.approx(4 / 6, abs=0.02)

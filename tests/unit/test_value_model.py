@@ -60,7 +60,7 @@ def test_a_base_model_gives_its_trunk_and_the_head_is_linear_on_its_last_states(
 
 
 def test_the_head_trains_beside_the_adapters(tiny_model_folder):
-    lora = LoraOptions(dim=2, only_optimize_lora=True)
+    lora = LoraOptions(dim=2)
     model = load(tiny_model_folder("llama"), lora=lora)
     trained = {n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n}
     assert len(trained) == 1 and trained.pop().endswith("score.weight")

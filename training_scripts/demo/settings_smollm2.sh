@@ -16,7 +16,6 @@ LORA_FLAGS=(
   --per_device_eval_batch_size 32
   --group_by_length
   --lora_dim 32
-  --only_optimize_lora
   --num_warmup_steps 10
   --log_interval 10
 )
@@ -51,7 +50,6 @@ PPO_FLAGS=(
   --max_train_steps "$(steps 60)"
   --actor_lora_dim 32
   --critic_lora_dim 32
-  --only_optimize_lora
   --actor_lora_learning_rate 1e-4
   --critic_lora_learning_rate 3e-4
   --critic_learning_rate 3e-4

@@ -22,7 +22,7 @@ ZERO_STAGE=${ZERO_STAGE:-2}
 OFFLOAD=${OFFLOAD:-all}
 LORA_DIM=${LORA_DIM:-0}
 OUTPUT_DIR=${OUTPUT_DIR:-output/step1_sft/opt/single_node/sweep/zero${ZERO_STAGE}_offload-${OFFLOAD}_lora${LORA_DIM}}
-# Adapters of rank 0 are none: nothing would be left to optimise.
+# The flags of LoRA go with adapters alone.
 LORA=()
 if [[ "$LORA_DIM" != 0 ]]; then LORA=(--lora_module_name decoder.layers. --only_optimize_lora); fi
 
