@@ -81,10 +81,14 @@ def digest(path: Path) -> str:
 def publish_folder(temporary: Path, folder: Path) -> None:
     """Put a finished folder in the place of `folder`, which may exist; the old one is then removed.
 
+    Its files get the rights that umask left the folder: safetensors writes them for their owner alone.
     On Linux the two change places in one system call; where a file system cannot do that, two renames leave a
     moment in which only `folder.deleting` and `temporary` exist, and `remove_leftovers` mends it. Raises
     OSError, with `folder` as it was, when the new one cannot be brought to the disk or to its place.
     """
+    for path in temporary.rglob("*"):
+        if path.is_file():
+            path.chmod(temporary.stat().st_mode & 0o666)
     sync_tree(temporary)
     old = folder.with_name(folder.name + DELETING)
     if not folder.exists():

@@ -1,6 +1,7 @@
 """Each program as it is started in earnest: the files it leaves, what it says, and how the next goes on."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -89,7 +90,9 @@ def pipeline(tiny, tmp_path_factory) -> dict:
     done = {}
 
     def start(script: str, flags: dict) -> None:
+        before = os.umask(0o027)
         done[script] = run([sys.executable, script, *as_flags(flags)])
+        os.umask(before)
 
     start("step1_sft/main.py", single_model_flags(tiny, output_dir=sft, lora_dim=4))
     start(
@@ -118,9 +121,17 @@ def pipeline(tiny, tmp_path_factory) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "reward", "ppo"])
+def test_the_files_of_a_run_have_the_rights_that_umask_leaves(pipeline, name):
+    rights = {path: path.stat().st_mode & 0o777 for path in pipeline[name].rglob("*")}
+    assert {p: oct(r) for p, r in rights.items() if r != (0o750 if p.is_dir() else 0o640)} == {}
+
+
+@pytest.mark.slow
 def test_step1_leaves(pipeline):
     output, done = pipeline["sft"], pipeline["done"]["step1_sft/main.py"]
     adapter = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    adapter |= {"tokenizer.json", "tokenizer_config.json", "triptych.json"}
     expected = within("export", EXPORT) | within("adapter", adapter) | checkpoint("model")
     assert files_in(output) == ALWAYS | expected
     # 10 rows make 2 steps of 4 at most: the third step is in the second epoch
