@@ -19,7 +19,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from common.flag_values import check_value, describe_range, is_in_range, shortened
+from common.flag_values import OLDER_NAMES, check_value, describe_range, is_in_range, shortened
 from common.refusal import Problems as Problems
 from common.trackers import KINDS as TRACKERS
 
@@ -197,6 +197,7 @@ class TrainArguments:
     dropout: float | None = flag(
         None, "dropout everywhere in the model; empty: the model's own", low=0, high=1
     )
+    disable_dropout: bool = flag(False, "as --dropout 0")
     eval_interval: int = flag(
         0, "evaluate every so many steps too; 0: only before, and after each epoch", may_change=True, low=0
     )
@@ -331,7 +332,9 @@ def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
         else:
             const = field.metadata["const"]
             options |= {"nargs": "?", "const": NO_VALUE if const is None else str(const)}
-        group.add_argument(f"--{field.name}", **options)
+        older = OLDER_NAMES.get(field.name)
+        names = [field.name] if older in (None, *cls.__dataclass_fields__) else [field.name, older]
+        group.add_argument(*[f"--{name}" for name in names], **options)
     return parser
 
 

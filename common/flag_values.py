@@ -11,6 +11,15 @@ LARGEST_FLOAT = 3.4e38  # of fp32, in which losses are computed
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
 LONGEST_SHOWN = 60  # characters
 
+# In DeepSpeed-Chat's scripts before August 2023; taken wherever no flag of now has that name.
+OLDER_NAMES = {
+    "actor_dropout": "disable_actor_dropout",
+    "critic_dropout": "disable_critic_dropout",
+    "generation_batches": "generation_batch_numbers",
+    "per_device_generation_batch_size": "per_device_train_batch_size",
+    "per_device_training_batch_size": "per_device_mini_train_batch_size",
+}
+
 
 def check_value(value: object) -> None:
     """Raise ValueError, with what was expected, for a value that cannot be used anywhere."""
@@ -85,7 +94,7 @@ def no_effect_notes(args: Any, argv: list[str] | None = None) -> list[str]:
     """
     given = given_flags(argv)
     lines = []
-    for field in (f for f in dataclasses.fields(args) if f.name in given):
+    for field in (f for f in dataclasses.fields(args) if given & {f.name, OLDER_NAMES.get(f.name)}):
         no_effect, partners = field.metadata["no_effect"], field.metadata["only_with"].split()
         acts = not partners or any(_is_set(args, partner) for partner in partners)
         if no_effect:

@@ -109,7 +109,7 @@ def model_options(args: Any, ds_config: dict[str, Any], *, dropout: float | None
     return ModelOptions(
         args.model_name_or_path,
         dtype=args.dtype or distributed.default_dtype_name(),
-        dropout=dropout,
+        dropout=0.0 if args.disable_dropout else dropout,
         gradient_checkpointing=args.gradient_checkpointing,
         pad_vocab_multiple=args.pad_vocab_multiple,
         trust_remote_code=args.trust_remote_code,

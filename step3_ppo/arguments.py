@@ -61,10 +61,8 @@ class RoleArguments:
     )
     actor_gradient_checkpointing: bool = flag(False, "recompute the actor's activations", may_change=True)
     critic_gradient_checkpointing: bool = flag(False, "recompute the critic's activations", may_change=True)
-    actor_dropout: float | None = flag(None, "accepted", no_effect="dropout is off in every PPO forward pass")
-    critic_dropout: float | None = flag(
-        None, "accepted", no_effect="dropout is off in every PPO forward pass"
-    )
+    actor_dropout: float | None = flag(None, "accepted", const=0.0, no_effect="dropout is off in PPO")
+    critic_dropout: float | None = flag(None, "accepted", const=0.0, no_effect="dropout is off in PPO")
     offload_reference_model: bool = flag(
         False,
         "keep the reference model's weights on the CPU between uses",
@@ -95,9 +93,7 @@ class RoleArguments:
         5e-5, "learning rate of the critic's adapters", low=0, only_with="critic_lora_dim"
     )
     only_optimize_lora: bool = flag(
-        True,
-        "freeze all but adapters and the critic's head; false: all but the adapted matrices train",
-        only_with="actor_lora_dim critic_lora_dim",
+        True, "train adapters and the critic's head alone", only_with="actor_lora_dim critic_lora_dim"
     )
     enable_mixed_precision_lora: bool = flag(False, "accepted", no_effect="it belonged to DeepSpeed's MixZ++")
 

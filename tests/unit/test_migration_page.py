@@ -13,7 +13,7 @@ from transformers import AutoModel
 import train
 from chat import ChatArguments
 from common.args import Problems, parse_args
-from common.flag_values import no_effect_notes
+from common.flag_values import OLDER_NAMES, no_effect_notes
 from common.models import ModelOptions
 from common.value_model import has_saved_head, load_value_model
 from step1_sft.arguments import SFTArguments
@@ -52,6 +52,7 @@ THEIRS: dict[str, list[tuple[str, Any]]] = {
     "preprocessing_num_workers": [("PPO", None)],
     "model_name_or_path": [(f"{SINGLE} rw_eval", REQUIRED)],
     "dropout": [(SINGLE, None)],
+    "disable_dropout": [("SFT RM", OFF)],
     "tensorboard_path": [
         ("SFT", "step1_tensorboard"),
         ("RM DPO", "step2_tensorboard"),
@@ -64,12 +65,16 @@ THEIRS: dict[str, list[tuple[str, Any]]] = {
     "critic_model_name_or_path": [("PPO", REQUIRED)],
     "actor_dropout": [("PPO", None)],
     "critic_dropout": [("PPO", None)],
+    "disable_actor_dropout": [("PPO", OFF)],
+    "disable_critic_dropout": [("PPO", OFF)],
     "model_name_or_path_baseline": [("prompt_eval", REQUIRED)],
     "model_name_or_path_finetune": [("prompt_eval", REQUIRED)],
     "actor-model": [("train", "1.3b")],
     "reward-model": [("train", "350m")],
     "path": [("chat", None)],
-    "per_device_train_batch_size": [(SINGLE, 16)],
+    "per_device_train_batch_size": [(f"{SINGLE} PPO", 16)],
+    "per_device_mini_train_batch_size": [("PPO", 16)],
+    "generation_batch_numbers": [("PPO", 1)],
     "per_device_eval_batch_size": [(SINGLE, 16)],
     "learning_rate": [("SFT DPO", 1e-3), ("RM", 5e-5)],
     "weight_decay": [(SINGLE, 0.0)],
@@ -171,7 +176,10 @@ STATUS = {
 
 
 def field_of(flag: str, program: str) -> dataclasses.Field:
-    return {f.name: f for f in dataclasses.fields(OURS[program])}[flag.replace("-", "_")]
+    fields = dataclasses.fields(OURS[program])
+    return ({OLDER_NAMES.get(f.name): f for f in fields} | {f.name: f for f in fields})[
+        flag.replace("-", "_")
+    ]
 
 
 def our_default(field: dataclasses.Field) -> Any:
@@ -193,7 +201,7 @@ def test_the_page_has_every_flag_of_every_program_and_no_other():
     assert len(ROW.findall(PAGE)) == PAGE.split("\n## Every flag\n")[1].count("\n| `--"), (
         "a row has another form"
     )
-    assert len(THEIRS) == 98 and len(FACTS) == 187
+    assert len(THEIRS) == 103 and len(FACTS) == 194
 
 
 @pytest.mark.parametrize(("flag", "program", "default"), FACTS, ids=lambda value: str(value))
@@ -225,7 +233,8 @@ def test_a_program_takes_the_flag_as_their_scripts_write_it(flag, program, defau
         assert problems == []
         given = getattr(args, field.name)
         shown = [str(item) for item in given] if isinstance(given, list) else [str(given)]
-        meant = {"offload": ["all"]}.get(flag, ["True"]) if default is OFF else values
+        bare = {"offload": ["all"], "disable_actor_dropout": ["0"], "disable_critic_dropout": ["0"]}
+        meant = bare.get(flag, ["True"]) if default is OFF else values
         assert [s.removesuffix(".0") for s in shown] == [m.removesuffix(".0") for m in meant] or float(
             shown[0]
         ) == float(meant[0])

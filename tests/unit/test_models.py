@@ -22,7 +22,7 @@ from common.models import (
     set_dropout,
 )
 from common.optim import build_optimizer
-from common.training_loop import lora_options
+from common.training_loop import lora_options, model_options
 from common.value_model import ScoreHead, has_saved_head, load_value_model
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
@@ -159,7 +159,14 @@ def test_an_adapted_model_is_one_with_alpha_by_dim_times_the_factors_added(
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_flags_of_lora_arrive(tmp_path):
+def test_older_scripts_turn_dropout_off_by_a_flag_of_its_own():
+    for arguments in (SFTArguments, RewardArguments):
+        args = arguments(model_name_or_path="x", disable_dropout=True)
+        assert model_options(args, {}, dropout=0.3).dropout == 0.0
+    assert model_options(SFTArguments(model_name_or_path="x"), {}, dropout=0.3).dropout == 0.3
+
+
+def test_the_flags_of_lora_arrive():
     sft = SFTArguments(lora_dim=2, lora_alpha=6.0, lora_module_name="q", only_optimize_lora=False)
     assert lora_options(sft) == LoraOptions(2, 6.0, "q", only_optimize_lora=False)
     flags = {"lora_dim": 2, "lora_alpha": 6.0, "lora_module_name": "q"}
