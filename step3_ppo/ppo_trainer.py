@@ -138,7 +138,7 @@ class PPOTrainer:
         """Return the record with all that the losses read, and the experience in real units.
 
         Responses without a score under --reward_on_error mask are not in the experience: no algorithm, mean
-        or normaliser sees them. In the record their loss_mask is empty.
+        or normaliser sees them. In the record their loss_mask is empty, and their score NaN.
         """
         args, normaliser = self.args, self.value_normaliser
         is_counted = self.rollout.scores.counts(whole)
@@ -158,7 +158,8 @@ class PPOTrainer:
         record = record.with_key("loss_weights", weights[experience.response_mask], like="response_ids")
         record = record.with_numbers("loss_counts", counts)
         if len(record) < len(whole):
-            record = put_back(record, whole)
+            shown = torch.where(is_counted, whole.numbers("scores"), torch.nan)
+            record = put_back(record, whole).with_numbers("scores", shown)
         if args.use_decoupled_loss:
             record = self._add_prox(record)
         return record, experience

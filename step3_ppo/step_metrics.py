@@ -47,7 +47,7 @@ def summarise_scores(record: PackedBatch) -> dict[str, float]:
     found = {}
     for key in names:
         one, name = record.numbers(key), key.removeprefix(PREFIX)
-        is_scored = ~one.isnan()  # where a failure is borne
+        is_scored = ~(one.isnan() | scores.isnan())  # failures that are borne, or masked
         if bool(is_scored.any()):
             found[f"objective/score_{name}"] = float(one[is_scored].mean())
             found[f"objective/agreement_{name}"] = float(correlation(one[is_scored], scores[is_scored]))

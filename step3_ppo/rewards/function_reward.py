@@ -47,13 +47,8 @@ class FunctionReward:
         batch_size: int = 64,
         failures: Failures | None = None,
     ) -> None:
-        """Import the function; start the processes.
-
-        Raises:
-            ValueError: see `import_function`.
-        """
-        function, self.batch_size = import_function(target), batch_size
-        failures = failures or Failures()
+        """Import the function; start the processes. Raises ValueError, see `import_function`."""
+        function, failures, self.batch_size = import_function(target), failures or Failures(), batch_size
         self._caller: ThreadCaller | LoopCaller | ProcessCaller
         if is_async(function):
             self._caller = LoopCaller(target, function, timeout_seconds, failures)
@@ -77,8 +72,7 @@ class FunctionReward:
 def import_function(target: str) -> Callable[..., Any]:
     """Return the function that `MODULE:NAME` names; the working directory is searched last.
 
-    Raises:
-        ValueError: it cannot be imported, is no function, or cannot take (prompts, responses, rows).
+    Raises ValueError: it cannot be imported, is no function, or cannot take (prompts, responses, rows).
     """
     flag = f"--reward function:{target}"
     module_name, _, name = target.partition(":")
@@ -179,15 +173,15 @@ class ThreadCaller:
 # ---- async def ---------------------------------------------------------------------------------------------
 
 
+@dataclass
 class LoopCaller:
     """Awaits an `async def` for all batches at the same time, in one event loop in a thread of its own."""
 
-    def __init__(
-        self, target: str, function: Callable[..., Any], timeout_seconds: float, failures: Failures
-    ) -> None:
-        self.target, self.function, self.timeout_seconds = target, function, timeout_seconds
-        self.failures = failures
-        self._loop: asyncio.AbstractEventLoop | None = None
+    target: str
+    function: Callable[..., Any]
+    timeout_seconds: float
+    failures: Failures
+    _loop: asyncio.AbstractEventLoop | None = None
 
     def score_batches(self, batches: list[Answers]) -> list[list[float]]:
         """Return the scores of each batch. Raises RewardError, when all of them have ended."""
@@ -208,26 +202,23 @@ class LoopCaller:
         return found
 
     async def _gather(self, batches: list[Answers]) -> list[Any]:
-        return await asyncio.gather(*map(self._score_or_bear, batches), return_exceptions=True)
+        deadline = asyncio.get_running_loop().time() + self.timeout_seconds
+        return await asyncio.gather(*(self._score(b, deadline) for b in batches), return_exceptions=True)
 
-    async def _score_or_bear(self, batch: Answers) -> list[float]:
+    async def _score(self, batch: Answers, deadline: float) -> list[float]:
         try:
-            return await self._score(batch)
-        except RewardError as error:
-            is_timeout = error.__cause__ is None
-            if self.failures.are_borne and len(batch) > 1 and not is_timeout:
-                return join(await asyncio.gather(*map(self._score_or_bear, batch.batches(1))))
-            return self.failures.bear(error, len(batch))
-
-    async def _score(self, batch: Answers) -> list[float]:
-        try:
-            async with asyncio.timeout(self.timeout_seconds) as limit:
+            async with asyncio.timeout_at(deadline) as limit:
                 values = await self.function(batch.prompts, batch.responses, batch.rows)
         except (Exception, SystemExit) as error:
             if limit.expired():
-                more = "it was cancelled"
-                raise _timed_out(self.target, self.timeout_seconds, batch, more) from None
-            raise _raised(self.target, error, batch) from error
+                late = _timed_out(self.target, self.timeout_seconds, batch, "it was cancelled")
+                return self.failures.bear(late, len(batch))
+            if self.failures.are_borne and len(batch) > 1:
+                ones = (self._score(one, deadline) for one in batch.batches(1))
+                return join(await asyncio.gather(*ones))
+            failure = _raised(self.target, error, batch)
+            failure.__cause__ = error
+            return self.failures.bear(failure, len(batch))
         return checked_scores(f"function:{self.target}", values, batch, self.failures)
 
     def close(self) -> None:

@@ -51,6 +51,8 @@ def test_losses(name, tiny, tmp_path, lone_process, no_pictures, capsys):
     models = models if step == 3 else {"model_name_or_path": tiny.base}
     shared = {"data_path": tiny.rows, "data_output_path": tiny.cache, "max_train_steps": 4, "dtype": "fp32"}
     run_here(step, shared | {"data_split": "1,1,1"} | flags | models | {"output_dir": tmp_path / "output"})
+    speeds = read_metrics(tmp_path / "output", "perf/step_seconds")
+    assert all(0 < row["perf/mfu"] < 1 and row["perf/rest_seconds"] >= 0 for row in speeds)
     lines = [
         f"{row['step']} {metric} {row[metric]:.7g}"
         for metric in metrics

@@ -38,6 +38,12 @@ def plain(prompts, responses, rows):
         os._exit(7)
     return [float("nan") if r == "nan" else None if r == "none" else 1.0 for r in responses]
 
+async def slow_judge(prompts, responses, rows):
+    await asyncio.sleep(0.8)
+    if "raise" in responses:
+        raise KeyError("gold")
+    return [1.0 if len(responses) == 1 else 0.0 for _ in responses]
+
 async def judge(prompts, responses, rows):
     if "raise" in responses:
         raise KeyError("gold")
@@ -89,6 +95,12 @@ def test_a_batch_that_is_late_or_dies_fails_and_no_other(ask, kind, bad):
     found, first = ask("judge" if kind == "judge" else "plain", ["a", bad, "b"], batch_size=1, **options)
     assert found == [True, False, True]
     assert "exit code 7" in first if bad == "die" else "--reward_timeout_seconds" in first
+
+
+def test_trying_again_one_by_one_takes_no_longer_than_a_batch_may(ask):
+    found, first = ask("slow_judge", ["a", "raise"], timeout_seconds=1.4)
+    assert found == [False, False] and "it was cancelled" in first
+    assert ask("slow_judge", ["a", "raise"], timeout_seconds=20.0)[0] == [True, False]
 
 
 def test_a_server_may_answer_null_or_fail_for_a_batch(monkeypatch):
@@ -213,7 +225,7 @@ def test_a_step_with_masked_answers_is_a_step_without_them(name, aggregation):
     for key, value in expected.data.items():
         torch.testing.assert_close(among_kept.data[key], value, rtol=0, atol=0, equal_nan=True, msg=key)
     others = found.select([i for i in range(9) if i not in kept])
-    assert not others.data["loss_mask"].any()
+    assert others.numbers("scores").isnan().all() and not others.data["loss_mask"].any()
     assert not others.data["loss_weights"].any() and not others.data["loss_counts"].any()
 
 
