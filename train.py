@@ -45,7 +45,7 @@ OWN_FLAGS = {
 }
 SHOWN = {  # what of a step's metrics the summary shows: the first number and the last
     1: ("sft/eval_perplexity", "sft/loss"),
-    2: ("reward/eval_accuracy", "reward/loss"),
+    2: (*(f"reward/eval_{n}" for n in ("accuracy", "accuracy_low", "accuracy_high", "pairs")), "reward/loss"),
     3: ("eval/score", "eval/win_rate", "objective/score", "objective/kl"),
 }
 

@@ -15,7 +15,7 @@ from common.model_inputs import lay_out
 from common.run_logger import RunLogger
 from common.training_loop import train_and_log
 from step2_reward.dpo_loss import DPOLoss, dpo_loss
-from step2_reward.ranking_metrics import expected_calibration_error, pair_accuracy
+from step2_reward.ranking_metrics import accuracy_figures, expected_calibration_error
 
 
 def compute_answer_logprobs(model: Any, batch: Batch, *, is_flat: bool = False) -> torch.Tensor:
@@ -65,12 +65,11 @@ class DPOTrainer:
         losses, chosen, rejected = (torch.cat(column) for column in zip(*gathered, strict=True))
         figures = {
             "loss": float(losses.mean()),
-            "accuracy": float(pair_accuracy(chosen, rejected)),
+            **accuracy_figures(chosen, rejected),
             "margin": float((chosen - rejected).mean()),
             "calibration_error": float(expected_calibration_error(chosen - rejected)),
             "chosen_reward": float(chosen.mean()),
             "rejected_reward": float(rejected.mean()),
-            "pairs": len(chosen),
         }
         self.logger.log_event(step, {f"dpo/eval_{name}": value for name, value in figures.items()})
         return figures

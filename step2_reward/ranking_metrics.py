@@ -7,7 +7,7 @@ Each metric takes the scores of a whole evaluation, gathered from all ranks: non
 
 import torch
 
-from common.tensor_ops import correlation
+from common.tensor_ops import correlation, wilson_interval
 
 
 @torch.no_grad()
@@ -18,6 +18,16 @@ def pair_accuracy(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) ->
     """
     differences = chosen_scores.double() - rejected_scores.double()
     return _wins(differences).mean().float()
+
+
+def accuracy_figures(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> dict[str, float]:
+    """Return `pair_accuracy` with the ends of its 95 % interval (Wilson's) and the number of pairs.
+
+    Scores (N,). Raises ValueError without pairs.
+    """
+    accuracy, num_pairs = float(pair_accuracy(chosen_scores, rejected_scores)), len(chosen_scores)
+    rate = wilson_interval(accuracy * num_pairs, num_pairs)
+    return {"accuracy": accuracy, "accuracy_low": rate.low, "accuracy_high": rate.high, "pairs": num_pairs}
 
 
 @torch.no_grad()

@@ -16,9 +16,9 @@ from common.run_logger import RunLogger
 from common.training_loop import train_and_log
 from step2_reward.ranking_loss import center_penalty, end_score_loss, first_difference, token_wise_loss
 from step2_reward.ranking_metrics import (
+    accuracy_figures,
     expected_calibration_error,
     longer_share,
-    pair_accuracy,
     score_length_correlation,
 )
 
@@ -61,14 +61,14 @@ def compute_pair_losses(
 
 
 def judge_pairs(chosen: torch.Tensor, rejected: torch.Tensor, lengths: torch.Tensor) -> dict[str, float]:
-    """Return accuracy, margin, calibration and what length has to do with it.
+    """Return accuracy with its interval, margin, calibration and what length has to do with it.
 
     `chosen`, `rejected` (N,); `lengths` (2N,) response tokens of the chosen, then of the rejected answers.
     """
     scores = torch.cat([chosen, rejected])
     longer = lengths[: len(chosen)] - lengths[len(chosen) :]
     return {
-        "accuracy": float(pair_accuracy(chosen, rejected)),
+        **accuracy_figures(chosen, rejected),
         "margin": float((chosen - rejected).mean()),
         "calibration_error": float(expected_calibration_error(chosen - rejected)),
         "length_correlation": float(score_length_correlation(scores, lengths.float())),
@@ -84,7 +84,7 @@ def judge_pairs(chosen: torch.Tensor, rejected: torch.Tensor, lengths: torch.Ten
 def evaluate_pairs(
     model: Any, batches: Iterable[tuple[Batch, torch.Tensor]], *, is_flat: bool = False
 ) -> dict[str, float]:
-    """Return `judge_pairs` over the rows of all ranks, and their number. Every rank must call this."""
+    """Return `judge_pairs` over the rows of all ranks. Every rank must call this."""
     columns: list[tuple[torch.Tensor, ...]] = []
     for batch, is_real in batches:
         scores = compute_pair_scores(model, batch, is_flat=is_flat)
@@ -94,9 +94,7 @@ def evaluate_pairs(
         columns.append(tuple(x.cpu()[is_real] for x in found))
     gathered = [row for rank_rows in distributed.gather_objects(columns) for row in rank_rows]
     chosen, rejected, chosen_lengths, rejected_lengths = (torch.cat(c) for c in zip(*gathered, strict=True))
-    return judge_pairs(chosen, rejected, torch.cat([chosen_lengths, rejected_lengths])) | {
-        "pairs": len(chosen)
-    }
+    return judge_pairs(chosen, rejected, torch.cat([chosen_lengths, rejected_lengths]))
 
 
 class RewardTrainer:

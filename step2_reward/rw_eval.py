@@ -79,7 +79,7 @@ def main() -> None:
     if distributed.is_main():
         _print_samples(model, [rows[i] for i in range(min(args.num_samples, len(rows)))], collate, tokenizer)
         for metric, value in figures.items():
-            print(f"{metric:>20}  {value:.4f}")
+            print(f"{metric:>20}  {value:.4f}" if isinstance(value, float) else f"{metric:>20}  {value}")
         print(json.dumps(figures))
 
 

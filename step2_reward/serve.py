@@ -33,6 +33,8 @@ from common.reward_scorer import RewardScorer, load_frozen_value_model
 from common.saving.export import read_metadata
 from common.value_model import has_saved_head
 
+ACCURACY = ("accuracy", "accuracy_low", "accuracy_high", "pairs")  # on held-out pairs, as exported
+
 
 @dataclass
 class ServeArguments(TokenizerArguments):
@@ -120,7 +122,7 @@ def load_scorer(args: ServeArguments, config: Any, tokenizer: PreTrainedTokenize
         tokenizer,
         batch_size=args.batch_size,
         max_tokens=args.max_seq_len or num_positions,
-        facts=facts | {"accuracy": metadata.get("eval", {}).get("accuracy")},
+        facts=facts | {name: metadata.get("eval", {}).get(name) for name in ACCURACY},
     )
 
 

@@ -158,7 +158,7 @@ class ScoreArguments:
     )
     min_reward_accuracy: float = flag(
         0.6,
-        "warn before the start when a reward model's held-out accuracy is lower",
+        "warn before the start when the 95 % interval of a reward model's held-out accuracy begins lower",
         may_change=True,
         low=0,
         high=1,

@@ -13,6 +13,7 @@ from common.flag_values import given_flags
 from common.plugins import import_plugins
 from common.saving.export import read_metadata
 from common.saving.resume import EarlierRun, find_run
+from common.tensor_ops import wilson_interval
 from common.tokenizer import vocabulary_difference
 from common.value_model import has_saved_head
 from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unused_flags
@@ -174,16 +175,20 @@ def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:
 
 
 def doubtful_rewards(args: PPOArguments, rewards: list[RewardSpec]) -> list[str]:
-    """Return a warning for each reward model that ranked too few held-out pairs rightly."""
+    """Return a warning for each reward model that may have ranked too few held-out pairs rightly."""
     lines = []
     for spec in rewards:
-        accuracy = (
-            read_metadata(spec.target).get("eval", {}).get("accuracy") if spec.kind == "model" else None
-        )
-        if accuracy is not None and accuracy < args.min_reward_accuracy:
+        told = read_metadata(spec.target).get("eval", {}) if spec.kind == "model" else {}
+        if not {"accuracy", "pairs"} <= told.keys():
+            continue
+        rate = wilson_interval(told["accuracy"] * told["pairs"], told["pairs"])
+        if rate.low < args.min_reward_accuracy:
+            is_weak = rate.high < args.min_reward_accuracy
             lines.append(
-                f"the reward model {spec.target} ranked {accuracy:.1%} of its held-out pairs rightly, less "
-                f"than --min_reward_accuracy {args.min_reward_accuracy}: what it prefers may be noise"
+                f"the reward model {spec.target} ranked {told['accuracy']:.1%} of {told['pairs']} held-out "
+                f"pairs rightly (95 % interval {rate.low:.1%} to {rate.high:.1%}): "
+                f"{'less than' if is_weak else 'too few pairs to tell that it is above'} "
+                f"--min_reward_accuracy {args.min_reward_accuracy}, so what it prefers may be noise"
             )
     return lines
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -90,7 +90,7 @@ def render_heads(runs: Sequence[RunFiles]) -> str:
             facts.append(f"{ranks} × {device}" if ranks != 1 else device)
         if "perf/peak_memory_gib" in run.curves:
             facts.append(f"peak {shown(run.curves['perf/peak_memory_gib'].last)} GiB")
-        tiles = "".join(_tile(name, run.curves[name]) for name in HEADLINES[run.kind] if name in run.curves)
+        tiles = "".join(_tile(name, run.curves) for name in HEADLINES[run.kind] if name in run.curves)
         cards.append(
             f'<div class="head"><h2><span class="key t{index % 6}">{escape(run.name)}</span></h2>'
             f"<p>{escape(KINDS[run.kind])} · {escape(' · '.join(filter(None, facts)))}</p>"
@@ -99,10 +99,13 @@ def render_heads(runs: Sequence[RunFiles]) -> str:
     return f'<div class="heads">{"".join(cards)}</div>'
 
 
-def _tile(name: str, curve: Curve) -> str:
+def _tile(name: str, curves: Mapping[str, Curve]) -> str:
+    curve = curves[name]
     first = f'<span class="quiet">from {shown(curve.values[0])}</span>' if len(curve.values) > 1 else ""
     title = f'<span class="meaning">{escape(name)}</span>'
-    return f'<div class="tile">{title}<b>{shown(curve.last)}</b>{first}</div>'
+    ends = [curves[f"{name}_{end}"].last for end in ("low", "high") if f"{name}_{end}" in curves]
+    interval = f'<span class="quiet">95 %: {" to ".join(map(shown, ends))}</span>' if ends else ""
+    return f'<div class="tile">{title}<b>{shown(curve.last)}</b>{interval}{first}</div>'
 
 
 def render_last_values(runs: Sequence[RunFiles]) -> str:

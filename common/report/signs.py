@@ -154,7 +154,16 @@ def _over_fitted(name: str, curves: Curves) -> str:
 
 def _weak_judge(curves: Curves) -> str:
     found = curves["reward/eval_accuracy"].last
-    return f"it ranks {100 * found:.1f} % of held-out pairs rightly" if found < 0.6 else ""
+    if found >= 0.6:
+        return ""
+    names = [f"reward/eval_{name}" for name in ("pairs", "accuracy_low", "accuracy_high")]
+    if not all(name in curves for name in names):  # a run of before these were logged
+        return f"it ranks {100 * found:.1f} % of held-out pairs rightly"
+    pairs, low, high = (curves[name].last for name in names)
+    return (
+        f"it ranks {100 * found:.1f} % of {pairs:.0f} held-out pairs rightly "
+        f"(95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
+    )
 
 
 def _judge_of_length(curves: Curves) -> str:

@@ -1,17 +1,23 @@
 """Ranking metrics of the reward model: by hand, against a float64 loop, against wrong forms."""
 
+import json
 import math
 
 import pytest
 import torch
 from right_or_wrong import close, forms, judge
 
+from common.args import Problems, parse_args
 from step2_reward.ranking_metrics import (
+    accuracy_figures,
     expected_calibration_error,
     longer_share,
     pair_accuracy,
     score_length_correlation,
 )
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.rewards.reward_specs import RewardSpec
+from step3_ppo.start_up import doubtful_rewards, foreign_templates
 
 
 @forms(
@@ -122,3 +128,34 @@ def test_share_of_the_longer_by_hand():
         2 / 3
     )  # people chose the longer of two in three
     assert longer_share(scores[3:], lengths[3:]) == 0.5
+
+
+def test_accuracy_has_its_interval_and_the_number_of_pairs():
+    chosen = torch.tensor([1.0] * 5 + [-1.0] * 3)
+    # The ends solve (p - 5/8)^2 = 1.96^2 p (1 - p) / 8.
+    expected = {"accuracy": 0.625, "accuracy_low": 0.30574, "accuracy_high": 0.86316, "pairs": 8}
+    assert accuracy_figures(chosen, torch.zeros(8)) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "pairs", "told"),
+    [
+        (
+            0.375,
+            8,
+            "ranked 37.5% of 8 held-out pairs rightly (95 % interval 13.7% to 69.4%): too few pairs to",
+        ),
+        (0.55, 1000, "ranked 55.0% of 1000 held-out pairs rightly (95 % interval 51.9% to 58.1%): less than"),
+        (0.75, 8, "too few pairs to tell that it is above --min_reward_accuracy 0.6"),
+        (0.65, 1000, ""),
+    ],
+)
+def test_a_reward_model_is_doubted_by_the_interval_of_its_accuracy(tmp_path, accuracy, pairs, told):
+    facts = {"template": "plain", "eval": {"accuracy": accuracy, "pairs": pairs}}
+    (tmp_path / "triptych.json").write_text(json.dumps(facts))
+    args = parse_args(PPOArguments, ["--template", "chat"], problems=Problems())
+    specs = [RewardSpec("model", str(tmp_path), 1.0, "model")]
+    lines = doubtful_rewards(args, specs)
+    assert (told in lines[0] and len(lines) == 1) if told else lines == []
+    (line,) = foreign_templates(args, specs)
+    assert line.endswith("was trained with --template plain, and scores dialogues of --template chat")

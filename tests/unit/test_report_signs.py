@@ -109,6 +109,10 @@ def test_a_fit_that_goes_too_far_and_weak_judges():
     assert signs_of(FITTING, **weak) == [
         "The reward model is a weak judge", "The reward model judges by length",
     ]  # fmt: skip
+    of = {"eval_pairs": 8, "eval_accuracy_low": 0.3, "eval_accuracy_high": 0.8}
+    curves = build_curves(over_steps(60, **weak, **{f"reward__{n}": lambda s, v=v: v for n, v in of.items()}))
+    seen = [sign.seen for sign in find_signs(curves, FITTING, min_steps=1) if sign.seen]
+    assert seen[0] == "it ranks 55.0 % of 8 held-out pairs rightly (95 % interval 30.0 to 80.0 %)"
 
 
 def test_signs_of_a_run_of_dpo():

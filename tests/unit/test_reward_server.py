@@ -38,7 +38,7 @@ def export(request, tiny_model_folder, tmp_path_factory) -> str:
     model = load_value_model(ModelOptions(name, dropout=0.0), 320, seed=3)
     torch.nn.init.normal_(model.classifier.score.weight)
     folder = tmp_path_factory.mktemp("reward") / "export"
-    metadata = {"step": "reward", "template": "human_assistant", "eval": {"accuracy": 0.75}}
+    metadata = {"step": "reward", "template": "human_assistant", "eval": {"accuracy": 0.75, "pairs": 8}}
     save_export(folder, model.classifier, load_tokenizer(name), metadata=metadata, needs_own_pad=True)
     return str(folder)
 
@@ -135,6 +135,7 @@ def test_neither_batches_nor_order_change_a_score(export):
 
 def test_health_says_what_is_served(export, client):
     expected = {"name": export, "step": "reward", "template": "human_assistant", "accuracy": 0.75}
+    expected |= {"accuracy_low": None, "accuracy_high": None, "pairs": 8}
     assert client.get("/health").json() == expected
 
 
