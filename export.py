@@ -99,12 +99,15 @@ def take_weights(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
             parameter.copy_(reader.read(key).view(parameter.shape))
 
 
-def build_metadata(args: Any, what: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what triptych.json says, as the run's own export has it."""
+def build_metadata(args: Any, what: str, numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return what triptych.json says, as the run's own export has it; `numbers` are the checkpoint's."""
+    facts = numbers["progress"]["facts"]
     if what == "critic":
         return {"step": "critic"}
     if isinstance(args, PPOArguments):
-        return {"step": "ppo", "template": args.template, "last_step": facts}
+        held_out = numbers["trainer"].get("evaluation", {}).get("metrics")
+        metadata = {"step": "ppo", "template": args.template, "last_step": facts}
+        return metadata | ({"eval": held_out} if held_out else {})
     kind = "sft" if isinstance(args, SFTArguments) else "dpo" if args.loss == "dpo" else "reward"
     return {"step": kind, "template": args.template} | facts
 
@@ -151,8 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.what == "adapter":
         save_adapter(args.output, model)
     else:
-        facts = checkpoint.meta["numbers"]["progress"]["facts"]
-        metadata = build_metadata(flags, args.what, facts)
+        metadata = build_metadata(flags, args.what, checkpoint.meta["numbers"])
         save_export(args.output, model, tokenizer, metadata=metadata, needs_own_pad=is_scorer)
     print(f"saved {args.output}: {args.what} of {checkpoint.folder}, {type(plain_model(model)).__name__}")
 
