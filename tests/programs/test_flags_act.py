@@ -69,11 +69,13 @@ OF_ONE_MODEL = EVERYWHERE | {
     "lora_alpha": (1.0, {"lora_dim": 4}),
     "lora_module_name": ("q_proj", {"lora_dim": 4}),
     "lora_learning_rate": (1e-2, {"lora_dim": 4}),
-    "only_optimize_lora": (True, {"lora_dim": 4}),
+    "only_optimize_lora": (False, {"lora_dim": 4, "only_optimize_lora": True}),
 }
 EVALUATED = {"eval_fraction": 0.3}
 STALE = {"rollout_staleness": 1, "max_train_steps": 3}
 RANDOM_SCORES = {"reward": "function:random_scores:score", "num_samples_per_prompt": 2}
+ADAPTERS = {"actor_lora_dim": 4, "critic_lora_dim": 4}
+FAILING = "function:random_scores:fail"
 ACTS: dict[int, dict[str, Any]] = {
     1: OF_ONE_MODEL | {"loss_on": "all", "sft_only_data_path": "{text}"},
     2: OF_ONE_MODEL
@@ -99,7 +101,7 @@ ACTS: dict[int, dict[str, Any]] = {
         "actor_model_name_or_path": "{gpt2}",
         "critic_model_name_or_path": "{reward2}",
         "reward_model_name_or_path": "{reward2}",
-        "only_optimize_lora": (True, {"actor_lora_dim": 4, "critic_lora_dim": 4}),
+        "only_optimize_lora": (False, ADAPTERS | {"only_optimize_lora": True}),
         "num_train_epochs": (2, {"max_train_steps": 4, "data_path": "{few}"}),
         "score_column": ("nothing", {"data_path": "{scored}"}),
         "per_device_generation_batch_size": 4,
@@ -109,6 +111,10 @@ ACTS: dict[int, dict[str, Any]] = {
         "rollout_staleness": (1, {"max_train_steps": 3}),
         "dynamic_sampling_rounds": (1, RANDOM_SCORES),
         "reward": "function:random_scores:score",
+        "reward_on_error": (
+            "mask",
+            {"reward": "function:random_scores:fail", "reward_on_error": "default:0"},
+        ),
         "reward_clip": 0.01,
         "whiten_scores": True,
         "length_reward_coef": (1.0, {"length_reward_tokens": 8}),
@@ -204,6 +210,7 @@ def inputs(tiny, tmp_path_factory, tiny_tokenizer) -> dict[str, str]:
     (folder / "ds_config.json").write_text(json.dumps({"gradient_clipping": 0.01}))
     (folder / "random_scores.py").write_text(
         "def score(prompts, responses, rows):\n    return [float(len(r) % 2) for r in responses]\n"
+        "def fail(prompts, responses, rows):\n    return [None if len(r) % 2 else 1.0 for r in responses]\n"
     )
     answers = [
         {"prompt": r["prompt"], "response": r[kind], "helpfulness": n, "quality": 1 - n}
