@@ -136,7 +136,8 @@ class ModelFlops:
         """Return the FLOPs of a forward pass; if `is_training`, with the backward pass that follows.
 
         `num_pairs` is the sum over sequences of their squared lengths. Backwards all products are made again
-        for the gradient of their inputs, and once more for that of the matrices that are trained.
+        for the gradient of their inputs (the first layer's too, whose inputs under LoRA need none), and once
+        more for that of the matrices that are trained.
         """
         body, head, attention = num_tokens * self.body, num_scored * self.head, num_pairs * self.attention
         forward = 2 * (body + head + attention)
