@@ -148,9 +148,8 @@ def _check_slots(args: PPOArguments, config: Any, problems: Problems) -> None:
     """Add a problem when keys and values alone would not fit into what is free now."""
     num_bytes = DTYPES[args.dtype or distributed.default_dtype_name()].itemsize
     slot_length = args.max_out_tokens or args.max_prompt_seq_len + args.max_answer_seq_len
-    num_slots = min(
-        args.generation_slots or DEFAULT_SLOTS, args.per_device_generation_batch_size * args.inference_tp_size
-    )
+    num_samples = args.per_device_generation_batch_size * args.num_samples_per_prompt * args.inference_tp_size
+    num_slots = min(args.generation_slots or DEFAULT_SLOTS, num_samples)
     slot_bytes = slot_length * kv_bytes_per_token(config, num_bytes, args.inference_tp_size)
     if distributed.has_gpu():
         free_bytes, _ = torch.cuda.mem_get_info()
@@ -160,5 +159,5 @@ def _check_slots(args: PPOArguments, config: Any, problems: Problems) -> None:
         problems.add(
             f"--generation_slots {num_slots} of {slot_length} tokens need "
             f"{num_slots * slot_bytes / 2**30:.1f} GiB for keys and values, and {free_bytes / 2**30:.1f} GiB "
-            f"are free; use at most {free_bytes // (2 * slot_bytes)}, which leaves half of it to the rest"
+            f"are free; use at most {max(free_bytes // (2 * slot_bytes), 1)}, which leaves half of it to the rest"
         )

@@ -1,6 +1,7 @@
 """The hybrid engine's flags: what is refused, and what --ds_config says."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from tiny_configs import tiny_config
@@ -66,6 +67,43 @@ def test_heads_that_do_not_divide_name_the_sizes_that_work(monkeypatch):
 @pytest.mark.parametrize("words", [(), (ENABLED,), (ENABLED, "--inference_tp_size", "2")])
 def test_what_works_passes(words, monkeypatch):
     assert problems_of(*words, monkeypatch=monkeypatch) == []
+
+
+# A slot of 256 + 256 tokens: keys and values of 2 layers with 2 heads of 8 numbers.
+SLOT_BYTES = 512 * 2 * 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("words", "num_slots", "slot_bytes"),
+    [
+        ((), 16, SLOT_BYTES),
+        (("--dtype", "bf16"), 16, SLOT_BYTES // 2),
+        (("--generation_slots", "5"), 5, SLOT_BYTES),
+        (("--per_device_generation_batch_size", "200"), options.DEFAULT_SLOTS, SLOT_BYTES),
+        (("--num_samples_per_prompt", "3"), 48, SLOT_BYTES),
+        # The prompts of both ranks of a replica, and a head of the two.
+        (("--inference_tp_size", "2"), 32, SLOT_BYTES // 2),
+        (("--inference_tp_size", "2", "--num_samples_per_prompt", "2"), 64, SLOT_BYTES // 2),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, tuple) else None,
+)
+def test_keys_and_values_must_fit_into_what_is_free(words, num_slots, slot_bytes, on_gpu, monkeypatch):
+    """Two ranks share the memory of a machine; a GPU is a rank's own."""
+
+    def found(free_bytes: int) -> list[str]:
+        monkeypatch.setattr(options.distributed, "has_gpu", lambda: on_gpu)
+        monkeypatch.setattr(options.distributed, "local_world_size", lambda: 2)
+        memory = SimpleNamespace(available=2 * free_bytes)
+        monkeypatch.setattr(options.psutil, "virtual_memory", lambda: memory)
+        monkeypatch.setattr(options.torch.cuda, "mem_get_info", lambda: (free_bytes, 10 * free_bytes))
+        return problems_of(ENABLED, "--dtype", "fp32", *words, monkeypatch=monkeypatch)
+
+    needed = num_slots * slot_bytes
+    assert found(needed) == []
+    (message,) = found(needed - 1)
+    most = (needed - 1) // (2 * slot_bytes)
+    assert f"--generation_slots {num_slots} of 512 tokens" in message and f"use at most {most}," in message
 
 
 def test_the_section_of_ds_config_sets_flags(tmp_path):
