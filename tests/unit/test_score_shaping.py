@@ -42,6 +42,13 @@ def test_whitened_scores_have_mean_0_and_deviation_1():
     assert abs(float(found.mean())) < 1e-6 and abs(float(found.std(correction=0)) - 1) < 1e-5
 
 
+def test_scores_are_whitened_before_they_are_clipped():
+    scores = torch.tensor([1.0, 1.0, 1.0, 1.0, 6.0])  # mean 2, deviation 2: whitened -1/2 and 2
+    lengths, finished = torch.full((5,), 10), torch.ones(5, dtype=torch.bool)
+    found = shape_scores(scores, lengths, finished, whiten_scores=True, reward_clip=1.5)
+    close(found, [-0.5, -0.5, -0.5, -0.5, 1.5])
+
+
 def test_a_cut_response_has_the_penalty_only_under_truncated_penalty():
     """R57, A32: score only when it ended (penalty 0), told by the flag; "mask" is the loss's business."""
     for truncated in ("score", "bootstrap", "mask"):
