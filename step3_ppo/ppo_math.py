@@ -303,7 +303,8 @@ class KLController:
     """The coefficient of the KL penalty: fixed, or steered towards a target KL.
 
     With a target, each update multiplies it by 1 + clamp(kl / target - 1, -0.2, 0.2) num_samples / horizon
-    (Ziegler et al. 2019, arXiv:1909.08593 section 2.2).
+    (Ziegler et al. 2019, arXiv:1909.08593 section 2.2). More samples than the horizon are several updates of
+    a horizon each and one of the rest: the factor of 5 horizons at once would be 0, of more it is negative.
     """
 
     def __init__(self, init_coef: float, *, target: float | None = None, horizon: int = 10000) -> None:
@@ -327,7 +328,8 @@ class KLController:
         if not math.isfinite(mean_kl):
             raise ValueError(f"the mean KL {mean_kl} must be finite to steer the KL coefficient")
         error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * num_samples / self.horizon
+        num_horizons, rest = divmod(num_samples, self.horizon)
+        self.coef *= (1 + error) ** num_horizons * (1 + error * rest / self.horizon)
 
     def state_dict(self) -> dict[str, float]:
         """Return what moves: the coefficient. Target and horizon are options of the run."""

@@ -258,6 +258,9 @@ def test_an_adaptive_coefficient_by_hand(form, is_right):
         assert controller.coef == pytest.approx(0.2 * 1.01 * 1.02, rel=1e-9)
         controller.update(0.0, 500)  # error clipped to -0.2: 0.9
         assert controller.coef == pytest.approx(0.2 * 1.01 * 1.02 * 0.9, rel=1e-9)
+        # Six horizons and a half in one step: the factor of one horizon six times, and that of a half.
+        controller.update(0.0, 6500)
+        assert controller.coef == pytest.approx(0.2 * 1.01 * 1.02 * 0.9 * 0.8**6 * 0.9, rel=1e-9)
 
     judge(check, form, is_right)
 
