@@ -90,7 +90,7 @@ class PPOTrainer:
         if self.open_step is None:
             while len(self.waiting) <= self.args.rollout_staleness:
                 with watchdog.phase("the rollout", step):
-                    self.waiting.append(self.rollout.collect(self.prompts, version=step - 1))
+                    self.waiting.append(self._collect(step))
                 self.pause(step, "rollout")
             with watchdog.phase("the advantages", step, clock="advantages"):
                 self.open_step = self._begin_step(step, self.waiting.popleft())
@@ -116,6 +116,13 @@ class PPOTrainer:
         distributed.check_schedule(step)
         return metrics
 
+    def _collect(self, step: int) -> PackedBatch:
+        """Return a record whose values are in real units: statistics may move before it is learned from."""
+        record = self.rollout.collect(self.prompts, version=step - 1)
+        for name in ("old_values", "next_values") if self.value_normaliser else ():
+            record = record.with_key(name, self.value_normaliser.denormalise(record.data[name]), like=name)
+        return record
+
     def _begin_step(self, step: int, record: PackedBatch) -> OpenStep:
         """Return the step with advantages, and with the numbers that are known before its updates."""
         record, experience = self._add_advantages(record)
@@ -137,20 +144,19 @@ class PPOTrainer:
     def _add_advantages(self, whole: PackedBatch) -> tuple[PackedBatch, Experience]:
         """Return the record with all that the losses read, and the experience in real units.
 
-        Responses without a score under --reward_on_error mask are not in the experience: no algorithm, mean
-        or normaliser sees them. In the record their loss_mask is empty, and their score NaN.
+        The losses compare values and returns in the units of the critic. Responses without a score under
+        --reward_on_error mask are not in the experience: no algorithm, mean or normaliser sees them. In the
+        record their loss_mask is empty, and their score NaN.
         """
         args, normaliser = self.args, self.value_normaliser
         is_counted = self.rollout.scores.counts(whole)
         record = whole if bool(is_counted.all()) else whole.select(is_counted.nonzero()[:, 0])
-        experience = read_experience(record)
-        if normaliser:
-            real = {n: normaliser.denormalise(getattr(experience, n)) for n in ("old_values", "next_values")}
-            experience = dataclasses.replace(experience, **real)
-        experience = self.algorithm.add_advantages(experience, args, self.kl_controller.coef)
+        experience = self.algorithm.add_advantages(read_experience(record), args, self.kl_controller.coef)
         results = experience
         mask = experience.response_mask if experience.loss_mask is None else experience.loss_mask
         if normaliser:
+            old_values = normaliser.normalise(record.data["old_values"])  # of the critic before its update
+            record = record.with_key("old_values", old_values, like="old_values")
             normaliser.update(experience.returns, mask)
             results = dataclasses.replace(experience, returns=normaliser.normalise(experience.returns))
         record = add_results(record, results)

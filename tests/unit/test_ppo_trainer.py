@@ -1,0 +1,68 @@
+"""The loop of step 3 without engines: what it makes of records, when roles say what they are told to."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from records import make_record
+
+from step3_ppo.algorithms import ALGORITHMS, fill_defaults
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.ppo_math import KLController
+from step3_ppo.ppo_trainer import PPOTrainer
+from step3_ppo.value_norm import ValueNormaliser
+
+
+class KnowingCritic:
+    """Rollouts with a critic that is right: a state is worth the score, that after the last token nothing.
+
+    Its values are in the units of the statistics at that time. Scores grow from rollout to rollout.
+    """
+
+    old_logprobs = SimpleNamespace(recomputes=False, judge=lambda gap: None)
+
+    def __init__(self, normaliser: ValueNormaliser) -> None:
+        self.normaliser, self.num_rollouts = normaliser, 0
+
+    def collect(self, prompts, version):
+        """A record of three responses, of which the last was cut."""
+        self.num_rollouts += 1
+        record, says = make_record([0, 1, 2], [2, 1, 1], [3, 1, 6]), self.normaliser.normalise
+        scores = torch.tensor([1.0, 2.0, 4.0]) * 3**self.num_rollouts
+        values = scores.repeat_interleave(record.lengths["response_ids"])
+        record = record.with_numbers("scores", scores).with_numbers("next_values", says(torch.zeros(3)))
+        return record.with_key("old_values", says(values), like="response_ids")
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["exp", "ma"])
+def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, staleness):
+    args = PPOArguments(
+        value_norm=kind, adv_norm="none", kl_coef=0.0, gamma=1.0, reward_clip=0.0, truncated="bootstrap",
+        rollout_staleness=staleness,
+    )  # fmt: skip
+    learned = []
+    costs = SimpleNamespace(metrics=dict)
+    normaliser, algorithm = ValueNormaliser(kind, beta=0.5), ALGORITHMS["ppo"]
+    trainer = PPOTrainer(
+        fill_defaults(args, algorithm),
+        SimpleNamespace(actor=SimpleNamespace(hybrid_engine=SimpleNamespace(costs=costs))),
+        prompts=None,
+        rollout=KnowingCritic(normaliser),
+        algorithm=algorithm,
+        losses=SimpleNamespace(begin_step=lambda coef: None, first_gap=0.0, first_gap_max=0.0),
+        plan=SimpleNamespace(minibatches=lambda record, step: learned.append(record) or iter(())),
+        kl_controller=KLController(0.0),
+        logger=SimpleNamespace(log=lambda *_: None, sample=lambda *_, **__: None),
+        decode=str,
+        value_normaliser=normaliser,
+    )
+    for step in range(1, 5):
+        worth = (torch.tensor([1.0, 2.0, 4.0]) * 3**step).repeat_interleave(torch.tensor([3, 1, 6]))
+        critic_says = normaliser.normalise(worth)
+        metrics, learned_from = trainer.train_step(step), learned[-1].data
+        assert learned_from["advantages"].abs().max() < 1e-3, step  # of scores up to 324
+        assert metrics["value/explained_variance"] == pytest.approx(1.0)
+        # The losses compare what the critic says before its update with returns that it is to learn.
+        assert torch.allclose(learned_from["old_values"], critic_says, atol=1e-4)
+        assert torch.allclose(normaliser.denormalise(learned_from["returns"]), worth, rtol=1e-5)
