@@ -156,8 +156,9 @@ def _check_slots(args: PPOArguments, config: Any, problems: Problems) -> None:
     else:
         free_bytes = psutil.virtual_memory().available // distributed.local_world_size()
     if num_slots * slot_bytes > free_bytes:
+        advised = max(free_bytes // (2 * slot_bytes), 1)
         problems.add(
             f"--generation_slots {num_slots} of {slot_length} tokens need "
             f"{num_slots * slot_bytes / 2**30:.1f} GiB for keys and values, and {free_bytes / 2**30:.1f} GiB "
-            f"are free; use at most {max(free_bytes // (2 * slot_bytes), 1)}, which leaves half of it to the rest"
+            f"are free; use at most {advised}, which leaves half of it to the rest"
         )
