@@ -52,8 +52,8 @@ def build_ppo_update(is_packed: bool, config: LlamaConfig) -> Update:
     def run() -> None:
         losses.begin_step(kl_coef=0.1)
         for micro_batches in plan.minibatches(record, next(steps)):
-            losses.update_actor(micro_batches)
-            losses.update_critic(micro_batches)
+            gradients = [losses.compute_actor_gradients(micro_batches)]
+            losses.take_steps([*gradients, losses.compute_critic_gradients(micro_batches)])
 
     return Update(run, len(record.data["prompt_ids"]) + len(record.data["response_ids"]))
 

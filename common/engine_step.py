@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
 
 from common import distributed
 from common.refusal import StepRefused
 from common.step_costs import COSTS
 
 GRAD_NORM = "the gradient's norm"
+# A sum over items of the term, or (sum, number of items) where only some of them count.
+Stat = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -19,90 +22,117 @@ class LossTerm:
     """One mean in a loss, over all micro-batches of all ranks.
 
     `compute_sums(micro_batch)` returns (loss_sum, stats): a differentiable sum of per-item losses and named
-    sums to report. `count_items(micro_batch)` is the number of items (tokens, pairs) in those sums; it must
-    not need a forward pass, because the denominator is known before the first one. `count_stats` is that of
-    the named sums, where it is another.
+    statistics to report. `count_items(micro_batch)` is the number of items (tokens, pairs) in those sums; it
+    must not need a forward pass, because the denominator is known before the first one.
     """
 
     name: str
     micro_batches: Sequence[Any]
-    compute_sums: Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+    compute_sums: Callable[[Any], tuple[torch.Tensor, dict[str, Stat]]]
     count_items: Callable[[Any], float]
     weight: float = 1.0
-    count_stats: Callable[[Any], float] | None = None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What an engine has gathered for an optimizer step that is not made yet."""
+
+    engine: Any
+    terms: Sequence[LossTerm]
+    means: dict[str, float]  # of losses and statistics, over all ranks
+    grad_norm: float  # before clipping; infinite where a gradient is not finite
+
+    def find_bad(self) -> list[str]:
+        """Return the names of losses and norms that are not finite, for which the step must not be made.
+
+        fp16 bears an infinite gradient, skips its step and lowers its loss scale, as long as it can.
+        """
+        bad = [term.name for term in self.terms if not math.isfinite(self.means[term.name])]
+        if not math.isfinite(self.grad_norm) and (
+            not self.engine.fp16_enabled() or _is_at_floor(self.engine)
+        ):
+            bad.append(f"{GRAD_NORM} of {self.terms[0].name}")
+        return bad
 
 
 def update_engine(engine: Any, terms: Sequence[LossTerm]) -> dict[str, float]:
     """Return the global means after one optimizer step on the weighted sum of the terms.
 
+    See `compute_gradients` and `take_steps`. Every rank must call this with as many micro-batches.
+    """
+    return take_steps([compute_gradients(engine, terms)])[0]
+
+
+def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
+    """Return the gradients of the weighted sum of the terms, and the global means.
+
     A loss is a mean over the global batch: the item count is summed over ranks and micro-batches first, each
     backward pass then adds its share. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
-    The result holds each term's loss under its name, its stats, `grad_norm` and `learning_rate`.
-    Every rank must call this with as many micro-batches. Raises StepRefused, on every rank, when a loss or
-    the gradient is not finite: weights, optimizer and schedule are as before, and the next step can be made.
-    (fp16 skips a step whose gradient is not and lowers its loss scale; that it cannot lower it any more is
-    refused.)
+    Every rank must call this with as many micro-batches, and `take_steps` before the engine's next pass with
+    gradients.
     """
-    try:
-        return _update(engine, terms)
-    except StepRefused as error:
-        error.batches = [m for term in terms for m in term.micro_batches]
-        raise
-
-
-def _update(engine: Any, terms: Sequence[LossTerm]) -> dict[str, float]:
     world_size = distributed.world_size()
     totals = _global_counts(terms)
-    passes = [
-        (term, *total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches
-    ]
+    passes = [(term, total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches]
     sums: dict[str, torch.Tensor] = {}
+
+    def add(name: str, share: torch.Tensor) -> None:
+        sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + share.detach().double().cpu()
+
+    counted: dict[str, str] = {}
     with COSTS.clock("forward_backward"):
-        for index, (term, total, stats_total, micro_batch) in enumerate(passes):
+        for index, (term, total, micro_batch) in enumerate(passes):
             is_last = index == len(passes) - 1
             engine.set_gradient_accumulation_boundary(is_last)
             loss_sum, stats = term.compute_sums(micro_batch)
-            shares = {term.name: loss_sum / total} | {n: value / stats_total for n, value in stats.items()}
-            for name, share in shares.items():
-                share = share.detach().double().cpu()
-                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + share
+            add(term.name, loss_sum / total)
+            for name, stat in stats.items():
+                if isinstance(stat, tuple):
+                    counted[name] = f"number of {name}"
+                    add(name, stat[0])
+                    add(counted[name], stat[1])
+                else:
+                    add(name, stat / total)
             engine.backward(loss_sum * (term.weight * world_size / total), scale_wrt_gas=False)
             if not is_last:
-                _step(engine)  # only counts the micro-batch
+                engine.step()  # only counts the micro-batch
         means = _reduce_means(sums)
+        for name, number in counted.items():
+            means[name] /= max(means.pop(number), 1.0)
+        return Gradients(engine, terms, means, _compute_grad_norm(engine))
+
+
+def take_steps(gradients: Sequence[Gradients]) -> list[dict[str, float]]:
+    """Let all engines make their optimizer step, or none; return each one's means.
+
+    A result holds the losses under their names, the statistics, `grad_norm`, and the `learning_rate` and
+    `lora_learning_rate` that the step was made with, where it has such parameters. Every rank must call this.
+    Raises StepRefused, on every rank, when a loss or a gradient of any engine is not finite: weights,
+    optimizers and schedules are as before, and the next steps can be made.
+    """
+    bad = {id(g): g.find_bad() for g in gradients}
+    if any(bad.values()):
+        for g in gradients:
+            _skip_step(g.engine)
+        refused = [g for g in gradients if bad[id(g)]]
+        raise StepRefused(
+            f"not finite: {', '.join(name for g in refused for name in bad[id(g)])}. Where that comes back, "
+            "lower the learning rate, or use --dtype bf16 or fp32 in place of fp16",
+            list({id(m): m for g in refused for term in g.terms for m in term.micro_batches}.values()),
+        )
+    results = []
     with COSTS.clock("optimizer"):
-        plain_norm = _plain_grad_norm(engine)
-        numbers = {t.name: means[t.name] for t in terms} | {GRAD_NORM: plain_norm}
-        if not _all_finite(numbers):
-            _skip_step(engine)
-            _refuse_if_not_finite(numbers)
-        _step(engine)
-        grad_norm = plain_norm if plain_norm is not None else engine.get_global_grad_norm()
-        means["grad_norm"] = float(grad_norm or 0.0)
-    if not engine.fp16_enabled():  # ZeRO has skipped the step, and would go on skipping without a word
-        _refuse_if_not_finite({GRAD_NORM: means["grad_norm"]})
-    means["learning_rate"] = float(engine.optimizer.param_groups[0]["lr"])
-    return means
+        for g in gradients:
+            rates = {group["rate_name"]: float(group["lr"]) for group in g.engine.optimizer.param_groups}
+            g.engine.step()
+            results.append(g.means | {"grad_norm": g.grad_norm} | rates)
+    return results
 
 
-def _global_counts(terms: Sequence[LossTerm]) -> list[tuple[float, float]]:
-    """Return the denominators of each term's loss and statistics, summed over ranks and micro-batches."""
-    counts = [
-        sum(float(count(m)) for m in term.micro_batches)
-        for term in terms
-        for count in (term.count_items, term.count_stats or term.count_items)
-    ]
-    totals = distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).clamp(min=1).tolist()
-    return list(zip(totals[0::2], totals[1::2], strict=True))
-
-
-def _plain_grad_norm(engine: Any) -> float | None:
-    """Return the global gradient norm under stage 0 in fp32, where DeepSpeed clips but does not tell it."""
-    if engine.zero_optimization() or engine.bfloat16_enabled() or engine.fp16_enabled():
-        return None
-    return float(
-        torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
-    )
+def _global_counts(terms: Sequence[LossTerm]) -> list[float]:
+    """Return each term's denominator, summed over ranks and micro-batches."""
+    counts = [sum(float(term.count_items(m)) for m in term.micro_batches) for term in terms]
+    return distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).clamp(min=1).tolist()
 
 
 def _reduce_means(sums: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -110,31 +140,27 @@ def _reduce_means(sums: dict[str, torch.Tensor]) -> dict[str, float]:
     return dict(zip(sums, reduced.tolist(), strict=True))
 
 
-def _all_finite(numbers: dict[str, float | None]) -> bool:
-    return all(value is None or math.isfinite(value) for value in numbers.values())
+def _compute_grad_norm(engine: Any) -> float:
+    """Return the global norm of the gradients that wait for a step, as DeepSpeed computes it in the step.
+
+    Every rank must call this.
+    """
+    if not engine.zero_optimization():
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+    zero = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        norm = combine_grad_norm_groups(zero._get_norm_groups())
+    else:
+        zero._wait_for_offload_copies()
+        norm = zero.scaled_global_norm()
+    return math.inf if is_invalid_grad_norm(norm) else float(norm / zero.loss_scale)
 
 
-def _refuse_if_not_finite(numbers: dict[str, float | None]) -> None:
-    bad = [name for name in numbers if not _all_finite({name: numbers[name]})]
-    if bad:
-        raise StepRefused(
-            f"not finite: {', '.join(bad)}. Where that comes back, lower the learning rate, or use --dtype "
-            "bf16 or fp32 in place of fp16"
-        )
-
-
-def _step(engine: Any) -> None:
-    """Let DeepSpeed make its optimizer step; StepRefused when fp16 overflows at its lowest loss scale."""
-    scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
-    is_at_floor = scaler is not None and scaler.cur_scale <= getattr(scaler, "min_scale", 0)
-    if is_at_floor:
-        scaler.raise_error_at_min_scale = False  # it would leave its gradients behind
-    engine.step()
-    if is_at_floor and engine.optimizer.overflow:
-        raise StepRefused(
-            f"the gradient overflows fp16 at the lowest loss scale, {scaler.min_scale}; use --dtype bf16 or "
-            "fp32"
-        )
+def _is_at_floor(engine: Any) -> bool:
+    """Return whether fp16 cannot lower its loss scale any more."""
+    scaler = engine.optimizer.loss_scaler
+    return scaler.cur_scale <= getattr(scaler, "min_scale", 0)
 
 
 def _skip_step(engine: Any) -> None:

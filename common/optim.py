@@ -10,7 +10,10 @@ NO_DECAY_NAMES = ("bias", "norm", "ln_", "layernorm")
 def build_parameter_groups(
     model: nn.Module, *, learning_rate: float, weight_decay: float, lora_learning_rate: float
 ) -> list[dict]:
-    """Return AdamW groups: matrices, vectors without weight decay, LoRA factors with their own rate."""
+    """Return AdamW groups: matrices, vectors without weight decay, LoRA factors with their own rate.
+
+    `rate_name` is what a group's rate is logged as.
+    """
     groups: dict[str, dict] = {
         "decay": {"params": [], "weight_decay": weight_decay, "lr": learning_rate},
         "no_decay": {"params": [], "weight_decay": 0.0, "lr": learning_rate},
@@ -25,6 +28,8 @@ def build_parameter_groups(
             groups["no_decay"]["params"].append(parameter)
         else:
             groups["decay"]["params"].append(parameter)
+    for name, group in groups.items():
+        group["rate_name"] = "lora_learning_rate" if name == "lora" else "learning_rate"
     return [group for group in groups.values() if group["params"]]
 
 

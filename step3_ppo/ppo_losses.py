@@ -1,4 +1,4 @@
-"""The losses of a minibatch, and the optimizer steps on them: from records to `update`.
+"""The losses of a minibatch, and the optimizer steps on them: from records to `take_steps`.
 
 # S responses of a micro-batch, total response tokens of all
 """
@@ -11,13 +11,13 @@ import torch
 from common import distributed
 from common.data.global_batches import BatchStream
 from common.data.packed_batch import PackedBatch
-from common.engine_step import LossTerm
+from common.engine_step import Gradients, LossTerm, Stat, take_steps
 from common.model_inputs import lay_out
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_math import kl_loss_terms, policy_loss_terms, value_loss_terms
 from step3_ppo.roles import Roles
 
-Sums = tuple[torch.Tensor, dict[str, torch.Tensor]]
+Sums = tuple[torch.Tensor, dict[str, Stat]]
 
 
 @dataclass
@@ -53,37 +53,34 @@ class PPOLosses:
         if self.pretraining:
             self.pretraining.skip_to(int(state["num_texts"]))
 
-    def update_actor(self, micro_batches: list[PackedBatch]) -> dict[str, float]:
-        """Return the means of one optimizer step of the actor. Every rank must call this."""
-        terms = [
-            LossTerm(
-                "policy/loss",
-                micro_batches,
-                self._policy_sums,
-                count_loss_items,
-                count_stats=count_loss_tokens,
-            )
-        ]
+    def compute_actor_gradients(self, micro_batches: list[PackedBatch]) -> Gradients:
+        """Return the gradients of an optimizer step of the actor. Every rank must call this."""
+        terms = [LossTerm("policy/loss", micro_batches, self._policy_sums, count_loss_items)]
         if self.pretraining is not None:
             texts, weight = next(self.pretraining), self.args.unsup_coef
             terms.append(
                 LossTerm("policy/unsup_loss", texts, self._pretraining_sums, count_text_targets, weight)
             )
-        means = self.roles.actor.update(terms)
-        means["policy/grad_norm"] = means.pop("grad_norm")
-        means["policy/learning_rate"] = means.pop("learning_rate")
-        if self._in_first_minibatch:
-            self.first_gap, self._in_first_minibatch = means["policy/rollout_gap"], False
-        return means
+        return self.roles.actor.compute_gradients(terms)
 
-    def update_critic(self, micro_batches: list[PackedBatch]) -> dict[str, float]:
-        """Return the means of one optimizer step of the critic. Every rank must call this."""
+    def compute_critic_gradients(self, micro_batches: list[PackedBatch]) -> Gradients:
+        """Return the gradients of an optimizer step of the critic. Every rank must call this."""
         assert self.roles.critic is not None
-        means = self.roles.critic.update(
+        return self.roles.critic.compute_gradients(
             [LossTerm("value/loss", micro_batches, self._value_sums, count_loss_tokens)]
         )
-        means["value/grad_norm"] = means.pop("grad_norm")
-        means["value/learning_rate"] = means.pop("learning_rate")
+
+    def take_steps(self, gradients: list[Gradients]) -> dict[str, float]:
+        """Return the means after the optimizer steps of the actor and, if there is one, the critic: both are
+        made or neither.
+
+        Every rank must call this. Raises StepRefused.
+        """
+        means = {}
+        for prefix, found in zip(("policy", "value"), take_steps(gradients), strict=False):
+            means |= {name if "/" in name else f"{prefix}/{name}": value for name, value in found.items()}
+        if self._in_first_minibatch:
+            self.first_gap, self._in_first_minibatch = means["policy/rollout_gap"], False
         return means
 
     def _policy_sums(self, batch: PackedBatch) -> Sums:
@@ -112,18 +109,18 @@ class PPOLosses:
         gap = (logprobs.detach() - data["rollout_logprobs"]).abs()
         if self._in_first_minibatch and len(gap):
             self.first_gap_max = max(self.first_gap_max, float(gap.max()))
-        if args.use_decoupled_loss:
-            stats |= {
-                "policy/behav_kl": terms.behav_kl.sum(),
-                "policy/behav_imp_weight": terms.behav_imp_weight.sum(),
-            }
-        return (per_token * weights).sum(), stats | {
+        stats |= {
             "policy/entropy": entropies.detach()[mask].sum(),
             "policy/clip_fraction": terms.is_clipped.sum(),
             "policy/approx_kl": terms.approx_kl.sum(),
             "policy/ratio": terms.ratio.sum(),
             "policy/rollout_gap": gap[mask].sum(),
         }
+        means_of = {name: (total, mask.sum()) for name, total in stats.items()}
+        if args.use_decoupled_loss:  # of the tokens that are not capped
+            for name in ("behav_kl", "behav_imp_weight"):
+                means_of[f"policy/{name}"] = (getattr(terms, name).sum(), terms.has_weight.sum())
+        return (per_token * weights).sum(), means_of
 
     def _value_sums(self, batch: PackedBatch) -> Sums:
         critic, data = self.roles.critic, batch.to(distributed.device()).data

@@ -31,6 +31,7 @@ class PolicyLossTerms(NamedTuple):
     approx_kl: torch.Tensor  # (N) fp32, k3 estimate of KL(prox || new), at least 0
     behav_kl: torch.Tensor  # (N) fp32, log(prox / old probability); 0 where capped, or without prox
     behav_imp_weight: torch.Tensor  # (N) fp32, prox / old probability; 0 where capped, or without prox
+    has_weight: torch.Tensor  # (N) bool, True for the tokens of the mask that are not capped
 
 
 class ValueLossTerms(NamedTuple):
@@ -172,7 +173,8 @@ def policy_loss_terms(
     with torch.no_grad():
         approx_kl = kl_estimate(-log_ratio, torch.zeros_like(log_ratio), "k3")
     shown_weight = weight if is_decoupled else torch.zeros_like(weight)
-    return PolicyLossTerms(loss, torch.where(mask, ratio, 0.0), is_clipped, approx_kl, behav_kl, shown_weight)
+    shown_ratio = torch.where(mask, ratio, 0.0)
+    return PolicyLossTerms(loss, shown_ratio, is_clipped, approx_kl, behav_kl, shown_weight, has_weight)
 
 
 def _clip(

@@ -204,9 +204,10 @@ class PPOTrainer:
 
     def _learn(self, current: OpenStep, micro_batches: list[PackedBatch]) -> None:
         with watchdog.phase("the updates", current.step):
-            found = self.losses.update_actor(micro_batches)
+            gradients = [self.losses.compute_actor_gradients(micro_batches)]
             if self.roles.critic:
-                found |= self.losses.update_critic(micro_batches)
+                gradients.append(self.losses.compute_critic_gradients(micro_batches))
+            found = self.losses.take_steps(gradients)
         for name, value in found.items():
             current.means.setdefault(name, []).append(value)
         if self.ema:

@@ -1,5 +1,5 @@
 """The four roles: actor, reference, critic, reward. Each answers `score`; the actor `generate`s, two
-`update`. They read records (PackedBatch) of prompts and responses, see `step3_ppo.experience`.
+`compute_gradients`. They read records (PackedBatch) of prompts and responses, see `step3_ppo.experience`.
 
 # S responses of a record, total response tokens of all
 """
@@ -16,7 +16,7 @@ from torch.nn.functional import pad as pad_ends
 
 from common import distributed
 from common.data.packed_batch import PackedBatch
-from common.engine_step import LossTerm, update_engine
+from common.engine_step import Gradients, LossTerm, compute_gradients
 from common.generation.decode_state import SamplingOptions
 from common.generation.generate import Generation
 from common.output_head import Support, Truncation
@@ -176,11 +176,11 @@ class Actor(Policy):
                 found.append(Support(*support))
         return found
 
-    def update(self, terms: Sequence[LossTerm]) -> dict[str, float]:
-        """Return the means after one optimizer step. Every rank must call this."""
+    def compute_gradients(self, terms: Sequence[LossTerm]) -> Gradients:
+        """Return the gradients of an optimizer step. Every rank must call this."""
         with watchdog.phase("the update of the actor", clock="actor_update"):
             self.engine.train()
-            return update_engine(self.engine, terms)
+            return compute_gradients(self.engine, terms)
 
 
 class ValueRole:
@@ -229,11 +229,11 @@ class Critic(ValueRole):
         with watchdog.phase("the values of the critic", clock="critic"):
             return [self.compute_values(self.engine, record) for record in records]
 
-    def update(self, terms: Sequence[LossTerm]) -> dict[str, float]:
-        """Return the means after one optimizer step. Every rank must call this."""
+    def compute_gradients(self, terms: Sequence[LossTerm]) -> Gradients:
+        """Return the gradients of an optimizer step. Every rank must call this."""
         with watchdog.phase("the update of the critic", clock="critic_update"):
             self.engine.train()
-            return update_engine(self.engine, terms)
+            return compute_gradients(self.engine, terms)
 
 
 @dataclass

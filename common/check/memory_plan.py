@@ -8,6 +8,8 @@
     2      b P      b P / N, tr.   12 P / N              the same
     3      b P / N  b P / N        12 P / N              the same, of 10^9 elements at most
 
+In step 3 the actor's gradients wait for the critic's, as both step or neither.
+
 arXiv:1910.02054 section 3, and counted on engines of DeepSpeed 0.19; bf16 runs at stage 1 instead of 0.
 """
 
@@ -214,7 +216,7 @@ def _moment(run: Run, phase: str, busy: str, verb: str) -> Moment:
     gpu: Holdings = {}
     cpu: Holdings = {}
     for role in run.roles:
-        own_verb = verb if role.name == busy else "idle"
+        own_verb = verb if role.name == busy else "wait" if _waits(role, busy, verb) else "idle"
         for item, on_gpu, on_cpu in role_holdings(run, role, own_verb, verb):
             for holdings, num_bytes in ((gpu, on_gpu), (cpu, on_cpu)):
                 if num_bytes:
@@ -228,6 +230,18 @@ def _moment(run: Run, phase: str, busy: str, verb: str) -> Moment:
         gpu |= {key: gpu.get(key, 0.0) + num_bytes for key, num_bytes in cpu.items()}
         cpu = {}
     return Moment(phase, busy, verb, gpu, {key: value for key, value in cpu.items() if value})
+
+
+def _waits(role: Role, busy: str, verb: str) -> bool:
+    """Return whether a role holds gradients for its step while another is busy.
+
+    Step 3 makes the actor's, then the critic's; both are judged before the actor steps, then the critic.
+    """
+    return (
+        (role.name, busy) == ("actor", "critic")
+        and verb in ("backward", "reduce")
+        or ((role.name, busy, verb) == ("critic", "actor", "step"))
+    )
 
 
 def role_holdings(run: Run, role: Role, verb: str, phase: str) -> Iterator[tuple[str, float, float]]:
@@ -304,13 +318,12 @@ def _training_state(run: Run, role: Role, verb: str) -> Iterator[tuple[str, floa
         if stage in (1, 2) and not role.states_on_cpu:  # a rank's own part
             yield "gradients", b * shard, 0.0
         yield "buckets", b * min(bucket, trained) if stage == 0 or n > 1 else 0.0, 0.0
-    if verb == "step":
-        if stage < 3 and not role.states_on_cpu:
-            yield "gradients", b * shard, 0.0
-        if not role.states_on_cpu and has_copy:
-            at_once = min(shard, run.zero(role).sub_group_size) if stage == 3 else shard
-            flat = b if run.dtype != "fp32" and stage > 0 else 0
-            yield "step's buffers", (4 + flat) * at_once, 0.0
+    if verb in ("wait", "step") and stage < 3 and not role.states_on_cpu:
+        yield "gradients", b * shard, 0.0
+    if verb == "step" and not role.states_on_cpu and has_copy:
+        at_once = min(shard, run.zero(role).sub_group_size) if stage == 3 else shard
+        flat = b if run.dtype != "fp32" and stage > 0 else 0
+        yield "step's buffers", (4 + flat) * at_once, 0.0
 
 
 def _gathered(run: Run, role: Role, verb: str) -> float:

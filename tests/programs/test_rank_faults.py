@@ -17,7 +17,7 @@ OTHER_RANK_FAILED, KILLED = 4, -9
 SECONDS = 60.0  # from the start of a run that has a fault to its end; a run without takes two
 TRAINING = {
     1: ("step1_sft.sft_trainer:SFTTrainer.train_step", "at step 3 in the training step"),
-    3: ("step3_ppo.ppo_losses:PPOLosses.update_critic", "at step 3 in the update of the critic"),
+    3: ("step3_ppo.ppo_losses:PPOLosses._value_sums", "at step 3 in the update of the critic"),
 }
 
 

@@ -216,7 +216,7 @@ PPO_POINTS = {
     "between rollout and advantages": ("step3_ppo.ppo_trainer:PPOTrainer._begin_step", 2),
     "between advantages and updates": ("step3_ppo.ppo_trainer:PPOTrainer._update", 2),
     "between two accumulation steps": ("step3_ppo.ppo_losses:PPOLosses._policy_sums", 12),
-    "between actor and critic": ("step3_ppo.ppo_losses:PPOLosses.update_critic", 6),
+    "between actor and critic": ("step3_ppo.ppo_losses:PPOLosses.compute_critic_gradients", 6),
     "between two minibatches": ("step3_ppo.ppo_trainer:PPOTrainer._learn", 7),
     "in the average": ("step3_ppo.ema:ExponentialMovingAverage.update", 6),
     "steering the KL": ("step3_ppo.ppo_math:KLController.update", 2),

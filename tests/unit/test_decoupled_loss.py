@@ -4,11 +4,17 @@ A14 and the like in a docstring are rows of the seeds.
 """
 
 import math
+from types import SimpleNamespace
 
+import pytest
 import torch
 from response_batches import PADDING, fill, random_batch
 from right_or_wrong import close, forms, judge
 
+from common.data.packed_batch import PackedBatch
+from step3_ppo.algorithms import ALGORITHMS, fill_defaults
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import PolicyLossTerms, policy_loss_terms
 
 
@@ -35,7 +41,8 @@ def plain_decoupled(*, ratio_to="prox", weight_of="prox/old", capped="zero", cli
         loss = torch.where(counts, loss, 0.0)
         kl, weight = torch.where(seen, kl, 0.0), torch.where(seen, weight, 0.0)
         zeros = torch.zeros_like(loss.detach())
-        return PolicyLossTerms(loss, torch.where(mask, ratio, 0.0).detach(), zeros.bool(), zeros, kl, weight)
+        ratio = torch.where(mask, ratio, 0.0).detach()
+        return PolicyLossTerms(loss, ratio, zeros.bool(), zeros, kl, weight, counts)
 
     return form
 
@@ -94,10 +101,28 @@ def test_decoupled_loss_equals_a_float64_loop(form, is_right):
                 a = advantages[i, t].item()
                 kl[i, t], weight[i, t] = log_weight, math.exp(log_weight)
                 loss[i, t] = max(-a * ratio, -a * min(max(ratio, 0.8), 1.2)) * math.exp(log_weight)
-            for found, expected in zip((terms.loss, *terms[4:]), (loss, kl, weight), strict=True):
+            has_weight = (weight > 0).float()
+            shown = (terms.loss, terms.behav_kl, terms.behav_imp_weight, terms.has_weight.float())
+            for found, expected in zip(shown, (loss, kl, weight, has_weight), strict=True):
                 close(found, expected, atol=2e-6)
 
     judge(check, form, is_right)
+
+
+def test_the_logged_weights_are_means_over_the_tokens_that_are_not_capped():
+    """A3, A22: one of five tokens is capped, one does not count."""
+    weights = torch.tensor([1.5, 4.0, 0.5, 1.0, 1.0])
+    zeros, mask = torch.zeros(5), torch.tensor([True, True, True, True, False])
+    keys = {"prox_logprobs": weights.log(), "loss_mask": mask, "loss_weights": mask.float()}
+    keys |= {name: zeros for name in ("old_logprobs", "rollout_logprobs", "advantages")}
+    actor = SimpleNamespace(engine=None, compute_logprobs=lambda *_, **__: (weights.log(), zeros))
+    args = PPOArguments(use_decoupled_loss=True, behav_imp_weight_cap=2.0)
+    losses = PPOLosses(fill_defaults(args, ALGORITHMS["ppo"]), SimpleNamespace(actor=actor))
+    _, stats = losses._policy_sums(PackedBatch.single(0, **keys))
+    means = {name: float(total / count) for name, (total, count) in stats.items()}
+    assert means["policy/behav_imp_weight"] == pytest.approx((1.5 + 0.5 + 1.0) / 3)
+    assert means["policy/behav_kl"] == pytest.approx((math.log(1.5) + math.log(0.5)) / 3)
+    assert means["policy/ratio"] == pytest.approx(1.0)
 
 
 def test_a_policy_that_sampled_itself_has_exactly_the_plain_loss():

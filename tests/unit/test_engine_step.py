@@ -9,7 +9,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from common import engine_step
 from common.ds_config import EngineOptions, build_train_config
-from common.engine_step import LossTerm, update_engine
+from common.engine_step import Gradients, LossTerm, compute_gradients, take_steps, update_engine
 from common.refusal import StepRefused
 from common.saving.engine_state import EngineState
 from common.saving.export import gather_state_dict
@@ -96,6 +96,48 @@ def test_terms_are_weighted_and_each_has_its_own_denominator():
     assert means["grad_norm"] == pytest.approx(float(gradient.norm()), abs=1e-5)
 
 
+def test_a_statistic_may_have_its_own_number_of_items():
+    engine = build()
+
+    def sums(batch):
+        is_counted = batch[:, 0] > 0.75  # one row of each micro-batch but for the last row
+        pair = (batch[:, 1][is_counted].sum(), is_counted.sum())
+        none = (batch.sum() * 0, is_counted.sum() * 0)
+        return engine(batch).square().sum(), {"of_some": pair, "of_none": none, "of_all": batch.sum()}
+
+    means = update_engine(engine, [LossTerm("loss", MICRO_BATCHES, sums, len)])
+    assert means["of_some"] == pytest.approx((2.0 - 1.0 + 2.0) / 3)
+    assert means["of_none"] == 0.0 and means["of_all"] == pytest.approx(10.0 / 4)
+    assert set(means) == {"loss", "of_some", "of_none", "of_all", "grad_norm", "learning_rate"}
+
+
+def test_two_ranks_of_equal_batches_make_the_step_of_one(monkeypatch):
+    """DeepSpeed averages over the one rank that is there; the other's sums are this one's again."""
+    one, two = build(), build()
+    alone = update_engine(one, [term(one)])
+    monkeypatch.setattr(engine_step.distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(engine_step.distributed, "reduce_sum", lambda sums: 2 * sums)
+    assert update_engine(two, [term(two)]) == alone
+    torch.testing.assert_close(two.module.weight.data, one.module.weight.data)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_rates_are_those_of_the_step_and_adapters_have_their_own(stage):
+    model = torch.nn.ModuleDict({"plain": torch.nn.Linear(2, 1), "lora_a": torch.nn.Linear(2, 1)})
+    options = EngineOptions(zero_stage=stage, gradient_accumulation_steps=2)
+    engine = build_engine(
+        model, build_train_config(options), learning_rate=0.1, weight_decay=0.0, lora_learning_rate=0.5,
+        beta2=0.95, schedule="linear", num_warmup_steps=0, num_steps=4,
+    )  # fmt: skip
+    model.forward = lambda x: model["plain"](x) + model["lora_a"](x)
+    for share_left in (1.0, 0.75, 0.5):
+        means = update_engine(engine, [term(engine)])
+        rates = {name: value for name, value in means.items() if "learning_rate" in name}
+        assert rates == pytest.approx(
+            {"learning_rate": 0.1 * share_left, "lora_learning_rate": 0.5 * share_left}
+        )
+
+
 # ---------------------------------------------------------------------------------------------------------
 # A step that is refused
 # ---------------------------------------------------------------------------------------------------------
@@ -153,15 +195,15 @@ class Trained:
         self.dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
         self.state = EngineState(self.engine)
 
-    def step(self, scale: float, spoil=None, at: int = 0) -> dict[str, float]:
-        """Learn from the batches times `scale`; `spoil` gives the loss of micro-batch `at`."""
+    def gradients(self, scale: float, spoil=None, at: int = 0) -> Gradients:
+        """Those of the batches times `scale`; `spoil` gives the loss of micro-batch `at`."""
 
         def sums(batch):
             outputs = self.engine((batch * scale).to(self.dtype))
             is_bad = spoil and batch is MICRO_BATCHES[at]
             return (spoil(outputs) if is_bad else outputs.square().sum()), {}
 
-        return update_engine(self.engine, [LossTerm("loss", MICRO_BATCHES, sums, len)])
+        return compute_gradients(self.engine, [LossTerm("loss", MICRO_BATCHES, sums, len)])
 
     def snapshot(self) -> tuple[dict[str, torch.Tensor], dict]:
         """All that moves, but for DeepSpeed's counters of steps and samples."""
@@ -180,16 +222,21 @@ def assert_equal_snapshots(found, expected) -> None:
 @pytest.mark.parametrize("what", SPOILERS)
 @pytest.mark.parametrize(("stage", "dtype", "offload"), SETUPS)
 def test_a_refused_step_leaves_no_trace(stage, dtype, offload, what):
-    clean, disturbed = (Trained(stage, dtype, offload) for _ in range(2))
+    """Nor does the good step of another engine that is to be made with it, before it or after it."""
+    clean, disturbed, beside = (Trained(stage, dtype, offload) for _ in range(3))
     spoil, at, message = SPOILERS[what]
     for scale in (1.0, 0.5, 2.0):
         before = disturbed.snapshot()
         with pytest.raises(StepRefused, match=message) as caught:
-            disturbed.step(3.0, spoil, at)
+            both = [beside.gradients(3.0), disturbed.gradients(3.0, spoil, at)]
+            take_steps(both if scale < 2.0 else both[::-1])
         assert caught.value.batches == MICRO_BATCHES
         assert_equal_snapshots(disturbed.snapshot(), before)
-        assert disturbed.step(scale) == clean.step(scale)
+        assert_equal_snapshots(beside.snapshot(), before)
+        expected = take_steps([clean.gradients(scale)])
+        assert take_steps([disturbed.gradients(scale), beside.gradients(scale)]) == 2 * expected
         assert_equal_snapshots(disturbed.snapshot(), clean.snapshot())
+        assert_equal_snapshots(beside.snapshot(), clean.snapshot())
         moved = any(not torch.equal(disturbed.snapshot()[0][n], before[0][n]) for n in before[0])
         assert moved, "a step that moves nothing shows nothing"
 
@@ -226,3 +273,18 @@ def test_a_refused_loss_says_nothing_about_the_scale_of_fp16(scale):
         engine_step._skip_step(engine)
         assert engine.optimizer.overflow and engine.optimizer.scaled_global_norm is None
         assert vars(engine.optimizer.loss_scaler) == before
+
+
+@pytest.mark.parametrize(("scale", "is_refused"), [(1.0, True), (1024.0, False)], ids=["lowest", "higher"])
+def test_an_overflow_of_fp16_is_refused_where_its_scale_cannot_fall(scale, is_refused):
+    """Elsewhere DeepSpeed skips the step and halves the scale."""
+    engine = HalfPrecisionEngine(scale)
+    engine.optimizer.param_groups = []
+    engine.optimizer.scaled_global_norm = lambda: math.inf
+    gradients = Gradients(engine, [LossTerm("loss", [], len, len)], {"loss": 1.0}, math.inf)
+    if is_refused:
+        with pytest.raises(StepRefused, match=GRADIENT):
+            take_steps([gradients])
+    else:
+        assert take_steps([gradients]) == [{"loss": 1.0, "grad_norm": math.inf}]
+        assert engine.optimizer.loss_scaler.cur_scale == scale / 2

@@ -120,6 +120,33 @@ def test_gradients_are_whole_under_stage_1_and_a_part_under_stage_2(saved):
     assert items(more, "train policy", "backward")["gradients"] == 2 * num_params
 
 
+@pytest.mark.parametrize(
+    ("dtype", "stage", "share"), [("fp32", "0", 4), ("bf16", "2", 2 / 4), ("bf16", "3", 2 / 4)]
+)
+def test_the_gradients_of_actor_and_critic_wait_for_one_another(saved, dtype, stage, share):
+    flags = ("--dtype", dtype, "--actor_zero_stage", stage, "--critic_zero_stage", stage, "--num_gpus", "4")
+    plan = ppo(saved("opt-1.3b"), saved("opt-350m"), *flags)
+    waiting = {
+        (m.role, m.verb): [
+            m.gpu.get((role, "gradients"), 0.0) for role in ("actor", "critic") if role != m.role
+        ]
+        for m in plan.moments
+        if m.phase.startswith("train")
+    }
+    actor, critic = (
+        share * 1_315_758_080,
+        share * plan.moments[0].gpu["critic", "weights"] / ({"fp32": 4, "bf16": 2}[dtype]),
+    )
+    stays = stage == "3"  # its buffers are there all the time
+    if stays:
+        critic = plan.moments[0].gpu["critic", "gradients"]
+    assert waiting == {
+        ("actor", "backward"): [critic * stays], ("actor", "reduce"): [critic * stays],
+        ("actor", "step"): [critic],
+        ("critic", "backward"): [actor], ("critic", "reduce"): [actor], ("critic", "step"): [actor * stays],
+    }  # fmt: skip
+
+
 def test_adapters_alone_are_trained(saved):
     flags = ("--lora_dim", "8", "--zero_stage", "2")
     found = items(single(saved("opt-350m"), *flags), "idle", "idle")

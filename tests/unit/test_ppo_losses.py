@@ -33,7 +33,7 @@ def plain_policy(ratio_of, *, least=torch.maximum, clamp=True, sign=-1, detach=T
         loss = torch.where(mask, least(sign * advantages * ratio, sign * advantages * bounded), 0.0)
         is_clipped = mask & ((ratio - 1).abs() > clip_range)
         zeros = [torch.zeros_like(loss.detach()) for _ in range(3)]
-        return PolicyLossTerms(loss, torch.where(mask, ratio, 0.0).detach(), is_clipped, *zeros)
+        return PolicyLossTerms(loss, torch.where(mask, ratio, 0.0).detach(), is_clipped, *zeros, mask)
 
     return form
 
@@ -234,5 +234,5 @@ def test_policy_losses_of_bf16_inputs_are_fp32():
     new, old, advantages, mask = random_batch(3)
     halves = [x.bfloat16() for x in (new, old, advantages)]
     terms = policy_loss_terms(*halves, mask, clip_range=0.2, prox_logprobs=halves[1])
-    assert terms.is_clipped.dtype == torch.bool
-    assert all(x.dtype == torch.float32 for x in terms if x is not terms.is_clipped)
+    bools = (terms.is_clipped, terms.has_weight)
+    assert all(x.dtype == (torch.bool if any(x is b for b in bools) else torch.float32) for x in terms)

@@ -20,6 +20,10 @@ class KnowingCritic:
     """
 
     old_logprobs = SimpleNamespace(recomputes=False, judge=lambda gap: None)
+    scores = SimpleNamespace(
+        counts=lambda record: torch.ones(len(record), dtype=torch.bool),
+        failures=SimpleNamespace(are_borne=False),
+    )
 
     def __init__(self, normaliser: ValueNormaliser) -> None:
         self.normaliser, self.num_rollouts = normaliser, 0
@@ -53,10 +57,11 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
         losses=SimpleNamespace(begin_step=lambda coef: None, first_gap=0.0, first_gap_max=0.0),
         plan=SimpleNamespace(minibatches=lambda record, step: learned.append(record) or iter(())),
         kl_controller=KLController(0.0),
-        logger=SimpleNamespace(log=lambda *_: None, sample=lambda *_, **__: None),
+        logger=SimpleNamespace(log=lambda *_: None),
         decode=str,
         value_normaliser=normaliser,
     )
+    trainer._write_responses = lambda *_: None
     for step in range(1, 5):
         worth = (torch.tensor([1.0, 2.0, 4.0]) * 3**step).repeat_interleave(torch.tensor([3, 1, 6]))
         critic_says = normaliser.normalise(worth)
