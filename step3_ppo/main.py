@@ -129,6 +129,12 @@ def build_rollout(args: PPOArguments, roles: Roles, specs: list[RewardSpec], tok
     )
 
 
+def num_optimizer_steps(args: PPOArguments, num_steps: int) -> int:
+    """Return the optimizer steps that so many PPO steps make: the schedules' length."""
+    update = args.per_device_training_batch_size * args.gradient_accumulation_steps
+    return num_steps * args.ppo_epochs * (samples_per_rank(args) // update)
+
+
 def build_trainer(
     args: PPOArguments,
     start: StartUp,
@@ -139,8 +145,6 @@ def build_trainer(
 ) -> PPOTrainer:
     """Load the models and return what does the PPO steps. Every rank must call this."""
     is_cut_by_tokens = args.packed or args.max_tokens_per_micro_batch > 0
-    samples = samples_per_rank(args)
-    update = args.per_device_training_batch_size * args.gradient_accumulation_steps
     dtype = args.dtype or distributed.default_dtype_name()
     overrides = {k: v for k, v in startup.load_overrides(args).items() if k != HYBRID_SECTION}
     reward_paths = {spec.name: spec.target for spec in start.rewards if spec.kind == "model"}
@@ -148,7 +152,7 @@ def build_trainer(
         args,
         dtype,
         start.tokenizer,
-        num_steps * args.ppo_epochs * samples // update,
+        num_optimizer_steps(args, num_steps),
         overrides,
         needs_critic=start.algorithm.needs_critic,
         reward_paths=reward_paths,

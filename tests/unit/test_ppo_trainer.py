@@ -8,9 +8,19 @@ from records import make_record
 
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.main import num_optimizer_steps
 from step3_ppo.ppo_math import KLController
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.value_norm import ValueNormaliser
+
+
+def test_the_schedules_are_as_long_as_the_optimizer_steps():
+    args = PPOArguments(
+        per_device_generation_batch_size=8, generation_batches=2, num_samples_per_prompt=3,  # 48 samples
+        per_device_training_batch_size=4, gradient_accumulation_steps=2,  # 6 updates an epoch
+        ppo_epochs=3,
+    )  # fmt: skip
+    assert num_optimizer_steps(args, 5) == 5 * 3 * 6
 
 
 class KnowingCritic:
