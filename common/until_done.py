@@ -20,7 +20,7 @@ from common.saving.run_file_names import FINISHED_FILE
 from common.saving.run_lock import find_holder, read_lock
 
 STOPPED = 75  # as the programs leave when a signal has stopped them
-FINAL = (0, 2, STOPPED, 130, 143)  # exit codes after which the same command does not help
+FINAL = (0, STOPPED, 130, 143)  # exit codes after which the same command does not help
 
 
 def run_group(command: Sequence[str], **more: Any) -> tuple[int, bool]:

@@ -19,9 +19,10 @@ from typing import IO, Any
 from common.saving.run_file_names import LOCK_FILE
 
 _TAKEN = (errno.EACCES, errno.EAGAIN)
-# The file, open while this process holds a folder, and what it says. The lock ends too when this process
-# closes the file anywhere else.
-_held: tuple[IO[str], dict[str, Any]] | None = None
+_REFUSED = 2
+# The file, open while this process holds a folder, what it says, and what it said before. The lock ends too
+# when this process closes the file anywhere else.
+_held: tuple[IO[str], dict[str, Any], dict[str, Any]] | None = None
 
 
 def read_lock(folder: Path) -> dict[str, Any]:
@@ -56,6 +57,7 @@ def take(output_dir: str) -> None:
         return
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    before = read_lock(folder)
     file = open(folder / LOCK_FILE, "a+")
     try:
         _lock(file)
@@ -65,8 +67,9 @@ def take(output_dir: str) -> None:
             raise ValueError(held_message(folder)) from error
         print(f"note: {folder} is on a disk without locks: start no second run in it", file=sys.stderr)
     since = datetime.now(UTC).isoformat(timespec="seconds")
-    _held = file, {"host": socket.gethostname(), "process": os.getpid(), "since": since, "exit_code": None}
-    _write(*_held)
+    told = {"host": socket.gethostname(), "process": os.getpid(), "since": since, "exit_code": None}
+    _held = file, told, before
+    _write(file, told)
 
 
 def held_message(folder: Path) -> str:
@@ -77,12 +80,17 @@ def held_message(folder: Path) -> str:
 
 
 def release(exit_code: int | None) -> None:
-    """Note how this process ends, and let others write to the folder that it holds, if any."""
+    """Note how this process ends, and let others write to the folder that it holds, if any.
+
+    A run that is refused after all leaves the file as it was.
+    """
     global _held
     if _held:
-        file, told = _held
-        if exit_code is not None:
-            _write(file, told | {"exit_code": exit_code})
+        file, told, before = _held
+        if exit_code == _REFUSED and not before:
+            Path(file.name).unlink(missing_ok=True)
+        elif exit_code is not None:
+            _write(file, before if exit_code == _REFUSED else told | {"exit_code": exit_code})
         file.close()
         _held = None
 

@@ -64,7 +64,7 @@ def command_of(folder: Path, starts: list[str], launcher: str) -> list[str]:
         (PYTHON, ["take,save,4", "take,3", "take,3", "take,3", "take,finish,0"], 4, 3),
         (PYTHON, ["2"], 1, 2),
         (TORCHRUN, ["2"], 1, 1),
-        (TORCHRUN, ["take,2"], 1, 2),
+        (TORCHRUN, ["take,2"], 1, 1),
         (TORCHRUN, ["take,save,75"], 1, 75),
         (PYTHON, ["finish,0"], 1, 0),
         (DEEPSPEED, ["die", "take,finish,0"], 2, 0),
@@ -135,6 +135,12 @@ def test_a_second_run_is_told_of_the_first_until_that_is_dead(tmp_path):
     run_lock.release(4)
     told = json.loads((tmp_path / "lock.json").read_text())
     assert told["process"] == os.getpid() and told["exit_code"] == 4
+    run_lock.take(str(tmp_path))
+    run_lock.release(2)
+    assert run_lock.read_lock(tmp_path) == told, "as it was before a run that was refused"
+    run_lock.take(str(tmp_path / "new"))
+    run_lock.release(2)
+    assert not list((tmp_path / "new").iterdir())
     assert run_lock.held_message(tmp_path) == ""
 
 
