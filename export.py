@@ -120,6 +120,8 @@ def check(
         problems.add(f"--what {args.what}: {checkpoint.folder} holds none; the run was made without")
     if args.what == "adapter" and not (getattr(flags, "lora_dim", 0) or getattr(flags, "actor_lora_dim", 0)):
         problems.add(f"--what adapter: the run of {checkpoint.folder} had no LoRA")
+    elif args.what == "adapter" and not flags.only_optimize_lora:
+        problems.add("--what adapter: with --only_optimize_lora false more was trained; use --what model")
     folder = Path(args.output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         problems.add(f"--output {folder} is there already; give a folder that is not")
@@ -151,10 +153,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         take_weights(module, checkpoint, part)
     is_scorer = isinstance(module, ValueModel)
     model = module.classifier if is_scorer else language_model(module)
+    metadata = build_metadata(flags, args.what, checkpoint.meta["numbers"])
     if args.what == "adapter":
-        save_adapter(args.output, model)
+        save_adapter(args.output, model, tokenizer, metadata=metadata)
     else:
-        metadata = build_metadata(flags, args.what, checkpoint.meta["numbers"])
         save_export(args.output, model, tokenizer, metadata=metadata, needs_own_pad=is_scorer)
     print(f"saved {args.output}: {args.what} of {checkpoint.folder}, {type(plain_model(model)).__name__}")
 
