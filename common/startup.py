@@ -271,6 +271,7 @@ def run_program(program: Callable[[], None]) -> None:
     traceback.
     """
     quiet_libraries()
+    watchdog.tell_phases()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
         signal.signal(signal.SIGINT, _leave_at_once)
     code = 0

@@ -89,7 +89,7 @@ def main() -> None:
     is_flat = training_loop.use_layout(batches, model.causal_lm, args)
     trainer = SFTTrainer(engine, is_flat=is_flat, logger=logger)
     rows = {"--per_device_train_batch_size x --gradient_accumulation_steps": batches.global_rows}
-    progress = Progress(data.key, rows)
+    progress = Progress(data.key, rows, about_data=data.report.facts())
     run = Run(args, earlier, logger, progress, {"model": EngineState(engine)})
 
     def evaluate(step: int) -> None:

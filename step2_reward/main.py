@@ -185,7 +185,7 @@ def main() -> None:
 
     # ---- training ---------------------------------------------------------------------------------------
     rows = {"--per_device_train_batch_size x --gradient_accumulation_steps": batches.global_rows}
-    progress = Progress(data.key, rows)
+    progress = Progress(data.key, rows, about_data=data.report.facts())
     parts = {"model": EngineState(learner.engine)}
     if is_dpo:
         parts["reference"] = ReferencePart({"train": train, "eval": held_out})

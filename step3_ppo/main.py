@@ -361,7 +361,7 @@ def main() -> None:
             "--per_device_generation_batch_size x --generation_batches": prompts.global_rows,
             "--per_device_training_batch_size x --gradient_accumulation_steps": trainer.plan.global_rows,
         }
-        progress = Progress(data.key, rows)
+        progress = Progress(data.key, rows, about_data=data.report.facts())
         run = build_run(args, start, trainer, progress)
         run.saver.begin()  # the first to write: all models are there
     if progress.step == 0:

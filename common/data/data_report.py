@@ -69,6 +69,14 @@ class DataReport:
         result += [f"{self.kind} data: bad row {row}" for row in self.bad_rows]
         return result + [f"{self.kind} data: {note}" for note in self.notes]
 
+    def facts(self) -> dict[str, int]:
+        """The counts, by their names, for a run's description."""
+        return {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            if name.startswith("num_") and isinstance(value, int)
+        }
+
     def to_json(self) -> str:
         """All fields, as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)

@@ -5,6 +5,7 @@ rank 0 tokenises, the others wait, then all read the same files.
 """
 
 import hashlib
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,9 +27,11 @@ from common.data.split import is_held_out, share_indexes
 from common.data.stage_rows import PAIR, PROMPT, SFT, Item, RowKind
 from common.data.token_cache import REPORT_NAME, TokenTable, TokenWriter, build_once, cache_key
 from common.dialogue import Template
+from common.watch import watchdog
 
 __all__ = ["DataOptions", "StageData", "build_pairs", "build_prompts", "build_sft"]
 
+TELL_SECONDS = 5.0
 NUM_SHOWN = 400  # characters of a row that is shown
 CHUNK_ROWS = 1024  # rows tokenised together and written as one chunk
 
@@ -45,6 +48,19 @@ class StageData:
     def key(self) -> str:
         """Return what changes with the sources and with all that decides the rows."""
         return Path(self.report.cache_folder).name
+
+
+class ProgressTeller:
+    """Says now and then how many of so many rows are done."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.total, self.next = what, total, time.monotonic() + TELL_SECONDS
+
+    def __call__(self, count: int) -> None:
+        """`count` rows are done; nothing is said when that was said a moment ago."""
+        if time.monotonic() >= self.next:
+            watchdog.tell(f"{self.what} {count:,} of at most {self.total:,} rows")
+            self.next = time.monotonic() + TELL_SECONDS
 
 
 @dataclass
@@ -182,12 +198,14 @@ def _write(
         writers = [
             stack.enter_context(TokenWriter(folder / f"{n}.arrow", kind.columns)) for n in ("train", "eval")
         ]
+        tell = ProgressTeller("tokenised", sum(len(share.source.train) for share in shares))
         for share in shares:
             num_before = writers[0].num_rows
             waiting: tuple[list[Item], list[Item]] = ([], [])
             for item, is_eval in _items(share, kind, options, report):
                 queue = waiting[is_eval]
                 queue.append(item)
+                tell(report.num_raw_rows)
                 if len(queue) == CHUNK_ROWS:
                     writers[is_eval].append(to_rows(queue, template, report, max_tokens=options.max_tokens))
                     queue.clear()

@@ -25,6 +25,7 @@ def build_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> str:
         ("Time and memory", _render_time(runs)),
         ("Last values", _folded("every number", run_tables.render_last_values(runs), is_open=len(runs) > 1)),
         ("Configuration", run_tables.render_configuration(runs)),
+        ("Data and models", run_tables.render_data(runs)),
         ("Versions and data", run_tables.render_provenance(runs)),
         ("Notes on the files", _render_notes(runs, problems)),
     ]

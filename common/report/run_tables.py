@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from common.report.run_files import Curve, RunFiles, count_gaps
+from common.report.run_files import Curve, RunFiles, count_gaps, is_number
 from common.report.svg_charts import draw_shares, shown
 
 KINDS = {
@@ -223,6 +223,55 @@ def _render_changed(run: RunFiles) -> str:
     if not rows:
         return "<p>All flags are at their defaults.</p>"
     return render_table(["not at its default", "value", "default"], rows)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------------------
+
+# What a step learns from: its tokens a second, and the seconds that they are of.
+_LEARNT = (
+    ("perf/tokens_per_second", "perf/step_seconds"),
+    ("perf/actor_update_tokens_per_second", "perf/actor_update_seconds"),
+)
+
+
+def render_data(runs: Sequence[RunFiles]) -> str:
+    """Return rows, tokens, what was cut, passes over the rows, each model's parameters; "" where unknown."""
+    facts = [_data_facts(run) for run in runs]
+    names = list(dict.fromkeys(name for of in facts for name in of))
+    rows = [[escape(name), *(escape(of.get(name, MISSING)) for of in facts)] for name in names]
+    return render_table(["", *(escape(run.name) for run in runs)], rows, numbers=True) if rows else ""
+
+
+def _data_facts(run: RunFiles) -> dict[str, str]:
+    start = run.starts()[-1] if run.starts() else {}
+    data, models = (start[n] if isinstance(start.get(n), dict) else {} for n in ("data", "parameters"))
+    data = {name: count for name, count in data.items() if is_number(count)}
+    found = {}
+    num_train, num_rows = data.get("num_train"), start.get("global_rows")
+    if num_train:
+        num_kept = num_train + data.get("num_eval", 0)
+        cut = data.get("num_truncated", 0)
+        found["rows to train on"] = f"{num_train:,} of {data.get('num_raw_rows', 0):,} raw rows"
+        found["rows held out"] = f"{data.get('num_eval', 0):,}"
+        found["tokens of these rows"] = f"{data.get('num_tokens', 0):,}"
+        found["truncated"] = f"{cut:,}, {100 * cut / num_kept:.1f} %"
+        if is_number(num_rows):
+            found["passes over the rows"] = f"{run.last_step * num_rows / num_train:.2f}"
+    seen = [_sum_of_products(run, *names) for names in _LEARNT if set(names) <= run.curves.keys()]
+    if seen:
+        found["tokens seen in training"] = f"{sum(seen):,.0f}"
+    for name, count in models.items():
+        if isinstance(count, dict) and is_number(count.get("all")) and is_number(count.get("trained")):
+            found[f"parameters of the {name}"] = f"{count['all']:,}, {count['trained']:,} trained"
+    return found
+
+
+def _sum_of_products(run: RunFiles, one: str, other: str) -> float:
+    by_step = dict(zip(run.curves[other].steps, run.curves[other].values, strict=True))
+    rates = zip(run.curves[one].steps, run.curves[one].values, strict=True)
+    return sum(value * by_step.get(step, 0.0) for step, value in rates)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -51,8 +51,16 @@ def describe_run(
     return {"num_steps": num_steps, "defaults": flag_defaults(args), "starts": [*starts, start]}
 
 
-def describe_start(progress: Progress, dtype: str) -> dict[str, Any]:
-    """Return what one start of a run is made on."""
+def count_parameters(engine: Any) -> dict[str, int]:
+    """Return how many parameters a model has, and how many of them are trained, whatever is sharded."""
+    counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
+    return {"all": sum(n for n, _ in counts), "trained": sum(n for n, is_trained in counts if is_trained)}
+
+
+def describe_start(
+    progress: Progress, dtype: str, parameters: dict[str, dict[str, int]] | None = None
+) -> dict[str, Any]:
+    """Return what one start of a run is made on; `parameters` are each model's, see `count_parameters`."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "from_step": progress.step,
@@ -61,6 +69,8 @@ def describe_start(progress: Progress, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "data_key": progress.data_key,
         "global_rows": next(iter(progress.rows.values())),  # of a step
+        "data": progress.about_data,
+        "parameters": parameters or {},
         "code": code_version(),
         "versions": {"python": platform.python_version()} | installed_versions(OF_RUNS),
     }

@@ -14,7 +14,13 @@ from common.run_logger import RunLogger
 from common.saving.checkpoints import FOLDER, Checkpoint, CheckpointWriter, Part, SaveFailed, load_newest
 from common.saving.durable_files import remove_leftovers, write_file
 from common.saving.resume import LENGTH_FLAGS, EarlierRun
-from common.saving.run_description import OF_CHECKPOINTS, describe_run, describe_start, installed_versions
+from common.saving.run_description import (
+    OF_CHECKPOINTS,
+    count_parameters,
+    describe_run,
+    describe_start,
+    installed_versions,
+)
 from common.saving.run_file_names import ARGS_FILE, FINISHED_FILE, RUN_FILE
 from common.saving.run_state import Progress, RandomState
 from common.stop_request import Stopped, StopRequest
@@ -86,7 +92,9 @@ class RunSaver:
             self.stop.install()
 
     def _describe(self, *, goes_on: bool) -> None:
-        start = describe_start(self.parts["progress"], self.flags["resolved_dtype"])
+        engines = {name: part.engine for name, part in self.parts.items() if hasattr(part, "engine")}
+        parameters = {name: count_parameters(engine) for name, engine in engines.items()}
+        start = describe_start(self.parts["progress"], self.flags["resolved_dtype"], parameters)
         about = describe_run(
             self.folder, self.args, num_steps=self.logger.num_steps, start=start, goes_on=goes_on
         )

@@ -23,6 +23,7 @@ class Progress:
     rows: dict[str, int]  # over all ranks, by the flags whose product with the number of ranks they are
     step: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
+    about_data: dict[str, int] = field(default_factory=dict)  # for run.json, see `DataReport.facts`
 
     def pieces(self) -> Iterator[Piece]:
         """Give nothing."""

@@ -56,6 +56,23 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
+_told: set[str] | None = None  # outermost phases that the first rank has printed; None: it prints none
+_began = time.monotonic()
+
+
+def tell_phases() -> None:
+    """Let the first rank print each kind of phase when it begins for the first time."""
+    global _told
+    _told = set()
+
+
+def tell(text: str) -> None:
+    """Print what the first rank is doing, with the seconds since the start, once `tell_phases` was called."""
+    if _told is not None and os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            print(f"[{time.monotonic() - _began:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[None]:
     """Let messages say that this rank is in `name` ("the rollout") while the block runs.
@@ -63,6 +80,10 @@ def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[No
     With a `clock` its seconds are logged as perf/CLOCK_seconds (`StepCosts.clock`).
     """
     global _place, _num_phases, _depth
+    kind = clock or name
+    if _told is not None and not _depth and kind not in _told:
+        _told.add(kind)
+        tell(name)
     before = _place
     _place = mine = Place(name, before.step if step is None else step)
     _num_phases, _depth = _num_phases + 1, _depth + 1

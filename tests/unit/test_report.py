@@ -241,6 +241,24 @@ def test_phases_are_all_of_the_clock(tmp_path):
 # ---------------------------------------------------------------------------------------------------------
 
 
+def test_data_and_models_are_told(tmp_path):
+    data = {"num_train": 400, "num_eval": 100, "num_raw_rows": 512, "num_tokens": 9000, "num_truncated": 25}
+    start = {"data": data, "global_rows": 16, "parameters": {"actor": {"all": 1200, "trained": 80}}}
+    speed = {"perf__tokens_per_second": lambda s: 50.0, "perf__step_seconds": lambda s: 2.0}
+    metrics = over_steps(50, sft__loss=lambda s: 1.0, **speed)
+    page = build_page([read_run(write_run(tmp_path / "run", metrics, about={"starts": [start]}))])
+    text = Page(page).text
+    for told in (
+        "rows to train on400 of 512 raw rows", "rows held out100", "tokens of these rows9,000",
+        "truncated25, 5.0 %", "passes over the rows2.00", "tokens seen in training5,000",
+        "parameters of the actor1,200, 80 trained",
+    ):  # fmt: skip
+        assert told in text, told
+    start["data"] = {"num_train": "many", "num_eval": None}
+    start["parameters"] = {"actor": 3}
+    build_page([read_run(write_run(tmp_path / "odd", metrics, about={"starts": [start]}))])
+
+
 def test_the_program_writes_the_page_beside_the_run(tmp_path, capsys, monkeypatch):
     folder = write_run(tmp_path / "a", over_steps(3, **PPO))
     main([str(folder)])

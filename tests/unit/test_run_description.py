@@ -2,12 +2,20 @@
 
 import json
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from common.data.data_report import DataReport
 from common.saving import run_description
-from common.saving.run_description import describe_run, describe_start, flag_defaults, installed_versions
+from common.saving.run_description import (
+    count_parameters,
+    describe_run,
+    describe_start,
+    flag_defaults,
+    installed_versions,
+)
 from common.saving.run_state import Progress
 from step1_sft.arguments import SFTArguments
 
@@ -27,6 +35,17 @@ def test_a_start_says_on_what_it_was_made():
     )  # fmt: skip
     assert start["versions"]["torch"] == torch.__version__ and start["world_size"] == 1 and start["device"]
     json.dumps(start)
+
+
+def test_parameters_and_rows_are_counted():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, bias=False))
+    model[0].requires_grad_(False)
+    counts = count_parameters(SimpleNamespace(module=model))
+    assert counts == {"all": 24, "trained": 8}
+    progress = Progress("digest", {"--batch": 16}, about_data=DataReport(num_train=5, notes=["n"]).facts())
+    start = describe_start(progress, "fp32", {"actor": counts})
+    assert start["data"]["num_train"] == 5 and "notes" not in start["data"]
+    assert start["parameters"] == {"actor": counts}
 
 
 def test_a_run_that_goes_on_keeps_its_earlier_starts(tmp_path):

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from common.data import stage_datasets
 from common.data.pretraining import build_pretraining
 from common.data.registry import load_source
 from common.data.source_checks import check_sources
 from common.data.split import is_held_out, parse_data_split, share_indexes
 from common.data.stage_datasets import DataOptions, build_pairs, build_prompts, build_sft, preview_rows
 from common.dialogue import build_template
+from common.watch import watchdog
 
 ROOT = Path(__file__).parents[2]
 
@@ -330,6 +332,24 @@ def test_a_dry_run_reads_the_first_rows_and_shows_one(tmp_path, template, write_
     ]
     with pytest.raises(ValueError, match="more than --max_bad_rows 1 of the rows are bad"):
         preview_rows(options(path, 2, max_bad_rows=1), template)
+
+
+def test_a_person_sees_what_is_being_done(tiny_tokenizer, template, write_rows, options, monkeypatch, capsys):
+    monkeypatch.setattr(watchdog, "_told", None)
+    given = options(write_rows(answers(3)), 1)
+    with watchdog.phase("the loading of the model"):
+        assert capsys.readouterr().err == "", "a program asks for it"
+    watchdog.tell_phases()
+    monkeypatch.setattr(stage_datasets, "TELL_SECONDS", 0.0)
+    for step in (1, 2):
+        with watchdog.phase("the preparation of the data", step), watchdog.phase("something inside"):
+            build_sft(given, tiny_tokenizer, template)
+    lines = [line.split("] ")[1] for line in capsys.readouterr().err.splitlines()]
+    counts = [f"tokenised {n} of at most 3 rows" for n in (1, 2, 3)]
+    assert lines == ["the preparation of the data", *counts], "once, and the second time it is in the cache"
+    monkeypatch.setenv("RANK", "1")
+    with watchdog.phase("the export"):
+        assert capsys.readouterr().err == ""
 
 
 # ---- the token cache
