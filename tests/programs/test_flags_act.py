@@ -65,6 +65,7 @@ OF_ONE_MODEL = EVERYWHERE | {
     "learning_rate": 2e-3,
     "weight_decay": 0.5,
     "dropout": 0.3,
+    "disable_dropout": (True, {"dropout": 0.3}),
     "lora_dim": 4,
     "lora_alpha": (1.0, {"lora_dim": 4}),
     "lora_module_name": ("q_proj", {"lora_dim": 4}),
