@@ -79,7 +79,7 @@ def our_step(models: dict[str, str], prompts: list[dict[str, Any]], *, is_packed
         for row in prompts
     ]
     batches = GlobalBatches(rows, PromptCollator(0), rows_per_micro_batch=NUM_PROMPTS, seed=1)
-    trainer = build_trainer(dataclasses.replace(args), start, 10**6, batches, None)
+    trainer = build_trainer(dataclasses.replace(args), start, 10**6, batches, [], pretraining=None)
     trainer.logger.begin_anew()
     steps = iter(range(1, 10**6))
     return lambda: trainer.train_step(next(steps))
