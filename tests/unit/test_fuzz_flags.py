@@ -31,7 +31,7 @@ from step3_ppo.arguments import PPOArguments
 NUM_CASES = 700  # of each of three: 2,100
 # program: its flags, and what loads its models
 PROGRAMS = {
-    "step1_sft.main": (SFTArguments, ["load_causal_lm"]),
+    "step1_sft.main": (SFTArguments, ["training_loop.load_policy"]),
     "step2_reward.main": (RewardArguments, ["build_ranking", "build_dpo"]),
     "step3_ppo.main": (PPOArguments, ["build_trainer"]),
 }
@@ -141,9 +141,11 @@ def outcome_of(program: str, words: list[str]) -> tuple[str, str]:
     stop_here = mock.Mock(side_effect=Reached)
     with (
         mock.patch.object(sys, "argv", [program, *words]),
-        mock.patch.multiple(module, **dict.fromkeys(PROGRAMS[program][1], stop_here)),
+        contextlib.ExitStack() as patches,
         contextlib.redirect_stderr(said),
     ):
+        for name in PROGRAMS[program][1]:
+            patches.enter_context(mock.patch(f"{program}.{name}", stop_here))
         try:
             module.main()
         except Reached:
