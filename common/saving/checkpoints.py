@@ -83,7 +83,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{META} is not one of ours, or torn") from error
     if meta.get("format") != FORMAT:
-        raise ValueError(f"its format is {meta.get('format')}, this program reads {FORMAT}")
+        raise ValueError(
+            f"its format is {meta.get('format')}, this program reads {FORMAT}: resume it with the code that "
+            "wrote it"
+        )
     for name, told in meta["files"].items():
         try:
             size = (folder / name).stat().st_size
