@@ -228,7 +228,7 @@ def save_adapter(
         config.save_pretrained(temporary)
         save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         tokenizer.save_pretrained(temporary)
-        (temporary / METADATA_FILE).write_text(json.dumps(metadata or {}, indent=2))
+        (temporary / METADATA_FILE).write_text(json.dumps(without_nan(metadata or {}), indent=2))
         card = ADAPTER_CARD.format(
             base=config.base_model_name_or_path,
             rank=config.r,

@@ -191,6 +191,7 @@ def test_numbers_that_json_has_no_word_for_leave_json(forks, flags, tmp_path):
     """In a held-out loss, which an export's metadata and a checkpoint have too."""
     hook = {"at": "step1_sft.sft_trainer:SFTTrainer.evaluate", "call": 2, "when": "after", "do": "nan"}
     values = flags[1] | {"output_dir": tmp_path / "output", "eval_fraction": 0.2, "max_train_steps": 2}
+    values |= {"lora_dim": 4, "only_optimize_lora": True}  # an adapter has metadata too
     done = forks.run(1, values, hooks=[hook, hook_of("the loss of step 1", rank=0)])
     assert done.codes == [0], done.text()
     metadata = json.loads((tmp_path / "output/export/triptych.json").read_text())
