@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 from common.data.example import BadRow
 from common.data.raw_rows import (
-    ArrowRows,
     FileRows,
     JoinedRows,
+    ParquetRows,
     RawRows,
     Span,
     parse_json_item,
@@ -76,7 +76,7 @@ def _named(files: Sequence[Path], names: Sequence[str]) -> list[Path]:
 def read_files(paths: Sequence[Path], max_rows: int | None = None) -> RawRows:
     """Rows of files of any kind, one file after the other: all of them, or the first of each file.
 
-    They stay in their files, but for Parquet's, and are read one at a time.
+    They stay in their files and are read one at a time, Parquet's by row groups.
 
     Raises:
         ValueError: a file that cannot be read, or is empty, by name.
@@ -266,10 +266,10 @@ def _read_parquet(path: Path, max_rows: int | None) -> RawRows:
     import pyarrow.parquet as pq
 
     try:
-        if max_rows is None:
-            return ArrowRows(pq.read_table(path, memory_map=True), str(path))
         file = pq.ParquetFile(path, memory_map=True)
-        batches = islice(file.iter_batches(batch_size=max_rows), 1)
-        return ArrowRows(pa.Table.from_batches(batches, file.schema_arrow), str(path))
+        if max_rows is None:
+            return ParquetRows(file, str(path))
+        first = next(file.iter_batches(batch_size=max_rows), None)
+        return RawRows(first.to_pylist() if first else [], str(path))
     except pa.ArrowInvalid as error:
         raise OSError(str(error)) from error

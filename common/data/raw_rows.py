@@ -140,16 +140,28 @@ def parse_json_item(data: bytes) -> Any:
     return item
 
 
-class ArrowRows(RawRows):
-    """Rows of a pyarrow table."""
+class ParquetRows(RawRows):
+    """Rows of a Parquet file, of which one row group is in memory at a time: rows are read in their order."""
+
+    def __init__(self, file: Any, origin: str) -> None:
+        """`file` is a pyarrow.parquet.ParquetFile."""
+        groups = range(file.metadata.num_row_groups)
+        self._ends = list(accumulate(file.metadata.row_group(group).num_rows for group in groups))
+        super().__init__(range(self._ends[-1] if groups else 0), origin)
+        self._file, self._group, self._table = file, -1, None
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """See RawRows."""
-        return self._rows.slice(index, 1).to_pylist()[0]
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return self._rows.num_rows
+        """See RawRows. Raises ValueError where the file is damaged."""
+        group = bisect_right(self._ends, index)
+        if group != self._group:
+            try:
+                self._group, self._table = group, self._file.read_row_group(group)
+            except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+                raise ValueError(
+                    f"--data_path {self.origin}: the file cannot be read as .parquet: {error}"
+                ) from error
+        first = self._ends[group - 1] if group else 0
+        return self._table.slice(index - first, 1).to_pylist()[0]
 
 
 class JoinedRows(RawRows):

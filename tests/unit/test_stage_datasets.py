@@ -8,6 +8,7 @@ import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow
 import pytest
 
 from common.data import stage_datasets
@@ -313,7 +314,10 @@ def test_a_large_file_is_never_in_memory_and_its_first_rows_are_enough_at_the_st
     assert check_sources([path], 1, options(path, 1)) == []
     probed = tracemalloc.get_traced_memory()[1]
     rows = load_source(path).train
+    arrow_before = pyarrow.total_allocated_bytes()
     assert sum(len(rows[i]["answer"]) for i in range(0, len(rows), 10)) == 900_000 and len(rows) == len(whole)
+    assert rows[150] == whole[150] and rows[2999]["prompt"] == "question 2999"
+    assert pyarrow.total_allocated_bytes() - arrow_before < 1e6  # tracemalloc does not see pyarrow's memory
     read = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert probed < 4e6 and read < 5e6  # of 9 MB
