@@ -63,10 +63,10 @@ class RawRows:
                 total.update(str(error).encode())
 
 
-def parse_json(text: bytes | str) -> Any:
-    """Return a JSON value; ValueError where it is none, or nested more deeply than can be read."""
+def parse_json(data: bytes) -> Any:
+    """Return a JSON value; ValueError where it is none in UTF-8, or nested more deeply than can be read."""
     try:
-        return json.loads(text)
+        return json.loads(data.decode())  # bytes would be taken for UTF-16 or 32 where they look like it
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

@@ -20,9 +20,9 @@ from common.saving.run_file_names import LOCK_FILE
 
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _REFUSED = 2
-# The file, open while this process holds a folder, what it says, and what it said before. The lock ends too
-# when this process closes the file anywhere else.
-_held: tuple[IO[str], dict[str, Any], dict[str, Any]] | None = None
+# The file, open while this process holds a folder, what it says, and what it said before, None where the
+# folder is new. The lock ends too when this process closes the file anywhere else.
+_held: tuple[IO[str], dict[str, Any], dict[str, Any] | None] | None = None
 
 
 def read_lock(folder: Path) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def take(output_dir: str) -> None:
     if not output_dir:
         return
     folder = Path(output_dir)
+    before = read_lock(folder) if folder.exists() else None
     folder.mkdir(parents=True, exist_ok=True)
-    before = read_lock(folder)
     file = open(folder / LOCK_FILE, "a+")
     try:
         _lock(file)
@@ -82,13 +82,16 @@ def held_message(folder: Path) -> str:
 def release(exit_code: int | None) -> None:
     """Note how this process ends, and let others write to the folder that it holds, if any.
 
-    A run that is refused after all leaves the file as it was.
+    A run that is refused after all leaves file and folder as they were.
     """
     global _held
     if _held:
         file, told, before = _held
         if exit_code == _REFUSED and not before:
             Path(file.name).unlink(missing_ok=True)
+            if before is None:
+                with contextlib.suppress(OSError):  # something else is in it
+                    Path(file.name).parent.rmdir()
         elif exit_code is not None:
             _write(file, before if exit_code == _REFUSED else told | {"exit_code": exit_code})
         file.close()

@@ -14,6 +14,8 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
+from common.saving import run_lock
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = {1: "step1_sft", 2: "step2_reward", 3: "step3_ppo"}
 TIME_LIMIT = 240  # seconds; a run takes about 10 on an idle machine
@@ -91,7 +93,11 @@ def run_here(step: int, values: dict[str, Any] | Sequence[str], *, module: str =
     words = as_flags(values) if isinstance(values, dict) else list(values)
     program = importlib.import_module(f"{STEPS[step]}.{module}")
     with mock.patch.object(sys, "argv", [f"{STEPS[step]}/{module}.py", *words]):
-        program.main()
+        try:
+            program.main()
+        except SystemExit as left:  # as startup.run_program does for a process of its own
+            run_lock.release(left.code)
+            raise
 
 
 def files_in(folder: Path) -> set[str]:

@@ -140,7 +140,11 @@ def test_a_second_run_is_told_of_the_first_until_that_is_dead(tmp_path):
     assert run_lock.read_lock(tmp_path) == told, "as it was before a run that was refused"
     run_lock.take(str(tmp_path / "new"))
     run_lock.release(2)
-    assert not list((tmp_path / "new").iterdir())
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "own").mkdir()
+    run_lock.take(str(tmp_path / "own"))
+    run_lock.release(2)
+    assert not list((tmp_path / "own").iterdir())
     assert run_lock.held_message(tmp_path) == ""
 
 
