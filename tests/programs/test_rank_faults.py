@@ -19,6 +19,7 @@ TRAINING = {
     1: ("step1_sft.sft_trainer:SFTTrainer.train_step", "at step 3 in the training step"),
     3: ("step3_ppo.ppo_losses:PPOLosses._value_sums", "at step 3 in the update of the critic"),
 }
+BEFORE_AN_UPDATE = {1: TRAINING[1][0], 3: "step3_ppo.ppo_losses:PPOLosses.compute_critic_gradients"}
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +238,7 @@ EXTRA = {
 def test_one_collective_more(forks, flags, kind):
     step, when, call, words = EXTRA[kind]
     do = f"exec:import torch; from common import distributed; {call}"
-    hook = {"at": TRAINING[step][0], "call": 3, "rank": 1, "when": when, "do": do}
+    hook = {"at": BEFORE_AN_UPDATE[step], "call": 3, "rank": 1, "when": when, "do": do}
     more = {"check_collectives": True, "collective_timeout": 30}
     done = forks.run(step, flags[step] | more, ranks=2, hooks=[hook], seconds=90)
     speaker = 0 if done.codes[0] == OTHER_RANK_FAILED else 1  # gloo aborts a process that gets too much

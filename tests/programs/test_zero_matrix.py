@@ -88,6 +88,7 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
     """Return the command line of a job as a dictionary."""
     rows = GLOBAL_ROWS // job.ranks // job.accumulation
     lora = 4 if job.lora else 0
+    rate = 5e-4 if lora else None  # of adapters: moves weights in three steps by what can be seen
     flags = COMMON | {
         "data_path": tiny.rows,
         "data_output_path": tiny.cache,
@@ -103,18 +104,22 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
     if job.packed:
         flags |= {"packed": True, "max_tokens_per_micro_batch": job.packed}
     if job.step < 3:
-        return flags | {
-            "model_name_or_path": getattr(tiny, job.family),
-            "max_seq_len": 48,
-            "per_device_train_batch_size": rows,
-            "per_device_eval_batch_size": 2,
-            "eval_fraction": 0.2,
-            "dropout": 0.0,
-            "learning_rate": 1e-3,
-            "zero_stage": job.zero,
-            "lora_dim": lora,
-            "weight_decay": 0.01,
-        }
+        return (
+            flags
+            | {
+                "model_name_or_path": getattr(tiny, job.family),
+                "max_seq_len": 48,
+                "per_device_train_batch_size": rows,
+                "per_device_eval_batch_size": 2,
+                "eval_fraction": 0.2,
+                "dropout": 0.0,
+                "learning_rate": 1e-3,
+                "zero_stage": job.zero,
+                "lora_dim": lora,
+                "weight_decay": 0.01,
+            }
+            | ({"lora_learning_rate": rate} if rate else {})
+        )
     if job.tp is not None:
         flags |= {
             "enable_hybrid_engine": True,
@@ -128,6 +133,8 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
     else:
         flags |= {"critic_model_name_or_path": tiny.reward, "critic_learning_rate": 1e-3}
         flags |= {"critic_zero_stage": job.zero, "critic_lora_dim": lora, "export_critic": True}
+    if rate:
+        flags |= {"actor_lora_learning_rate": rate}
     return flags | {
         "actor_model_name_or_path": getattr(tiny, job.family),
         "unsupervised_dataset_name": tiny.text,
