@@ -167,13 +167,17 @@ def test_an_adaptive_coefficient_steers_towards_its_target(ppo, lover):
 
 
 def test_the_unsupervised_loss_falls_only_when_it_has_weight(ppo, tiny):
-    curves = {}
+    curves, outputs = {}, {}
     for weight in (0.0, 5.0):
         flags = {"unsupervised_dataset_name": tiny.text, "unsup_coef": weight, "max_train_steps": 12}
-        curves[weight] = read_curve(ppo(actor_learning_rate=1e-3, **flags), "policy/unsup_loss")
+        outputs[weight] = ppo(actor_learning_rate=1e-3, **flags)
+        curves[weight] = read_curve(outputs[weight], "policy/unsup_loss")
     assert curves[0.0][0] == pytest.approx(curves[5.0][0], abs=1e-5)  # the same text under the same weights
     assert curves[5.0][-1] < curves[5.0][0] - 0.3, curves
     assert curves[0.0][-1] > curves[0.0][0] - 0.1, curves
+    # The weight is the text's alone: at 0 the policy learns what it learns without a text.
+    alone = read_curve(ppo(actor_learning_rate=1e-3, max_train_steps=12), "policy/loss")
+    assert read_curve(outputs[0.0], "policy/loss") == pytest.approx(alone, abs=1e-6)
 
 
 def test_without_the_data_set_there_is_no_such_loss(one_step):
