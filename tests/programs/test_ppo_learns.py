@@ -176,8 +176,8 @@ def test_the_unsupervised_loss_falls_only_when_it_has_weight(ppo, tiny):
     assert curves[5.0][-1] < curves[5.0][0] - 0.3, curves
     assert curves[0.0][-1] > curves[0.0][0] - 0.1, curves
     # The weight is the text's alone: at 0 the policy learns what it learns without a text.
-    alone = read_curve(ppo(actor_learning_rate=1e-3, max_train_steps=12), "policy/loss")
-    assert read_curve(outputs[0.0], "policy/loss") == pytest.approx(alone, abs=1e-6)
+    alone = read_curve(ppo(actor_learning_rate=1e-3, max_train_steps=12), "objective/kl")
+    assert read_curve(outputs[0.0], "objective/kl") == pytest.approx(alone, abs=1e-5) and alone[-1] > 1e-3
 
 
 def test_without_the_data_set_there_is_no_such_loss(one_step):
@@ -246,6 +246,10 @@ def test_updates_end_early_when_the_policy_has_moved(ppo):
     assert row["policy/num_updates"] == 4
     (row,) = read_metrics(ppo(early_stop_imp_ratio=0.5, **flags))
     assert row["policy/num_updates"] == 1
+    (row,) = read_metrics(ppo(ppo_epochs=2, max_train_steps=1))
+    last = 2 * row["policy/approx_kl"]  # the mean is of the first minibatch's, 0, and the second's
+    (row,) = read_metrics(ppo(early_stop_kl=0.75 * last, **flags))
+    assert row["policy/num_updates"] == 2, "the last minibatch decides, not the mean of all"
 
 
 @pytest.mark.parametrize("kind", ["exp", "ma"])
