@@ -29,6 +29,7 @@ from common.saving.resume import find_named
 from common.value_model import ValueModel
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
+from step3_ppo import main as ppo
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.role_builder import RoleBuilder
 
@@ -105,9 +106,7 @@ def build_metadata(args: Any, what: str, numbers: dict[str, Any]) -> dict[str, A
     if what == "critic":
         return {"step": "critic"}
     if isinstance(args, PPOArguments):
-        held_out = numbers["trainer"].get("evaluation", {}).get("metrics")
-        metadata = {"step": "ppo", "template": args.template, "last_step": facts}
-        return metadata | ({"eval": held_out} if held_out else {})
+        return ppo.build_metadata(args, facts, numbers["trainer"].get("evaluation", {}).get("metrics"))
     kind = "sft" if isinstance(args, SFTArguments) else "dpo" if args.loss == "dpo" else "reward"
     return {"step": kind, "template": args.template} | facts
 

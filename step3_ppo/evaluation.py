@@ -28,7 +28,7 @@ from step3_ppo.arguments import PPOArguments
 from step3_ppo.experience import gather_records
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import PREFIX
-from step3_ppo.rollout import Rollout
+from step3_ppo.rollout import Rollout, gather_scored
 from step3_ppo.step_metrics import response_rows
 
 NUM_SHOWN = 4  # prompts whose answers are in samples.jsonl
@@ -245,13 +245,7 @@ class Evaluation:
         numbers = range(FIRST_NUMBER, FIRST_NUMBER + len(record))
         by_number = dict(zip(numbers, texts + texts[:1] * num_filled, strict=True))
         scores = rollout.scores.score(roles.rewards, records, by_number)
-        for name, found in columns.items():
-            pairs = zip(records, found, strict=True)
-            records = [part.with_key(name, x.cpu(), like="response_ids") for part, x in pairs]
-        for name, found in scores.items():
-            pairs = zip(records, found, strict=True)
-            records = [part.with_numbers(name, x.cpu()) for part, x in pairs]
-        whole = gather_records(PackedBatch.gather(records))
+        whole = gather_scored(records, columns, scores)
         rollout.refuse_if_not_finite(whole)
         return whole.select(range(len(self.rows)))
 

@@ -253,7 +253,8 @@ def judge_and_export(trainer: PPOTrainer, run: Run, tokenizer: Any) -> None:
     def export(name: str, **more: Any) -> bool:
         if not args.output_dir:
             return False
-        metadata = build_metadata(trainer, run.progress.facts) | {"num_steps": step} | more
+        held_out = evaluation.metrics if evaluation else None
+        metadata = build_metadata(args, run.progress.facts, held_out) | {"num_steps": step} | more
         try:
             save_export(Path(args.output_dir) / name, actor, tokenizer, metadata=metadata)
         except ExportFailed as error:
@@ -286,10 +287,11 @@ def remove_exports(args: PPOArguments) -> None:
                 remove_folder(path)
 
 
-def build_metadata(trainer: PPOTrainer, facts: dict[str, float]) -> dict[str, Any]:
-    """Return what an export of the actor says of itself."""
-    held_out = trainer.evaluation.metrics if trainer.evaluation else {}
-    metadata = {"step": "ppo", "template": trainer.args.template, "last_step": facts}
+def build_metadata(
+    args: PPOArguments, facts: dict[str, float], held_out: dict[str, float] | None
+) -> dict[str, Any]:
+    """Return what an export of the actor says of itself; `held_out` are the last evaluation's numbers."""
+    metadata = {"step": "ppo", "template": args.template, "last_step": facts}
     return metadata | ({"eval": held_out} if held_out else {})
 
 
@@ -297,7 +299,7 @@ def save_all(args: PPOArguments, trainer: PPOTrainer, tokenizer: Any, facts: dic
     """Write the chat model, its average, the adapter, and the critic if asked. Every rank must call this."""
     folder, roles = Path(args.output_dir), trainer.roles
     actor = language_model(roles.actor.engine.module)
-    metadata = build_metadata(trainer, facts)
+    metadata = build_metadata(args, facts, trainer.evaluation.metrics if trainer.evaluation else None)
     save_export(folder / "export", actor, tokenizer, metadata=metadata)
     save_adapter(folder / "adapter", actor, tokenizer, metadata=metadata)
     if roles.critic and args.export_critic:

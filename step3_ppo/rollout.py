@@ -215,13 +215,23 @@ class Rollout:
             numbers["next_values"] = [v.last_values for v in values]
         numbers |= get_scores(roles.rewards)
         with watchdog.phase("the gathering of the scores", clock="gather"):
-            for name, found in columns.items():
-                pairs = zip(records, found, strict=True)
-                records = [record.with_key(name, x.cpu(), like="response_ids") for record, x in pairs]
-            for name, found in numbers.items():
-                pairs = zip(records, found, strict=True)
-                records = [record.with_numbers(name, x.cpu()) for record, x in pairs]
-            return gather_records(PackedBatch.gather(records))
+            return gather_scored(records, columns, numbers)
+
+
+def gather_scored(
+    records: list[PackedBatch], columns: dict[str, list[torch.Tensor]], numbers: dict[str, list[torch.Tensor]]
+) -> PackedBatch:
+    """Return the records of all ranks with what roles say of each: a number a response token, or a response.
+
+    Every rank must call this.
+    """
+    for name, found in columns.items():
+        pairs = zip(records, found, strict=True)
+        records = [record.with_key(name, x.cpu(), like="response_ids") for record, x in pairs]
+    for name, found in numbers.items():
+        pairs = zip(records, found, strict=True)
+        records = [record.with_numbers(name, x.cpu()) for record, x in pairs]
+    return gather_records(PackedBatch.gather(records))
 
 
 def add_support(record: PackedBatch, support: Any) -> PackedBatch:
