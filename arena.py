@@ -8,8 +8,8 @@ python arena.py export preferences.jsonl
 
 import sys
 
-from common import startup
-from human_feedback.arena_programs import export, serve
+from common.programs import startup
+from serving.arena_programs import export, serve
 
 
 def main() -> None:

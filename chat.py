@@ -14,21 +14,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import startup
-from common.args import REQUIRED, Problems, flag, parse_args
+from common.data.dialogue import Template
 from common.data.example import Message
-from common.dialogue import Template
-from common.generation.answering import (
-    Answerer,
-    AnsweringArguments,
-    load_answerer,
-    load_template,
-)
-from common.leading_words import split_leading_words
-from common.reward_scorer import RewardScorer, load_frozen_value_model
-from common.saving.durable_files import write_file
-from common.value_model import has_saved_head
-from human_feedback.terminal import PlainDisplay, SideBySide, interruptible
+from common.flags.args import REQUIRED, Problems, flag, parse_args
+from common.models.value_model import has_saved_head
+from common.programs import startup
+from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
+from common.runs.durable_files import write_file
+from serving.answering import Answerer, AnsweringArguments, load_answerer, load_template
+from serving.leading_words import split_leading_words
+from serving.terminal import PlainDisplay, SideBySide, interruptible
 
 HELP = """\
 /reset            forget what was said (also: clear)

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from common import startup, training_loop
-from common.args import REQUIRED, Problems, flag, parse_args
-from common.models import plain_model
-from common.policy_model import language_model
-from common.saving.checkpoints import Checkpoint
-from common.saving.export import save_adapter, save_export
-from common.saving.pieces import PieceReader
-from common.saving.resume import find_named
-from common.value_model import ValueModel
+from common.flags.args import REQUIRED, Problems, flag, parse_args
+from common.models.loading import plain_model
+from common.models.policy_model import language_model
+from common.models.value_model import ValueModel
+from common.programs import startup, training_loop
+from common.runs.checkpoints import Checkpoint
+from common.runs.export import save_adapter, save_export
+from common.runs.pieces import PieceReader
+from common.runs.resume import find_named
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo import main as ppo

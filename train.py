@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.args import Problems, flag, parse_args
-from common.flag_values import has_hub_form
-from common.report.run_files import NoRun, read_run
-from common.report.write import write_report
-from common.saving.run_file_names import REPORT
-from common.until_done import STOPPED, run_group
+from common.flags.args import Problems, flag, parse_args
+from common.flags.flag_values import has_hub_form
+from common.runs.report.run_files import NoRun, read_run
+from common.runs.report.write import write_report
+from common.runs.run_file_names import REPORT
+from tools.until_done import STOPPED, run_group
 from training_scripts.script_index import DEPLOYMENTS, STEPS, default_of, find_script, hub_name
 
 ROOT = Path(__file__).resolve().parent
@@ -146,7 +146,7 @@ def check_vocabularies(args: TrainArguments, problems: Problems) -> None:
         return
     from transformers import AutoTokenizer  # slow to import, rarely needed
 
-    from common.tokenizer import vocabulary_difference
+    from common.data.tokenizer import vocabulary_difference
 
     try:
         difference = vocabulary_difference(*(AutoTokenizer.from_pretrained(name) for name in pair))

@@ -41,14 +41,14 @@ from benchmarks.generate_peers import (
     run_transformers,
 )
 from benchmarks.rank_launch import launch_ranks
-from common import distributed, startup
-from common.ds_config import EngineOptions, build_train_config
+from common.engine.ds_config import EngineOptions, build_train_config
 from common.generation.generate import Generator
+from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.generation.inference_module import share_weights
-from common.models import ModelOptions, load_causal_lm
-from common.training_loop import build_engine
-from step3_ppo.hybrid_engine import HybridEngine
-from step3_ppo.hybrid_options import HybridOptions
+from common.models.loading import ModelOptions, load_causal_lm
+from common.programs import startup
+from common.programs.training_loop import build_engine
+from common.ranks import distributed
 
 NUM_PROMPTS, PROMPT_TOKENS, FIXED_TOKENS = 64, (8, 64), 32
 QUICK_PROMPTS, QUICK_TOKENS = 8, 16

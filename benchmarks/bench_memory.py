@@ -42,9 +42,10 @@ def measure_here(length: int, vocabulary: int) -> int:
 
     from benchmarks.bench_train import SilentLogger, engine_of
     from benchmarks.chat_rows import FIRST_ID, small_llama_config
-    from common import distributed, startup
     from common.data.collators import SFTCollator
-    from common.policy_model import PolicyModel
+    from common.models.policy_model import PolicyModel
+    from common.programs import startup
+    from common.ranks import distributed
     from step1_sft.sft_trainer import SFTTrainer
 
     startup.quiet_libraries()

@@ -37,10 +37,11 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.chat_rows import TINY, ppo_prompts, size_of, small_llama_config, write_rows
 from benchmarks.peer_process import PeerProcess, leave_out
 from benchmarks.ppo_models import save_models
-from common import distributed, startup
 from common.data.collators import PromptCollator
 from common.data.global_batches import GlobalBatches
-from common.saving.resume import EarlierRun
+from common.programs import startup
+from common.ranks import distributed
+from common.runs.resume import EarlierRun
 from step3_ppo.algorithms import fill_defaults, find_algorithm
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.main import build_trainer

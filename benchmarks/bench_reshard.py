@@ -4,7 +4,7 @@
 python benchmarks/bench_reshard.py [--quick]
 
 Starts 2 and then 4 ranks by itself. Three ways of getting weights to generate with take turns:
-  ours          each rank receives what its slice lacks (step3_ppo/tp_reshard.py)
+  ours          each rank receives what its slice lacks (common/generation/tp_reshard.py)
   gather-all    DeepSpeed's GatheredParameters over all weights, as DeepSpeed-Chat does it without
                 tensor parallelism; every rank then has the whole model
   gather-layer  GatheredParameters over one layer at a time, of which each rank keeps its slice, as
@@ -34,14 +34,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.rank_launch import launch_ranks
-from common import distributed, startup
-from common.ds_config import EngineOptions, build_train_config
-from common.models import ModelOptions, load_causal_lm
-from common.tp_plans import Cut, build_cuts
-from common.training_loop import build_engine
-from common.zero3 import gather_whole
-from step3_ppo.reshard_plan import group_by_layers
-from step3_ppo.tp_reshard import Resharder, TPGroups, TPLayout
+from common.engine.ds_config import EngineOptions, build_train_config
+from common.generation.reshard_plan import group_by_layers
+from common.generation.tp_plans import Cut, build_cuts
+from common.generation.tp_reshard import Resharder, TPGroups, TPLayout
+from common.models.loading import ModelOptions, load_causal_lm
+from common.programs import startup
+from common.programs.training_loop import build_engine
+from common.ranks import distributed
+from common.ranks.zero3 import gather_whole
 
 WORLD_SIZES = (2, 4)
 VOCABULARY = 8192

@@ -37,13 +37,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from benchmarks.chat_rows import TINY, pair_rows, sft_rows, size_of, small_llama_config, write_rows
 from benchmarks.peer_process import PeerProcess, leave_out
 from benchmarks.ppo_update import build_ppo_update
-from common import distributed, startup
 from common.data.collators import PackedPairCollator, PackedSFTCollator, PairCollator, SFTCollator
 from common.data.global_batches import GlobalBatches, TokenBudget
-from common.ds_config import EngineOptions, build_train_config
-from common.policy_model import PolicyModel
-from common.training_loop import build_engine
-from common.value_model import ScoreHead, ValueModel
+from common.engine.ds_config import EngineOptions, build_train_config
+from common.models.policy_model import PolicyModel
+from common.models.value_model import ScoreHead, ValueModel
+from common.programs import startup
+from common.programs.training_loop import build_engine
+from common.ranks import distributed
 from step1_sft.sft_trainer import SFTTrainer
 from step2_reward.reward_trainer import RewardTrainer
 

@@ -9,16 +9,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from benchmarks.chat_rows import sft_rows
 from common.data.packed_batch import PackedBatch
-from common.ds_config import EngineOptions, build_train_config
+from common.engine.ds_config import EngineOptions, build_train_config
 from common.generation.decode_state import SamplingOptions
-from common.policy_model import PolicyModel
-from common.training_loop import build_engine
-from common.value_model import ScoreHead, ValueModel
+from common.generation.hybrid_engine import HybridEngine, HybridOptions
+from common.models.policy_model import PolicyModel
+from common.models.value_model import ScoreHead, ValueModel
+from common.programs.training_loop import build_engine
 from step3_ppo.algorithms import fill_defaults, find_algorithm
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.experience import MinibatchPlan, TokenCap
-from step3_ppo.hybrid_engine import HybridEngine
-from step3_ppo.hybrid_options import HybridOptions
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.roles import Actor, Critic, Roles
 

@@ -23,16 +23,13 @@ ROOT = Path(__file__).resolve().parents[1]
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(ROOT)
 
-from common.args import CheckpointArguments, field_type
-from common.flag_values import describe_range
+from common.flags.args import CheckpointArguments, field_type
+from common.flags.flag_values import describe_range
 
 PAGE = ROOT / "docs/configuration.md"
 COMMAND = "python docs/make_configuration.py"
 # What is started by another name than its file's, by the class of its flags.
 COMMANDS = {
-    "CheckDataArguments": "python -m common.check data",
-    "CheckModelArguments": "python -m common.check model",
-    "PlanArguments": "python -m common.check plan",
     "ArenaArguments": "arena.py",
     "ExportArguments": "arena.py export",
 }
@@ -93,14 +90,14 @@ def _parsed_classes(module: ast.Module) -> Iterator[str]:
 
 def _order(place: Path) -> tuple[int, bool, str]:
     is_step = place.parts[0].startswith("step")
-    rank = 0 if is_step else 2 if place.parts[0] == "common" else 1
+    rank = 0 if is_step else 2 if place.parts[0] == "tools" else 1
     return rank, is_step and place.name != "main.py", place.as_posix() if not is_step else place.parent.name
 
 
 def _command(place: Path) -> str:
     if place.name == "__main__.py":
         return f"python -m {'.'.join(place.parent.parts)}"
-    return place.as_posix()
+    return f"python -m tools.{place.stem}" if place.parts[0] == "tools" else place.as_posix()
 
 
 def own_flags(group: type) -> list[dataclasses.Field]:

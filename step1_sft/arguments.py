@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.args import (
+from common.flags.args import (
     REQUIRED,
     CheckpointArguments,
     DataArguments,

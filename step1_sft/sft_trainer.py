@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from common import distributed
 from common.data.collators import Batch, pack_sft
-from common.engine_step import LossTerm
-from common.model_inputs import lay_out
-from common.run_logger import RunLogger
-from common.training_loop import train_and_log
+from common.engine.engine_step import LossTerm
+from common.models.model_inputs import lay_out
+from common.programs.training_loop import train_and_log
+from common.ranks import distributed
+from common.runs.run_logger import RunLogger
 
 
 def count_targets(batch: Batch) -> float:

@@ -19,17 +19,18 @@ from torch import nn
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from common import distributed, startup, training_loop
-from common.args import Problems, parse_args
 from common.data.collators import PackedPairCollator, PairCollator
 from common.data.data_options import DataOptions
 from common.data.global_batches import GlobalBatches
 from common.data.stage_datasets import build_pairs, preview_rows
-from common.saving.engine_state import EngineState
-from common.saving.export import save_adapter, save_export
-from common.saving.run_saver import Run
-from common.saving.run_state import Progress
-from common.watch import watchdog
+from common.flags.args import Problems, parse_args
+from common.programs import startup, training_loop
+from common.ranks import distributed
+from common.ranks.watch import watchdog
+from common.runs.engine_state import EngineState
+from common.runs.export import save_adapter, save_export
+from common.runs.run_saver import Run
+from common.runs.run_state import Progress
 from step2_reward.arguments import RewardArguments
 from step2_reward.dpo_trainer import DPOTrainer
 from step2_reward.reference_logprobs import ReferencePairs, ReferencePart

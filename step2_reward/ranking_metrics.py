@@ -7,7 +7,7 @@ Each metric takes the scores of a whole evaluation, gathered from all ranks: non
 
 import torch
 
-from common.tensor_ops import correlation, wilson_interval
+from common.models.tensor_ops import correlation, wilson_interval
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from common import distributed
-from common.saving.pieces import Piece, PieceReader
+from common.ranks import distributed
+from common.runs.pieces import Piece, PieceReader
 
 
 class ReferencePairs(Dataset):

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common import distributed
 from common.data.collators import Batch, pack_pairs
-from common.engine_step import LossTerm
-from common.model_inputs import lay_out
-from common.run_logger import RunLogger
-from common.training_loop import train_and_log
+from common.engine.engine_step import LossTerm
+from common.models.model_inputs import lay_out
+from common.programs.training_loop import train_and_log
+from common.ranks import distributed
+from common.runs.run_logger import RunLogger
 from step2_reward.ranking_loss import center_penalty, end_score_loss, first_difference, token_wise_loss
 from step2_reward.ranking_metrics import (
     accuracy_figures,

@@ -16,16 +16,17 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 import torch
 
-from common import distributed, startup
-from common.args import Problems, parse_args
 from common.data.collators import PairCollator
 from common.data.data_options import DataOptions
 from common.data.global_batches import evaluation_batches
+from common.data.plugins import import_plugins
 from common.data.source_checks import check_sources
 from common.data.stage_datasets import build_pairs
-from common.plugins import import_plugins
-from common.reward_scorer import load_frozen_value_model
-from common.value_model import has_saved_head
+from common.flags.args import Problems, parse_args
+from common.models.value_model import has_saved_head
+from common.programs import startup
+from common.programs.reward_scorer import load_frozen_value_model
+from common.ranks import distributed
 from step2_reward.arguments import RewardEvalArguments
 from step2_reward.reward_trainer import compute_pair_scores, evaluate_pairs
 

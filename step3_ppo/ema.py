@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from common.zero3 import local_shard, swapped_shards
+from common.ranks.zero3 import local_shard, swapped_shards
 
 
 class ExponentialMovingAverage:

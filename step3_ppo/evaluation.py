@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from common import distributed
 from common.data.data_options import DataOptions
+from common.data.dialogue import Template
 from common.data.global_batches import evaluation_batches
 from common.data.packed_batch import PackedBatch
 from common.data.stage_datasets import StageData, build_prompts
-from common.dialogue import Template
-from common.run_logger import RunLogger
-from common.saving.run_state import kept_random_numbers
-from common.tensor_ops import wilson_interval
-from common.watch import watchdog
+from common.models.tensor_ops import wilson_interval
+from common.ranks import distributed
+from common.ranks.watch import watchdog
+from common.runs.run_logger import RunLogger
+from common.runs.run_state import kept_random_numbers
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.experience import gather_records
 from step3_ppo.rewards.reward_specs import RewardSpec

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from common import distributed
 from common.data.micro_batches import plan_micro_batches
 from common.data.packed_batch import PackedBatch
+from common.ranks import distributed
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Options of the hybrid engine, and what can be told of them before any model is loaded."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -8,37 +7,17 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
-from common import distributed, startup
-from common.args import Problems
-from common.ds_config import effective_zero_stage
-from common.flag_values import describe_range, is_in_range
+from common.engine.ds_config import effective_zero_stage
+from common.flags.args import Problems
+from common.flags.flag_values import describe_range, is_in_range
 from common.generation.generate import DEFAULT_SLOTS
+from common.generation.hybrid_engine import HybridOptions
 from common.generation.kv_cache import kv_bytes_per_token
-from common.models import DTYPES
-from common.tp_plans import NoPlan, build_cuts
+from common.generation.tp_plans import NoPlan, build_cuts
+from common.models.loading import DTYPES
+from common.programs import startup
+from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments
-
-
-@dataclass(frozen=True)
-class HybridOptions:
-    """The keys of DeepSpeed's `hybrid_engine` section, and two of our own.
-
-    Not `enabled`: transformers' `generate` on gathered weights. `inference_tp_size` ranks share a replica.
-    `release_inference_cache` frees keys, values and graphs on leaving. Without `pin_parameters` ZeRO-3
-    weights are gathered layer by layer in every pass: slow, but it never holds more. `max_out_tokens` is the
-    room of a slot, prompt and response together; 0: what a call needs. `num_slots` sequences run at a
-    time, 0: all up to the decoder's default. `offload_states` moves the optimizer's states away meanwhile.
-    """
-
-    enabled: bool = False
-    inference_tp_size: int = 1
-    release_inference_cache: bool = False
-    pin_parameters: bool = True
-    tp_gather_partition_size: int = 8
-    max_out_tokens: int = 0
-    num_slots: int = 0
-    offload_states: bool = False
-
 
 HYBRID_SECTION = "hybrid_engine"
 _FLAG_OF_KEY = {

@@ -18,22 +18,23 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 import torch
 
-from common import distributed, startup
-from common.args import Problems, parse_args
 from common.data.collators import PromptCollator
 from common.data.data_options import DataOptions
 from common.data.global_batches import BatchStream, GlobalBatches
 from common.data.pretraining import build_pretraining
 from common.data.stage_datasets import build_prompts, preview_rows
-from common.policy_model import language_model
-from common.refusal import StepRefused, TooManyBadSteps
-from common.saving.durable_files import remove_folder
-from common.saving.engine_state import EngineState, ShardState
-from common.saving.export import ExportFailed, save_adapter, save_export
-from common.saving.run_saver import Run, checkpoint_name
-from common.saving.run_state import Progress
-from common.training_loop import build_logger, count_steps
-from common.watch import watchdog
+from common.flags.args import Problems, parse_args
+from common.flags.refusal import StepRefused, TooManyBadSteps
+from common.models.policy_model import language_model
+from common.programs import startup
+from common.programs.training_loop import build_logger, count_steps
+from common.ranks import distributed
+from common.ranks.watch import watchdog
+from common.runs.durable_files import remove_folder
+from common.runs.engine_state import EngineState, ShardState
+from common.runs.export import ExportFailed, save_adapter, save_export
+from common.runs.run_saver import Run, checkpoint_name
+from common.runs.run_state import Progress
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage
 from step3_ppo.evaluation import NUM_SHOWN, Evaluation, choose_prompts

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from common import distributed
 from common.data.global_batches import BatchStream
 from common.data.packed_batch import PackedBatch
-from common.engine_step import Gradients, LossTerm, Stat, take_steps
-from common.model_inputs import lay_out
+from common.engine.engine_step import Gradients, LossTerm, Stat, take_steps
+from common.models.model_inputs import lay_out
+from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_math import kl_loss_terms, policy_loss_terms, value_loss_terms
 from step3_ppo.roles import Roles

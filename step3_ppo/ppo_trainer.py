@@ -11,13 +11,13 @@ from itertools import islice
 
 import torch
 
-from common import distributed
 from common.data.global_batches import BatchStream
 from common.data.packed_batch import PackedBatch
-from common.refusal import StepRefused
-from common.run_logger import RunLogger
-from common.step_costs import COSTS
-from common.watch import watchdog
+from common.flags.refusal import StepRefused
+from common.ranks import distributed
+from common.ranks.step_costs import COSTS
+from common.ranks.watch import watchdog
+from common.runs.run_logger import RunLogger
 from step3_ppo.algorithms import Algorithm
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage

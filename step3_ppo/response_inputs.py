@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from common import distributed
 from common.data.packed_batch import PackedBatch
-from common.model_inputs import ModelInputs, lay_out
+from common.models.model_inputs import ModelInputs, lay_out
+from common.ranks import distributed
 
 
 @dataclass(frozen=True)

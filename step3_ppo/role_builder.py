@@ -5,16 +5,16 @@ from typing import Any
 
 from torch import nn
 
-from common import distributed
-from common.ds_config import EngineOptions, build_frozen_config, build_train_config
+from common.engine.ds_config import EngineOptions, build_frozen_config, build_train_config
 from common.generation.decode_state import SamplingOptions
-from common.models import LoraOptions, ModelOptions, add_lora, load_causal_lm, plain_model
-from common.policy_model import PolicyModel
-from common.training_loop import build_engine
-from common.value_model import ValueModel, load_value_model
-from common.varlen_attention import takes_flat
+from common.generation.hybrid_engine import HybridEngine
+from common.models.loading import LoraOptions, ModelOptions, add_lora, load_causal_lm, plain_model
+from common.models.policy_model import PolicyModel
+from common.models.value_model import ValueModel, load_value_model
+from common.models.varlen_attention import takes_flat
+from common.programs.training_loop import build_engine
+from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.hybrid_engine import HybridEngine
 from step3_ppo.hybrid_options import hybrid_options
 from step3_ppo.roles import Actor, AdapterOff, Critic, Frozen, Reference, Reward, Roles
 

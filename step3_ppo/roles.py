@@ -14,17 +14,17 @@ import torch
 from torch import nn
 from torch.nn.functional import pad as pad_ends
 
-from common import distributed
 from common.data.packed_batch import PackedBatch
-from common.engine_step import Gradients, LossTerm, compute_gradients
+from common.engine.engine_step import Gradients, LossTerm, compute_gradients
 from common.generation.decode_state import SamplingOptions
 from common.generation.generate import Generation
-from common.output_head import Support, Truncation
-from common.policy_model import language_model
-from common.step_costs import COSTS
-from common.watch import watchdog
-from common.zero3 import local_shard, swapped_shards
-from step3_ppo.hybrid_engine import HybridEngine
+from common.generation.hybrid_engine import HybridEngine
+from common.models.output_head import Support, Truncation
+from common.models.policy_model import language_model
+from common.ranks import distributed
+from common.ranks.step_costs import COSTS
+from common.ranks.watch import watchdog
+from common.ranks.zero3 import local_shard, swapped_shards
 from step3_ppo.response_inputs import lay_out_responses
 
 

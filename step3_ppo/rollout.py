@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from common import distributed
 from common.data.packed_batch import ROW_IDS, PackedBatch
-from common.refusal import StepRefused
-from common.watch import watchdog
+from common.flags.refusal import StepRefused
+from common.generation.hybrid_engine import SwitchCosts
+from common.ranks import distributed
+from common.ranks.watch import watchdog
 from step3_ppo.experience import TokenCap, gather_records
 from step3_ppo.group_math import constant_groups
-from step3_ppo.hybrid_engine import SwitchCosts
 from step3_ppo.rewards.score_sum import PromptTexts, ScoreSum
 from step3_ppo.roles import Roles
 

@@ -4,18 +4,18 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from common import startup
-from common.args import Problems
 from common.data.data_options import DataOptions
+from common.data.dialogue import Template
+from common.data.plugins import import_plugins
 from common.data.source_checks import check_sources
-from common.dialogue import Template
-from common.flag_values import given_flags
-from common.plugins import import_plugins
-from common.saving.export import read_metadata
-from common.saving.resume import EarlierRun, find_run
-from common.tensor_ops import wilson_interval
-from common.tokenizer import vocabulary_difference
-from common.value_model import has_saved_head
+from common.data.tokenizer import vocabulary_difference
+from common.flags.args import Problems
+from common.flags.flag_values import given_flags
+from common.models.tensor_ops import wilson_interval
+from common.models.value_model import has_saved_head
+from common.programs import startup
+from common.runs.export import read_metadata
+from common.runs.resume import EarlierRun, find_run
 from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unused_flags
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import known_bests

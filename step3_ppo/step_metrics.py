@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from common.data.packed_batch import ROW_IDS, PackedBatch
-from common.tensor_ops import correlation, masked_mean, masked_sum
+from common.models.tensor_ops import correlation, masked_mean, masked_sum
 from step3_ppo.experience import Experience
 from step3_ppo.ppo_math import explained_variance
 from step3_ppo.rewards.score_sum import PREFIX

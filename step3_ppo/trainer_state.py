@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from common import distributed
 from common.data.packed_batch import PackedBatch
-from common.saving.pieces import Piece, PieceReader
+from common.ranks import distributed
+from common.runs.pieces import Piece, PieceReader
 
 OPEN = "open"
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from fastapi.testclient import TestClient
 
 from common.data.example import Message
-from common.generation.answering import Answer
-from common.generation.token_scores import TokenScore
-from human_feedback.arena_app import create_app
-from human_feedback.blind_pairs import BlindPairs
-from human_feedback.browser_guard import LOOPBACK_NAMES
-from human_feedback.judgement_store import JudgementStore
-from human_feedback.prompt_pool import PromptPool
-from human_feedback.served_models import Listener, Sampling
+from serving.answering import Answer
+from serving.arena_app import create_app
+from serving.blind_pairs import BlindPairs
+from serving.browser_guard import LOOPBACK_NAMES
+from serving.judgement_store import JudgementStore
+from serving.prompt_pool import PromptPool
+from serving.served_models import Listener, Sampling
+from serving.token_scores import TokenScore
 
 MAX_BYTES = 4000
 END = 3  # the token that ends an answer

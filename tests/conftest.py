@@ -71,7 +71,8 @@ def tiny_model_folder(tmp_path_factory, tiny_tokenizer) -> Callable[[str], str]:
 @pytest.fixture(scope="session")
 def process_group() -> None:
     """A world of one rank, for what needs a DeepSpeed engine."""
-    from common import distributed, startup
+    from common.programs import startup
+    from common.ranks import distributed
 
     startup.quiet_libraries()
     distributed.start()

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from common import distributed
-from common.saving.pieces import Piece, PieceReader
+from common.ranks import distributed
+from common.runs.pieces import Piece, PieceReader
 
 
 class SimplePart:

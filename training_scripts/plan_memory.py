@@ -4,7 +4,7 @@
 python training_scripts/plan_memory.py [SCRIPT ...]           show it; exit code 1 where a header differs
 python training_scripts/plan_memory.py --write [SCRIPT ...]   write the headers
 
-The figures are those of `python -m common.check plan` for the flags that the script gives its program, on the
+The figures are those of `python -m tools.plan` for the flags that the script gives its program, on the
 hardware of its header, with models of the shapes in model_shapes.json: nothing is downloaded or loaded.
 """
 
@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 if not __package__:  # run as a script: import from the repository root
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from common import startup
-from common.args import Problems, parse_args
-from common.check.check_plan import build_run
-from common.check.devices import PlanArguments, known_config, read_models
-from common.check.memory_plan import plan_memory
+from common.flags.args import Problems, parse_args
+from common.programs import startup
+from tools.devices import PlanArguments, known_config, read_models
+from tools.memory_plan import plan_memory
+from tools.plan import build_run
 from training_scripts.script_index import FOLDER, all_scripts, hub_name
 
 STEPS = {
@@ -110,7 +110,7 @@ def memory_line(script: Path) -> str:
     peak, gib = plan.peak.total / 2**30, args.gpu_memory_gib
     cpu = f", {plan.cpu_peak / 2**30:.0f} GiB of each machine's CPU" if plan.cpu_peak >= 2**30 else ""
     does_fit = f"of {gib:.0f} GiB" if plan.fits else f"GiB, more than the {gib:.0f} that there are,"
-    return f"# Memory: {peak:.1f} {does_fit} on each GPU at the peak{cpu}, as planned by common.check plan."
+    return f"# Memory: {peak:.1f} {does_fit} on each GPU at the peak{cpu}, as planned by tools.plan."
 
 
 def with_line(text: str, line: str) -> str:

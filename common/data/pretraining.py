@@ -9,11 +9,11 @@ from common.data import hub_data
 from common.data.adapters.local_files import AnyForm
 from common.data.data_options import DEFAULT_CACHE
 from common.data.data_report import DataReport
+from common.data.dialogue import PlainTemplate
 from common.data.example import BadRow, EmptyRow
-from common.data.first_rank import make_on_first_rank
 from common.data.registry import RawSource, load_source
 from common.data.token_cache import REPORT_NAME, TokenTable, TokenWriter, build_once, cache_key
-from common.dialogue import PlainTemplate
+from common.ranks.first_rank import make_on_first_rank
 
 BATCH_TEXTS = 1024  # texts tokenised together
 

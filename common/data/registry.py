@@ -17,10 +17,10 @@ from common.data.adapters.base import (
 )
 from common.data.adapters.local_files import AnyForm, LocalFiles
 from common.data.adapters.ported_class import PortedClass
+from common.data.plugins import get_from, import_own_module
 from common.data.raw_files import extension_of
 from common.data.raw_rows import RawRows
-from common.flag_values import has_hub_form
-from common.plugins import get_from, import_own_module
+from common.flags.flag_values import has_hub_form
 
 __all__ = [
     "Adapter",

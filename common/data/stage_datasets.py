@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data.data_options import DataOptions
 from common.data.data_report import DataReport
+from common.data.dialogue import Template
 from common.data.example import BadRow, EmptyRow, Example, missing_for
-from common.data.first_rank import make_on_first_rank
 from common.data.hub_data import is_offline
 from common.data.raw_rows import RawRows
 from common.data.registry import RawSource, load_source
@@ -26,8 +26,8 @@ from common.data.source_checks import NUM_READ
 from common.data.split import is_held_out, share_indexes
 from common.data.stage_rows import PAIR, PROMPT, SFT, Item, RowKind
 from common.data.token_cache import REPORT_NAME, TokenTable, TokenWriter, build_once, cache_key
-from common.dialogue import Template
-from common.watch import watchdog
+from common.ranks.first_rank import make_on_first_rank
+from common.ranks.watch import watchdog
 
 __all__ = ["DataOptions", "StageData", "build_pairs", "build_prompts", "build_sft"]
 

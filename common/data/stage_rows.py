@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from common.data.data_report import DataReport
+from common.data.dialogue import Encoded, Template, Tokenised, response_start, truncate
 from common.data.example import BadRow, Example
-from common.dialogue import Encoded, Template, Tokenised, response_start, truncate
 
 
 class Item(NamedTuple):

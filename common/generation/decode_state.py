@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from common.generation.sampling import counter_uniform, draw_tokens
-from common.tensor_ops import token_logprobs
+from common.models.sampling import counter_uniform, draw_tokens
+from common.models.tensor_ops import token_logprobs
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from common.generation.decode_graphs import DecodeGraphs, round_positions, round
 from common.generation.decode_state import DecodeState, SamplingOptions
 from common.generation.kv_cache import SlotCache
 from common.generation.slot_attention import decoding
-from common.models import forward_accepts, plain_model
+from common.models.loading import forward_accepts, plain_model
 
 
 class DecodeStep:

@@ -16,7 +16,7 @@ from common.generation.decode_state import DecodeState, SamplingOptions
 from common.generation.decode_step import DecodeStep
 from common.generation.kv_cache import SlotCache
 from common.generation.slot_schedule import Admission, SlotSchedule
-from common.models import build_position_ids, forward_accepts
+from common.models.loading import build_position_ids, forward_accepts
 
 # Gets (sample, its new token ids) after each pass; True: the sample shall end here.
 Listener = Callable[[int, list[int]], bool]

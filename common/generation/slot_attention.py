@@ -16,8 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from common.varlen_attention import FLASH_ATTENTION
-from common.varlen_attention import NAME as VARLEN
+from common.models.varlen_attention import FLASH_ATTENTION
+from common.models.varlen_attention import NAME as VARLEN
 
 NAME = "triptych_slots"
 _lengths: torch.Tensor | None = None  # (n,) int32 of the decode pass that is under way

@@ -14,7 +14,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.plugins import get_from, import_own_module
+from common.data.plugins import get_from, import_own_module
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.experience import Experience
 

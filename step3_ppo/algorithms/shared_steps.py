@@ -7,7 +7,7 @@ All take args whose empty flags are filled in (`fill_defaults`).
 
 import torch
 
-from common.tensor_ops import masked_sum, whiten
+from common.models.tensor_ops import masked_sum, whiten
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.experience import Experience
 from step3_ppo.group_math import group_whiten

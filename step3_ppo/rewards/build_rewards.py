@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from common import distributed, startup
-from common.access_token import client_token
-from common.args import Problems
-from common.value_model import has_saved_head
+from common.flags.access_token import client_token
+from common.flags.args import Problems
+from common.models.value_model import has_saved_head
+from common.programs import startup
+from common.ranks import distributed
 from step3_ppo.rewards.classifier_reward import (
     ClassifierReward,
     label_index,

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from common.data.collators import pad_rows
-from common.models import DTYPES, load_weights
+from common.models.loading import DTYPES, load_weights
 from step3_ppo.rewards.text_rewards import Answers, Failures, checked_scores
 
 _ENDLESS_TOKENS = 10**9  # tokenizers without a limit say 10^30

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from common.plugins import get_from, import_own_module
+from common.data.plugins import get_from, import_own_module
 from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError, checked_scores, join
 
 LATE_SECONDS = 1.0  # an event loop that is so late is blocked

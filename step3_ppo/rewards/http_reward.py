@@ -1,7 +1,7 @@
 """`--reward http://HOST:PORT/PATH`: scores from a server. No torch in here.
 
 POST {"prompts": [...], "responses": [...], "rows": [...]} is answered by {"scores": [...]};
-step2_reward/serve.py is such a server. Of an answer nothing but the numbers is used. A token of the
+serving/reward_server.py is such a server. Of an answer nothing but the numbers is used. A token of the
 environment (access_token.py) goes with every request.
 """
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from common.access_token import CLIENT_VARIABLE, client_token
+from common.flags.access_token import CLIENT_VARIABLE, client_token
 from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError, checked_scores, join, shortened
 
 MAX_CONNECTIONS = 8  # batches that are under way at the same time

@@ -5,7 +5,7 @@
 
 import torch
 
-from common.tensor_ops import whiten
+from common.models.tensor_ops import whiten
 
 
 def length_shortfall(response_lengths: torch.Tensor, enough_tokens: int) -> torch.Tensor:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from common import distributed
 from common.data.packed_batch import PackedBatch
-from common.refusal import StepRefused
-from common.watch import watchdog
+from common.flags.refusal import StepRefused
+from common.ranks import distributed
+from common.ranks.watch import watchdog
 from step3_ppo.rewards.classifier_reward import ClassifierReward
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError, TextReward, checked_scores

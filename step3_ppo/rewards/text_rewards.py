@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from common.refusal import StepRefused
+from common.flags.refusal import StepRefused
 
 SHOWN_CHARACTERS = 100  # of a text in a message
 

@@ -34,7 +34,8 @@ def tiny(tmp_path_factory, tiny_tokenizer) -> SimpleNamespace:
 @pytest.fixture(scope="session")
 def lone_process() -> Iterator[None]:
     """This process as a group of one, for all runs in it: it is not started a second time."""
-    from common import distributed, startup
+    from common.programs import startup
+    from common.ranks import distributed
 
     before, num_threads = dict(os.environ), torch.get_num_threads()
     torch.set_num_threads(1)
@@ -58,8 +59,8 @@ def forks(tmp_path_factory) -> Iterator[ForkServer]:
 def no_pictures() -> Iterator[None]:
     """Leave curves.png and report.html out: drawing takes longer than a tiny run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.run_logger.plot_curves", lambda *_: None)
-        patch.setattr("common.run_logger.write_report", lambda *_: None)
+        patch.setattr("common.runs.run_logger.plot_curves", lambda *_: None)
+        patch.setattr("common.runs.run_logger.write_report", lambda *_: None)
         yield
 
 

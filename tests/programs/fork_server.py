@@ -96,7 +96,8 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> None:
     os.chdir(request.get("cwd", "."))
     code = 1
     try:
-        from common import run_logger, startup
+        from common.programs import startup
+        from common.runs import run_logger
 
         run_logger.plot_curves = lambda *_: None  # a picture takes longer than a tiny run
         run_logger.write_report = lambda *_: None

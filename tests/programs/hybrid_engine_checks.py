@@ -16,17 +16,16 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from transformers import AutoModelForCausalLM
 
-from common import distributed
-from common.ds_config import EngineOptions, build_train_config
+from common.engine.ds_config import EngineOptions, build_train_config
 from common.generation.decode_state import SamplingOptions
 from common.generation.generate import Generation
-from common.models import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
-from common.tensor_ops import token_logprobs
-from common.trained_weights import trained_weights
-from common.training_loop import build_engine
-from common.zero3 import gather_whole, is_sharded, local_shard
-from step3_ppo.hybrid_engine import HybridEngine
-from step3_ppo.hybrid_options import HybridOptions
+from common.generation.hybrid_engine import HybridEngine, HybridOptions
+from common.models.loading import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
+from common.models.tensor_ops import token_logprobs
+from common.models.trained_weights import trained_weights
+from common.programs.training_loop import build_engine
+from common.ranks import distributed
+from common.ranks.zero3 import gather_whole, is_sharded, local_shard
 
 VOCABULARY = 320
 NEW_TOKENS = 8

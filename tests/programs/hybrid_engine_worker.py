@@ -25,7 +25,8 @@ import hybrid_engine_checks as checks  # noqa: E402
 from hybrid_engine_checks import Found  # noqa: E402
 from tiny_configs import CONFIGS  # noqa: E402
 
-from common import distributed, startup  # noqa: E402
+from common.programs import startup  # noqa: E402
+from common.ranks import distributed  # noqa: E402
 
 SECONDS_PER_GROUP = 120  # a rank that waits for another one must not wait for gloo's half hour
 ALL = tuple(CONFIGS)

@@ -23,9 +23,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from simple_parts import make_parts, versions  # noqa: E402
 
-from common.saving import durable_files  # noqa: E402
-from common.saving.checkpoints import CheckpointWriter, find_checkpoints, load_newest  # noqa: E402
-from common.saving.durable_files import publish_folder, remove_folder, remove_leftovers, write_file  # noqa: E402
+from common.runs import durable_files  # noqa: E402
+from common.runs.checkpoints import CheckpointWriter, find_checkpoints, load_newest  # noqa: E402
+from common.runs.durable_files import publish_folder, remove_folder, remove_leftovers, write_file  # noqa: E402
 
 TEXTS = {"old": "first " * 2000, "new": "second" * 2000}
 

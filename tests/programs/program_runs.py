@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
-from common.saving import run_lock
+from common.runs import run_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = {1: "step1_sft", 2: "step2_reward", 3: "step3_ppo"}

@@ -17,14 +17,15 @@ from torch import nn  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
 from benchmarks.bench_reshard import SwitchMeter  # noqa: E402
-from common import distributed, startup  # noqa: E402
-from common.ds_config import EngineOptions, build_train_config  # noqa: E402
-from common.models import ModelOptions, compute_logits, load_causal_lm  # noqa: E402
-from common.tp_plans import Cut  # noqa: E402
-from common.training_loop import build_engine  # noqa: E402
-from common.zero3 import gather_whole  # noqa: E402
-from step3_ppo.reshard_plan import group_by_layers  # noqa: E402
-from step3_ppo.tp_reshard import Resharder, TPGroups, TPLayout  # noqa: E402
+from common.engine.ds_config import EngineOptions, build_train_config  # noqa: E402
+from common.generation.reshard_plan import group_by_layers  # noqa: E402
+from common.generation.tp_plans import Cut  # noqa: E402
+from common.generation.tp_reshard import Resharder, TPGroups, TPLayout  # noqa: E402
+from common.models.loading import ModelOptions, compute_logits, load_causal_lm  # noqa: E402
+from common.programs import startup  # noqa: E402
+from common.programs.training_loop import build_engine  # noqa: E402
+from common.ranks import distributed  # noqa: E402
+from common.ranks.zero3 import gather_whole  # noqa: E402
 
 IDS = torch.arange(1, 13).view(2, 6)
 ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")

@@ -18,7 +18,9 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
 from program_runs import STEPS, run_here  # noqa: E402
 
-from common import distributed, run_logger, startup  # noqa: E402
+from common.programs import startup  # noqa: E402
+from common.ranks import distributed  # noqa: E402
+from common.runs import run_logger  # noqa: E402
 
 
 def main() -> None:

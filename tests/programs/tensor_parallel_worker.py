@@ -16,8 +16,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.tp_module import cut_module  # noqa: E402
-from common.tp_plans import build_cuts, working_tp_sizes  # noqa: E402
+from common.generation.tp_module import cut_module  # noqa: E402
+from common.generation.tp_plans import build_cuts, working_tp_sizes  # noqa: E402
 
 HEADS = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 320}
 MLP = HEADS | {"intermediate_size": 64, "max_position_embeddings": 64}

@@ -16,12 +16,12 @@ import pytest
 import uvicorn
 from arena_fakes import MAX_BYTES, FakeModel, make_arena
 
-from common.args import Problems
 from common.data.registry import load_source
-from common.listening import bind
-from human_feedback.arena_app import create_app
-from human_feedback.browser_guard import LOOPBACK_NAMES
-from human_feedback.prompt_pool import PromptPool
+from common.flags.args import Problems
+from serving.arena_app import create_app
+from serving.browser_guard import LOOPBACK_NAMES
+from serving.listening import bind
+from serving.prompt_pool import PromptPool
 
 CHROMIUM = next(
     (p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), ""

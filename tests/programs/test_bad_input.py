@@ -23,8 +23,8 @@ from program_runs import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.refusal import TooManyBadSteps
-from common.stop_request import STOPPED
+from common.flags.refusal import TooManyBadSteps
+from common.runs.stop_request import STOPPED
 
 MODEL_FLAG = {1: "model_name_or_path", 2: "model_name_or_path", 3: "actor_model_name_or_path"}
 

@@ -26,7 +26,7 @@ from bad_inputs import (
 )
 from program_runs import ROOT, STEPS, as_flags, environment, files_in
 
-from common.stop_request import STOPPED
+from common.runs.stop_request import STOPPED
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""python -m common.check model on two real ranks: sound plans pass, wrong ones fail and nothing hangs."""
+"""python -m tools.check_model on two real ranks: sound plans pass, wrong ones fail and nothing hangs."""
 
 import sys
 
@@ -8,7 +8,7 @@ from program_runs import run
 pytestmark = pytest.mark.slow
 
 WRONG_PLANS = """
-from common.tp_plans import PLANS, Column, Row, all_heads, register_tp_plan
+from common.generation.tp_plans import PLANS, Column, Row, all_heads, register_tp_plan
 
 whole = PLANS["gpt2"]
 
@@ -22,7 +22,7 @@ def wrong(config):
 
 def check(folder, *words, may_fail=False):
     flags = ["--tp_sizes", "2", "--max_new_tokens", "4", *words]
-    done = run([sys.executable, "-m", "common.check", "model", folder, *flags], may_fail=may_fail)
+    done = run([sys.executable, "-m", "tools.check_model", folder, *flags], may_fail=may_fail)
     (line,) = [line for line in done.stdout.splitlines() if line[5:].startswith("tensor parallel 2")]
     return done.returncode, line, done
 

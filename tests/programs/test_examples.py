@@ -9,8 +9,8 @@ import pytest
 from program_runs import ROOT, read_curve, run_here
 from transformers import AutoModelForCausalLM
 
-from common.check import check_data
 from step3_ppo.algorithms import ALGORITHMS
+from tools import check_data
 
 pytestmark = pytest.mark.slow
 

@@ -7,12 +7,12 @@ from program_runs import read_curve, read_metrics, run_here
 from tiny_configs import CONFIGS, tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common.args import Problems
 from common.data.example import Message
-from common.generation.answering import AnsweringArguments, load_answerer, load_template
-from common.lora_adapter import base_of_adapter, merge_adapter
-from common.models import ModelOptions, load_causal_lm
-from common.value_model import load_value_model
+from common.flags.args import Problems
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.lora_adapter import base_of_adapter, merge_adapter
+from common.models.value_model import load_value_model
+from serving.answering import AnsweringArguments, load_answerer, load_template
 
 pytestmark = pytest.mark.slow
 

@@ -80,9 +80,7 @@ def count_calls(sft: ShortSFT, killer: Path, folder: Path, ranks: int, rank: int
     tell = "print('calls', killer.num_calls(), killer.num_unseen(), flush=True)"
     hooks = [
         hook(SAVE, STEPS, with_killer(killer, "killer.arm(ctypes.c_long(-1))"), rank=rank),
-        hook(
-            "common.saving.run_saver:RunSaver.finish", 1, with_killer(killer, tell), rank=rank, when="after"
-        ),
+        hook("common.runs.run_saver:RunSaver.finish", 1, with_killer(killer, tell), rank=rank, when="after"),
     ]
     done = sft.run(folder, ranks, hooks)
     assert done.codes == [0] * ranks, done.text(rank)

@@ -162,7 +162,7 @@ def test_three_ranks(forks, flags):
 def test_bad_input_on_one_rank(forks, flags):
     """A rank that leaves by itself, here because of a file that only it cannot read."""
     do = "exec:raise ValueError('a file that only this machine lacks')"
-    hook = {"at": "common.training_loop:model_options", "rank": 1, "do": do}
+    hook = {"at": "common.programs.training_loop:model_options", "rank": 1, "do": do}
     more = {"collective_timeout": 20}
     done = forks.run(1, flags[1] | more, ranks=2, hooks=[hook], seconds=90)
     assert done.codes == [OTHER_RANK_FAILED, 2], everything(done)
@@ -206,7 +206,7 @@ def test_first_rank_prepares_data(forks, flags, tmp_path):
 def test_ranks_leave_one_after_the_other(forks, flags):
     """The first to end, also the one that hears all, ends nobody."""
     for rank in (0, 1):
-        hook = {"at": "common.saving.run_saver:RunSaver.finish", "rank": rank, "do": "sleep:6"}
+        hook = {"at": "common.runs.run_saver:RunSaver.finish", "rank": rank, "do": "sleep:6"}
         done = forks.run(1, flags[1] | {"collective_timeout": 5}, ranks=2, hooks=[hook], seconds=90)
         assert done.codes == [0, 0] and not errors(done, 0) + errors(done, 1), everything(done)
 
@@ -237,7 +237,7 @@ EXTRA = {
 @pytest.mark.parametrize("kind", EXTRA)
 def test_one_collective_more(forks, flags, kind):
     step, when, call, words = EXTRA[kind]
-    do = f"exec:import torch; from common import distributed; {call}"
+    do = f"exec:import torch; from common.ranks import distributed; {call}"
     hook = {"at": BEFORE_AN_UPDATE[step], "call": 3, "rank": 1, "when": when, "do": do}
     more = {"check_collectives": True, "collective_timeout": 30}
     done = forks.run(step, flags[step] | more, ranks=2, hooks=[hook], seconds=90)

@@ -3,6 +3,7 @@
 tests/unit/test_page_commands.py checks the flags of every other page's commands.
 """
 
+import importlib
 import io
 import json
 import shlex
@@ -17,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import chat
 import train
-from common.check import __main__ as checks
 
 pytestmark = pytest.mark.slow
 
@@ -114,8 +114,8 @@ def test_the_pipeline_prints_three_commands_that_the_programs_take(place, tiny, 
 def test_the_checks_before_a_run(exports, tiny, capsys):
     """Those of "Before a run", which stand in its text."""
     told = README.read_text()
-    look = "python -m common.check data --stage 1 --model_name_or_path M --data_path my.jsonl"
-    plan = "python -m common.check plan --stage 3 --actor_model_name_or_path A --critic_model_name_or_path B"
+    look = "python -m tools.check_data --stage 1 --model_name_or_path M --data_path my.jsonl"
+    plan = "python -m tools.plan --stage 3 --actor_model_name_or_path A --critic_model_name_or_path B"
     more = " --gpu a100-80g --num_gpus 8"
     assert look in told and plan + more in told
     models = {"M": exports[1], "A": exports[1], "B": exports[2]}
@@ -129,6 +129,6 @@ def test_the_checks_before_a_run(exports, tiny, capsys):
         ],  # of a model of 128 positions
     }
     for command, flags in short.items():
-        words = [str(models.get(word, word)) for word in shlex.split(command)[3:]]
-        checks.main([*words, *flags])
+        _, _, tool, *words = [str(models.get(word, word)) for word in shlex.split(command)]
+        importlib.import_module(tool).main([*words, *flags])
     assert "GiB" in capsys.readouterr().out

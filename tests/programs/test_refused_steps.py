@@ -13,7 +13,7 @@ import pytest
 from program_runs import assert_json, read_metrics, read_weights
 from test_resume import assert_same_run
 
-from common.saving.checkpoints import find_checkpoints
+from common.runs.checkpoints import find_checkpoints
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ import torch
 from program_runs import read_metrics
 from safetensors.torch import load_file
 
-from common.saving.checkpoints import find_checkpoints
-from common.stop_request import STOPPED
+from common.runs.checkpoints import find_checkpoints
+from common.runs.stop_request import STOPPED
 from export import main as run_export
 
 pytestmark = pytest.mark.slow
@@ -179,10 +179,10 @@ SINGLE_POINTS = {
     "between two accumulation steps": ("step1_sft.sft_trainer:compute_nll_sum", 8),
     "in DeepSpeed's step": ("deepspeed.runtime.engine:DeepSpeedEngine.step", 5),
     "in an evaluation": ("step1_sft.sft_trainer:SFTTrainer.evaluate", 2),
-    "writing a rank's file": ("common.saving.checkpoints:write_pieces", 5),
-    "before the commit": ("common.saving.checkpoints:CheckpointWriter._commit", 2),
-    "removing an old checkpoint": ("common.saving.checkpoints:remove_folder", 1),
-    "in the export": ("common.saving.export:_write_model", 1),
+    "writing a rank's file": ("common.runs.checkpoints:write_pieces", 5),
+    "before the commit": ("common.runs.checkpoints:CheckpointWriter._commit", 2),
+    "removing an old checkpoint": ("common.runs.checkpoints:remove_folder", 1),
+    "in the export": ("common.runs.export:_write_model", 1),
 }
 
 
@@ -200,7 +200,7 @@ def test_sft_killed(forks, flags, finished, tmp_path, point):
 )
 def test_single_model_variants(forks, flags, finished, tmp_path, variant, do):
     """Killed or asked to stop in the middle of an optimizer step."""
-    hook = {"at": "common.engine_step:_global_counts", "call": 4, "do": do}
+    hook = {"at": "common.engine.engine_step:_global_counts", "call": 4, "do": do}
     stop_and_resume(forks, flags[variant], tmp_path / "output", hook)
     assert_same_run(tmp_path / "output", finished(variant))
 
@@ -209,7 +209,7 @@ PPO_POINTS = {
     "generation": ("step3_ppo.roles:Actor.generate", 8),
     "before the first step": ("step3_ppo.evaluation:Evaluation._judge", 1),
     "in an evaluation": ("step3_ppo.evaluation:measure", 2),
-    "in the export of the best": ("common.saving.export:_write_model", 1),
+    "in the export of the best": ("common.runs.export:_write_model", 1),
     "scoring by the reference": ("step3_ppo.roles:Reference.score", 3),
     "scoring by the reward model": ("step3_ppo.roles:Reward.score", 3),
     "scoring by the critic": ("step3_ppo.roles:Critic.score", 2),
@@ -220,9 +220,9 @@ PPO_POINTS = {
     "between two minibatches": ("step3_ppo.ppo_trainer:PPOTrainer._learn", 7),
     "in the average": ("step3_ppo.ema:ExponentialMovingAverage.update", 6),
     "steering the KL": ("step3_ppo.ppo_math:KLController.update", 2),
-    "in the log": ("common.run_logger:RunLogger.log", 2),
+    "in the log": ("common.runs.run_logger:RunLogger.log", 2),
     "between two steps": ("step3_ppo.ppo_trainer:PPOTrainer.train_step", 3),
-    "in the export of the average": ("common.saving.export:_write_model", 4),
+    "in the export of the average": ("common.runs.export:_write_model", 4),
 }
 
 

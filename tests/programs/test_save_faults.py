@@ -15,12 +15,12 @@ from program_runs import read_metrics
 from short_sft import SAVE, STEPS, TRAIN_STEP, ShortSFT, hook
 from test_resume import assert_same_run, without_times
 
-from common.saving.checkpoints import find_checkpoints
+from common.runs.checkpoints import find_checkpoints
 
 pytestmark = pytest.mark.slow
 
 REFUSED = 3
-EXPORT = "common.saving.export:_replace"
+EXPORT = "common.runs.export:_replace"
 LIMIT = "exec:import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({}, r.getrlimit(r.RLIMIT_FSIZE)[1]))"
 # No file grows beyond so many bytes: enough for metrics, too little for a model.
 FULL, FREE = LIMIT.format(30_000), LIMIT.format("r.RLIM_INFINITY")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from program_runs import ROOT, as_flags, deepspeed, environment, read_curve, run, torchrun
 
-from common.saving.checkpoints import find_checkpoints
-from common.saving.run_lock import read_lock
-from common.stop_request import STOPPED
+from common.runs.checkpoints import find_checkpoints
+from common.runs.run_lock import read_lock
+from common.runs.stop_request import STOPPED
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,7 @@ def test_a_crashed_run_is_started_again_and_a_refused_one_is_not(tiny, tmp_path,
     flags |= {"max_seq_len": 48, "per_device_train_batch_size": 2, "output_dir": output, "save_interval": 1}
     flags |= {"num_train_epochs": 10000, "max_train_steps": 5000, "lr_scheduler_type": "constant"}
     command = LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(flags))
-    until_done = [sys.executable, "-m", "common.until_done", str(output)]
+    until_done = [sys.executable, "-m", "tools.until_done", str(output)]
     process = start([*until_done, *command], log)
     try:
         wait_for_steps(output, 3, process, log)

@@ -15,10 +15,10 @@ from program_runs import as_flags, run_here
 
 import chat
 import train
-from human_feedback.arena_programs import ArenaArguments, serve
-from step1_sft.prompt_eval import PromptEvalArguments
+from serving.arena_programs import ArenaArguments, serve
+from serving.prompt_eval import PromptEvalArguments
+from serving.reward_server import ServeArguments
 from step2_reward.arguments import RewardEvalArguments
-from step2_reward.serve import ServeArguments
 
 pytestmark = pytest.mark.slow
 

@@ -1,10 +1,9 @@
 """Hybrid engines of tiny models, for a world of one rank."""
 
-from common.ds_config import EngineOptions, build_train_config
-from common.models import LoraOptions, ModelOptions, add_lora, load_causal_lm
-from common.training_loop import build_engine
-from step3_ppo.hybrid_engine import HybridEngine
-from step3_ppo.hybrid_options import HybridOptions
+from common.engine.ds_config import EngineOptions, build_train_config
+from common.generation.hybrid_engine import HybridEngine, HybridOptions
+from common.models.loading import LoraOptions, ModelOptions, add_lora, load_causal_lm
+from common.programs.training_loop import build_engine
 
 
 def build(folder: str, stage: int, lora_dim: int = 0, **options) -> HybridEngine:

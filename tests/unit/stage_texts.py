@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from common.data import hub_data
+from common.data.dialogue import build_template
 from common.data.raw_rows import FrozenRows
 from common.data.stage_datasets import DataOptions, StageData, build_pairs, build_prompts, build_sft
-from common.dialogue import build_template
 
 BUILDERS = {1: build_sft, 2: build_pairs, 3: build_prompts}
 SHARES = {1: "1,0,0", 2: "0,1,0", 3: "0,0,1"}

@@ -4,11 +4,11 @@ import pytest
 import torch
 from records import make_record
 
-from common.ds_config import EngineOptions, build_train_config
-from common.engine_step import LossTerm, update_engine
-from common.models import LoraOptions, ModelOptions, add_lora, load_causal_lm
-from common.policy_model import PolicyModel
-from common.training_loop import build_engine
+from common.engine.ds_config import EngineOptions, build_train_config
+from common.engine.engine_step import LossTerm, update_engine
+from common.models.loading import LoraOptions, ModelOptions, add_lora, load_causal_lm
+from common.models.policy_model import PolicyModel
+from common.programs.training_loop import build_engine
 from step3_ppo.response_inputs import lay_out_responses
 from step3_ppo.roles import AdapterOff, Policy, Reference
 

@@ -11,7 +11,7 @@ import torch
 from response_batches import PADDING, fill, random_batch
 from right_or_wrong import close, forms, judge
 
-from common.tensor_ops import whiten
+from common.models.tensor_ops import whiten
 from step3_ppo.algorithms import ALGORITHMS
 from step3_ppo.algorithms.shared_steps import counted, normalised
 from step3_ppo.arguments import PPOArguments

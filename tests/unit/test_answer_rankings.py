@@ -5,11 +5,11 @@ import json
 import pytest
 from stage_texts import END, build, put_on_hub, texts
 
-from common.check.check_data import CheckDataArguments, build_options
 from common.data.adapters.rankings import SCORED, rank_by_score
 from common.data.adapters.row_forms import form_of, read_row
 from common.data.example import BadRow, EmptyRow, Message
 from common.data.registry import load_source
+from tools.check_data import CheckDataArguments, build_options
 
 HI = (Message("user", "hi"),)
 TURNS = (*HI, Message("assistant", "hello"), Message("user", "and?"))

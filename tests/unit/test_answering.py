@@ -6,11 +6,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import chat
-from common.args import Problems
 from common.data.example import Message
-from common.generation import answering
-from common.generation.answering import Answerer, AnsweringArguments, load_answerer, load_template
+from common.flags.args import Problems
 from common.generation.generate import Generator
+from serving import answering
+from serving.answering import Answerer, AnsweringArguments, load_answerer, load_template
 
 QUESTIONS = [
     (Message("user", "How are you today?"),),

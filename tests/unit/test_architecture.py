@@ -18,9 +18,21 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ("step1_sft", "step2_reward", "step3_ppo")
 ABOVE_COMMON = (
-    *STEPS, "train", "chat", "arena", "export", "human_feedback", "benchmarks", "docs", "examples",
+    *STEPS, "train", "chat", "arena", "export", "serving", "tools", "benchmarks", "docs", "examples",
     "training_scripts", "tests",
 )  # fmt: skip
+ABOVE = ("tools", "serving")
+# The rooms of common from the lowest floor to the highest, and the rooms that each may import.
+ROOMS = {
+    "flags": (),
+    "ranks": (),
+    "engine": ("flags", "ranks"),
+    "models": ("ranks",),
+    "data": ("flags", "ranks"),
+    "generation": ("models", "ranks"),
+    "runs": ("data", "flags", "models", "ranks"),
+    "programs": ("data", "engine", "flags", "models", "ranks", "runs"),
+}
 MAX_FILE_LINES, AIM_FILE_LINES = 420, 400
 MAX_FUNCTION_LINES, AIM_FUNCTION_LINES = 90, 60
 
@@ -92,6 +104,38 @@ def check_common_imports_nothing_above_it(tree: Tree) -> list[str]:
         if file.parts[0] == "common"
         for line, name in imports(file, module)
         if name.split(".")[0] in ABOVE_COMMON
+    ]
+
+
+def check_rooms_and_arrows_of_common(tree: Tree) -> list[str]:
+    """Every module of common stands in a room, and a room imports only what `ROOMS` lists."""
+    complaints = []
+    for file, module in tree.modules():
+        if file.parts[0] != "common":
+            continue
+        room = file.parts[1]
+        if len(file.parts) > 2 and room not in ROOMS:
+            complaints.append(f"{file}: {room} is no room of common: {', '.join(ROOMS)}")
+        elif len(file.parts) == 2 and room != "__init__.py":
+            complaints.append(f"{file}: a module of common stands in a room")
+        for line, name in imports(file, module):
+            target = (name.split(".") + [""])[1]
+            if (
+                name.startswith("common.")
+                and target in ROOMS
+                and target not in (room, *ROOMS.get(room, ROOMS))
+            ):
+                complaints.append(f"{file}:{line}: {room} must not import {target}")
+    return complaints
+
+
+def check_nothing_imports_tools_and_serving(tree: Tree) -> list[str]:
+    return [
+        f"{file}:{line}: {name}: only the entry points import {name.split('.')[0]}"
+        for file, module in tree.modules()
+        if file.parts[0] in ("common", *STEPS, *ABOVE)
+        for line, name in imports(file, module)
+        if name.split(".")[0] in ABOVE and name.split(".")[0] != file.parts[0]
     ]
 
 
@@ -236,13 +280,13 @@ SOUND = {
     "requirements.txt": "torch==2.13.0\ntransformers~=5.23\n",
     "README.md": "Run `bash tests/run.sh`; 127.0.0.1. Packages come from PyPI. See a/work/b and $HOME/x.\n",
     "common/__init__.py": "",
-    "common/tensor_ops.py": '"""Sums. PURE."""\nimport math\nimport torch.nn.functional as F\n',
-    "common/models.py": "import torch\nimport transformers\n\nfrom common import tensor_ops\n",
+    "common/models/tensor_ops.py": '"""Sums. PURE."""\nimport math\nimport torch.nn.functional as F\n',
+    "common/models/loading.py": "import torch\nimport transformers\n\nfrom common.models import tensor_ops\n",
     "step1_sft/__init__.py": "",
     "step1_sft/main.py": 'from step1_sft.sft_trainer import T\n\nif __name__ == "__main__":\n    T()\n',
     "step1_sft/sft_trainer.py": "from common.models import load\n\nfrom .arguments import SFTArguments\n",
     "step1_sft/arguments.py": "from dataclasses import dataclass\n",
-    "step3_ppo/ppo_math.py": '"""PURE: PPO."""\nfrom common.tensor_ops import masked_mean\n',
+    "step3_ppo/ppo_math.py": '"""PURE: PPO."""\nfrom common.models.tensor_ops import masked_mean\n',
     "step3_ppo/rewards/http.py": "import urllib.request\n",
     "benchmarks/make_peer_env.sh": 'pip install "trl==1.16.0"\n',
     "benchmarks/trl_sft_peer.py": "import trl\n",
@@ -252,27 +296,42 @@ SOUND = {
 UNSOUND: list[tuple[Callable[[Tree], list[str]], str, str]] = [
     (
         check_common_imports_nothing_above_it,
-        "common/models.py",
+        "common/models/loading.py",
         "from step1_sft.arguments import SFTArguments\n",
     ),
-    (check_common_imports_nothing_above_it, "common/models.py", "def f():\n    import step3_ppo.main\n"),
+    (
+        check_common_imports_nothing_above_it,
+        "common/models/loading.py",
+        "def f():\n    import step3_ppo.main\n",
+    ),
     (check_common_imports_nothing_above_it, "common/data/x.py", "from ...step2_reward import ranking_loss\n"),
     (
         check_common_imports_nothing_above_it,
-        "common/x.py",
+        "common/data/x.py",
         "import importlib\nimportlib.import_module('chat')\n",
     ),
+    (check_rooms_and_arrows_of_common, "common/x.py", ""),
+    (check_rooms_and_arrows_of_common, "common/drawer/x.py", ""),
+    (check_rooms_and_arrows_of_common, "common/ranks/x.py", "from common.models import tensor_ops\n"),
+    (check_rooms_and_arrows_of_common, "common/models/x.py", "import common.generation.generate\n"),
+    (check_nothing_imports_tools_and_serving, "common/runs/x.py", "from tools.report import main\n"),
+    (check_nothing_imports_tools_and_serving, "step3_ppo/x.py", "import serving.arena_app\n"),
+    (check_nothing_imports_tools_and_serving, "tools/x.py", "import serving.arena_app\n"),
     (check_steps_never_import_one_another, "step3_ppo/roles.py", "import step2_reward.ranking_loss\n"),
     (check_steps_never_import_one_another, "step3_ppo/roles.py", "from ..step1_sft import arguments\n"),
     (check_arrows_point_down_within_a_step, "step1_sft/export.py", "from step1_sft import main\n"),
     (check_arrows_point_down_within_a_step, "step3_ppo/rollout.py", "from .ppo_trainer import PPOTrainer\n"),
-    (check_pure_files_import_torch_at_most, "common/x.py", '"""PURE: sums."""\nimport numpy as np\n'),
+    (check_pure_files_import_torch_at_most, "common/data/x.py", '"""PURE: sums."""\nimport numpy as np\n'),
     (
         check_pure_files_import_torch_at_most,
-        "common/x.py",
+        "common/data/x.py",
         '"""Sums. PURE."""\nfrom common.models import load\n',
     ),
-    (check_pure_files_import_torch_at_most, "common/x.py", '"""PURE"""\ndef f():\n    import transformers\n'),
+    (
+        check_pure_files_import_torch_at_most,
+        "common/data/x.py",
+        '"""PURE"""\ndef f():\n    import transformers\n',
+    ),
     (check_no_file_is_named_utils, "step1_sft/utils.py", ""),
     (check_no_file_is_named_utils, "common/utils/text.py", ""),
     (check_no_step_file_hides_a_library, "step1_sft/datasets.py", ""),
@@ -281,8 +340,8 @@ UNSOUND: list[tuple[Callable[[Tree], list[str]], str, str]] = [
     (check_no_step_file_hides_a_library, "step3_ppo/torch/__init__.py", ""),
     (check_no_tests_common, "tests/common/test_args.py", ""),
     (check_no_tests_common, "tests/unit/common.py", ""),
-    (check_lengths, "common/x.py", "a = 1\n" * (MAX_FILE_LINES + 1)),
-    (check_lengths, "common/x.py", "def f():\n" + "    a = 1\n" * MAX_FUNCTION_LINES),
+    (check_lengths, "common/data/x.py", "a = 1\n" * (MAX_FILE_LINES + 1)),
+    (check_lengths, "common/data/x.py", "def f():\n" + "    a = 1\n" * MAX_FUNCTION_LINES),
     (check_lengths, "tests/x.py", "class A:\n    async def f():\n" + "        a = 1\n" * MAX_FUNCTION_LINES),
     (check_no_machine_and_no_registry_is_named, "README.md", f"see `/{'home'}/ann/models`\n"),
     (check_no_machine_and_no_registry_is_named, "run.sh", f'OUT="/{"tmp"}/out"\n'),
@@ -290,7 +349,7 @@ UNSOUND: list[tuple[Callable[[Tree], list[str]], str, str]] = [
     (check_no_machine_and_no_registry_is_named, "run.sh", f"curl https://{'pypi'}.org/simple/torch\n"),
     (check_no_machine_and_no_registry_is_named, "run.sh", f"export PIP_FIND_{'LINKS'}=wheels\n"),
     (check_no_machine_and_no_registry_is_named, "run.sh", f"MASTER_ADDR={10}.0.3.4\n"),
-    (check_imported_libraries_are_required, "common/x.py", "import pandas\n"),
+    (check_imported_libraries_are_required, "common/data/x.py", "import pandas\n"),
     (check_imported_libraries_are_required, "step1_sft/x.py", "import sft_trainer\n"),
     (check_imported_libraries_are_required, "benchmarks/bench_x.py", "import trl\n"),
     (check_imported_libraries_are_required, "benchmarks/x_peer.py", "import verl\n"),

@@ -8,8 +8,8 @@ import uvicorn
 
 import arena
 from common.data.example import Message
-from human_feedback import arena_programs
-from human_feedback.judgement_store import JudgementStore
+from serving import arena_programs
+from serving.judgement_store import JudgementStore
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.args import Problems, as_json, field_type, parse_args
-from common.flag_values import no_effect_notes
+from common.flags.args import Problems, as_json, field_type, parse_args
+from common.flags.flag_values import no_effect_notes
 from docs.make_configuration import find_programs
 from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments

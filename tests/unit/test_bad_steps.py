@@ -7,12 +7,12 @@ import pytest
 import torch
 from disk_limit import files_up_to
 
-from common.bad_steps import BadSteps
 from common.data.collators import PackedPairCollator, PackedSFTCollator, PairCollator, SFTCollator
 from common.data.packed_batch import ROW_IDS, PackedBatch
-from common.refusal import StepRefused, TooManyBadSteps
-from common.run_logger import RunLogger
-from common.saving.pieces import PieceReader
+from common.flags.refusal import StepRefused, TooManyBadSteps
+from common.runs.bad_steps import BadSteps
+from common.runs.pieces import PieceReader
+from common.runs.run_logger import RunLogger
 
 
 def build(folder, most: int = 3) -> BadSteps:
@@ -57,7 +57,7 @@ def test_the_count_goes_on_where_a_checkpoint_left_it(tmp_path):
 
 
 def test_the_batch_of_a_refused_step_is_written_sequence_by_sequence(tmp_path, monkeypatch):
-    monkeypatch.setattr("common.distributed.rank", lambda: 3)
+    monkeypatch.setattr("common.ranks.distributed.rank", lambda: 3)
     none = torch.tensor([], dtype=torch.int64)
     columns = {
         "ids": [[torch.tensor([1, 2]), torch.tensor([3])], [torch.tensor([4]), none]],

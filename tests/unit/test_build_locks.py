@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from common import build_locks, startup
-from common.args import Problems
-from common.build_locks import find_locks, find_stale_locks, lock_note, lock_problems, needed_ops
+from common.flags.args import Problems
+from common.programs import build_locks, startup
+from common.programs.build_locks import find_locks, find_stale_locks, lock_note, lock_problems, needed_ops
 from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
 

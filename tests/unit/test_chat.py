@@ -12,12 +12,12 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import chat
-from common.generation.answering import Answerer
-from common.models import ModelOptions
-from common.saving.export import save_adapter, save_export
-from common.tokenizer import load_tokenizer
-from common.value_model import load_value_model
-from human_feedback.terminal import SideBySide, printable
+from common.data.tokenizer import load_tokenizer
+from common.models.loading import ModelOptions
+from common.models.value_model import load_value_model
+from common.runs.export import save_adapter, save_export
+from serving.answering import Answerer
+from serving.terminal import SideBySide, printable
 
 
 @pytest.fixture

@@ -1,23 +1,21 @@
-"""python -m common.check data: the rows of the step, as a person sees them, and a verdict."""
+"""python -m tools.check_data: the rows of the step, as a person sees them, and a verdict."""
 
 import importlib
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import processors
 
-from common.check.check_data import CheckDataArguments, build_options, main
-from common.check.painter import MAX_SHOWN, Painter, Span, indent, shorten, visible
-from common.check.row_lengths import build_length_columns, length_lines, padding_lines
-from common.check.row_samples import SampleReader
 from common.data.data_options import DataOptions
+from common.data.dialogue import build_template
 from common.data.registry import load_source
 from common.data.stage_datasets import build_pairs, build_prompts, build_sft
-from common.dialogue import build_template
+from tools.check_data import CheckDataArguments, build_options, main
+from tools.painter import MAX_SHOWN, Painter, Span, indent, shorten, visible
+from tools.row_lengths import build_length_columns, length_lines, padding_lines
+from tools.row_samples import SampleReader
 
 ROOT = Path(__file__).parents[2]
 PLAIN = Painter(has_color=False)
@@ -171,17 +169,6 @@ def test_wrong_flags_come_all_at_once(check, write_rows):
         "--template chat: the tokenizer has no chat template",
     ):
         assert text in errors
-
-
-def test_the_program_knows_its_checks():
-    def run(*words):
-        command = [sys.executable, "-m", "common.check", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        return done.returncode, done.stdout, done.stderr
-
-    assert run()[0] == 0 and "usage: python -m common.check NAME FLAGS" in run("--help")[1]
-    code, _, errors = run("dta")
-    assert code == 2 and "there is no check called 'dta'; did you mean data?" in errors
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""python -m common.check model: sound models pass, each kind of error fails its own line."""
+"""python -m tools.check_model: sound models pass, each kind of error fails its own line."""
 
 import math
 import weakref
@@ -11,15 +11,15 @@ from tiny_configs import tiny_config
 from torch import multiprocessing
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common.check import check_model
-from common.check.causal_checks import Subject, compare_texts
-from common.check.check_model import LENGTHS, build_rows, main
-from common.check.findings import Finding, compare, tolerance_of
-from common.check.painter import Painter
-from common.check.tp_check import RankReport, compute, plan_slices
-from common.models import build_position_ids
-from common.output_head import LogitOptions
-from common.tp_plans import PLANS, Column
+from common.generation.tp_plans import PLANS, Column
+from common.models.loading import build_position_ids
+from common.models.output_head import LogitOptions
+from tools import check_model
+from tools.causal_checks import Subject, compare_texts
+from tools.check_model import LENGTHS, build_rows, main
+from tools.findings import Finding, compare, tolerance_of
+from tools.painter import Painter
+from tools.tp_check import RankReport, compute, plan_slices
 
 pytestmark = pytest.mark.slow  # fifteen seconds, and the parts have tests of their own
 
@@ -116,7 +116,7 @@ def test_padding_of_the_vocabulary_is_left_out_and_told(tmp_path, tiny_tokenizer
 
 def test_a_wrong_factor_of_the_logits_fails(tiny_model_folder, check, monkeypatch):
     monkeypatch.setattr(
-        "common.policy_model.read_logit_transform", lambda model: LogitOptions(multiplier=1.01)
+        "common.models.policy_model.read_logit_transform", lambda model: LogitOptions(multiplier=1.01)
     )
     shown = check(tiny_model_folder("llama"), *QUICK)
     assert shown.code == 1 and shown.failed() == ["log-probabilities", "their log-probabilities"]
@@ -140,7 +140,7 @@ def test_padding_that_is_seen_fails(tiny_model_folder, check, monkeypatch):
         arguments = {"input_ids": inputs.input_ids, "attention_mask": None, "position_ids": None}
         return arguments | {"use_cache": False, "is_causal": False}
 
-    monkeypatch.setattr("common.model_inputs.ModelInputs.model_arguments", see_all)
+    monkeypatch.setattr("common.models.model_inputs.ModelInputs.model_arguments", see_all)
     shown = check(tiny_model_folder("llama"), *QUICK)
     assert shown.code == 1 and "what padding holds" in shown.failed()
 
@@ -149,7 +149,7 @@ def test_what_a_model_raises_is_a_finding_and_the_other_checks_run(tiny_model_fo
     def refuse(model):
         raise ValueError("does to its logits what is neither a factor nor a cap")
 
-    monkeypatch.setattr("common.policy_model.read_logit_transform", refuse)
+    monkeypatch.setattr("common.models.policy_model.read_logit_transform", refuse)
     shown = check(tiny_model_folder("opt"), *QUICK)
     assert shown.code == 1 and shown.failed() == ["log-probabilities", "greedy texts"]
     assert shown.texts["log-probabilities"] == "does to its logits what is neither a factor nor a cap"
@@ -158,7 +158,7 @@ def test_what_a_model_raises_is_a_finding_and_the_other_checks_run(tiny_model_fo
 
 def test_rows_end_to_end_are_compared_where_the_attention_takes_them(tiny_model_folder, check, monkeypatch):
     # Without a kernel transformers makes a mask of blocks from the positions; BLOOM has no positions.
-    monkeypatch.setattr("common.check.causal_checks.takes_flat", lambda model: True)
+    monkeypatch.setattr("tools.causal_checks.takes_flat", lambda model: True)
     assert check(tiny_model_folder("llama"), *QUICK).states["end to end"] == "ok"
     assert check(tiny_model_folder("bloom"), *QUICK).failed() == ["end to end"]
 
@@ -207,7 +207,7 @@ def test_a_reward_model_scores_the_last_token_whatever_the_pad_id_is(save_reward
 
 
 def test_wrong_scores_fail(save_reward_model, check, monkeypatch):
-    before = "common.model_inputs.ModelInputs.last_places"
+    before = "common.models.model_inputs.ModelInputs.last_places"
     monkeypatch.setattr(before, property(lambda inputs: inputs.starts + inputs.lengths - 2))
     shown = check(save_reward_model())
     assert shown.code == 1 and shown.failed() == ["scores"] and shown.lines[-1] == "not ok: scores"
@@ -226,7 +226,7 @@ def test_a_bias_that_our_head_drops_fails(save_reward_model, check, monkeypatch)
 
 
 def test_rewards_end_to_end(save_reward_model, check, monkeypatch):
-    monkeypatch.setattr("common.check.score_checks.takes_flat", lambda model: True)
+    monkeypatch.setattr("tools.score_checks.takes_flat", lambda model: True)
     assert check(save_reward_model()).states["end to end"] == "ok"
 
 
@@ -245,7 +245,7 @@ def ranks(monkeypatch):
                 raise what
             return what
 
-        monkeypatch.setattr("common.check.tp_check.run_ranks", run)
+        monkeypatch.setattr("tools.tp_check.run_ranks", run)
         return asked
 
     return answer
@@ -273,7 +273,7 @@ def test_the_model_is_gone_when_the_ranks_start(tiny_model_folder, check, monkey
 
     seen, alive, loaded = [], [], check_model.load_causal_lm
     monkeypatch.setattr(check_model, "load_causal_lm", load)
-    monkeypatch.setattr("common.check.tp_check.run_ranks", run)
+    monkeypatch.setattr("tools.tp_check.run_ranks", run)
     shown = check(tiny_model_folder("llama"), "--tp_sizes", "2", "--max_new_tokens", "2")
     assert shown.code == 0 and len(seen) == 1 and alive == [False]
 

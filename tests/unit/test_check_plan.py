@@ -8,23 +8,15 @@ from typing import Any
 import pytest
 import transformers
 
-from common.args import Problems, parse_args
-from common.check import check_plan
-from common.check.__main__ import main as check
-from common.check.check_plan import build_run, find_suggestion
-from common.check.devices import (
-    DEVICES,
-    HardwareArguments,
-    Models,
-    PlanArguments,
-    apply,
-    find_problems,
-    read_models,
-)
-from common.check.memory_plan import plan_memory
+from common.flags.args import Problems, parse_args
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo.arguments import PPOArguments
+from tools import plan as check_plan
+from tools.devices import DEVICES, HardwareArguments, Models, PlanArguments, apply, find_problems, read_models
+from tools.memory_plan import plan_memory
+from tools.plan import build_run, find_suggestion
+from tools.plan import main as check
 
 OWN_FLAGS = {"stage", "no_critic", "json"} | {f.name for f in dataclasses.fields(HardwareArguments)}
 STEPS = (SFTArguments, RewardArguments, PPOArguments)
@@ -49,7 +41,7 @@ def run_plan(folder, capsys) -> Callable[..., tuple[int, str, dict[str, Any]]]:
             models = ["--actor_model_name_or_path", folder, "--critic_model_name_or_path", folder]
         code = 0
         try:
-            check(["plan", "--stage", str(stage), *models, *flags, "--json"])
+            check(["--stage", str(stage), *models, *flags, "--json"])
         except SystemExit as stop:
             code = stop.code
         printed = capsys.readouterr().out
@@ -114,21 +106,21 @@ def test_flags_are_those_of_the_steps_with_their_types_and_defaults():
 def test_wrong_flags_leave_with_2_and_say_what(folder, capsys, flags, problem):
     models = ["--actor_model_name_or_path", folder, "--critic_model_name_or_path", folder]
     with pytest.raises(SystemExit) as stop:
-        check(["plan", "--stage", "3", *models, *flags])
+        check(["--stage", "3", *models, *flags])
     assert stop.value.code == 2
     assert problem in capsys.readouterr().err
 
 
 def test_a_model_of_known_shape_is_planned_without_a_hub(monkeypatch, capsys):
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", None)
-    check(["plan", "--stage", "1", "--model_name_or_path", "facebook/opt-350m", "--json"])
+    check(["--stage", "1", "--model_name_or_path", "facebook/opt-350m", "--json"])
     plan = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert plan["parameters"]["policy"]["num_params"] == 331_196_416
 
 
 def test_models_that_are_missing_are_named(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
-        check(["plan", "--stage", "3", "--actor_model_name_or_path", str(tmp_path)])
+        check(["--stage", "3", "--actor_model_name_or_path", str(tmp_path)])
     assert stop.value.code == 2
     told = capsys.readouterr().err
     assert "holds no config.json" in told

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simple_parts import SimplePart, make_parts, versions
 
-from common.saving import checkpoints
-from common.saving.checkpoints import (
+from common.runs import checkpoints
+from common.runs.checkpoints import (
     FORMAT,
     CheckpointWriter,
     NoCheckpoint,
@@ -23,8 +23,8 @@ from common.saving.checkpoints import (
     load_newest,
     read_checkpoint,
 )
-from common.saving.pieces import PieceReader, write_pieces
-from common.saving.run_state import RandomState
+from common.runs.pieces import PieceReader, write_pieces
+from common.runs.run_state import RandomState
 
 MODEL = "model-rank-00000.safetensors"
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from simple_parts import SimplePart, make_parts, versions
 
-from common import distributed
-from common.saving.checkpoints import CheckpointWriter, SaveFailed, find_checkpoints, load_newest
-from common.saving.pieces import Piece
+from common.ranks import distributed
+from common.runs.checkpoints import CheckpointWriter, SaveFailed, find_checkpoints, load_newest
+from common.runs.pieces import Piece
 
 
 class FailingPart(SimplePart):

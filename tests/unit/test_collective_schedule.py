@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.watch.collective_schedule import KEPT_CALLS, CollectiveRecorder, Schedules, describe
+from common.ranks.watch.collective_schedule import KEPT_CALLS, CollectiveRecorder, Schedules, describe
 
 WORLD = "0,1,2@world"
 

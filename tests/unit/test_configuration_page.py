@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.args import REQUIRED, CheckpointArguments, TokenizerArguments, flag
+from common.flags.args import REQUIRED, CheckpointArguments, TokenizerArguments, flag
 from docs.make_configuration import COMMAND, PAGE, Program, anchor, build_page, find_programs, groups_of
 
 
@@ -21,8 +21,8 @@ def test_the_page_is_up_to_date(programs):
 def test_the_programs_are_all_that_users_start(programs):
     commands = [program.command for program in programs]
     assert commands[:3] == ["step1_sft/main.py", "step2_reward/main.py", "step3_ppo/main.py"]
-    assert {"step1_sft/prompt_eval.py", "step2_reward/rw_eval.py", "train.py", "chat.py"} < set(commands)
-    assert "python -m common.check plan" in commands and len(set(commands)) == len(commands)
+    assert {"serving/prompt_eval.py", "step2_reward/rw_eval.py", "train.py", "chat.py"} < set(commands)
+    assert "python -m tools.plan" in commands and len(set(commands)) == len(commands)
 
 
 def test_every_flag_stands_in_the_section_or_a_group_of_its_program(programs):

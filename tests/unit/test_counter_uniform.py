@@ -7,7 +7,7 @@ import torch
 from chi_square import NUM_DRAWS, SMALLEST_P_VALUE, p_value
 from right_or_wrong import forms, judge
 
-from common.generation.sampling import counter_uniform
+from common.models.sampling import counter_uniform
 
 MASK64 = 2**64 - 1
 CUDA = pytest.param(

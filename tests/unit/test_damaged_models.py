@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from tiny_configs import tiny_config
 
 import chat
-from common.models import ModelOptions, load_causal_lm
-from common.value_model import load_value_model
-from step1_sft import prompt_eval
-from step2_reward import rw_eval, serve
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.value_model import load_value_model
+from serving import prompt_eval
+from serving import reward_server as serve
+from step2_reward import rw_eval
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from made_runs import write_run
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common.dialogue import build_template
+from common.data.dialogue import build_template
 from training_scripts.demo import build_inputs, measure
 from training_scripts.demo.aims import SUMMARY_KEYS, format_summary, missed_aims
 from training_scripts.demo.preference_pairs import length_rule_accuracy, pair_by_sentiment

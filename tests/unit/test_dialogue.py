@@ -1,13 +1,13 @@
-"""common/dialogue.py: the exact text, one tokenisation for ids and mask, truncation."""
+"""common/data/dialogue.py: the exact text, one tokenisation for ids and mask, truncation."""
 
 import pytest
 from tokenizers import processors
 
 from common.data.adapters.row_forms import read_row
 from common.data.data_report import DataReport
+from common.data.dialogue import Segment, Tokenised, build_template, response_start, truncate
 from common.data.example import BadRow, Example, Message
 from common.data.stage_rows import Item, pair_rows, prompt_rows, sft_rows
-from common.dialogue import Segment, Tokenised, build_template, response_start, truncate
 
 QUESTION = (Message("user", "How are you today?"),)
 CHAT_JINJA = (

@@ -1,4 +1,4 @@
-"""python -m common.doctor: what is missing is named with its cure, and never a traceback."""
+"""python -m tools.doctor: what is missing is named with its cure, and never a traceback."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.check.findings import Finding
-from common.check.painter import Painter
-from common.doctor import __main__ as doctor
-from common.doctor import accelerator, machine, network, packages, self_test
-from common.doctor.packages import Requirement, check_import, check_requirements, read_requirements
+from tools.doctor import __main__ as doctor
+from tools.doctor import accelerator, machine, network, packages, self_test
+from tools.doctor.packages import Requirement, check_import, check_requirements, read_requirements
+from tools.findings import Finding
+from tools.painter import Painter
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = ["--self_test_seconds", "0", "--hub_seconds", "0", "--no_color"]
@@ -272,7 +272,7 @@ def test_all_is_well_here(capsys, monkeypatch):
 def test_without_packages_it_says_so_and_leaves_no_traceback(lacking):
     program = (
         f"import sys\nfor name in {lacking!r}: sys.modules[name] = None\n"
-        "from common.doctor.__main__ import main\nmain(sys.argv[1:])"
+        "from tools.doctor.__main__ import main\nmain(sys.argv[1:])"
     )
     command = [sys.executable, "-c", program, *QUIET, "--self_test_seconds", "5", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

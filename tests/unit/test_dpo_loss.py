@@ -8,9 +8,9 @@ from test_packed_training import CUTS, check_same, gradients, pairs
 
 from common.data.collators import PackedPairCollator, PairCollator
 from common.data.global_batches import GlobalBatches
-from common.models import ModelOptions, load_causal_lm
-from common.policy_model import PolicyModel
-from common.saving.pieces import PieceReader, write_pieces
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.policy_model import PolicyModel
+from common.runs.pieces import PieceReader, write_pieces
 from step2_reward.dpo_loss import dpo_loss
 from step2_reward.dpo_trainer import compute_answer_logprobs
 from step2_reward.reference_logprobs import ReferencePairs, ReferencePart

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.ds_config import EngineOptions, build_frozen_config, build_train_config, merge
+from common.engine.ds_config import EngineOptions, build_frozen_config, build_train_config, merge
 
 
 def test_batch_sizes_multiply():

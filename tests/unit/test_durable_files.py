@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.saving import durable_files
-from common.saving.durable_files import (
+from common.runs import durable_files
+from common.runs.durable_files import (
     DELETING,
     WRITING,
     digest,

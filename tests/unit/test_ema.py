@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from common.ds_config import EngineOptions, build_train_config
-from common.models import ModelOptions, compute_logits, load_causal_lm
-from common.saving.export import gather_state_dict
-from common.training_loop import build_engine
+from common.engine.ds_config import EngineOptions, build_train_config
+from common.models.loading import ModelOptions, compute_logits, load_causal_lm
+from common.programs.training_loop import build_engine
+from common.runs.export import gather_state_dict
 from step3_ppo.ema import ExponentialMovingAverage
 
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from common import engine_step
-from common.ds_config import EngineOptions, build_train_config
-from common.engine_step import Gradients, LossTerm, compute_gradients, take_steps, update_engine
-from common.refusal import StepRefused
-from common.saving.engine_state import EngineState
-from common.saving.export import gather_state_dict
-from common.saving.pieces import PieceReader, write_pieces
-from common.training_loop import build_engine
+from common.engine import engine_step
+from common.engine.ds_config import EngineOptions, build_train_config
+from common.engine.engine_step import Gradients, LossTerm, compute_gradients, take_steps, update_engine
+from common.flags.refusal import StepRefused
+from common.programs.training_loop import build_engine
+from common.runs.engine_state import EngineState
+from common.runs.export import gather_state_dict
+from common.runs.pieces import PieceReader, write_pieces
 
 pytestmark = pytest.mark.usefixtures("process_group")
 # Micro-batches of very different sizes: a mean of their means is another number.

@@ -9,11 +9,11 @@ import pytest
 import torch
 from records import make_record
 
-from common.args import Problems
 from common.data.data_options import DataOptions
+from common.data.dialogue import build_template
 from common.data.packed_batch import ROW_IDS
 from common.data.stage_datasets import build_prompts
-from common.dialogue import build_template
+from common.flags.args import Problems
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import Evaluation, Judged, choose_prompts, compare, judge, measure
 from step3_ppo.rewards.reward_specs import parse_rewards

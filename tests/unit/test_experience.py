@@ -6,9 +6,9 @@ import pytest
 import torch
 from records import make_record
 
-from common import distributed
 from common.data.packed_batch import PackedBatch
-from common.tensor_ops import correlation, whiten
+from common.models.tensor_ops import correlation, whiten
+from common.ranks import distributed
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.experience import (

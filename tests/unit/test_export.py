@@ -11,15 +11,15 @@ from families import FAMILIES
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from common.args import Problems
-from common.generation.answering import AnsweringArguments, load_answerer, load_template
-from common.lora_adapter import merge_adapter
-from common.model_inputs import lay_out
-from common.models import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
-from common.saving import durable_files, export
-from common.saving.export import ExportFailed, read_metadata, save_adapter, save_export
-from common.tokenizer import load_tokenizer
-from common.value_model import load_value_model
+from common.data.tokenizer import load_tokenizer
+from common.flags.args import Problems
+from common.models.loading import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
+from common.models.lora_adapter import merge_adapter
+from common.models.model_inputs import lay_out
+from common.models.value_model import load_value_model
+from common.runs import durable_files, export
+from common.runs.export import ExportFailed, read_metadata, save_adapter, save_export
+from serving.answering import AnsweringArguments, load_answerer, load_template
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -266,11 +266,11 @@ def test_a_failure_of_the_first_rank_is_one_of_all(exported, monkeypatch):
     """Another rank writes nothing, and learns of the failure from the first one."""
     model, tokenizer, folder = exported
     before = contents(folder)
-    monkeypatch.setattr("common.distributed.is_main", lambda: False)
-    monkeypatch.setattr("common.distributed.gather_objects", lambda mine: ["no room", mine])
+    monkeypatch.setattr("common.ranks.distributed.is_main", lambda: False)
+    monkeypatch.setattr("common.ranks.distributed.gather_objects", lambda mine: ["no room", mine])
     with pytest.raises(ExportFailed, match="^no room$"):
         save_export(folder, model, tokenizer, metadata={"run": 2})
-    monkeypatch.setattr("common.distributed.gather_objects", lambda mine: ["", mine])
+    monkeypatch.setattr("common.ranks.distributed.gather_objects", lambda mine: ["", mine])
     save_export(folder, model, tokenizer, metadata={"run": 2})
     assert contents(folder) == before
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from simple_parts import make_parts
 
-from common.args import Problems, parse_args
-from common.saving import resume
-from common.saving.checkpoints import CheckpointWriter
-from common.saving.resume import EarlierRun, compare_flags, find_run
+from common.flags.args import Problems, parse_args
+from common.runs import resume
+from common.runs.checkpoints import CheckpointWriter
+from common.runs.resume import EarlierRun, compare_flags, find_run
 from step1_sft.arguments import SFTArguments
 
 
@@ -237,9 +237,9 @@ def test_a_flag_that_an_older_program_did_not_have_was_at_its_default():
 def test_the_precision_is_compared_by_what_it_was_resolved_to(monkeypatch):
     """An empty --dtype is what the machine has best."""
     before = flags_of("") | {"resolved_dtype": "bf16"}
-    monkeypatch.setattr("common.distributed.default_dtype_name", lambda: "bf16")
+    monkeypatch.setattr("common.ranks.distributed.default_dtype_name", lambda: "bf16")
     assert compare("", before) == compare("--dtype bf16", before) == ([], [])
-    monkeypatch.setattr("common.distributed.default_dtype_name", lambda: "fp32")
+    monkeypatch.setattr("common.ranks.distributed.default_dtype_name", lambda: "fp32")
     for words in ("", "--dtype fp32"):
         _, (problem,) = compare(words, before)
         assert problem.startswith("--dtype fp32 differs from the bf16 of ORIGIN")

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from common.data.adapters.base import ADAPTERS, Adapter
 from common.data.adapters.row_forms import ROW_FORMS
 from common.data.data_options import DataOptions
+from common.data.dialogue import build_template
 from common.data.example import BadRow
 from common.data.pretraining import build_pretraining
 from common.data.raw_rows import RawRows
 from common.data.source_checks import check_sources
 from common.data.stage_datasets import build_pairs, build_prompts, build_sft
-from common.dialogue import build_template
 
 NUM_CASES = 700  # of each of three: 2,100
 BUILDERS = {1: build_sft, 2: build_pairs, 3: build_prompts}

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
 from common.generation.decode_state import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
-from common.models import compute_logits
-from common.tensor_ops import token_logprobs
+from common.models.loading import compute_logits
+from common.models.tensor_ops import token_logprobs
 
 
 def generate(model, *inputs, **more):

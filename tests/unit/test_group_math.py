@@ -10,7 +10,7 @@ import torch
 from response_batches import PADDING, fill, random_batch
 from right_or_wrong import close, forms, judge
 
-from common.tensor_ops import whiten
+from common.models.tensor_ops import whiten
 from step3_ppo.group_math import GroupBaselines, constant_groups, group_baselines, group_whiten
 
 BY_HAND_SCORES = torch.tensor([1.0, 10.0, 3.0, 8.0, 20.0, 18.0])

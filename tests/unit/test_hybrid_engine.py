@@ -6,14 +6,14 @@ import pytest
 import torch
 from hybrid_engines import build
 
+from common.generation import hybrid_engine
 from common.generation.decode_state import SamplingOptions
-from common.models import compute_logits, plain_model
-from common.tensor_ops import token_logprobs
-from common.tp_plans import NoPlan
-from common.trained_weights import trained_weights
-from common.zero3 import local_shard
-from step3_ppo import hybrid_engine
-from step3_ppo.hybrid_engine import HybridEngine, named_out_of_memory
+from common.generation.hybrid_engine import HybridEngine, named_out_of_memory
+from common.generation.tp_plans import NoPlan
+from common.models.loading import compute_logits, plain_model
+from common.models.tensor_ops import token_logprobs
+from common.models.trained_weights import trained_weights
+from common.ranks.zero3 import local_shard
 
 pytestmark = pytest.mark.usefixtures("process_group")
 IDS = torch.arange(1, 13).view(2, 6)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from tiny_configs import tiny_config
 
-from common.args import Problems, parse_args
+from common.flags.args import Problems, parse_args
 from step3_ppo import hybrid_options as options
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rollout import OldLogprobs

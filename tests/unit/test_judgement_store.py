@@ -13,8 +13,8 @@ import pytest
 
 from common.data.adapters.row_forms import read_row
 from common.data.example import Message
-from human_feedback.export_pairs import export_pairs
-from human_feedback.judgement_store import JudgementStore, NotJudgeable, StoreError, UnknownPair
+from serving.export_pairs import export_pairs
+from serving.judgement_store import JudgementStore, NotJudgeable, StoreError, UnknownPair
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = (Message("user", "Hi\n\nHuman: <b>?"),)
@@ -51,7 +51,7 @@ def test_every_write_is_brought_to_the_disk(path):
 
 def test_a_killed_process_loses_nothing_that_it_was_told_is_kept(path):
     program = (
-        "import sys; from pathlib import Path; from human_feedback.judgement_store import JudgementStore\n"
+        "import sys; from pathlib import Path; from serving.judgement_store import JudgementStore\n"
         "store = JudgementStore(Path(sys.argv[1]))\n"
         "while True:\n"
         "    pair = store.add_pair((), 'typed', 'm1', 'm2', {})\n"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from common.args import Problems, parse_args
 from common.data.registry import registered_names
-from common.flag_values import no_effect_notes
+from common.flags.args import Problems, parse_args
+from common.flags.flag_values import no_effect_notes
 from training_scripts.plan_memory import STEPS
 
 ROOT = Path(__file__).resolve().parents[2]

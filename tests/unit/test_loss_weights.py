@@ -10,7 +10,7 @@ import torch
 from response_batches import PADDING, random_batch
 from right_or_wrong import close, forms, judge
 
-from common.tensor_ops import masked_mean
+from common.models.tensor_ops import masked_mean
 from step3_ppo.ppo_math import loss_weights
 
 AGGREGATIONS = ("token", "sequence", "constant")

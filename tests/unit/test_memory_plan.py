@@ -12,20 +12,20 @@ import transformers
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM
 
-from common import output_head
-from common.args import Problems, parse_args
-from common.check import memory_plan
-from common.check.check_plan import build_run
-from common.check.devices import Models, PlanArguments, find_problems, read_models
-from common.check.memory_plan import MemoryPlan, plan_memory
-from common.check.model_sizes import LiveBytes
-from common.ds_config import EngineOptions, build_train_config
+from common.engine.ds_config import EngineOptions, build_train_config
+from common.engine.optim import build_optimizer
+from common.flags.args import Problems, parse_args
 from common.generation import generate
 from common.generation.kv_cache import kv_bytes_per_token
-from common.model_inputs import lay_out
-from common.models import ModelOptions, load_causal_lm
-from common.optim import build_optimizer
-from common.policy_model import PolicyModel
+from common.models import output_head
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.model_inputs import lay_out
+from common.models.policy_model import PolicyModel
+from tools import memory_plan
+from tools.devices import Models, PlanArguments, find_problems, read_models
+from tools.memory_plan import MemoryPlan, plan_memory
+from tools.model_sizes import LiveBytes
+from tools.plan import build_run
 
 GIB = 2**30
 OPT = {"vocab_size": 50272, "max_position_embeddings": 2048}

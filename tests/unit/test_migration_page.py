@@ -12,12 +12,12 @@ from transformers import AutoModel
 
 import train
 from chat import ChatArguments
-from common.args import Problems, parse_args
-from common.flag_values import OLDER_NAMES, no_effect_notes
-from common.models import ModelOptions
-from common.value_model import has_saved_head, load_value_model
+from common.flags.args import Problems, parse_args
+from common.flags.flag_values import OLDER_NAMES, no_effect_notes
+from common.models.loading import ModelOptions
+from common.models.value_model import has_saved_head, load_value_model
+from serving.prompt_eval import PromptEvalArguments
 from step1_sft.arguments import SFTArguments
-from step1_sft.prompt_eval import PromptEvalArguments
 from step2_reward.arguments import RewardArguments, RewardEvalArguments
 from step3_ppo.arguments import PPOArguments
 

@@ -7,19 +7,12 @@ from families import DECODERS
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common.check.model_sizes import (
-    LiveBytes,
-    ModelSizes,
-    group_by_layers,
-    head_bytes,
-    plan_move,
-    trace_activations,
-)
-from common.models import LoraOptions, add_lora
-from common.output_head import LogitOptions, token_scores
-from common.tp_plans import Cut
-from step3_ppo import reshard_plan
-from step3_ppo.reshard_plan import TPLayout, plan_weight
+from common.generation import reshard_plan
+from common.generation.reshard_plan import TPLayout, plan_weight
+from common.generation.tp_plans import Cut
+from common.models.loading import LoraOptions, add_lora
+from common.models.output_head import LogitOptions, token_scores
+from tools.model_sizes import LiveBytes, ModelSizes, group_by_layers, head_bytes, plan_move, trace_activations
 
 NO_LORA = LoraOptions()
 

@@ -8,8 +8,8 @@ import torch
 from tiny_configs import CONFIGS, NOISY, tiny_config
 from transformers import AutoModelForCausalLM, DbrxConfig, PreTrainedConfig
 
-from common.model_inputs import lay_out
-from common.models import (
+from common.engine.optim import build_optimizer
+from common.models.loading import (
     LoraOptions,
     ModelOptions,
     add_lora,
@@ -21,9 +21,9 @@ from common.models import (
     lora_targets,
     set_dropout,
 )
-from common.optim import build_optimizer
-from common.training_loop import lora_options, model_options
-from common.value_model import ScoreHead, has_saved_head, load_value_model
+from common.models.model_inputs import lay_out
+from common.models.value_model import ScoreHead, has_saved_head, load_value_model
+from common.programs.training_loop import lora_options, model_options
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo.arguments import PPOArguments
@@ -99,7 +99,7 @@ def test_a_dropout_that_no_configuration_names_is_set_too(tiny_model_folder, mon
             return torch.nn.functional.dropout(self.drop(hidden), self.drop_rate, self.training)
 
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", Noisy)
-    monkeypatch.setattr("common.models.load_weights", from_config)
+    monkeypatch.setattr("common.models.loading.load_weights", from_config)
     models = [load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=p), 320) for p in (0.0, None)]
     (first, second), (third, fourth) = map(two_passes, models)
     assert first.equal(second) and not third.equal(fourth)

@@ -6,10 +6,10 @@ import openai
 import pytest
 from arena_fakes import END, FakeModel, make_arena, make_client
 
-from common.args import Problems
-from common.generation.answering import AnsweringArguments, load_answerer, load_template
-from common.generation.token_scores import score_tokens
-from human_feedback.served_models import LocalModel
+from common.flags.args import Problems
+from serving.answering import AnsweringArguments, load_answerer, load_template
+from serving.served_models import LocalModel
+from serving.token_scores import score_tokens
 
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -1,9 +1,9 @@
-"""common/output_head.py: the chunked head against plain float64 logits, values and gradients."""
+"""common/models/output_head.py: the chunked head against plain float64 logits, values and gradients."""
 
 import pytest
 import torch
 
-from common.output_head import LogitOptions, Support, summed_logprobs, token_scores
+from common.models.output_head import LogitOptions, Support, summed_logprobs, token_scores
 
 N, H, V = 23, 8, 40
 CASES = {

@@ -15,9 +15,9 @@ from common.data.collators import (
     pack_sft,
 )
 from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
-from common.models import ModelOptions, load_causal_lm
-from common.policy_model import PolicyModel
-from common.value_model import load_value_model
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.policy_model import PolicyModel
+from common.models.value_model import load_value_model
 from step1_sft.sft_trainer import SFTTrainer, compute_nll_sum, count_targets
 from step2_reward.dpo_trainer import DPOTrainer
 from step2_reward.reward_trainer import RewardTrainer, compute_pair_losses, compute_pair_scores

@@ -9,7 +9,7 @@ import pytest
 from page_commands import ROOT, Command, commands_of, pages
 
 import train
-from common.args import Problems, parse_args
+from common.flags.args import Problems, parse_args
 from docs.make_configuration import find_programs, own_flags
 
 COMMANDS = [command for page in pages() for command in commands_of(page)]
@@ -30,8 +30,7 @@ def problems_of(command: Command) -> list[str]:
     """What is wrong with a command; [] for a good one."""
     first, *rest = command.words
     if first == "python" and rest[:1] == ["-m"]:
-        num_words = 3 if rest[1] == "common.check" else 2
-        return flag_problems(" ".join([first, *rest[:num_words]]), rest[num_words:])
+        return flag_problems(" ".join([first, *rest[:2]]), rest[2:])
     if first == "python":
         return program_problems(rest[0], rest[1:])
     if first in LAUNCHERS:
@@ -91,7 +90,7 @@ def test_pages_with_commands():
     shown = {command.page for command in COMMANDS}
     assert {"README.md", "CONTRIBUTING.md", "docs/several_machines.md", "examples/own_data/README.md"} < shown
     programs = {word for command in COMMANDS for word in command.words if word in PROGRAMS}
-    assert {"train.py", "chat.py", "step2_reward/serve.py", "step2_reward/rw_eval.py"} < programs
+    assert {"train.py", "chat.py", "serving/reward_server.py", "step2_reward/rw_eval.py"} < programs
 
 
 @pytest.mark.parametrize(
@@ -99,8 +98,8 @@ def test_pages_with_commands():
     [
         ("python step1_sft/main.py --model_name_or_path M --data_pathh x", "unknown flag --data_pathh"),
         ("python step1_sft/main.py --data_path x", "--model_name_or_path is required"),
-        ("python -m common.check date --stage 1", "does not exist"),
-        ("python -m common.check model a b", "unexpected word 'b'"),
+        ("python -m tools.check_date --stage 1", "does not exist"),
+        ("python -m tools.check_model a b", "unexpected word 'b'"),
         ("python step1_sft/main.py ... --nope 1", "unknown flag --nope"),
         ("python step9.py", "step9.py does not exist"),
         ("deepspeed --num_gpus 8 step3_ppo/main.py --actor x", "unknown flag --actor"),

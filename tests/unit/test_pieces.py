@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.saving.pieces import Piece, PieceReader, write_pieces
+from common.runs.pieces import Piece, PieceReader, write_pieces
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
 DTYPES += [torch.bool]

@@ -1,12 +1,12 @@
-"""common/plugins.py: --plugins finds modules, and says in one line why it cannot."""
+"""common/data/plugins.py: --plugins finds modules, and says in one line why it cannot."""
 
 import sys
 
 import pytest
 
-from common.args import Problems
+from common.data.plugins import get_from, import_own_module, import_plugins
 from common.data.registry import ADAPTERS, load_source
-from common.plugins import get_from, import_own_module, import_plugins
+from common.flags.args import Problems
 
 REGISTERS = """
 from common.data.registry import Adapter, register_dataset

@@ -1,4 +1,4 @@
-"""common/policy_model.py: scores of tokens against the logits of transformers' own forward pass."""
+"""common/models/policy_model.py: scores of tokens against the logits of transformers' own forward pass."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from families import DECODERS
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, LlamaConfig, LlamaForCausalLM
 
-from common.model_inputs import lay_out
-from common.models import LoraOptions, add_lora, compute_logits
-from common.policy_model import PolicyModel, read_logit_transform
+from common.models.loading import LoraOptions, add_lora, compute_logits
+from common.models.model_inputs import lay_out
+from common.models.policy_model import PolicyModel, read_logit_transform
 
 LENGTHS = (5, 1, 9, 3)
 SMALL = {

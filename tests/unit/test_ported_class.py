@@ -8,12 +8,12 @@ import textwrap
 import pytest
 
 from common.data.adapters.ported_class import PortedClass
+from common.data.dialogue import build_template
 from common.data.example import BadRow, EmptyRow, Message, missing_for
+from common.data.plugins import import_own_module
 from common.data.registry import ADAPTERS, load_source
 from common.data.source_checks import check_sources
 from common.data.stage_datasets import DataOptions, build_pairs, build_prompts, build_sft
-from common.dialogue import build_template
-from common.plugins import import_own_module
 
 HI = (Message("user", "hi"),)
 

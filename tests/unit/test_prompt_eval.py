@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from common.args import Problems
 from common.data.example import Message
-from common.generation.answering import load_answerer, load_template
-from step1_sft import prompt_eval
-from step1_sft.prompt_eval import PromptEvalArguments
+from common.flags.args import Problems
+from serving import prompt_eval
+from serving.answering import load_answerer, load_template
+from serving.prompt_eval import PromptEvalArguments
 
 QUESTIONS = ("How are you today?", "What is the weather like?", "Who are you?")
 

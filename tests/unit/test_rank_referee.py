@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.watch.failures import CLOSED, OTHER, TIMEOUT
-from common.watch.referee import (
+from common.ranks.watch.failures import CLOSED, OTHER, TIMEOUT
+from common.ranks.watch.referee import (
     GONE_SECONDS,
     LEFT_SECONDS,
     SETTLE_SECONDS,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from right_or_wrong import close, forms, judge
 
-from common.args import Problems, parse_args
+from common.flags.args import Problems, parse_args
 from step2_reward.ranking_metrics import (
     accuracy_figures,
     expected_calibration_error,

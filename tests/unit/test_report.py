@@ -1,4 +1,4 @@
-"""python -m common.report: numbers, marks and remarks of made-up runs; what is torn or missing is named."""
+"""python -m tools.report: numbers, marks and remarks of made-up runs; what is torn or missing is named."""
 
 import json
 import math
@@ -6,11 +6,11 @@ import math
 import pytest
 from made_runs import Page, over_steps, write_run
 
-from common.report.__main__ import main
-from common.report.page import build_page
-from common.report.run_files import NoRun, build_curves, name_runs, read_run
-from common.report.run_tables import changed_flags, differing_flags, find_phases
-from common.report.sample_cards import Answer, find_earlier, group_answers
+from common.runs.report.page import build_page
+from common.runs.report.run_files import NoRun, build_curves, name_runs, read_run
+from common.runs.report.run_tables import changed_flags, differing_flags, find_phases
+from common.runs.report.sample_cards import Answer, find_earlier, group_answers
+from tools.report import main
 
 HARMLESS = {"html", "head", "meta", "title", "style", "body", "main", "header", "section", "div", "p", "h2",
             "h3", "b", "br", "ul", "li", "table", "tr", "th", "td", "code", "span", "details", "summary",

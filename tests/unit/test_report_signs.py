@@ -3,13 +3,13 @@
 import pytest
 from made_runs import Page, over_steps, write_run
 
-from common.report.page import build_page
-from common.report.run_files import build_curves, read_run
-from common.report.run_tables import as_duration
-from common.report.sample_cards import spread
-from common.report.signs import FITTING, find_signs
-from common.report.svg_charts import Line, choose_ticks, draw_lines, is_noisy, shown, smooth, thin
-from common.report.word_changes import find_changes, similarity
+from common.runs.report.page import build_page
+from common.runs.report.run_files import build_curves, read_run
+from common.runs.report.run_tables import as_duration
+from common.runs.report.sample_cards import spread
+from common.runs.report.signs import FITTING, find_signs
+from common.runs.report.svg_charts import Line, choose_ticks, draw_lines, is_noisy, shown, smooth, thin
+from common.runs.report.word_changes import find_changes, similarity
 
 PPO = {
     "objective__score": lambda s: s / 10,

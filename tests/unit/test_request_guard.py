@@ -1,4 +1,4 @@
-"""common/request_guard.py: who may ask a reward server, and how much; alone and in a real server."""
+"""serving/request_guard.py: who may ask a reward server, and how much; alone and in a real server."""
 
 import asyncio
 import http.client
@@ -9,10 +9,10 @@ import pytest
 import uvicorn
 from fastapi.testclient import TestClient
 
-from common.access_token import client_token, server_token
-from common.args import Problems
-from common.request_guard import RequestGuard, RequestLimits
-from step2_reward import serve
+from common.flags.access_token import client_token, server_token
+from common.flags.args import Problems
+from serving import reward_server as serve
+from serving.request_guard import RequestGuard, RequestLimits
 
 TOKEN = "s3cret-token-of-the-test"
 BODY = {"prompts": ["a", "bb"], "responses": ["c", "d"]}
@@ -82,7 +82,7 @@ def test_with_the_token_one_may_ask():
 def test_the_token_is_compared_in_constant_time(monkeypatch):
     compared = []
     monkeypatch.setattr(
-        "common.request_guard.hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b
+        "serving.request_guard.hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b
     )
     assert client(token=TOKEN).get("/health", headers=bearer("other")).status_code == 401
     assert compared == [(b"other", TOKEN.encode())]

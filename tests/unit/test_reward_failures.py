@@ -12,7 +12,7 @@ import pytest
 import torch
 from records import make_record
 
-from common.refusal import StepRefused
+from common.flags.refusal import StepRefused
 from step3_ppo.algorithms import ALGORITHMS
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import Judged, compare, judge, measure

@@ -1,4 +1,4 @@
-"""step2_reward/serve.py: the scores of training and of step 3, clear refusals, one message at start-up."""
+"""serving/reward_server.py: the scores of training and of step 3, clear refusals, one message at start-up."""
 
 import socket
 import sys
@@ -10,15 +10,15 @@ import uvicorn
 from fastapi.testclient import TestClient
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from common.args import Problems
+from common.data.dialogue import build_template
 from common.data.example import Message
 from common.data.packed_batch import PackedBatch
-from common.dialogue import build_template
-from common.models import ModelOptions
-from common.saving.export import save_export
-from common.tokenizer import load_tokenizer
-from common.value_model import load_value_model
-from step2_reward import serve
+from common.data.tokenizer import load_tokenizer
+from common.flags.args import Problems
+from common.models.loading import ModelOptions
+from common.models.value_model import load_value_model
+from common.runs.export import save_export
+from serving import reward_server as serve
 from step3_ppo.rewards.http_reward import HttpReward
 from step3_ppo.rewards.text_rewards import Answers, RewardError
 from step3_ppo.roles import Frozen, Reward

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
-from common.args import Problems
+from common.flags.args import Problems
 from step3_ppo.rewards.build_rewards import build_text_reward, check_rewards
 from step3_ppo.rewards.reward_specs import parse_reward, parse_rewards
 from step3_ppo.rewards.text_rewards import Answers, RewardError, checked_scores, join

@@ -9,7 +9,7 @@ from records import make_record
 
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.generation.generate import Generation
-from common.output_head import Support
+from common.models.output_head import Support
 from step3_ppo.experience import TokenCap
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import ScoreSum
@@ -145,7 +145,7 @@ def test_a_reward_that_gives_something_else_refuses_the_step(bad):
 
 def test_a_failing_reward_is_told_on_every_rank(monkeypatch):
     monkeypatch.setattr(
-        "common.distributed.gather_objects",
+        "common.ranks.distributed.gather_objects",
         lambda value: [value, "reward function_f gave nothing"] if value in (None, "") else [value],
     )
     text = SimpleNamespace(score=lambda answers: [0.0] * len(answers), close=lambda: None)

@@ -14,8 +14,8 @@ from deepspeed.runtime.rollout import (
 )
 from hybrid_engines import build
 
-from common import distributed
-from step3_ppo.rollout_engine import HybridRolloutEngine
+from common.generation.rollout_engine import HybridRolloutEngine
+from common.ranks import distributed
 
 pytestmark = pytest.mark.usefixtures("process_group")
 LENGTHS = (3, 7, 5)

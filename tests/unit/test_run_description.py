@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from common.data.data_report import DataReport
-from common.saving import run_description
-from common.saving.run_description import (
+from common.runs import run_description
+from common.runs.run_description import (
     count_parameters,
     describe_run,
     describe_start,
     flag_defaults,
     installed_versions,
 )
-from common.saving.run_state import Progress
+from common.runs.run_state import Progress
 from step1_sft.arguments import SFTArguments
 
 ARGS = SFTArguments(model_name_or_path="m", seed=5)

@@ -9,13 +9,13 @@ import pytest
 from disk_limit import files_up_to
 
 import train
-from common import run_logger
-from common.plots import plot_curves
-from common.report.run_files import Curve, read_run
-from common.run_logger import RunLogger
-from common.saving.durable_files import sync
-from common.saving.pieces import PieceReader
-from common.trackers import TensorBoardTracker, build_trackers
+from common.runs import run_logger
+from common.runs.durable_files import sync
+from common.runs.pieces import PieceReader
+from common.runs.plots import plot_curves
+from common.runs.report.run_files import Curve, read_run
+from common.runs.run_logger import RunLogger
+from common.runs.trackers import TensorBoardTracker, build_trackers
 
 
 def lines_of(path) -> list[dict]:
@@ -339,13 +339,13 @@ def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys, monkeyp
         logger.close()
     printed = capsys.readouterr().out
     assert "curves.png was not written (OSError: [Errno 27] File too large)" in printed
-    assert "report.html was not written (OSError" in printed and "python -m common.report" in printed
+    assert "report.html was not written (OSError" in printed and "python -m tools.report" in printed
     assert not (tmp_path / "report.html").exists() and not (tmp_path / "report.html.writing").exists()
 
 
 @pytest.mark.parametrize("way", ["begin_anew", "load"])
 def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys, way):
-    monkeypatch.setattr("common.distributed.is_main", lambda: False)
+    monkeypatch.setattr("common.ranks.distributed.is_main", lambda: False)
     folder = tmp_path / "run"
     numbers = {"sizes": {"metrics.jsonl": 5, "samples.jsonl": 0}, "seconds": 1.0, "step": 1}
     logger = begun(folder) if way == "begin_anew" else resumed(folder, numbers)

@@ -8,8 +8,8 @@ from chi_square import NUM_DRAWS, SMALLEST_P_VALUE, p_value
 from right_or_wrong import forms, judge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.generation import sampling
-from common.generation.sampling import counter_uniform, draw_tokens
+from common.models import sampling
+from common.models.sampling import counter_uniform, draw_tokens
 
 
 def sample_tokens(logits, uniforms, **options):

@@ -15,15 +15,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny_configs import tiny_config
 
-from common import startup
-from common.args import Problems
 from common.data import hub_data
+from common.data.dialogue import build_template
 from common.data.registry import load_source
-from common.dialogue import build_template
-from common.models import ModelOptions, load_causal_lm
-from common.saving.pieces import PieceReader
-from common.tokenizer import load_tokenizer
-from common.value_model import has_saved_head, load_value_model
+from common.data.tokenizer import load_tokenizer
+from common.flags.args import Problems
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.value_model import has_saved_head, load_value_model
+from common.programs import startup
+from common.runs.pieces import PieceReader
 from step1_sft.arguments import SFTArguments
 from step3_ppo.rewards.classifier_reward import ClassifierReward
 
@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
     "chat.py",
     "arena.py",
-    "human_feedback",
+    "serving",
+    "tools",
     "common",
     "step1_sft",
     "step2_reward",

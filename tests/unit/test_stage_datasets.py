@@ -12,13 +12,13 @@ import pyarrow
 import pytest
 
 from common.data import stage_datasets
+from common.data.dialogue import build_template
 from common.data.pretraining import build_pretraining
 from common.data.registry import load_source
 from common.data.source_checks import check_sources
 from common.data.split import is_held_out, parse_data_split, share_indexes
 from common.data.stage_datasets import DataOptions, build_pairs, build_prompts, build_sft, preview_rows
-from common.dialogue import build_template
-from common.watch import watchdog
+from common.ranks.watch import watchdog
 
 ROOT = Path(__file__).parents[2]
 

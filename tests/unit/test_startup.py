@@ -2,9 +2,9 @@
 
 import pytest
 
-from common import distributed
-from common.args import Problems
-from common.startup import check_run
+from common.flags.args import Problems
+from common.programs.startup import check_run
+from common.ranks import distributed
 from step1_sft.arguments import SFTArguments
 
 

@@ -6,15 +6,16 @@ from tiny_configs import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import device_peaks, step_costs
 from common.generation.decode_state import SamplingOptions
 from common.generation.generate import Generator
-from common.model_inputs import lay_out
-from common.models import LoraOptions, add_lora
-from common.policy_model import PolicyModel
-from common.step_costs import StepCosts
-from common.value_model import ScoreHead, ValueModel
-from common.watch import watchdog
+from common.models import device_peaks, model_flops
+from common.models.loading import LoraOptions, add_lora
+from common.models.model_inputs import lay_out
+from common.models.policy_model import PolicyModel
+from common.models.value_model import ScoreHead, ValueModel
+from common.ranks import step_costs
+from common.ranks.step_costs import StepCosts
+from common.ranks.watch import watchdog
 
 
 @pytest.fixture
@@ -24,6 +25,7 @@ def costs(monkeypatch):
     costs = StepCosts(lambda: time[0])
     monkeypatch.setattr(watchdog, "COSTS", costs)
     monkeypatch.setattr(step_costs, "COSTS", costs)
+    monkeypatch.setattr(model_flops, "COSTS", costs)
     costs.wait = lambda seconds: time.__setitem__(0, time[0] + seconds)
     return costs
 

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from common import distributed, stop_request
-from common.stop_request import SIGNALS, StopRequest
+from common.ranks import distributed
+from common.runs import stop_request
+from common.runs.stop_request import SIGNALS, StopRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 # A program that says what it knows. "wait" puts its main thread where no handler is ever called: in C
 # code, as in a collective that waits for another rank.
 PROGRAM = """
 import ctypes, signal, sys
-from common.stop_request import StopRequest
+from common.runs.stop_request import StopRequest
 {before}
 request = StopRequest()
 request.install()
@@ -85,7 +86,7 @@ def test_the_first_signal_asks_and_those_at_once_after_it_are_the_same_request(s
 @pytest.mark.slow
 @pytest.mark.parametrize("second", SIGNALS)
 def test_a_second_request_leaves_at_once_even_where_python_does_not_run(start, second):
-    process = start("import common.stop_request as s; s.SAME_REQUEST_SECONDS = 0.1")
+    process = start("import common.runs.stop_request as s; s.SAME_REQUEST_SECONDS = 0.1")
     process.stdin.write("wait\n")
     assert process.stdout.readline() == "waiting\n"
     process.send_signal(signal.SIGTERM)

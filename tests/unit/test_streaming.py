@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.args import Problems
 from common.data.example import Message
-from common.generation.answering import Answerer, AnsweringArguments, load_answerer, load_template
+from common.flags.args import Problems
 from common.generation.decode_state import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
+from serving.answering import Answerer, AnsweringArguments, load_answerer, load_template
 
 PROMPTS = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10], [0, 11, 12, 13]])
 MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]]).bool()

@@ -8,7 +8,7 @@ from right_or_wrong import forms, judge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.tensor_ops import masked_mean, masked_sum, token_entropy, token_logprobs
+from common.models.tensor_ops import masked_mean, masked_sum, token_entropy, token_logprobs
 
 DEVICES = [
     "cpu",

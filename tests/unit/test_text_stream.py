@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from common.generation.text_stream import TextStream
+from serving.text_stream import TextStream
 
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 WORDS = {"▁a": 256, "▁bc": 257, "d": 258, "▁": 259}

@@ -85,7 +85,7 @@ RANKS = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
-from common.data.first_rank import make_on_first_rank
+from common.ranks.first_rank import make_on_first_rank
 folder = Path(sys.argv[1])
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -1,11 +1,11 @@
-"""common/tokenizer.py: one end-of-turn id, a padding token, and ids that never move."""
+"""common/data/tokenizer.py: one end-of-turn id, a padding token, and ids that never move."""
 
 import copy
 
 import pytest
 from tokenizers import processors
 
-from common.tokenizer import adds_bos, load_tokenizer, prepare_tokenizer, vocabulary_difference
+from common.data.tokenizer import adds_bos, load_tokenizer, prepare_tokenizer, vocabulary_difference
 
 
 def test_pad_falls_back_to_eos_and_no_id_changes(tmp_path, tiny_tokenizer):

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from common.tp_module import cut_module
-from common.tp_plans import (
+from common.generation.tp_module import cut_module
+from common.generation.tp_plans import (
     PLANS,
     Column,
     Cut,

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.tp_plans import Cut
-from step3_ppo.reshard_plan import (
+from common.generation.reshard_plan import (
     Route,
     WeightPlan,
     group_by_layers,
@@ -17,7 +16,8 @@ from step3_ppo.reshard_plan import (
     unpack_pieces,
     unpack_whole,
 )
-from step3_ppo.tp_reshard import Resharder, TPGroups, TPLayout
+from common.generation.tp_plans import Cut
+from common.generation.tp_reshard import Resharder, TPGroups, TPLayout
 
 WORLDS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)]
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.args import Problems
-from common.run_logger import RunLogger
-from common.saving.pieces import PieceReader
-from common.startup import check_run
-from common.trackers import (
+from common.flags.args import Problems
+from common.programs.startup import check_run
+from common.runs.pieces import PieceReader
+from common.runs.run_logger import RunLogger
+from common.runs.trackers import (
     AccelerateTracker,
     Sent,
     TensorBoardTracker,
@@ -195,7 +195,7 @@ def test_what_was_sent_is_known_by_step_and_name():
 
 
 def test_other_ranks_open_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("common.distributed.is_main", lambda: False)
+    monkeypatch.setattr("common.ranks.distributed.is_main", lambda: False)
     service = Service()
     logger = started(tmp_path / "run", {"fake": FakeTracker(service)})
     step(logger, 1)

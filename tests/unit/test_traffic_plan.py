@@ -8,11 +8,12 @@ import pytest
 import transformers
 from tiny_configs import tiny_config
 
-from common.args import Problems, parse_args
-from common.check.check_plan import build_run
-from common.check.devices import Models, PlanArguments, build_hardware, find_problems, read_models
-from common.check.memory_plan import Run, plan_memory
-from common.check.traffic_plan import (
+from common.flags.args import Problems, parse_args
+from common.generation.reshard_plan import TPLayout, plan_weight
+from tools.devices import Models, PlanArguments, build_hardware, find_problems, read_models
+from tools.memory_plan import Run, plan_memory
+from tools.plan import build_run
+from tools.traffic_plan import (
     ARITHMETIC,
     INTER,
     LATENCY,
@@ -31,7 +32,6 @@ from common.check.traffic_plan import (
     training_flops,
     work,
 )
-from step3_ppo.reshard_plan import TPLayout, plan_weight
 
 LLAMA = {"num_attention_heads": 32, "tie_word_embeddings": False, "max_position_embeddings": 8192}
 SIZES = {

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import train
-from common.args import Problems, parse_args
+from common.flags.args import Problems, parse_args
 
 
 @pytest.fixture(autouse=True)

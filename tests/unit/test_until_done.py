@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from common import until_done
-from common.args import parse_args
-from common.refusal import Problems
-from common.saving import run_lock
-from common.saving.resume import find_run
+from common.flags.args import parse_args
+from common.flags.refusal import Problems
+from common.runs import run_lock
+from common.runs.resume import find_run
 from step1_sft.arguments import SFTArguments
+from tools import until_done
 
 ROOT = Path(__file__).resolve().parents[2]
 # A run: at its n-th start it does the n-th of the words it was given.
 RUN = """
 import os, signal, sys, time
 from pathlib import Path
-from common.saving import run_lock
+from common.runs import run_lock
 folder, starts = Path(sys.argv[1]), Path(sys.argv[1] + ".starts")
 number = int(starts.read_text()) if starts.exists() else 0
 starts.write_text(str(number + 1))
@@ -81,7 +81,7 @@ def test_what_is_started_again(tmp_path, monkeypatch, launcher, starts, num_star
 
 def test_a_signal_is_passed_on_and_ends_it(tmp_path):
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "common.until_done", str(folder)]
+    command = [sys.executable, "-m", "tools.until_done", str(folder)]
     process = subprocess.Popen([*command, *command_of(folder, ["take,wait", "take,0"], TORCHRUN)], cwd=ROOT)
     deadline = time.monotonic() + 30
     while not run_lock.read_lock(folder) and time.monotonic() < deadline:
@@ -104,7 +104,7 @@ def test_bad_input_is_refused(words, capsys):
 
 def holding(folder: Path, more: str = "") -> subprocess.Popen:
     """A process that holds a folder."""
-    code = "import os, sys, time; from common.saving import run_lock; run_lock.take(sys.argv[1]);"
+    code = "import os, sys, time; from common.runs import run_lock; run_lock.take(sys.argv[1]);"
     process = subprocess.Popen(
         [sys.executable, "-c", f"{code}{more} print('held', flush=True); time.sleep(60)", str(folder)],
         cwd=ROOT, stdout=subprocess.PIPE, text=True,

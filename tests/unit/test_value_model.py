@@ -5,9 +5,9 @@ import torch
 import transformers
 from families import FAMILIES
 
-from common.model_inputs import lay_out
-from common.models import LoraOptions, ModelOptions, plain_model
-from common.value_model import has_saved_head, load_value_model
+from common.models.loading import LoraOptions, ModelOptions, plain_model
+from common.models.model_inputs import lay_out
+from common.models.value_model import has_saved_head, load_value_model
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [11, 12, 13, 14, 15]])
 

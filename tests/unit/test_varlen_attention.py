@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM
 
-from common.model_inputs import lay_out
-from common.models import compute_hidden, compute_logits, enable_gradient_checkpointing, set_dropout
-from common.policy_model import PolicyModel
-from common.varlen_attention import NAME, choose_attention, takes_flat
+from common.models.loading import compute_hidden, compute_logits, enable_gradient_checkpointing, set_dropout
+from common.models.model_inputs import lay_out
+from common.models.policy_model import PolicyModel
+from common.models.varlen_attention import NAME, choose_attention, takes_flat
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mistral_window", "gemma", "phi", "gpt_neox", "gpt2", "opt")
 LENGTHS = torch.tensor([7, 1, 12, 4])
@@ -32,7 +32,7 @@ def plain_kernel(monkeypatch):
             outputs.append(found[0].transpose(0, 1))
         return torch.cat(outputs)
 
-    monkeypatch.setattr("common.varlen_attention.varlen.varlen_attn", attend)
+    monkeypatch.setattr("common.models.varlen_attention.varlen.varlen_attn", attend)
     return calls
 
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.watch import hub as watch_hub
-from common.watch import member as watch_member
-from common.watch.collective_schedule import Schedules
-from common.watch.failures import CLOSED, RankDidNotCome
-from common.watch.hub import Hub
-from common.watch.member import Member
+from common.ranks.watch import hub as watch_hub
+from common.ranks.watch import member as watch_member
+from common.ranks.watch.collective_schedule import Schedules
+from common.ranks.watch.failures import CLOSED, RankDidNotCome
+from common.ranks.watch.hub import Hub
+from common.ranks.watch.member import Member
 
 
 class World:
@@ -78,7 +78,7 @@ def worlds(monkeypatch) -> Iterator[SimpleNamespace]:
 
     monkeypatch.setattr(Member, "_leave", leave)
     monkeypatch.setattr(watch_member, "SETTLE_SECONDS", 0.6)
-    monkeypatch.setattr("common.watch.referee.SETTLE_SECONDS", 0.6)
+    monkeypatch.setattr("common.ranks.watch.referee.SETTLE_SECONDS", 0.6)
     monkeypatch.setattr(watch_hub, "DRAIN_SECONDS", 0.2)
     monkeypatch.setattr(watch_hub, "COMPARE_SECONDS", 0.2)
     made: list[World] = []

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.watch import watchdog
-from common.watch.failures import (
+from common.ranks.watch import watchdog
+from common.ranks.watch.failures import (
     CLOSED,
     OTHER,
     TIMEOUT,
@@ -21,9 +21,9 @@ from common.watch.failures import (
     first_line,
     is_out_of_memory,
 )
-from common.watch.lines import LineSocket
-from common.watch.local_processes import this_process
-from common.watch.member import OTHER_RANK_FAILED
+from common.ranks.watch.lines import LineSocket
+from common.ranks.watch.local_processes import this_process
+from common.ranks.watch.member import OTHER_RANK_FAILED
 
 # ---------------------------------------------------------------------------------------------------------
 # Places
@@ -171,7 +171,7 @@ def test_lines():
 
 FORKS = """
 import os, socket, sys
-from common.watch.lines import LineSocket
+from common.ranks.watch.lines import LineSocket
 with socket.create_server(("127.0.0.1", 0)) as listener:
     one = LineSocket(socket.create_connection(listener.getsockname()), 10.0)
     other = LineSocket(listener.accept()[0], 10.0)
@@ -196,7 +196,7 @@ def test_a_forked_child_does_not_keep_the_connection():
 
 
 def test_a_reader_that_stands_still_holds_up_nobody(monkeypatch):
-    monkeypatch.setattr("common.watch.lines.SEND_SECONDS", 0.2)
+    monkeypatch.setattr("common.ranks.watch.lines.SEND_SECONDS", 0.2)
     one, _other = pair()
     started = time.monotonic()
     for _ in range(100):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from right_or_wrong import close, forms, judge, play_ranks
 
-from common.tensor_ops import whiten
+from common.models.tensor_ops import whiten
 
 
 def random_entries(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,14 +5,7 @@ from collections import Counter
 
 import pytest
 
-from human_feedback.win_rates import (
-    Outcome,
-    bradley_terry,
-    duels,
-    percentile,
-    ratings,
-    wilson_interval,
-)
+from serving.win_rates import Outcome, bradley_terry, duels, percentile, ratings, wilson_interval
 
 A_WINS, B_WINS, TIE = Outcome("a", "b", 1.0), Outcome("a", "b", 0.0), Outcome("a", "b", 0.5)
 

@@ -28,11 +28,11 @@ from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from common.data.dialogue import Template, build_template
 from common.data.example import Message
-from common.dialogue import Template, build_template
-from common.report.run_files import read_run
-from common.startup import quiet_libraries
-from common.tokenizer import load_tokenizer
+from common.data.tokenizer import load_tokenizer
+from common.programs.startup import quiet_libraries
+from common.runs.report.run_files import read_run
 from training_scripts.demo.aims import format_summary
 from training_scripts.demo.text_measures import (
     distinct_n,

@@ -102,7 +102,7 @@ python training_scripts/demo/measure.py \
   --peak_gib "$PEAK_GIB" \
   "${MEASURE_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/measure.log"
 
-python -m common.report "$OUTPUT_DIR"/step1 "$OUTPUT_DIR"/step2 "$OUTPUT_DIR"/step3 --output "$OUTPUT_DIR/report.html"
+python -m tools.report "$OUTPUT_DIR"/step1 "$OUTPUT_DIR"/step2 "$OUTPUT_DIR"/step3 --output "$OUTPUT_DIR/report.html"
 
 echo
 echo "report:  $OUTPUT_DIR/report.html"

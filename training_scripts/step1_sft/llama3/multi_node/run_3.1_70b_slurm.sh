@@ -7,7 +7,7 @@
 #
 # Ours: DeepSpeed-Chat has no such script. The shape of its scripts, hyper-parameters not tuned.
 # Hardware: eight machines of eight GPUs of 80 GB.
-# Memory: 30.0 of 80 GiB on each GPU at the peak, as planned by common.check plan.
+# Memory: 30.0 of 80 GiB on each GPU at the peak, as planned by tools.plan.
 # Time: not measured by us.
 #
 # Submit it from the repository root:

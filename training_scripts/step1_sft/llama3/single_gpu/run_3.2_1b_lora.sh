@@ -3,7 +3,7 @@
 #
 # Ours: DeepSpeed-Chat has no such script. The shape of its scripts, hyper-parameters not tuned.
 # Hardware: one GPU of 24 GB.
-# Memory: 6.8 of 24 GiB on each GPU at the peak, as planned by common.check plan.
+# Memory: 6.8 of 24 GiB on each GPU at the peak, as planned by tools.plan.
 # Time: not measured by us.
 #
 # The variables below can be set from outside; flags of step1_sft/main.py may follow and win over those below.

@@ -3,7 +3,7 @@
 #
 # Ours: DeepSpeed-Chat has no such script. The shape of its scripts, hyper-parameters not tuned.
 # Hardware: eight machines of eight GPUs of 80 GB.
-# Memory: 54.8 of 80 GiB on each GPU at the peak, 33 GiB of each machine's CPU, as planned by common.check plan.
+# Memory: 54.8 of 80 GiB on each GPU at the peak, 33 GiB of each machine's CPU, as planned by tools.plan.
 # Time: not measured by us.
 #
 # HOSTFILE has one line "hostname slots=8" for each machine. All reach each other by ssh without a password and

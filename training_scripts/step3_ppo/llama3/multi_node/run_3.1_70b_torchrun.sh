@@ -3,7 +3,7 @@
 #
 # Ours: DeepSpeed-Chat has no such script. The shape of its scripts, hyper-parameters not tuned.
 # Hardware: eight machines of eight GPUs of 80 GB.
-# Memory: 54.8 of 80 GiB on each GPU at the peak, 33 GiB of each machine's CPU, as planned by common.check plan.
+# Memory: 54.8 of 80 GiB on each GPU at the peak, 33 GiB of each machine's CPU, as planned by tools.plan.
 # Time: not measured by us.
 #
 # Run it on each machine, with MASTER_ADDR the first one's name and NODE_RANK 0 there, 1 on the next.

@@ -1,0 +1,349 @@
+"""Dialogue templates: messages to text, and text to token ids with a mask of the response.
+
+One tokenisation of the whole text gives both: where a token starts, by its character offset, says whether it
+belongs to the response. Nothing is tokenised in parts, so no token at a border differs from what the model
+would read.
+"""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
+
+from common.data.example import BadRow, Message, Turn
+from common.data.tokenizer import adds_bos
+
+GAP = " ... "  # stands where a question has lost its middle
+BATCH_CHARACTERS = 1_000_000  # tokenised in one call
+TEMPLATE_NAMES = ("human_assistant", "chat", "plain")
+
+
+class Segment(NamedTuple):
+    """A piece of text; the pieces of a row, end to end, are its exact text."""
+
+    text: str
+    is_response: bool
+
+
+class Encoded(NamedTuple):
+    """Token ids of a row, with its response mask (True = a token of the response)."""
+
+    input_ids: list[int]
+    response_mask: list[bool]
+    truncated: bool
+
+
+class Tokenised(NamedTuple):
+    """A row before truncation; `straddles` says that a token crosses from context into response.
+
+    `is_shortened` says that its prompt has lost something already, see `Template.shorten`.
+    """
+
+    input_ids: list[int]
+    response_mask: list[bool]
+    straddles: bool
+    is_shortened: bool = False
+
+
+class Template(ABC):
+    """Text of a dialogue, and its tokens. The subclasses say only how the text looks."""
+
+    name: str
+    keeps_headers = False  # what says who speaks must not be cut: rows are shortened by turns, see `shorten`
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Keep a private copy of the tokenizer's fast core, whose offsets are not trimmed."""
+        self.tokenizer = tokenizer
+        self.eot_token: str = tokenizer.eos_token
+        self.eot_id: int = tokenizer.eos_token_id
+        self.bos_id: int | None = tokenizer.bos_token_id if adds_bos(tokenizer) else None
+        # A byte-level post-processor trims spaces off the offsets, which would hide a token that straddles.
+        self._fast = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._fast.post_processor = processors.ByteLevel(trim_offsets=False)
+        self._fast.no_padding()
+        self._fast.no_truncation()
+
+    @abstractmethod
+    def segments(
+        self, prompt: Sequence[Message], response: str | None, *, learn_all_turns: bool = False
+    ) -> list[Segment]:
+        """The text of a dialogue: context pieces, and the response, which ends with the end-of-turn token.
+
+        With `response` None the text ends where the model's reply follows. `learn_all_turns` marks the
+        assistant turns inside `prompt` as responses too, each with its end-of-turn token.
+
+        Raises:
+            BadRow: the template cannot show this dialogue.
+        """
+
+    def text_segments(self, text: str) -> list[Segment]:
+        """A plain text that is learnt as a whole, then the end-of-turn token."""
+        return [Segment(self._without_eot(text) + self.eot_token, True)]
+
+    def prompt_text(self, prompt: Sequence[Message]) -> str:
+        """The exact text of a prompt, up to where the model's reply follows."""
+        return "".join(segment.text for segment in self.segments(prompt, None))
+
+    def shorten(self, prompt: Sequence[Message], max_tokens: int) -> tuple[Message, ...]:
+        """A prompt less its oldest turns, whole, until it has `max_tokens` or one question is left.
+
+        A system message stays.
+        """
+        system = tuple(prompt[:1]) if prompt[0].role == "system" else ()
+        starts = [index for index, message in enumerate(prompt) if message.role == "user"][1:]
+        shorter = [tuple(prompt), *(system + tuple(prompt[index:]) for index in starts)]
+        first = bisect_left(shorter, True, key=lambda some: self._count_tokens(some) <= max_tokens)
+        return shorter[min(first, len(shorter) - 1)]
+
+    def _count_tokens(self, prompt: Sequence[Message]) -> int:
+        return len(self.tokenise_batch([self.segments(prompt, None)])[0].input_ids)
+
+    def encode(self, segments: Sequence[Segment], max_tokens: int) -> Encoded:
+        """Ids and response mask of a row of at most `max_tokens`; see `truncate`."""
+        row = self.tokenise_batch([segments])[0]
+        return truncate(row, max_tokens, bos_id=self.bos_id)
+
+    def tokenise_batch(self, rows: Sequence[Sequence[Segment]]) -> list[Tokenised]:
+        """Ids and response masks of many rows, each from one tokenisation; bos is added at most once."""
+        # Offsets are a Python tuple for every token, so long documents must not come all at once.
+        result: list[Tokenised] = []
+        for some in _by_characters(rows):
+            texts = ["".join(segment.text for segment in segments) for segments in some]
+            encodings = self._fast.encode_batch(texts, add_special_tokens=False)
+            result += [self._tokenised(segments, enc) for segments, enc in zip(some, encodings, strict=True)]
+        return result
+
+    def _tokenised(self, segments: Sequence[Segment], encoding) -> Tokenised:
+        input_ids: list[int] = encoding.ids
+        spans: list[tuple[int, int]] = encoding.offsets
+        starts = [span[0] for span in spans]
+        mask: list[bool] = []
+        straddles, position = False, 0
+        for segment in segments:
+            if segment.is_response and position > 0:
+                first = bisect_left(starts, position)
+                straddles |= first > 0 and spans[first - 1][1] > position
+            position += len(segment.text)
+            last = bisect_left(starts, position)
+            mask += [segment.is_response] * (last - len(mask))
+        mask += [False] * (len(input_ids) - len(mask))
+        if self.bos_id is not None and input_ids[:1] != [self.bos_id]:
+            input_ids, mask = [self.bos_id, *input_ids], [False, *mask]
+        return Tokenised(input_ids, mask, straddles)
+
+    def digest(self) -> str:
+        """Changes with the vocabulary, the added tokens, the special ids and the text of the template."""
+        parts = [self.name, self._fast.to_str(), self.eot_token, self.eot_id, self.bos_id, self._form()]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def _form(self) -> str:
+        return ""
+
+    def _without_eot(self, text: str) -> str:
+        """Some data sets end their replies with the end-of-turn text; it must not stand there twice."""
+        bare = text.rstrip()
+        return bare[: -len(self.eot_token)] if bare.endswith(self.eot_token) else text
+
+
+class HumanAssistantTemplate(Template):
+    r"""The form of Anthropic/hh-rlhf: "\n\nHuman: q\n\nAssistant:" + " reply" + eot."""
+
+    name = "human_assistant"
+    _LABELS = {"system": "", "user": "\n\nHuman: ", "assistant": "\n\nAssistant: "}
+
+    def segments(
+        self, prompt: Sequence[Message], response: str | None, *, learn_all_turns: bool = False
+    ) -> list[Segment]:
+        """See `Template.segments`; white space around a turn is dropped."""
+        result: list[Segment] = []
+        context = ""
+        for message in prompt:
+            if learn_all_turns and message.role == "assistant":
+                result += [Segment(context + "\n\nAssistant:", False), self._response(message.content)]
+                context = ""
+            else:
+                context += self._LABELS[message.role] + message.content.strip()
+        result.append(Segment(context + "\n\nAssistant:", False))
+        if response is not None:
+            result.append(self._response(response))
+        return result
+
+    def _response(self, text: str) -> Segment:
+        return Segment(f" {self._without_eot(text).strip()}{self.eot_token}", True)
+
+
+class PlainTemplate(HumanAssistantTemplate):
+    """A bare prompt and its continuation, both to the letter; a dialogue of a row as Human:/Assistant:."""
+
+    name = "plain"
+
+    def segments(
+        self, prompt: Sequence[Message], response: str | None, *, learn_all_turns: bool = False
+    ) -> list[Segment]:
+        """See `Template.segments`; a single user message that is no row's `Turn` stands as it is."""
+        if [message.role for message in prompt] != ["user"] or isinstance(prompt[0], Turn):
+            return super().segments(prompt, response, learn_all_turns=learn_all_turns)
+        result = [Segment(prompt[0].content, False)]
+        if response is not None:
+            result.append(Segment(self._without_eot(response) + self.eot_token, True))
+        return result
+
+
+class ChatTemplate(Template):
+    """The tokenizer's own chat template."""
+
+    name = "chat"
+    keeps_headers = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Learn by a probe what stands between the prompt and the reply, and what ends the reply.
+
+        Raises:
+            ValueError: there is no chat template, or it ends a turn by another token than the tokenizer's
+            eos.
+        """
+        super().__init__(tokenizer)
+        if not tokenizer.chat_template:
+            raise ValueError(
+                "--template chat: the tokenizer has no chat template; use --template human_assistant, or a "
+                "tokenizer with a chat_template.jinja"
+            )
+        question, reply = Message("user", "probe question"), "probe reply"
+        before = self._render([question], add_generation_prompt=True)
+        whole = self._render([question, Message("assistant", reply)], add_generation_prompt=False)
+        at = whole.find(reply)
+        self._lead = whole[len(before) : at] if whole.startswith(before) and at >= len(before) else ""
+        end = whole[at + len(reply) :].strip() if at >= 0 else ""
+        if end and not end.startswith(self.eot_token):
+            raise ValueError(
+                f"--template chat ends a turn by {end!r}, but the tokenizer's eos is {self.eot_token!r}, so "
+                f"generation would not stop there; pass that token by --eot_token"
+            )
+
+    def segments(
+        self, prompt: Sequence[Message], response: str | None, *, learn_all_turns: bool = False
+    ) -> list[Segment]:
+        """See `Template.segments`."""
+        result: list[Segment] = []
+        done = ""
+        replies = [i for i, m in enumerate(prompt) if m.role == "assistant"] if learn_all_turns else []
+        for turn in [*replies, len(prompt)]:
+            context = self._render(prompt[:turn], add_generation_prompt=True)
+            if not context.startswith(done):
+                raise BadRow(
+                    "this chat template rewrites earlier turns, so not all of them can be learnt in one row; "
+                    "give a row of prompt and answer for each reply"
+                )
+            result.append(Segment(context[len(done) :], False))
+            if turn < len(prompt):
+                result.append(self._response(prompt[turn].content))
+                done = context + result[-1].text
+        if response is not None:
+            result.append(self._response(response))
+        return result
+
+    def shorten(self, prompt: Sequence[Message], max_tokens: int) -> tuple[Message, ...]:
+        """See `Template.shorten`; a question that is too long alone loses its middle."""
+        *head, last = super().shorten(prompt, max_tokens)
+        text, excess = last.content.strip(), self._count_tokens([*head, last]) - max_tokens
+        spans = self._fast.encode(text, add_special_tokens=False).offsets if excess > 0 else []
+        num_gap = len(self._fast.encode(GAP, add_special_tokens=False).ids)
+        for margin in (0, 4, 16):  # tokens at the sides of the gap may come out otherwise than before
+            num_kept = len(spans) - excess - num_gap - margin
+            if excess <= 0 or num_kept < 2:
+                break
+            begin, end = spans[num_kept // 2 - 1][1], spans[num_kept // 2 - num_kept][0]
+            last = last._replace(content=text[:begin] + GAP + text[end:])
+            if self._count_tokens([*head, last]) <= max_tokens:
+                break
+        return (*head, last)
+
+    def _response(self, text: str) -> Segment:
+        return Segment(f"{self._lead}{self._without_eot(text).strip()}{self.eot_token}", True)
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                [{"role": message.role, "content": message.content.strip()} for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:  # a template is a program of its author's: it raises what it likes
+            raise BadRow(f"the chat template refuses this dialogue: {error}") from error
+
+    def _form(self) -> str:
+        return json.dumps(self.tokenizer.chat_template)
+
+
+def _by_characters(rows: Sequence[Sequence[Segment]]) -> Iterator[list[Sequence[Segment]]]:
+    """Rows in groups of about BATCH_CHARACTERS."""
+    group: list[Sequence[Segment]] = []
+    num_characters = 0
+    for segments in rows:
+        group.append(segments)
+        num_characters += sum(len(segment.text) for segment in segments)
+        if num_characters >= BATCH_CHARACTERS:
+            yield group
+            group, num_characters = [], 0
+    if group:
+        yield group
+
+
+_TEMPLATES = {template.name: template for template in (HumanAssistantTemplate, ChatTemplate, PlainTemplate)}
+
+
+def build_template(name: str, tokenizer: PreTrainedTokenizerFast) -> Template:
+    """Return the template called `name`, one of TEMPLATE_NAMES.
+
+    Raises:
+        ValueError: unknown name, or a tokenizer that cannot serve it.
+    """
+    if name not in _TEMPLATES:
+        raise ValueError(f"--template {name} is unknown; use one of {', '.join(TEMPLATE_NAMES)}")
+    return _TEMPLATES[name](tokenizer)
+
+
+def response_start(response_mask: Sequence[bool]) -> int:
+    """Index of the first token of the response that ends the row; the row's length if there is none."""
+    start = len(response_mask)
+    while start > 0 and response_mask[start - 1]:
+        start -= 1
+    return start
+
+
+def truncate(
+    row: Tokenised,
+    max_tokens: int,
+    *,
+    bos_id: int | None = None,
+    max_response_tokens: int | None = None,
+    min_context_tokens: int = 1,
+) -> Encoded:
+    """A row of at most `max_tokens`: context is cut on its left (bos stays), then the response at its end.
+
+    `min_context_tokens` of context are always kept, where there are so many; one at least, so that every
+    response token has one before it that predicts it.
+    `max_response_tokens` is the length to make room for when it is more than this row's own: the other answer
+    of a pair, so that both keep the same context.
+    """
+    input_ids, mask = row.input_ids, row.response_mask
+    start = response_start(mask)
+    room = max(len(input_ids) - start, max_response_tokens or 0)
+    if start + room <= max_tokens:
+        return Encoded(input_ids, mask, row.is_shortened)
+    kept_context = min(start, max(max_tokens - room, min_context_tokens))
+    left = start - kept_context
+    has_bos = bos_id is not None and start > 0 and input_ids[0] == bos_id
+    if has_bos and left > 0:
+        head = slice(0, 1)
+        left += 1
+    else:
+        head = slice(0, 0)
+    kept_ids = input_ids[head] + input_ids[left:start] + input_ids[start : start + max_tokens - kept_context]
+    kept_mask = mask[head] + mask[left:start] + mask[start : start + max_tokens - kept_context]
+    return Encoded(kept_ids, kept_mask, True)

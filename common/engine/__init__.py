@@ -1,0 +1,1 @@
+"""The DeepSpeed engine: ZeRO configuration, optimizer, one step on exact global means."""

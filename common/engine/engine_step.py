@@ -1,0 +1,189 @@
+"""One optimizer step of a DeepSpeed engine on exact global means: the `update` verb of every trained role."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
+
+from common.flags.refusal import StepRefused
+from common.ranks import distributed
+from common.ranks.step_costs import COSTS
+
+GRAD_NORM = "the gradient's norm"
+# A sum over items of the term, or (sum, number of items) where only some of them count.
+Stat = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One mean in a loss, over all micro-batches of all ranks.
+
+    `compute_sums(micro_batch)` returns (loss_sum, stats): a differentiable sum of per-item losses and named
+    statistics to report. `count_items(micro_batch)` is the number of items (tokens, pairs) in those sums; it
+    must not need a forward pass, because the denominator is known before the first one.
+    """
+
+    name: str
+    micro_batches: Sequence[Any]
+    compute_sums: Callable[[Any], tuple[torch.Tensor, dict[str, Stat]]]
+    count_items: Callable[[Any], float]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What an engine has gathered for an optimizer step that is not made yet."""
+
+    engine: Any
+    terms: Sequence[LossTerm]
+    means: dict[str, float]  # of losses and statistics, over all ranks
+    grad_norm: float  # before clipping; infinite where a gradient is not finite
+
+    def find_bad(self) -> list[str]:
+        """Return the names of losses and norms that are not finite, for which the step must not be made.
+
+        fp16 bears an infinite gradient, skips its step and lowers its loss scale, as long as it can.
+        """
+        bad = [term.name for term in self.terms if not math.isfinite(self.means[term.name])]
+        if not math.isfinite(self.grad_norm) and (
+            not self.engine.fp16_enabled() or _is_at_floor(self.engine)
+        ):
+            bad.append(f"{GRAD_NORM} of {self.terms[0].name}")
+        return bad
+
+
+def update_engine(engine: Any, terms: Sequence[LossTerm]) -> dict[str, float]:
+    """Return the global means after one optimizer step on the weighted sum of the terms.
+
+    See `compute_gradients` and `take_steps`. Every rank must call this with as many micro-batches.
+    """
+    return take_steps([compute_gradients(engine, terms)])[0]
+
+
+def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
+    """Return the gradients of the weighted sum of the terms, and the global means.
+
+    A loss is a mean over the global batch: the item count is summed over ranks and micro-batches first, each
+    backward pass then adds its share. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
+    Every rank must call this with as many micro-batches, and `take_steps` before the engine's next pass with
+    gradients.
+    """
+    world_size = distributed.world_size()
+    totals = _global_counts(terms)
+    passes = [(term, total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches]
+    sums: dict[str, torch.Tensor] = {}
+
+    def add(name: str, share: torch.Tensor) -> None:
+        sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + share.detach().double().cpu()
+
+    counted: dict[str, str] = {}
+    with COSTS.clock("forward_backward"):
+        for index, (term, total, micro_batch) in enumerate(passes):
+            is_last = index == len(passes) - 1
+            engine.set_gradient_accumulation_boundary(is_last)
+            loss_sum, stats = term.compute_sums(micro_batch)
+            add(term.name, loss_sum / total)
+            for name, stat in stats.items():
+                if isinstance(stat, tuple):
+                    counted[name] = f"number of {name}"
+                    add(name, stat[0])
+                    add(counted[name], stat[1])
+                else:
+                    add(name, stat / total)
+            engine.backward(loss_sum * (term.weight * world_size / total), scale_wrt_gas=False)
+            if not is_last:
+                engine.step()  # only counts the micro-batch
+        means = _reduce_means(sums)
+        for name, number in counted.items():
+            means[name] /= max(means.pop(number), 1.0)
+        return Gradients(engine, terms, means, _compute_grad_norm(engine))
+
+
+def take_steps(gradients: Sequence[Gradients]) -> list[dict[str, float]]:
+    """Let all engines make their optimizer step, or none; return each one's means.
+
+    A result holds the losses under their names, the statistics, `grad_norm`, and the `learning_rate` and
+    `lora_learning_rate` that the step was made with, where it has such parameters. Every rank must call this.
+    Raises StepRefused, on every rank, when a loss or a gradient of any engine is not finite: weights,
+    optimizers and schedules are as before, and the next steps can be made.
+    """
+    bad = {id(g): g.find_bad() for g in gradients}
+    if any(bad.values()):
+        for g in gradients:
+            _skip_step(g.engine)
+        refused = [g for g in gradients if bad[id(g)]]
+        raise StepRefused(
+            f"not finite: {', '.join(name for g in refused for name in bad[id(g)])}. Where that comes back, "
+            "lower the learning rate, or use --dtype bf16 or fp32 in place of fp16",
+            list({id(m): m for g in refused for term in g.terms for m in term.micro_batches}.values()),
+        )
+    results = []
+    with COSTS.clock("optimizer"):
+        for g in gradients:
+            rates = {group["rate_name"]: float(group["lr"]) for group in g.engine.optimizer.param_groups}
+            g.engine.step()
+            results.append(g.means | {"grad_norm": g.grad_norm} | rates)
+    return results
+
+
+def _global_counts(terms: Sequence[LossTerm]) -> list[float]:
+    """Return each term's denominator, summed over ranks and micro-batches."""
+    counts = [sum(float(term.count_items(m)) for m in term.micro_batches) for term in terms]
+    return distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).clamp(min=1).tolist()
+
+
+def _reduce_means(sums: dict[str, torch.Tensor]) -> dict[str, float]:
+    reduced = distributed.reduce_sum(torch.stack(list(sums.values())))
+    return dict(zip(sums, reduced.tolist(), strict=True))
+
+
+def _compute_grad_norm(engine: Any) -> float:
+    """Return the global norm of the gradients that wait for a step, as DeepSpeed computes it in the step.
+
+    Every rank must call this.
+    """
+    if not engine.zero_optimization():
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+    zero = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        norm = combine_grad_norm_groups(zero._get_norm_groups())
+    else:
+        zero._wait_for_offload_copies()
+        norm = zero.scaled_global_norm()
+    return math.inf if is_invalid_grad_norm(norm) else float(norm / zero.loss_scale)
+
+
+def _is_at_floor(engine: Any) -> bool:
+    """Return whether fp16 cannot lower its loss scale any more."""
+    scaler = engine.optimizer.loss_scaler
+    return scaler.cur_scale <= getattr(scaler, "min_scale", 0)
+
+
+def _skip_step(engine: Any) -> None:
+    """Leave out an optimizer step: DeepSpeed's own way out for an overflow drops the gradients."""
+    if not engine.zero_optimization():
+        engine.zero_grad()
+        return
+    zero = engine.optimizer
+    # What stages 1 and 2, and stage 3, compute the norm by; found infinite, the step is left out.
+    infinite = {"scaled_global_norm": lambda: math.inf, "_get_norm_groups": lambda: [torch.tensor(math.inf)]}
+    infinite["check_grad_overflow"] = True
+    before = {name: vars(zero)[name] for name in infinite if name in vars(zero)}
+    scaler = vars(zero.loss_scaler) if engine.fp16_enabled() else {}
+    scaler_before = dict(scaler)
+    vars(zero).update(infinite)
+    scaler["raise_error_at_min_scale"] = False
+    try:
+        engine.step()
+    finally:
+        for name in infinite:
+            del vars(zero)[name]
+        vars(zero).update(before)
+        # A loss that is not finite says nothing about the scale of gradients: it stays.
+        scaler.clear()
+        scaler.update(scaler_before)
+    assert zero.overflow, "DeepSpeed has made a step that was refused"

@@ -1,0 +1,417 @@
+"""Command-line flags as dataclasses: a field is a flag, its help stands beside it. No torch in here.
+
+A program's arguments are one flat dataclass put together from the groups below (data only, no behaviour), so
+every flag has one definition, one default and one help text. `parse_args` reads a command line into it and
+collects every problem before it speaks: unknown flags with the nearest known one, values of the wrong type,
+missing flags. `Problems` carries on from there: the start-up checks of a program add to it, and `exit_if_any`
+prints them all once and leaves with exit code 2 before any model is loaded.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import re
+import sys
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from common.flags.flag_values import OLDER_NAMES, check_value, describe_range, is_in_range, shortened
+from common.flags.refusal import Problems
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+REQUIRED = object()
+NO_VALUE = object()  # what the parser gives for a flag without its value
+T = TypeVar("T")
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple = (),
+    const: Any = None,
+    no_effect: str = "",
+    only_with: str = "",
+    may_change: bool = False,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Return a dataclass field that `parse_args` turns into a flag.
+
+    `default=REQUIRED` makes the flag mandatory; `const` is the value of a flag given without one;
+    `no_effect` marks a flag that is accepted for DeepSpeed-Chat's scripts and only says why it does nothing;
+    `only_with` names the flags without which this one does nothing, one of them at least: NAME, NAME=VALUE or
+    NAME!=VALUE, "top_k top_p";
+    `may_change` one that a resumed run may have otherwise, for it moves no number but rounding's. A number
+    (each number of a list) lies from `low` to `high`; `above` and `below` are limits that it may not reach.
+    """
+    limits = {"low": low, "high": high, "above": above, "below": below}
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "const": const,
+        "no_effect": no_effect,
+        "only_with": only_with,
+        "may_change": may_change,
+        "range": {name: limit for name, limit in limits.items() if limit is not None},
+    }
+    if default is REQUIRED:
+        return dataclasses.field(default=None, metadata=metadata | {"required": True})
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass
+class SourceArguments:
+    """Which data, and how their rows are read."""
+
+    data_path: list[str] = flag(
+        ["Dahoas/rm-static"],
+        "data sets: files, folders, saved `datasets` folders, registered or hub names, MODULE:CLASS[:NAME]",
+    )
+    data_output_path: str = flag("", "folder of the token cache; empty: ~/.cache/triptych", may_change=True)
+    template: str = flag(
+        "",
+        "dialogue form: Human:/Assistant:, the tokenizer's own, or the prompt as it is; empty: what the "
+        "model's triptych.json says, else human_assistant",
+        choices=("human_assistant", "chat", "plain"),
+    )
+    max_bad_rows: int = flag(100, "stop when more rows than this cannot be read", may_change=True, low=0)
+    score_column: str = flag("helpfulness", "orders the answers to a prompt, where each row is one of them")
+    preprocessing_num_workers: int | None = flag(
+        None, "accepted", no_effect="the tokenizer uses its own threads, rank 0 tokenises once for all"
+    )
+
+
+@dataclass
+class DataArguments(SourceArguments):
+    """How the data are shared between the steps, and what is held out."""
+
+    data_split: str = flag("2,4,4", "shares of every data set for steps 1, 2 and 3; disjoint and stable")
+    eval_fraction: float = flag(
+        0.05, "held-out share of a data set that brings no evaluation part", low=0, below=1
+    )
+
+
+@dataclass
+class PairArguments:
+    """Pairs of answers."""
+
+    max_pairs_per_prompt: int = flag(10, "pairs made at most of one prompt's answers", low=1)
+
+
+@dataclass
+class TokenizerArguments:
+    """The end-of-turn token, one across all steps."""
+
+    add_eot_token: bool = flag(False, "add --eot_token to the vocabulary when the tokenizer lacks it")
+    eot_token: str = flag("", "text of the end-of-turn token; empty: the tokenizer's EOS")
+    num_padding_at_beginning: int = flag(
+        1, "accepted", no_effect="lengths are carried along, so leading padding needs no special case"
+    )
+    trust_remote_code: bool = flag(False, "run code that comes with a hub model", may_change=True)
+
+
+@dataclass
+class LoraArguments:
+    """Low-rank adapters (PEFT) of a single-model program."""
+
+    lora_dim: int = flag(0, "rank of the adapters; 0 trains without LoRA", low=0, high=2**16)
+    lora_alpha: float = flag(
+        0.0, "LoRA scaling is alpha / dim; 0 means alpha = dim", low=0, only_with="lora_dim"
+    )
+    lora_module_name: str = flag(
+        "auto",
+        "adapt the linear layers whose name contains this; auto: all of them but the head",
+        only_with="lora_dim",
+    )
+    only_optimize_lora: bool = flag(
+        True,
+        "freeze all but adapters and the score head; false: all but the adapted matrices train",
+        only_with="lora_dim",
+    )
+    lora_learning_rate: float = flag(1e-4, "learning rate of the adapters", low=0, only_with="lora_dim")
+
+
+@dataclass
+class ScheduleArguments:
+    """How long, and how the learning rate moves."""
+
+    gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step", may_change=True, low=1)
+    num_train_epochs: int = flag(1, "passes over the data", may_change=True, low=1)
+    max_train_steps: int = flag(0, "stop after this many steps; 0: whole epochs", may_change=True, low=0)
+    lr_scheduler_type: str = flag(
+        "cosine",
+        "learning-rate schedule",
+        choices=(
+            "linear",
+            "cosine",
+            "cosine_with_restarts",
+            "polynomial",
+            "constant",
+            "constant_with_warmup",
+        ),
+    )
+
+
+@dataclass
+class PackingArguments:
+    """Sequences without padding."""
+
+    packed: bool = flag(
+        False,
+        "no padding: sequences end to end (GPU), or micro-batches of like lengths (CPU)",
+        may_change=True,
+    )
+    max_tokens_per_micro_batch: int = flag(
+        0,
+        "cut micro-batches by tokens, padding included, in place of rows; 0: by rows",
+        may_change=True,
+        low=0,
+    )
+
+
+@dataclass
+class TrainArguments:
+    """Batches, optimizer and memory of a single-model program."""
+
+    max_seq_len: int = flag(
+        512, "tokens of prompt and response at most; longer rows are truncated and counted", low=4
+    )
+    per_device_train_batch_size: int = flag(16, "rows per rank and micro-batch", may_change=True, low=1)
+    per_device_eval_batch_size: int = flag(16, "rows per rank and evaluation batch", may_change=True, low=1)
+    group_by_length: bool = flag(False, "let rows of like length meet in a batch: less padding to compute")
+    weight_decay: float = flag(0.0, "AdamW weight decay of matrices (biases and norms have none)", low=0)
+    num_warmup_steps: int = flag(
+        0, "optimizer steps of linear warm-up", low=0, only_with="lr_scheduler_type!=constant"
+    )
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass", may_change=True)
+    zero_stage: int = flag(0, "DeepSpeed ZeRO stage", choices=(0, 1, 2, 3), may_change=True)
+    dropout: float | None = flag(
+        None, "dropout everywhere in the model; empty: the model's own", low=0, high=1
+    )
+    disable_dropout: bool = flag(False, "as --dropout 0")
+    eval_interval: int = flag(
+        0, "evaluate every so many steps too; 0: only before, and after each epoch", may_change=True, low=0
+    )
+    eval_iters: int = flag(
+        100, "evaluation batches per rank at most; 0: the whole held-out part", may_change=True, low=0
+    )
+    print_loss: bool = flag(False, "accepted", no_effect="the loss is printed at every step")
+
+
+@dataclass
+class RunArguments:
+    """Precision, offload, seeds, output and launcher."""
+
+    output_dir: str = flag("", "folder of all that is saved; empty: nothing is", may_change=True)
+    overwrite_output_dir: bool = flag(
+        False, "let a new run replace what an earlier one left in --output_dir", may_change=True
+    )
+    dtype: str = flag(
+        "",
+        "weights and activations; empty: bf16 on a GPU that has it, else fp32",
+        choices=("fp32", "bf16", "fp16"),
+    )
+    offload: str = flag(
+        "none",
+        "keep on the CPU: optimizer state, parameters (ZeRO-3 only), or all that can be; alone: all",
+        choices=("none", "optimizer", "param", "all"),
+        const="all",
+        may_change=True,
+    )
+    gradient_clipping: float = flag(1.0, "largest global gradient norm; 0 turns clipping off", low=0)
+    adam_beta2: float = flag(0.95, "AdamW beta2", low=0, below=1)
+    pad_vocab_multiple: int = flag(
+        1, "pad the embeddings to a multiple of this while training", low=1, high=2**16
+    )
+    seed: int = flag(1234, "seed of shuffling, dropout, new weights and sampling", low=-(2**32), high=2**32)
+    enable_tensorboard: bool = flag(False, "as --trackers tensorboard", may_change=True)
+    trackers: list[str] = flag([], "send the numbers to these too", choices=TRACKERS, may_change=True)
+    tensorboard_path: str = flag(
+        "",
+        "folder of TensorBoard's event files; empty: OUTPUT_DIR/tensorboard",
+        may_change=True,
+        only_with="enable_tensorboard trackers=tensorboard",
+    )
+    log_interval: int = flag(1, "print a line every so many steps (files have all)", may_change=True, low=1)
+    ds_config: str = flag("", "JSON file merged over the DeepSpeed configuration that the flags make")
+    plugins: list[str] = flag(
+        [], "modules to import first: what they register can be named by flags", may_change=True
+    )
+    dry_run: bool = flag(
+        False,
+        "check flags and first rows, print the resolved configuration as JSON, load no model",
+        may_change=True,
+    )
+    compute_fp32_loss: bool = flag(False, "accepted", no_effect="losses are always computed in fp32")
+    deepspeed: bool = flag(False, "accepted", no_effect="every program runs on DeepSpeed")
+    deepspeed_config: str = flag("", "accepted", no_effect="use --ds_config FILE to override single keys")
+    local_rank: int = flag(-1, "set by the deepspeed launcher", may_change=True, low=-1)
+
+
+@dataclass
+class CheckpointArguments:
+    """Stopping, going on, and what goes wrong meanwhile."""
+
+    save_interval: int = flag(
+        500,
+        "save the whole state every so many steps, and at the end; 0: only when stopped",
+        may_change=True,
+        low=0,
+    )
+    save_total_limit: int = flag(2, "checkpoints that are kept, the newest; 0: all", may_change=True, low=0)
+    resume: str = flag(
+        "auto",
+        "go on from the newest whole checkpoint in --output_dir, from none (never), or from this one",
+        may_change=True,
+    )
+    on_save_error: str = flag(
+        "go_on",
+        "when a checkpoint cannot be written: train on and try again when the next is due, or stop",
+        choices=("go_on", "stop"),
+        may_change=True,
+    )
+    max_bad_steps: int = flag(
+        3, "stop after refusing more steps than this for numbers that are not finite", may_change=True, low=0
+    )
+    collective_timeout: float = flag(
+        1800.0,
+        "seconds after which a rank that does not come ends all of them",
+        may_change=True,
+        low=1,
+        high=1e7,
+    )
+    check_collectives: bool = flag(
+        False, "debug: let ranks compare, step by step, what they have sent each other", may_change=True
+    )
+
+
+def field_type(field: dataclasses.Field) -> tuple[type, bool]:
+    """Return (scalar type, is a list) of a field's annotation such as `int | None` or `list[str]`."""
+    annotation = field.type
+    if typing.get_origin(annotation) is list:
+        return typing.get_args(annotation)[0], True
+    if isinstance(annotation, types.UnionType):
+        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    return annotation, False
+
+
+def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    # -1e-3 and -2*model:PATH are values too, not flags: no flag of ours begins with a digit.
+    parser._negative_number_matcher = re.compile(r"-\.?\d")  # type: ignore[attr-defined]
+    groups = [base for base in cls.__mro__ if dataclasses.is_dataclass(base)]
+    for field in dataclasses.fields(cls):
+        owner = next(g for g in reversed(groups) if field.name in {f.name for f in dataclasses.fields(g)})
+        title = (owner.__doc__ or owner.__name__).splitlines()[0]
+        group = next((g for g in parser._action_groups if g.title == title), None)
+        group = group or parser.add_argument_group(title)
+        scalar, is_list = field_type(field)
+        default = field.default_factory() if is_list else field.default
+        shown = "required" if field.metadata.get("required") else f"default: {default!r}"
+        no_effect = field.metadata["no_effect"]
+        text = f"no effect: {no_effect}" if no_effect else field.metadata["help"]
+        choices = "|".join(map(str, field.metadata["choices"]))
+        options: dict[str, Any] = {
+            "help": f"{text} ({shown})".replace("%", "%%"),
+            "default": argparse.SUPPRESS,
+        }
+        options["metavar"] = choices or scalar.__name__.upper()
+        if scalar is bool:
+            options |= {"nargs": "?", "const": "true", "metavar": "true|false"}
+        elif is_list:
+            options["nargs"] = "*"
+        else:
+            const = field.metadata["const"]
+            options |= {"nargs": "?", "const": NO_VALUE if const is None else str(const)}
+        older = OLDER_NAMES.get(field.name)
+        names = [field.name] if older in (None, *cls.__dataclass_fields__) else [field.name, older]
+        group.add_argument(*[f"--{name}" for name in names], **options)
+    return parser
+
+
+def _convert(field: dataclasses.Field, text: str, scalar: type) -> Any:
+    """Return the flag's value. Raises ValueError, with the message, when `text` is none."""
+    shown = f"--{field.name} {shortened(text)}"
+    if scalar is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise ValueError(f"{shown}: expected true or false")
+    if text.lower() == "none" and types.NoneType in typing.get_args(field.type):
+        return None
+    try:
+        value = scalar(text)
+        if scalar is float and not math.isfinite(value):
+            raise ValueError(text)
+    except ValueError as error:
+        kind = {"int": "a whole number", "float": "a number"}.get(scalar.__name__, scalar.__name__)
+        raise ValueError(f"{shown}: expected {kind}") from error
+    try:
+        check_value(value)
+    except ValueError as error:
+        raise ValueError(f"{shown}: {error}") from error
+    if not is_in_range(value, **field.metadata["range"]):
+        raise ValueError(f"{shown} must be {describe_range(**field.metadata['range'])}")
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        raise ValueError(f"{shown}: choose from {', '.join(map(str, choices))}")
+    return value
+
+
+def parse_args(
+    cls: type[T], argv: list[str] | None = None, *, description: str = "", problems: Problems
+) -> T:
+    """Return the flags of `argv` (default: this process's) as an instance of the dataclass `cls`.
+
+    What is wrong goes into `problems`; the caller adds its own checks and then calls `exit_if_any`.
+    """
+    parser = _build_parser(cls, description)
+    # argparse leaves at its first error; ours are collected instead.
+    parser.error = lambda message: problems.add(message)  # type: ignore[method-assign,assignment]
+    argv = sys.argv[1:] if argv is None else argv
+    known_names = [f"--{f.name}" for f in dataclasses.fields(cls)]
+    try:
+        given, unknown = parser.parse_known_args(argv)
+    except TypeError:  # argparse goes on with a half-made namespace after our error hook
+        problems.exit_if_any()
+        raise
+    flag_words = [w for w in unknown if w.startswith("-")]
+    for word in flag_words or unknown:  # words behind an unknown flag are its values
+        word = shortened(word)
+        name = word.split("=")[0]
+        near = difflib.get_close_matches(name.replace("-", "_").replace("__", "--", 1), known_names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; --help lists all flags"
+        is_flag = word.startswith("-")
+        problems.add(f"unknown flag {name}{hint}" if is_flag else f"unexpected word {word!r} among the flags")
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        scalar, is_list = field_type(field)
+        text = getattr(given, field.name, None)
+        if text is NO_VALUE:
+            problems.add(f"--{field.name} needs a value: {field.metadata['help']}")
+            continue
+        if text is None or (text == "" and field.metadata.get("required")):
+            if field.metadata.get("required"):
+                problems.add(f"--{field.name} is required: {field.metadata['help']}")
+            continue
+        try:
+            if is_list:
+                values[field.name] = [_convert(field, item, scalar) for item in text]
+            else:
+                values[field.name] = _convert(field, text, scalar)
+        except ValueError as error:  # the default stands in, so that the checks after this one can be made
+            problems.add(str(error), flag=f"--{field.name}")
+    return cls(**values)
+
+
+def as_json(args: Any, **more: Any) -> str:
+    """Return the resolved flags, and whatever else is given, as indented JSON."""
+    return json.dumps(dataclasses.asdict(args) | more, indent=2, sort_keys=True)

@@ -1,0 +1,277 @@
+"""Train mode <-> generate mode of the actor: one set of weights, two layouts.
+
+ZeRO 0-2 with one rank per replica: the inference module holds the trained weights themselves, nothing is
+copied or sent. ZeRO 3, or `inference_tp_size` t > 1: each rank gets the slice of every weight that it
+computes with, and drops it on leaving. LoRA: adapted weights are merged into new tensors; the trained ones
+are never edited.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from torch import nn
+
+from common.generation.decode_state import SamplingOptions
+from common.generation.generate import DEFAULT_SLOTS, Generation, Generator
+from common.generation.inference_module import InferenceModule
+from common.generation.reshard_plan import TPLayout
+from common.generation.tp_module import cut_module
+from common.generation.tp_plans import Cut, NoPlan, build_cuts
+from common.generation.tp_reshard import Resharder, TPGroups
+from common.generation.transformers_generate import TransformersGenerator
+from common.models.loading import plain_model
+from common.models.policy_model import language_model
+from common.models.trained_weights import TrainedWeight, trained_weights
+from common.ranks import distributed
+from common.ranks.watch import watchdog
+from common.ranks.zero3 import is_sharded
+
+LORA_A, LORA_B = ":lora_a", ":lora_b"
+OFFLOADED = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params)
+
+
+@dataclass(frozen=True)
+class HybridOptions:
+    """The keys of DeepSpeed's `hybrid_engine` section, and two of our own.
+
+    Not `enabled`: transformers' `generate` on gathered weights. `inference_tp_size` ranks share a replica.
+    `release_inference_cache` frees keys, values and graphs on leaving. Without `pin_parameters` ZeRO-3
+    weights are gathered layer by layer in every pass: slow, but it never holds more. `max_out_tokens` is the
+    room of a slot, prompt and response together; 0: what a call needs. `num_slots` sequences run at a
+    time, 0: all up to the decoder's default. `offload_states` moves the optimizer's states away meanwhile.
+    """
+
+    enabled: bool = False
+    inference_tp_size: int = 1
+    release_inference_cache: bool = False
+    pin_parameters: bool = True
+    tp_gather_partition_size: int = 8
+    max_out_tokens: int = 0
+    num_slots: int = 0
+    offload_states: bool = False
+
+
+@dataclass
+class SwitchCosts:
+    """What the last change to generate mode took, on this rank."""
+
+    received_bytes: int = 0
+    peak_bytes: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return them under the names of the log."""
+        return {
+            "hybrid/received_gib": self.received_bytes / 2**30,
+            "hybrid/peak_gib": self.peak_bytes / 2**30,
+        }
+
+
+class HybridEngine:
+    """A DeepSpeed engine that can also generate. Every rank must make and use it together."""
+
+    def __init__(self, engine: Any, options: HybridOptions) -> None:
+        self.engine, self.options = engine, options
+        self.costs = SwitchCosts()
+        self.module = language_model(engine.module)
+        self._weights = trained_weights(self.module)
+        self.is_sharded = any(is_sharded(w.parameter) for w in self._weights.values())
+        self.is_gathered_by_layer = options.enabled and self.is_sharded and not options.pin_parameters
+        self._cuts: dict[str, Cut] = {}
+        if self.is_gathered_by_layer:
+            self.layout = TPLayout(distributed.world_size(), 1, distributed.rank())
+            self.groups = TPGroups(self.layout)
+            self.inference_module: nn.Module = self.module
+        else:
+            self._build_inference_module()
+        self.generator = self._build_generator()
+
+    def _build_inference_module(self) -> None:
+        self._inference = InferenceModule(plain_model(self.module), distributed.device())
+        self.inference_module = module = self._inference.module
+        tp_size = self.options.inference_tp_size if self.options.enabled else 1
+        try:
+            self._cuts = build_cuts(module, tp_size)
+        except NoPlan as reason:
+            tp_size = 1
+            if distributed.is_main():
+                print(f"generating with --inference_tp_size 1: {reason}", flush=True)
+        self.layout = layout = TPLayout(distributed.world_size(), tp_size, distributed.rank())
+        self.groups = TPGroups(layout)
+        cut_module(module, self._cuts, layout.tp_rank, layout.tp_size, self.groups.tp_group)
+        parameters: dict[str, nn.Parameter] = {}
+        for name, weight in self._weights.items():
+            parameters[name] = weight.parameter
+            if weight.lora_a is not None:  # behind their weight: it is merged when the last factor is here
+                parameters |= {name + LORA_A: weight.lora_a, name + LORA_B: weight.lora_b}
+        self._resharder = Resharder(
+            parameters,
+            self._cuts,
+            layout,
+            self.groups,
+            gather_partition_size=self.options.tp_gather_partition_size,
+        )
+
+    def _build_generator(self) -> Generator | TransformersGenerator:
+        options = self.options
+        if not options.enabled:
+            return TransformersGenerator(self.inference_module)
+        return Generator(
+            self.inference_module,
+            num_slots=options.num_slots,
+            max_length=options.max_out_tokens,
+            agree_any=_any_rank if self.is_gathered_by_layer else None,
+        )
+
+    @contextmanager
+    def generation_mode(self) -> Iterator[nn.Module]:
+        """Give the inference module, in eval mode; leaving, by an exception too, gives back the trainer
+        untouched.
+
+        Every rank must enter it together; inside, only ranks of a tensor-parallel group need keep step.
+        """
+        was_training = self.module.training
+        if self.is_gathered_by_layer:
+            self.module.eval()
+        try:
+            with watchdog.phase("the switch to generation", clock="switch"):
+                self._enter()
+            yield self.inference_module
+        finally:
+            with watchdog.phase("the switch to training", clock="switch"):
+                self._leave()
+            self.module.train(was_training)
+
+    def _enter(self) -> None:
+        if self._offloads:
+            self.engine.offload_states(include=OFFLOADED)
+        self.costs = SwitchCosts()
+        if not self.is_gathered_by_layer:
+            with named_out_of_memory(self._cure_of_entering()):
+                self._lend_weights()
+            traffic = self._resharder.traffic
+            self.costs = SwitchCosts(traffic.received_bytes, traffic.peak_bytes)
+
+    @torch.no_grad()
+    def _lend_weights(self) -> None:
+        adapted: dict[str, torch.Tensor] = {}
+        for name, part in self._resharder.load():
+            owner = name.removesuffix(LORA_A).removesuffix(LORA_B)
+            if self._weights[owner].lora_a is None:
+                self._inference.lend(name, part)
+                continue
+            adapted[name] = part
+            if name.endswith(LORA_B):
+                factors = adapted.pop(owner + LORA_A), adapted.pop(owner + LORA_B)
+                merged = self._merge(owner, self._weights[owner], adapted.pop(owner), factors)
+                self._inference.lend(owner, merged)
+
+    def _merge(
+        self,
+        name: str,
+        weight: TrainedWeight,
+        part: torch.Tensor,
+        factors: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        cut, tp_rank = self._cuts.get(name), self.layout.tp_rank
+
+        def take(factor: torch.Tensor, dim: int) -> torch.Tensor:
+            return cut.take(factor, tp_rank) if cut is not None and cut.dim == dim else factor
+
+        return weight.merge(part, *factors, take)
+
+    def _leave(self) -> None:
+        if not self.is_gathered_by_layer:
+            self._inference.take_back()
+        if self.options.release_inference_cache:
+            self.release()
+        if self._offloads:
+            self.engine.reload_states()
+
+    def release(self) -> None:
+        """Give back the memory that is kept for the next time: keys, values, graphs, staging buffers."""
+        self.generator.release()
+        if not self.is_gathered_by_layer:
+            self._resharder.release()
+
+    @property
+    def _offloads(self) -> bool:
+        return self.options.offload_states and distributed.has_gpu()
+
+    def _cure_of_entering(self) -> str:
+        size = self.options.tp_gather_partition_size
+        if size > 1:
+            return f"lower --tp_gather_partition_size {size}: fewer layers are then moved at a time"
+        return (
+            f"raise --inference_tp_size {self.layout.tp_size}: each rank then holds less of the model; or "
+            "give --unpin_actor_parameters, which gathers one layer at a time"
+        )
+
+    def generate(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        sample_ids: torch.Tensor,
+        options: SamplingOptions,
+        **more: Any,
+    ) -> Generation:
+        """Return this rank's responses, see `Generator.generate`; to be called in generation mode.
+
+        Ranks that share a replica generate for all of them together. Every rank must call this.
+        """
+        num_slots = self.options.num_slots or DEFAULT_SLOTS
+        cure = f"lower --generation_slots {num_slots}, the sequences that run at a time"
+        rows = slice(None)
+        if self.layout.tp_size > 1:
+            prompt_ids, prompt_mask, sample_ids, more, rows = self._gather_prompts(
+                prompt_ids, prompt_mask, sample_ids, more
+            )
+        with named_out_of_memory(cure):
+            found = self.generator.generate(prompt_ids, prompt_mask, sample_ids, options, **more)
+        return Generation(*(tensor[rows] for tensor in found))
+
+    def _gather_prompts(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        sample_ids: torch.Tensor,
+        more: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any], slice]:
+        """Return the prompts of all ranks of the replica, and which responses are this rank's."""
+        device = prompt_ids.device
+        limits = more.get("limits")
+        mine = [x if x is None else x.cpu() for x in (prompt_ids, prompt_mask, sample_ids, limits)]
+        everyone: list[Any] = [None] * self.layout.tp_size
+        dist.all_gather_object(everyone, mine, group=self.groups.tp_group)
+        width = max(ids.shape[1] for ids, *_ in everyone)
+        columns = list(zip(*everyone, strict=True))
+        ids, mask = (
+            torch.cat([F.pad(x, (width - x.shape[1], 0)) for x in column]).to(device)
+            for column in columns[:2]
+        )
+        all_samples = torch.cat(columns[2]).to(device)
+        if limits is not None:
+            more = more | {"limits": torch.cat(columns[3]).to(device)}
+        first = sum(len(samples) for samples in columns[2][: self.layout.tp_rank])
+        return ids, mask, all_samples, more, slice(first, first + len(sample_ids))
+
+
+def _any_rank(has_work: bool) -> bool:
+    """Return whether any rank still has work. Every rank must call this."""
+    return distributed.sum_float(float(has_work)) > 0
+
+
+@contextmanager
+def named_out_of_memory(cure: str) -> Iterator[None]:
+    """Turn running out of memory into an error that says what to change."""
+    try:
+        yield
+    except RuntimeError as error:  # a CPU's allocator has no class of its own for it
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise MemoryError(f"no memory left to generate: {cure}") from error

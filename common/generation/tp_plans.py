@@ -1,0 +1,380 @@
+"""Where the weights of a causal LM are cut for tensor-parallel generation, family by family.
+
+A plan says for each Linear of a block whether its outputs (Column) or its inputs (Row) are cut: a Column's
+outputs feed a Row's inputs on the same rank, and one sum over the ranks after the Row makes the result whole.
+`build_cuts` turns the plan into index ranges of every parameter; `tp_module.py` applies them.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+HEADS, KEY_VALUE_HEADS = "attention heads", "key/value heads"
+
+
+class NoPlan(ValueError):
+    """Nothing says how this family's weights can be cut; the message adds flag and cure to the reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"{reason}; use --inference_tp_size 1, or register a plan of your own with register_tp_plan"
+        )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of one parameter that each tensor-parallel rank holds."""
+
+    dim: int  # the dimension that is cut (of the parameter as stored, Conv1D too)
+    ranges: tuple[tuple[tuple[int, int], ...], ...]  # [tp_rank] -> (start, stop) along dim, laid end to end
+
+    def take(self, tensor: torch.Tensor, tp_rank: int) -> torch.Tensor:
+        """Return a rank's part of the whole `tensor`: a view when it is one stretch, else a new tensor."""
+        pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges[tp_rank]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dim)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of the cut dimension, of `size`, whose units of length `unit` are never split.
+
+    The units are dealt out evenly in order. With `may_repeat`, fewer units than ranks are held by several
+    ranks each: rank j of t holds unit j * units // t, which are the key/value heads of its query heads.
+    """
+
+    size: int
+    unit: int = 1
+    holds: str = "neurons"  # for messages: what a unit is
+    may_repeat: bool = False
+
+    @property
+    def count(self) -> int:
+        """The number of units."""
+        return self.size // self.unit
+
+    def fits(self, tp_size: int) -> bool:
+        """Whether the units can be dealt out to so many ranks."""
+        return self.count % tp_size == 0 or (self.may_repeat and tp_size % self.count == 0)
+
+    def ranges(self, tp_rank: int, tp_size: int) -> list[tuple[int, int]]:
+        """Return the rank's index ranges, counted from the beginning of the part."""
+        length = max(self.count // tp_size, 1) * self.unit
+        start = tp_rank * self.count // tp_size * self.unit
+        return [(start, start + length)]
+
+
+@dataclass(frozen=True)
+class GroupedHeads:
+    """Query heads and their key and value head side by side: [groups, queries + key + value, head_dim].
+
+    More ranks than groups share out a group's query heads and hold its key and value head each.
+    """
+
+    num_groups: int
+    queries_per_group: int
+    head_dim: int
+
+    holds = HEADS
+    may_repeat = False
+
+    @property
+    def count(self) -> int:
+        """The number of query heads."""
+        return self.num_groups * self.queries_per_group
+
+    @property
+    def size(self) -> int:
+        """The length of the stretch."""
+        return self.num_groups * (self.queries_per_group + 2) * self.head_dim
+
+    def fits(self, tp_size: int) -> bool:
+        """Whether query heads and groups can be dealt out to so many ranks."""
+        return self.count % tp_size == 0 and (
+            self.num_groups % tp_size == 0 or tp_size % self.num_groups == 0
+        )
+
+    def ranges(self, tp_rank: int, tp_size: int) -> list[tuple[int, int]]:
+        """Return the rank's index ranges, counted from the beginning of the part."""
+        group_length = (self.queries_per_group + 2) * self.head_dim
+        if self.num_groups % tp_size == 0:
+            length = self.num_groups // tp_size * group_length
+            return [(tp_rank * length, (tp_rank + 1) * length)]
+        group, place = divmod(tp_rank, tp_size // self.num_groups)
+        length = self.count // tp_size * self.head_dim
+        queries = group * group_length + place * length
+        key = group * group_length + self.queries_per_group * self.head_dim
+        return [(queries, queries + length), (key, key + 2 * self.head_dim)]
+
+
+Parts = tuple[Part | GroupedHeads, ...]
+
+
+@dataclass(frozen=True)
+class Column:
+    """Cuts a Linear's outputs, weight and bias alike; without parts, neuron by neuron."""
+
+    parts: Parts = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """Cuts a Linear's inputs; the outputs are summed over ranks and the whole bias is added once."""
+
+    parts: Parts = ()
+
+
+Style = Column | Row
+Plan = dict[str, Style]  # by module name below the base model, `*` standing for a layer's number
+
+PLANS: dict[str, Callable[[Any], Plan]] = {}
+
+
+def register_tp_plan(family: str) -> Callable[[Callable[[Any], Plan]], Callable[[Any], Plan]]:
+    """Register the decorated function (config -> Plan) for a family, that is: for its config.model_type.
+
+    It goes before the plan that the family has in transformers, and may raise NoPlan for a config.
+    """
+
+    def register(make_plan: Callable[[Any], Plan]) -> Callable[[Any], Plan]:
+        PLANS[family] = make_plan
+        return make_plan
+
+    return register
+
+
+def build_cuts(model: nn.Module, tp_size: int) -> dict[str, Cut]:
+    """Return the cuts of a transformers causal LM, by parameter name; what is missing stays whole.
+
+    The model may be on the meta device. A tied weight appears once, as in `model.named_parameters()`.
+    Raises NoPlan for a family that has no plan, ValueError for a size that does not fit the model.
+    """
+    if tp_size == 1:
+        return {}
+    planned = planned_linears(model)
+    cuts: dict[str, Cut] = {}
+    for name, style in planned.items():
+        module = model.get_submodule(name)
+        dim = cut_dim(module, style)
+        parts = parts_of(name, module, style)
+        check_size(model, name, parts, tp_size)
+        cut = Cut(dim, tuple(lay_out(parts, rank, tp_size) for rank in range(tp_size)))
+        cuts[f"{name}.weight"] = cut
+        if isinstance(style, Column):
+            cuts[f"{name}.bias"] = replace(cut, dim=0)
+    cuts |= vocabulary_cuts(model, tp_size)
+    return {name: cuts[name] for name, _ in model.named_parameters() if name in cuts}
+
+
+def working_tp_sizes(model: nn.Module) -> list[int]:
+    """Return the tensor-parallel sizes that fit this model (meta or real): [1] for one that has no plan."""
+    try:
+        parts = [
+            part
+            for name, style in planned_linears(model).items()
+            for part in parts_of(name, model.get_submodule(name), style)
+        ]
+    except NoPlan:
+        return [1]
+    most = min((part.count for part in parts if not part.may_repeat), default=1)
+    return [size for size in range(1, most + 1) if all(part.fits(size) for part in parts)]
+
+
+def check_size(model: nn.Module, name: str, parts: Parts, tp_size: int) -> None:
+    """Raise ValueError if the parts of a module cannot be dealt out to so many ranks."""
+    for part in parts:
+        if tp_size < 1 or not part.fits(tp_size):
+            sizes = ", ".join(map(str, working_tp_sizes(model)))
+            verb = "neither divides nor is a multiple of" if part.may_repeat else "does not divide"
+            raise ValueError(
+                f"--inference_tp_size {tp_size} {verb} the {part.count} {part.holds} of {name}; "
+                f"sizes that work for this model: {sizes}"
+            )
+
+
+def lay_out(parts: Parts, tp_rank: int, tp_size: int) -> tuple[tuple[int, int], ...]:
+    """Return a rank's index ranges of all parts, neighbours joined."""
+    ranges: list[tuple[int, int]] = []
+    offset = 0
+    for part in parts:
+        for start, stop in part.ranges(tp_rank, tp_size):
+            if ranges and ranges[-1][1] == offset + start:
+                ranges[-1] = (ranges[-1][0], offset + stop)
+            else:
+                ranges.append((offset + start, offset + stop))
+        offset += part.size
+    return tuple(ranges)
+
+
+def cut_dim(module: nn.Module, style: Style) -> int:
+    """Return the dimension of the stored weight that a style cuts; Conv1D stores it transposed."""
+    return int(isinstance(style, Row) != isinstance(module, Conv1D))
+
+
+def parts_of(name: str, module: nn.Module, style: Style) -> Parts:
+    """Return the parts of a module's cut dimension; raise NoPlan if they do not make up its size."""
+    if not isinstance(module, nn.Linear | Conv1D):
+        raise NoPlan(f"{name} is a {type(module).__name__}: only Linear and Conv1D can be cut")
+    size = module.weight.shape[cut_dim(module, style)]
+    parts = style.parts or (Part(size),)
+    if sum(part.size for part in parts) != size:
+        raise NoPlan(f"{name}: the plan expects a size of {sum(part.size for part in parts)}, not {size}")
+    return parts
+
+
+def planned_linears(model: nn.Module) -> dict[str, Style]:
+    """Return the style of each Linear that is cut, by its name in the model; raise NoPlan if none fit."""
+    plan = plan_of(model.config)
+    planned: dict[str, Style] = {}
+    modules = dict(model.named_modules())
+    for pattern, style in plan.items():
+        expression = re.escape(f"{model.base_model_prefix}.{pattern}").replace(r"\*", r"\d+")
+        matching = [name for name in modules if re.fullmatch(expression, name)]
+        if not matching:
+            raise NoPlan(f"{type(model).__name__} has no {pattern}, which its tensor-parallel plan names")
+        planned |= dict.fromkeys(matching, style)
+    if model.config.model_type not in PLANS:
+        check_attention_is_covered(model, planned)
+    return planned
+
+
+def check_attention_is_covered(model: nn.Module, planned: dict[str, Style]) -> None:
+    """Raise NoPlan if an attention has weights that belong to single heads and that the plan leaves out."""
+    _, _, head_dim = head_counts(model.config)
+    for attention in {name.rpartition(".")[0] for name, style in planned.items() if style.parts}:
+        for name, parameter in model.get_submodule(attention).named_parameters():
+            owner = f"{attention}.{name}".rpartition(".")[0]
+            is_norm = "Norm" in type(model.get_submodule(owner)).__name__ and parameter.shape == (head_dim,)
+            if owner not in planned and not is_norm:
+                raise NoPlan(f"{owner}: the tensor-parallel plan of {model.config.model_type} leaves it out")
+
+
+def vocabulary_cuts(model: nn.Module, tp_size: int) -> Iterator[tuple[str, Cut]]:
+    """Yield the cuts of input embedding and output head, tied or not, where the rows can be dealt out."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(module, nn.Embedding | nn.Linear) and len(module.weight) % tp_size == 0:
+            rows = Part(len(module.weight))
+            cut = Cut(0, tuple(tuple(rows.ranges(rank, tp_size)) for rank in range(tp_size)))
+            for parameter in module.parameters(recurse=False):
+                yield names[id(parameter)], cut
+
+
+def plan_of(config: Any) -> Plan:
+    """Return the family's registered plan, else what transformers says about it; raise NoPlan."""
+    if config.model_type in PLANS:
+        return PLANS[config.model_type](config)
+    source = getattr(config, "base_model_tp_plan", None)
+    if not source:
+        raise NoPlan(f"the family {config.model_type!r} has no tensor-parallel plan")
+    try:
+        return {
+            pattern: derive_style(config, pattern, style)
+            for pattern, style in source.items()
+            if not style.startswith("replicated")
+        }
+    except RuntimeError as error:  # transformers says so where layers differ in their heads, as in Gemma 4
+        raise NoPlan(f"the layers of the family {config.model_type!r} differ in their heads") from error
+
+
+def derive_style(config: Any, pattern: str, style: str) -> Style:
+    """Return what an entry of transformers' base_model_tp_plan means; raise NoPlan unless that is certain."""
+    num_heads, num_kv_heads, head_dim = head_counts(config)
+    queries = (Part(num_heads * head_dim, head_dim, HEADS),)
+    keys = (Part(num_kv_heads * head_dim, head_dim, KEY_VALUE_HEADS, may_repeat=True),)
+    *path, leaf = pattern.split(".")
+    is_attention = any("attn" in word or "attention" in word for word in path)
+    if style == "rowwise":
+        return Row(queries if is_attention else ())
+    if style == "colwise" and not is_attention:
+        return Column()
+    if style == "colwise" and leaf in ("q_proj", "k_proj", "v_proj"):
+        return Column(queries if leaf == "q_proj" else keys)
+    raise NoPlan(f"the family {config.model_type!r} cuts {pattern} by {style!r}, which is not supported")
+
+
+def head_counts(config: Any) -> tuple[int, int, int]:
+    """Return (query heads, key/value heads, width of a head)."""
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return num_heads, getattr(config, "num_key_value_heads", None) or num_heads, head_dim
+
+
+def all_heads(config: Any, per_head: int = 1) -> Parts:
+    """Return one part of all query heads, each `per_head` times as wide as a head."""
+    num_heads, _, head_dim = head_counts(config)
+    return (Part(num_heads * per_head * head_dim, per_head * head_dim, HEADS),)
+
+
+@register_tp_plan("opt")
+def plan_opt(config: Any) -> Plan:
+    """OPT: separate projections."""
+    layer, heads = "decoder.layers.*", all_heads(config)
+    return {f"{layer}.self_attn.{name}_proj": Column(heads) for name in "qkv"} | {
+        f"{layer}.self_attn.out_proj": Row(heads),
+        f"{layer}.fc1": Column(),
+        f"{layer}.fc2": Row(),
+    }
+
+
+@register_tp_plan("gpt2")
+def plan_gpt2(config: Any) -> Plan:
+    """GPT-2: all queries, then all keys, then all values, in transposed weights."""
+    return {
+        "h.*.attn.c_attn": Column(3 * all_heads(config)),
+        "h.*.attn.c_proj": Row(all_heads(config)),
+        "h.*.mlp.c_fc": Column(),
+        "h.*.mlp.c_proj": Row(),
+    }
+
+
+@register_tp_plan("gptj")
+def plan_gptj(config: Any) -> Plan:
+    """GPT-J: separate projections."""
+    return {f"h.*.attn.{name}_proj": Column(all_heads(config)) for name in "qkv"} | {
+        "h.*.attn.out_proj": Row(all_heads(config)),
+        "h.*.mlp.fc_in": Column(),
+        "h.*.mlp.fc_out": Row(),
+    }
+
+
+@register_tp_plan("gpt_neox")
+def plan_gpt_neox(config: Any) -> Plan:
+    """GPT-NeoX: query, key and value side by side, head by head."""
+    return plan_fused("layers.*.attention", "layers.*.mlp", all_heads(config, per_head=3), config)
+
+
+@register_tp_plan("bloom")
+def plan_bloom(config: Any) -> Plan:
+    """BLOOM: as GPT-NeoX."""
+    if config.slow_but_exact and config.pretraining_tp > 1:
+        raise NoPlan("a BLOOM whose config says slow_but_exact multiplies slices of its whole weights")
+    return plan_fused("h.*.self_attention", "h.*.mlp", all_heads(config, per_head=3), config)
+
+
+@register_tp_plan("falcon")
+def plan_falcon(config: Any) -> Plan:
+    """Falcon: groups of heads with their key and value (40B), one key and value last (7B), or as BLOOM."""
+    num_heads, _, head_dim = head_counts(config)
+    if config.new_decoder_architecture:
+        fused: Parts = (GroupedHeads(config.num_kv_heads, num_heads // config.num_kv_heads, head_dim),)
+    elif config.multi_query:
+        shared = Part(head_dim, head_dim, KEY_VALUE_HEADS, may_repeat=True)
+        fused = (*all_heads(config), shared, shared)
+    else:
+        fused = all_heads(config, per_head=3)
+    return plan_fused("h.*.self_attention", "h.*.mlp", fused, config)
+
+
+def plan_fused(attention: str, mlp: str, fused: Parts, config: Any) -> Plan:
+    """Return the plan of GPT-NeoX and its relatives, which differ in the layout of query_key_value."""
+    return {
+        f"{attention}.query_key_value": Column(fused),
+        f"{attention}.dense": Row(all_heads(config)),
+        f"{mlp}.dense_h_to_4h": Column(),
+        f"{mlp}.dense_4h_to_h": Row(),
+    }

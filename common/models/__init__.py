@@ -1,0 +1,1 @@
+"""Models: loading, policy and value heads, packed inputs, sampling, tensor arithmetic."""

@@ -1,0 +1,288 @@
+"""Causal language models: loading, dropout, vocabulary padding, LoRA, and the forward pass that all steps
+share.
+
+# B sequences, T positions, V vocabulary
+"""
+
+import inspect
+import pickle
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.pytorch_utils import Conv1D
+
+from common.models.model_inputs import ModelInputs
+from common.models.varlen_attention import choose_attention
+from common.ranks.zero3 import gather_whole
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is loaded. `ds_config` matters under ZeRO 3, where weights are sharded as they load."""
+
+    name_or_path: str
+    dtype: str = "fp32"
+    dropout: float | None = None
+    gradient_checkpointing: bool = False
+    pad_vocab_multiple: int = 1
+    trust_remote_code: bool = False
+    ds_config: dict[str, Any] | None = None
+    is_packed: bool = False  # sequences will come end to end, if there is an attention for it
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Low-rank adapters; `dim` 0 means none, `alpha` 0 means alpha = dim (scaling 1)."""
+
+    dim: int = 0
+    alpha: float = 0.0
+    module_name: str = "auto"
+    only_optimize_lora: bool = True
+
+
+def zero_stage_of(ds_config: dict[str, Any] | None) -> int:
+    """Return the ZeRO stage of a DeepSpeed configuration, 0 without one."""
+    return int((ds_config or {}).get("zero_optimization", {}).get("stage", 0))
+
+
+def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedModel:
+    """Return `auto_class.from_pretrained(...)` with every weight from the files; only a new head may be new.
+
+    Pickled weights are read as tensors alone: nothing in them is run. Raises ValueError when the files are
+    damaged, hold other than tensors, or lack weights of the model that config.json describes, of its sizes:
+    transformers would go on with random ones.
+    """
+    try:
+        model, info = auto_class.from_pretrained(
+            name_or_path, output_loading_info=True, ignore_mismatched_sizes=True, weights_only=True, **more
+        )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{name_or_path}: its weights are a pickle that holds more than tensors and might run a program; "
+            "nothing of it was run. Give a model that was saved as safetensors"
+        ) from error
+    except Exception as error:  # OSError, SafetensorError, RuntimeError, KeyError ... by what is wrong
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{name_or_path}: the model cannot be loaded: {first_line}; save or download it again"
+        ) from error
+    of_model = dict(model.named_parameters(remove_duplicate=False))
+    is_own_class = type(model).__name__ in (getattr(model.config, "architectures", None) or [])
+    needed = "" if is_own_class else f"{model.base_model_prefix}."  # of another class the head is new
+    missing = sorted(n for n in info["missing_keys"] if n in of_model and n.startswith(needed))
+    mismatched = sorted(str(item[0]) for item in info["mismatched_keys"])
+    for names, what in ((missing, "lack"), (mismatched, "have other sizes than are needed for")):
+        if names:
+            raise ValueError(
+                f"{name_or_path}: its weights {what} {len(names)} of {len(of_model)} parameters of "
+                f"{type(model).__name__}, such as {names[0]}; give a folder whose config.json and weights "
+                "belong together"
+            )
+    return model
+
+
+def set_dropout(owner: PreTrainedConfig | nn.Module, dropout: float) -> None:
+    """Set every dropout of a configuration or of a model, its parts included, to `dropout`.
+
+    0 also turns off layer drop and the jitter of routers, which are no dropout but move a training pass too.
+    """
+    # Every family has names of its own: they are known by what they have in common. The values are set past
+    # the classes' checks, for some declare a whole number (MPT).
+    numbers = vars(owner)
+    for name, value in numbers.items():
+        if isinstance(value, PreTrainedConfig) and isinstance(owner, PreTrainedConfig):
+            set_dropout(value, dropout)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            if "jitter" in name or "layerdrop" in name:
+                numbers[name] = value if dropout else 0.0
+            elif "drop" in name:
+                numbers[name] = dropout
+    if isinstance(owner, nn.Module):
+        if isinstance(owner, _DropoutNd):
+            owner.p = dropout
+        for part in owner.children():
+            set_dropout(part, dropout)
+
+
+def load_config(options: ModelOptions) -> Any:
+    """Return the model's configuration, every dropout set to `options.dropout` (None: unchanged)."""
+    config = AutoConfig.from_pretrained(options.name_or_path, trust_remote_code=options.trust_remote_code)
+    if options.dropout is not None:
+        set_dropout(config, options.dropout)
+    config.use_cache = False
+    return config
+
+
+def load_pretrained(
+    auto_class: Any, options: ModelOptions, num_tokens: int, **config_changes: Any
+) -> PreTrainedModel:
+    """Return the model of `auto_class`, its vocabulary grown to `num_tokens`; under ZeRO 3 only this rank's
+    shard.
+
+    Embeddings only ever grow: a model that has more rows than its tokenizer has tokens keeps them. Rows past
+    `num_tokens` must be masked out of every softmax (`num_valid_tokens` of tensor_ops). Every rank must
+    call this. Raises ValueError: see `load_weights`.
+    """
+    config = load_config(options)
+    for name, value in config_changes.items():
+        setattr(config, name, value)
+    # transformers looks for this object while it loads and resizes: it shards from the first layer on.
+    sharding = HfDeepSpeedConfig(options.ds_config) if zero_stage_of(options.ds_config) == 3 else None
+    model_class = auto_class._model_mapping.get(type(config), None)  # None: remote code
+    model = load_weights(
+        auto_class,
+        options.name_or_path,
+        config=config,
+        dtype=DTYPES[options.dtype],
+        trust_remote_code=options.trust_remote_code,
+        attn_implementation=choose_attention(model_class, config, options.dtype, is_packed=options.is_packed),
+    )
+    _grow_vocabulary(model, num_tokens, options.pad_vocab_multiple)
+    del sharding
+    if options.dropout is not None:  # code of its own may have numbers that no configuration names
+        set_dropout(model, options.dropout)
+    if options.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    return model
+
+
+def _grow_vocabulary(model: PreTrainedModel, num_tokens: int, multiple: int) -> None:
+    num_rows = model.config.get_text_config().vocab_size
+    model.num_exported_rows = max(num_rows, num_tokens)  # an export carries no padding
+    wanted = -(-model.num_exported_rows // multiple) * multiple
+    if wanted == num_rows:
+        return
+    model.resize_token_embeddings(wanted, mean_resizing=False)
+    weights = {
+        id(e.weight): e.weight for e in (model.get_input_embeddings(), model.get_output_embeddings()) if e
+    }
+    for weight in weights.values():
+        # A new token starts as the mean of the old ones: no surprise in any softmax, and equal on every rank.
+        with torch.no_grad(), gather_whole([weight], to_modify=True):
+            if weight.numel():
+                weight[num_rows:] = weight[:num_rows].float().mean(dim=0).to(weight.dtype)
+
+
+def draw_weight(parameter: nn.Parameter, name: str, *, std: float, seed: int) -> None:
+    """Fill a new weight from a normal distribution that depends on (seed, name) alone: not on the ranks, the
+    ZeRO stage or what was drawn before. Every rank must call this.
+    """
+    with torch.no_grad(), gather_whole([parameter], to_modify=True):
+        if parameter.numel():
+            # torch seeds its generator with 32 bits: both must be in them
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            noise = torch.randn(parameter.shape, generator=generator) * std
+            parameter.copy_(noise.to(parameter.device, parameter.dtype))
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass; works with frozen embeddings (LoRA) too."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def load_causal_lm(options: ModelOptions, num_tokens: int) -> PreTrainedModel:
+    """Return a causal LM with room for `num_tokens` (see `load_pretrained`). Every rank must call this."""
+    return load_pretrained(AutoModelForCausalLM, options, num_tokens)
+
+
+def linear_module_names(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers that LoRA can adapt (the output head and score head left out)."""
+    heads = {id(model.get_output_embeddings())} if hasattr(model, "get_output_embeddings") else set()
+    names = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and id(m) not in heads]
+    return [n for n in names if n.rsplit(".", 1)[-1] not in ("score", "lm_head", "embed_out")]
+
+
+def lora_targets(names: list[str], module_name: str) -> list[str]:
+    """Return those of the linear layers' `names` that contain `module_name`; all of them for `auto`.
+
+    Raises ValueError with the candidates when nothing matches: an adapter that silently matches nothing would
+    train nothing.
+    """
+    targets = names if module_name == "auto" else [n for n in names if module_name in n]
+    if not targets:
+        candidates = sorted(
+            {n.rsplit(".", 1)[-1] for n in names} | {n.split(".0.")[0] + "." for n in names if ".0." in n}
+        )
+        raise ValueError(
+            f"--lora_module_name {module_name!r} matches no linear layer; use auto, or a part of a name: "
+            + ", ".join(candidates)
+        )
+    return targets
+
+
+def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.Module:
+    """Return the model with PEFT adapters, or the model itself when `options.dim` is 0.
+
+    The adapters train, and the score head of a value model; without `only_optimize_lora` all but the adapted
+    matrices, as in DeepSpeed-Chat.
+    """
+    if options.dim == 0:
+        return model
+    targets = lora_targets(linear_module_names(model), options.module_name)
+    alpha = options.alpha or float(options.dim)
+    config = LoraConfig(
+        r=options.dim, lora_alpha=alpha, target_modules=targets, bias="none", lora_dropout=0.0
+    )
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    # PEFT makes a set of it, which every process writes in another order.
+    adapted.peft_config["default"].target_modules = sorted(targets)
+    for name, parameter in adapted.named_parameters():
+        is_frozen_matrix = ".base_layer." in name
+        if "lora_" not in name and not is_frozen_matrix:
+            parameter.requires_grad = not options.only_optimize_lora or name.endswith("score.weight")
+        if "lora_A" in name:  # PEFT's own draw would depend on the ZeRO stage; B stays zero
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            draw_weight(parameter, name, std=shape[-1] ** -0.5, seed=seed)
+    return adapted
+
+
+def plain_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model inside a PEFT wrapper (or the model itself)."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def build_position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Return positions (B, T) int64 that count the real tokens, whatever side the padding is on."""
+    return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def forward_accepts(model: nn.Module, name: str) -> bool:
+    """Whether the transformers model takes this argument (BLOOM's ALiBi has no position_ids, for one)."""
+    return name in inspect.signature(plain_model(model).forward).parameters
+
+
+def compute_hidden(model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
+    """Return the last hidden states (S, T, H), or (1, total, H), of a transformers model's backbone."""
+    backbone = getattr(model, model.base_model_prefix)
+    arguments = inputs.model_arguments()
+    if not forward_accepts(backbone, "position_ids"):
+        del arguments["position_ids"]
+    return backbone(**arguments)[0]
+
+
+def compute_logits(
+    engine: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, *, num_last: int = 0
+) -> torch.Tensor:
+    """Return logits (B, T, V) of a causal LM or its engine; with `num_last` only the last so many positions.
+
+    Positions are always passed where the model takes them, so left padding changes nothing.
+    """
+    model = getattr(engine, "module", engine)
+    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    if forward_accepts(model, "position_ids"):
+        inputs["position_ids"] = build_position_ids(attention_mask)
+    if num_last and forward_accepts(model, "logits_to_keep"):
+        inputs["logits_to_keep"] = num_last
+    logits = engine(**inputs).logits
+    return logits[:, -num_last:] if num_last else logits

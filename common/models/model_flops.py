@@ -1,0 +1,73 @@
+"""The floating-point operations (FLOPs) of passes through a model, and what devices do in a second."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.models.model_inputs import ModelInputs
+from common.ranks.step_costs import COSTS
+
+
+class ModelFlops:
+    """The FLOPs of passes through a transformers model, counted from its shapes: matrices and attention.
+
+    A token is multiplied with every matrix of the body once, a scored token with the output head: 2 FLOPs a
+    parameter. Of experts only those count that a token goes through. Attention compares each pair of tokens
+    of a sequence, in both directions, as usual, and also where a window is narrower. Padding, activations
+    that are computed again and logits that are made twice count nothing.
+    """
+
+    def __init__(self, model: nn.Module, plain: Any, head: nn.Module) -> None:
+        """`model` is `plain`, a transformers model, or what PEFT made of it; `head` its linear head."""
+        text = plain.config.get_text_config()
+        embeddings = {id(m.weight) for m in plain.modules() if isinstance(m, nn.Embedding)}
+        self.body = self.trained_body = 0.0
+        for parameter in model.parameters():
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # whole, under ZeRO 3 too
+            if len(shape) < 2 or id(parameter) in embeddings or parameter is head.weight:
+                continue
+            experts = getattr(text, "num_experts_per_tok", None) if len(shape) == 3 else None
+            numel = shape.numel() * (experts / shape[0] if experts else 1)
+            self.body += numel
+            self.trained_body += numel * parameter.requires_grad
+        self.head = getattr(head.weight, "ds_shape", head.weight.shape).numel()
+        self.trained_head = self.head * head.weight.requires_grad
+        self.is_trained = any(p.requires_grad for p in model.parameters())
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        self.attention = 2 * text.num_hidden_layers * text.num_attention_heads * head_dim  # two products
+
+    def count(self, inputs: ModelInputs, num_scored: int) -> None:
+        """Add a pass over these inputs to the clock that runs; what needs a gradient is trained by it."""
+        flops = self.of_pass(
+            inputs.num_tokens, inputs.num_pairs, num_scored, is_training=torch.is_grad_enabled()
+        )
+        COSTS.count(inputs.num_tokens, flops)
+
+    def of_pass(self, num_tokens: int, num_pairs: int, num_scored: int, *, is_training: bool) -> float:
+        """Return the FLOPs of a forward pass; if `is_training`, with the backward pass that follows.
+
+        `num_pairs` is the sum over sequences of their squared lengths. Backwards all products are made again
+        for the gradient of their inputs (the first layer's too, whose inputs under LoRA need none), and once
+        more for that of the matrices that are trained.
+        """
+        body, head, attention = num_tokens * self.body, num_scored * self.head, num_pairs * self.attention
+        forward = 2 * (body + head + attention)
+        if not (is_training and self.is_trained):
+            return forward
+        of_matrices = num_tokens * self.trained_body + num_scored * self.trained_head
+        return 2 * forward + 2 * attention + 2 * of_matrices
+
+    def of_generation(
+        self, prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, num_samples: int
+    ) -> float:
+        """Return the FLOPs of sampling `num_samples` responses (B x num_samples,) to each prompt (B,).
+
+        A prompt is read once for all of its responses; each sampled token but the last is read too, and
+        compared with all before it.
+        """
+        prompts, responses = prompt_lengths.double(), response_lengths.double()
+        before, read = prompts.repeat_interleave(num_samples), responses - 1
+        pairs = prompts.square().sum() + (read * before + read * (read + 1) / 2).sum()
+        body = (prompts.sum() + read.sum()) * self.body
+        return float(2 * (body + responses.sum() * self.head + pairs * self.attention))

@@ -1,0 +1,176 @@
+"""A causal language model that answers with log-probabilities of given tokens, never with all logits.
+
+# S sequences, T positions, N scored tokens, V vocabulary
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from common.models.loading import compute_hidden, plain_model
+from common.models.model_flops import ModelFlops
+from common.models.model_inputs import ModelInputs
+from common.models.output_head import (
+    LogitOptions,
+    Support,
+    Truncation,
+    sampling_support,
+    summed_logprobs,
+    token_scores,
+)
+
+
+class ScoringHead(nn.Linear):
+    """The output head: logits as ever, or with `token_ids` the scores of these tokens.
+
+    It is called as a module, once a pass, so ZeRO 3 gathers its weight once however many chunks there are.
+    """
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor | None = None,
+        options: LogitOptions | None = None,
+        *,
+        is_summed: bool = False,
+        with_entropy: bool = False,
+        support: Support | None = None,
+        truncation: Truncation | None = None,
+    ) -> Any:
+        """Return logits (..., V), the scores of (N,) tokens, the sum of their log-probabilities, or the
+        support that a sampler with this truncation had.
+        """
+        if token_ids is None or options is None:
+            return super().forward(hidden)
+        if truncation is not None:
+            return tuple(sampling_support(hidden, self.weight, self.bias, token_ids, options, truncation))
+        if is_summed:
+            return summed_logprobs(hidden, self.weight, self.bias, token_ids, options)
+        return tuple(
+            token_scores(
+                hidden,
+                self.weight,
+                self.bias,
+                token_ids,
+                options,
+                with_entropy=with_entropy,
+                support=support,
+            )
+        )
+
+
+class PolicyModel(nn.Module):
+    """Scores tokens by a causal LM (of transformers, or PEFT around one), which it holds as `causal_lm`."""
+
+    def __init__(self, causal_lm: nn.Module, *, num_valid_tokens: int, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        plain = plain_model(causal_lm)
+        head = plain.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ValueError(
+                f"{type(plain).__name__} has no linear output head; its logits cannot be chunked"
+            )
+        own = read_logit_transform(plain)
+        self.options = replace(own, num_valid_tokens=num_valid_tokens, temperature=temperature)
+        # The class is swapped in place so that the parameter, sharded or tied, keeps its identity.
+        head.__class__ = ScoringHead
+        self._flops: ModelFlops | None = None
+
+    @property
+    def flops(self) -> ModelFlops:
+        """Return what passes cost, by what is trained when it is asked for first."""
+        if self._flops is None:
+            plain = plain_model(self.causal_lm)
+            self._flops = ModelFlops(self.causal_lm, plain, plain.get_output_embeddings())
+        return self._flops
+
+    def forward(
+        self,
+        inputs: ModelInputs,
+        places: torch.Tensor,
+        token_ids: torch.Tensor,
+        *,
+        is_summed: bool = False,
+        with_entropy: bool = False,
+        support: Support | None = None,
+        truncation: Truncation | None = None,
+        temperature: float | None = None,
+    ) -> Any:
+        """Return (logprobs, entropies) of `token_ids` (N,); with `is_summed` the sum of the former.
+
+        `places` (N,) int64 are the positions of the tokens themselves in the inputs, rows end to end; each is
+        predicted from the position before it. With `truncation` return the fields of the Support that the
+        sampler had there. `temperature` takes the place of the model's own.
+        """
+        plain = plain_model(self.causal_lm)
+        options = self.options if temperature is None else replace(self.options, temperature=temperature)
+        self.flops.count(inputs, len(places))
+        hidden = compute_hidden(plain, inputs).flatten(0, 1)[places - 1]  # (N, H)
+        return plain.get_output_embeddings()(
+            hidden,
+            token_ids,
+            options,
+            is_summed=is_summed,
+            with_entropy=with_entropy,
+            support=support,
+            truncation=truncation,
+        )
+
+
+def language_model(module: nn.Module) -> nn.Module:
+    """Return the causal LM inside a PolicyModel, or the module itself."""
+    return module.causal_lm if isinstance(module, PolicyModel) else module
+
+
+class _Stub(nn.Module):
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+    @property
+    def decoder(self) -> "_Stub":
+        return self  # OPT's forward pass calls its backbone's decoder
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.output
+
+
+class _StubOutput(BaseModelOutputWithPast):
+    def __getattr__(self, name: str) -> None:
+        return None  # a family may ask for router logits and the like
+
+
+def read_logit_transform(model: PreTrainedModel) -> LogitOptions:
+    """Return what the model's own forward pass makes of its head's output: a factor, and a cap.
+
+    Found by running that pass with its backbone and head put aside and known numbers in their place, so no
+    family needs to be listed and no weight is read. Raises ValueError when it is something else.
+    """
+    numbers = torch.tensor([-50.0, -3.0, -1e-3, 0.0, 1e-3, 2.0, 1e9]).view(1, 1, -1)
+    head = model.get_output_embeddings()
+    names = [model.base_model_prefix, next(n for n, m in model.named_children() if m is head)]
+    saved = {name: model._modules[name] for name in names}
+    output = _StubOutput(last_hidden_state=torch.zeros(1, 1, 1))
+    try:
+        model._modules.update(zip(names, (_Stub(output), _Stub(numbers)), strict=True))
+        with torch.no_grad():
+            found = type(model).forward(model, input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits
+    finally:
+        model._modules.update(saved)
+    found = found.flatten().double()
+    factor = float(found[4] / 1e-3)
+    cap = None if found[-1] > factor * 1e8 else float(found[-1])
+    factor = round(factor, 7) if cap is None else factor
+    own = LogitOptions(multiplier=1.0 if abs(factor - 1) < 1e-5 else factor, cap=cap)
+    expected = own.transform(numbers.flatten().double())
+    if not torch.allclose(found, expected, rtol=1e-4, atol=1e-6):
+        raise ValueError(
+            f"{type(model).__name__} does to its logits what is neither a factor nor a cap: {found.tolist()} "
+            f"for {numbers.flatten().tolist()}"
+        )
+    return own

@@ -1,0 +1,1 @@
+"""What every program does: checks before the start, and the loop that steps 1 and 2 share."""

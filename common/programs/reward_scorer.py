@@ -1,0 +1,79 @@
+"""A saved reward model that scores texts: for the reward server, and beside answers."""
+
+import sys
+import threading
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from common.data.dialogue import build_template
+from common.data.example import Message
+from common.flags.args import TokenizerArguments
+from common.models.loading import ModelOptions
+from common.models.model_inputs import lay_out
+from common.models.value_model import ValueModel, load_value_model
+from common.ranks import distributed
+
+
+class RewardScorer:
+    """Scores texts as step 3 scores finished responses: the value at their last token, the end of turn."""
+
+    def __init__(
+        self,
+        model: ValueModel,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        batch_size: int,
+        max_tokens: int = sys.maxsize,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        """`facts` is what GET /health answers."""
+        self.model, self.batch_size, self.max_tokens = model, batch_size, max_tokens
+        # A prompt and its continuation, both to the letter: the prompt's own form is already in its text.
+        self.template = build_template("plain", tokenizer)
+        self.facts = facts or {}
+        self._lock = threading.Lock()  # requests come in threads; the device has memory for one batch
+
+    def score(self, prompts: list[str], responses: list[str]) -> list[float]:
+        """Return one fp32 score for each response, batched by length."""
+        return self.score_rows([self.encode(p, r) for p, r in zip(prompts, responses, strict=True)])
+
+    def score_rows(self, rows: list[list[int]]) -> list[float]:
+        """Return one fp32 score for each row of token ids, which ends with the end of turn."""
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+        scores = [0.0] * len(rows)
+        with self._lock:
+            for first in range(0, len(order), self.batch_size):
+                batch = order[first : first + self.batch_size]
+                for index, score in zip(batch, self._score_batch([rows[i] for i in batch]), strict=True):
+                    scores[index] = score
+        return scores
+
+    def encode(self, prompt: str, response: str) -> list[int]:
+        """Return the token ids of both and of the end of turn, as a row of training has them."""
+        segments = self.template.segments([Message("user", prompt)], response)
+        return self.template.encode(segments, self.max_tokens).input_ids
+
+    @torch.no_grad()
+    def _score_batch(self, rows: list[list[int]]) -> list[float]:
+        token_ids = torch.tensor([token_id for row in rows for token_id in row])
+        lengths = torch.tensor([len(row) for row in rows])
+        inputs = lay_out(token_ids, lengths, is_flat=False, device=distributed.device())
+        return self.model(inputs, inputs.last_places).tolist()
+
+
+def load_frozen_value_model(
+    name: str, tokenizer: PreTrainedTokenizerFast, args: TokenizerArguments
+) -> ValueModel:
+    """Return the reward model of a folder on this process's device; `args` has --dtype too.
+
+    Raises ValueError: see `load_value_model`.
+    """
+    options = ModelOptions(
+        name,
+        dtype=getattr(args, "dtype", "") or distributed.default_dtype_name(),
+        dropout=0.0,
+        trust_remote_code=args.trust_remote_code,
+    )
+    return load_value_model(options, len(tokenizer)).to(distributed.device()).eval()

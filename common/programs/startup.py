@@ -1,0 +1,305 @@
+"""What every program does before it loads a model: quiet libraries, checks, tokenizer, one list of
+problems."""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import transformers
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from common.data.dialogue import Template, build_template
+from common.data.tokenizer import load_tokenizer
+from common.engine.ds_config import effective_zero_stage
+from common.flags.args import Problems, RunArguments, as_json
+from common.flags.flag_values import has_hub_form, no_effect_notes
+from common.flags.refusal import StepRefused, TooManyBadSteps
+from common.models.loading import linear_module_names, lora_targets
+from common.programs.build_locks import lock_note, lock_problems, needed_ops
+from common.programs.launch_environment import check_environment
+from common.ranks import distributed
+from common.ranks.watch import watchdog
+from common.runs import run_lock
+from common.runs.checkpoints import SaveFailed
+from common.runs.export import ExportFailed, read_metadata
+from common.runs.stop_request import STOPPED, Stopped, say
+from common.runs.trackers import missing_trackers
+
+ROLE_PREFIXES = ("", "actor_", "critic_")
+
+
+def quiet_libraries() -> None:
+    """Keep libraries from writing over our lines: their warnings are theirs, our checks are ours."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch|deepspeed|peft")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def check_run(args: RunArguments, zero_stages: dict[str, int], problems: Problems) -> None:
+    """Add the problems of precision, offload, numbers, --ds_config and environment; `zero_stages` by flag.
+
+    Leaves at once when the environment is wrong, for then nothing else can be told.
+    """
+    if not check_environment(problems):  # nobody may be the first process then
+        problems.exit_if_any(is_told_by_all=True)
+    if args.dtype == "fp16" and not distributed.has_gpu():
+        problems.add("--dtype fp16 needs a GPU; use fp32 or bf16 on a CPU")
+    for name, stage in zero_stages.items():
+        if args.offload == "param" and stage != 3:
+            problems.add(f"--offload param needs {name} 3, not {stage}; use --offload optimizer or stage 3")
+        runs_at = effective_zero_stage(stage, args.dtype or distributed.default_dtype_name())
+        if args.offload in ("optimizer", "all") and runs_at == 0:
+            problems.add(f"--offload {args.offload} needs {name} 1, 2 or 3: under stage 0 no state can move")
+    for problem in missing_trackers(args.trackers):
+        problems.add(problem)
+    _check_ds_config(args, problems)
+
+
+def _check_ds_config(args: Any, problems: Problems) -> None:
+    """Add the problems of --ds_config, and of what a killed build left for a run with it to wait for."""
+    name = args.ds_config
+    if not name:
+        return
+    try:
+        overrides = json.loads(Path(name).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        problems.add(f"--ds_config {name} cannot be read as JSON: {error}")
+        return
+    if not isinstance(overrides, dict):
+        problems.add(f"--ds_config {name}: expected a JSON object")
+        return
+    for problem in lock_problems(_kernels(args, overrides)):
+        problems.add(problem)
+
+
+def _kernels(args: Any, overrides: dict[str, Any]) -> frozenset[str]:
+    """Return the kernels that DeepSpeed compiles for a run with these keys of --ds_config."""
+    # What is frozen goes by the stage of a trained role: a run of one model has no frozen one.
+    stages = [getattr(args, f"{prefix}zero_stage", 0) for prefix in ROLE_PREFIXES if prefix]
+    zero = overrides.get("zero_optimization")
+    if any(hasattr(args, f"{prefix}zero_stage") for prefix in ROLE_PREFIXES if prefix):
+        stages.append(zero.get("stage", 0) if isinstance(zero, dict) else 0)
+    return needed_ops(overrides, frozen_is_sharded=3 in stages)
+
+
+def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> Any:
+    """Return the model's configuration, or None after adding why this is no model that can be loaded."""
+    if not name_or_path:
+        return None
+    folder = Path(name_or_path)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        near = next((n for n in ("export", "final") if (folder / n / "config.json").exists()), "")
+        hint = f"; did you mean {folder / near}?" if near else "; give the folder that save_pretrained wrote"
+        problems.add(f"{flag} {folder} holds no config.json, so it is no model{hint}")
+        return None
+    try:
+        return AutoConfig.from_pretrained(name_or_path, trust_remote_code=args.trust_remote_code)
+    except Exception as error:  # OSError, ValueError, KeyError ... by what is missing
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if not has_hub_form(name_or_path) and not folder.is_dir():
+            first_line = "there is no such folder"
+        problems.add(f"{flag} {name_or_path} is neither a model folder nor a hub model at hand: {first_line}")
+        return None
+
+
+def check_lora(flag: str, config: Any, module_name: str, args: Any, problems: Problems) -> None:
+    """Add a problem when no linear layer's name contains `module_name`; no weights are made for that."""
+    if config is None or module_name == "auto":
+        return
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    try:
+        lora_targets(linear_module_names(model), module_name)
+    except ValueError as error:
+        problems.add(str(error).replace("--lora_module_name", flag))
+
+
+def check_tokenizer(
+    flag: str, name_or_path: str, args: Any, problems: Problems
+) -> PreTrainedTokenizerFast | None:
+    """Return the tokenizer with eos and pad set, or None after adding what is wrong with it."""
+    if not name_or_path:
+        return None
+    try:
+        return load_tokenizer(
+            name_or_path,
+            eot_token=args.eot_token or None,
+            add_eot_token=args.add_eot_token,
+            trust_remote_code=args.trust_remote_code,
+            flag=flag,
+        )
+    except ValueError as error:
+        problems.add(str(error))
+        return None
+
+
+def find_template(
+    flag: str, name_or_path: str, args: Any, tokenizer: PreTrainedTokenizerFast | None, problems: Problems
+) -> tuple[Template | None, list[str]]:
+    """Return the template of a run that begins with this model, and notes; None after adding a problem.
+
+    It is --template, else what the model's triptych.json says, else human_assistant; `args` gets its name.
+    """
+    if tokenizer is None:
+        return None, []
+    given, notes = args.template, []
+    try:
+        recorded = read_metadata(name_or_path).get("template", "")
+        args.template = given or recorded or "human_assistant"
+        template = build_template(args.template, tokenizer)
+    except ValueError as error:
+        problems.add(f"{flag} {name_or_path}: {error}")
+        return None, []
+    if recorded and recorded != args.template:
+        notes.append(
+            f"--template {given}: {name_or_path} was trained with --template {recorded}; leave the flag out "
+            "to keep that"
+        )
+    if tokenizer.chat_template and not given and not recorded:
+        notes.append(
+            f"{flag} {name_or_path} has a chat template of its own, which is not used: the dialogues are "
+            "Human:/Assistant: text; --template chat uses it"
+        )
+    return template, notes
+
+
+def check_length(config: Any, num_tokens: int, flags: str, problems: Problems) -> None:
+    """Add a problem when a model has fewer positions than the flags ask for."""
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if limit and num_tokens > limit:
+        problems.add(f"{flags}: {num_tokens} tokens are more than the model's {limit} positions; lower it")
+
+
+def resolved_json(args: Any, **more: Any) -> str:
+    """Return the flags with what they resolve to, as JSON."""
+    return as_json(args, resolved_dtype=args.dtype or distributed.default_dtype_name(), **more)
+
+
+def print_resolved(args: Any, **more: Any) -> None:
+    """Print `resolved_json` on the first process: what --dry_run is for."""
+    if distributed.is_main():
+        print(resolved_json(args, **more))
+
+
+def load_overrides(args: RunArguments) -> dict[str, Any]:
+    """Return the DeepSpeed keys of --ds_config, {} without it; programs that only evaluate do not have it."""
+    name = getattr(args, "ds_config", "")
+    return json.loads(Path(name).read_text()) if name else {}
+
+
+def print_finished(text: str) -> None:
+    """Say, on the first process, that an earlier run left nothing to do."""
+    if distributed.is_main():
+        print(text)
+
+
+def print_notes(args: Any, argv: list[str] | None = None) -> None:
+    """Say once, on the first process, which given flags do nothing, and what a killed build has left."""
+    trains = hasattr(args, "ds_config")
+    locks = lock_note(_kernels(args, load_overrides(args)), distributed.kernel_names()) if trains else ""
+    for note in [*no_effect_notes(args, argv), *filter(None, [locks])]:
+        print_note(note)
+
+
+def print_note(*texts: str) -> None:
+    """Say these on the first process, once, before the start."""
+    for text in texts if distributed.is_main() else ():
+        print(f"note: {text}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def as_problem(problems: Problems) -> Iterator[None]:
+    """Turn a user's error in the block into the one message and exit code 2: a ValueError, or an OSError that
+    names a file.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        text = str(error)
+        if isinstance(error, OSError):
+            if error.filename is None:  # a connection's, or one that others tell
+                raise
+            text = (
+                f"{error.filename} cannot be used ({error.strerror}); make room, or give another place by "
+                "--output_dir, --data_output_path or the flag that names it"
+            )
+        watchdog.keep_reason(text)
+        problems.add(text)
+        problems.exit_if_any()
+
+
+def take_folder(output_dir: str, problems: Problems) -> None:
+    """Keep other runs out of --output_dir until this process ends; leave where one is in it."""
+    if distributed.is_main():
+        with as_problem(problems):
+            run_lock.take(output_dir)
+
+
+def _leave_at_once(*_: Any) -> None:
+    """End the process: a KeyboardInterrupt gets lost where it meets a destructor or a callback of C++.
+
+    Nothing is waited for: other threads and ranks may still stand in a collective.
+    """
+    os.write(2, b"stopped by Ctrl-C\n")
+    run_lock.release(130)
+    os._exit(130)
+
+
+def _drop_lost_output() -> None:
+    """Forget what cannot be written because its reader has gone: Python would leave with code 120 for it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def run_program(program: Callable[[], None]) -> None:
+    """Run a program's main function.
+
+    Ctrl-C, a refused step, memory that ran out, and another rank's failure end in one line without a
+    traceback.
+    """
+    quiet_libraries()
+    watchdog.tell_phases()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
+        signal.signal(signal.SIGINT, _leave_at_once)
+    code = 0
+    try:
+        program()
+    except Stopped as stopped:
+        if distributed.is_main():
+            say(str(stopped))
+        code = STOPPED
+    except distributed.CannotStart as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        raise
+    except (ExportFailed, SaveFailed, StepRefused, TooManyBadSteps) as error:  # by all ranks alike
+        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.flush()
+        watchdog.say_goodbye(3, str(error))
+        run_lock.release(3)
+        os._exit(3)
+    except Exception as error:
+        watchdog.leave_after(error)
+        code = 1
+        raise
+    finally:
+        distributed.stop(code)
+        run_lock.release(code)
+        _drop_lost_output()
+    if code:
+        raise SystemExit(code)

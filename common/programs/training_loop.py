@@ -1,0 +1,277 @@
+"""What the single-model programs (steps 1 and 2) share: checks, batches, engine, and the loop over epochs."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import deepspeed
+from torch import nn
+
+from common.data.data_options import DataOptions
+from common.data.dialogue import Template
+from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
+from common.data.plugins import import_plugins
+from common.data.source_checks import check_sources
+from common.engine.ds_config import EngineOptions, build_train_config
+from common.engine.engine_step import LossTerm, update_engine
+from common.engine.optim import build_optimizer, build_schedule
+from common.flags.args import Problems
+from common.flags.refusal import StepRefused
+from common.models.device_peaks import own_peak_flops
+from common.models.loading import DTYPES, LoraOptions, ModelOptions, add_lora, load_causal_lm, plain_model
+from common.models.policy_model import PolicyModel
+from common.models.value_model import ValueModel, load_value_model
+from common.models.varlen_attention import takes_flat
+from common.programs import startup
+from common.ranks import distributed
+from common.ranks.step_costs import COSTS
+from common.ranks.watch import watchdog
+from common.runs.resume import EarlierRun, find_run
+from common.runs.run_logger import RunLogger
+from common.runs.run_saver import Run, checkpoint_name
+from common.runs.trackers import build_trackers
+
+
+def check_single_model(
+    args: Any, options: DataOptions, problems: Problems
+) -> tuple[Any, Template, EarlierRun]:
+    """Return (tokenizer, template, what to go on with) when all is right with a start-up, else leave with all
+    that is not.
+
+    No model is loaded.
+    """
+    import_plugins(args.plugins, problems)
+    startup.check_run(args, {"--zero_stage": args.zero_stage}, problems)
+    flag, name = "--model_name_or_path", args.model_name_or_path
+    config = startup.check_model(flag, name, args, problems)
+    startup.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)
+    if args.lora_dim:
+        startup.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
+    tokenizer = config and startup.check_tokenizer(flag, name, args, problems)
+    for problem in check_sources([*options.data_path, *options.sft_only_data_path], options.stage, options):
+        problems.add(problem)
+    template, notes = startup.find_template(flag, name, args, tokenizer, problems)
+    earlier = find_run(args, problems)
+    problems.exit_if_any()
+    startup.print_notes(args)
+    startup.print_note(*notes)
+    return tokenizer, template, earlier
+
+
+def build_global_batches(
+    args: Any, dataset: Any, collate: Callable, read_lengths: Callable[[], list[tuple[int, ...]]]
+) -> GlobalBatches:
+    """Return the training batches of this rank; ValueError when the data do not fill one.
+
+    `read_lengths` gives the lengths of every row's sequences; it is called where something depends on them.
+    """
+    is_cut_by_tokens = args.packed or args.max_tokens_per_micro_batch
+    row_lengths = read_lengths() if is_cut_by_tokens or args.group_by_length else []
+    budget = None
+    if is_cut_by_tokens:
+        num_sequences = max((len(lengths) for lengths in row_lengths), default=1)
+        most = args.per_device_train_batch_size * num_sequences * args.max_seq_len
+        budget = TokenBudget(row_lengths, args.max_tokens_per_micro_batch or most)
+    return GlobalBatches(
+        dataset,
+        collate,
+        rows_per_micro_batch=args.per_device_train_batch_size,
+        accumulation=args.gradient_accumulation_steps,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        seed=args.seed,
+        group_lengths=[max(lengths) for lengths in row_lengths] if args.group_by_length else None,
+        budget=budget,
+    )
+
+
+def held_out_batches(args: Any, dataset: Any, collate: Callable) -> Iterable:
+    """Return the evaluation batches of this rank, --eval_iters at most."""
+    return evaluation_batches(
+        dataset,
+        collate,
+        rows_per_batch=args.per_device_eval_batch_size,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        max_batches=args.eval_iters,
+    )
+
+
+def use_layout(batches: GlobalBatches, model: nn.Module, args: Any) -> bool:
+    """Return whether sequences stand end to end in this model's passes, and let the batches know."""
+    is_flat = args.packed and takes_flat(plain_model(model))
+    if batches.budget:
+        batches.budget.is_flat = is_flat
+    return is_flat
+
+
+def model_options(args: Any, ds_config: dict[str, Any], *, dropout: float | None) -> ModelOptions:
+    """Return how the flags of a single-model program want their model loaded."""
+    return ModelOptions(
+        args.model_name_or_path,
+        dtype=args.dtype or distributed.default_dtype_name(),
+        dropout=0.0 if args.disable_dropout else dropout,
+        gradient_checkpointing=args.gradient_checkpointing,
+        pad_vocab_multiple=args.pad_vocab_multiple,
+        trust_remote_code=args.trust_remote_code,
+        ds_config=ds_config,
+        is_packed=args.packed,
+    )
+
+
+def lora_options(args: Any) -> LoraOptions:
+    """Return the adapters that the flags of a single-model program ask for."""
+    return LoraOptions(args.lora_dim, args.lora_alpha, args.lora_module_name, args.only_optimize_lora)
+
+
+def load_policy(
+    args: Any, ds_config: dict[str, Any], num_tokens: int, *, dropout: float | None
+) -> PolicyModel:
+    """Return the chat model that a single-model program trains. Every rank must call this."""
+    model = load_causal_lm(model_options(args, ds_config, dropout=dropout), num_tokens)
+    return PolicyModel(add_lora(model, lora_options(args), args.seed), num_valid_tokens=num_tokens)
+
+
+def load_ranker(
+    args: Any, ds_config: dict[str, Any], num_tokens: int, *, dropout: float | None
+) -> ValueModel:
+    """Return the reward model that a single-model program trains. Every rank must call this."""
+    options = model_options(args, ds_config, dropout=dropout)
+    return load_value_model(options, num_tokens, lora_options(args), seed=args.seed)
+
+
+def build_engine(
+    model: nn.Module,
+    ds_config: dict[str, Any],
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    lora_learning_rate: float,
+    beta2: float,
+    schedule: str,
+    num_warmup_steps: int,
+    num_steps: int,
+) -> Any:
+    """Return a DeepSpeed engine with AdamW and its schedule. Every rank must call this."""
+    optimizer = build_optimizer(
+        model,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        lora_learning_rate=lora_learning_rate,
+        beta2=beta2,
+    )
+    scheduler = build_schedule(optimizer, schedule, num_warmup_steps=num_warmup_steps, num_steps=num_steps)
+    model.to(distributed.device())
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=ds_config
+    )
+    return engine
+
+
+def build_single_model_engine(model: nn.Module, ds_config: dict[str, Any], args: Any, num_steps: int) -> Any:
+    """Return the engine that the flags of a single-model program ask for. Every rank must call this."""
+    return build_engine(
+        model,
+        ds_config,
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        lora_learning_rate=args.lora_learning_rate,
+        beta2=args.adam_beta2,
+        schedule=args.lr_scheduler_type,
+        num_warmup_steps=args.num_warmup_steps,
+        num_steps=num_steps,
+    )
+
+
+def build_single_model_config(args: Any) -> dict[str, Any]:
+    """Return the DeepSpeed configuration that a single-model program's flags ask for."""
+    options = EngineOptions(
+        zero_stage=args.zero_stage,
+        dtype=args.dtype or distributed.default_dtype_name(),
+        offload=args.offload,
+        micro_batch_size=args.per_device_train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        world_size=distributed.world_size(),
+        gradient_clipping=args.gradient_clipping,
+        overrides=startup.load_overrides(args),
+    )
+    return build_train_config(options)
+
+
+def count_steps(args: Any, steps_per_epoch: int) -> int:
+    """Return the steps of the whole run: epochs, or fewer by --max_train_steps."""
+    num_steps = args.num_train_epochs * steps_per_epoch
+    return min(num_steps, args.max_train_steps) if args.max_train_steps else num_steps
+
+
+def train_and_log(step: int, engine: Any, term: LossTerm, logger: RunLogger) -> float:
+    """Do optimizer step `step` (from 1) by the mean of one loss, log it and its speed, return the loss.
+
+    The micro-batches of the term are laid end to end, with `input_ids`. Every rank must call this.
+    """
+    COSTS.begin_step()
+    engine.train()
+    means = update_engine(engine, [term])
+    speed = COSTS.end_step(distributed.world_size())
+    num_tokens = distributed.sum_float(float(sum(len(b.data["input_ids"]) for b in term.micro_batches)))
+    speed["perf/tokens_per_second"] = num_tokens / speed["perf/step_seconds"]
+    kind = term.name.split("/")[0]
+    numbers = {name if "/" in name else f"{kind}/{name}": value for name, value in means.items()}
+    logger.log(step, numbers | speed)
+    return means[term.name]
+
+
+def run_steps(
+    batches: GlobalBatches,
+    num_steps: int,
+    train_step: Callable[[int, list[Any]], Any],
+    evaluate: Callable[[int], Any],
+    eval_interval: int,
+    run: Run,
+) -> None:
+    """Train until `num_steps`; evaluate before, every `eval_interval` steps, after an epoch, at the end.
+
+    Raises Stopped when the run is asked to stop, TooManyBadSteps when too many are refused.
+    """
+    progress, saver = run.progress, run.saver
+    if progress.step == 0:
+        with watchdog.phase("the evaluation", 0, clock="evaluate"):
+            evaluate(0)
+        saver.point(checkpoint_name(0), is_due=False)
+    for micro_batches in batches.forever(progress.step):
+        if progress.step >= num_steps:
+            return
+        step = progress.step + 1
+        refusal = None
+        try:
+            with watchdog.phase("the training step", step):
+                train_step(step, micro_batches)
+        except StepRefused as error:
+            refusal = error
+        progress.step = step
+        if refusal:
+            run.refuse(step, refusal, checkpoint_name(step))
+        is_due = eval_interval and step % eval_interval == 0
+        if is_due or step % len(batches) == 0 or step == num_steps:
+            with watchdog.phase("the evaluation", step, clock="evaluate"):
+                evaluate(step)
+        distributed.check_schedule(step)
+        saver.point(checkpoint_name(step), is_due=saver.is_due(step, num_steps))
+
+
+def build_logger(args: Any, columns: tuple[str, ...], num_steps: int) -> RunLogger:
+    """Return the run's logger, and find out what perf/mfu is a share of; all ranks do so at about one time.
+
+    TensorBoard's folder is --tensorboard_path or OUTPUT_DIR/tensorboard.
+    """
+    COSTS.peak_flops = own_peak_flops(DTYPES[args.dtype or distributed.default_dtype_name()])
+    kinds = [*args.trackers, *(["tensorboard"] if args.enable_tensorboard else [])]
+    folder = args.tensorboard_path or f"{args.output_dir or '.'}/tensorboard"
+    return RunLogger(
+        args.output_dir,
+        columns=columns,
+        num_steps=num_steps,
+        log_interval=args.log_interval,
+        trackers=build_trackers(kinds, args.output_dir, folder),
+        config=dataclasses.asdict(args),
+    )

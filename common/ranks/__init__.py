@@ -1,0 +1,1 @@
+"""Processes: how they start, reduce, time their phases, and end together when one fails."""

@@ -1,0 +1,180 @@
+"""Processes and devices: start-up, rank and world, seeds, barriers, reductions.
+
+Every program runs alike under `deepspeed`, `torchrun` and plain `python`; the last is a world of one.
+"""
+
+import os
+import random
+import socket
+from datetime import timedelta
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would find out too, with a warning
+
+import deepspeed  # noqa: E402
+from deepspeed.accelerator import get_accelerator  # noqa: E402
+
+from common.ranks.watch import watchdog  # noqa: E402
+from common.ranks.watch.collective_schedule import CollectiveRecorder  # noqa: E402
+
+# nccl ends a process that waited too long, from a thread of its own and without saying for whom: later than
+# the watch does.
+NCCL_EXTRA_SECONDS = 30.0
+
+
+class CannotStart(RuntimeError):
+    """The process group cannot be joined; the message says where and what to change."""
+
+
+def start(
+    local_rank: int = -1, collective_timeout: float = 1800.0, *, check_collectives: bool = False
+) -> None:
+    """Join the process group: nccl on GPUs, gloo on CPUs; a lone process becomes a world of one.
+
+    A rank that lets the others wait for `collective_timeout` seconds ends all of them, and so does one that
+    fails. Every rank must call this once, before any model is built. Raises CannotStart.
+    """
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+    os.environ.setdefault("LOCAL_RANK", str(max(local_rank, 0)))
+    if has_gpu():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        backend = "nccl" if has_gpu() else "gloo"
+        # DeepSpeed would compile its shared-memory collectives at the first start on a CPU: that needs a
+        # compiler, takes a while, and a killed build leaves a lock that hangs every later run. gloo needs
+        # none of this.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        recorder = CollectiveRecorder() if check_collectives and world_size() > 1 else None
+        if recorder:
+            recorder.install()
+        limit = timedelta(seconds=collective_timeout + (NCCL_EXTRA_SECONDS if backend == "nccl" else 0))
+        # Groups that are made later, ZeRO's too, go by these.
+        dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = limit
+        try:
+            deepspeed.init_distributed(backend, verbose=False, timeout=limit)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise CannotStart(_why_not_joined(error)) from error
+        if world_size() > 1:
+            is_one_machine = local_world_size() == world_size()
+            watchdog.start(collective_timeout, "127.0.0.1" if is_one_machine else "", recorder)
+
+
+def _why_not_joined(error: Exception) -> str:
+    rank, address, port = (os.environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (
+        f"rank {rank} cannot join the others at MASTER_ADDR={address} MASTER_PORT={port} ({first_line}); "
+        "choose a port that nobody uses (deepspeed --master_port), and see that all machines reach that "
+        "address"
+    )
+
+
+def kernel_names() -> frozenset[str]:
+    """Return the names of the kernels that DeepSpeed could compile on this machine."""
+    return frozenset(deepspeed.ops.__compatible_ops__)
+
+
+def stop(code: int = 0) -> None:
+    """Leave the process group; `code` is what this process is about to exit with."""
+    watchdog.say_goodbye(code)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def check_schedule(step: int) -> None:
+    """Compare what all ranks have sent each other so far, under --check_collectives.
+
+    Every rank must call this. Where they differ all leave, with a message that names the first difference.
+    """
+    watchdog.check_schedule(step)
+
+
+def has_gpu() -> bool:
+    """Whether training runs on a CUDA device."""
+    return torch.cuda.is_available() and get_accelerator().device_name() == "cuda"
+
+
+def device() -> torch.device:
+    """Return the device of this rank."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu() else torch.device("cpu")
+
+
+def default_dtype_name() -> str:
+    """Return `bf16` on a GPU that computes in it, else `fp32`."""
+    return "bf16" if has_gpu() and torch.cuda.is_bf16_supported() else "fp32"
+
+
+def rank() -> int:
+    """Return this process's number, 0 before start-up."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Return the number of processes, 1 before start-up."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_world_size() -> int:
+    """Return the number of processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
+
+
+def is_main() -> bool:
+    """Whether this is the process that prints and writes."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait for all ranks. Every rank must call this."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of `tensor` over ranks, as a new tensor. Every rank must call this."""
+    if world_size() == 1:
+        return tensor
+    total = tensor.clone().to(device())
+    dist.all_reduce(total)
+    return total.to(tensor.device)
+
+
+def sum_float(value: float) -> float:
+    """Return the sum of a number over ranks, in float64. Every rank must call this."""
+    return float(reduce_sum(torch.tensor(float(value), dtype=torch.float64)))
+
+
+def max_float(value: float) -> float:
+    """Return the largest of a number over ranks. Every rank must call this."""
+    if world_size() == 1:
+        return value
+    largest = torch.tensor(value, dtype=torch.float64, device=device())
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return every rank's `value` (any picklable, tensors on the CPU), by rank. Every rank must call this."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, numpy and torch alike on all ranks: new weights must be equal everywhere."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

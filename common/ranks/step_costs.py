@@ -1,0 +1,93 @@
+"""What a step costs: seconds, tokens and floating-point operations (FLOPs) of each of its phases."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Cost:
+    """Of one phase, on this rank."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    flops: float = 0.0
+
+
+class StepCosts:
+    """The clocks of this process: `watchdog.phase` runs them, a program reads them once a step.
+
+    Inside a clock that runs another counts nothing: what an evaluation generates is evaluation, and the
+    phases of a step add up to its seconds but for the rest. `peak_flops`: what the device could do in a
+    second; 0: not known.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.now, self.peak_flops = now, 0.0
+        self._step: dict[str, Cost] = {}
+        self._between: dict[str, Cost] = {}  # since the last step; it comes with the numbers of the next
+        self._running: Cost | None = None
+        self._started = now()
+
+    @contextlib.contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        """Count the block's seconds as those of the phase `name`."""
+        if self._running is not None:
+            yield
+            return
+        self._running = cost = self._step.setdefault(name, Cost())
+        started = self.now()
+        try:
+            yield
+        finally:
+            if torch.cuda.is_initialized():
+                # A GPU computes behind its host: without this wait its work would be the next phase's. Once a
+                # phase, never in a micro-batch: what follows a phase reads its numbers anyway.
+                with contextlib.suppress(RuntimeError):  # a device that failed has raised already
+                    torch.cuda.synchronize()
+            cost.seconds += self.now() - started
+            self._running = None
+
+    def count(self, tokens: int, flops: float) -> None:
+        """Add work to the clock that runs; without one it is no step's."""
+        if self._running is not None:
+            self._running.tokens += tokens
+            self._running.flops += flops
+
+    def begin_step(self) -> None:
+        """Begin a step. What was counted since the last one, a step that was refused too, is between them."""
+        for name, cost in self._step.items():
+            _add(self._between.setdefault(name, Cost()), cost)
+        self._step, self._started = {}, self.now()
+
+    def end_step(self, num_ranks: int = 1) -> dict[str, float]:
+        """Return the step's numbers under the names of the log.
+
+        Tokens a second are this rank's times `num_ranks`. mfu (model FLOPs utilisation, arXiv:2204.02311
+        appendix B) is this rank's FLOPs by what its device could do in the step's seconds.
+        """
+        seconds = self.now() - self._started
+        found = {"perf/step_seconds": seconds}
+        found["perf/rest_seconds"] = seconds - sum(cost.seconds for cost in self._step.values())
+        flops = sum(cost.flops for cost in self._step.values())
+        if self.peak_flops and seconds:
+            found["perf/mfu"] = flops / (seconds * self.peak_flops)
+        for name, cost in self._step.items():
+            _add(self._between.setdefault(name, Cost()), cost)
+        for name, cost in self._between.items():
+            found[f"perf/{name}_seconds"] = cost.seconds
+            if cost.tokens and cost.seconds:
+                found[f"perf/{name}_tokens_per_second"] = cost.tokens * num_ranks / cost.seconds
+        self._step, self._between = {}, {}
+        return found
+
+
+def _add(total: Cost, more: Cost) -> None:
+    total.seconds, total.tokens = total.seconds + more.seconds, total.tokens + more.tokens
+    total.flops += more.flops
+
+
+COSTS = StepCosts()

@@ -1,4 +1,0 @@
-"""What runs have done, as one HTML file that needs no other: curves, samples, signs of reward hacking, time.
-
-python -m common.report RUN_DIR... [--output FILE]
-"""

@@ -1,0 +1,78 @@
+"""Steps that were refused: counted, their batches written down, and the end of a run that has too many."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.data.packed_batch import ROW_IDS, PackedBatch
+from common.flags.refusal import StepRefused, TooManyBadSteps
+from common.ranks import distributed
+from common.runs.durable_files import json_line
+from common.runs.pieces import Piece, PieceReader
+from common.runs.run_logger import RunLogger
+
+FOLDER = "bad_batches"
+
+
+class BadSteps:
+    """How many steps were refused, over the whole run: a part of a checkpoint."""
+
+    def __init__(self, output_dir: str, max_bad_steps: int, logger: RunLogger) -> None:
+        self.folder = Path(output_dir) / FOLDER if output_dir else None
+        self.max_bad_steps, self.logger, self.count = max_bad_steps, logger, 0
+
+    def refuse(self, step: int, error: StepRefused) -> None:
+        """Count a refused step and keep its batch. Every rank must call this, for the same step.
+
+        Raises TooManyBadSteps, with the error as its cause.
+        """
+        self.count += 1
+        where = self._write(step, error) if self.folder else ""
+        self.logger.note(f"step {step} refused: {error}{where}")
+        self.logger.log_event(step, {"perf/bad_steps": self.count})
+        if self.count > self.max_bad_steps:
+            raise TooManyBadSteps(
+                f"{error}\n{self.count} steps were refused, --max_bad_steps {self.max_bad_steps} are borne"
+            ) from error
+
+    def _write(self, step: int, error: StepRefused) -> str:
+        """Write this rank's batches as JSON lines, null for NaN and infinity; return where they are."""
+        path = self.folder / f"step-{step:06d}-{self.count:03d}-rank-{distributed.rank():05d}.jsonl"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(json_line({"step": step, "reason": str(error)}))
+                file.writelines(json_line(row) for batch in error.batches for row in _rows(batch))
+        except OSError as failure:
+            return f"; its batch could not be written to {path} ({failure.strerror})"
+        return f"; its batch is in {path}"
+
+    def pieces(self) -> Iterator[Piece]:
+        """Give nothing."""
+        return iter(())
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the count."""
+        return {"count": self.count}
+
+    def load(self, reader: PieceReader, numbers: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.count = numbers["count"]
+
+
+def _rows(batch: PackedBatch | dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Give a batch row by row; a list of lists where an item has several sequences of a key."""
+    if isinstance(batch, PackedBatch):
+        for row in range(len(batch)):
+            item = batch.select([row])
+            columns = {key: [s.tolist() for s in item.sequences(key)] for key in item.data}
+            if ROW_IDS in columns:
+                columns[ROW_IDS] = item.texts(ROW_IDS)
+            yield {"id": str(item.ids[0])} | {k: v[0] if len(v) == 1 else v for k, v in columns.items()}
+        return
+    columns = {k: v.tolist() if hasattr(v, "tolist") else list(v) for k, v in batch.items()}
+    if len({len(values) for values in columns.values()}) > 1:  # padded pairs: a margin for two sequences
+        yield columns
+        return
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))

@@ -1,0 +1,237 @@
+"""Checkpoints: folders with all that moves in a run, whole or not there.
+
+OUTPUT_DIR/checkpoints/step-000200/ holds PART-rank-00000.safetensors, ... for every part and rank,
+and meta.json: the numbers of all parts, the flags, versions, size and SHA-256 of every file. It is written
+under another name and renamed when everything is on the disk; only then older ones go. What is in doubt is
+named and passed over for the newest one that is whole.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from common.ranks import distributed
+from common.runs.durable_files import WRITING, digest, publish_folder, remove_folder, remove_leftovers, sync
+from common.runs.pieces import Piece, PieceReader, write_pieces
+
+FOLDER, META = "checkpoints", "meta.json"
+FORMAT = 2  # raise it when an older reader would misread the files
+
+
+class Part(Protocol):
+    """Something that moves in a run. Every rank must call each of these together."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """Give the runs of flat tensors that this rank owns."""
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what is no tensor, the same on every rank, as JSON can hold it."""
+
+    def load(self, reader: PieceReader, numbers: dict[str, Any]) -> None:
+        """Take what was saved; ValueError when it is not of this run."""
+
+
+class SaveFailed(OSError):
+    """A checkpoint could not be written; the ones before it are as they were. Raised on every rank alike."""
+
+
+class NoCheckpoint(ValueError):
+    """There are checkpoints, and none of them can be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole-looking checkpoint: its meta.json can be read and all files have their sizes."""
+
+    folder: Path
+    meta: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Return the folder's name, such as step-000200."""
+        return self.folder.name
+
+    def files(self, part: str) -> list[Path]:
+        """Return the files of one part, by rank."""
+        return [self.folder / name for name in sorted(self.meta["files"]) if name.startswith(f"{part}-rank-")]
+
+    def damaged_file(self, share: slice = slice(None)) -> str | None:
+        """Return what is wrong with the first file (of a share of them) that is not as it was written."""
+        for name in sorted(self.meta["files"])[share]:
+            try:
+                if digest(self.folder / name) != self.meta["files"][name]["sha256"]:
+                    return f"{name} has changed since it was written (its SHA-256 differs)"
+            except OSError as error:
+                return f"{name} cannot be read: {error.strerror}"
+        return None
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Return a checkpoint after a quick look at it; ValueError with what is wrong."""
+    try:
+        outer = json.loads((folder / META).read_text())
+        text, expected = outer["content"], outer["sha256"]
+        if hashlib.sha256(text.encode()).hexdigest() != expected:
+            raise ValueError(f"{META} has changed since it was written (its SHA-256 differs)")
+        meta = json.loads(text)
+    except OSError as error:
+        raise ValueError(f"{META} cannot be read: {error.strerror}") from error
+    except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{META} is not one of ours, or torn") from error
+    if meta.get("format") != FORMAT:
+        raise ValueError(
+            f"its format is {meta.get('format')}, this program reads {FORMAT}: resume it with the code that "
+            "wrote it"
+        )
+    for name, told in meta["files"].items():
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise ValueError(f"{name} is missing") from None
+        except OSError as error:
+            raise ValueError(f"{name} cannot be read: {error.strerror}") from error
+        if size != told["bytes"]:
+            raise ValueError(f"{name} has {size} bytes, not {told['bytes']}")
+    return Checkpoint(folder, meta)
+
+
+def find_checkpoints(run_folder: Path) -> tuple[list[Checkpoint], list[str]]:
+    """Return a run's checkpoints that look whole, the newest first, and what is wrong with the others."""
+    found, doubts = [], []
+    parent = run_folder / FOLDER
+    for folder in sorted(parent.glob("step-*"), reverse=True) if parent.is_dir() else ():
+        if folder.suffix or not folder.is_dir():
+            continue
+        try:
+            found.append(read_checkpoint(folder))
+        except ValueError as error:
+            doubts.append(f"checkpoint {folder}: {error}")
+    return found, doubts
+
+
+@dataclass
+class CheckpointWriter:
+    """Writes the checkpoints of a run. `about` goes into each meta.json: flags, versions."""
+
+    run_folder: Path
+    save_total_limit: int = 2
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def clean(self) -> None:
+        """Remove what a crash has left unfinished. To be called by one rank."""
+        remove_leftovers(self.run_folder / FOLDER)
+
+    def save(self, name: str, parts: Mapping[str, Part]) -> None:
+        """Write a checkpoint and then remove those beyond the limit. Every rank must call this.
+
+        Raises SaveFailed, on every rank, when anything could not be written on any of them.
+        """
+        folder = self.run_folder / FOLDER / name
+        temporary = folder.with_name(name + WRITING)
+        try:
+            _on_main(lambda: _make_empty(temporary))
+            told = _on_all(lambda: self._write_parts(temporary, parts))
+            numbers = _on_all(lambda: {part: thing.numbers() for part, thing in parts.items()})[0]
+            _on_main(lambda: self._commit(temporary, folder, numbers, told))
+        except SaveFailed:
+            if distributed.is_main():
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        if distributed.is_main():
+            self._prune()
+        distributed.barrier()
+
+    def _write_parts(self, folder: Path, parts: Mapping[str, Part]) -> dict[str, dict[str, Any]]:
+        if not folder.is_dir():
+            raise OSError(
+                f"{folder} is not seen by rank {distributed.rank()}: --output_dir must be on a disk that all "
+                "machines share"
+            )
+        told = {}
+        for part, thing in parts.items():
+            pieces = list(thing.pieces())
+            if pieces:
+                path = folder / f"{part}-rank-{distributed.rank():05d}.safetensors"
+                write_pieces(path, pieces)
+                sync(path)
+                told[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+        return told
+
+    def _commit(
+        self, temporary: Path, folder: Path, numbers: dict[str, Any], told: Sequence[dict[str, Any]]
+    ) -> None:
+        files = {name: facts for of_rank in told for name, facts in of_rank.items()}
+        meta = self.about | {
+            "format": FORMAT,
+            "world_size": distributed.world_size(),
+            "numbers": numbers,
+            "files": files,
+        }
+        text = json.dumps(meta)
+        outer = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text}
+        (temporary / META).write_text(json.dumps(outer))
+        publish_folder(temporary, folder)
+
+    def _prune(self) -> None:
+        found, _ = find_checkpoints(self.run_folder)
+        for old in found[self.save_total_limit :] if self.save_total_limit else []:
+            try:
+                remove_folder(old.folder)
+            except OSError as error:  # the new one is whole: nothing is lost
+                print(f"warning: {old.folder} could not be removed: {error.strerror}", flush=True)
+
+
+def load_newest(candidates: Sequence[Checkpoint], parts: Mapping[str, Part]) -> Checkpoint:
+    """Let the parts take the newest checkpoint whose every byte is as it was written; return it.
+
+    Every rank must call this. Raises NoCheckpoint when none is, ValueError when it is not of this run.
+    """
+    doubts = []
+    for candidate in candidates:
+        # Each rank reads its share of the files: all of them are read once.
+        share = slice(distributed.rank(), None, distributed.world_size())
+        found = [d for d in distributed.gather_objects(candidate.damaged_file(share)) if d]
+        if found:
+            doubts.append(f"checkpoint {candidate.folder}: {found[0]}")
+            if distributed.is_main():
+                print(f"{doubts[-1]}; it is passed over", flush=True)
+            continue
+        for part, thing in parts.items():
+            try:
+                thing.load(PieceReader(candidate.files(part)), candidate.meta["numbers"][part])
+            except (KeyError, ValueError) as error:
+                raise ValueError(
+                    f"checkpoint {candidate.folder} is not of this run: {part}: {error}"
+                ) from error
+        return candidate
+    raise NoCheckpoint("; ".join(doubts))
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    # No parents: a run's folder that is gone (a disk that is no longer mounted) is not made elsewhere.
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir()
+
+
+def _on_all(work: Any) -> list[Any]:
+    """Return what `work` gives on every rank; SaveFailed on all when it fails on one."""
+    result, failure = None, None
+    try:
+        result = work()
+    except Exception as error:  # whatever it is, the other ranks wait for this one
+        failure = f"rank {distributed.rank()}: {error}"
+    outcomes = distributed.gather_objects((result, failure))
+    failures = [failure for _, failure in outcomes if failure]
+    if failures:
+        raise SaveFailed(failures[0])
+    return [result for result, _ in outcomes]
+
+
+def _on_main(work: Any) -> None:
+    """Do `work` on the first rank; SaveFailed on all when it fails."""
+    _on_all(work if distributed.is_main() else lambda: None)

@@ -1,0 +1,248 @@
+"""Exports: folders that load with plain `from_pretrained`, written under a temporary name and then renamed.
+
+An export carries no adapter and no vocabulary padding: LoRA is merged in fp32 (the trained weights are not
+touched) and the padding rows are cut off.
+"""
+
+import contextlib
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from common.models.loading import plain_model
+from common.models.trained_weights import trained_weights
+from common.ranks import distributed
+from common.ranks.watch import watchdog
+from common.ranks.zero3 import gather_whole
+from common.runs.durable_files import WRITING, publish_folder, without_nan
+
+METADATA_FILE = "triptych.json"
+NEW_PAD_TOKEN = "<|pad|>"
+ADAPTER_CARD = """---
+base_model: {base}
+library_name: peft
+---
+
+What was trained beside {base}: a LoRA adapter of rank {rank} and alpha {alpha:g}{head}. Training left the
+same model, whole, in export/. `python chat.py FOLDER` talks to an adapter of a language model; PEFT loads it:
+
+```python
+from peft import {auto_class}
+
+model = {auto_class}.from_pretrained("FOLDER"{options})
+```
+"""
+
+
+class ExportFailed(OSError):
+    """An export could not be written; nothing that was there is lost."""
+
+
+def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the plain transformers weights on rank 0's CPU (elsewhere {}), adapters merged.
+
+    `model` is a transformers model or its PEFT wrapper, sharded or not; weights are gathered one at a time.
+    Every rank must call this.
+    """
+    plain = plain_model(model)
+    state: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, trained in trained_weights(model).items():
+            factors = [trained.lora_a, trained.lora_b] if trained.lora_a is not None else []
+            with gather_whole([trained.parameter, *factors]):
+                if distributed.is_main():
+                    weight = trained.parameter.data
+                    merged = trained.merge(weight, *factors) if factors else weight
+                    state[name] = merged.to("cpu", copy=True)
+    if distributed.is_main():
+        buffers = dict(plain.named_buffers())
+        persistent = plain.state_dict().keys() & buffers.keys()
+        state |= {name: buffers[name].detach().to("cpu", copy=True) for name in persistent}
+    return state
+
+
+def _set_num_rows(model: PreTrainedModel, state: dict[str, torch.Tensor], num_rows: int) -> None:
+    """Cut or fill (with zeros) the rows of the embeddings and of the output head in place."""
+    old_rows = model.config.get_text_config().vocab_size
+    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    owned = {id(p) for m in modules if m is not None for p in m.parameters(recurse=False)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in owned and name in state and state[name].shape[0] == old_rows:
+            rows = state[name][:num_rows]
+            missing = num_rows - rows.shape[0]
+            state[name] = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]).contiguous()
+
+
+def with_own_pad_token(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """Return a copy whose PAD is no other token.
+
+    transformers' sequence classifiers look for the last token that is not PAD, so they could not see an EOS
+    that is PAD too. Existing ids do not change.
+    """
+    tokenizer = copy.deepcopy(tokenizer)
+    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+        tokenizer.add_special_tokens({"pad_token": NEW_PAD_TOKEN})
+    return tokenizer
+
+
+@watchdog.phase("the export")
+def save_export(
+    folder: Path | str,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    metadata: dict[str, Any] | None = None,
+    needs_own_pad: bool = False,
+) -> None:
+    """Write model and tokenizer to `folder`, replacing it only when the new one is whole.
+
+    `model` is a transformers model, its PEFT wrapper, sharded or not. `metadata` goes to triptych.json
+    (template, step, held-out numbers), which chat.py and step 3 read. Every rank must call this.
+    """
+    state = gather_state_dict(model)
+    if distributed.is_main():
+        plain = plain_model(model)
+        if needs_own_pad:
+            tokenizer = with_own_pad_token(tokenizer)
+        num_rows = max(plain.num_exported_rows, len(tokenizer))
+        _set_num_rows(plain, state, num_rows)
+
+        def fill(temporary: Path) -> None:
+            _write_model(plain, state, tokenizer, num_rows, temporary)
+            tokenizer.save_pretrained(temporary)
+            (temporary / METADATA_FILE).write_text(json.dumps(without_nan(metadata or {}), indent=2))
+
+        _replace(Path(folder), fill)
+    else:
+        _replace(Path(folder), lambda temporary: None)
+
+
+def _replace(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Let the first rank fill a folder that takes the place of `folder` when it is whole.
+
+    Every rank must call this. Raises ExportFailed, on every rank, where it cannot be written; what was there
+    is left as it was.
+    """
+    failure, cause = "", None
+    if distributed.is_main():
+        temporary = folder.with_name(folder.name + WRITING)
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            fill(temporary)
+            publish_folder(temporary, folder)
+        except Exception as error:  # safetensors, tokenizers and Python each have their own for a full disk
+            shutil.rmtree(temporary, ignore_errors=True)
+            cause = error
+            failure = (
+                f"{folder} could not be written ({type(error).__name__}: {error}); what was there before is "
+                "as it was. Make room, then give the same command: it goes on from the last checkpoint"
+            )
+    failure = distributed.gather_objects(failure)[0]
+    if failure:
+        raise ExportFailed(failure) from cause
+
+
+def _write_model(
+    plain: PreTrainedModel,
+    state: dict[str, torch.Tensor],
+    tokenizer: PreTrainedTokenizerFast,
+    num_rows: int,
+    folder: Path,
+) -> None:
+    """Write weights and configuration; the live model's own configuration is put back afterwards."""
+    pad_and_eos = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    changes: list[tuple[Any, dict[str, Any]]] = [
+        (plain.config, {"use_cache": True, **pad_and_eos}),
+        (plain.config.get_text_config(), {"vocab_size": num_rows}),
+    ]
+    if getattr(plain, "generation_config", None) is not None:
+        changes.append(
+            (plain, {"generation_config": _savable_generation_config(plain.generation_config, pad_and_eos)})
+        )
+    before = [(owner, {name: getattr(owner, name, None) for name in new}) for owner, new in changes]
+    try:
+        _set_all(changes)
+        plain.save_pretrained(folder, state_dict=state)
+    finally:
+        _set_all(before)
+
+
+def _savable_generation_config(generation_config: GenerationConfig, token_ids: dict[str, Any]) -> Any:
+    """Return a copy with these token ids that transformers agrees to save.
+
+    Some published ones name a temperature without do_sample, or a length penalty without beams; transformers
+    saves those back only as they were.
+    """
+    for more in ({}, {"do_sample": True}):
+        changed = copy.deepcopy(generation_config)
+        _set_all([(changed, token_ids | more)])
+        with contextlib.suppress(ValueError):
+            changed.validate(strict=True)
+            return changed
+    return GenerationConfig(bos_token_id=generation_config.bos_token_id, **token_ids)
+
+
+def _set_all(changes: list[tuple[Any, dict[str, Any]]]) -> None:
+    for owner, values in changes:
+        for name, value in values.items():
+            setattr(owner, name, value)
+
+
+@watchdog.phase("the export of the adapter")
+def save_adapter(
+    folder: Path | str,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    metadata: dict[str, Any] | None = None,
+) -> None:
+    """Write what was trained beside the base model, to load with PEFT or chat.py: the LoRA factors and the
+    score head, with tokenizer and metadata.
+
+    Nothing is written when more was trained (--only_optimize_lora false): the export alone is the model then.
+    Every rank must call this.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    others = [name for name in trained if ".lora_" not in name]
+    if not hasattr(model, "peft_config") or any(not name.endswith("score.weight") for name in others):
+        return
+    weights: dict[str, torch.Tensor] = {}
+    for name, parameter in trained.items():
+        with gather_whole([parameter]):
+            if distributed.is_main():
+                weights[name.replace(".default.", ".")] = parameter.detach().to("cpu", copy=True)
+
+    def fill(temporary: Path) -> None:
+        config = copy.deepcopy(model.peft_config["default"])
+        config.base_model_name_or_path = model.get_base_model().name_or_path
+        config.task_type, config.inference_mode = "SEQ_CLS" if others else "CAUSAL_LM", True
+        config.save_pretrained(temporary)
+        save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        tokenizer.save_pretrained(temporary)
+        (temporary / METADATA_FILE).write_text(json.dumps(without_nan(metadata or {}), indent=2))
+        card = ADAPTER_CARD.format(
+            base=config.base_model_name_or_path,
+            rank=config.r,
+            alpha=config.lora_alpha,
+            head=" and the score head" if others else "",
+            auto_class=f"AutoPeftModelFor{'SequenceClassification' if others else 'CausalLM'}",
+            options=", num_labels=1" if others else "",
+        )
+        (temporary / "README.md").write_text(card)
+
+    _replace(Path(folder), fill)
+
+
+def read_metadata(folder: str) -> dict[str, Any]:
+    """Return what triptych.json says of an export, {} for a model of another origin."""
+    path = Path(folder) / METADATA_FILE
+    return json.loads(path.read_text()) if path.exists() else {}

@@ -1,0 +1,150 @@
+"""The arena's web application: one page, what the page asks for, and the API for programs."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+
+from serving.blind_pairs import BlindPairs, Refused
+from serving.browser_guard import BrowserGuard
+from serving.event_stream import WorkFailed, stream_from_thread
+from serving.judgement_store import NotJudgeable, Pair, StoreError, UnknownPair
+from serving.openai_api import add_openai_routes
+from serving.openai_requests import error_body, is_api_path
+from serving.request_guard import RequestGuard
+
+_PAGE = Path(__file__).with_name("page")
+_FILES = {"/": "index.html", "/style.css": "style.css", "/page.js": "page.js"}
+_STATUS = {UnknownPair: 404, NotJudgeable: 409, StoreError: 507}
+
+
+@dataclass
+class NewPair:
+    """What POST /api/pairs takes: a prompt, or `draw` for one of the data; `follows` is the pair before."""
+
+    text: str = ""
+    draw: bool = False
+    follows: str = ""
+
+
+@dataclass
+class Judgement:
+    """What POST /api/judgements takes."""
+
+    pair: str
+    choice: Literal["a", "b", "tie", "both_bad"]
+
+
+def create_app(
+    arena: BlindPairs, *, max_bytes: int, token: str = "", host_names: frozenset[str] | None = None
+) -> FastAPI:
+    """Return the application; with a token all but the empty page needs it, as Authorization: Bearer TOKEN.
+
+    `host_names`: see BrowserGuard.
+    """
+    # No page of documentation: it would load scripts from elsewhere.
+    app = FastAPI(title="Triptych arena", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(
+        RequestGuard, max_bytes=max_bytes, token=token, open_paths=frozenset(_FILES), describe=_describe
+    )
+    app.add_middleware(BrowserGuard, host_names=host_names, describe=_describe)  # the last added is the first
+    _add_error_forms(app)
+    _add_page(app, needs_token=bool(token))
+    _add_pairs(app, arena)
+    add_openai_routes(app, list(arena.models.values()), arena.sampling)
+    return app
+
+
+def _describe(path: str, status: int, detail: str) -> dict[str, Any]:
+    return error_body(detail, status) if is_api_path(path) else {"detail": detail}
+
+
+def _add_error_forms(app: FastAPI) -> None:
+    """Let every error be one line of JSON, in OpenAI's form under /v1."""
+
+    def respond(request: Request, status: int, detail: str) -> JSONResponse:
+        return JSONResponse(_describe(request.url.path, status, detail), status_code=status)
+
+    @app.exception_handler(RequestValidationError)
+    def refuse_form(request: Request, error: RequestValidationError) -> JSONResponse:
+        found = (f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors())
+        return respond(request, 422, "; ".join(found))
+
+    @app.exception_handler(404)
+    def not_here(request: Request, error: Exception) -> JSONResponse:
+        return respond(request, 404, f"there is nothing at {request.url.path}")
+
+    @app.exception_handler(405)
+    def not_so(request: Request, error: Exception) -> JSONResponse:
+        return respond(request, 405, f"{request.method} is not answered at {request.url.path}")
+
+    @app.exception_handler(Refused)
+    def refuse_prompt(request: Request, error: Refused) -> JSONResponse:
+        return respond(request, 422, str(error))
+
+    @app.exception_handler(StoreError)
+    def refuse_judgement(request: Request, error: StoreError) -> JSONResponse:
+        return respond(request, _STATUS[type(error)], str(error))
+
+
+def _add_page(app: FastAPI, *, needs_token: bool) -> None:
+    def route(path: str, name: str) -> None:
+        @app.get(path, include_in_schema=False)
+        def send_file() -> FileResponse:
+            return FileResponse(_PAGE / name)
+
+    for path, name in _FILES.items():
+        route(path, name)
+
+    @app.get("/api/health")
+    def health() -> dict[str, bool]:
+        """Say that the server is there, and the token right."""
+        return {"needs_token": needs_token}
+
+
+def _add_pairs(app: FastAPI, arena: BlindPairs) -> None:
+    @app.get("/api/state")
+    def state() -> dict[str, Any]:
+        """Return what the page needs to begin."""
+        return {"has_prompts": arena.prompts is not None, "num_models": len(arena.models)}
+
+    @app.post("/api/pairs")
+    async def ask(body: NewPair) -> StreamingResponse:
+        """Answer with lines of JSON, as they come: the pair, pieces of both answers, their ends."""
+        if body.draw:
+            make: Callable[[], Pair] = arena.ask_drawn
+        elif body.follows:
+            make = lambda: arena.follow_up(body.follows, body.text)  # noqa: E731
+        else:
+            make = lambda: arena.ask(body.text)  # noqa: E731
+        pair = await asyncio.to_thread(make)
+        return StreamingResponse(_lines(arena, pair), media_type="application/x-ndjson")
+
+    @app.get("/api/pairs/{pair_id}")
+    def show(pair_id: str) -> dict[str, Any]:
+        """Return a pair; its names only when it was judged."""
+        return arena.view(arena.store.get(pair_id))
+
+    @app.post("/api/judgements")
+    def judge(body: Judgement) -> dict[str, Any]:
+        """Keep a judgement, and return the pair with its names."""
+        return arena.judge(body.pair, body.choice)
+
+    @app.get("/api/results")
+    def results() -> dict[str, Any]:
+        """Return what all judgements amount to."""
+        return arena.results()
+
+
+async def _lines(arena: BlindPairs, pair: Pair) -> AsyncIterator[str]:
+    try:
+        async for event in stream_from_thread(lambda emit, is_gone: arena.answer(pair, emit, is_gone)):
+            yield json.dumps(event, ensure_ascii=False) + "\n"
+    except WorkFailed as error:  # what is told of a failure could not be kept either
+        yield json.dumps({"event": "failed", "message": str(error)}) + "\n"

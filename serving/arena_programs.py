@@ -1,0 +1,156 @@
+"""What `arena.py` does: check, load, serve until Ctrl-C; or write what was judged to a file."""
+
+import random
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from common.data.dialogue import Template
+from common.data.registry import RawSource, load_source
+from common.flags.args import REQUIRED, Problems, flag, parse_args
+from common.programs import startup
+from serving.answering import AnsweringArguments, load_answerer, load_template
+from serving.arena_app import create_app
+from serving.blind_pairs import BlindPairs
+from serving.browser_guard import LOOPBACK_NAMES
+from serving.export_pairs import export_pairs
+from serving.judgement_store import JudgementStore
+from serving.leading_words import split_leading_words
+from serving.listening import bind, find_token, is_loopback
+from serving.prompt_pool import PromptPool
+from serving.served_models import LocalModel, Sampling
+
+DATABASE = "output/arena.sqlite3"
+
+
+@dataclass
+class ArenaArguments(AnsweringArguments):
+    """Models behind a page."""
+
+    models: list[str] = flag([], "the models, PATH or NAME=PATH: export/ or adapter/ folders, or hub names")
+    db: str = flag(DATABASE, "SQLite file of pairs and judgements; made where there is none")
+    data_path: str = flag("", "a data set (file, folder, registered name) whose prompts can be drawn")
+    host: str = flag("127.0.0.1", "address that is listened on; any but the loopback needs a token")
+    port: int = flag(8080, "its port; 0: any free one, which is printed", low=0, high=65535)
+    token_file: str = flag(
+        "", "file with the token that people and programs must give; empty: TRIPTYCH_TOKEN of the environment"
+    )
+    max_request_bytes: int = flag(2**20, "a longer request is refused before it is read", low=1)
+    max_new_tokens: int = flag(256, "tokens of an answer at most", low=1)
+    temperature: float = flag(0.7, "sampling temperature; 0 takes the likeliest token", low=0)
+    top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all", low=0)
+    top_p: float = flag(0.95, "sample from the smallest set of tokens with this probability", above=0, high=1)
+
+
+@dataclass
+class ExportArguments:
+    """Judgements as training data."""
+
+    output: str = flag(REQUIRED, "the file of rows of prompt, chosen and rejected that is written")
+    db: str = flag(DATABASE, "SQLite file of pairs and judgements")
+    overwrite: bool = flag(False, "replace the file if it is there")
+
+
+def export(argv: list[str]) -> None:
+    """Write the decided pairs of a database for step 2."""
+    problems = Problems()
+    words, flags = split_leading_words(argv)
+    argv = [*(["--output", words[0]] if words else []), *words[1:], *flags]
+    description = "Writes judged pairs as rows of prompt, chosen and rejected."
+    args = parse_args(ExportArguments, argv, description=description, problems=problems)
+    target = Path(args.output or "")
+    if args.output and target.exists() and not args.overwrite:
+        problems.add(f"{target} exists already; give another name, or --overwrite")
+    problems.check(Path(args.db).is_file(), f"--db {args.db} is no file; give the database of an arena")
+    problems.exit_if_any()
+    with startup.as_problem(problems):
+        counts = export_pairs(JudgementStore(Path(args.db)), target)
+    left_out = ", ".join(
+        f"{count} {reason}" for reason, count in sorted(counts.items()) if reason != "written"
+    )
+    print(f"{counts['written']} pairs written to {target}" + (f"; left out: {left_out}" if left_out else ""))
+
+
+def serve(argv: list[str]) -> None:
+    """Check, load, serve until Ctrl-C."""
+    problems = Problems()
+    words, flags = split_leading_words(argv)
+    argv = [*(["--models", *words] if words else []), *flags]
+    description = "People compare models blindly on a page; programs ask them by OpenAI's protocol."
+    args = parse_args(ArenaArguments, argv, description=description, problems=problems)
+    paths = _named_paths(args.models, problems)
+    token = find_token(args.token_file, problems)
+    bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
+    is_local = bound is not None and is_loopback(bound)
+    problems.check(
+        bound is None or is_local or bool(token),
+        f"--host {args.host} lets other machines in; give --token_file, or leave --host out",
+    )
+    source = _load_prompts(args.data_path, problems)
+    templates = {name: load_template("--models", path, args, problems) for name, path in paths.items()}
+    problems.exit_if_any()
+    startup.print_notes(args, argv)
+    with startup.as_problem(problems):
+        store = JudgementStore(Path(args.db))
+        models = _load_models(paths, templates, args)
+    arena = BlindPairs(
+        models,
+        store,
+        Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p),
+        prompts=source and PromptPool(source, random.Random()),
+    )
+    app = create_app(
+        arena,
+        max_bytes=args.max_request_bytes,
+        token=token,
+        host_names=LOOPBACK_NAMES if is_local else None,
+    )
+    bound.listen()  # from here on a request waits, and is not refused
+    host, port = bound.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(
+        f"the arena of {', '.join(paths)} is at http://{shown}:{port}/ (API: /v1); Ctrl-C ends it", flush=True
+    )
+    print(f"judgements go to {args.db}", flush=True)
+    # A page that still waits for an answer does not keep the server from ending.
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
+    uvicorn.Server(config).run(sockets=[bound])
+
+
+def _named_paths(words: list[str], problems: Problems) -> dict[str, str]:
+    """Return {name: path} of the models, in order; a path without a name is its own."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, _, path = word.partition("=")
+        if not path or Path(word).exists():
+            name = path = word
+        problems.check(bool(name), f"--models {word}: a name is missing before the =")
+        problems.check(name not in found, f"--models names {name} twice; tell them apart by NAME=PATH")
+        found[name] = path
+    problems.check(bool(found), "no model is given: arena.py SFT PPO, each PATH or NAME=PATH")
+    return found
+
+
+def _load_prompts(data_path: str, problems: Problems) -> RawSource | None:
+    """Return the data set of --data_path, read, or None after adding what is wrong with it."""
+    if not data_path:
+        return None
+    try:
+        source = load_source(data_path)
+        PromptPool(source, random.Random(0)).next()
+    except ValueError as error:
+        problems.add(str(error))
+        return None
+    return source
+
+
+def _load_models(
+    paths: dict[str, str], templates: dict[str, Template | None], args: ArenaArguments
+) -> list[LocalModel]:
+    lock = threading.Lock()
+    return [
+        LocalModel(name, load_answerer(path, templates[name], args, max_new_tokens=args.max_new_tokens), lock)
+        for name, path in paths.items()
+    ]

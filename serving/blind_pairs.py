@@ -1,0 +1,169 @@
+"""The arena's rules: two models answer a prompt without their names, a person judges, then names are told."""
+
+import itertools
+import random
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from common.data.example import Message
+from serving.judgement_store import JudgementStore, Pair
+from serving.prompt_pool import PromptPool
+from serving.served_models import Sampling, ServedModel, why_too_long
+from serving.win_rates import Outcome, duels, ratings
+
+Emit = Callable[[dict[str, Any]], None]
+_SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "both_bad": 0.5}
+
+
+class Refused(Exception):  # noqa: N818  (nothing went wrong here)
+    """A request that cannot be met; the message says why, and what to do."""
+
+
+class BlindPairs:
+    """Asks models in pairs, keeps what they answer and what people think of it."""
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        store: JudgementStore,
+        sampling: Sampling,
+        *,
+        prompts: PromptPool | None = None,
+        draw: random.Random | None = None,
+    ) -> None:
+        self.models = {model.name: model for model in models}
+        self.store, self.sampling, self.prompts = store, sampling, prompts
+        self._draw = draw or random.SystemRandom()
+
+    # ---- asking
+
+    def ask(self, text: str) -> Pair:
+        """Return a new pair for a typed prompt. Raises Refused, StoreError."""
+        return self._create([Message("user", self._checked(text))], "typed", self._choose_models())
+
+    def ask_drawn(self) -> Pair:
+        """Return a new pair for a prompt of the data set. Raises Refused, StoreError."""
+        if self.prompts is None:
+            raise Refused("the server was started without --data_path, so there are no prompts to draw")
+        try:
+            prompt, source = self.prompts.next()
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        return self._create(prompt, source, self._choose_models())
+
+    def follow_up(self, pair_id: str, text: str) -> Pair:
+        """Return a new pair of the same two models that goes on from the preferred answer, A after a tie.
+
+        Raises Refused, UnknownPair, StoreError.
+        """
+        before = self.store.get(pair_id)
+        if before.choice not in ("a", "b", "tie"):
+            raise Refused("a conversation goes on from an answer that was preferred; begin a new one")
+        models = [before.model_a, before.model_b]
+        if missing := [name for name in models if name not in self.models]:
+            raise Refused(f"{missing[0]} is not served any more; begin a new conversation")
+        self._draw.shuffle(models)
+        answer = before.answer_b if before.choice == "b" else before.answer_a
+        said = [*before.prompt, Message("assistant", answer or ""), Message("user", self._checked(text))]
+        return self._create(said, "follow-up", models)
+
+    @staticmethod
+    def _checked(text: str) -> str:
+        if not text.strip():
+            raise Refused("the prompt is empty; write something")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
+            raise Refused("the prompt holds half a character (a lone surrogate); write it anew") from error
+        return text.strip()
+
+    def _choose_models(self) -> list[str]:
+        """Return two models in random order, of those that have met least often."""
+        if len(self.models) < 2:
+            raise Refused("the server has one model only, which cannot be compared; start it with two")
+        met = self.store.num_answered_by_models()
+        pairs = list(itertools.combinations(self.models, 2))
+        least = min(met.get(frozenset(pair), 0) for pair in pairs)
+        chosen = list(self._draw.choice([pair for pair in pairs if met.get(frozenset(pair), 0) == least]))
+        self._draw.shuffle(chosen)
+        return chosen
+
+    def _create(self, prompt: Sequence[Message], source: str, names: list[str]) -> Pair:
+        for name in names:
+            model = self.models[name]
+            try:
+                reason = why_too_long(model, len(model.encode(prompt)))
+            except ValueError as error:
+                reason = str(error)
+            if reason:  # names stay hidden: the person may write another prompt for the same two
+                raise Refused(f"one of the models cannot be asked: {reason}")
+        return self.store.add_pair(prompt, source, *names, asdict(self.sampling))
+
+    # ---- answering
+
+    def answer(self, pair: Pair, emit: Emit, is_gone: threading.Event) -> None:
+        """Let both models answer, one after the other, and tell all of it; stop when nobody listens any more.
+
+        An answer is kept as soon as it is whole. Whatever goes wrong with a model is told and kept, too.
+        """
+        emit({"event": "pair"} | self.view(pair))
+        for side, name in (("a", pair.model_a), ("b", pair.model_b)):
+            model = self.models[name]
+
+            def tell(_: int, text: str, side: str = side) -> bool:
+                emit({"event": "text", "side": side, "text": text})
+                return is_gone.is_set()
+
+            try:
+                [answer] = model.respond(model.encode(pair.prompt), self.sampling, tell)
+                if is_gone.is_set():
+                    return
+                self.store.set_answer(pair.id, side, answer.text)
+                emit({"event": "end", "side": side, "text": answer.text, "finish": answer.finish_reason})
+            except Exception as error:  # a device's, a library's, the disk's: the person must hear of each
+                self._tell_failure(pair, side, error, emit)
+        emit({"event": "done", "is_answered": self.store.get(pair.id).is_answered})
+
+    def _tell_failure(self, pair: Pair, side: str, error: Exception, emit: Emit) -> None:
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        message = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+        name = pair.model_a if side == "a" else pair.model_b
+        print(f"error: {name} gave no answer: {message}", file=sys.stderr, flush=True)
+        self.store.set_error(pair.id, side, message)
+        hidden = message
+        for model in sorted(self.models, key=len, reverse=True):
+            hidden = hidden.replace(model, "the model")
+        emit({"event": "error", "side": side, "message": hidden})
+
+    # ---- judging
+
+    def judge(self, pair_id: str, choice: str) -> dict[str, Any]:
+        """Keep a judgement and return the pair with its names. Raises StoreError."""
+        return self.view(self.store.judge(pair_id, choice))
+
+    def view(self, pair: Pair) -> dict[str, Any]:
+        """Return what a page may know of a pair: names only after it was judged."""
+        shown = {
+            "id": pair.id,
+            "prompt": [message._asdict() for message in pair.prompt],
+            "answers": {"a": pair.answer_a, "b": pair.answer_b},
+            "choice": pair.choice,
+        }
+        if pair.choice:
+            shown["models"] = {"a": pair.model_a, "b": pair.model_b}
+        return shown
+
+    def results(self) -> dict[str, Any]:
+        """Return ratings, duels and counts of all judgements in the database."""
+        pairs = self.store.judged()
+        outcomes = [Outcome(pair.model_a, pair.model_b, _SCORES[pair.choice or ""]) for pair in pairs]
+        return {
+            "num_judgements": len(pairs),
+            "choices": Counter(pair.choice for pair in pairs),
+            "ratings": [row._asdict() for row in ratings(outcomes)],
+            "duels": [row._asdict() | {"first_rate": row.first_rate._asdict()} for row in duels(outcomes)],
+        }

@@ -1,0 +1,161 @@
+#!/usr/bin/env python
+"""Serves a reward model over HTTP, to step 3's --reward http://HOST:PORT/score and to anyone else.
+
+python serving/reward_server.py --model_name_or_path OUT/export --host 127.0.0.1 --port 8000
+
+POST /score {"prompts": [...], "responses": [...]} is answered by {"scores": [...]}; GET /health says what is
+served. Prompts are texts as the model was trained on them, rendered by its template, and responses stand to
+the letter behind them: the end-of-turn token is added here, a leading space is not. With --token_file, or
+TRIPTYCH_TOKEN in the environment, every request must bear that token: Authorization: Bearer TOKEN.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: import from the repository root, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from transformers import PreTrainedTokenizerFast
+
+from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
+from common.models.loading import DTYPES
+from common.models.value_model import has_saved_head
+from common.programs import startup
+from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
+from common.runs.export import read_metadata
+from serving.listening import bind, find_token, is_loopback
+from serving.request_guard import RequestGuard, RequestLimits
+
+ACCURACY = ("accuracy", "accuracy_low", "accuracy_high", "pairs")  # on held-out pairs, as exported
+
+
+@dataclass
+class ServeArguments(TokenizerArguments):
+    """A reward model behind an address."""
+
+    model_name_or_path: str = flag(REQUIRED, "reward model: the export/ folder of step 2, or a hub name")
+    host: str = flag("127.0.0.1", "address that is listened on; 0.0.0.0: every one, for other machines")
+    port: int = flag(8000, "its port; 0: any free one, which is printed", low=0, high=65535)
+    token_file: str = flag(
+        "", "file with the token that every request must bear; empty: TRIPTYCH_TOKEN of the environment"
+    )
+    max_request_bytes: int = flag(
+        RequestLimits.max_bytes, "a longer request is refused before it is read", low=1
+    )
+    max_request_rows: int = flag(RequestLimits.max_rows, "prompts and responses in a request at most", low=1)
+    max_text_characters: int = flag(RequestLimits.max_characters, "of a prompt or a response at most", low=1)
+    batch_size: int = flag(32, "sequences in a forward pass", low=1)
+    max_seq_len: int = flag(
+        0,
+        "tokens of prompt and response at most; a longer prompt loses its beginning; 0: the model's limit",
+        low=0,
+    )
+    dtype: str = flag(
+        "", "weights and activations; empty: bf16 on a GPU that has it, else fp32", choices=tuple(DTYPES)
+    )
+
+
+@dataclass
+class ScoreRequest:
+    """What POST /score takes; `rows` is what step 3 sends to any reward, and is not looked at."""
+
+    prompts: list[str]
+    responses: list[str]
+    rows: list[dict[str, Any]] | None = None
+
+
+def create_app(scorer: RewardScorer, limits: RequestLimits | None = None, *, token: str = "") -> FastAPI:
+    """Return the web application of a scorer; with a token it answers no request without."""
+    limits = limits or RequestLimits()
+    # No page of documentation: it would load scripts from elsewhere.
+    app = FastAPI(title="Triptych reward model", docs_url=None, redoc_url=None)
+    app.add_middleware(RequestGuard, max_bytes=limits.max_bytes, token=token)
+
+    @app.exception_handler(RequestValidationError)
+    def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
+        """Say what is wrong in one line; the library's own answer repeats the whole request."""
+        found = (f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors())
+        expected = 'expected {"prompts": [texts], "responses": [texts]}'
+        return JSONResponse({"detail": f"{'; '.join(found)}; {expected}"}, status_code=422)
+
+    @app.post("/score")
+    def score(body: ScoreRequest) -> dict[str, list[float]]:
+        """Return a score for each response."""
+        num_prompts, num_responses = len(body.prompts), len(body.responses)
+        if num_prompts != num_responses:
+            message = (
+                f"{num_prompts} prompts but {num_responses} responses; send one prompt for each response"
+            )
+            raise HTTPException(422, message)
+        refusal = limits.refusal(body.prompts, body.responses)
+        if refusal:
+            raise HTTPException(413, refusal)
+        scores = scorer.score(body.prompts, body.responses)
+        if not all(map(math.isfinite, scores)):  # JSON has no word for them
+            raise HTTPException(500, "a score is not finite; serve the model with --dtype fp32")
+        return {"scores": scores}
+
+    @app.get("/health")
+    def health() -> dict[str, Any]:
+        """Return what is served."""
+        return scorer.facts
+
+    return app
+
+
+def load_scorer(args: ServeArguments, config: Any, tokenizer: PreTrainedTokenizerFast) -> RewardScorer:
+    """Return the scorer of the model of --model_name_or_path. Raises ValueError."""
+    name = args.model_name_or_path
+    model = load_frozen_value_model(name, tokenizer, args)
+    metadata = read_metadata(name)
+    num_positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    facts = {"name": name, "step": metadata.get("step"), "template": metadata.get("template")}
+    return RewardScorer(
+        model,
+        tokenizer,
+        batch_size=args.batch_size,
+        max_tokens=args.max_seq_len or num_positions,
+        facts=facts | {name: metadata.get("eval", {}).get(name) for name in ACCURACY},
+    )
+
+
+def main() -> None:
+    """Check, load, serve until Ctrl-C."""
+    problems = Problems()
+    args = parse_args(ServeArguments, description=__doc__.splitlines()[0], problems=problems)
+    token = find_token(args.token_file, problems)
+    name = args.model_name_or_path
+    config = startup.check_model("--model_name_or_path", name, args, problems)
+    if config and not has_saved_head(name):
+        problems.add(
+            f"--model_name_or_path {name} has no trained score head; give the export/ folder of step 2"
+        )
+    startup.check_length(config, args.max_seq_len, "--max_seq_len", problems)
+    tokenizer = config and startup.check_tokenizer("--model_name_or_path", name, args, problems)
+    bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
+    problems.exit_if_any()
+    startup.print_notes(args)
+    if not token and not is_loopback(bound):
+        startup.print_note(
+            f"--host {args.host} without a token: whoever reaches the port can use it; give --token_file"
+        )
+    with startup.as_problem(problems):
+        scorer = load_scorer(args, config, tokenizer)
+    bound.listen()  # from here on a request waits, and is not refused
+    host, port = bound.getsockname()[:2]
+    print(f"{name} answers POST http://{host}:{port}/score and GET /health; Ctrl-C ends it", flush=True)
+    limits = RequestLimits(args.max_request_bytes, args.max_request_rows, args.max_text_characters)
+    app = create_app(scorer, limits, token=token)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    server.run(sockets=[bound])
+
+
+if __name__ == "__main__":
+    startup.run_program(main)

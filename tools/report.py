@@ -1,0 +1,60 @@
+"""`python -m tools.report RUN_DIR... [--output FILE]`: one HTML file that shows what runs have done.
+
+Of several runs the curves lie over one another, and a table has their last values and the flags in which they
+differ. The file needs no other one, runs no script, and fetches nothing.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.flags.args import Problems, flag, parse_args
+from common.runs.report.page import seen_signs
+from common.runs.report.run_tables import told_state
+from common.runs.report.write import write_report
+from common.runs.run_file_names import REPORT
+from tools.findings import run_tool
+
+
+@dataclass
+class ReportArguments:
+    """Which runs, and where the page goes."""
+
+    run_dir: list[str] = flag([], "--output_dir of runs; as the first words they need no --run_dir")
+    output: str = flag("", f"the page; empty: {REPORT} in the folder of the run, or here for several runs")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page and say where it is; exit code 2 when there is nothing to show."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv and not argv[0].startswith("-"):
+        argv = ["--run_dir", *argv]
+    problems = Problems()
+    args = parse_args(ReportArguments, argv, description=__doc__.splitlines()[0], problems=problems)
+    folders = [Path(name) for name in args.run_dir]
+    problems.check(bool(folders), "no run is named: give --output_dir of one or several")
+    output = Path(args.output or (folders[0] / REPORT if len(folders) == 1 else REPORT))
+    problems.check(
+        not output.is_dir(), f"--output {output} is a folder; give a file such as {output / REPORT}"
+    )
+    problems.exit_if_any()
+    try:
+        runs, doubts = write_report(folders, output)
+    except OSError as error:
+        problems.add(f"--output {output} cannot be written ({error.strerror}); choose another place")
+        problems.exit_if_any()
+        raise
+    if not runs:
+        for doubt in doubts:
+            problems.add(doubt)
+        problems.exit_if_any()
+    for note in [*doubts, *(f"{run.folder}: {note}" for run in runs for note in run.notes)]:
+        print(f"note: {note}", file=sys.stderr)
+    for run in runs:
+        print(f"{run.name}: {told_state(run)}" + "".join(f"\n  {s.title}: {s.seen}" for s in seen_signs(run)))
+    print(f"wrote {output}")
+
+
+if __name__ == "__main__":
+    run_tool(main)
