@@ -25,8 +25,7 @@ from common.data.global_batches import GlobalBatches
 from common.data.stage_datasets import build_pairs, preview_rows
 from common.flags.args import Problems, parse_args
 from common.programs import startup, training_loop
-from common.ranks import distributed
-from common.ranks.watch import watchdog
+from common.ranks import distributed, watchdog
 from common.runs.engine_state import EngineState
 from common.runs.export import save_adapter, save_export
 from common.runs.run_saver import Run

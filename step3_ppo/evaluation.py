@@ -20,8 +20,7 @@ from common.data.global_batches import evaluation_batches
 from common.data.packed_batch import PackedBatch
 from common.data.stage_datasets import StageData, build_prompts
 from common.models.tensor_ops import wilson_interval
-from common.ranks import distributed
-from common.ranks.watch import watchdog
+from common.ranks import distributed, watchdog
 from common.runs.run_logger import RunLogger
 from common.runs.run_state import kept_random_numbers
 from step3_ppo.arguments import PPOArguments

@@ -28,8 +28,7 @@ from common.flags.refusal import StepRefused, TooManyBadSteps
 from common.models.policy_model import language_model
 from common.programs import startup
 from common.programs.training_loop import build_logger, count_steps
-from common.ranks import distributed
-from common.ranks.watch import watchdog
+from common.ranks import distributed, watchdog
 from common.runs.durable_files import remove_folder
 from common.runs.engine_state import EngineState, ShardState
 from common.runs.export import ExportFailed, save_adapter, save_export

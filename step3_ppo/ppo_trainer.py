@@ -14,9 +14,8 @@ import torch
 from common.data.global_batches import BatchStream
 from common.data.packed_batch import PackedBatch
 from common.flags.refusal import StepRefused
-from common.ranks import distributed
+from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
-from common.ranks.watch import watchdog
 from common.runs.run_logger import RunLogger
 from step3_ppo.algorithms import Algorithm
 from step3_ppo.arguments import PPOArguments

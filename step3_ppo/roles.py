@@ -21,9 +21,8 @@ from common.generation.generate import Generation
 from common.generation.hybrid_engine import HybridEngine
 from common.models.output_head import Support, Truncation
 from common.models.policy_model import language_model
-from common.ranks import distributed
+from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
-from common.ranks.watch import watchdog
 from common.ranks.zero3 import local_shard, swapped_shards
 from step3_ppo.response_inputs import lay_out_responses
 

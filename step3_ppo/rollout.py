@@ -13,8 +13,7 @@ import torch
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.flags.refusal import StepRefused
 from common.generation.hybrid_engine import SwitchCosts
-from common.ranks import distributed
-from common.ranks.watch import watchdog
+from common.ranks import distributed, watchdog
 from step3_ppo.experience import TokenCap, gather_records
 from step3_ppo.group_math import constant_groups
 from step3_ppo.rewards.score_sum import PromptTexts, ScoreSum

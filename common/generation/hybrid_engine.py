@@ -28,8 +28,7 @@ from common.generation.transformers_generate import TransformersGenerator
 from common.models.loading import plain_model
 from common.models.policy_model import language_model
 from common.models.trained_weights import TrainedWeight, trained_weights
-from common.ranks import distributed
-from common.ranks.watch import watchdog
+from common.ranks import distributed, watchdog
 from common.ranks.zero3 import is_sharded
 
 LORA_A, LORA_B = ":lora_a", ":lora_b"

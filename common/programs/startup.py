@@ -25,8 +25,7 @@ from common.flags.refusal import StepRefused, TooManyBadSteps
 from common.models.loading import linear_module_names, lora_targets
 from common.programs.build_locks import lock_note, lock_problems, needed_ops
 from common.programs.launch_environment import check_environment
-from common.ranks import distributed
-from common.ranks.watch import watchdog
+from common.ranks import distributed, watchdog
 from common.runs import run_lock
 from common.runs.checkpoints import SaveFailed
 from common.runs.export import ExportFailed, read_metadata

@@ -23,9 +23,8 @@ from common.models.policy_model import PolicyModel
 from common.models.value_model import ValueModel, load_value_model
 from common.models.varlen_attention import takes_flat
 from common.programs import startup
-from common.ranks import distributed
+from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
-from common.ranks.watch import watchdog
 from common.runs.resume import EarlierRun, find_run
 from common.runs.run_logger import RunLogger
 from common.runs.run_saver import Run, checkpoint_name

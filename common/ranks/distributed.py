@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 
-from common.ranks.watch import watchdog  # noqa: E402
+from common.ranks import watchdog  # noqa: E402
 from common.ranks.watch.collective_schedule import CollectiveRecorder  # noqa: E402
 
 # nccl ends a process that waited too long, from a thread of its own and without saying for whom: later than

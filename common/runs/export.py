@@ -19,8 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from common.models.loading import plain_model
 from common.models.trained_weights import trained_weights
-from common.ranks import distributed
-from common.ranks.watch import watchdog
+from common.ranks import distributed, watchdog
 from common.ranks.zero3 import gather_whole
 from common.runs.durable_files import WRITING, publish_folder, without_nan
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.flags.refusal import StepRefused, TooManyBadSteps
-from common.ranks import distributed
-from common.ranks.watch import watchdog
+from common.ranks import distributed, watchdog
 from common.runs.bad_steps import BadSteps
 from common.runs.checkpoints import FOLDER, Checkpoint, CheckpointWriter, Part, SaveFailed, load_newest
 from common.runs.durable_files import remove_leftovers, write_file

@@ -18,7 +18,7 @@ from common.data.registry import load_source
 from common.data.source_checks import check_sources
 from common.data.split import is_held_out, parse_data_split, share_indexes
 from common.data.stage_datasets import DataOptions, build_pairs, build_prompts, build_sft, preview_rows
-from common.ranks.watch import watchdog
+from common.ranks import watchdog
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,9 +13,8 @@ from common.models.loading import LoraOptions, add_lora
 from common.models.model_inputs import lay_out
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ScoreHead, ValueModel
-from common.ranks import step_costs
+from common.ranks import step_costs, watchdog
 from common.ranks.step_costs import StepCosts
-from common.ranks.watch import watchdog
 
 
 @pytest.fixture

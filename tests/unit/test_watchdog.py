@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.ranks.watch import watchdog
+from common.ranks import watchdog
 from common.ranks.watch.failures import (
     CLOSED,
     OTHER,
