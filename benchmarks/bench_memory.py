@@ -53,7 +53,7 @@ def measure_here(length: int, vocabulary: int) -> int:
     torch.manual_seed(0)
     model = LlamaForCausalLM(small_llama_config(vocab_size=vocabulary))
     engine = engine_of(PolicyModel(model, num_valid_tokens=vocabulary))
-    trainer = SFTTrainer(engine, is_flat=False, logger=SilentLogger())
+    trainer = SFTTrainer(engine, is_packed=False, logger=SilentLogger())
 
     def batch(num_tokens: int, num_prompt: int) -> dict[str, Any]:
         rows = torch.randint(FIRST_ID, vocabulary, (ROWS, num_tokens)).tolist()

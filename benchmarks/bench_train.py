@@ -121,7 +121,7 @@ def sft_ways(rows: list[dict[str, Any]], config: LlamaConfig) -> dict[str, Calla
         torch.manual_seed(0)
         engine = engine_of(PolicyModel(LlamaForCausalLM(config), num_valid_tokens=config.vocab_size))
         batches = build_batches(rows, SFTCollator(0), PackedSFTCollator(), lengths, is_packed=is_packed)
-        ways[name] = passes(SFTTrainer(engine, is_flat=False, logger=SilentLogger()), batches)
+        ways[name] = passes(SFTTrainer(engine, is_packed=False, logger=SilentLogger()), batches)
     return ways
 
 
@@ -135,7 +135,7 @@ def reward_ways(rows: list[dict[str, Any]], config: LlamaConfig) -> dict[str, Ca
         classifier.score.__class__ = ScoreHead
         trainer = RewardTrainer(
             engine_of(ValueModel(classifier)),
-            is_flat=False,
+            is_packed=False,
             rank_loss="end_score",
             use_margin=False,
             center_coef=0.0,

@@ -40,8 +40,8 @@ def build_ppo_update(is_packed: bool, config: LlamaConfig) -> Update:
     classifier.score.__class__ = ScoreHead
     policy = PolicyModel(LlamaForCausalLM(config), num_valid_tokens=config.vocab_size)
     sampling = SamplingOptions(max_new_tokens=1, stop_token_id=2, pad_token_id=0)
-    actor = Actor(HybridEngine(_engine(policy), HybridOptions(enabled=False)), sampling, is_flat=False)
-    critic = Critic(_engine(ValueModel(classifier)), is_flat=False)
+    actor = Actor(HybridEngine(_engine(policy), HybridOptions(enabled=False)), sampling, is_packed=False)
+    critic = Critic(_engine(ValueModel(classifier)), is_packed=False)
     losses = PPOLosses(args, Roles(actor, None, critic, {}))  # type: ignore[arg-type]
     cap = TokenCap(ROWS_PER_STEP * 512) if is_packed else None
     plan = MinibatchPlan(ROWS_PER_STEP, 1, epochs=1, seed=1, cap=cap)
@@ -83,7 +83,7 @@ def build_record() -> PackedBatch:
                 loss_counts=torch.tensor([float(num_response)]),
             )
         )
-    return PackedBatch.gather(parts)
+    return PackedBatch.concat(parts)
 
 
 def _engine(model: torch.nn.Module) -> Any:

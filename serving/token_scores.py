@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from common.models.loading import compute_hidden
-from common.models.model_inputs import lay_out
+from common.models.model_inputs import build_model_inputs
 from common.models.policy_model import read_logit_transform
 
 _PLACES_AT_A_TIME = 128  # whose logits are held together
@@ -28,7 +28,7 @@ def score_tokens(
 ) -> list[TokenScore]:
     """Return T - 1 scores, of all tokens but the first, in fp32 at temperature 1; `num_top` below V."""
     ids = torch.tensor(token_ids)
-    inputs = lay_out(ids, torch.tensor([len(token_ids)]), is_flat=False, device=model.device)
+    inputs = build_model_inputs(ids, torch.tensor([len(token_ids)]), is_packed=False, device=model.device)
     hidden = compute_hidden(model, inputs)[0, :-1]  # (T - 1, H)
     form, head = read_logit_transform(model), model.get_output_embeddings()
     found: list[TokenScore] = []

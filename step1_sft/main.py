@@ -86,8 +86,8 @@ def main() -> None:
     logger = training_loop.build_logger(args, COLUMNS, num_steps)
 
     # ---- training ---------------------------------------------------------------------------------------
-    is_flat = training_loop.use_layout(batches, model.causal_lm, args)
-    trainer = SFTTrainer(engine, is_flat=is_flat, logger=logger)
+    is_packed = training_loop.use_layout(batches, model.causal_lm, args)
+    trainer = SFTTrainer(engine, is_packed=is_packed, logger=logger)
     rows = {"--per_device_train_batch_size x --gradient_accumulation_steps": batches.global_rows}
     progress = Progress(data.key, rows, about_data=data.report.facts())
     run = Run(args, earlier, logger, progress, {"model": EngineState(engine)})

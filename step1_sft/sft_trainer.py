@@ -8,7 +8,7 @@ import torch
 
 from common.data.collators import Batch, pack_sft
 from common.engine.engine_step import LossTerm
-from common.models.model_inputs import lay_out
+from common.models.model_inputs import build_model_inputs
 from common.programs.training_loop import train_and_log
 from common.ranks import distributed
 from common.runs.run_logger import RunLogger
@@ -19,22 +19,24 @@ def count_targets(batch: Batch) -> float:
     return float(pack_sft(batch).data["loss_mask"].sum())
 
 
-def compute_nll_sum(engine: Any, batch: Batch, *, is_flat: bool = False) -> torch.Tensor:
+def compute_nll_sum(engine: Any, batch: Batch, *, is_packed: bool = False) -> torch.Tensor:
     """Return the negative log-likelihood summed over the batch's targets, fp32 scalar.
 
     `engine` is a PolicyModel or its engine.
     """
     packed = pack_sft(batch).to(distributed.device())
     token_ids, is_target = packed.data["input_ids"], packed.data["loss_mask"]
-    inputs = lay_out(token_ids, packed.lengths["input_ids"], is_flat=is_flat, device=token_ids.device)
-    return -engine(inputs, inputs.token_places[is_target], token_ids[is_target], is_summed=True)
+    inputs = build_model_inputs(
+        token_ids, packed.lengths["input_ids"], is_packed=is_packed, device=token_ids.device
+    )
+    return -engine(inputs, inputs.token_slots[is_target], token_ids[is_target], is_summed=True)
 
 
 class SFTTrainer:
     """Moves an engine by token means over global batches."""
 
-    def __init__(self, engine: Any, *, is_flat: bool, logger: RunLogger) -> None:
-        self.engine, self.is_flat, self.logger = engine, is_flat, logger
+    def __init__(self, engine: Any, *, is_packed: bool, logger: RunLogger) -> None:
+        self.engine, self.is_packed, self.logger = engine, is_packed, logger
 
     def train_step(self, step: int, micro_batches: list[Batch]) -> float:
         """Do optimizer step `step` (from 1), log it, return its loss. Every rank must call this."""
@@ -49,7 +51,7 @@ class SFTTrainer:
         nll, count = 0.0, 0.0
         for batch, is_real in batches:
             batch["loss_mask"] &= is_real[:, None]
-            nll += float(compute_nll_sum(self.engine, batch, is_flat=self.is_flat))
+            nll += float(compute_nll_sum(self.engine, batch, is_packed=self.is_packed))
             count += count_targets(batch)
         nll, count = distributed.sum_float(nll), distributed.sum_float(count)
         loss = nll / max(count, 1.0)
@@ -58,4 +60,4 @@ class SFTTrainer:
         return perplexity
 
     def _compute_sums(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return compute_nll_sum(self.engine, batch, is_flat=self.is_flat), {}
+        return compute_nll_sum(self.engine, batch, is_packed=self.is_packed), {}

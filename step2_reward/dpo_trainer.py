@@ -10,7 +10,7 @@ import torch
 
 from common.data.collators import Batch, pack_pairs
 from common.engine.engine_step import LossTerm
-from common.models.model_inputs import lay_out
+from common.models.model_inputs import build_model_inputs
 from common.programs.training_loop import train_and_log
 from common.ranks import distributed
 from common.runs.run_logger import RunLogger
@@ -18,18 +18,18 @@ from step2_reward.dpo_loss import DPOLoss, dpo_loss
 from step2_reward.ranking_metrics import accuracy_figures, expected_calibration_error
 
 
-def compute_answer_logprobs(model: Any, batch: Batch, *, is_flat: bool = False) -> torch.Tensor:
+def compute_answer_logprobs(model: Any, batch: Batch, *, is_packed: bool = False) -> torch.Tensor:
     """Return (2N,) fp32: the log-probability of each answer given its prompt, end-of-turn token included.
 
     `model` is a PolicyModel or its engine. A token that nothing stands before has no probability.
     """
     packed = pack_pairs(batch).to(distributed.device())
     token_ids, lengths = packed.data["input_ids"], packed.lengths["input_ids"].to(distributed.device())
-    inputs = lay_out(token_ids, lengths, is_flat=is_flat, device=token_ids.device)
+    inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed, device=token_ids.device)
     sequence = torch.arange(len(lengths), device=token_ids.device).repeat_interleave(lengths)  # (total,)
     within = torch.arange(len(token_ids), device=token_ids.device) - (lengths.cumsum(0) - lengths)[sequence]
     is_answer = within >= packed.data["response_starts"].clamp(min=1)[sequence]
-    logprobs, _ = model(inputs, inputs.token_places[is_answer], token_ids[is_answer])
+    logprobs, _ = model(inputs, inputs.token_slots[is_answer], token_ids[is_answer])
     return torch.zeros(len(lengths), device=logprobs.device).index_add(0, sequence[is_answer], logprobs)
 
 
@@ -37,15 +37,15 @@ class DPOTrainer:
     """Moves an engine by the mean DPO loss over the global batch's pairs."""
 
     def __init__(
-        self, engine: Any, *, is_flat: bool, beta: float, label_smoothing: float, logger: RunLogger
+        self, engine: Any, *, is_packed: bool, beta: float, label_smoothing: float, logger: RunLogger
     ) -> None:
-        self.engine, self.is_flat, self.logger = engine, is_flat, logger
+        self.engine, self.is_packed, self.logger = engine, is_packed, logger
         self.beta, self.label_smoothing = beta, label_smoothing
 
     def score_reference(self, batch: Batch) -> torch.Tensor:
         """Return `compute_answer_logprobs` of the policy as it is, as evaluation has it."""
         self.engine.eval()
-        return compute_answer_logprobs(self.engine, batch, is_flat=self.is_flat)
+        return compute_answer_logprobs(self.engine, batch, is_packed=self.is_packed)
 
     def train_step(self, step: int, micro_batches: list[Batch]) -> float:
         """Do optimizer step `step` (from 1), log it, return its loss. Every rank must call this."""
@@ -76,7 +76,7 @@ class DPOTrainer:
 
     def _compute_losses(self, batch: Batch) -> DPOLoss:
         reference = batch.data["reference_logprobs"].to(distributed.device())  # (2N,)
-        policy = compute_answer_logprobs(self.engine, batch, is_flat=self.is_flat)
+        policy = compute_answer_logprobs(self.engine, batch, is_packed=self.is_packed)
         return dpo_loss(
             policy[0::2],
             policy[1::2],

@@ -91,7 +91,7 @@ def build_ranking(
     engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
     trainer = RewardTrainer(
         engine,
-        is_flat=training_loop.use_layout(batches, model.classifier, args),
+        is_packed=training_loop.use_layout(batches, model.classifier, args),
         rank_loss=args.loss,
         use_margin=args.use_margin,
         center_coef=args.center_coef,
@@ -109,7 +109,7 @@ def build_dpo(
     engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
     trainer = DPOTrainer(
         engine,
-        is_flat=training_loop.use_layout(batches, model.causal_lm, args),
+        is_packed=training_loop.use_layout(batches, model.causal_lm, args),
         beta=args.beta,
         label_smoothing=args.label_smoothing,
         logger=training_loop.build_logger(args, (*COLUMNS["dpo"], "perf/tokens_per_second"), num_steps),

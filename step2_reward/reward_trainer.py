@@ -10,7 +10,7 @@ import torch
 
 from common.data.collators import Batch, pack_pairs
 from common.engine.engine_step import LossTerm
-from common.models.model_inputs import lay_out
+from common.models.model_inputs import build_model_inputs
 from common.programs.training_loop import train_and_log
 from common.ranks import distributed
 from common.runs.run_logger import RunLogger
@@ -31,14 +31,16 @@ class PairScores(NamedTuple):
     values: torch.Tensor  # (total,) fp32, of all tokens end to end
 
 
-def compute_pair_scores(model: Any, batch: Batch, *, is_flat: bool = False) -> PairScores:
+def compute_pair_scores(model: Any, batch: Batch, *, is_packed: bool = False) -> PairScores:
     """Return the scores of both answers: the value at the last real token, end-of-turn token included.
 
     `model` is a ValueModel or its engine.
     """
     packed = pack_pairs(batch).to(distributed.device())
     lengths = packed.lengths["input_ids"]
-    inputs = lay_out(packed.data["input_ids"], lengths, is_flat=is_flat, device=distributed.device())
+    inputs = build_model_inputs(
+        packed.data["input_ids"], lengths, is_packed=is_packed, device=distributed.device()
+    )
     values = model(inputs)
     scores = values[lengths.to(values.device).cumsum(0) - 1]
     return PairScores(scores[0::2], scores[1::2], values)
@@ -82,12 +84,12 @@ def judge_pairs(chosen: torch.Tensor, rejected: torch.Tensor, lengths: torch.Ten
 
 @torch.no_grad()
 def evaluate_pairs(
-    model: Any, batches: Iterable[tuple[Batch, torch.Tensor]], *, is_flat: bool = False
+    model: Any, batches: Iterable[tuple[Batch, torch.Tensor]], *, is_packed: bool = False
 ) -> dict[str, float]:
     """Return `judge_pairs` over the rows of all ranks. Every rank must call this."""
     columns: list[tuple[torch.Tensor, ...]] = []
     for batch, is_real in batches:
-        scores = compute_pair_scores(model, batch, is_flat=is_flat)
+        scores = compute_pair_scores(model, batch, is_packed=is_packed)
         packed = pack_pairs(batch)
         lengths = packed.lengths["input_ids"] - packed.data["response_starts"]
         found = (scores.chosen, scores.rejected, lengths[0::2], lengths[1::2])
@@ -104,13 +106,13 @@ class RewardTrainer:
         self,
         engine: Any,
         *,
-        is_flat: bool,
+        is_packed: bool,
         rank_loss: str,
         use_margin: bool,
         center_coef: float,
         logger: RunLogger,
     ) -> None:
-        self.engine, self.is_flat, self.logger = engine, is_flat, logger
+        self.engine, self.is_packed, self.logger = engine, is_packed, logger
         self.rank_loss, self.use_margin, self.center_coef = rank_loss, use_margin, center_coef
 
     def train_step(self, step: int, micro_batches: list[Batch]) -> float:
@@ -122,12 +124,12 @@ class RewardTrainer:
     def evaluate(self, step: int, batches: Iterable[tuple[Batch, torch.Tensor]]) -> dict[str, float]:
         """Return and log the held-out figures. Every rank must call this."""
         self.engine.eval()
-        figures = evaluate_pairs(self.engine, batches, is_flat=self.is_flat)
+        figures = evaluate_pairs(self.engine, batches, is_packed=self.is_packed)
         self.logger.log_event(step, {f"reward/eval_{name}": value for name, value in figures.items()})
         return figures
 
     def _compute_sums(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        scores = compute_pair_scores(self.engine, batch, is_flat=self.is_flat)
+        scores = compute_pair_scores(self.engine, batch, is_packed=self.is_packed)
         losses = compute_pair_losses(batch, scores, rank_loss=self.rank_loss, use_margin=self.use_margin)
         if self.center_coef:
             losses = losses + self.center_coef * center_penalty(scores.chosen, scores.rejected)

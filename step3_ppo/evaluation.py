@@ -230,7 +230,7 @@ class Evaluation:
         for index, (prompts, is_real) in enumerate(batches):
             first = FIRST_NUMBER + (index * world_size + distributed.rank()) * size
             parts.append(self.rollout.sample(prompts, torch.arange(first, first + len(is_real)), step)[0])
-        record = gather_records(PackedBatch.gather(parts))
+        record = gather_records(PackedBatch.concat(parts))
         return record.select(range(-(-num_prompts // world_size) * world_size))
 
     def _score(self, record: PackedBatch) -> PackedBatch:

@@ -86,7 +86,7 @@ def put_back(kept: PackedBatch, record: PackedBatch) -> PackedBatch:
             rest = rest.with_key(key, zeros, like="response_ids")
         else:
             rest = rest.with_numbers(key, kept.data[key].new_zeros(len(rest)))
-    whole = PackedBatch.gather([kept, rest])
+    whole = PackedBatch.concat([kept, rest])
     places = {sample: item for item, sample in enumerate(whole.ids)}
     return whole.select([places[sample] for sample in record.ids])
 
@@ -97,7 +97,7 @@ def gather_records(local: PackedBatch) -> PackedBatch:
     They are small (a few numbers a token), and once every rank holds all, advantages and minibatches are the
     same for any number of ranks, and a group is whole everywhere.
     """
-    whole = PackedBatch.gather(distributed.gather_objects(local))
+    whole = PackedBatch.concat(distributed.gather_objects(local))
     order = sorted(range(len(whole)), key=lambda item: whole.ids[item])
     return whole.select(order)
 
@@ -109,10 +109,10 @@ def sequence_lengths(record: PackedBatch) -> list[tuple[int]]:
 
 @dataclass(frozen=True)
 class TokenCap:
-    """How many tokens a forward pass may take; `is_flat`: sequences stand end to end there."""
+    """How many tokens a forward pass may take; `is_packed`: sequences stand end to end there."""
 
     max_tokens: int
-    is_flat: bool = False
+    is_packed: bool = False
 
     def cut(self, record: PackedBatch) -> list[PackedBatch]:
         """Return this rank's micro-batches of a record that all ranks hold; every rank gets as many."""
@@ -120,7 +120,7 @@ class TokenCap:
             sequence_lengths(record),
             num_ranks=distributed.world_size(),
             max_tokens=self.max_tokens,
-            is_flat=self.is_flat,
+            is_packed=self.is_packed,
         )
         return [record.select(items) for items in plan[distributed.rank()]]
 

@@ -121,7 +121,7 @@ def build_rollout(args: PPOArguments, roles: Roles, specs: list[RewardSpec], tok
         roles,
         PromptPlace(args.per_device_generation_batch_size, args.generation_batches),
         OldLogprobs(old_logprobs, args.max_logprob_gap, is_stale=args.rollout_staleness > 0),
-        TokenCap(args.max_tokens_per_micro_batch or most, roles.actor.is_flat),
+        TokenCap(args.max_tokens_per_micro_batch or most, roles.actor.is_packed),
         ScoreSum(specs, texts, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), failures),
         num_samples_per_prompt=args.num_samples_per_prompt,
         dynamic_sampling_rounds=args.dynamic_sampling_rounds,

@@ -11,7 +11,7 @@ import torch
 from common.data.global_batches import BatchStream
 from common.data.packed_batch import PackedBatch
 from common.engine.engine_step import Gradients, LossTerm, Stat, take_steps
-from common.models.model_inputs import lay_out
+from common.models.model_inputs import build_model_inputs
 from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_math import kl_loss_terms, policy_loss_terms, value_loss_terms
@@ -138,10 +138,12 @@ class PPOLosses:
     def _pretraining_sums(self, batch: dict[str, Any]) -> Sums:
         actor, blocks = self.roles.actor, batch["input_ids"]  # (S, T), all of one length
         lengths = torch.full((len(blocks),), blocks.shape[1])
-        inputs = lay_out(blocks.flatten(), lengths, is_flat=actor.is_flat, device=distributed.device())
-        places = inputs.token_places.view(blocks.shape)[:, 1:].flatten()
-        targets = blocks[:, 1:].flatten().to(places.device)
-        return -actor.engine(inputs, places, targets, is_summed=True, temperature=1.0), {}
+        inputs = build_model_inputs(
+            blocks.flatten(), lengths, is_packed=actor.is_packed, device=distributed.device()
+        )
+        slots = inputs.token_slots.view(blocks.shape)[:, 1:].flatten()
+        targets = blocks[:, 1:].flatten().to(slots.device)
+        return -actor.engine(inputs, slots, targets, is_summed=True, temperature=1.0), {}
 
 
 def count_loss_items(batch: PackedBatch) -> float:

@@ -176,7 +176,7 @@ class PPOTrainer:
         mine = self.rollout.cap.cut(record)
         scored = zip(mine, self.roles.actor.score(mine), strict=True)
         return gather_records(
-            PackedBatch.gather([r.with_key("prox_logprobs", x.cpu(), like="response_ids") for r, x in scored])
+            PackedBatch.concat([r.with_key("prox_logprobs", x.cpu(), like="response_ids") for r, x in scored])
         )
 
     def _update(self, current: OpenStep) -> None:

@@ -11,7 +11,7 @@ from common.generation.hybrid_engine import HybridEngine
 from common.models.loading import LoraOptions, ModelOptions, add_lora, load_causal_lm, plain_model
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ValueModel, load_value_model
-from common.models.varlen_attention import takes_flat
+from common.models.varlen_attention import takes_packed
 from common.programs.training_loop import build_engine
 from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments
@@ -107,7 +107,7 @@ class RoleBuilder:
             seed=args.seed,
         )
         hybrid_engine = HybridEngine(engine, hybrid_options(args))
-        return Actor(hybrid_engine, sampling, is_flat=self._is_flat(policy.causal_lm))
+        return Actor(hybrid_engine, sampling, is_packed=self._is_packed(policy.causal_lm))
 
     def load_actor(self, ds_config: dict[str, Any]) -> PolicyModel:
         """Return what the actor's engine trains. Every rank must call this."""
@@ -122,8 +122,8 @@ class RoleBuilder:
     def _policy(self, causal_lm: nn.Module) -> PolicyModel:
         return PolicyModel(causal_lm, num_valid_tokens=len(self.tokenizer), temperature=self.args.temperature)
 
-    def _is_flat(self, model: nn.Module) -> bool:
-        return self.args.packed and takes_flat(plain_model(model))
+    def _is_packed(self, model: nn.Module) -> bool:
+        return self.args.packed and takes_packed(plain_model(model))
 
     def build_reference(self, actor: Actor) -> Reference:
         """Return the actor's beginning, frozen; with LoRA it is the actor itself. Every rank must call
@@ -131,18 +131,18 @@ class RoleBuilder:
         """
         args = self.args
         if args.actor_lora_dim:
-            return Reference(AdapterOff(actor.engine), is_flat=actor.is_flat)
+            return Reference(AdapterOff(actor.engine), is_packed=actor.is_packed)
         ds_config = self._frozen_config("actor", args.offload_reference_model)
         options = self._model_options(args.actor_model_name_or_path, ds_config)
         policy = self._policy(load_causal_lm(options, len(self.tokenizer)))
         frozen = Frozen(policy, ds_config, offload=args.offload_reference_model)
-        return Reference(frozen, is_flat=self._is_flat(policy.causal_lm))
+        return Reference(frozen, is_packed=self._is_packed(policy.causal_lm))
 
     def build_critic(self) -> Critic:
         """Return the critic, which begins as the reward model. Every rank must call this."""
         ds_config = self._train_config("critic")
         model = self.load_critic(ds_config)
-        return Critic(self._engine("critic", model, ds_config), is_flat=self._is_flat(model.classifier))
+        return Critic(self._engine("critic", model, ds_config), is_packed=self._is_packed(model.classifier))
 
     def load_critic(self, ds_config: dict[str, Any]) -> ValueModel:
         """Return what the critic's engine trains. Every rank must call this."""
@@ -159,4 +159,4 @@ class RoleBuilder:
         ds_config = self._frozen_config("critic", args.offload_reward_model)
         model = load_value_model(self._model_options(path, ds_config), len(self.tokenizer))
         frozen = Frozen(model, ds_config, offload=args.offload_reward_model)
-        return Reward(frozen, is_flat=self._is_flat(model.classifier))
+        return Reward(frozen, is_packed=self._is_packed(model.classifier))

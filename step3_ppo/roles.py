@@ -24,7 +24,7 @@ from common.models.policy_model import language_model
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
 from common.ranks.zero3 import local_shard, swapped_shards
-from step3_ppo.response_inputs import lay_out_responses
+from step3_ppo.response_inputs import build_response_inputs
 
 
 class ResponseValues(NamedTuple):
@@ -91,27 +91,27 @@ class Policy:
     With `support_ids` in a record they are taken among the tokens that the sampler could draw.
     """
 
-    def __init__(self, *, is_flat: bool) -> None:
-        self.is_flat = is_flat
+    def __init__(self, *, is_packed: bool) -> None:
+        self.is_packed = is_packed
 
     def compute_logprobs(
         self, model: Any, record: PackedBatch, *, with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprobs (total,) fp32 of the response tokens and, if asked for, their entropies."""
-        batch = lay_out_responses(record, is_flat=self.is_flat)
+        batch = build_response_inputs(record, is_packed=self.is_packed)
         support = None
         if "support_ids" in record.data:
-            device = batch.places.device
+            device = batch.slots.device
             offsets = pad_ends(record.data["support_counts"].cumsum(0), (1, 0)).to(device)
             support = Support(record.data["support_ids"].to(device), offsets)
-        return model(batch.inputs, batch.places, batch.token_ids, with_entropy=with_entropy, support=support)
+        return model(batch.inputs, batch.slots, batch.token_ids, with_entropy=with_entropy, support=support)
 
 
 class Reference(Policy):
     """The frozen policy that the KL penalty is measured against."""
 
-    def __init__(self, frozen: Frozen | AdapterOff, *, is_flat: bool) -> None:
-        super().__init__(is_flat=is_flat)
+    def __init__(self, frozen: Frozen | AdapterOff, *, is_packed: bool) -> None:
+        super().__init__(is_packed=is_packed)
         self.frozen = frozen
 
     @torch.no_grad()
@@ -127,8 +127,8 @@ class Reference(Policy):
 class Actor(Policy):
     """The policy that is trained."""
 
-    def __init__(self, hybrid_engine: HybridEngine, sampling: SamplingOptions, *, is_flat: bool) -> None:
-        super().__init__(is_flat=is_flat)
+    def __init__(self, hybrid_engine: HybridEngine, sampling: SamplingOptions, *, is_packed: bool) -> None:
+        super().__init__(is_packed=is_packed)
         self.hybrid_engine, self.sampling = hybrid_engine, sampling
         self.engine = hybrid_engine.engine
 
@@ -170,8 +170,8 @@ class Actor(Policy):
         found = []
         with watchdog.phase("the scores of the actor", clock="actor_score"):
             for record in records:
-                batch = lay_out_responses(record, is_flat=self.is_flat)
-                support = self.engine(batch.inputs, batch.places, batch.token_ids, truncation=truncation)
+                batch = build_response_inputs(record, is_packed=self.is_packed)
+                support = self.engine(batch.inputs, batch.slots, batch.token_ids, truncation=truncation)
                 found.append(Support(*support))
         return found
 
@@ -185,21 +185,21 @@ class Actor(Policy):
 class ValueRole:
     """Values of responses: the critic and the reward model."""
 
-    def __init__(self, *, is_flat: bool) -> None:
-        self.is_flat = is_flat
+    def __init__(self, *, is_packed: bool) -> None:
+        self.is_packed = is_packed
 
     def compute_values(self, model: Any, record: PackedBatch) -> ResponseValues:
         """Return the values of every state of a response, and of the one after it."""
-        batch = lay_out_responses(record, is_flat=self.is_flat)
-        places = torch.cat([batch.places - 1, batch.inputs.last_places])
-        return ResponseValues(*model(batch.inputs, places).split([len(batch.places), len(record)]))
+        batch = build_response_inputs(record, is_packed=self.is_packed)
+        slots = torch.cat([batch.slots - 1, batch.inputs.last_slots])
+        return ResponseValues(*model(batch.inputs, slots).split([len(batch.slots), len(record)]))
 
 
 class Reward(ValueRole):
     """A frozen reward model."""
 
-    def __init__(self, frozen: Frozen, *, is_flat: bool) -> None:
-        super().__init__(is_flat=is_flat)
+    def __init__(self, frozen: Frozen, *, is_packed: bool) -> None:
+        super().__init__(is_packed=is_packed)
         self.frozen = frozen
 
     @torch.no_grad()
@@ -217,8 +217,8 @@ class Reward(ValueRole):
 class Critic(ValueRole):
     """The value function that is trained."""
 
-    def __init__(self, engine: Any, *, is_flat: bool) -> None:
-        super().__init__(is_flat=is_flat)
+    def __init__(self, engine: Any, *, is_packed: bool) -> None:
+        super().__init__(is_packed=is_packed)
         self.engine = engine
 
     @torch.no_grad()

@@ -131,7 +131,7 @@ class Rollout:
             generated.append(self.sample(batch, numbers, version, self.num_samples_per_prompt))
         self.num_draws += 1
         with watchdog.phase("the gathering of the responses", clock="gather"):
-            record = gather_records(PackedBatch.gather([part for part, _ in generated]))
+            record = gather_records(PackedBatch.concat([part for part, _ in generated]))
             texts: PromptTexts = {}
             if self.scores.reads_texts:
                 local = {number: text for _, of_part in generated for number, text in of_part.items()}
@@ -230,7 +230,7 @@ def gather_scored(
     for name, found in numbers.items():
         pairs = zip(records, found, strict=True)
         records = [record.with_numbers(name, x.cpu()) for record, x in pairs]
-    return gather_records(PackedBatch.gather(records))
+    return gather_records(PackedBatch.concat(records))
 
 
 def add_support(record: PackedBatch, support: Any) -> PackedBatch:
@@ -254,4 +254,4 @@ def _refill(record: PackedBatch, is_constant: torch.Tensor, fresh: PackedBatch) 
     dropped = is_constant.nonzero()[:num_replaced, 0].tolist()
     kept = sorted(set(range(len(record))) - set(dropped))
     parts = [record.select(kept)] if kept else []
-    return PackedBatch.gather([*parts, fresh.select(range(num_replaced))]), num_replaced
+    return PackedBatch.concat([*parts, fresh.select(range(num_replaced))]), num_replaced

@@ -17,9 +17,9 @@ from common.generation.decode_state import SamplingOptions
 from common.generation.generate import Generation, Generator
 from common.generation.inference_module import share_weights
 from common.models.loading import plain_model
-from common.models.model_inputs import ModelInputs, lay_out
+from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.policy_model import PolicyModel
-from common.models.varlen_attention import FLASH_ATTENTION, NAME, takes_flat
+from common.models.varlen_attention import FLASH_ATTENTION, NAME, takes_packed
 from tools.findings import Finding, compare, guarded, tolerance_of
 
 TIE = 1e-3  # logits closer than this change places with the order of additions
@@ -115,7 +115,7 @@ def score(
     policy: PolicyModel,
     rows: Sequence[Sequence[int]],
     *,
-    is_flat: bool = False,
+    is_packed: bool = False,
     fill: int | None = None,
     starts: Sequence[int] | None = None,
 ) -> torch.Tensor:
@@ -123,21 +123,21 @@ def score(
 
     `fill` is put where rows are padded.
     """
-    inputs = lay_out_rows(rows, plain_model(policy.causal_lm).device, is_flat=is_flat, fill=fill)
+    inputs = build_row_inputs(rows, plain_model(policy.causal_lm).device, is_packed=is_packed, fill=fill)
     counted = [
         torch.arange(len(row)) >= start for row, start in zip(rows, starts or [1] * len(rows), strict=True)
     ]
     is_scored = torch.cat(counted).to(inputs.input_ids.device)
-    places = inputs.token_places[is_scored]
-    return policy(inputs, places, inputs.input_ids.flatten()[places])[0]
+    slots = inputs.token_slots[is_scored]
+    return policy(inputs, slots, inputs.input_ids.flatten()[slots])[0]
 
 
-def lay_out_rows(
-    rows: Sequence[Sequence[int]], device: torch.device, *, is_flat: bool = False, fill: int | None = None
+def build_row_inputs(
+    rows: Sequence[Sequence[int]], device: torch.device, *, is_packed: bool = False, fill: int | None = None
 ) -> ModelInputs:
     """Return the rows as a pass of ours reads them; `fill` is put where they are padded."""
     ids, lengths = torch.cat([torch.tensor(row) for row in rows]), torch.tensor([len(row) for row in rows])
-    inputs = lay_out(ids, lengths, is_flat=is_flat, device=device)
+    inputs = build_model_inputs(ids, lengths, is_packed=is_packed, device=device)
     if fill is not None:
         inputs.input_ids[~inputs.is_token] = fill
     return inputs
@@ -260,9 +260,9 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
 @torch.inference_mode()
 def check_flat(subject: Subject) -> list[Finding]:
     """Rows end to end in one, where the attention takes them."""
-    if not takes_flat(subject.model):
+    if not takes_packed(subject.model):
         return [padded_rows_finding(subject.model)]
-    found = score(build_policy(subject), subject.rows, is_flat=True)
+    found = score(build_policy(subject), subject.rows, is_packed=True)
     return [compare("end to end", found, subject.plain.logprobs, subject.tolerance, _WHY_FLAT)]
 
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from common.models.loading import plain_model
 from common.models.value_model import ValueModel
-from common.models.varlen_attention import takes_flat
-from tools.causal_checks import Subject, lay_out_rows, padded_rows_finding, torchs_attention
+from common.models.varlen_attention import takes_packed
+from tools.causal_checks import Subject, build_row_inputs, padded_rows_finding, torchs_attention
 from tools.findings import Finding, compare, guarded, tolerance_of
 
 _WHY_SCORES = "these are PPO's rewards"
@@ -55,9 +55,9 @@ def check_scores(subject: Subject, value_model: ValueModel) -> list[Finding]:
     """Scores of a padded batch, what its padding does, the pad id, and rows end to end."""
     model, tokenizer, rows = plain_model(value_model.classifier), subject.tokenizer, subject.rows
 
-    def score(*, is_flat: bool = False, fill: int | None = None) -> torch.Tensor:
-        inputs = lay_out_rows(rows, model.device, is_flat=is_flat, fill=fill)
-        return value_model(inputs, inputs.last_places)
+    def score(*, is_packed: bool = False, fill: int | None = None) -> torch.Tensor:
+        inputs = build_row_inputs(rows, model.device, is_packed=is_packed, fill=fill)
+        return value_model(inputs, inputs.last_slots)
 
     plain, found = score_plainly(model, rows, None), score()
     tolerance = tolerance_of(subject.dtype, float(plain.abs().max()))
@@ -69,9 +69,9 @@ def check_scores(subject: Subject, value_model: ValueModel) -> list[Finding]:
         compare("what padding holds", filled, found.expand_as(filled), tolerance, _WHY_PADDING),
         describe_pad_id(subject, model, plain, tolerance),
     ]
-    if takes_flat(model):
+    if takes_packed(model):
         findings.append(
-            compare("end to end", score(is_flat=True), plain, tolerance, "--packed trains on such rows")
+            compare("end to end", score(is_packed=True), plain, tolerance, "--packed trains on such rows")
         )
     else:
         findings.append(padded_rows_finding(model))

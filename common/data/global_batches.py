@@ -23,18 +23,18 @@ class TokenBudget:
 
     row_lengths: Sequence[Sequence[int]]
     max_tokens: int
-    is_flat: bool = False  # sequences end to end: padding costs nothing
+    is_packed: bool = False  # sequences end to end: padding costs nothing
 
     def check(self) -> None:
         """Raise ValueError when a row alone is above the budget."""
         longest = max(range(len(self.row_lengths)), key=lambda row: max(self.row_lengths[row]))
-        plan_micro_batches([self.row_lengths[longest]], max_tokens=self.max_tokens, is_flat=self.is_flat)
+        plan_micro_batches([self.row_lengths[longest]], max_tokens=self.max_tokens, is_packed=self.is_packed)
 
     def cut(self, rows: Sequence[int], rank: int, world_size: int) -> list[list[int]]:
         """Return this rank's micro-batches of a global batch's rows; every rank gets as many."""
         lengths = [self.row_lengths[row] for row in rows]
         plan = plan_micro_batches(
-            lengths, num_ranks=world_size, max_tokens=self.max_tokens, is_flat=self.is_flat
+            lengths, num_ranks=world_size, max_tokens=self.max_tokens, is_packed=self.is_packed
         )
         return [[rows[i] for i in micro_batch] for micro_batch in plan[rank]]
 

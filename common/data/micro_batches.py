@@ -24,28 +24,28 @@ def plan_micro_batches(
     *,
     num_ranks: int = 1,
     max_tokens: int = 0,
-    is_flat: bool = False,
+    is_packed: bool = False,
     num_per_rank: int = 0,
 ) -> list[list[list[int]]]:
     """plan[rank][micro_batch] = item indexes: every item once, each rank as many micro-batches, none empty.
 
-    A micro-batch costs the sum of its lengths where `is_flat` (laid end to end), else its number of sequences
-    x the longest (padded). With `max_tokens` no cost is above it: flat micro-batches are as few as first-fit
-    decreasing makes them, then balanced; padded ones hold neighbours by length, cut where the sum of cost +
-    OVERHEAD_TOKENS is least. `num_per_rank` is then the least number per rank; without `max_tokens` it is the
-    number. The j-th micro-batches of the ranks cost alike, for ranks wait for one another. The dearest come
-    first: what does not fit into memory fails in the first pass.
+    A micro-batch costs the sum of its lengths where `is_packed` (laid end to end), else its number of
+    sequences x the longest (padded). With `max_tokens` no cost is above it: flat micro-batches are as few
+    as first-fit decreasing makes them, then balanced; padded ones hold neighbours by length, cut where
+    the sum of cost + OVERHEAD_TOKENS is least. `num_per_rank` is then the least number per rank; without
+    `max_tokens` it is the number. The j-th micro-batches of the ranks cost alike, for ranks wait for one
+    another. The dearest come first: what does not fit into memory fails in the first pass.
 
     Raises ValueError when an item alone is above `max_tokens`, or the items are too few. They never are when
     their number is a multiple of `num_ranks` and at least num_ranks x num_per_rank.
     """
-    _check_options(item_lengths, num_ranks, max_tokens, is_flat, num_per_rank)
+    _check_options(item_lengths, num_ranks, max_tokens, is_packed, num_per_rank)
     options = (num_ranks, max_tokens, num_ranks * num_per_rank)
-    if is_flat:
+    if is_packed:
         micro_batches = _flat_micro_batches([sum(lengths) for lengths in item_lengths], *options)
     else:
         micro_batches = _padded_micro_batches(item_lengths, *options)
-    return _deal(micro_batches, item_lengths, num_ranks, is_flat)
+    return _deal(micro_batches, item_lengths, num_ranks, is_packed)
 
 
 def padding_fraction(plan: Sequence[Sequence[Sequence[int]]], item_lengths: Sequence[Sequence[int]]) -> float:
@@ -56,13 +56,13 @@ def padding_fraction(plan: Sequence[Sequence[Sequence[int]]], item_lengths: Sequ
     return 1 - num_tokens / num_positions if num_positions else 0.0
 
 
-def _cost(items: Sequence[int], item_lengths: Sequence[Sequence[int]], is_flat: bool) -> int:
+def _cost(items: Sequence[int], item_lengths: Sequence[Sequence[int]], is_packed: bool) -> int:
     lengths = [length for item in items for length in item_lengths[item]]
-    return sum(lengths) if is_flat else len(lengths) * max(lengths, default=0)
+    return sum(lengths) if is_packed else len(lengths) * max(lengths, default=0)
 
 
 def _check_options(
-    item_lengths: Sequence[Sequence[int]], num_ranks: int, max_tokens: int, is_flat: bool, num_per_rank: int
+    item_lengths: Sequence[Sequence[int]], num_ranks: int, max_tokens: int, is_packed: bool, num_per_rank: int
 ) -> None:
     if num_ranks < 1 or max_tokens < 0 or num_per_rank < 0:
         raise ValueError(
@@ -72,12 +72,12 @@ def _check_options(
     if not max_tokens and not num_per_rank:
         raise ValueError("give max_tokens or num_per_rank: nothing says how many micro-batches to make")
     _check_enough(len(item_lengths), num_ranks * max(num_per_rank, 1), num_ranks)
-    costs = [_cost([item], item_lengths, is_flat) for item in range(len(item_lengths))]
+    costs = [_cost([item], item_lengths, is_packed) for item in range(len(item_lengths))]
     num_tokens = max(costs)
     if max_tokens and num_tokens > max_tokens:
         num_sequences = len(item_lengths[costs.index(num_tokens)])
         name = _NAMES.get(num_sequences, f"group of {num_sequences} sequences")
-        layout = "" if num_sequences == 1 else ", laid end to end," if is_flat else ", padding included,"
+        layout = "" if num_sequences == 1 else ", laid end to end," if is_packed else ", padding included,"
         raise ValueError(
             f"a {name} of {num_tokens} tokens{layout} is longer than --max_tokens_per_micro_batch "
             f"{max_tokens}; raise it to at least {num_tokens}"
@@ -97,12 +97,12 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _deal(
-    micro_batches: list[list[int]], item_lengths: Sequence[Sequence[int]], num_ranks: int, is_flat: bool
+    micro_batches: list[list[int]], item_lengths: Sequence[Sequence[int]], num_ranks: int, is_packed: bool
 ) -> list[list[list[int]]]:
     """Deal in descending cost, there and back over the ranks, so that their sums come out alike too."""
     ordered = sorted(
         (sorted(micro_batch) for micro_batch in micro_batches),
-        key=lambda micro_batch: (-_cost(micro_batch, item_lengths, is_flat), micro_batch),
+        key=lambda micro_batch: (-_cost(micro_batch, item_lengths, is_packed), micro_batch),
     )
     plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for i, micro_batch in enumerate(ordered):

@@ -78,7 +78,7 @@ class PackedBatch:
         return batch
 
     @classmethod
-    def gather(cls, parts: Sequence["PackedBatch"]) -> "PackedBatch":
+    def concat(cls, parts: Sequence["PackedBatch"]) -> "PackedBatch":
         """Batches end to end, in order: undoes `split`.
 
         Raises ValueError when there is none, their keys or a key's dtypes differ, or an id comes twice.

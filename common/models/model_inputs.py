@@ -20,7 +20,7 @@ class ModelInputs:
 
     input_ids: torch.Tensor  # (S, T) or (1, total) int64
     position_ids: torch.Tensor  # the same shape, counted within each sequence
-    starts: torch.Tensor  # (S,) int64, the place of each sequence's first token, rows end to end
+    starts: torch.Tensor  # (S,) int64, the slot of each sequence's first token, rows end to end
     lengths: torch.Tensor  # (S,) int64
     cu_seqlens: torch.Tensor | None = None  # (S + 1,) int32, flat only
     max_length: int = 0  # flat only
@@ -28,20 +28,20 @@ class ModelInputs:
     num_pairs: int = 0  # of tokens that attention compares: the squared lengths, added up
 
     @property
-    def token_places(self) -> torch.Tensor:
+    def token_slots(self) -> torch.Tensor:
         """Return (total,) int64: where each token of the packed order stands, rows end to end."""
         within = _count_within(self.lengths)
         return self.starts.repeat_interleave(self.lengths) + within
 
     @property
     def is_token(self) -> torch.Tensor:
-        """Return which places hold a token, the others pad: bool, the shape of input_ids."""
+        """Return which slots hold a token, the others pad: bool, the shape of input_ids."""
         found = torch.zeros(self.input_ids.numel(), dtype=torch.bool, device=self.input_ids.device)
-        found[self.token_places] = True
+        found[self.token_slots] = True
         return found.view(self.input_ids.shape)
 
     @property
-    def last_places(self) -> torch.Tensor:
+    def last_slots(self) -> torch.Tensor:
         """Return (S,) int64: where each sequence's last token stands."""
         return self.starts + self.lengths - 1
 
@@ -58,14 +58,14 @@ class ModelInputs:
         return arguments
 
 
-def lay_out(
-    token_ids: torch.Tensor, lengths: torch.Tensor, *, is_flat: bool, device: torch.device | str = "cpu"
+def build_model_inputs(
+    token_ids: torch.Tensor, lengths: torch.Tensor, *, is_packed: bool, device: torch.device | str = "cpu"
 ) -> ModelInputs:
     """Return model inputs of sequences laid end to end: token_ids (total,) int64, lengths (S,) above 0."""
     sizes = {"num_tokens": int(lengths.sum()), "num_pairs": int(lengths.square().sum())}
     token_ids, lengths = token_ids.to(device), lengths.to(device)
     within = _count_within(lengths)
-    if is_flat:
+    if is_packed:
         ends = lengths.cumsum(0)
         return ModelInputs(
             token_ids.unsqueeze(0),

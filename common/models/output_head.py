@@ -44,18 +44,18 @@ class LogitOptions:
 
 
 class Support(NamedTuple):
-    """The tokens that could be sampled at each scored place, one place after the other."""
+    """The tokens that could be sampled at each scored slot, one slot after the other."""
 
     token_ids: torch.Tensor  # (total,) int64
-    offsets: torch.Tensor  # (N + 1,) int64, place i has token_ids[offsets[i] : offsets[i + 1]]
+    offsets: torch.Tensor  # (N + 1,) int64, slot i has token_ids[offsets[i] : offsets[i + 1]]
 
     def mask(self, rows: slice, num_tokens: int) -> torch.Tensor:
-        """Return (n, V) bool, True for the tokens of the places in `rows`."""
+        """Return (n, V) bool, True for the tokens of the slots in `rows`."""
         first, last = int(self.offsets[rows.start]), int(self.offsets[rows.stop])
         counts = self.offsets[rows.start + 1 : rows.stop + 1] - self.offsets[rows.start : rows.stop]
-        places = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        slots = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
         mask = torch.zeros(len(counts), num_tokens, dtype=torch.bool, device=counts.device)
-        mask[places, self.token_ids[first:last]] = True
+        mask[slots, self.token_ids[first:last]] = True
         return mask
 
 
@@ -117,7 +117,7 @@ def sampling_support(
     options: LogitOptions,
     truncation: Truncation,
 ) -> Support:
-    """Return the tokens that the sampler could draw at each place; the one that it drew, in any case."""
+    """Return the tokens that the sampler could draw at each slot; the one that it drew, in any case."""
     found, counts = [], []
     for rows in _chunks(hidden, weight, options):
         logits = options.transform(F.linear(hidden[rows], weight, bias))

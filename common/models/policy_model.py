@@ -92,7 +92,7 @@ class PolicyModel(nn.Module):
     def forward(
         self,
         inputs: ModelInputs,
-        places: torch.Tensor,
+        slots: torch.Tensor,
         token_ids: torch.Tensor,
         *,
         is_summed: bool = False,
@@ -103,14 +103,14 @@ class PolicyModel(nn.Module):
     ) -> Any:
         """Return (logprobs, entropies) of `token_ids` (N,); with `is_summed` the sum of the former.
 
-        `places` (N,) int64 are the positions of the tokens themselves in the inputs, rows end to end; each is
+        `slots` (N,) int64 are the positions of the tokens themselves in the inputs, rows end to end; each is
         predicted from the position before it. With `truncation` return the fields of the Support that the
         sampler had there. `temperature` takes the place of the model's own.
         """
         plain = plain_model(self.causal_lm)
         options = self.options if temperature is None else replace(self.options, temperature=temperature)
-        self.flops.count(inputs, len(places))
-        hidden = compute_hidden(plain, inputs).flatten(0, 1)[places - 1]  # (N, H)
+        self.flops.count(inputs, len(slots))
+        hidden = compute_hidden(plain, inputs).flatten(0, 1)[slots - 1]  # (N, H)
         return plain.get_output_embeddings()(
             hidden,
             token_ids,

@@ -3,7 +3,7 @@
 It *is* transformers' AutoModelForSequenceClassification with one label, so a saved reward model loads with
 plain `from_pretrained` and an SFT model, a base model or a reward model can all be its beginning.
 
-# N places
+# N slots
 """
 
 import torch
@@ -40,19 +40,19 @@ class ValueModel(nn.Module):
         self.classifier = classifier
         self._flops: ModelFlops | None = None
 
-    def forward(self, inputs: ModelInputs, places: torch.Tensor | None = None) -> torch.Tensor:
-        """Return values (N,) fp32 at `places` (N,) int64 of the inputs, rows end to end; by default those of
+    def forward(self, inputs: ModelInputs, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """Return values (N,) fp32 at `slots` (N,) int64 of the inputs, rows end to end; by default those of
         all tokens in the packed order.
 
-        A sequence's score is the value at its last token, end-of-turn token included: `inputs.last_places`.
+        A sequence's score is the value at its last token, end-of-turn token included: `inputs.last_slots`.
         It comes from the length, never from a search for PAD: PAD may be EOS.
         """
         plain = plain_model(self.classifier)
-        places = inputs.token_places if places is None else places
+        slots = inputs.token_slots if slots is None else slots
         if self._flops is None:
             self._flops = ModelFlops(self.classifier, plain, plain.score)
-        self._flops.count(inputs, len(places))
-        return plain.score(compute_hidden(plain, inputs).flatten(0, 1)[places]).squeeze(-1)
+        self._flops.count(inputs, len(slots))
+        return plain.score(compute_hidden(plain, inputs).flatten(0, 1)[slots]).squeeze(-1)
 
 
 def load_value_model(

@@ -34,7 +34,7 @@ def choose_attention(model_class: type, config: Any, dtype: str, *, is_packed: b
     return NAME if is_packed and takes_any and not has_cap else None
 
 
-def takes_flat(model: PreTrainedModel) -> bool:
+def takes_packed(model: PreTrainedModel) -> bool:
     """Whether the model's attention is told where sequences begin, so that they may stand end to end."""
     if model.config._attn_implementation not in (NAME, FLASH_ATTENTION):
         return False

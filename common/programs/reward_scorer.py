@@ -11,7 +11,7 @@ from common.data.dialogue import build_template
 from common.data.example import Message
 from common.flags.args import TokenizerArguments
 from common.models.loading import ModelOptions
-from common.models.model_inputs import lay_out
+from common.models.model_inputs import build_model_inputs
 from common.models.value_model import ValueModel, load_value_model
 from common.ranks import distributed
 
@@ -59,8 +59,8 @@ class RewardScorer:
     def _score_batch(self, rows: list[list[int]]) -> list[float]:
         token_ids = torch.tensor([token_id for row in rows for token_id in row])
         lengths = torch.tensor([len(row) for row in rows])
-        inputs = lay_out(token_ids, lengths, is_flat=False, device=distributed.device())
-        return self.model(inputs, inputs.last_places).tolist()
+        inputs = build_model_inputs(token_ids, lengths, is_packed=False, device=distributed.device())
+        return self.model(inputs, inputs.last_slots).tolist()
 
 
 def load_frozen_value_model(

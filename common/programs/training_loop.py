@@ -21,7 +21,7 @@ from common.models.device_peaks import own_peak_flops
 from common.models.loading import DTYPES, LoraOptions, ModelOptions, add_lora, load_causal_lm, plain_model
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ValueModel, load_value_model
-from common.models.varlen_attention import takes_flat
+from common.models.varlen_attention import takes_packed
 from common.programs import startup
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
@@ -98,10 +98,10 @@ def held_out_batches(args: Any, dataset: Any, collate: Callable) -> Iterable:
 
 def use_layout(batches: GlobalBatches, model: nn.Module, args: Any) -> bool:
     """Return whether sequences stand end to end in this model's passes, and let the batches know."""
-    is_flat = args.packed and takes_flat(plain_model(model))
+    is_packed = args.packed and takes_packed(plain_model(model))
     if batches.budget:
-        batches.budget.is_flat = is_flat
-    return is_flat
+        batches.budget.is_packed = is_packed
+    return is_packed
 
 
 def model_options(args: Any, ds_config: dict[str, Any], *, dropout: float | None) -> ModelOptions:

@@ -30,4 +30,4 @@ def make_record(sample_ids, prompt_lengths, response_lengths, *, num_samples: in
                 **numbers,
             )
         )
-    return PackedBatch.gather(parts)
+    return PackedBatch.concat(parts)

@@ -9,7 +9,7 @@ from common.engine.engine_step import LossTerm, update_engine
 from common.models.loading import LoraOptions, ModelOptions, add_lora, load_causal_lm
 from common.models.policy_model import PolicyModel
 from common.programs.training_loop import build_engine
-from step3_ppo.response_inputs import lay_out_responses
+from step3_ppo.response_inputs import build_response_inputs
 from step3_ppo.roles import AdapterOff, Policy, Reference
 
 
@@ -22,19 +22,19 @@ def test_the_reference_stays_what_the_actor_was(only_lora, tiny_model_folder):
         policy, build_train_config(EngineOptions()), learning_rate=1e-2, weight_decay=0.0, beta2=0.95,
         lora_learning_rate=1e-2, schedule="constant", num_warmup_steps=0, num_steps=9,
     )  # fmt: skip
-    reference = Reference(AdapterOff(engine), is_flat=False)
+    reference = Reference(AdapterOff(engine), is_packed=False)
     record = make_record([0, 1], [3, 2], [4, 2])
     (before,) = reference.score([record])
 
     def sums(batch):
-        inputs = lay_out_responses(batch, is_flat=False)
-        return -engine(inputs.inputs, inputs.places, inputs.token_ids)[0].sum(), {}
+        inputs = build_response_inputs(batch, is_packed=False)
+        return -engine(inputs.inputs, inputs.slots, inputs.token_ids)[0].sum(), {}
 
     for _ in range(3):
         update_engine(engine, [LossTerm("x", [record], sums, lambda batch: 6.0)])
     (after,) = reference.score([record])
     engine.eval()
     with torch.no_grad():
-        moved = Policy(is_flat=False).compute_logprobs(engine, record)[0]
+        moved = Policy(is_packed=False).compute_logprobs(engine, record)[0]
     assert after.equal(before)
     assert (moved - before).abs().max() > 0.1

@@ -158,7 +158,7 @@ def test_what_a_model_raises_is_a_finding_and_the_other_checks_run(tiny_model_fo
 
 def test_rows_end_to_end_are_compared_where_the_attention_takes_them(tiny_model_folder, check, monkeypatch):
     # Without a kernel transformers makes a mask of blocks from the positions; BLOOM has no positions.
-    monkeypatch.setattr("tools.causal_checks.takes_flat", lambda model: True)
+    monkeypatch.setattr("tools.causal_checks.takes_packed", lambda model: True)
     assert check(tiny_model_folder("llama"), *QUICK).states["end to end"] == "ok"
     assert check(tiny_model_folder("bloom"), *QUICK).failed() == ["end to end"]
 
@@ -207,7 +207,7 @@ def test_a_reward_model_scores_the_last_token_whatever_the_pad_id_is(save_reward
 
 
 def test_wrong_scores_fail(save_reward_model, check, monkeypatch):
-    before = "common.models.model_inputs.ModelInputs.last_places"
+    before = "common.models.model_inputs.ModelInputs.last_slots"
     monkeypatch.setattr(before, property(lambda inputs: inputs.starts + inputs.lengths - 2))
     shown = check(save_reward_model())
     assert shown.code == 1 and shown.failed() == ["scores"] and shown.lines[-1] == "not ok: scores"
@@ -226,7 +226,7 @@ def test_a_bias_that_our_head_drops_fails(save_reward_model, check, monkeypatch)
 
 
 def test_rewards_end_to_end(save_reward_model, check, monkeypatch):
-    monkeypatch.setattr("tools.score_checks.takes_flat", lambda model: True)
+    monkeypatch.setattr("tools.score_checks.takes_packed", lambda model: True)
     assert check(save_reward_model()).states["end to end"] == "ok"
 
 

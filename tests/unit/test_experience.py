@@ -20,7 +20,7 @@ from step3_ppo.experience import (
     read_experience,
     sequence_lengths,
 )
-from step3_ppo.response_inputs import lay_out_responses
+from step3_ppo.response_inputs import build_response_inputs
 from step3_ppo.step_metrics import distinct_ngrams, summarise, summarise_gap, summarise_scores
 
 
@@ -62,17 +62,17 @@ def test_records_of_ranks_come_together_by_sample_id(monkeypatch):
 
 def test_responses_stand_behind_their_prompts():
     record = make_record([0, 1, 2], [3, 1, 2], [2, 4, 1])
-    batch = lay_out_responses(record, is_flat=False)
+    batch = build_response_inputs(record, is_packed=False)
     for row, (prompt, response) in enumerate(
         zip(record.sequences("prompt_ids"), record.sequences("response_ids"), strict=True)
     ):
         whole = torch.cat([prompt, response])
         assert batch.inputs.input_ids[row, : len(whole)].equal(whole)
         assert batch.inputs.lengths[row] == len(whole)
-    assert batch.inputs.input_ids.flatten()[batch.places].equal(record.data["response_ids"])
-    flat = lay_out_responses(record, is_flat=True)
+    assert batch.inputs.input_ids.flatten()[batch.slots].equal(record.data["response_ids"])
+    flat = build_response_inputs(record, is_packed=True)
     assert flat.inputs.input_ids.shape == (1, 13) and flat.inputs.cu_seqlens.tolist() == [0, 5, 10, 13]
-    assert flat.inputs.input_ids[0, flat.places].equal(record.data["response_ids"])
+    assert flat.inputs.input_ids[0, flat.slots].equal(record.data["response_ids"])
 
 
 def dealt(plan: MinibatchPlan, record: PackedBatch, world_size: int, monkeypatch) -> list[list[list[int]]]:
@@ -86,7 +86,7 @@ def dealt(plan: MinibatchPlan, record: PackedBatch, world_size: int, monkeypatch
     return [[m for parts in update for m in parts] for update in zip(*of_ranks, strict=True)]
 
 
-@pytest.mark.parametrize("cap", [None, TokenCap(24), TokenCap(24, is_flat=True)])
+@pytest.mark.parametrize("cap", [None, TokenCap(24), TokenCap(24, is_packed=True)])
 @pytest.mark.parametrize(("rows", "accumulation", "world_size"), [(8, 1, 1), (4, 2, 1), (4, 1, 2), (2, 2, 2)])
 def test_an_update_has_the_same_samples_however_they_are_dealt(
     rows, accumulation, world_size, cap, monkeypatch
@@ -103,7 +103,7 @@ def test_an_update_has_the_same_samples_however_they_are_dealt(
         lengths = {i: n for i, (n,) in zip(record.ids, sequence_lengths(record), strict=True)}
         for micro_batch in (m for update in found for m in update):
             of_rows = [lengths[i] for i in micro_batch]
-            assert (sum(of_rows) if cap.is_flat else len(of_rows) * max(of_rows)) <= 24
+            assert (sum(of_rows) if cap.is_packed else len(of_rows) * max(of_rows)) <= 24
 
 
 @pytest.mark.parametrize("truncated", ["score", "bootstrap", "penalty", "mask"])

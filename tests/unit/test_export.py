@@ -15,7 +15,7 @@ from common.data.tokenizer import load_tokenizer
 from common.flags.args import Problems
 from common.models.loading import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
 from common.models.lora_adapter import merge_adapter
-from common.models.model_inputs import lay_out
+from common.models.model_inputs import build_model_inputs
 from common.models.value_model import load_value_model
 from common.runs import durable_files, export
 from common.runs.export import ExportFailed, read_metadata, save_adapter, save_export
@@ -85,8 +85,8 @@ def test_a_reward_model_is_a_sequence_classifier_with_the_same_scores(
     ).eval()
     shake(model)
     ids, mask, lengths = right_padded(0)
-    inputs = lay_out(ids[mask.bool()], lengths, is_flat=False)
-    ours = model(inputs, inputs.last_places)
+    inputs = build_model_inputs(ids[mask.bool()], lengths, is_packed=False)
+    ours = model(inputs, inputs.last_slots)
     save_export(tmp_path / "export", model.classifier, tokenizer, needs_own_pad=True)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export").eval()
     saved_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
@@ -97,7 +97,7 @@ def test_a_reward_model_is_a_sequence_classifier_with_the_same_scores(
     theirs = loaded(input_ids=padded, attention_mask=mask).logits.squeeze(-1)
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
     again = load_value_model(ModelOptions(str(tmp_path / "export"), dropout=0.0), len(saved_tokenizer)).eval()
-    torch.testing.assert_close(again(inputs, inputs.last_places), ours, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(again(inputs, inputs.last_slots), ours, atol=1e-5, rtol=1e-5)
     assert ours.std() > 1e-3, "scores that do not differ would prove nothing"
 
 

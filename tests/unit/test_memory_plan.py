@@ -19,7 +19,7 @@ from common.generation import generate
 from common.generation.kv_cache import kv_bytes_per_token
 from common.models import output_head
 from common.models.loading import ModelOptions, load_causal_lm
-from common.models.model_inputs import lay_out
+from common.models.model_inputs import build_model_inputs
 from common.models.policy_model import PolicyModel
 from tools import memory_plan
 from tools.devices import Models, PlanArguments, find_problems, read_models
@@ -292,13 +292,13 @@ def measure_engine(folder: str, stage: int, dtype: str, is_checkpointed: bool) -
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         del model, optimizer
         ids = torch.zeros(rows * length, dtype=torch.int64)
-        inputs = lay_out(ids, torch.full((rows,), length), is_flat=False)
-        places = torch.arange(rows * length).view(rows, length)[:, 1:].flatten()
+        inputs = build_model_inputs(ids, torch.full((rows,), length), is_packed=False)
+        slots = torch.arange(rows * length).view(rows, length)[:, 1:].flatten()
         for _ in range(2):
             live.peak = live.now
             for is_last in (False, True):
                 engine.set_gradient_accumulation_boundary(is_last)
-                engine.backward(-engine(inputs, places, ids[places], is_summed=True))
+                engine.backward(-engine(inputs, slots, ids[slots], is_summed=True))
             peaks["backward"] = live.peak
             live.peak = live.now
             engine.step()

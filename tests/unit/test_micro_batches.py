@@ -12,13 +12,13 @@ from common.data.micro_batches import OVERHEAD_TOKENS, SortedItems, padding_frac
 few_examples = settings(max_examples=40, deadline=None)
 
 
-def cost_of(items, item_lengths, is_flat):
+def cost_of(items, item_lengths, is_packed):
     lengths = [length for item in items for length in item_lengths[item]]
-    return sum(lengths) if is_flat else len(lengths) * max(lengths, default=0)
+    return sum(lengths) if is_packed else len(lengths) * max(lengths, default=0)
 
 
-def costs_of(plan, item_lengths, is_flat=False):
-    return [[cost_of(items, item_lengths, is_flat) for items in of_rank] for of_rank in plan]
+def costs_of(plan, item_lengths, is_packed=False):
+    return [[cost_of(items, item_lengths, is_packed) for items in of_rank] for of_rank in plan]
 
 
 def by_length(item_lengths):
@@ -41,14 +41,14 @@ def problems(draw, max_items=24, max_length=300, max_ranks=4):
 # What holds for every plan
 
 
-@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("is_capped", [False, True])
 @few_examples
 @given(problem=problems(), num_per_rank=st.integers(0, 3))
-def test_every_plan_is_complete_even_and_under_the_cap(is_flat, is_capped, problem, num_per_rank):
+def test_every_plan_is_complete_even_and_under_the_cap(is_packed, is_capped, problem, num_per_rank):
     item_lengths, max_tokens, num_ranks = problem
     num_per_rank = num_per_rank if is_capped else max(num_per_rank, 1)
-    options = {"num_ranks": num_ranks, "is_flat": is_flat, "num_per_rank": num_per_rank}
+    options = {"num_ranks": num_ranks, "is_packed": is_packed, "num_per_rank": num_per_rank}
     options["max_tokens"] = max_tokens if is_capped else 0
     try:
         plan = plan_micro_batches(item_lengths, **options)
@@ -65,14 +65,14 @@ def test_every_plan_is_complete_even_and_under_the_cap(is_flat, is_capped, probl
     assert all(items)
     assert sorted(sum(items, [])) == list(range(len(item_lengths)))
     if is_capped:
-        assert max(sum(costs_of(plan, item_lengths, is_flat), [])) <= max_tokens
+        assert max(sum(costs_of(plan, item_lengths, is_packed), [])) <= max_tokens
     # Turns in descending cost: what runs at the same time on all ranks is next to one another in cost.
-    turns = list(zip(*costs_of(plan, item_lengths, is_flat), strict=True))
+    turns = list(zip(*costs_of(plan, item_lengths, is_packed), strict=True))
     assert all(min(turn) >= max(after) for turn, after in pairwise(turns))
 
 
 def test_a_plan_is_dealt_there_and_back():
-    plan = plan_micro_batches([[9], [8], [7], [6], [5], [4]], num_ranks=2, max_tokens=9, is_flat=True)
+    plan = plan_micro_batches([[9], [8], [7], [6], [5], [4]], num_ranks=2, max_tokens=9, is_packed=True)
     assert plan == [[[0], [3], [4]], [[1], [2], [5]]]  # 9 + 6 + 5 and 8 + 7 + 4
 
 
@@ -99,9 +99,9 @@ def test_flat_needs_no_more_than_first_fit_decreasing(problem):
     needed = -(-num_bins // num_ranks) * num_ranks
     if needed > len(item_lengths):
         with pytest.raises(ValueError, match=f"do not fill {needed} micro-batches"):
-            plan_micro_batches(item_lengths, num_ranks=num_ranks, max_tokens=max_tokens, is_flat=True)
+            plan_micro_batches(item_lengths, num_ranks=num_ranks, max_tokens=max_tokens, is_packed=True)
         return
-    plan = plan_micro_batches(item_lengths, num_ranks=num_ranks, max_tokens=max_tokens, is_flat=True)
+    plan = plan_micro_batches(item_lengths, num_ranks=num_ranks, max_tokens=max_tokens, is_packed=True)
     assert len(plan[0]) * num_ranks == needed
 
 
@@ -112,7 +112,7 @@ def test_flat_without_a_cap_is_balanced(problem, num_per_rank):
     num_bins = num_ranks * num_per_rank
     if num_bins > len(item_lengths):
         return
-    plan = plan_micro_batches(item_lengths, num_ranks=num_ranks, is_flat=True, num_per_rank=num_per_rank)
+    plan = plan_micro_batches(item_lengths, num_ranks=num_ranks, is_packed=True, num_per_rank=num_per_rank)
     costs = sum(costs_of(plan, item_lengths, True), [])
     largest = max(sum(lengths) for lengths in item_lengths)
     # Graham 1969: the last item of the dearest bin went where the least was.
@@ -121,18 +121,18 @@ def test_flat_without_a_cap_is_balanced(problem, num_per_rank):
 
 
 def test_flat_balances_within_the_least_number():
-    assert plan_micro_batches([[5], [5], [1], [1]], max_tokens=11, is_flat=True) == [[[0, 2], [1, 3]]]
+    assert plan_micro_batches([[5], [5], [1], [1]], max_tokens=11, is_packed=True) == [[[0, 2], [1, 3]]]
 
 
 def test_flat_counts_what_an_item_has_together():
     item_lengths = [[3, 4], [1, 1], [2, 3], [5, 0]]
-    plan = plan_micro_batches(item_lengths, max_tokens=10, is_flat=True)
+    plan = plan_micro_batches(item_lengths, max_tokens=10, is_packed=True)
     assert plan == [[[2, 3], [0, 1]]]  # 5 + 5, 7 + 2
 
 
 def test_flat_keeps_first_fit_where_balancing_would_break_the_cap():
     # Balanced: 3 + 2 + 2 = 7 and 3 + 2 = 5.
-    plan = plan_micro_batches([[3], [3], [2], [2], [2]], max_tokens=6, is_flat=True)
+    plan = plan_micro_batches([[3], [3], [2], [2], [2]], max_tokens=6, is_packed=True)
     assert plan == [[[0, 1], [2, 3, 4]]]
 
 
@@ -140,7 +140,7 @@ def test_flat_cuts_bins_of_first_fit_until_there_are_enough():
     # First-fit makes 8 full bins: 6, 3 + 3 four times and 2 + 2 + 2 three times. Balanced over 9 bins, 8 have
     # 3 + 2, and one 2 is left. A bin of a single item cannot be cut.
     item_lengths = [[6]] + [[3]] * 8 + [[2]] * 9
-    plan = plan_micro_batches(item_lengths, num_ranks=9, max_tokens=6, is_flat=True)
+    plan = plan_micro_batches(item_lengths, num_ranks=9, max_tokens=6, is_packed=True)
     assert sorted(sum(costs_of(plan, item_lengths, True), [])) == [3, 3, 6, 6, 6, 6, 6, 6, 6]
     assert sorted(items for of_rank in plan for items in of_rank)[:4] == [[0], [1], [2], [3, 4]]
 
@@ -277,7 +277,7 @@ def test_padded_pairs_cost_both_sides_at_the_longest():
 def test_num_per_rank_is_the_least_number_beside_a_cap():
     assert plan_micro_batches([[5], [5]], max_tokens=100) == [[[0, 1]]]
     assert plan_micro_batches([[5], [5]], max_tokens=100, num_per_rank=2) == [[[0], [1]]]
-    assert plan_micro_batches([[5], [5]], max_tokens=100, num_per_rank=2, is_flat=True) == [[[0], [1]]]
+    assert plan_micro_batches([[5], [5]], max_tokens=100, num_per_rank=2, is_packed=True) == [[[0], [1]]]
     assert len(plan_micro_batches([[5]] * 4, max_tokens=5, num_per_rank=2)[0]) == 4
 
 
@@ -307,13 +307,13 @@ def test_padding_fraction():
         ),
         (
             [[5, 5], [50, 30]],
-            {"max_tokens": 79, "is_flat": True},
+            {"max_tokens": 79, "is_packed": True},
             "a pair of 80 tokens, laid end to end, is longer than --max_tokens_per_micro_batch 79; "
             "raise it to at least 80",
         ),
         (
             [[5, 5, 5]],
-            {"max_tokens": 14, "is_flat": True},
+            {"max_tokens": 14, "is_packed": True},
             "a group of 3 sequences of 15 tokens, laid end to end, is longer than "
             "--max_tokens_per_micro_batch 14; raise it to at least 15",
         ),
@@ -331,7 +331,7 @@ def test_padding_fraction():
         ([[5]] * 3, {"num_ranks": 2, "max_tokens": 5}, "3 items do not fill 4 micro-batches, 2 on each"),
         (
             [[5]] * 3,
-            {"num_ranks": 2, "max_tokens": 5, "is_flat": True},
+            {"num_ranks": 2, "max_tokens": 5, "is_packed": True},
             "3 items do not fill 4 micro-batches",
         ),
         ([], {"max_tokens": 5}, "0 items do not fill 1 micro-batches"),

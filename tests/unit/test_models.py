@@ -21,7 +21,7 @@ from common.models.loading import (
     lora_targets,
     set_dropout,
 )
-from common.models.model_inputs import lay_out
+from common.models.model_inputs import build_model_inputs
 from common.models.value_model import ScoreHead, has_saved_head, load_value_model
 from common.programs.training_loop import lora_options, model_options
 from step1_sft.arguments import SFTArguments
@@ -231,7 +231,7 @@ def test_a_new_score_head_is_seeded_and_a_saved_one_is_kept(tiny_model_folder, t
 
 def test_values_are_fp32_from_bf16_weights(tiny_model_folder):
     model = load_value_model(ModelOptions(tiny_model_folder("llama"), dtype="bf16"), 320)
-    values = model(lay_out(torch.tensor([3, 4, 5]), torch.tensor([3]), is_flat=False))
+    values = model(build_model_inputs(torch.tensor([3, 4, 5]), torch.tensor([3]), is_packed=False))
     assert values.dtype == torch.float32 and values.shape == (3,)
     assert not values.equal(values.bfloat16().float()), "a score rounded to bf16 has lost its digits"
 

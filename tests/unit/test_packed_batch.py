@@ -131,7 +131,7 @@ def test_gather_undoes_split(batch, data):
         assert part.ids == batch.ids[first : first + count]
         assert nested(part) == {item_id: whole[item_id] for item_id in part.ids}
         first += count
-    again = PackedBatch.gather(parts)
+    again = PackedBatch.concat(parts)
     assert again.ids == batch.ids and nested(again) == whole
 
 
@@ -227,7 +227,7 @@ def test_an_item_without_a_sequence_is_gone_when_ungrouped():
 def test_single_and_gather():
     a = PackedBatch.single("a", id=torch.tensor([1, 2]), x=[torch.tensor([3]), torch.tensor([4, 5])])
     b = PackedBatch.single("b", x=[torch.tensor([6])], id=torch.tensor([7]))
-    batch = PackedBatch.gather([a, b])
+    batch = PackedBatch.concat([a, b])
     assert nested(batch) == {"a": {"id": [[1, 2]], "x": [[3], [4, 5]]}, "b": {"id": [[7]], "x": [[6]]}}
 
 
@@ -253,7 +253,7 @@ def test_a_batch_of_no_items():
     padded, mask = empty.pad("response")
     assert padded.shape == mask.shape == (0, 0)
     assert empty.cu_seqlens("response").tolist() == [0] and empty.sequences("response") == []
-    assert nested(PackedBatch.gather([empty, example()])) == nested(example())
+    assert nested(PackedBatch.concat([empty, example()])) == nested(example())
     assert len(empty.select([])) == len(empty.ungroup("response")) == 0
 
 
@@ -288,11 +288,11 @@ ONE = torch.ones(1)
             lambda: PackedBatch.from_lengths("a", {"x": ONE}, {"y": [1]}),
             "keys ['y'] of lengths, ['x'] of data",
         ),
-        (lambda: PackedBatch.gather([]), "no batches"),
-        (lambda: PackedBatch.gather([example(), example()]), "id 'a' comes twice"),
-        (lambda: PackedBatch.gather([example(), PackedBatch.single("c", x=ONE)]), "keys ['x'] of one batch"),
+        (lambda: PackedBatch.concat([]), "no batches"),
+        (lambda: PackedBatch.concat([example(), example()]), "id 'a' comes twice"),
+        (lambda: PackedBatch.concat([example(), PackedBatch.single("c", x=ONE)]), "keys ['x'] of one batch"),
         (
-            lambda: PackedBatch.gather(
+            lambda: PackedBatch.concat(
                 [PackedBatch.single(i, x=ONE.to(d)) for i, d in enumerate(DTYPES.values())]
             ),
             "key 'x': sequences differ",

@@ -106,14 +106,18 @@ def test_an_evaluation_does_not_count_what_fills_up_the_last_batches(kind, tiny_
     options, logger = ModelOptions(tiny_model_folder("llama"), dropout=0.0), Mock()
     policy = PolicyModel(load_causal_lm(options, 320), num_valid_tokens=320)
     if kind == "sft":
-        trainer, rows, collate = SFTTrainer(policy, is_flat=False, logger=logger), sft_rows(), SFTCollator(0)
+        trainer, rows, collate = (
+            SFTTrainer(policy, is_packed=False, logger=logger),
+            sft_rows(),
+            SFTCollator(0),
+        )
     elif kind == "reward":
         flags = {"rank_loss": "end_score", "use_margin": False, "center_coef": 0.0}
         model = load_value_model(options, 320)
-        trainer = RewardTrainer(model, is_flat=False, logger=logger, **flags)
+        trainer = RewardTrainer(model, is_packed=False, logger=logger, **flags)
         rows, collate = pairs(), PairCollator(0)
     else:
-        trainer = DPOTrainer(policy, is_flat=False, logger=logger, beta=0.1, label_smoothing=0.0)
+        trainer = DPOTrainer(policy, is_packed=False, logger=logger, beta=0.1, label_smoothing=0.0)
         rows = [row | {"reference_logprobs": torch.tensor([-20.0, -30.0])} for row in pairs()]
         collate = PairCollator(0)
     ranks = (evaluation_batches(rows, collate, rows_per_batch=2, rank=r, world_size=2) for r in range(2))

@@ -7,7 +7,7 @@ from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, LlamaConfig, LlamaForCausalLM
 
 from common.models.loading import LoraOptions, add_lora, compute_logits
-from common.models.model_inputs import lay_out
+from common.models.model_inputs import build_model_inputs
 from common.models.policy_model import PolicyModel, read_logit_transform
 
 LENGTHS = (5, 1, 9, 3)
@@ -41,9 +41,9 @@ def expected_logprobs(model, rows):
     return torch.cat(found)
 
 
-def scored_places(rows, inputs):
+def scored_slots(rows, inputs):
     is_scored = torch.cat([torch.arange(len(row)) > 0 for row in rows])
-    return inputs.token_places[is_scored], torch.cat(rows)[is_scored]
+    return inputs.token_slots[is_scored], torch.cat(rows)[is_scored]
 
 
 @pytest.mark.parametrize("family", [*DECODERS, *SCALED])
@@ -51,11 +51,11 @@ def test_scores_equal_the_models_own_logits(family):
     model, rows = build(family), sequences()
     expected = expected_logprobs(model, rows)
     policy = PolicyModel(model, num_valid_tokens=64)
-    inputs = lay_out(torch.cat(rows), torch.tensor(LENGTHS), is_flat=False)
-    places, token_ids = scored_places(rows, inputs)
+    inputs = build_model_inputs(torch.cat(rows), torch.tensor(LENGTHS), is_packed=False)
+    slots, token_ids = scored_slots(rows, inputs)
     with torch.no_grad():
-        logprobs, entropies = policy(inputs, places, token_ids, with_entropy=True)
-        total = policy(inputs, places, token_ids, is_summed=True)
+        logprobs, entropies = policy(inputs, slots, token_ids, with_entropy=True)
+        total = policy(inputs, slots, token_ids, is_summed=True)
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(total.double(), expected.sum(), atol=1e-4, rtol=1e-5)
     assert (entropies > 0).all()
@@ -63,11 +63,11 @@ def test_scores_equal_the_models_own_logits(family):
 
 def test_what_the_padding_holds_changes_nothing():
     policy, rows = PolicyModel(build("opt"), num_valid_tokens=64), sequences()
-    inputs = lay_out(torch.cat(rows), torch.tensor(LENGTHS), is_flat=False)
-    places, token_ids = scored_places(rows, inputs)
-    found = policy(inputs, places, token_ids)[0]
+    inputs = build_model_inputs(torch.cat(rows), torch.tensor(LENGTHS), is_packed=False)
+    slots, token_ids = scored_slots(rows, inputs)
+    found = policy(inputs, slots, token_ids)[0]
     inputs.input_ids[~inputs.is_token] = 17
-    assert policy(inputs, places, token_ids)[0].equal(found)
+    assert policy(inputs, slots, token_ids)[0].equal(found)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,6 @@ def test_adapters_are_part_of_the_scores_and_logits_stay_as_they_were():
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    inputs = lay_out(torch.cat(rows), torch.tensor(LENGTHS), is_flat=False)
-    found = policy(inputs, *scored_places(rows, inputs))[0]
+    inputs = build_model_inputs(torch.cat(rows), torch.tensor(LENGTHS), is_packed=False)
+    found = policy(inputs, *scored_slots(rows, inputs))[0]
     torch.testing.assert_close(found.double(), expected_logprobs(adapted, rows), atol=1e-5, rtol=1e-5)

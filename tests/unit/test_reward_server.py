@@ -91,7 +91,7 @@ def test_a_score_is_that_of_step_3s_reward_role_for_the_same_token_ids(export, c
     data = {"prompt_ids": torch.cat(prompt_ids), "response_ids": torch.cat(response_ids).long()}
     record = PackedBatch.from_lengths(range(3), data, lengths)
     model = load_value_model(ModelOptions(export, dropout=0.0), len(tokenizer))
-    role = Reward(Frozen(model, {"zero_optimization": {"stage": 0}}, offload=False), is_flat=False)
+    role = Reward(Frozen(model, {"zero_optimization": {"stage": 0}}, offload=False), is_packed=False)
     (expected,) = role.score([record])
 
     body = {

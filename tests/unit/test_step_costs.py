@@ -10,7 +10,7 @@ from common.generation.decode_state import SamplingOptions
 from common.generation.generate import Generator
 from common.models import device_peaks, model_flops
 from common.models.loading import LoraOptions, add_lora
-from common.models.model_inputs import lay_out
+from common.models.model_inputs import build_model_inputs
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ScoreHead, ValueModel
 from common.ranks import step_costs, watchdog
@@ -104,17 +104,17 @@ def build_model(kind: str, family: str, lora_dim: int):
 )
 def test_flops_of_a_pass_are_those_that_torch_counts(kind, family, lora_dim, is_training, costs):
     model = build_model(kind, family, lora_dim)
-    inputs = lay_out(torch.arange(48) % 60, torch.tensor([24, 24]), is_flat=False)
-    places = inputs.token_places.view(2, 24)[:, 12:].flatten()  # a response is scored, its prompt is not
+    inputs = build_model_inputs(torch.arange(48) % 60, torch.tensor([24, 24]), is_packed=False)
+    slots = inputs.token_slots.view(2, 24)[:, 12:].flatten()  # a response is scored, its prompt is not
     with (
         watchdog.phase("a pass", clock="pass"),
         FlopCounterMode(display=False) as counter,
         torch.set_grad_enabled(is_training),
     ):
         if kind == "value":
-            found = model(inputs, places).sum()
+            found = model(inputs, slots).sum()
         else:
-            found = model(inputs, places, inputs.input_ids.flatten()[places], is_summed=True)
+            found = model(inputs, slots, inputs.input_ids.flatten()[slots], is_summed=True)
         if is_training:
             found.backward()
     (cost,) = costs._step.values()

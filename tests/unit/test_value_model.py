@@ -6,7 +6,7 @@ import transformers
 from families import FAMILIES
 
 from common.models.loading import LoraOptions, ModelOptions, plain_model
-from common.models.model_inputs import lay_out
+from common.models.model_inputs import build_model_inputs
 from common.models.value_model import has_saved_head, load_value_model
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [11, 12, 13, 14, 15]])
@@ -24,15 +24,17 @@ def save_classifier(folder, config_class, **options) -> str:
 
 def values_of(model, rows):
     """The values of all tokens, laid end to end, in one pass."""
-    return model(lay_out(torch.cat(list(rows)), torch.tensor([len(row) for row in rows]), is_flat=False))
+    return model(
+        build_model_inputs(torch.cat(list(rows)), torch.tensor([len(row) for row in rows]), is_packed=False)
+    )
 
 
 def test_a_score_is_the_value_at_the_last_real_token(tiny_model_folder):
     model = load(tiny_model_folder("llama"))
     rows = [IDS[0], IDS[1, :2], IDS[0, :1]]
-    inputs = lay_out(torch.cat(rows), torch.tensor([5, 2, 1]), is_flat=False)
-    assert inputs.last_places.tolist() == [4, 6, 10]
-    scores = model(inputs, inputs.last_places)
+    inputs = build_model_inputs(torch.cat(rows), torch.tensor([5, 2, 1]), is_packed=False)
+    assert inputs.last_slots.tolist() == [4, 6, 10]
+    scores = model(inputs, inputs.last_slots)
     alone = torch.stack([values_of(model, [row])[-1] for row in rows])
     torch.testing.assert_close(scores, alone, atol=1e-5, rtol=1e-5)
 
@@ -43,7 +45,7 @@ def test_padding_and_what_it_holds_change_no_value(family, tiny_model_folder):
     rows = [IDS[0, :2], IDS[1], IDS[0, :3]]
     alone = torch.cat([values_of(model, [row]) for row in rows])
     assert alone.shape == (10,) and alone.std() > 1e-3
-    inputs = lay_out(torch.cat(rows), torch.tensor([2, 5, 3]), is_flat=False)
+    inputs = build_model_inputs(torch.cat(rows), torch.tensor([2, 5, 3]), is_packed=False)
     for pad in (0, 77):
         inputs.input_ids[~inputs.is_token] = pad
         torch.testing.assert_close(model(inputs), alone, atol=1e-5, rtol=1e-5)

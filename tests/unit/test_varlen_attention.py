@@ -7,9 +7,9 @@ from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM
 
 from common.models.loading import compute_hidden, compute_logits, enable_gradient_checkpointing, set_dropout
-from common.models.model_inputs import lay_out
+from common.models.model_inputs import build_model_inputs
 from common.models.policy_model import PolicyModel
-from common.models.varlen_attention import NAME, choose_attention, takes_flat
+from common.models.varlen_attention import NAME, choose_attention, takes_packed
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mistral_window", "gemma", "phi", "gpt_neox", "gpt2", "opt")
 LENGTHS = torch.tensor([7, 1, 12, 4])
@@ -36,13 +36,13 @@ def plain_kernel(monkeypatch):
     return calls
 
 
-def scores_and_gradients(model, *, is_flat):
+def scores_and_gradients(model, *, is_packed):
     policy = PolicyModel(model, num_valid_tokens=64)
     ids = torch.randint(3, 64, (int(LENGTHS.sum()),), generator=torch.Generator().manual_seed(1))
-    inputs = lay_out(ids, LENGTHS, is_flat=is_flat)
+    inputs = build_model_inputs(ids, LENGTHS, is_packed=is_packed)
     is_scored = torch.ones(len(ids), dtype=torch.bool)
     is_scored[F.pad(LENGTHS.cumsum(0)[:-1], (1, 0))] = False
-    logprobs, entropies = policy(inputs, inputs.token_places[is_scored], ids[is_scored], with_entropy=True)
+    logprobs, entropies = policy(inputs, inputs.token_slots[is_scored], ids[is_scored], with_entropy=True)
     model.zero_grad()
     (logprobs.sum() + 0.1 * entropies.sum()).backward()
     return logprobs.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -57,11 +57,11 @@ def test_flat_and_padded_give_the_same_scores_and_gradients(family, checkpointin
     model = AutoModelForCausalLM.from_config(config).train()
     if checkpointing:
         enable_gradient_checkpointing(model)
-    expected, expected_gradients = scores_and_gradients(model, is_flat=False)
+    expected, expected_gradients = scores_and_gradients(model, is_packed=False)
     model.set_attn_implementation(NAME)
-    if not takes_flat(model):
+    if not takes_packed(model):
         pytest.skip(f"{family} does not hand through what the attention needs")
-    found, gradients = scores_and_gradients(model, is_flat=True)
+    found, gradients = scores_and_gradients(model, is_packed=True)
     assert plain_kernel and plain_kernel[0] == ([0, 7, 8, 20, 24], 12)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     for name, gradient in gradients.items():
@@ -85,11 +85,11 @@ def test_the_module_still_reads_padded_rows_and_single_ones(plain_kernel):
 def test_without_a_kernel_transformers_makes_a_block_mask_from_the_positions():
     model = AutoModelForCausalLM.from_config(tiny_config("llama", 64)).eval()
     ids = torch.randint(3, 64, (int(LENGTHS.sum()),))
-    padded, flat = (lay_out(ids, LENGTHS, is_flat=is_flat) for is_flat in (False, True))
-    expected = compute_hidden(model, padded).flatten(0, 1)[padded.token_places]
-    found = compute_hidden(model, flat).flatten(0, 1)[flat.token_places]
+    padded, flat = (build_model_inputs(ids, LENGTHS, is_packed=is_packed) for is_packed in (False, True))
+    expected = compute_hidden(model, padded).flatten(0, 1)[padded.token_slots]
+    found = compute_hidden(model, flat).flatten(0, 1)[flat.token_slots]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert not takes_flat(model)  # it would be right, and slower than padding
+    assert not takes_packed(model)  # it would be right, and slower than padding
 
 
 @pytest.mark.parametrize(
