@@ -42,8 +42,7 @@ from step3_ppo.hybrid_options import HYBRID_SECTION
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController
 from step3_ppo.ppo_trainer import PPOTrainer
-from step3_ppo.rewards.build_rewards import build_text_reward
-from step3_ppo.rewards.reward_specs import RewardSpec
+from step3_ppo.rewards.reward_specs import RewardSpec, build_text_reward
 from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.rewards.text_rewards import Failures
 from step3_ppo.role_builder import RoleBuilder

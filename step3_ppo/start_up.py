@@ -20,8 +20,7 @@ from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unuse
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import known_bests
 from step3_ppo.hybrid_options import check_hybrid, take_hybrid_section
-from step3_ppo.rewards.build_rewards import check_rewards
-from step3_ppo.rewards.reward_specs import RewardSpec
+from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
 from step3_ppo.rewards.text_rewards import Failures
 
 

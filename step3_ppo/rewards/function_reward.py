@@ -11,28 +11,21 @@ always in the same event loop, so it may keep its connections.
 
 import asyncio
 import concurrent.futures
-import contextlib
 import inspect
 import multiprocessing
 import os
-import sys
 import threading
-import time
 import traceback
-import types
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
 
 from common.data.plugins import get_from, import_own_module
 from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError, checked_scores, join
 
 LATE_SECONDS = 1.0  # an event loop that is so late is blocked
-WORKER_START_SECONDS = 300.0  # a module of the user's may load a model when it is imported
-WORKER_END_SECONDS = 1.0  # to end by itself before it is killed
-_SPAWN = multiprocessing.get_context("spawn")  # a fork of a process with CUDA and threads may hang
 
 
 class FunctionReward:
@@ -48,14 +41,16 @@ class FunctionReward:
         failures: Failures | None = None,
     ) -> None:
         """Import the function; start the processes. Raises ValueError, see `import_function`."""
-        function, failures, self.batch_size = import_function(target), failures or Failures(), batch_size
+        function = import_function(target)
+        call = FunctionCall(target, function, timeout_seconds, failures or Failures())
+        self.batch_size = batch_size
         self._caller: ThreadCaller | LoopCaller | ProcessCaller
         if is_async(function):
-            self._caller = LoopCaller(target, function, timeout_seconds, failures)
+            self._caller = LoopCaller(call)
         elif num_processes:
-            self._caller = ProcessCaller(target, num_processes, timeout_seconds, failures)
+            self._caller = ProcessCaller(call, num_processes)
         else:
-            self._caller = ThreadCaller(target, function, timeout_seconds, failures)
+            self._caller = ThreadCaller(call)
 
     def score(self, answers: Answers) -> list[float]:
         """See `TextReward.score`; the function gets at most `batch_size` responses at a time."""
@@ -64,9 +59,6 @@ class FunctionReward:
     def close(self) -> None:
         """See `TextReward.close`."""
         self._caller.close()
-
-
-# ---- the function ------------------------------------------------------------------------------------------
 
 
 def import_function(target: str) -> Callable[..., Any]:
@@ -100,49 +92,56 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def call_function(
-    target: str, function: Callable[..., Any], batch: Answers, failures: Failures
-) -> list[float]:
-    """Return the scores that a plain function gives a batch. Raises RewardError.
+class FunctionCall:
+    """What is called, how long it may take, and what becomes of a batch that fails."""
 
-    Where failures are borne, the answers of a batch that raised are tried one by one.
-    """
-    try:
-        values = function(batch.prompts, batch.responses, batch.rows)
-    except (Exception, SystemExit) as error:
-        if failures.are_borne and len(batch) > 1:
-            return join(call_function(target, function, one, failures) for one in batch.batches(1))
-        failure = _raised(target, error, batch)
+    def __init__(
+        self, target: str, function: Callable[..., Any], timeout_seconds: float, failures: Failures
+    ) -> None:
+        self.target, self.function = target, function
+        self.timeout_seconds, self.failures = timeout_seconds, failures
+
+    def __call__(self, batch: Answers) -> list[float]:
+        """Return the scores that a plain function gives a batch. Raises RewardError.
+
+        Where failures are borne, the answers of a batch that raised are tried one by one.
+        """
+        try:
+            values = self.function(batch.prompts, batch.responses, batch.rows)
+        except (Exception, SystemExit) as error:
+            if self.failures.are_borne and len(batch) > 1:
+                return join(self(one) for one in batch.batches(1))
+            return self.bear_raised(error, batch)
+        return self.check(values, batch)
+
+    def check(self, values: Any, batch: Answers) -> list[float]:
+        """Return what the function gave as floats. Raises RewardError: see `checked_scores`."""
+        return checked_scores(f"function:{self.target}", values, batch, self.failures)
+
+    def bear_raised(self, error: BaseException, batch: Answers) -> list[float]:
+        """Return the scores of a batch for which the function raised. Raises RewardError."""
+        failure = RewardError(
+            f"reward function:{self.target} raised {type(error).__name__}: {error}, in a batch of "
+            f"{len(batch)} (first: {batch.shown(0)}); let it return 0.0 for what it cannot judge"
+        )
         failure.__cause__ = error
-        return failures.bear(failure, len(batch))
-    return checked_scores(f"function:{target}", values, batch, failures)
+        return self.failures.bear(failure, len(batch))
+
+    def bear_late(self, batch: Answers, what_became: str) -> list[float]:
+        """Return the scores of a batch that took too long. Raises RewardError."""
+        failure = RewardError(
+            f"reward function:{self.target} took more than --reward_timeout_seconds "
+            f"{self.timeout_seconds:g} for a batch of {len(batch)} (first: {batch.shown(0)}); {what_became}; "
+            "raise the limit, or lower --reward_batch_size"
+        )
+        return self.failures.bear(failure, len(batch))
 
 
-def _raised(target: str, error: BaseException, batch: Answers) -> RewardError:
-    return RewardError(
-        f"reward function:{target} raised {type(error).__name__}: {error}, in a batch of {len(batch)} "
-        f"(first: {batch.shown(0)}); let it return 0.0 for what it cannot judge"
-    )
-
-
-def _timed_out(target: str, seconds: float, batch: Answers, more: str) -> RewardError:
-    return RewardError(
-        f"reward function:{target} took more than --reward_timeout_seconds {seconds:g} for a batch of "
-        f"{len(batch)} (first: {batch.shown(0)}); {more}; raise the limit, or lower --reward_batch_size"
-    )
-
-
-# ---- a plain function in this process ----------------------------------------------------------------------
-
-
-@dataclass
 class ThreadCaller:
     """Calls a plain function for one batch after another, each in a thread that can be left behind."""
 
-    target: str
-    function: Callable[..., Any]
-    timeout_seconds: float
-    failures: Failures
+    def __init__(self, call: FunctionCall) -> None:
+        self.call = call
 
     def score_batches(self, batches: list[Answers]) -> list[list[float]]:
         """Return the scores of each batch. Raises RewardError."""
@@ -151,75 +150,65 @@ class ThreadCaller:
     def _score(self, batch: Answers) -> list[float]:
         future: concurrent.futures.Future = concurrent.futures.Future()
 
-        def call() -> None:
+        def run() -> None:
             try:
-                future.set_result(call_function(self.target, self.function, batch, self.failures))
+                future.set_result(self.call(batch))
             except BaseException as error:  # handed over, and raised where it is waited for
                 future.set_exception(error)
 
         # A daemon: the program must be able to end while the function hangs.
-        threading.Thread(target=call, name=f"reward {self.target}", daemon=True).start()
+        threading.Thread(target=run, name=f"reward {self.call.target}", daemon=True).start()
         try:
-            return future.result(self.timeout_seconds)
+            return future.result(self.call.timeout_seconds)
         except TimeoutError:
             more = "its thread goes on running; with --reward_processes 1 it would have been ended"
-            failure = _timed_out(self.target, self.timeout_seconds, batch, more)
-        return self.failures.bear(failure, len(batch))
+            return self.call.bear_late(batch, more)
 
     def close(self) -> None:
         """Do nothing: there is no thread between calls."""
 
 
-# ---- async def ---------------------------------------------------------------------------------------------
-
-
-@dataclass
 class LoopCaller:
     """Awaits an `async def` for all batches at the same time, in one event loop in a thread of its own."""
 
-    target: str
-    function: Callable[..., Any]
-    timeout_seconds: float
-    failures: Failures
-    _loop: asyncio.AbstractEventLoop | None = None
+    def __init__(self, call: FunctionCall) -> None:
+        self.call = call
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def score_batches(self, batches: list[Answers]) -> list[list[float]]:
         """Return the scores of each batch. Raises RewardError, when all of them have ended."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name=f"reward {self.target}", daemon=True).start()
+            name = f"reward {self.call.target}"
+            threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
         future = asyncio.run_coroutine_threadsafe(self._gather(batches), self._loop)
         try:
-            found = future.result(self.timeout_seconds + LATE_SECONDS)
+            results = future.result(self.call.timeout_seconds + LATE_SECONDS)
         except TimeoutError:
             self._loop = None  # left behind with its thread; the next call gets another one
             more = "it blocks its event loop (await what waits, or make it a plain def) and goes on running"
-            failure = _timed_out(self.target, self.timeout_seconds, batches[0], more)
-            return [self.failures.bear(failure, len(batch)) for batch in batches]
-        for scores in found:
+            return [self.call.bear_late(batch, more) for batch in batches]
+        for scores in results:
             if isinstance(scores, BaseException):
                 raise scores
-        return found
+        return results
 
     async def _gather(self, batches: list[Answers]) -> list[Any]:
-        deadline = asyncio.get_running_loop().time() + self.timeout_seconds
+        deadline = asyncio.get_running_loop().time() + self.call.timeout_seconds
         return await asyncio.gather(*(self._score(b, deadline) for b in batches), return_exceptions=True)
 
     async def _score(self, batch: Answers, deadline: float) -> list[float]:
         try:
             async with asyncio.timeout_at(deadline) as limit:
-                values = await self.function(batch.prompts, batch.responses, batch.rows)
+                values = await self.call.function(batch.prompts, batch.responses, batch.rows)
         except (Exception, SystemExit) as error:
             if limit.expired():
-                late = _timed_out(self.target, self.timeout_seconds, batch, "it was cancelled")
-                return self.failures.bear(late, len(batch))
-            if self.failures.are_borne and len(batch) > 1:
+                return self.call.bear_late(batch, "it was cancelled")
+            if self.call.failures.are_borne and len(batch) > 1:
                 ones = (self._score(one, deadline) for one in batch.batches(1))
                 return join(await asyncio.gather(*ones))
-            failure = _raised(self.target, error, batch)
-            failure.__cause__ = error
-            return self.failures.bear(failure, len(batch))
-        return checked_scores(f"function:{self.target}", values, batch, self.failures)
+            return self.call.bear_raised(error, batch)
+        return self.call.check(values, batch)
 
     def close(self) -> None:
         """End the loop and its thread."""
@@ -228,171 +217,70 @@ class LoopCaller:
             self._loop = None
 
 
-# ---- a plain function in processes -------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Worker:
-    """A process that calls the function, and the batch that it has."""
-
-    process: Any
-    connection: Connection
-    deadline: float  # on the monotonic clock, for what it does now
-    is_ready: bool = False
-    batch_index: int | None = None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether it can be given a batch."""
-        return self.is_ready and self.batch_index is None
-
-    def stop(self) -> None:
-        """End the process; one that is busy is killed."""
-        self.connection.close()  # an idle one ends when it reads this
-        self.process.join(WORKER_END_SECONDS if self.is_free else 0)
-        self.process.kill()
-        self.process.join()
-
-
 class ProcessCaller:
-    """Calls a plain function in processes, which are killed and replaced when they fail or take too long."""
+    """Calls a plain function in processes, which are killed and replaced when they die or take too long."""
 
-    def __init__(self, target: str, num_processes: int, timeout_seconds: float, failures: Failures) -> None:
-        self.target, self.num_processes, self.timeout_seconds = target, num_processes, timeout_seconds
-        self.failures = failures
-        self._workers: list[Worker] = []
-        self._start_missing()  # they get ready while the models load
+    def __init__(self, call: FunctionCall, num_processes: int) -> None:
+        self.call, self.num_processes = call, num_processes
+        self._pool = self._start_pool()
 
-    def _start_missing(self) -> None:
-        while len(self._workers) < self.num_processes:
-            ours, theirs = _SPAWN.Pipe()
-            process = _SPAWN.Process(target=_work, args=(theirs, self.target, self.failures), daemon=True)
-            with _hidden_main():
-                process.start()
-            theirs.close()
-            self._workers.append(Worker(process, ours, time.monotonic() + WORKER_START_SECONDS))
+    def _start_pool(self) -> ProcessPool:
+        spawn = multiprocessing.get_context("spawn")  # a fork of a process with CUDA and threads may hang
+        pool = ProcessPool(
+            self.num_processes, initializer=_begin_worker, initargs=(self.call.target,), context=spawn
+        )
+        assert pool.active  # its processes start now, and get ready while the models load
+        return pool
 
     def score_batches(self, batches: list[Answers]) -> list[list[float]]:
-        """Return the scores of each batch. Raises RewardError; the next call finds every worker in order."""
-        waiting, found = deque(range(len(batches))), {}
-        self._workers = [worker for worker in self._workers if worker.process.is_alive()]
-        self._start_missing()
+        """Return the scores of each batch. Raises RewardError."""
+        if not self._pool.active:
+            self._pool = self._start_pool()
+        futures = [
+            self._pool.schedule(
+                _score_in_worker,
+                args=(self.call.target, batch, self.call.failures),
+                timeout=self.call.timeout_seconds,
+            )
+            for batch in batches
+        ]
         try:
-            while len(found) < len(batches):
-                for worker in self._workers:
-                    if waiting and worker.is_free:
-                        worker.batch_index = waiting.popleft()
-                        worker.deadline = time.monotonic() + self.timeout_seconds
-                        with contextlib.suppress(OSError):  # it is dead, which `_receive` finds out
-                            worker.connection.send(batches[worker.batch_index])
-                self._receive(batches, found)
+            return [self._wait(future, batch) for future, batch in zip(futures, batches, strict=True)]
         finally:
-            if len(found) < len(batches):  # whoever is busy now would answer the next call
-                for worker in self._workers:
-                    if not worker.is_free:
-                        worker.stop()
-        return [found[index] for index in range(len(batches))]
+            for future in futures:  # after an error: whoever is busy still would keep the next call waiting
+                future.cancel()
 
-    def _receive(self, batches: list[Answers], found: dict[int, list[float]]) -> None:
-        """Wait until a worker has something to say or took too long; take what there is."""
-        busy = [worker for worker in self._workers if not worker.is_free]
-        seconds = min(worker.deadline for worker in busy) - time.monotonic()
-        objects = [x for worker in busy for x in (worker.connection, worker.process.sentinel)]
-        ready = set(wait(objects, max(seconds, 0.0)))
-        for worker in busy:
-            if ready & {worker.connection, worker.process.sentinel}:
-                self._take(worker, batches, found)
-            elif time.monotonic() >= worker.deadline:
-                if worker.batch_index is None:
-                    raise RewardError(
-                        f"reward function:{self.target}: a process was not ready after "
-                        f"{WORKER_START_SECONDS:g} s; import less in the function's module"
-                    )
-                more = "its process was ended"
-                failure = _timed_out(self.target, self.timeout_seconds, batches[worker.batch_index], more)
-                self._bear(worker, failure, batches, found)
-
-    def _take(self, worker: Worker, batches: list[Answers], found: dict[int, list[float]]) -> None:
+    def _wait(self, future: concurrent.futures.Future, batch: Answers) -> list[float]:
         try:
-            # A dead worker's pipe may stay open in a process that the function has started.
-            kind, value = worker.connection.recv() if worker.connection.poll() else ("dead", None)
-        except (EOFError, OSError):
-            kind, value = "dead", None
-        if kind == "dead":
-            return self._bear(worker, self._died(worker, batches), batches, found)
-        if kind == "error":
-            raise RewardError(value)
-        if kind == "ready":
-            worker.is_ready = True
-            return
-        assert worker.batch_index is not None
-        scores, first_failure = value
-        self.failures.first = self.failures.first or first_failure
-        found[worker.batch_index], worker.batch_index = scores, None
-
-    def _bear(
-        self, worker: Worker, error: RewardError, batches: list[Answers], found: dict[int, list[float]]
-    ) -> None:
-        """Replace a process, and let the scores of its batch be those of a failure."""
-        if worker.batch_index is None:  # it never was ready, and neither would be the next
-            raise error
-        found[worker.batch_index] = self.failures.bear(error, len(batches[worker.batch_index]))
-        worker.stop()
-        self._workers.remove(worker)
-        self._start_missing()
-
-    def _died(self, worker: Worker, batches: list[Answers]) -> RewardError:
-        worker.process.join(WORKER_END_SECONDS)
-        when = "while it started"
-        if worker.batch_index is not None:
-            batch = batches[worker.batch_index]
-            when = f"on a batch of {len(batch)} (first: {batch.shown(0)})"
-        return RewardError(
-            f"reward function:{self.target}: process {worker.process.pid} died with exit code "
-            f"{worker.process.exitcode} {when}; a negative code is a signal, and -9 often means that memory "
-            "ran out: lower --reward_processes or --reward_batch_size"
-        )
+            scores, first_failure = future.result()
+        except TimeoutError:
+            return self.call.bear_late(batch, "its process was ended")
+        except ProcessExpired as error:
+            died = RewardError(
+                f"reward function:{self.call.target}: process {error.pid} died with exit code "
+                f"{error.exitcode} on a batch of {len(batch)} (first: {batch.shown(0)}); a negative code is "
+                "a signal, and -9 often means that memory ran out: lower --reward_processes or "
+                "--reward_batch_size"
+            )
+            return self.call.failures.bear(died, len(batch))
+        except BrokenProcessPool as error:
+            raise RewardError(
+                f"reward function:{self.call.target}: its processes died while they started or waited; see "
+                "what they printed, or lower --reward_processes if memory ran out"
+            ) from error
+        self.call.failures.first = self.call.failures.first or first_failure
+        return scores
 
     def close(self) -> None:
         """End all processes."""
-        for worker in self._workers:
-            worker.stop()
-        self._workers = []
+        self._pool.stop()
+        self._pool.join()
 
 
-@contextlib.contextmanager
-def _hidden_main() -> Iterator[None]:
-    """Hide the program from a process that starts: else it would import all that the program imports.
-
-    That is torch, DeepSpeed and transformers for each process: seconds, and some hundred MiB.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-def _work(connection: Connection, target: str, failures: Failures) -> None:
-    """Answer batches until the pipe is closed; the life of a worker."""
+def _begin_worker(target: str) -> None:
+    """Import the function before the first batch, for which it may take long."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
-        try:
-            function = import_function(target)
-        except ValueError as error:
-            connection.send(("error", str(error)))
-            return
-        connection.send(("ready", None))
-        while True:
-            batch = connection.recv()
-            try:
-                failures.first = ""
-                scores = call_function(target, function, batch, failures)
-                connection.send(("scores", (scores, failures.first)))
-            except RewardError as error:
-                cause = traceback.format_exception(error.__cause__) if error.__cause__ else []
-                connection.send(("error", "\n".join([str(error), *cause])))
+    import_function(target)
 
 
 def _end_with_parent() -> None:
@@ -401,3 +289,13 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+def _score_in_worker(target: str, batch: Answers, failures: Failures) -> tuple[list[float], str]:
+    """Return the scores of a batch and the first failure that was borne; the life of a worker."""
+    failures.first = ""
+    try:
+        return FunctionCall(target, import_function(target), 0.0, failures)(batch), failures.first
+    except RewardError as error:  # only its text comes to the other side whole
+        cause = traceback.format_exception(error.__cause__) if error.__cause__ else []
+        raise RewardError("\n".join([str(error), *cause])) from None

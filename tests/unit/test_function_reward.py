@@ -1,11 +1,12 @@
 """Reward functions: plain in a thread, plain in processes, async; wrong ones, slow ones, ones that die."""
 
 import os
+import signal
 import sys
 import threading
 import time
-import types
 
+import psutil
 import pytest
 
 from step3_ppo.rewards.function_reward import FunctionReward, import_function
@@ -44,10 +45,8 @@ def process_id(prompts, responses, rows):
     time.sleep(0.05)  # so that every process gets a batch
     return [os.getpid()] * len(responses)
 
-def is_light(prompts, responses, rows):
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    is_light = "torch" not in sys.modules and not hasattr(sys, "has_imported_the_program")
-    return [float(on_main_thread and is_light)] * len(responses)
+def on_main_thread(prompts, responses, rows):
+    return [float(threading.current_thread() is threading.main_thread())] * len(responses)
 
 running = most = 0
 loops = set()
@@ -255,20 +254,20 @@ def test_processes_share_the_batches_and_are_replaced_when_they_hang_die_or_fail
         reward.score(answers_of("die", "a"))
     with pytest.raises(RewardError, match="raised KeyError: 'gold'"):
         reward.score(answers_of("fail"))
-    workers_of(reward)
-
-    processes = [worker.process for worker in reward._caller._workers]
-    assert len(processes) == 2 and all(process.is_alive() for process in processes)
+    workers = workers_of(reward)
     reward.close()
-    assert not any(process.is_alive() for process in processes)
+    assert not any(psutil.pid_exists(process_id) for process_id in workers)
 
 
-def test_a_worker_runs_the_function_in_its_main_thread_and_imports_no_program(
-    reward_of, monkeypatch, tmp_path
-):
-    program = types.ModuleType("__main__")
-    program.__file__ = str(tmp_path / "program.py")
-    (tmp_path / "program.py").write_text("import sys\n\nsys.has_imported_the_program = True\n")
-    monkeypatch.setitem(sys.modules, "__main__", program)
-    assert reward_of("is_light", num_processes=1).score(answers_of("a")) == [1.0]
-    assert sys.modules["__main__"] is program
+def test_processes_that_die_between_two_calls_are_told_and_started_again(reward_of):
+    reward = reward_of("process_id", num_processes=1)
+    [process_id] = reward.score(answers_of("a"))
+    os.kill(int(process_id), signal.SIGKILL)
+    with pytest.raises(RewardError, match="its processes died while they started or waited"):
+        for _ in range(100):  # until the pool has seen it
+            reward.score(answers_of("a"))
+    assert reward.score(answers_of("a")) != [process_id]
+
+
+def test_a_worker_runs_the_function_in_its_main_thread(reward_of):
+    assert reward_of("on_main_thread", num_processes=1).score(answers_of("a")) == [1.0]

@@ -6,8 +6,7 @@ import pytest
 import transformers
 
 from common.flags.args import Problems
-from step3_ppo.rewards.build_rewards import build_text_reward, check_rewards
-from step3_ppo.rewards.reward_specs import parse_reward, parse_rewards
+from step3_ppo.rewards.reward_specs import build_text_reward, check_rewards, parse_reward, parse_rewards
 from step3_ppo.rewards.text_rewards import Answers, RewardError, checked_scores, join
 
 LENGTH = "function:step3_ppo.rewards.examples.length:brevity"
