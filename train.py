@@ -4,8 +4,8 @@
 python train.py --actor-model facebook/opt-1.3b --deployment-type single_node
 python train.py --actor-model Qwen/Qwen2.5-0.5B --data_path pairs.jsonl --output-dir output/mine
 
-A step is run by the launch script of its model (training_scripts/), or where there is none by the program
-with settings for the deployment. The same command resumes where it stopped. Flags may be written with - or _.
+A step is run by the launch script of its model, or where there is none by training_scripts/run.sh. The same
+command resumes where it stopped. Flags may be written with - or _.
 """
 
 import json
@@ -24,7 +24,7 @@ from common.runs.report.run_files import NoRun, read_run
 from common.runs.report.write import write_report
 from common.runs.run_file_names import REPORT
 from tools.until_done import STOPPED, run_group
-from training_scripts.script_index import DEPLOYMENTS, STEPS, default_of, find_script, hub_name
+from training_scripts.launch_table import DEPLOYMENTS, STEPS, default_of, find_script, hub_name
 
 ROOT = Path(__file__).resolve().parent
 BAD_INPUT = 2  # as they leave when they have refused what they were given
@@ -33,16 +33,8 @@ STATE_FILE, LOG_FILE = "train.json", "train.log"
 SIZES = {
     size: f"facebook/opt-{size}" for size in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
 }
-ZERO_STAGES = {"single_gpu": 0, "single_node": 2, "multi_node": 3}
-# For a model without a script: what our scripts of its deployment have.
-SHARED_FLAGS = "--per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_checkpointing"
-OWN_FLAGS = {
-    1: f"{SHARED_FLAGS} --learning_rate 1e-5 --num_train_epochs 2",
-    2: f"{SHARED_FLAGS} --learning_rate 1e-5 --weight_decay 0.1",
-    3: "--per_device_generation_batch_size 8 --per_device_training_batch_size 4 --actor_learning_rate 1e-6 "
-    "--actor_gradient_checkpointing --critic_gradient_checkpointing --enable_hybrid_engine "
-    "--eval_fraction 0.05 --eval_interval 100",
-}
+RUN = "training_scripts/run.sh"  # for a model without a script of its own
+STEP_WORDS = {1: "sft", 2: "reward", 3: "ppo"}  # as it calls them
 SHOWN = {  # what of a step's metrics the summary shows: the first number and the last
     1: ("sft/eval_perplexity", "sft/loss"),
     2: (*(f"reward/eval_{n}" for n in ("accuracy", "accuracy_low", "accuracy_high", "pairs")), "reward/loss"),
@@ -78,20 +70,10 @@ class Launch(NamedTuple):
 
     words: list[str]
     variables: dict[str, str]
-    log: Path | None = None  # where its output goes, too; scripts write one themselves
 
     def __str__(self) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
-        return " ".join([*variables, shlex.join(self.words), *self._tee()])
-
-    def command(self) -> list[str]:
-        """Return the words of a process that does it, with the exit code of the program."""
-        if not self.log:
-            return self.words
-        return ["bash", "-c", " ".join(["set -o pipefail;", shlex.join(self.words), *self._tee()])]
-
-    def _tee(self) -> list[str]:
-        return ["2>&1 | tee -ai", shlex.quote(str(self.log))] if self.log else []
+        return " ".join([*variables, shlex.join(self.words)])
 
 
 def step_folder(args: TrainArguments, step: int) -> Path:
@@ -160,35 +142,21 @@ def check_vocabularies(args: TrainArguments, problems: Problems) -> None:
 
 
 def build_launch(args: TrainArguments, step: int) -> Launch:
-    """Return how a step is run: by its model's script, or by the program with settings of our own."""
+    """Return how a step is run: by its model's script, or by run.sh, which has settings for all."""
     actor, reward = args.actor_model, args.reward_model
     model = {1: actor, 2: reward, 3: actor}[step]
     script = find_script(step, args.deployment_type, model, reward if step == 3 else "")
-    folder, more = step_folder(args, step), _more_flags(args, step)
-    num_gpus = str(args.num_gpus or (1 if args.deployment_type == "single_gpu" else 8))
-    if script:
-        variables = {"OUTPUT_DIR": str(folder)}
-        if args.num_gpus:
-            variables["NUM_GPUS"] = num_gpus
-        if args.deployment_type == "multi_node":
-            variables["HOSTFILE"] = str(Path(args.hostfile).absolute())
-        if step == 3:
-            variables |= {"ACTOR_MODEL": str(export_of(args, 1)), "CRITIC_MODEL": str(export_of(args, 2))}
-        return Launch(["bash", str(script.relative_to(ROOT)), *more], variables)
-    launcher = ["deepspeed", "--num_gpus", num_gpus]
+    words = (
+        [str(script.relative_to(ROOT))] if script else [RUN, STEP_WORDS[step], model, args.deployment_type]
+    )
+    variables = {"OUTPUT_DIR": str(step_folder(args, step))}
+    if args.num_gpus:
+        variables["NUM_GPUS"] = str(args.num_gpus)
     if args.deployment_type == "multi_node":
-        launcher += ["--hostfile", str(Path(args.hostfile).absolute())]
-    models = {"--model_name_or_path": model}
+        variables["HOSTFILE"] = str(Path(args.hostfile).absolute())
     if step == 3:
-        models = {"--actor_model_name_or_path": str(export_of(args, 1))}
-        models |= {"--critic_model_name_or_path": str(export_of(args, 2))}
-    zero = str(ZERO_STAGES[args.deployment_type])
-    stages = ("--actor_zero_stage", "--critic_zero_stage") if step == 3 else ("--zero_stage",)
-    words = [*launcher, f"{STEPS[step - 1]}/main.py"]
-    words += [word for pair in models.items() for word in pair]
-    words += [word for name in stages for word in (name, zero)]
-    words += [*shlex.split(OWN_FLAGS[step]), "--output_dir", str(folder), *more]
-    return Launch(words, {}, folder / LOG_FILE)
+        variables |= {"ACTOR_MODEL": str(export_of(args, 1)), "CRITIC_MODEL": str(export_of(args, 2))}
+    return Launch(["bash", *words, *_more_flags(args, step)], variables)
 
 
 def _more_flags(args: TrainArguments, step: int) -> list[str]:
@@ -206,9 +174,7 @@ def _more_flags(args: TrainArguments, step: int) -> list[str]:
 def run_launch(launch: Launch) -> int:
     """Return the exit code of a step, STOPPED after a signal."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    code, was_asked = run_group(
-        launch.command(), cwd=ROOT, env=os.environ | {"PATH": path} | launch.variables
-    )
+    code, was_asked = run_group(launch.words, cwd=ROOT, env=os.environ | {"PATH": path} | launch.variables)
     return STOPPED if was_asked and code else code
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Works out how much memory each launch script takes, and states it in the script's header.
+"""Works out how much memory each launch script and each row of models.txt takes, and states it there.
 
-python training_scripts/plan_memory.py [SCRIPT ...]           show it; exit code 1 where a header differs
-python training_scripts/plan_memory.py --write [SCRIPT ...]   write the headers
+python training_scripts/plan_memory.py [SCRIPT ...]           show it; exit code 1 where one differs
+python training_scripts/plan_memory.py --write [SCRIPT ...]   write the headers and the table
 
 The figures are those of `python -m tools.plan` for the flags that the script gives its program, on the
 hardware of its header, with models of the shapes in model_shapes.json: nothing is downloaded or loaded.
@@ -26,9 +26,18 @@ if not __package__:  # run as a script: import from the repository root
 from common.flags.args import Problems, parse_args
 from common.programs import startup
 from tools.devices import PlanArguments, known_config, read_models
-from tools.memory_plan import plan_memory
+from tools.memory_plan import MemoryPlan, plan_memory
 from tools.plan import build_run
-from training_scripts.script_index import FOLDER, all_scripts, hub_name
+from training_scripts.launch_table import (
+    FOLDER,
+    FOLDER_OF_STEP,
+    TABLE,
+    Row,
+    all_scripts,
+    hub_name,
+    read_rows,
+    step_flags,
+)
 
 STEPS = {
     "step1_sft": ("step1_sft.arguments", "SFTArguments"),
@@ -64,29 +73,23 @@ def program_words(script: Path) -> list[str]:
     """Return the flags that a script gives its program. It runs, with a stand-in for the launcher."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record"
-        for name in ("deepspeed", "srun", "torchrun", "scontrol"):
-            launcher = Path(folder) / name
-            launcher.write_text(RECORD)
-            launcher.chmod(0o755)
+        launcher = Path(folder) / "deepspeed"
+        launcher.write_text(RECORD)
+        launcher.chmod(0o755)
         hostfile = Path(folder) / "hosts"
         hostfile.write_text("first slots=8\n")
         env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(record)}
         env |= {"OUTPUT_DIR": f"{folder}/output", "HOSTFILE": str(hostfile)}
-        env |= {"SLURM_SUBMIT_DIR": str(FOLDER.parent), "SLURM_JOB_NODELIST": "", "SLURM_JOB_NUM_NODES": "8"}
-        env |= {"NODE_RANK": "0", "MASTER_ADDR": "first"}
         subprocess.run(["bash", str(script)], env=env, capture_output=True, check=True, timeout=60)
         words = record.read_text().split("\0")[:-1]
     return words[next(i for i, word in enumerate(words) if word.endswith(".py")) + 1 :]
 
 
-def plan_arguments(script: Path) -> PlanArguments:
-    """Return the flags of the plan of a script; ValueError when a model's shape is not known."""
-    step = script.relative_to(FOLDER).parts[0]
+def plan_run(step: str, words: list[str], hardware: Hardware) -> MemoryPlan:
+    """Return the plan of a step's program with these flags; ValueError when a model's shape is not known."""
     module, name = STEPS[step]
     problems = Problems()
-    args = parse_args(
-        getattr(importlib.import_module(module), name), program_words(script), problems=problems
-    )
+    args = parse_args(getattr(importlib.import_module(module), name), words, problems=problems)
     problems.exit_if_any()
     known = {field.name for field in dataclasses.fields(PlanArguments)}
     values = {name: value for name, value in vars(args).items() if name in known}
@@ -94,20 +97,40 @@ def plan_arguments(script: Path) -> PlanArguments:
         values[key] = hub_name(values[key])
         if known_config(values[key]) is None:
             raise ValueError(f"{values[key]} is not in model_shapes.json; add what its config.json says")
-    nodes, gpus, gib = read_hardware(script.read_text())
-    hardware = {"num_nodes": nodes, "num_gpus": gpus, "gpu_memory_gib": float(gib), "gpu": "a100-80g"}
-    stage = list(STEPS).index(step) + 1
-    return PlanArguments(**values | hardware | {"stage": stage})
+    nodes, gpus, gib = hardware
+    machines = {"num_nodes": nodes, "num_gpus": gpus, "gpu_memory_gib": float(gib), "gpu": "a100-80g"}
+    planned = PlanArguments(**values | machines | {"stage": list(STEPS).index(step) + 1})
+    models: Any = read_models(planned, problems)
+    problems.exit_if_any()
+    return plan_memory(build_run(planned, models))
+
+
+def planned_gib(step: str, row: Row) -> float:
+    """Return the GiB on each GPU at the peak of a step (sft, reward, dpo, ppo) by the table's settings."""
+    roles = ("actor_", "critic_") if step == "ppo" else ("",)
+    words = [word for role in roles for word in (f"--{role}model_name_or_path", row.model)]
+    nodes, gpus, gib = row.gpus.removesuffix("GB").split("x")
+    hardware = Hardware(int(nodes), int(gpus), int(gib))
+    plan = plan_run(FOLDER_OF_STEP[step], [*words, *step_flags(step, row)], hardware)
+    return round(plan.peak.total / 2**30, 1)
+
+
+def with_planned(text: str) -> str:
+    """Return the table with the figures that are planned now."""
+    for row in (row for row in read_rows() if row.model != "*"):
+        figures = {f"{step}_gib": str(planned_gib(step, row)) for step in FOLDER_OF_STEP}
+        [line] = [line for line in text.splitlines() if line.split()[:2] == [row.model, row.machine]]
+        new = [figure.ljust(len(f"{name}  ")) for name, figure in figures.items()]
+        at = len(line) - len(re.search(r"(?:\S+\s+){3}\S+$", line)[0])
+        text = text.replace(line, (line[:at] + "".join(new)).rstrip())
+    return text
 
 
 def memory_line(script: Path) -> str:
     """Return what the header of a script is to say about memory."""
-    args = plan_arguments(script)
-    problems = Problems()
-    models: Any = read_models(args, problems)
-    problems.exit_if_any()
-    plan = plan_memory(build_run(args, models))
-    peak, gib = plan.peak.total / 2**30, args.gpu_memory_gib
+    hardware = read_hardware(script.read_text())
+    plan = plan_run(script.relative_to(FOLDER).parts[0], program_words(script), hardware)
+    peak, gib = plan.peak.total / 2**30, hardware.memory_gib
     cpu = f", {plan.cpu_peak / 2**30:.0f} GiB of each machine's CPU" if plan.cpu_peak >= 2**30 else ""
     does_fit = f"of {gib:.0f} GiB" if plan.fits else f"GiB, more than the {gib:.0f} that there are,"
     return f"# Memory: {peak:.1f} {does_fit} on each GPU at the peak{cpu}, as planned by tools.plan."
@@ -139,6 +162,13 @@ def main() -> None:
         print(
             f"{'stale ' if is_stale else ''}{script.relative_to(FOLDER)}: {line.removeprefix('# Memory: ')}"
         )
+    if not args.scripts:
+        text = TABLE.read_text()
+        planned = with_planned(text)
+        if args.write:
+            TABLE.write_text(planned)
+        num_stale += planned != text and not args.write
+        print(f"{'stale ' if planned != text and not args.write else ''}{TABLE.name}: GiB of its rows")
     raise SystemExit(1 if num_stale else 0)
 
 

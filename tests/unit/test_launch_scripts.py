@@ -10,18 +10,20 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.data.registry import registered_names
 from common.flags.args import Problems, parse_args
 from common.flags.flag_values import no_effect_notes
-from training_scripts.plan_memory import STEPS
+from training_scripts.launch_table import FOLDER_OF_STEP, Row, find_row, read_rows, step_flags
+from training_scripts.plan_memory import STEPS, planned_gib
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "training_scripts"
 SCRIPTS = sorted(path for step in STEPS for path in (FOLDER / step).rglob("*.sh"))
-FAMILIES = ("opt", "llama2", "llama3", "qwen2.5", "qwen3", "smollm2", "gemma2")
+RUN = FOLDER / "run.sh"
 FAKE_DEEPSPEED = """#!/usr/bin/env bash
 echo "a line of output"
 echo "a line of complaint" >&2
@@ -70,10 +72,6 @@ def launch(script: Path, folder: Path, *extra: str, **variables: str) -> Launch:
     env = {name: value for name, value in os.environ.items() if name not in knobs}
     env |= {"PATH": f"{fake.parent}:{env['PATH']}", "RECORD": str(folder), "CDPATH": str(folder)}
     env |= {"OUTPUT_DIR": str(output_dir), "HOSTFILE": str(hostfile)} | variables
-    if script.stem.endswith("_slurm"):
-        env |= {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "f,s", "SLURM_JOB_NUM_NODES": "2"}
-    if script.stem.endswith("_torchrun"):
-        env |= {"NODE_RANK": "1", "MASTER_ADDR": "first", "NUM_NODES": "2"}
     done = subprocess.run(
         [str(script), *extra], env=env, cwd=folder, capture_output=True, text=True, timeout=60
     )
@@ -96,63 +94,108 @@ def script_id(script: Path) -> str:
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=script_id)
 
 
-def test_there_is_a_script_for_every_step_and_family():
-    places = {tuple(script_id(script).split("/")[:2]) for script in SCRIPTS}
-    assert places == {(step, family) for step in STEPS for family in FAMILIES} | {
-        ("step1_sft", "other_language")
-    }
-
-
 def test_every_script_is_in_the_table_and_every_row_has_a_script():
     linked = set(re.findall(r"\]\((step\d_\w+/[^)]+\.sh)\)", (FOLDER / "README.md").read_text()))
     assert linked == {script_id(script) for script in SCRIPTS}
 
 
+def check_flags(step: str, words: list[str]) -> Any:
+    """The arguments that a step's program makes of these words; none twice, none without effect."""
+    module, name = STEPS[step]
+    problems = Problems()
+    args = parse_args(getattr(importlib.import_module(module), name), words, problems=problems)
+    assert problems.messages == []
+    assert args.data_path and set(args.data_path) <= set(registered_names())
+    flags = [word for word in words if word.startswith("--")]
+    assert len(flags) == len(set(flags)), "a flag is given twice"
+    assert no_effect_notes(args, words) == []
+    return args
+
+
 @each_script
-def test_form(script: Path):
+def test_a_script_has_its_form_and_the_program_accepts_its_flags(script: Path, tmp_path: Path):
     text = script.read_text()
     lines = text.splitlines()
-    assert os.access(script, os.X_OK), f"{script} is not executable"
-    assert subprocess.run(["bash", "-n", str(script)], timeout=30).returncode == 0
-    assert lines[0] == "#!/usr/bin/env bash"
-    assert "set -euo pipefail" in lines
     header = text[: text.index("set -euo pipefail")]
+    assert lines[0] == "#!/usr/bin/env bash"
     assert all(f"# {what}: " in header for what in ("Hardware", "Memory", "Time"))
-    log = "train-$NODE_RANK.log" if script.stem.endswith("_torchrun") else "train.log"
-    assert lines[-1] == f'    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/{log}"'
-    assert "&>" not in text  # hides the output
-    start = next(
-        i for i, line in enumerate(lines) if line.split()[:1] in (["deepspeed"], ["srun"], ["torchrun"])
-    )
-    start = next(i for i, line in enumerate(lines[start:], start) if "/main.py" in line)
+    assert lines[-1] == '    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"'
+    start = next(i for i, line in enumerate(lines) if line.startswith("deepspeed "))
     for line in lines[start + 1 : -1]:
         assert line.count(" --") <= 1 and line.endswith(" \\"), f"one flag a line: {line}"
 
-
-@each_script
-def test_the_program_accepts_the_flags(script: Path, tmp_path: Path):
     step = script_id(script).split("/")[0]
     run = launch(script, tmp_path)
-    assert run.exit_code == 0
-    assert run.cwd == ROOT
-    assert run.program == f"{step}/main.py"
-    if script.stem.endswith(("_slurm", "_torchrun")):
-        assert "--nnodes 2" in " ".join(run.launcher_words) and "first" in " ".join(run.launcher_words)
-    else:
-        assert ("--hostfile" in run.launcher_words) == ("multi_node" in script.parts)
-        assert run.launcher_words[:2] == ["--num_gpus", "1" if "single_gpu" in script.parts else "8"]
-
-    module, name = STEPS[step]
-    problems = Problems()
-    args = parse_args(getattr(importlib.import_module(module), name), run.program_words, problems=problems)
-    assert problems.messages == []
-    assert args.output_dir == str(run.output_dir)
-    assert args.data_path and set(args.data_path) <= set(registered_names())
-    flags = [word for word in run.program_words if word.startswith("--")]
-    assert len(flags) == len(set(flags)), "a flag is given twice"
-    assert no_effect_notes(args, run.program_words) == []
-    [log] = [file.read_text() for file in run.output_dir.glob("train*.log")]
+    assert (run.exit_code, run.cwd, run.program) == (0, ROOT, f"{step}/main.py")
+    assert ("--hostfile" in run.launcher_words) == ("multi_node" in script.parts)
+    assert run.launcher_words[:2] == ["--num_gpus", "1" if "single_gpu" in script.parts else "8"]
+    assert check_flags(step, run.program_words).output_dir == str(run.output_dir)
+    log = (run.output_dir / "train.log").read_text()
     assert "a line of output" in log and "a line of complaint" in log
+
+
+# ---- run.sh and its table
+
+
+@pytest.mark.parametrize("row", read_rows(), ids=lambda row: f"{row.model}-{row.machine}")
+def test_the_programs_accept_the_flags_of_every_row(row: Row):
+    for step, folder in FOLDER_OF_STEP.items():
+        models = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "c"]
+        models = models if step == "ppo" else ["--model_name_or_path", "m"]
+        args = check_flags(folder, [*models, *step_flags(step, row)])
+        assert step != "dpo" or args.loss == "dpo"
+
+
+def test_a_row_becomes_the_flags_of_its_columns():
+    row = find_row("qwen/qwen2.5-14b", "single_node")
+    words = step_flags("ppo", row)
+    assert value_after(words, "--actor_zero_stage") == value_after(words, "--critic_zero_stage") == "3"
+    assert value_after(words, "--inference_tp_size") == "2" and "--offload_reward_model" in words
+    assert value_after(words, "--per_device_generation_batch_size") == "8"
+    assert value_after(words, "--actor_learning_rate") == "1e-6"
+    lora = step_flags("reward", find_row("google/gemma-2-2b", "single_gpu"))
+    assert value_after(lora, "--lora_dim") == "64" and value_after(lora, "--learning_rate") == "1e-5"
+    assert value_after(lora, "--per_device_train_batch_size") == "4"
+    assert find_row("my/own", "multi_node").zero == "3"
+
+
+TORCHRUN = {"LAUNCHER": "torchrun", "NODE_RANK": "1", "MASTER_ADDR": "first", "NUM_NODES": "2"}
+SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "f,s", "SLURM_JOB_NUM_NODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({}, "--num_gpus 8 --hostfile"),
+        (TORCHRUN, "--nnodes 2 --nproc_per_node 8 --node_rank 1 --master_addr first"),
+        (SLURM, "--nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint first:29500"),
+    ],
+    ids=["deepspeed", "torchrun", "slurm"],
+)
+def test_run_sh_starts_by_each_launcher(variables: dict, words: str, tmp_path: Path):
+    run = launch(RUN, tmp_path, "ppo", "a/b", "multi_node", "--seed", "7", **variables)
+    assert (run.exit_code, run.cwd, run.program) == (0, ROOT, "step3_ppo/main.py")
+    assert " ".join(run.launcher_words).startswith(words)
+    exports = [f"output/{step}/b/multi_node/export" for step in ("step1_sft", "step2_reward")]
+    assert run.program_words[1:4:2] == exports and run.program_words[-2:] == ["--seed", "7"]
+    [log] = [file.read_text() for file in run.output_dir.glob("train*.log")]
+    assert "a line of complaint" in log
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["sft", "a"], "bash training_scripts/run.sh sft"),
+        (["ppp", "a", "single_gpu"], "STEP ppp must be one of"),
+        (["sft", "a", "cloud"], "MACHINE cloud must be one of"),
+    ],
+)
+def test_run_sh_says_what_it_needs(words: list[str], told: str):
+    done = subprocess.run(["bash", str(RUN), *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and told in done.stderr
+
+
+# ---- what the scripts have in common
 
 
 @pytest.mark.parametrize("script", [s for s in SCRIPTS if "step3_ppo" in s.parts], ids=script_id)
@@ -222,17 +265,20 @@ def check_memory(scripts: list[Path]) -> None:
     )
     assert done.returncode == 0 and "stale" not in done.stdout, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == (len(scripts) or len(SCRIPTS)) and all("GiB on each GPU" in line for line in lines)
+    assert all("GiB" in line for line in lines) and len(lines) >= (len(scripts) or len(SCRIPTS))
     assert "more than" not in done.stdout  # every script fits into the GPUs that it names
 
 
-def test_headers_state_the_planned_memory_of_some():
-    names = ["step1_sft/opt/single_gpu/run_1.3b.sh", "step3_ppo/qwen3/single_gpu/run_0.6b.sh"]
-    check_memory([FOLDER / name for name in [*names, "step2_reward/llama3/single_node/run_3.1_8b_dpo.sh"]])
+def test_headers_and_table_state_the_planned_memory_of_some():
+    check_memory([FOLDER / "step1_sft/opt/single_gpu/run_1.3b.sh"])
+    row = find_row("meta-llama/Llama-3.1-8B", "single_node")
+    assert planned_gib("dpo", row) == float(row.dpo_gib)
+    row = find_row("Qwen/Qwen3-0.6B-Base", "single_gpu")
+    assert planned_gib("ppo", row) == float(row.ppo_gib)
 
 
 @pytest.mark.slow
-def test_headers_state_the_planned_memory():
+def test_headers_and_table_state_the_planned_memory():
     check_memory([])
 
 

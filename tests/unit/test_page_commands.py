@@ -11,6 +11,7 @@ from page_commands import ROOT, Command, commands_of, pages
 import train
 from common.flags.args import Problems, parse_args
 from docs.make_configuration import find_programs, own_flags
+from training_scripts.launch_table import FOLDER_OF_STEP, find_row, step_flags
 
 COMMANDS = [command for page in pages() for command in commands_of(page)]
 PROGRAMS = {program.command: program.flags for program in find_programs()}
@@ -18,7 +19,6 @@ STEP_PROGRAMS = ("step1_sft", "step2_reward", "step3_ppo")
 # Tools of others, with what they are asked to do.
 OTHERS = {
     "pre-commit": {"install"},
-    "sbatch": set(),
     "source": set(),
     "pip": {"install"},
     "lm_eval": {"--model"},
@@ -38,6 +38,9 @@ def problems_of(command: Command) -> list[str]:
         return program_problems(rest[place], rest[place + 1 :])
     if first == "bash":
         return script_problems(rest[0], rest[1:])
+    if first == "sbatch":
+        place, *words = [word for word in rest if not word.startswith("--")]
+        return script_problems(place, words)
     if first in OTHERS:
         known = OTHERS[first]
         return [] if (rest[0] in known if known else (ROOT / rest[0]).is_file()) else [f"{first} {rest[0]}"]
@@ -74,6 +77,10 @@ def script_problems(place: str, words: list[str]) -> list[str]:
     if not (ROOT / place).is_file():
         return [f"{place} does not exist"]
     step = next((step for step in STEP_PROGRAMS if f"/{step}/" in place), None)
+    if place == "training_scripts/run.sh":
+        short, model, machine, *words = words
+        step = FOLDER_OF_STEP[short]
+        words = [*step_flags(short, find_row(model, machine)), *words]
     if step is None:
         return []
     # The script itself gives the models.

@@ -98,30 +98,12 @@ def test_flags_stand_last(tmp_path):
     assert {launch.variables["NUM_GPUS"] for launch in (sft, reward, ppo)} == {"4"}
 
 
-def test_a_model_without_a_script_is_run_by_the_programs(tmp_path):
+def test_a_model_without_a_script_is_run_by_run_sh(tmp_path):
     (tmp_path / "my model").mkdir()
     sft, _, ppo = launches("--actor_model", "my model", "--deployment_type", "single_node")
-    words = sft.words
-    assert words[:4] == ["deepspeed", "--num_gpus", "8", "step1_sft/main.py"]
-    assert words[words.index("--model_name_or_path") + 1] == str(tmp_path / "my model")
-    assert words[words.index("--zero_stage") + 1] == "2"
-    assert ppo.words[ppo.words.index("--critic_model_name_or_path") + 1].endswith("step2_reward/export")
-    log = tmp_path / "output/step1_sft/train.log"
-    assert str(sft).startswith("deepspeed --num_gpus 8 step1_sft/main.py") and sft.log == log
-    assert str(sft).endswith(f" 2>&1 | tee -ai {log}") and f"'{tmp_path / 'my model'}'" in str(sft)
-
-
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_programs_accept_the_flags_of_our_own(step, tmp_path):
-    from training_scripts.plan_memory import STEPS
-
-    module, name = list(STEPS.values())[step - 1]
-    cls = getattr(__import__(module, fromlist=[name]), name)
-    (tmp_path / "model").mkdir()
-    words = launches("--actor_model", "model", "--reward_model", "model")[step - 1].words
-    problems = Problems()
-    parse_args(cls, words[words.index(f"{train.STEPS[step - 1]}/main.py") + 1 :], problems=problems)
-    assert problems.messages == []
+    assert sft.words == ["bash", train.RUN, "sft", str(tmp_path / "my model"), "single_node"]
+    assert ppo.words[2] == "ppo" and ppo.variables["CRITIC_MODEL"].endswith("step2_reward/export")
+    assert f"'{tmp_path / 'my model'}'" in str(sft)
 
 
 def test_several_machines_need_a_hostfile(tmp_path, capsys):
@@ -182,13 +164,6 @@ def test_exit_codes():
     assert train.run_launch(train.Launch(["bash", "-c", "exit 3"], {})) == 3
     assert train.run_launch(train.Launch(["bash", "-c", "kill -9 $$"], {})) == 137
     assert train.run_launch(train.Launch(["bash", "-c", 'exit "$CODE"'], {"CODE": "0"})) == 0
-
-
-def test_a_program_without_a_script_writes_a_log_and_tee_does_not_swallow_its_exit_code(tmp_path, capfd):
-    log = tmp_path / "my log"
-    for code in (4, 0):
-        assert train.run_launch(train.Launch(["bash", "-c", f"echo 'a  b'; exit {code}"], {}, log)) == code
-    assert log.read_text() == capfd.readouterr().out == "a  b\na  b\n"
 
 
 def test_a_signal_is_passed_on_and_its_end_waited_for(tmp_path):

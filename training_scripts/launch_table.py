@@ -1,0 +1,152 @@
+#!/usr/bin/env python
+"""Which launch scripts there are, and the settings of `run.sh` for every other model.
+
+python training_scripts/launch_table.py STEP MODEL MACHINE      prints the flags of run.sh, one word a line
+"""
+
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(__file__).resolve().parent
+TABLE = FOLDER / "models.txt"
+STEPS = ("step1_sft", "step2_reward", "step3_ppo")
+FOLDER_OF_STEP = {"sft": "step1_sft", "reward": "step2_reward", "dpo": "step2_reward", "ppo": "step3_ppo"}
+DEPLOYMENTS = ("single_gpu", "single_node", "multi_node")
+ONE_SET = ["Dahoas/rm-static"]
+FOUR_SETS = [
+    *ONE_SET,
+    "Dahoas/full-hh-rlhf",
+    "Dahoas/synthetic-instruct-gptj-pairwise",
+    "yitingxie/rlhf-reward-datasets",
+]
+
+
+class Row(NamedTuple):
+    """The settings of a model on a kind of machine, as the table has them; "-" where there is none."""
+
+    model: str
+    machine: str
+    gpus: str
+    batch: str
+    accumulation: str
+    zero: str
+    lora: str
+    checkpointing: str
+    sft_rate: str
+    ppo_rate: str
+    generation_batch: str
+    offload: str
+    tp: str
+    sft_gib: str
+    reward_gib: str
+    dpo_gib: str
+    ppo_gib: str
+
+
+def read_rows() -> list[Row]:
+    """Return the lines of the table."""
+    lines = [line.split() for line in TABLE.read_text().splitlines() if not line.startswith("#")]
+    assert tuple(lines[0]) == Row._fields
+    return [Row(*line) for line in lines[1:]]
+
+
+def find_row(model: str, machine: str) -> Row:
+    """Return the settings of a model; without any of its own, those of its kind of machine.
+
+    Raises ValueError when there is no such kind of machine.
+    """
+    rows = [row for row in read_rows() if row.machine == machine]
+    if not rows:
+        raise ValueError(f"MACHINE {machine} must be one of {', '.join(DEPLOYMENTS)}")
+    return next((row for row in rows if row.model.lower() == model.lower()), rows[-1])
+
+
+def step_flags(step: str, row: Row) -> list[str]:
+    """Return the flags of a step (sft, reward, dpo, ppo), without models and output folder.
+
+    Raises ValueError when there is no such step.
+    """
+    if step not in FOLDER_OF_STEP:
+        raise ValueError(f"STEP {step} must be one of {', '.join(FOLDER_OF_STEP)}")
+    has_one_gpu = row.machine == "single_gpu"
+    words = ["--data_path", *(ONE_SET if has_one_gpu or step == "ppo" else FOUR_SETS)]
+    words += ["--data_split", "2,4,4", "--gradient_accumulation_steps", row.accumulation]
+    words += ["--lr_scheduler_type", "cosine"]
+    roles = ("actor_", "critic_") if step == "ppo" else ("",)
+    for role in roles:
+        words += [f"--{role}zero_stage", row.zero]
+        if row.checkpointing != "-":
+            words += [f"--{role}gradient_checkpointing"]
+        if row.lora != "-":
+            words += [f"--{role}lora_dim", row.lora, f"--{role}lora_module_name", "layers."]
+    if step == "ppo":
+        return words + _ppo_flags(row)
+    rate = {"sft": row.sft_rate, "reward": "1e-5", "dpo": "1e-6"}[step]
+    words += ["--per_device_train_batch_size", row.batch, "--per_device_eval_batch_size", row.batch]
+    words += ["--max_seq_len", "512", "--learning_rate", rate]
+    words += ["--weight_decay", "0.1" if step == "reward" else "0.0"]
+    words += ["--num_train_epochs", "2" if step == "sft" else "1"]
+    return words + (["--loss", "dpo"] if step == "dpo" else [])
+
+
+def _ppo_flags(row: Row) -> list[str]:
+    batch = str(min(int(row.batch), int(row.generation_batch)))
+    words = ["--per_device_generation_batch_size", row.generation_batch]
+    words += ["--per_device_training_batch_size", batch]
+    words += ["--max_prompt_seq_len", "256", "--max_answer_seq_len", "256"]
+    words += ["--actor_learning_rate", row.ppo_rate, "--critic_learning_rate", "5e-6"]
+    words += ["--num_warmup_steps", "100", "--enable_hybrid_engine"]
+    words += ["--eval_fraction", "0.05", "--eval_interval", "100"]
+    words += [f"--offload_{role}_model" for role in row.offload.split(",") if role != "-"]
+    return words + (["--inference_tp_size", row.tp] if row.tp != "-" else [])
+
+
+# ---- the scripts of single models -----------------------------------------------------------------------
+
+
+def all_scripts() -> list[Path]:
+    """Return every launch script of every step."""
+    return sorted(path for step in STEPS for path in (FOLDER / step).rglob("run_*.sh"))
+
+
+def hub_name(model: str) -> str:
+    """Return the model that a script begins from: its own, or that of the script whose export it takes."""
+    while model.startswith("output/"):
+        producer = FOLDER / (model.removeprefix("output/").removesuffix("/export") + ".sh")
+        model = default_of("MODEL", producer)
+    return model
+
+
+def default_of(variable: str, script: Path) -> str:
+    """Return a variable's default in a script, "" where it has none."""
+    found = re.search(rf"^{variable}=\$\{{{variable}:-(.+)\}}", script.read_text(), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def find_script(step: int, deployment: str, model: str, critic: str = "") -> Path | None:
+    """Return the script of a step (1, 2, 3) for a model by its hub name, None where there is none.
+
+    In step 3 one for the same critic comes first. Scripts that train all weights come before those with LoRA.
+    """
+    variable = "ACTOR_MODEL" if step == 3 else "MODEL"
+    found = [
+        script
+        for script in (FOLDER / STEPS[step - 1]).glob(f"*/{deployment}/run_*.sh")
+        if not script.stem.endswith("_dpo")
+        and hub_name(default_of(variable, script)).lower() == model.lower()
+    ]
+
+    def order(script: Path) -> tuple[bool, bool, str]:
+        other = bool(critic) and hub_name(default_of("CRITIC_MODEL", script)).lower() != critic.lower()
+        return other, "lora" in script.stem or "mixz" in script.stem, script.stem
+
+    return min(found, key=order, default=None)
+
+
+if __name__ == "__main__":
+    try:
+        print("\n".join(step_flags(sys.argv[1], find_row(*sys.argv[2:]))))
+    except ValueError as error:
+        raise SystemExit(f"run.sh: {error}") from None
