@@ -25,8 +25,8 @@ from common.models.value_model import ValueModel
 from common.programs import startup, training_loop
 from common.runs.checkpoints import Checkpoint
 from common.runs.export import save_adapter, save_export
-from common.runs.pieces import PieceReader
 from common.runs.resume import find_named
+from common.runs.saved_state import TensorReader
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo import main as ppo
@@ -88,7 +88,7 @@ def take_weights(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
 
     Raises ValueError when one is missing or has another size.
     """
-    reader = PieceReader(checkpoint.files(part))
+    reader = TensorReader(checkpoint.files(part))
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             key = name if part == "ema" else f"{name}:weight"
@@ -100,13 +100,13 @@ def take_weights(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
             parameter.copy_(reader.read(key).view(parameter.shape))
 
 
-def build_metadata(args: Any, what: str, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Return what triptych.json says, as the run's own export has it; `numbers` are the checkpoint's."""
-    facts = numbers["progress"]["facts"]
+def build_metadata(args: Any, what: str, state: dict[str, Any]) -> dict[str, Any]:
+    """Return what triptych.json says, as the run's own export has it; `state` is the checkpoint's."""
+    facts = state["progress"]["facts"]
     if what == "critic":
         return {"step": "critic"}
     if isinstance(args, PPOArguments):
-        return ppo.build_metadata(args, facts, numbers["trainer"].get("evaluation", {}).get("metrics"))
+        return ppo.build_metadata(args, facts, state["trainer"].get("evaluation", {}).get("metrics"))
     kind = "sft" if isinstance(args, SFTArguments) else "dpo" if args.loss == "dpo" else "reward"
     return {"step": kind, "template": args.template} | facts
 

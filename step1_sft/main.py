@@ -22,7 +22,7 @@ from common.ranks import distributed, watchdog
 from common.runs.engine_state import EngineState
 from common.runs.export import save_adapter, save_export
 from common.runs.run_saver import Run
-from common.runs.run_state import Progress
+from common.runs.saved_state import Progress
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
 

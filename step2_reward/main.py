@@ -29,7 +29,7 @@ from common.ranks import distributed, watchdog
 from common.runs.engine_state import EngineState
 from common.runs.export import save_adapter, save_export
 from common.runs.run_saver import Run
-from common.runs.run_state import Progress
+from common.runs.saved_state import Progress
 from step2_reward.arguments import RewardArguments
 from step2_reward.dpo_trainer import DPOTrainer
 from step2_reward.reference_logprobs import ReferencePairs, ReferencePart

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from common.ranks import distributed
-from common.runs.pieces import Piece, PieceReader
+from common.runs.saved_state import Stateful, TensorReader, TensorSlice
 
 
 class ReferencePairs(Dataset):
@@ -60,23 +60,19 @@ class ReferencePairs(Dataset):
         self.logprobs[rows] = distributed.reduce_sum(found)[rows].float()
 
 
-class ReferencePart:
+class ReferencePart(Stateful):
     """The reference's log-probabilities, as a part of a checkpoint."""
 
     def __init__(self, data_sets: dict[str, ReferencePairs]) -> None:
         self.data_sets = data_sets
 
-    def pieces(self) -> Iterator[Piece]:
+    def tensor_slices(self) -> Iterator[TensorSlice]:
         """Give all of it on the first rank: every rank has the same."""
         if distributed.is_main():
             for name, pairs in self.data_sets.items():
-                yield Piece(name, 0, pairs.logprobs.flatten())
+                yield TensorSlice(name, 0, pairs.logprobs.flatten())
 
-    def numbers(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def load(self, reader: PieceReader, numbers: dict[str, Any]) -> None:
+    def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
         """Take what was computed."""
         for name, pairs in self.data_sets.items():
             pairs.logprobs = reader.read(name, 0, pairs.logprobs.numel()).view(-1, 2)

@@ -22,7 +22,7 @@ from common.data.stage_datasets import StageData, build_prompts
 from common.models.tensor_ops import wilson_interval
 from common.ranks import distributed, watchdog
 from common.runs.run_logger import RunLogger
-from common.runs.run_state import kept_random_numbers
+from common.runs.saved_state import kept_random_numbers
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.experience import gather_records
 from step3_ppo.rewards.reward_specs import RewardSpec

@@ -29,11 +29,12 @@ from common.models.policy_model import language_model
 from common.programs import startup
 from common.programs.training_loop import build_logger, count_steps
 from common.ranks import distributed, watchdog
+from common.runs.checkpoints import checkpoint_name
 from common.runs.durable_files import remove_folder
 from common.runs.engine_state import EngineState, ShardState
 from common.runs.export import ExportFailed, save_adapter, save_export
-from common.runs.run_saver import Run, checkpoint_name
-from common.runs.run_state import Progress
+from common.runs.run_saver import Run
+from common.runs.saved_state import Progress
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage
 from step3_ppo.evaluation import NUM_SHOWN, Evaluation, choose_prompts
@@ -207,7 +208,7 @@ def build_run(args: PPOArguments, start: StartUp, trainer: PPOTrainer, progress:
     places = {"step": (), "rollout": ("rollout",), "minibatch": ("rollout", "update")}[args.save_points]
 
     def name(step: int, place: str) -> str:
-        return f"{checkpoint_name(step - 1)}-{place}"
+        return checkpoint_name(step - 1, place)
 
     def pause(step: int, place: str) -> None:
         is_due = place.startswith(places) and run.saver.is_due(step, trainer.logger.num_steps)

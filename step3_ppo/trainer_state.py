@@ -8,7 +8,7 @@ from typing import Any
 
 from common.data.packed_batch import PackedBatch
 from common.ranks import distributed
-from common.runs.pieces import Piece, PieceReader
+from common.runs.saved_state import Stateful, TensorReader, TensorSlice
 
 OPEN = "open"
 
@@ -25,7 +25,7 @@ class OpenStep:
     is_done: bool = False  # an early stop
 
 
-class TrainerState:
+class TrainerState(Stateful):
     """Controllers, normalisers, counters, rollouts that wait, and a step that is not finished."""
 
     def __init__(self, trainer: Any) -> None:
@@ -44,16 +44,16 @@ class TrainerState:
             owners["evaluation"] = trainer.evaluation
         return owners | ({"value_norm": trainer.value_normaliser} if trainer.value_normaliser else {})
 
-    def pieces(self) -> Iterator[Piece]:
+    def tensor_slices(self) -> Iterator[TensorSlice]:
         """Give the records; every rank holds all of them, the first one writes."""
         for name, record in self._records().items() if distributed.is_main() else ():
             for key in record.data:
                 # Keys share tensors, and a file of safetensors must hold each once.
-                yield Piece(f"{name}:{key}:data", 0, record.data[key].clone())
-                yield Piece(f"{name}:{key}:lengths", 0, record.lengths[key].clone())
-                yield Piece(f"{name}:{key}:group_ids", 0, record.group_ids[key].clone())
+                yield TensorSlice(f"{name}:{key}:data", 0, record.data[key].clone())
+                yield TensorSlice(f"{name}:{key}:lengths", 0, record.lengths[key].clone())
+                yield TensorSlice(f"{name}:{key}:group_ids", 0, record.group_ids[key].clone())
 
-    def numbers(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         """Return the rest."""
         trainer = self.trainer
         records = {name: {"ids": r.ids, "keys": list(r.data)} for name, r in self._records().items()}
@@ -64,19 +64,19 @@ class TrainerState:
             found[OPEN] = {f.name: getattr(trainer.open_step, f.name) for f in kept if f.name != "record"}
         return found
 
-    def load(self, reader: PieceReader, numbers: dict[str, Any]) -> None:
+    def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
         """Go on with what was saved."""
         trainer = self.trainer
         for name, owner in self._owners().items():
-            owner.load_state_dict(numbers[name])
-        records = {name: _read_record(reader, name, told) for name, told in numbers["records"].items()}
+            owner.load_state_dict(state[name])
+        records = {name: _read_record(reader, name, told) for name, told in state["records"].items()}
         is_open = OPEN in records
-        trainer.open_step = OpenStep(record=records.pop(OPEN), **numbers[OPEN]) if is_open else None
+        trainer.open_step = OpenStep(record=records.pop(OPEN), **state[OPEN]) if is_open else None
         trainer.waiting = deque(records.values())
-        trainer.prompts.skip_to(numbers["num_prompts"])
+        trainer.prompts.skip_to(state["num_prompts"])
 
 
-def _read_record(reader: PieceReader, name: str, told: dict[str, Any]) -> PackedBatch:
+def _read_record(reader: TensorReader, name: str, told: dict[str, Any]) -> PackedBatch:
     parts = [
         {key: reader.read(f"{name}:{key}:{part}") for key in told["keys"]}
         for part in ("data", "lengths", "group_ids")

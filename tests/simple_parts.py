@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from common.ranks import distributed
-from common.runs.pieces import Piece, PieceReader
+from common.runs.saved_state import Stateful, TensorReader, TensorSlice
 
 
-class SimplePart:
+class SimplePart(Stateful):
     """A flat tensor, of which every rank owns a run, and a number."""
 
     def __init__(self, version: int = 0, numel: int = 1000) -> None:
@@ -21,16 +21,16 @@ class SimplePart:
         self.version = version
         self.tensor = torch.full((self.numel,), version, dtype=torch.int64)
 
-    def pieces(self) -> Iterator[Piece]:
+    def tensor_slices(self) -> Iterator[TensorSlice]:
         size = -(-self.numel // distributed.world_size())
         start = distributed.rank() * size
-        yield Piece("tensor", start, self.tensor[start : start + size])
+        yield TensorSlice("tensor", start, self.tensor[start : start + size])
 
-    def numbers(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         return {"version": self.version}
 
-    def load(self, reader: PieceReader, numbers: dict[str, Any]) -> None:
-        self.version, self.tensor = numbers["version"], reader.read("tensor", 0, self.numel)
+    def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
+        self.version, self.tensor = state["version"], reader.read("tensor", 0, self.numel)
 
     def whole_version(self) -> int:
         """Which state it is; a mixture of two fails."""

@@ -25,9 +25,10 @@ from common.models.varlen_attention import takes_packed
 from common.programs import startup
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
+from common.runs.checkpoints import checkpoint_name
 from common.runs.resume import EarlierRun, find_run
 from common.runs.run_logger import RunLogger
-from common.runs.run_saver import Run, checkpoint_name
+from common.runs.run_saver import Run
 from common.runs.trackers import build_trackers
 
 

@@ -8,13 +8,13 @@ from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.flags.refusal import StepRefused, TooManyBadSteps
 from common.ranks import distributed
 from common.runs.durable_files import json_line
-from common.runs.pieces import Piece, PieceReader
 from common.runs.run_logger import RunLogger
+from common.runs.saved_state import Stateful, TensorReader
 
 FOLDER = "bad_batches"
 
 
-class BadSteps:
+class BadSteps(Stateful):
     """How many steps were refused, over the whole run: a part of a checkpoint."""
 
     def __init__(self, output_dir: str, max_bad_steps: int, logger: RunLogger) -> None:
@@ -32,7 +32,7 @@ class BadSteps:
         self.logger.log_event(step, {"perf/bad_steps": self.count})
         if self.count > self.max_bad_steps:
             raise TooManyBadSteps(
-                f"{error}\n{self.count} steps were refused, --max_bad_steps {self.max_bad_steps} are borne"
+                f"{error}\nskipped {self.count} steps, --max_bad_steps allows {self.max_bad_steps}"
             ) from error
 
     def _write(self, step: int, error: StepRefused) -> str:
@@ -47,17 +47,13 @@ class BadSteps:
             return f"; its batch could not be written to {path} ({failure.strerror})"
         return f"; its batch is in {path}"
 
-    def pieces(self) -> Iterator[Piece]:
-        """Give nothing."""
-        return iter(())
-
-    def numbers(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         """Return the count."""
         return {"count": self.count}
 
-    def load(self, reader: PieceReader, numbers: dict[str, Any]) -> None:
-        """Go on counting."""
-        self.count = numbers["count"]
+    def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
+        """Resume counting."""
+        self.count = state["count"]
 
 
 def _rows(batch: PackedBatch | dict[str, Any]) -> Iterator[dict[str, Any]]:

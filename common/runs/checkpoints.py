@@ -1,38 +1,44 @@
 """Checkpoints: folders with all that moves in a run, whole or not there.
 
 OUTPUT_DIR/checkpoints/step-000200/ holds PART-rank-00000.safetensors, ... for every part and rank,
-and meta.json: the numbers of all parts, the flags, versions, size and SHA-256 of every file. It is written
+and meta.json: the JSON state of all parts, the flags, versions, size and SHA-256 of every file. It is written
 under another name and renamed when everything is on the disk; only then older ones go. What is in doubt is
 named and passed over for the newest one that is whole.
 """
 
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from common.ranks import distributed
 from common.runs.durable_files import WRITING, digest, publish_folder, remove_folder, remove_leftovers, sync
-from common.runs.pieces import Piece, PieceReader, write_pieces
+from common.runs.saved_state import Stateful, TensorReader, write_slices
 
 FOLDER, META = "checkpoints", "meta.json"
 FORMAT = 2  # raise it when an older reader would misread the files
+_NAME = re.compile(r"step-(\d+)(?:-rollout|-update-(\d+))?")
 
 
-class Part(Protocol):
-    """Something that moves in a run. Every rank must call each of these together."""
+def checkpoint_name(num_steps: int, position: str = "") -> str:
+    """Return the name of the state after so many steps, and `rollout` or `update-0003` of the next one."""
+    return f"step-{num_steps:06d}" + (f"-{position}" if position else "")
 
-    def pieces(self) -> Iterator[Piece]:
-        """Give the runs of flat tensors that this rank owns."""
 
-    def numbers(self) -> dict[str, Any]:
-        """Return what is no tensor, the same on every rank, as JSON can hold it."""
+def checkpoint_order(name: str) -> tuple[int, int] | None:
+    """Return what sorts checkpoints by time: (steps, then 0 whole, 1 rollout, 2 and more updates).
 
-    def load(self, reader: PieceReader, numbers: dict[str, Any]) -> None:
-        """Take what was saved; ValueError when it is not of this run."""
+    None for a name of another form, such as that of an unfinished folder.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    within = 1 + int(match[2] or 0) if name != checkpoint_name(int(match[1])) else 0
+    return int(match[1]), within
 
 
 class SaveFailed(OSError):
@@ -103,9 +109,9 @@ def find_checkpoints(run_folder: Path) -> tuple[list[Checkpoint], list[str]]:
     """Return a run's checkpoints that look whole, the newest first, and what is wrong with the others."""
     found, doubts = [], []
     parent = run_folder / FOLDER
-    for folder in sorted(parent.glob("step-*"), reverse=True) if parent.is_dir() else ():
-        if folder.suffix or not folder.is_dir():
-            continue
+    folders = [path for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
+    names = [path.name for path in folders if checkpoint_order(path.name)]
+    for folder in (parent / name for name in sorted(names, key=checkpoint_order, reverse=True)):
         try:
             found.append(read_checkpoint(folder))
         except ValueError as error:
@@ -125,7 +131,7 @@ class CheckpointWriter:
         """Remove what a crash has left unfinished. To be called by one rank."""
         remove_leftovers(self.run_folder / FOLDER)
 
-    def save(self, name: str, parts: Mapping[str, Part]) -> None:
+    def save(self, name: str, parts: Mapping[str, Stateful]) -> None:
         """Write a checkpoint and then remove those beyond the limit. Every rank must call this.
 
         Raises SaveFailed, on every rank, when anything could not be written on any of them.
@@ -135,8 +141,8 @@ class CheckpointWriter:
         try:
             _on_main(lambda: _make_empty(temporary))
             told = _on_all(lambda: self._write_parts(temporary, parts))
-            numbers = _on_all(lambda: {part: thing.numbers() for part, thing in parts.items()})[0]
-            _on_main(lambda: self._commit(temporary, folder, numbers, told))
+            states = _on_all(lambda: {part: thing.json_state() for part, thing in parts.items()})[0]
+            _on_main(lambda: self._commit(temporary, folder, states, told))
         except SaveFailed:
             if distributed.is_main():
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -145,7 +151,7 @@ class CheckpointWriter:
             self._prune()
         distributed.barrier()
 
-    def _write_parts(self, folder: Path, parts: Mapping[str, Part]) -> dict[str, dict[str, Any]]:
+    def _write_parts(self, folder: Path, parts: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
         if not folder.is_dir():
             raise OSError(
                 f"{folder} is not seen by rank {distributed.rank()}: --output_dir must be on a disk that all "
@@ -153,22 +159,22 @@ class CheckpointWriter:
             )
         told = {}
         for part, thing in parts.items():
-            pieces = list(thing.pieces())
-            if pieces:
+            slices = list(thing.tensor_slices())
+            if slices:
                 path = folder / f"{part}-rank-{distributed.rank():05d}.safetensors"
-                write_pieces(path, pieces)
+                write_slices(path, slices)
                 sync(path)
                 told[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
         return told
 
     def _commit(
-        self, temporary: Path, folder: Path, numbers: dict[str, Any], told: Sequence[dict[str, Any]]
+        self, temporary: Path, folder: Path, states: dict[str, Any], told: Sequence[dict[str, Any]]
     ) -> None:
         files = {name: facts for of_rank in told for name, facts in of_rank.items()}
         meta = self.about | {
             "format": FORMAT,
             "world_size": distributed.world_size(),
-            "numbers": numbers,
+            "numbers": states,
             "files": files,
         }
         text = json.dumps(meta)
@@ -185,7 +191,7 @@ class CheckpointWriter:
                 print(f"warning: {old.folder} could not be removed: {error.strerror}", flush=True)
 
 
-def load_newest(candidates: Sequence[Checkpoint], parts: Mapping[str, Part]) -> Checkpoint:
+def load_newest(candidates: Sequence[Checkpoint], parts: Mapping[str, Stateful]) -> Checkpoint:
     """Let the parts take the newest checkpoint whose every byte is as it was written; return it.
 
     Every rank must call this. Raises NoCheckpoint when none is, ValueError when it is not of this run.
@@ -202,7 +208,7 @@ def load_newest(candidates: Sequence[Checkpoint], parts: Mapping[str, Part]) -> 
             continue
         for part, thing in parts.items():
             try:
-                thing.load(PieceReader(candidate.files(part)), candidate.meta["numbers"][part])
+                thing.load(TensorReader(candidate.files(part)), candidate.meta["numbers"][part])
             except (KeyError, ValueError) as error:
                 raise ValueError(
                     f"checkpoint {candidate.folder} is not of this run: {part}: {error}"

@@ -1,7 +1,7 @@
-"""All that moves in a DeepSpeed engine, as pieces of named flat tensors that do not know ranks or stages.
+"""All that moves in a DeepSpeed engine, as slices of named flat tensors that do not know ranks or stages.
 
-A piece is a run of a parameter's flat weight, or of an optimizer state of it, in fp32. A rank gives the
-pieces that it owns and asks for those that it needs, so what N ranks saved under one ZeRO stage can be read
+A slice is a run of a parameter's flat weight, or of an optimizer state of it, in fp32. A rank gives the
+slices that it owns and asks for those that it needs, so what N ranks saved under one ZeRO stage can be read
 by M under another. DeepSpeed's own checkpoints are pickles and need a conversion by hand for that.
 """
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from common.ranks import distributed
 from common.ranks.zero3 import is_sharded
-from common.runs.pieces import Piece, PieceReader
+from common.runs.saved_state import Stateful, TensorReader, TensorSlice
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -41,7 +41,7 @@ def own_share(numel: int) -> tuple[int, int]:
     return start, min(size, numel - start)
 
 
-def shard_place(parameter: nn.Parameter) -> tuple[int, int]:
+def shard_range(parameter: nn.Parameter) -> tuple[int, int]:
     """Return (start, numel) of `local_shard` in the flat parameter, without its padding."""
     if not is_sharded(parameter):
         return 0, parameter.numel()
@@ -50,7 +50,7 @@ def shard_place(parameter: nn.Parameter) -> tuple[int, int]:
     return start, min(size, parameter.ds_numel - start)
 
 
-class EngineState:
+class EngineState(Stateful):
     """Weights, optimizer, schedule, loss scale and counters of a trained engine: a part of a checkpoint."""
 
     def __init__(self, engine: Any) -> None:
@@ -74,14 +74,14 @@ class EngineState:
         ):
             for p in group:
                 if p._hp_mapping is not None:  # a part of it lies in this rank's partition
-                    place, home = p._hp_mapping.lp_fragment_address, p._hp_mapping.hp_fragment_address
-                    yield Segment(names[id(p)], place.start, place.numel, flat, home.start)
+                    source, home = p._hp_mapping.lp_fragment_address, p._hp_mapping.hp_fragment_address
+                    yield Segment(names[id(p)], source.start, source.numel, flat, home.start)
 
     def _stage_3_segments(self, names: dict[int, str]) -> Iterator[Segment]:
         for group in self.zero.fp16_groups:
             for p in group:
                 index, offset, _ = self.zero.grad_position[self.zero.get_param_id(p)]
-                start, numel = shard_place(p)
+                start, numel = shard_range(p)
                 flat = self.zero.fp32_partitioned_groups_flat[index]
                 yield Segment(names[id(p)], start, numel, flat, offset)
 
@@ -89,7 +89,7 @@ class EngineState:
     # Saving
     # -----------------------------------------------------------------------------------------------------
 
-    def pieces(self) -> Iterator[Piece]:
+    def tensor_slices(self) -> Iterator[TensorSlice]:
         """Give the weights and moments that this rank owns."""
         for segment in self.segments:
             state = self.adam.state.get(segment.owner, {})
@@ -100,9 +100,9 @@ class EngineState:
                     start, numel = own_share(segment.numel)
                     flat = flat[start : start + numel]
                 if len(flat):
-                    yield Piece(f"{segment.name}:{key}", start, flat)
+                    yield TensorSlice(f"{segment.name}:{key}", start, flat)
 
-    def numbers(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         """Return what is no tensor; the same on every rank."""
         engine = self.engine
         scaler = vars(self.zero.loss_scaler) if engine.fp16_enabled() else {}
@@ -131,29 +131,29 @@ class EngineState:
     # -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def load(self, reader: PieceReader, numbers: dict[str, Any]) -> None:
+    def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
         """Take what was saved. Every rank must call this.
 
         Raises ValueError, with the engine half loaded, when a parameter is missing or has another size.
         """
-        steps = numbers["adam_steps"]
+        steps = state["adam_steps"]
         for segment in self.segments:
             key = f"{segment.name}:weight"
             segment.of(segment.owner).copy_(reader.read(key, segment.start, segment.numel))
             step = steps.get(segment.name, steps.get(ALL, 0.0))
             if step:
-                state = self._state_of(segment.owner, step)
+                moments = self._state_of(segment.owner, step)
                 for name in MOMENTS:
                     moment = reader.read(f"{segment.name}:{name}", segment.start, segment.numel)
-                    segment.of(state[name]).copy_(moment)
+                    segment.of(moments[name]).copy_(moment)
         self._spread_weights()
-        for group, rate in zip(self.adam.param_groups, numbers["learning_rates"], strict=True):
+        for group, rate in zip(self.adam.param_groups, state["learning_rates"], strict=True):
             group["lr"] = rate
-        self.engine.lr_scheduler.load_state_dict(numbers["schedule"])
+        self.engine.lr_scheduler.load_state_dict(state["schedule"])
         if self.engine.fp16_enabled():
-            vars(self.zero.loss_scaler).update(numbers["loss_scaler"])
+            vars(self.zero.loss_scaler).update(state["loss_scaler"])
         for name in COUNTERS:
-            setattr(self.engine, name, numbers["counters"][name])
+            setattr(self.engine, name, state["counters"][name])
 
     def _state_of(self, owner: torch.Tensor, step: float) -> dict[str, torch.Tensor]:
         """Return AdamW's state of a tensor, made as its first step would."""
@@ -177,30 +177,26 @@ class EngineState:
             self.zero._post_step(set())
 
 
-class ShardState:
+class ShardState(Stateful):
     """Tensors that a rank keeps for `local_shard`s of parameters (an average): a part of a checkpoint."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]) -> None:
         self.parameters, self.tensors = parameters, tensors
 
-    def pieces(self) -> Iterator[Piece]:
+    def tensor_slices(self) -> Iterator[TensorSlice]:
         """Give what this rank owns of them."""
         for name, parameter in self.parameters.items():
-            start, numel = shard_place(parameter)
+            start, numel = shard_range(parameter)
             flat = self.tensors[name].view(-1)[:numel]
             if not is_sharded(parameter):
                 start, numel = own_share(numel)
                 flat = flat[start : start + numel]
             if numel:
-                yield Piece(name, start, flat)
-
-    def numbers(self) -> dict[str, Any]:
-        """Return what is no tensor: nothing."""
-        return {}
+                yield TensorSlice(name, start, flat)
 
     @torch.no_grad()
-    def load(self, reader: PieceReader, numbers: dict[str, Any]) -> None:
+    def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
         """Take what was saved. Raises ValueError when a parameter is missing or has another size."""
         for name, parameter in self.parameters.items():
-            start, numel = shard_place(parameter)
+            start, numel = shard_range(parameter)
             self.tensors[name].view(-1)[:numel].copy_(reader.read(name, start, numel))

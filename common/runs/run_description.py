@@ -14,7 +14,7 @@ import torch
 
 from common.ranks import distributed
 from common.runs.run_file_names import RUN_FILE
-from common.runs.run_state import Progress
+from common.runs.saved_state import Progress
 
 OF_CHECKPOINTS = ("torch", "deepspeed", "transformers")
 OF_RUNS = (*OF_CHECKPOINTS, "tokenizers", "datasets", "numpy", "peft", "accelerate", "flash-attn")

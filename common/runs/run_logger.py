@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,16 @@ from tqdm import tqdm
 
 from common.ranks import distributed
 from common.runs.durable_files import json_line, sync, write_file
-from common.runs.pieces import Piece, PieceReader
 from common.runs.plots import plot_curves
 from common.runs.report.write import write_report
 from common.runs.run_file_names import CURVES, METRICS, REPORT, ROLLOUTS, SAMPLES
+from common.runs.saved_state import Stateful, TensorReader
 from common.runs.trackers import Tracker, TrackerGroup
 
 GZIP_START = gzip.compress(b"", mtime=0)[:8]  # of each member, in no other place
 
 
-class RunLogger:
+class RunLogger(Stateful):
     """The one place a program's numbers go to: a part of a checkpoint, for it knows how far its files are.
 
     `columns` are the metric names of the console line, in order; metrics.jsonl has all of them. `begin_anew`
@@ -86,11 +86,7 @@ class RunLogger:
         if self.is_on and sys.stderr.isatty():
             self.bar = tqdm(total=self.num_steps, unit="step", dynamic_ncols=True, leave=False)
 
-    def pieces(self) -> Iterator[Piece]:
-        """Give nothing."""
-        return iter(())
-
-    def numbers(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         """Return how far the files are, once they are on the disk so far."""
         if self.folder:
             for name in self._sizes:
@@ -105,17 +101,17 @@ class RunLogger:
             "step": self._last_step,
         }
 
-    def load(self, reader: PieceReader, numbers: dict[str, Any]) -> None:
+    def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
         """Cut the files where they were, so that what comes again is there once."""
-        self.started = time.monotonic() - numbers["seconds"]
-        self._last_step = numbers["step"]
-        for name, size in numbers["sizes"].items() if self.folder else ():
+        self.started = time.monotonic() - state["seconds"]
+        self._last_step = state["step"]
+        for name, size in state["sizes"].items() if self.folder else ():
             path = self.folder / name
             found = path.stat().st_size if path.exists() else 0
             self._sizes[name] = size if found >= size else self._whole_lines(path, found, size)
             if path.exists():
                 os.truncate(path, self._sizes[name])
-        self.open_trackers(numbers["step"])
+        self.open_trackers(state["step"])
         self._open_bar()
 
     # -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,14 @@ from typing import Any
 from common.flags.refusal import StepRefused, TooManyBadSteps
 from common.ranks import distributed, watchdog
 from common.runs.bad_steps import BadSteps
-from common.runs.checkpoints import FOLDER, Checkpoint, CheckpointWriter, Part, SaveFailed, load_newest
+from common.runs.checkpoints import (
+    FOLDER,
+    Checkpoint,
+    CheckpointWriter,
+    SaveFailed,
+    checkpoint_order,
+    load_newest,
+)
 from common.runs.durable_files import remove_leftovers, write_file
 from common.runs.resume import LENGTH_FLAGS, EarlierRun
 from common.runs.run_description import (
@@ -22,22 +29,17 @@ from common.runs.run_description import (
 )
 from common.runs.run_file_names import ARGS_FILE, FINISHED_FILE, RUN_FILE
 from common.runs.run_logger import RunLogger
-from common.runs.run_state import Progress, RandomState
+from common.runs.saved_state import Progress, RandomState, Stateful
 from common.runs.stop_request import Stopped, StopRequest
 
 SUPERSEDED = ".superseded"
-
-
-def checkpoint_name(num_steps: int) -> str:
-    """Return the name of the state after so many steps."""
-    return f"step-{num_steps:06d}"
 
 
 class RunSaver:
     """The checkpoints of a run."""
 
     def __init__(
-        self, args: Any, dtype: str, earlier: EarlierRun, parts: Mapping[str, Part], logger: RunLogger
+        self, args: Any, dtype: str, earlier: EarlierRun, parts: Mapping[str, Stateful], logger: RunLogger
     ) -> None:
         self.args, self.earlier, self.logger = args, earlier, logger
         self.parts = dict(parts) | {"log": logger}
@@ -101,8 +103,9 @@ class RunSaver:
 
     def _set_newer_aside(self, taken: Checkpoint) -> None:
         """Rename what was saved after the checkpoint that this run goes on from: another future."""
-        for folder in taken.folder.parent.glob("step-*"):
-            if not folder.suffix and folder.name > taken.name:
+        for folder in list(taken.folder.parent.iterdir()):
+            order = checkpoint_order(folder.name)
+            if order and order > checkpoint_order(taken.name):
                 aside = folder.with_name(folder.name + SUPERSEDED)
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
@@ -110,7 +113,7 @@ class RunSaver:
     def point(self, name: str, *, is_due: bool) -> None:
         """Save here if it is due, or if the run was asked to stop; then leave. Every rank must call this.
 
-        `name` is such as step-000200, later ones sort later. Raises Stopped, and SaveFailed when a
+        `name` is from `checkpoint_name`. Raises Stopped, and SaveFailed when a
         checkpoint could not be written and the run is not to go on without.
         """
         if self.writer is None:
@@ -149,7 +152,12 @@ class Run:
     """What every program keeps of a run beside its models."""
 
     def __init__(
-        self, args: Any, earlier: EarlierRun, logger: RunLogger, progress: Progress, parts: Mapping[str, Part]
+        self,
+        args: Any,
+        earlier: EarlierRun,
+        logger: RunLogger,
+        progress: Progress,
+        parts: Mapping[str, Stateful],
     ) -> None:
         self.progress, self.logger = progress, logger
         self.bad_steps = BadSteps(args.output_dir, args.max_bad_steps, logger)

@@ -170,7 +170,7 @@ def test_one_rank_spoils_a_step_and_all_refuse_it(forks, flags, tmp_path, what, 
     values = values | {"output_dir": resumed, "max_bad_steps": 0}
     stopped = forks.run(step, values, ranks=2, hooks=[hook_of(what, rank=1)])
     assert stopped.codes == [REFUSED, REFUSED], stopped.text()
-    assert "1 steps were refused, --max_bad_steps 0 are borne" in stopped.text()
+    assert "skipped 1 steps, --max_bad_steps allows 0" in stopped.text()
     assert "Traceback" not in stopped.text()
     again = forks.run(step, values, ranks=2)
     assert again.codes == [0, 0] and "goes on from" in again.text(), again.text()
@@ -217,9 +217,9 @@ def test_several_are_counted_over_the_whole_run(forks, flags, tmp_path):
     values = flags[1] | {"output_dir": folder, "max_bad_steps": 1}
     spoil = {"at": "step1_sft.sft_trainer:compute_nll_sum", "do": "nan", "when": "after"}
     first = forks.run(1, values, hooks=[spoil | {"call": 1}, spoil | {"call": 5}])
-    assert first.code == REFUSED and "2 steps were refused, --max_bad_steps 1 are borne" in first.text()
+    assert first.code == REFUSED and "skipped 2 steps, --max_bad_steps allows 1" in first.text()
     second = forks.run(1, values, hooks=[spoil | {"call": 1}])
-    assert second.code == REFUSED and "3 steps were refused" in second.text(), second.text()
+    assert second.code == REFUSED and "skipped 3 steps" in second.text(), second.text()
     assert forks.run(1, values | {"max_bad_steps": 9}).code == 0
     assert bad_steps(folder) == [(1, 1), (3, 2), (4, 3)]
     assert [row["step"] for row in read_metrics(folder, "sft/loss")] == [2]

@@ -179,7 +179,7 @@ SINGLE_POINTS = {
     "between two accumulation steps": ("step1_sft.sft_trainer:compute_nll_sum", 8),
     "in DeepSpeed's step": ("deepspeed.runtime.engine:DeepSpeedEngine.step", 5),
     "in an evaluation": ("step1_sft.sft_trainer:SFTTrainer.evaluate", 2),
-    "writing a rank's file": ("common.runs.checkpoints:write_pieces", 5),
+    "writing a rank's file": ("common.runs.checkpoints:write_slices", 5),
     "before the commit": ("common.runs.checkpoints:CheckpointWriter._commit", 2),
     "removing an old checkpoint": ("common.runs.checkpoints:remove_folder", 1),
     "in the export": ("common.runs.export:_write_model", 1),

@@ -11,8 +11,8 @@ from common.data.collators import PackedPairCollator, PackedSFTCollator, PairCol
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.flags.refusal import StepRefused, TooManyBadSteps
 from common.runs.bad_steps import BadSteps
-from common.runs.pieces import PieceReader
 from common.runs.run_logger import RunLogger
+from common.runs.saved_state import TensorReader
 
 
 def build(folder, most: int = 3) -> BadSteps:
@@ -50,9 +50,9 @@ def test_none_is_borne_where_none_is_allowed(tmp_path):
 def test_the_count_goes_on_where_a_checkpoint_left_it(tmp_path):
     first, second = build(tmp_path, most=1), build(tmp_path, most=1)
     first.refuse(1, StepRefused("no"))
-    assert list(first.pieces()) == []
-    second.load(PieceReader([]), json.loads(json.dumps(first.numbers())))
-    with pytest.raises(TooManyBadSteps, match="2 steps were refused"):
+    assert list(first.tensor_slices()) == []
+    second.load(TensorReader([]), json.loads(json.dumps(first.json_state())))
+    with pytest.raises(TooManyBadSteps, match="skipped 2 steps"):
         second.refuse(2, StepRefused("no"))
 
 

@@ -23,8 +23,7 @@ from common.runs.checkpoints import (
     load_newest,
     read_checkpoint,
 )
-from common.runs.pieces import PieceReader, write_pieces
-from common.runs.run_state import RandomState
+from common.runs.saved_state import RandomState, TensorReader, write_slices
 
 MODEL = "model-rank-00000.safetensors"
 
@@ -88,11 +87,15 @@ def test_the_newest_come_first_and_older_ones_go(writer, tmp_path):
     assert newest(tmp_path) == (10, [])
 
 
-def test_a_place_within_a_step_comes_after_the_step_and_before_the_next(writer, tmp_path):
-    order = ["step-000002", "step-000002-rollout", "step-000002-update-0001", "step-000003"]
-    for number, name in enumerate(order):
-        writer.save(name, make_parts(number))
-    assert [c.name for c in find_checkpoints(tmp_path)[0]] == [order[3], order[2]]
+def test_checkpoints_are_ordered_by_time_and_not_by_the_alphabet(tmp_path):
+    order = ["step-000002", "step-000002-rollout", "step-000002-update-0001", "step-000002-update-10000"]
+    order += ["step-000003", "step-999999", "step-1000000", "step-1000000-rollout"]
+    writer = CheckpointWriter(tmp_path, save_total_limit=0)
+    for name in sorted(order):
+        writer.save(name, make_parts(order.index(name)))
+    assert [c.name for c in find_checkpoints(tmp_path)[0]] == order[::-1]
+    CheckpointWriter(tmp_path, save_total_limit=2).save("step-1000000-update-0001", make_parts(9))
+    assert names(tmp_path) == ["step-1000000-rollout", "step-1000000-update-0001"]
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
@@ -111,9 +114,9 @@ def test_loaded_random_numbers_are_those_that_would_have_come(tmp_path):
         return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
 
     draw()
-    write_pieces(tmp_path / "random", RandomState().pieces())
+    write_slices(tmp_path / "random", RandomState().tensor_slices())
     expected = draw()
-    RandomState().load(PieceReader([tmp_path / "random"]), RandomState().numbers())
+    RandomState().load(TensorReader([tmp_path / "random"]), RandomState().json_state())
     assert draw() == expected
 
 
@@ -127,8 +130,8 @@ def test_a_run_without_checkpoints(tmp_path):
 
 
 def test_a_part_without_tensors_has_no_file(writer, tmp_path, monkeypatch):
-    monkeypatch.setattr(SimplePart, "pieces", lambda self: iter(()))
-    monkeypatch.setattr(SimplePart, "load", lambda self, reader, numbers: self.set(numbers["version"]))
+    monkeypatch.setattr(SimplePart, "tensor_slices", lambda self: iter(()))
+    monkeypatch.setattr(SimplePart, "load", lambda self, reader, state: self.set(state["version"]))
     save(writer, 1)
     assert [p.name for p in (tmp_path / "checkpoints" / "step-000001").iterdir()] == ["meta.json"]
     assert newest(tmp_path) == (1, [])
@@ -293,7 +296,7 @@ def fail_at(monkeypatch, function: str, error: Exception) -> None:
 
 
 FAILURES = {
-    "write_pieces": OSError(28, "No space left on device"),
+    "write_slices": OSError(28, "No space left on device"),
     "digest": RuntimeError("Error while serializing: I/O error"),
     "publish_folder": OSError(5, "Input/output error"),
     "_make_empty": PermissionError(13, "Permission denied"),
@@ -312,7 +315,7 @@ def test_a_save_that_fails_leaves_the_ones_before_it_and_nothing_else(writer, tw
 
 
 def test_a_part_that_cannot_be_asked_fails_the_save(writer, two, monkeypatch):
-    monkeypatch.setattr(SimplePart, "numbers", lambda self: 1 / 0)
+    monkeypatch.setattr(SimplePart, "json_state", lambda self: 1 / 0)
     with pytest.raises(SaveFailed, match="division by zero"):
         save(writer, 3)
     assert newest(two) == (2, [])

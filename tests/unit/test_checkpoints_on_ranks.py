@@ -11,7 +11,7 @@ from simple_parts import SimplePart, make_parts, versions
 
 from common.ranks import distributed
 from common.runs.checkpoints import CheckpointWriter, SaveFailed, find_checkpoints, load_newest
-from common.runs.pieces import Piece
+from common.runs.saved_state import TensorSlice
 
 
 class FailingPart(SimplePart):
@@ -21,18 +21,18 @@ class FailingPart(SimplePart):
         super().__init__(9)
         self.failing_rank = failing_rank
 
-    def pieces(self):
+    def tensor_slices(self):
         if distributed.rank() == self.failing_rank:
             raise OSError(28, "No space left on device")
-        return super().pieces()
+        return super().tensor_slices()
 
 
 class BrokenPlace(SimplePart):
     """Gives a piece that safetensors cannot take, on the last rank."""
 
-    def pieces(self):
+    def tensor_slices(self):
         tensor = torch.zeros(2).to_sparse() if distributed.rank() else torch.zeros(2)
-        yield Piece("tensor", 0, tensor)
+        yield TensorSlice("tensor", 0, tensor)
 
 
 def be_a_rank(rank: int, port: int, folder: str, answers) -> None:

@@ -10,7 +10,7 @@ from common.data.collators import PackedPairCollator, PairCollator
 from common.data.global_batches import GlobalBatches
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel
-from common.runs.pieces import PieceReader, write_pieces
+from common.runs.saved_state import TensorReader, write_slices
 from step2_reward.dpo_loss import dpo_loss
 from step2_reward.dpo_trainer import compute_answer_logprobs
 from step2_reward.reference_logprobs import ReferencePairs, ReferencePart
@@ -166,8 +166,8 @@ def test_numbers_come_back_from_a_checkpoint(tmp_path):
     empty = ReferencePairs(Table())
     before.compute(last_ids, PackedPairCollator(), [1, 2], 2)
     part = ReferencePart({"train": before, "eval": empty})
-    write_pieces(tmp_path / "file", part.pieces())
-    ReferencePart({"train": after, "eval": empty}).load(PieceReader([tmp_path / "file"]), part.numbers())
+    write_slices(tmp_path / "file", part.tensor_slices())
+    ReferencePart({"train": after, "eval": empty}).load(TensorReader([tmp_path / "file"]), part.json_state())
     assert torch.equal(after.logprobs[1:3], before.logprobs[1:3]) and after.logprobs[[0, 3, 4]].isnan().all()
 
 

@@ -14,7 +14,7 @@ from common.flags.refusal import StepRefused
 from common.programs.training_loop import build_engine
 from common.runs.engine_state import EngineState
 from common.runs.export import gather_state_dict
-from common.runs.pieces import PieceReader, write_pieces
+from common.runs.saved_state import TensorReader, write_slices
 
 pytestmark = pytest.mark.usefixtures("process_group")
 # Micro-batches of very different sizes: a mean of their means is another number.
@@ -69,9 +69,9 @@ def test_a_loaded_engine_goes_on_as_the_saved_one(stage, tmp_path):
     for _ in range(2):
         update_engine(saved, [term(saved)])
     state = EngineState(saved)
-    write_pieces(tmp_path / "pieces", state.pieces())
-    EngineState(loaded).load(PieceReader([tmp_path / "pieces"]), state.numbers())
-    assert EngineState(loaded).numbers() == state.numbers() and loaded.global_steps == 2
+    write_slices(tmp_path / "pieces", state.tensor_slices())
+    EngineState(loaded).load(TensorReader([tmp_path / "pieces"]), state.json_state())
+    assert EngineState(loaded).json_state() == state.json_state() and loaded.global_steps == 2
     for _ in range(2):
         assert update_engine(loaded, [term(loaded)]) == update_engine(saved, [term(saved)])
     assert torch.equal(gather_state_dict(loaded.module)["weight"], gather_state_dict(saved.module)["weight"])
@@ -207,9 +207,9 @@ class Trained:
 
     def snapshot(self) -> tuple[dict[str, torch.Tensor], dict]:
         """All that moves, but for DeepSpeed's counters of steps and samples."""
-        tensors = {f"{p.key}@{p.start}": p.tensor.detach().cpu().clone() for p in self.state.pieces()}
+        tensors = {f"{p.key}@{p.start}": p.tensor.detach().cpu().clone() for p in self.state.tensor_slices()}
         tensors |= {f"model {n}": w.clone() for n, w in gather_state_dict(self.engine.module).items()}
-        return tensors, {k: v for k, v in self.state.numbers().items() if k != "counters"}
+        return tensors, {k: v for k, v in self.state.json_state().items() if k != "counters"}
 
 
 def assert_equal_snapshots(found, expected) -> None:

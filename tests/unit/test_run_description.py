@@ -16,7 +16,7 @@ from common.runs.run_description import (
     flag_defaults,
     installed_versions,
 )
-from common.runs.run_state import Progress
+from common.runs.saved_state import Progress
 from step1_sft.arguments import SFTArguments
 
 ARGS = SFTArguments(model_name_or_path="m", seed=5)

@@ -11,10 +11,10 @@ from disk_limit import files_up_to
 import train
 from common.runs import run_logger
 from common.runs.durable_files import sync
-from common.runs.pieces import PieceReader
 from common.runs.plots import plot_curves
 from common.runs.report.run_files import Curve, read_run
 from common.runs.run_logger import RunLogger
+from common.runs.saved_state import TensorReader
 from common.runs.trackers import TensorBoardTracker, build_trackers
 
 
@@ -22,7 +22,7 @@ def lines_of(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-NOTHING = PieceReader([])
+NOTHING = TensorReader([])
 
 
 def begun(folder, **more) -> RunLogger:
@@ -100,7 +100,7 @@ def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     logger = RunLogger("", columns=("a/b",), num_steps=1)
     logger.begin_anew()
-    assert set(logger.numbers()["sizes"].values()) == {0}
+    assert set(logger.json_state()["sizes"].values()) == {0}
     logger.log(1, {"a/b": 1.0})
     logger.sample(1, prompt="p")
     logger.rollout(1, [{"prompt": "p"}])
@@ -124,7 +124,7 @@ def test_a_run_that_goes_on_has_every_line_once(tmp_path):
         first.log(step, {"a/b": 1.0})
         first.sample(step, answer="ä")
         first.rollout(step, [{"answer": "ä"}, {"answer": str(step)}])
-    numbers = first.numbers()
+    numbers = first.json_state()
     for step in (3, 4):  # done again below: this run ends without a further checkpoint
         first.log(step, {"a/b": 1.0})
         first.sample(step, answer="lost")
@@ -145,13 +145,13 @@ def test_a_run_that_goes_on_has_every_line_once(tmp_path):
         rows = [json.loads(line) for line in file]
     assert [(r["step"], r["answer"]) for r in rows] == [(1, "ä"), (1, "1"), (2, "ä"), (2, "2"), (3, "again")]
     assert rows[-1]["kl"] is None
-    assert numbers["step"] == 2 and second.numbers()["step"] == 3
+    assert numbers["step"] == 2 and second.json_state()["step"] == 3
 
 
 def test_the_numbers_of_a_checkpoint_are_those_of_its_moment(tmp_path):
     """They are written to a file a moment later, by which time nothing of them may have moved."""
     logger = begun(tmp_path)
-    numbers = logger.numbers()
+    numbers = logger.json_state()
     before = json.dumps(numbers["sizes"])
     logger.log(1, {"a/b": 1.0})
     assert json.dumps(numbers["sizes"]) == before
@@ -160,7 +160,7 @@ def test_the_numbers_of_a_checkpoint_are_those_of_its_moment(tmp_path):
 def test_the_clock_goes_on_too(tmp_path):
     first = begun(tmp_path)
     first.started -= 1000.0
-    second = resumed(tmp_path, first.numbers())
+    second = resumed(tmp_path, first.json_state())
     second.log(1, {"a/b": 1.0})
     assert 1000.0 <= lines_of(tmp_path / "metrics.jsonl")[0]["seconds"] < 1100.0
 
@@ -171,7 +171,7 @@ def test_files_that_have_lost_lines_are_said_to_have_and_are_gone_on_with(tmp_pa
         first.log(step, {"a/b": 1.0})
         first.rollout(step, [{"answer": "x"}])
     first.sample(1, answer="x")
-    numbers = first.numbers()
+    numbers = first.json_state()
     rollouts = tmp_path / "rollouts.jsonl.gz"
     rollouts.write_bytes(rollouts.read_bytes()[:-1])
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -186,7 +186,7 @@ def test_files_that_have_lost_lines_are_said_to_have_and_are_gone_on_with(tmp_pa
     with gzip.open(rollouts, "rt") as file:
         assert [json.loads(line)["step"] for line in file] == [1, 3]
     assert steps_of(tmp_path) == [1, 3]
-    assert second.numbers()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
+    assert second.json_state()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
 
 
 def tear(file, place: str) -> None:
@@ -206,7 +206,7 @@ def test_a_torn_line_in_any_file_ends_no_run_and_costs_no_other_line(tmp_path, p
     for step in (1, 2, 3):
         first.log(step, {"sft/loss": float(step)})
         first.sample(step, answer="x")
-    numbers = first.numbers()
+    numbers = first.json_state()
     files = sorted(folder.glob("*.jsonl"))
     assert {file.name for file in files} == set(numbers["sizes"]) - {"rollouts.jsonl.gz"}
     for file in files:
@@ -230,7 +230,7 @@ def test_lines_are_on_the_disk_before_a_checkpoint_counts_them(tmp_path, monkeyp
     logger = begun(tmp_path)
     logger.log(1, {"a/b": 1.0})
     assert not synced
-    logger.numbers()
+    logger.json_state()
     assert synced == ["metrics.jsonl"]
 
 
@@ -248,16 +248,16 @@ def test_lines_wait_while_the_disk_is_full_and_none_is_torn_or_lost(tmp_path, ca
             logger.log(step, {"a/b": 1.0})
             assert steps_of(tmp_path) == [1], "what was written of a line is cut off at once"
         with pytest.raises(OSError, match="metrics.jsonl cannot be written"):
-            logger.numbers()
+            logger.json_state()
     printed = capsys.readouterr().out
     assert printed.count("its lines wait in memory") == 1 and "step     3/9" in printed
     logger.log(4, {"a/b": 1.0})
     assert steps_of(tmp_path) == [1, 2, 3, 4]
-    assert logger.numbers()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
+    assert logger.json_state()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
 
 
 def test_lines_that_wait_are_written_for_a_checkpoint_and_at_the_end(tmp_path):
-    for end in (RunLogger.numbers, RunLogger.close):
+    for end in (RunLogger.json_state, RunLogger.close):
         logger = begun(tmp_path)
         with files_up_to(10):
             logger.log(1, {"a/b": 1.0})
@@ -273,7 +273,7 @@ def test_a_folder_that_is_away_for_a_while_loses_no_line(tmp_path):
     folder.rename(tmp_path / "away")
     logger.log(2, {"a/b": 1.0})
     with pytest.raises(OSError, match="cannot be written"):
-        logger.numbers()
+        logger.json_state()
     assert not folder.exists()
     (tmp_path / "away").rename(folder)
     logger.log(3, {"a/b": 1.0})
@@ -299,7 +299,7 @@ def test_a_file_that_someone_cuts_during_a_run_gets_no_hole(tmp_path, capsys, ke
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:kept]))
     logger.log(3, {"a/b": 1.0})
     assert steps_of(tmp_path) == [1, 2][:kept] + [3] and "has lost lines" in capsys.readouterr().out
-    assert logger.numbers()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
+    assert logger.json_state()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
 
 
 def test_a_full_disk_under_the_output_or_a_reader_that_has_gone_ends_no_run(tmp_path, monkeypatch):
@@ -351,6 +351,6 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys, way):
     logger = begun(folder) if way == "begin_anew" else resumed(folder, numbers)
     logger.log(2, {"a/b": 1.0})
     logger.sample(2, answer="x")
-    logger.numbers()
+    logger.json_state()
     logger.close()
     assert not folder.exists() and capsys.readouterr().out == ""

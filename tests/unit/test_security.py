@@ -23,7 +23,7 @@ from common.flags.args import Problems
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.value_model import has_saved_head, load_value_model
 from common.programs import startup
-from common.runs.pieces import PieceReader
+from common.runs.saved_state import TensorReader
 from step1_sft.arguments import SFTArguments
 from step3_ppo.rewards.classifier_reward import ClassifierReward
 
@@ -223,7 +223,7 @@ def test_a_pickle_of_tensors_alone_is_read(model_folder, form):
 def test_a_checkpoint_file_that_is_a_pickle_is_not_run(tmp_path, proof):
     torch.save(RunsCode(proof), tmp_path / "model-rank-00000.safetensors")
     with pytest.raises(SafetensorError):
-        PieceReader([tmp_path / "model-rank-00000.safetensors"])
+        TensorReader([tmp_path / "model-rank-00000.safetensors"])
     assert not proof.exists()
 
 

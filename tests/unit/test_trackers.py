@@ -8,8 +8,8 @@ import pytest
 
 from common.flags.args import Problems
 from common.programs.startup import check_run
-from common.runs.pieces import PieceReader
 from common.runs.run_logger import RunLogger
+from common.runs.saved_state import TensorReader
 from common.runs.trackers import (
     AccelerateTracker,
     Sent,
@@ -61,7 +61,7 @@ def started(folder, trackers, numbers=None, **config) -> RunLogger:
     if numbers is None:
         logger.begin_anew()
     else:
-        logger.load(PieceReader([]), json.loads(json.dumps(numbers)))
+        logger.load(TensorReader([]), json.loads(json.dumps(numbers)))
     return logger
 
 
@@ -94,7 +94,7 @@ def test_a_run_that_goes_on_sends_each_number_once_to_the_same_run(tmp_path, kil
     service = Service()
     first = started(tmp_path, {"fake": FakeTracker(service)}, seed=3)
     step(first, 1, evaluates=True)
-    numbers = first.numbers()
+    numbers = first.json_state()
     step(first, 2, evaluates=True)
     step(first, 3, evaluates=killed_in != "a step")
     if killed_in == "the next start":  # killed again before it is as far as it was
@@ -112,7 +112,7 @@ def test_what_a_server_never_got_is_sent_again(tmp_path):
     service = Service()
     first = started(tmp_path, {"fake": FakeTracker(service)})
     step(first, 1)
-    numbers = first.numbers()
+    numbers = first.json_state()
     for number in (2, 3, 4):
         step(first, number, evaluates=True)
     service.runs["run-0"]["sent"] = [one for one in service.runs["run-0"]["sent"] if one[0] < 3]
@@ -138,7 +138,7 @@ def test_a_tracker_that_joins_later_begins_there(tmp_path):
     old, new = Service(), Service()
     first = started(tmp_path, {"old": FakeTracker(old)})
     step(first, 1)
-    numbers = first.numbers()
+    numbers = first.json_state()
     second = started(tmp_path, {"old": FakeTracker(old), "new": FakeTracker(new)}, numbers, seed=3)
     step(second, 2)
     assert sent_of(old) == [(1, "a/b"), (2, "a/b")] and sent_of(new) == [(2, "a/b")]
@@ -176,7 +176,7 @@ def test_a_torn_file_of_positions_means_a_new_run_and_is_named(tmp_path, capsys)
     service = Service()
     logger = started(tmp_path, {"fake": FakeTracker(service)})
     step(logger, 1)
-    numbers = logger.numbers()
+    numbers = logger.json_state()
     for text in ('{"fake": {"run', "[]", '{"fake": 3}'):
         (tmp_path / "trackers.json").write_text(text)
         started(tmp_path, {"fake": FakeTracker(service)}, numbers).close()
@@ -209,7 +209,7 @@ def test_tensorboard_hides_what_comes_again_and_is_sent_it_all(tmp_path):
     folder = tmp_path / "tensorboard"
     first = started(tmp_path, build_trackers(["tensorboard"], str(tmp_path), str(folder)))
     step(first, 1)
-    numbers = first.numbers()
+    numbers = first.json_state()
     step(first, 2)
     first.trackers.close()
     second = started(tmp_path, build_trackers(["tensorboard"], str(tmp_path), str(folder)), numbers)

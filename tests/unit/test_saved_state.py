@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.runs.pieces import Piece, PieceReader, write_pieces
+from common.runs.saved_state import TensorReader, TensorSlice, write_slices
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
 DTYPES += [torch.bool]
@@ -29,14 +29,14 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return is_equal and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def write_ranks(folder: Path, ranks: list[list[Piece]]) -> PieceReader:
+def write_ranks(folder: Path, ranks: list[list[TensorSlice]]) -> TensorReader:
     """A reader of what ranks have written; one that owns nothing writes no file."""
     files = []
     for rank, pieces in enumerate(ranks):
         if pieces:
             files.append(folder / f"rank-{rank}.safetensors")
-            write_pieces(files[-1], pieces)
-    return PieceReader(files)
+            write_slices(files[-1], pieces)
+    return TensorReader(files)
 
 
 @st.composite
@@ -68,9 +68,9 @@ def saved(draw):
 @given(saved(), st.data())
 def test_any_cut_is_read_back_in_any_other(case, data):
     tensors, runs, num_ranks = case
-    ranks: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    ranks: list[list[TensorSlice]] = [[] for _ in range(num_ranks)]
     for name, start, end, rank in data.draw(st.permutations(runs)):
-        ranks[rank].append(Piece(name, start, tensors[name][start:end]))  # views of one buffer
+        ranks[rank].append(TensorSlice(name, start, tensors[name][start:end]))  # views of one buffer
     with tempfile.TemporaryDirectory() as folder:
         reader = write_ranks(Path(folder), ranks)
         for name, tensor in tensors.items():
@@ -85,7 +85,7 @@ def test_any_cut_is_read_back_in_any_other(case, data):
 def test_a_run_that_is_not_there_is_named(tmp_path):
     """Elements 4 and 5 of ten were written by nobody."""
     whole = torch.arange(10.0)
-    ranks = [[Piece("w", 0, whole[:4])], [Piece("w", 6, whole[6:])]]
+    ranks = [[TensorSlice("w", 0, whole[:4])], [TensorSlice("w", 6, whole[6:])]]
     reader = write_ranks(tmp_path, ranks)
     assert reader.read("w", 0, 4).tolist() == [0, 1, 2, 3]
     assert reader.read("w", 7, 2).tolist() == [7, 8]
@@ -95,19 +95,19 @@ def test_a_run_that_is_not_there_is_named(tmp_path):
 
 
 def test_a_name_that_is_not_there_is_named_even_where_nothing_is_asked_of_it(tmp_path):
-    reader = write_ranks(tmp_path, [[Piece("w", 0, torch.zeros(3))]])
+    reader = write_ranks(tmp_path, [[TensorSlice("w", 0, torch.zeros(3))]])
     assert reader.numel("other") == 0
     for numel in (None, 0, 1):
         with pytest.raises(ValueError, match="it holds 0 elements of other"):
             reader.read("other", 0, numel)
     with pytest.raises(ValueError, match="of w"):
-        PieceReader([]).read("w")
+        TensorReader([]).read("w")
 
 
 def test_a_name_is_cut_at_its_last_at_sign(tmp_path):
     """`a@1` from 0 and `a` from 10 would be `a@1@0` and `a@10`."""
-    pieces = [Piece("a@1", 0, torch.tensor([1.0])), Piece("a", 0, torch.arange(10.0))]
-    pieces.append(Piece("a", 10, torch.tensor([7.0])))
+    pieces = [TensorSlice("a@1", 0, torch.tensor([1.0])), TensorSlice("a", 0, torch.arange(10.0))]
+    pieces.append(TensorSlice("a", 10, torch.tensor([7.0])))
     reader = write_ranks(tmp_path, [pieces])
     assert reader.read("a@1").tolist() == [1.0]
     assert reader.read("a").tolist() == [*range(10), 7.0]
@@ -116,7 +116,7 @@ def test_a_name_is_cut_at_its_last_at_sign(tmp_path):
 def test_runs_are_in_the_order_of_their_places_and_not_of_their_texts(tmp_path):
     """`w@10` sorts before `w@9` as a text."""
     whole = torch.arange(12)
-    pieces = [Piece("w", i, whole[i : i + 1].clone()) for i in range(12)]
+    pieces = [TensorSlice("w", i, whole[i : i + 1].clone()) for i in range(12)]
     assert torch.equal(write_ranks(tmp_path, [pieces[5:], pieces[:5]]).read("w"), whole)
 
 
@@ -125,7 +125,7 @@ def test_tensors_that_share_memory_are_written_each_in_full(tmp_path):
     whole = torch.arange(10.0)
     parts = {"all": whole, "again": whole, "middle": whole[3:6], "end": whole[5:], "nothing": whole[4:4]}
     parts["every second"] = whole[::2]
-    reader = write_ranks(tmp_path, [[Piece(key, 0, tensor) for key, tensor in parts.items()]])
+    reader = write_ranks(tmp_path, [[TensorSlice(key, 0, tensor) for key, tensor in parts.items()]])
     for key, tensor in parts.items():
         assert torch.equal(reader.read(key), tensor), key
 
@@ -134,16 +134,16 @@ def test_side_by_side_runs_of_a_buffer_are_not_copied(tmp_path, monkeypatch):
     """Together they are the optimizer's state: a copy would need its memory once more."""
     monkeypatch.setattr(torch.Tensor, "clone", lambda *_: pytest.fail("a copy"))
     whole = torch.arange(100.0)
-    reader = write_ranks(tmp_path, [[Piece("w", i, whole[i : i + 10]) for i in range(0, 100, 10)]])
+    reader = write_ranks(tmp_path, [[TensorSlice("w", i, whole[i : i + 10]) for i in range(0, 100, 10)]])
     assert torch.equal(reader.read("w"), whole)
 
 
 def test_what_needs_gradients_is_written_as_numbers(tmp_path):
     weight = torch.nn.Parameter(torch.arange(4.0))
-    assert write_ranks(tmp_path, [[Piece("w", 0, weight)]]).read("w").tolist() == [0, 1, 2, 3]
+    assert write_ranks(tmp_path, [[TensorSlice("w", 0, weight)]]).read("w").tolist() == [0, 1, 2, 3]
 
 
 def test_two_pieces_of_one_place_are_a_mistake_of_ours(tmp_path):
-    pieces = [Piece("w", 0, torch.zeros(2)), Piece("w", 0, torch.zeros(3))]
-    with pytest.raises(AssertionError, match="two pieces of w begin at 0"):
-        write_pieces(tmp_path / "f", pieces)
+    pieces = [TensorSlice("w", 0, torch.zeros(2)), TensorSlice("w", 0, torch.zeros(3))]
+    with pytest.raises(AssertionError, match="two slices of w begin at 0"):
+        write_slices(tmp_path / "f", pieces)
