@@ -33,14 +33,14 @@ def test_refused_steps_are_counted_and_the_one_too_many_ends_the_run(tmp_path, c
     bad_steps, errors = build(tmp_path, most=2), [StepRefused(f"loss {i} is NaN") for i in range(3)]
     bad_steps.refuse(4, errors[0])
     bad_steps.refuse(7, errors[1])
-    with pytest.raises(TooManyBadSteps, match="loss 2 is NaN\n3 steps were refused, --max_bad_steps 2 are"):
+    with pytest.raises(TooManyBadSteps, match="loss 2 is NaN\nskipped 3 steps, --max_bad_steps allows 2"):
         bad_steps.refuse(8, errors[2])
     assert metrics(tmp_path) == [(4, 1), (7, 2), (8, 3)]
     printed = capsys.readouterr().out
     assert "step 4 refused: loss 0 is NaN; its batch is in" in printed and "step 8 refused" in printed
 
 
-def test_none_is_borne_where_none_is_allowed(tmp_path):
+def test_none_is_skipped_where_none_is_allowed(tmp_path):
     error = StepRefused("no")
     with pytest.raises(TooManyBadSteps) as caught:
         build(tmp_path, most=0).refuse(1, error)
