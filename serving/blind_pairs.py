@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from common.data.example import Message
+from common.ranks.failures import kind_and_line
 from serving.judgement_store import JudgementStore, Pair
 from serving.prompt_pool import PromptPool
 from serving.served_models import Sampling, ServedModel, why_too_long
@@ -129,8 +130,7 @@ class BlindPairs:
         emit({"event": "done", "is_answered": self.store.get(pair.id).is_answered})
 
     def _tell_failure(self, pair: Pair, side: str, error: Exception, emit: Emit) -> None:
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        message = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+        message = kind_and_line(error)
         name = pair.model_a if side == "a" else pair.model_b
         print(f"error: {name} gave no answer: {message}", file=sys.stderr, flush=True)
         self.store.set_error(pair.id, side, message)

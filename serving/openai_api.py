@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from common.ranks.failures import first_line
 from serving.answering import Answer
 from serving.event_stream import Emit, WorkFailed, stream_from_thread
 from serving.openai_logprobs import chat_logprobs, completion_logprobs
@@ -140,7 +141,7 @@ async def _respond(form: _Form, asked: Asked, model: ServedModel) -> Response:
     try:
         choices, answers = await asyncio.to_thread(_answer_all, form, asked, model, rows)
     except Exception as error:  # a device's or a library's: a client must be told in its own form
-        return JSONResponse(error_body(_one_line(error), 500), status_code=500)
+        return JSONResponse(error_body(first_line(error), 500), status_code=500)
     return JSONResponse(head | {"object": form.kind, "choices": choices, "usage": _usage(rows, answers)})
 
 
@@ -223,7 +224,7 @@ async def _stream(
             elif asked.with_usage:
                 yield line(head | {"choices": [], "usage": item})
     except WorkFailed as error:
-        yield line(error_body(_one_line(error), 500))
+        yield line(error_body(first_line(error), 500))
         return
     yield "data: [DONE]\n\n"
 
@@ -231,8 +232,3 @@ async def _stream(
 def _usage(rows: list[list[int]], answers: list[Answer]) -> dict[str, int]:
     num_prompt, num_new = sum(map(len, rows)), sum(len(answer.token_ids) for answer in answers)
     return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.data.raw_rows import FrozenRows
+from common.ranks.failures import first_line
 
 # A set that has both keeps its test part for other ends.
 _EVAL_SPLITS = ("validation", "valid", "dev", "eval", "test")
@@ -57,7 +58,7 @@ def load_hub(name: str, place: HubPlace | None = None) -> tuple[FrozenRows, Froz
                 folder = place.copied_config or place.config or "default"
                 loaded = datasets.load_dataset(place.name, data_dir=folder, revision=_PARQUET_COPY)
     except Exception as error:  # the library raises its own, OSError, ValueError, requests' errors, ...
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise ValueError(
             f"--data_path {name}: the hub data set could not be loaded ({type(error).__name__}: {reason}); "
             "check the name and the network, or give a local file or folder"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from common.flags.args import Problems
+from common.ranks.failures import kind_and_line
 
 
 def import_plugins(names: Sequence[str], problems: Problems) -> None:
@@ -67,9 +68,7 @@ def _what_it_raised(error: BaseException) -> str:
     """One line: type, text and place of what a module raised while it was imported."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if len(frames) > 1 else ""  # frame 0 is ours
-    text = (str(error).strip().splitlines() or [""])[0]
+    told = kind_and_line(error)
     if isinstance(error, SyntaxError):
-        place, text = f"{error.filename}:{error.lineno}", error.msg
-    return (
-        f"importing it raised {type(error).__name__}: {text}" + (f" ({place})" if place else "") + "; mend it"
-    )
+        place, told = f"{error.filename}:{error.lineno}", f"{type(error).__name__}: {error.msg}"
+    return f"importing it raised {told}" + (f" ({place})" if place else "") + "; mend it"

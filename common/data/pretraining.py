@@ -13,7 +13,7 @@ from common.data.dialogue import PlainTemplate
 from common.data.example import BadRow, EmptyRow
 from common.data.registry import RawSource, load_source
 from common.data.token_cache import REPORT_NAME, TokenTable, TokenWriter, build_once, cache_key
-from common.ranks.first_rank import make_on_first_rank
+from common.ranks.distributed import make_on_first_rank
 
 BATCH_TEXTS = 1024  # texts tokenised together
 

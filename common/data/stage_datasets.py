@@ -27,7 +27,7 @@ from common.data.split import is_held_out, share_indexes
 from common.data.stage_rows import PAIR, PROMPT, SFT, Item, RowKind
 from common.data.token_cache import REPORT_NAME, TokenTable, TokenWriter, build_once, cache_key
 from common.ranks import watchdog
-from common.ranks.first_rank import make_on_first_rank
+from common.ranks.distributed import make_on_first_rank
 
 __all__ = ["DataOptions", "StageData", "build_pairs", "build_prompts", "build_sft"]
 

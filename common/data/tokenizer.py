@@ -3,6 +3,8 @@
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from common.ranks.failures import first_line
+
 
 def load_tokenizer(
     name_or_path: str,
@@ -27,9 +29,8 @@ def load_tokenizer(
             name_or_path, use_fast=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # transformers raises OSError, KeyError, TypeError, ... by what is missing
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"{flag} {name_or_path}: no tokenizer could be loaded ({reason[0]}); "
+            f"{flag} {name_or_path}: no tokenizer could be loaded ({first_line(error)}); "
             "give a folder that holds tokenizer.json, or a hub name that can be reached"
         ) from error
     if not getattr(tokenizer, "is_fast", False):

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common.models.model_inputs import ModelInputs
 from common.models.varlen_attention import choose_attention
+from common.ranks.failures import first_line
 from common.ranks.zero3 import gather_whole
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,9 +74,8 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
             "nothing of it was run. Give a model that was saved as safetensors"
         ) from error
     except Exception as error:  # OSError, SafetensorError, RuntimeError, KeyError ... by what is wrong
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"{name_or_path}: the model cannot be loaded: {first_line}; save or download it again"
+            f"{name_or_path}: the model cannot be loaded: {first_line(error)}; save or download it again"
         ) from error
     of_model = dict(model.named_parameters(remove_duplicate=False))
     is_own_class = type(model).__name__ in (getattr(model.config, "architectures", None) or [])

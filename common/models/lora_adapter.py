@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from common.models.trained_weights import trained_weights
+from common.ranks.failures import first_line
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -43,8 +44,7 @@ def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
         loaded = set_peft_model_state_dict(adapted, load_file(Path(path) / _WEIGHTS))
     except (OSError, SafetensorError, TypeError, ValueError, RuntimeError) as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path}: the adapter cannot be loaded: {first_line}") from error
+        raise ValueError(f"{path}: the adapter cannot be loaded: {first_line(error)}") from error
     missing = [name for name in loaded.missing_keys if "lora_" in name]
     if missing or loaded.unexpected_keys:
         names = [*missing, *loaded.unexpected_keys]

@@ -26,6 +26,7 @@ from common.models.loading import linear_module_names, lora_targets
 from common.programs.build_locks import lock_note, lock_problems, needed_ops
 from common.programs.launch_environment import check_environment
 from common.ranks import distributed, watchdog
+from common.ranks.failures import first_line
 from common.runs import run_lock
 from common.runs.checkpoints import SaveFailed
 from common.runs.export import ExportFailed, read_metadata
@@ -104,10 +105,9 @@ def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> 
     try:
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=args.trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError ... by what is missing
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if not has_hub_form(name_or_path) and not folder.is_dir():
-            first_line = "there is no such folder"
-        problems.add(f"{flag} {name_or_path} is neither a model folder nor a hub model at hand: {first_line}")
+        is_absent = not has_hub_form(name_or_path) and not folder.is_dir()
+        why = "there is no such folder" if is_absent else first_line(error)
+        problems.add(f"{flag} {name_or_path} is neither a model folder nor a hub model at hand: {why}")
         return None
 
 

@@ -6,8 +6,10 @@ Every program runs alike under `deepspeed`, `torchrun` and plain `python`; the l
 import os
 import random
 import socket
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -20,11 +22,13 @@ import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 
 from common.ranks import watchdog  # noqa: E402
+from common.ranks.failures import first_line  # noqa: E402
 from common.ranks.watch.collective_schedule import CollectiveRecorder  # noqa: E402
 
 # nccl ends a process that waited too long, from a thread of its own and without saying for whom: later than
 # the watch does.
 NCCL_EXTRA_SECONDS = 30.0
+T = TypeVar("T")
 
 
 class CannotStart(RuntimeError):
@@ -72,11 +76,10 @@ def start(
 
 def _why_not_joined(error: Exception) -> str:
     rank, address, port = (os.environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return (
-        f"rank {rank} cannot join the others at MASTER_ADDR={address} MASTER_PORT={port} ({first_line}); "
-        "choose a port that nobody uses (deepspeed --master_port), and see that all machines reach that "
-        "address"
+        f"rank {rank} cannot join the others at MASTER_ADDR={address} MASTER_PORT={port} "
+        f"({first_line(error)}); choose a port that nobody uses (deepspeed --master_port), and see that all "
+        "machines reach that address"
     )
 
 
@@ -164,13 +167,59 @@ def max_float(value: float) -> float:
     return float(largest)
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's `value` (any picklable, tensors on the CPU), by rank. Every rank must call this."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
+
+
+def run_together(
+    work: Callable[[], T], failure: type[Exception] | None = None, group: dist.ProcessGroup | None = None
+) -> list[T]:
+    """Return what `work()` gives on every rank, by rank: no rank waits for one that has failed.
+
+    Every rank must call this; one that has nothing to do gives `lambda: None`.
+
+    Raises:
+        its own error on a rank where `work` raised one;
+        `failure`, with the text of the first of these errors, on the others. Without `failure` a ValueError
+        where it was one, else a RuntimeError.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as raised:  # whatever it is, the other ranks wait for this one
+        error = raised
+    outcomes = gather_objects((result, error and (isinstance(error, ValueError), str(error))), group)
+    if error is not None:
+        raise error
+    for failed_rank, (_, told) in enumerate(outcomes):
+        if told:
+            is_value_error, text = told
+            if failure or is_value_error:
+                raise (failure or ValueError)(text)
+            raise RuntimeError(f"rank {failed_rank} failed: {text}")
+    return [result for result, _ in outcomes]
+
+
+def make_on_first_rank(make: Callable[[], Path]) -> Path:
+    """Return the folder that `make()` filled on rank 0, for which the others wait. Every rank must call this.
+
+    A machine that does not share rank 0's disk fills its own, on its first process. Raises as `run_together`.
+    """
+    if world_size() == 1:
+        return make()
+    # A group of its own: tokenising millions of rows outlasts the usual time limit of a collective.
+    group = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
+    try:
+        folder = run_together(make if is_main() else lambda: None, group=group)[0]
+        fills_own = not folder.exists() and int(os.environ["LOCAL_RANK"]) == 0
+        return run_together(make if fills_own else lambda: None, group=group)[rank()] or folder
+    finally:
+        dist.destroy_process_group(group)
 
 
 def seed_everything(seed: int) -> None:

@@ -18,9 +18,9 @@ from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
+from common.ranks.failures import communication_failure, first_line, is_out_of_memory, kind_and_line
 from common.ranks.step_costs import COSTS
 from common.ranks.watch.collective_schedule import CollectiveRecorder, Schedules
-from common.ranks.watch.failures import communication_failure, first_line, is_out_of_memory
 from common.ranks.watch.hub import Hub
 from common.ranks.watch.member import OTHER_RANK_FAILED, Member, say
 from common.ranks.watch.referee import LEFT_SECONDS, SETTLE_SECONDS
@@ -187,18 +187,18 @@ def _report(error: Exception, *, in_one_line: bool) -> None:
     """Say what ended this rank, to the others and to the user."""
     sys.stderr.flush()
     if _member is None:
-        say(f"error: {str(error) or first_line(error)}")
+        say(f"error: {first_line(error)}")
         return
-    is_told = _member.report_failure(str(_place), first_line(error))
+    is_told = _member.report_failure(str(_place), kind_and_line(error))
     if in_one_line and (_member.rank or not is_told):  # the first rank has said it for all
-        say(f"error: rank {_member.rank} ran out of memory {_place}: {first_line(error)}")
+        say(f"error: rank {_member.rank} ran out of memory {_place}: {kind_and_line(error)}")
 
 
 def _wait_for_verdict(error: Exception, how: str) -> NoReturn:
     """Leave with the others once it is known which of them failed first."""
     if _member and _member.line:
-        _member.suspect(how, first_line(error))
+        _member.suspect(how, kind_and_line(error))
         time.sleep(2 * SETTLE_SECONDS + LEFT_SECONDS)  # the thread ends the process long before
     rank = os.environ["RANK"]
-    say(f"error: rank {rank} has lost other ranks {_place}: {first_line(error)}")
+    say(f"error: rank {rank} has lost other ranks {_place}: {kind_and_line(error)}")
     os._exit(OTHER_RANK_FAILED)

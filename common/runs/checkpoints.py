@@ -226,16 +226,14 @@ def _make_empty(folder: Path) -> None:
 
 def _on_all(work: Any) -> list[Any]:
     """Return what `work` gives on every rank; SaveFailed on all when it fails on one."""
-    result, failure = None, None
-    try:
-        result = work()
-    except Exception as error:  # whatever it is, the other ranks wait for this one
-        failure = f"rank {distributed.rank()}: {error}"
-    outcomes = distributed.gather_objects((result, failure))
-    failures = [failure for _, failure in outcomes if failure]
-    if failures:
-        raise SaveFailed(failures[0])
-    return [result for result, _ in outcomes]
+
+    def write() -> Any:
+        try:
+            return work()
+        except Exception as error:
+            raise SaveFailed(f"rank {distributed.rank()}: {error}") from error
+
+    return distributed.run_together(write, SaveFailed)
 
 
 def _on_main(work: Any) -> None:

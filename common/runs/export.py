@@ -130,9 +130,9 @@ def _replace(folder: Path, fill: Callable[[Path], None]) -> None:
     Every rank must call this. Raises ExportFailed, on every rank, where it cannot be written; what was there
     is left as it was.
     """
-    failure, cause = "", None
-    if distributed.is_main():
-        temporary = folder.with_name(folder.name + WRITING)
+    temporary = folder.with_name(folder.name + WRITING)
+
+    def write() -> None:
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -140,14 +140,12 @@ def _replace(folder: Path, fill: Callable[[Path], None]) -> None:
             publish_folder(temporary, folder)
         except Exception as error:  # safetensors, tokenizers and Python each have their own for a full disk
             shutil.rmtree(temporary, ignore_errors=True)
-            cause = error
-            failure = (
+            raise ExportFailed(
                 f"{folder} could not be written ({type(error).__name__}: {error}); what was there before is "
-                "as it was. Make room, then give the same command: it goes on from the last checkpoint"
-            )
-    failure = distributed.gather_objects(failure)[0]
-    if failure:
-        raise ExportFailed(failure) from cause
+                "as it was. Make room, then give the same command: it resumes from the last checkpoint"
+            ) from error
+
+    distributed.run_together(write if distributed.is_main() else lambda: None, ExportFailed)
 
 
 def _write_model(

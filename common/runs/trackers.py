@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from common.ranks.failures import first_line
 from common.runs.run_file_names import TRACKERS_FILE
 
 PROJECT = "triptych"
@@ -197,9 +198,9 @@ class TrackerGroup:
             try:
                 run_id = tracker.open(before.run_id if before else "", config, first_step)
             except Exception as error:  # not logged in, no server, a run that was deleted: the service's own
+                why = first_line(error, "no reason given")
                 raise ValueError(
-                    f"--trackers {kind} cannot begin ({type(error).__name__}: {_first_line(error)}); log in, "
-                    "or leave it out"
+                    f"--trackers {kind} cannot begin ({type(error).__name__}: {why}); log in, or leave it out"
                 ) from error
             known_step = tracker.known_step()
             if before and known_step is not None and known_step < before.step:
@@ -251,7 +252,3 @@ class TrackerGroup:
         with contextlib.suppress(OSError):  # a full disk: a step may then be sent twice
             temporary.write_text(json.dumps(told))
             temporary.replace(self.file)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")

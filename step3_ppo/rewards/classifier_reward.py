@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from common.data.collators import pad_rows
 from common.models.loading import DTYPES, load_weights
+from common.ranks.failures import first_line
 from step3_ppo.rewards.text_rewards import Answers, Failures, checked_scores
 
 _ENDLESS_TOKENS = 10**9  # tokenizers without a limit say 10^30
@@ -114,10 +115,9 @@ def load_classifier_config(target: str, *, trust_remote_code: bool = False) -> A
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError ... by what is missing
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"--reward classifier:{target}: {path} is neither a model folder nor a hub model at hand: "
-            f"{first_line}"
+            f"{first_line(error)}"
         ) from error
     if not any("ForSequenceClassification" in name for name in config.architectures or []):
         kind = ", ".join(config.architectures or ["bare model"])
@@ -134,7 +134,7 @@ def load_classifier_tokenizer(target: str, *, trust_remote_code: bool = False) -
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises OSError, KeyError, TypeError ... by what is missing
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
     else:
         if len(tokenizer) > len(tokenizer.all_special_tokens):
             return tokenizer

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,11 +94,8 @@ class ScoreSum:
     ) -> Scores:
         found = {spec.name: models[spec.name].score(records) for spec in self.specs if spec.name in models}
         if self.texts:
-            with watchdog.phase("the rewards", clock="reward"), failing_together():
-                for name, reward in self.texts.items():
-                    if isinstance(reward, ClassifierReward):
-                        ask([name])  # on this rank's device, which a thread would take from the other roles
-                    found[name] = asked[name].result()
+            with watchdog.phase("the rewards", clock="reward"):
+                distributed.run_together(partial(self._await_texts, found, asked, ask), RewardError)
         if self.failures.are_borne:
             found = {n: [torch.where(x.isfinite(), x, torch.nan) for x in of] for n, of in found.items()}
             messages = distributed.gather_objects(self.failures.first)
@@ -107,6 +105,17 @@ class ScoreSum:
             for index in range(len(records))
         ]
         return {"scores": total} | {PREFIX + name: scores for name, scores in found.items()}
+
+    def _await_texts(
+        self,
+        found: dict[str, list[torch.Tensor]],
+        asked: dict[str, Future],
+        ask: Callable[[Sequence[str]], None],
+    ) -> None:
+        for name, reward in self.texts.items():
+            if isinstance(reward, ClassifierReward):
+                ask([name])  # on this rank's device, which a thread would take from the other roles
+            found[name] = asked[name].result()
 
     def _real(self, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.double().cpu()
@@ -144,20 +153,3 @@ class ScoreSum:
         )
         checked = checked_scores(name, reward.score(whole), whole, self.failures)
         return list(torch.tensor(checked, dtype=torch.float32).split([len(part) for part in answers]))
-
-
-@contextmanager
-def failing_together() -> Iterator[None]:
-    """Raise the first rank's error on every rank: none waits for one that has left. Every rank must enter and
-    leave it.
-    """
-    error = None
-    try:
-        yield
-    except Exception as failure:  # a classifier may run out of memory, too
-        error = failure
-    messages = [m for m in distributed.gather_objects(error and f"{error}") if m]
-    if error is not None:
-        raise error
-    if messages:
-        raise RewardError(messages[0])

@@ -267,10 +267,12 @@ def test_a_failure_of_the_first_rank_is_one_of_all(exported, monkeypatch):
     model, tokenizer, folder = exported
     before = contents(folder)
     monkeypatch.setattr("common.ranks.distributed.is_main", lambda: False)
-    monkeypatch.setattr("common.ranks.distributed.gather_objects", lambda mine: ["no room", mine])
+    monkeypatch.setattr(
+        "common.ranks.distributed.gather_objects", lambda mine, _: [(None, (False, "no room")), mine]
+    )
     with pytest.raises(ExportFailed, match="^no room$"):
         save_export(folder, model, tokenizer, metadata={"run": 2})
-    monkeypatch.setattr("common.ranks.distributed.gather_objects", lambda mine: ["", mine])
+    monkeypatch.setattr("common.ranks.distributed.gather_objects", lambda mine, _: [(None, None), mine])
     save_export(folder, model, tokenizer, metadata={"run": 2})
     assert contents(folder) == before
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.ranks.watch.failures import CLOSED, OTHER, TIMEOUT
+from common.ranks.failures import CLOSED, OTHER, TIMEOUT
 from common.ranks.watch.referee import (
     GONE_SECONDS,
     LEFT_SECONDS,

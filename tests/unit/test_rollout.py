@@ -144,10 +144,8 @@ def test_a_reward_that_gives_something_else_refuses_the_step(bad):
 
 
 def test_a_failing_reward_is_told_on_every_rank(monkeypatch):
-    monkeypatch.setattr(
-        "common.ranks.distributed.gather_objects",
-        lambda value: [value, "reward function_f gave nothing"] if value in (None, "") else [value],
-    )
+    of_other = (None, (False, "reward function_f gave nothing"))
+    monkeypatch.setattr("common.ranks.distributed.gather_objects", lambda mine, group=None: [mine, of_other])
     text = SimpleNamespace(score=lambda answers: [0.0] * len(answers), close=lambda: None)
     rollout = build(texts=text)
     records = [make_record([0, 1], [1, 1], [2, 1], num_samples=2)]

@@ -1,4 +1,4 @@
-"""common/data/token_cache.py and first_rank.py: whole or absent, written once, read by memory map."""
+"""common/data/token_cache.py and make_on_first_rank: whole or absent, written once, read by memory map."""
 
 import pickle
 import subprocess
@@ -85,7 +85,7 @@ RANKS = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
-from common.ranks.first_rank import make_on_first_rank
+from common.ranks.distributed import make_on_first_rank
 folder = Path(sys.argv[1])
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.ranks.failures import CLOSED, RankDidNotCome
 from common.ranks.watch import hub as watch_hub
 from common.ranks.watch import member as watch_member
 from common.ranks.watch.collective_schedule import Schedules
-from common.ranks.watch.failures import CLOSED, RankDidNotCome
 from common.ranks.watch.hub import Hub
 from common.ranks.watch.member import Member
 

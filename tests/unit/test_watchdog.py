@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.ranks import watchdog
-from common.ranks.watch.failures import (
+from common.ranks.failures import (
     CLOSED,
     OTHER,
     TIMEOUT,

@@ -27,6 +27,7 @@ from common.data.adapters.local_files import AnyForm, LocalFiles
 from common.data.adapters.row_parts import messages_from_prompt
 from common.data.example import BadRow, EmptyRow, Example
 from common.data.raw_rows import FrozenRows, RawRows
+from common.ranks.failures import kind_and_line
 
 PROMPT_METHODS = ("get_prompt", "get_prompt_and_chosen")  # one of them is enough
 ROW_METHODS = (*PROMPT_METHODS, "get_chosen", "get_rejected", "get_prompt_and_rejected")
@@ -237,8 +238,7 @@ def _arguments(kind: type, values: dict[str, Any], *, has_name: bool) -> tuple[l
 
 
 def _raised(error: Exception) -> str:
-    text = (str(error).strip().splitlines() or [""])[0]
-    return f"raised {type(error).__name__}: {text}"
+    return f"raised {kind_and_line(error)}"
 
 
 class _Samples(Sequence):

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from common.ranks.failures import RankDidNotCome
 from common.ranks.watch.collective_schedule import Schedules
-from common.ranks.watch.failures import RankDidNotCome
 from common.ranks.watch.hub import BEAT_SECONDS, DRAIN_SECONDS, MACHINE_GONE_SECONDS, Hub
 from common.ranks.watch.lines import LineSocket
 from common.ranks.watch.local_processes import LocalProcess, this_process

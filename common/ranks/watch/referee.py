@@ -6,7 +6,7 @@ Times are seconds of one clock, the one of the process that judges.
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from common.ranks.watch.failures import CLOSED, TIMEOUT
+from common.ranks.failures import CLOSED, TIMEOUT
 
 SILENT_SECONDS = 2.5  # without a beat, of which there are two a second: when one rank is looked for
 GONE_SECONDS = 0.3  # a connection that ended without a word; others may end at the same moment, all by Ctrl-C

@@ -17,10 +17,16 @@ class RankDidNotCome(RuntimeError):
     """Another rank was waited for in vain."""
 
 
-def first_line(error: BaseException) -> str:
-    """Return an exception's kind and the first line of what it says."""
+def first_line(error: BaseException, otherwise: str = "") -> str:
+    """Return the first line of what an exception says; of one that says nothing `otherwise`, or its kind."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return lines[0].strip() if lines else otherwise or type(error).__name__
+
+
+def kind_and_line(error: BaseException) -> str:
+    """Return an exception's kind and the first line of what it says."""
+    kind, text = type(error).__name__, first_line(error)
+    return kind if text == kind else f"{kind}: {text}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
