@@ -14,7 +14,15 @@ from common.engine.engine_step import Gradients, LossTerm, Stat, take_steps
 from common.models.model_inputs import build_model_inputs
 from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.ppo_math import kl_loss_terms, policy_loss_terms, value_loss_terms
+from step3_ppo.ppo_math import (
+    behaviour_weights,
+    clipped_surrogate,
+    dual_clip,
+    kl_estimate,
+    kl_loss_terms,
+    policy_log_ratio,
+    value_loss_terms,
+)
 from step3_ppo.roles import Roles
 
 Sums = tuple[torch.Tensor, dict[str, Stat]]
@@ -86,41 +94,44 @@ class PPOLosses:
     def _policy_sums(self, batch: PackedBatch) -> Sums:
         args, actor, data = self.args, self.roles.actor, batch.to(distributed.device()).data
         logprobs, entropies = actor.compute_logprobs(actor.engine, batch, with_entropy=True)
-        mask, weights = data["loss_mask"], data["loss_weights"]
-        terms = policy_loss_terms(
-            logprobs,
-            data["old_logprobs"],
-            data["advantages"],
-            mask,
-            clip_range=args.clip_range,
-            clip_range_high=args.clip_range_high,
-            dual_clip=args.c_clip,
-            prox_logprobs=data.get("prox_logprobs"),
-            behav_imp_weight_cap=args.behav_imp_weight_cap,
-        )
-        per_token = terms.loss
-        stats = {}
+        mask, old_logprobs = data["loss_mask"], data["old_logprobs"]
+        advantages = torch.where(mask, data["advantages"], 0.0)
+        prox_logprobs = data["prox_logprobs"] if args.use_decoupled_loss else old_logprobs
+
+        log_ratio = policy_log_ratio(logprobs, prox_logprobs, mask)
+        ratio = log_ratio.exp()
+        loss = clipped_surrogate(ratio, advantages, args.clip_range, args.clip_range_high)
+        if args.c_clip:
+            loss = dual_clip(loss, advantages, args.c_clip)
+        is_clipped = loss.detach() != -advantages * ratio.detach()  # either bound takes the gradient away
+        stats: dict[str, Stat] = {}
+        if args.use_decoupled_loss:
+            weights, has_weight = behaviour_weights(
+                prox_logprobs, old_logprobs, mask, args.behav_imp_weight_cap
+            )
+            loss = loss * weights
+            behav_kl = torch.where(has_weight, prox_logprobs - old_logprobs, 0.0)
+            stats["policy/behav_imp_weight"] = (weights.sum(), has_weight.sum())  # of tokens below the cap
+            stats["policy/behav_kl"] = (behav_kl.sum(), has_weight.sum())
         if args.kl_in == "loss":
             kl = kl_loss_terms(logprobs, data["ref_logprobs"], mask, args.kl_estimator)
-            per_token = per_token + self._kl_coef * kl
-            stats["policy/kl_loss"] = kl.sum()
+            loss = loss + self._kl_coef * kl
+            stats["policy/kl_loss"] = (kl.sum(), mask.sum())
         if args.entropy_coef:
-            per_token = per_token - args.entropy_coef * entropies
-        gap = (logprobs.detach() - data["rollout_logprobs"]).abs()
-        if self._in_first_minibatch and len(gap):
-            self.first_gap_max = max(self.first_gap_max, float(gap.max()))
-        stats |= {
-            "policy/entropy": entropies.detach()[mask].sum(),
-            "policy/clip_fraction": terms.is_clipped.sum(),
-            "policy/approx_kl": terms.approx_kl.sum(),
-            "policy/ratio": terms.ratio.sum(),
-            "policy/rollout_gap": gap[mask].sum(),
-        }
-        means_of = {name: (total, mask.sum()) for name, total in stats.items()}
-        if args.use_decoupled_loss:  # of the tokens that are not capped
-            for name in ("behav_kl", "behav_imp_weight"):
-                means_of[f"policy/{name}"] = (getattr(terms, name).sum(), terms.has_weight.sum())
-        return (per_token * weights).sum(), means_of
+            loss = loss - args.entropy_coef * entropies
+        with torch.no_grad():
+            gap = (logprobs - data["rollout_logprobs"]).abs()
+            if self._in_first_minibatch and len(gap):
+                self.first_gap_max = max(self.first_gap_max, float(gap.max()))
+            sums = {
+                "policy/entropy": entropies[mask].sum(),
+                "policy/clip_fraction": is_clipped.sum(),
+                "policy/approx_kl": kl_estimate(-log_ratio, torch.zeros_like(log_ratio), "k3").sum(),
+                "policy/ratio": torch.where(mask, ratio, 0.0).sum(),
+                "policy/rollout_gap": gap[mask].sum(),
+            }
+        stats |= {name: (total, mask.sum()) for name, total in sums.items()}
+        return (loss * data["loss_weights"]).sum(), stats
 
     def _value_sums(self, batch: PackedBatch) -> Sums:
         critic, data = self.roles.critic, batch.to(distributed.device()).data

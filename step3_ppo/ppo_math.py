@@ -18,20 +18,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "constant"]
 ValueLoss = Literal["mse", "huber"]
 
-
-class PolicyLossTerms(NamedTuple):
-    """One entry a token, 0 or False outside the mask; only `loss` has a gradient.
-
-    "prox" is the old policy where the loss is not decoupled.
-    """
-
-    loss: torch.Tensor  # (N) fp32
-    ratio: torch.Tensor  # (N) fp32, new probability / prox probability
-    is_clipped: torch.Tensor  # (N) bool, True where the clipping takes the gradient away
-    approx_kl: torch.Tensor  # (N) fp32, k3 estimate of KL(prox || new), at least 0
-    behav_kl: torch.Tensor  # (N) fp32, log(prox / old probability); 0 where capped, or without prox
-    behav_imp_weight: torch.Tensor  # (N) fp32, prox / old probability; 0 where capped, or without prox
-    has_weight: torch.Tensor  # (N) bool, True for the tokens of the mask that are not capped
+MAX_LOG_RATIO = 60.0  # exp of it is beyond any bound, and finite in fp32, times an advantage too
 
 
 class ValueLossTerms(NamedTuple):
@@ -99,22 +86,17 @@ def generalized_advantages(
     V_t+1 - V_t.
     """
     mask = response_mask.bool()
-    values = values.double()
+    rewards, values = rewards.double(), values.double()
+    advantages = torch.zeros_like(values)
     next_value = values.new_zeros(len(values)) if bootstrap_values is None else bootstrap_values.double()
     next_advantage = torch.zeros_like(next_value)
-    columns = []
-    for reward, value, counts in zip(
-        reversed(rewards.double().unbind(1)),
-        reversed(values.unbind(1)),
-        reversed(mask.unbind(1)),
-        strict=True,
-    ):
-        advantage = reward + gamma * next_value - value + gamma * gae_lambda * next_advantage  # (B,)
-        columns.append(torch.where(counts, advantage, 0.0))
-        # A masked column is stepped over: what comes before it continues with what comes after it.
-        next_advantage = torch.where(counts, advantage, next_advantage)
-        next_value = torch.where(counts, value, next_value)
-    advantages = torch.stack(columns[::-1], dim=1) if columns else torch.zeros_like(values)
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * gae_lambda * next_advantage
+        # A masked token is stepped over: what comes before it continues with what comes after it.
+        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
     returns = torch.where(mask, advantages + values, 0.0)
     return advantages.float(), returns.float()
 
@@ -130,64 +112,50 @@ def discounted_returns(rewards: torch.Tensor, response_mask: torch.Tensor, *, ga
     return generalized_advantages(rewards, no_values, response_mask, gamma=gamma, gae_lambda=1.0)[0]
 
 
-def policy_loss_terms(
-    new_logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    clip_range: float,
-    clip_range_high: float | None = None,
-    dual_clip: float | None = None,
-    prox_logprobs: torch.Tensor | None = None,
-    behav_imp_weight_cap: float | None = None,
-) -> PolicyLossTerms:
-    """Return the clipped surrogate loss of each token, max(-A ratio, -A clamp(ratio, 1 - clip, 1 + clip)).
+def policy_log_ratio(
+    new_logprobs: torch.Tensor, old_logprobs: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Return log(new / old probability) of each token: (N) fp32, 0 outside the mask, at most MAX_LOG_RATIO.
 
-    All (N). A ratio that has reached its bound in the direction that the advantage rewards gets no gradient;
-    only `new_logprobs` ever gets one. PPO, arXiv:1707.06347 eq. 7. 0 or None leaves these out:
-    `clip_range_high` is another range above 1 (DAPO, arXiv:2503.14476); `dual_clip` > 1 bounds the loss of a
-    negative advantage by -A dual_clip (arXiv:1912.09729).
-
-    With `prox_logprobs`, of the policy before the updates, the loss is decoupled (AReaL, arXiv:2505.24298):
-    the ratio is taken to that policy, and the loss weighs prox / old probability, a constant. A token whose
-    weight exceeds `behav_imp_weight_cap` (0 or None: none does) has loss and `behav_` entries of 0.
+    All (N); only `new_logprobs` gets a gradient. Were the ratio infinite, the gradient of a clipped token
+    would be 0 * inf.
     """
-    mask = mask.bool()
-    advantages = torch.where(mask, advantages.detach().float(), 0.0)
-    old = torch.where(mask, old_logprobs.detach().float(), 0.0)
-    is_decoupled = prox_logprobs is not None
-    prox = torch.where(mask, prox_logprobs.detach().float(), 0.0) if is_decoupled else old
-    cap = behav_imp_weight_cap if is_decoupled and behav_imp_weight_cap else math.inf
-    has_weight = mask & ~((prox - old).exp() > cap)  # a NaN that counts must show, not be capped
-    behav_kl = torch.where(has_weight, prox - old, 0.0)
-    weight = torch.where(has_weight, behav_kl.exp(), 0.0)
-
-    log_ratio = torch.where(mask, new_logprobs.float() - prox, 0.0)
-    ratio = log_ratio.detach().exp()
-    high = 1 + (clip_range_high or clip_range)
-    is_clipped, bound = _clip(ratio, advantages, low=1 - clip_range, high=high, dual_clip=dual_clip)
-    # The inner where keeps a huge ratio that gets no gradient out of the graph: it would be 0 * inf there.
-    unclipped_ratio = torch.where(is_clipped | ~has_weight, 0.0, log_ratio).exp()
-    loss = -advantages * torch.where(is_clipped, bound, unclipped_ratio) * weight
-    with torch.no_grad():
-        approx_kl = kl_estimate(-log_ratio, torch.zeros_like(log_ratio), "k3")
-    shown_weight = weight if is_decoupled else torch.zeros_like(weight)
-    shown_ratio = torch.where(mask, ratio, 0.0)
-    return PolicyLossTerms(loss, shown_ratio, is_clipped, approx_kl, behav_kl, shown_weight, has_weight)
+    log_ratio = torch.where(mask, new_logprobs.float() - old_logprobs.detach().float(), 0.0)
+    return log_ratio.clamp(max=MAX_LOG_RATIO)
 
 
-def _clip(
-    ratio: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float, dual_clip: float | None
+def clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, clip_range: float, clip_range_high: float = 0.0
+) -> torch.Tensor:
+    """Return max(-A ratio, -A clamp(ratio, 1 - clip, 1 + clip)) of each token: (N) fp32.
+
+    All (N). PPO, arXiv:1707.06347 eq. 7. `clip_range_high` is another range above 1, 0: the same (DAPO,
+    arXiv:2503.14476). A ratio beyond its bound, where the advantage rewards that, gets no gradient.
+    """
+    clipped = ratio.clamp(1 - clip_range, 1 + (clip_range_high or clip_range))
+    return torch.maximum(-advantages * ratio, -advantages * clipped)
+
+
+def dual_clip(loss: torch.Tensor, advantages: torch.Tensor, bound: float) -> torch.Tensor:
+    """Return the loss of each token, that of a negative advantage at most -A bound: (N), bound > 1.
+
+    arXiv:1912.09729.
+    """
+    return torch.where(advantages < 0, torch.minimum(loss, -advantages * bound), loss)
+
+
+@torch.no_grad()
+def behaviour_weights(
+    prox_logprobs: torch.Tensor, old_logprobs: torch.Tensor, mask: torch.Tensor, cap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (whether the ratio gets no gradient, what stands in for it there)."""
-    is_above = (advantages > 0) & (ratio >= high)
-    is_below = (advantages < 0) & (ratio <= low)
-    is_clipped, bound = is_above | is_below, torch.where(is_above, high, low)
-    if dual_clip:
-        is_too_bad = (advantages < 0) & (ratio >= dual_clip)
-        is_clipped, bound = is_clipped | is_too_bad, torch.where(is_too_bad, dual_clip, bound)
-    return is_clipped, bound
+    """Return (weights (N) fp32, has_weight (N) bool): prox / old probability, 0 where it exceeds `cap`.
+
+    All (N). Decoupled PPO (AReaL, arXiv:2505.24298): old is the policy that sampled, prox the one before the
+    updates, which the ratio is taken to. Weights are 0 outside the mask too. cap 0: none.
+    """
+    weights = torch.where(mask, prox_logprobs.float() - old_logprobs.float(), 0.0).exp()
+    has_weight = mask & ~(weights > (cap or math.inf))  # NaN passes: it must show in the loss
+    return torch.where(has_weight, weights, 0.0), has_weight
 
 
 def kl_loss_terms(

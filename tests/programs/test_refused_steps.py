@@ -82,7 +82,7 @@ PPO_SPOILT = {
     "a score of the reward model": ("step3_ppo.roles:Reward.score", 2, 2, "scores of the rollout are not"),
     "a log-probability of the reference": ("step3_ppo.roles:Reference.score", 2, 2, "ref_logprobs"),
     "a value of the critic": ("step3_ppo.roles:Critic.score", 2, 2, "old_values"),
-    "a log-probability in the actor's loss": ("step3_ppo.ppo_losses:policy_loss_terms", 6, 2, "policy/loss"),
+    "a log-probability in the actor's loss": ("step3_ppo.ppo_losses:clipped_surrogate", 6, 2, "policy/loss"),
     "a value in the critic's loss": ("step3_ppo.ppo_losses:value_loss_terms", 5, 2, "value/loss"),
 }
 SPOILT |= {
@@ -227,7 +227,7 @@ def test_several_are_counted_over_the_whole_run(forks, flags, tmp_path):
 
 def test_a_ppo_step_all_of_whose_minibatches_are_refused(forks, flags, tmp_path):
     """Its numbers are those of its rollout; the next step learns."""
-    at = "step3_ppo.ppo_losses:policy_loss_terms"
+    at = "step3_ppo.ppo_losses:clipped_surrogate"
     hooks = [{"at": at, "call": call, "do": "nan", "when": "after"} for call in range(5, 9)]
     done = forks.run(3, flags[3] | {"output_dir": tmp_path / "output"}, hooks=hooks)
     assert done.codes == [0], done.text()
