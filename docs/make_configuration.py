@@ -4,7 +4,8 @@
 python docs/make_configuration.py            # write the page
 python docs/make_configuration.py --check    # exit code 1 when the page is not what would be written
 
-A program is found by its call of `parse_args(CLASS, ...)`. Flags of a group that several programs share stand
+A program is found by its call of `parse_args(CLASS, ...)`, or `parse_step_args` where it has those of a step
+too, which stand on the page with the step. Flags of a group that several programs share stand
 on the page once.
 """
 
@@ -33,6 +34,7 @@ COMMANDS = {
     "ArenaArguments": "arena.py",
     "ExportArguments": "arena.py export",
 }
+PARSERS = ("parse_args", "parse_step_args")
 # Not for users to start, or with flags that are no dataclass: helpers of launch scripts, peers, tests.
 LEFT_OUT = {"tests", "benchmarks", "training_scripts", "docs", "examples", "output"}
 HEAD = f"""# Every flag
@@ -84,8 +86,9 @@ def _own_files() -> Iterator[Path]:
 
 def _parsed_classes(module: ast.Module) -> Iterator[str]:
     for node in ast.walk(module):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "parse_args" and node.args:
-            yield ast.unparse(node.args[0])
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in PARSERS and node.args:
+            name = ast.unparse(node.args[0])
+            yield from [name] if name[0].isupper() else []
 
 
 def _order(place: Path) -> tuple[int, bool, str]:

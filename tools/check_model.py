@@ -3,10 +3,10 @@
 python -m tools.check_model MODEL
 python -m tools.check_model MODEL --dtype bf16 --tp_sizes 2 4
 
-MODEL is a causal LM or a reward model: a folder or a hub name. Scores, generation and tensor-parallel slices
-are compared with transformers' plain pass over the same weights, one row at a time. Weights are in memory
-once; the tensor-parallel ranks, which come last, load their own. The last line is the verdict; exit code 1
-where a check failed.
+MODEL is a causal LM or a reward model: a folder or a hub name. Scores, cached decoding and tensor-parallel
+slices are compared with transformers' plain pass over the same weights, one row at a time. Weights are in
+memory once; the tensor-parallel ranks, which come last, load their own. The last line is the verdict; exit
+code 1 where a check failed.
 """
 
 import gc
@@ -25,10 +25,8 @@ from common.models.loading import ModelOptions, load_causal_lm, plain_model
 from common.models.value_model import load_value_model
 from common.programs import startup
 from common.ranks import distributed
-from tools.causal_checks import Subject, find_causal
-from tools.findings import Finding, guarded, run_tool, told
-from tools.painter import Painter, make_stdout_tolerant
-from tools.score_checks import find_scores
+from tools.findings import Finding, guarded, paint, run_tool, told, use_color
+from tools.model_checks import Subject, find_causal, find_scores
 from tools.tp_check import MAX_DEFAULT_SIZE, RankJob, check_ranks, plan_slices
 
 # Rows are cut from it, so any tokenizer and any number of prompts will do.
@@ -41,7 +39,6 @@ TEXT = (
 LENGTHS = (5, 23, 2, 41, 12, 31, 8, 17)  # tokens of the prompts, in turn
 _MIN_ROW = 2
 WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")  # as families call it
-_CLASSIFIER = "ForSequenceClassification"
 
 
 @dataclass
@@ -65,7 +62,6 @@ class CheckModelArguments(TokenizerArguments):
 def main(argv: Sequence[str] | None = None) -> None:
     """Check the flags, load the model, print what is found and a verdict."""
     startup.quiet_libraries()
-    make_stdout_tolerant()
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv and not argv[0].startswith("-"):
         argv = ["--path", *argv]
@@ -74,17 +70,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer, is_reward = check_flags(args, problems)
     for note in no_effect_notes(args, argv):
         print(f"note: {note}", file=sys.stderr)
-    painter = Painter.for_stream(sys.stdout, no_color=args.no_color)
-    findings = []
-    for finding in find_all(args, tokenizer, problems, given_flags(argv), is_reward=is_reward):
-        print(finding.line(painter), flush=True)
+    if is_reward:
+        for name in sorted(given_flags(argv) & {"tp_sizes", "max_new_tokens"}):
+            print(f"note: --{name} has no effect: a reward model generates nothing", file=sys.stderr)
+    has_color, findings = use_color(args.no_color), []
+    for finding in find_all(args, tokenizer, problems, is_reward=is_reward):
+        print(finding.line(has_color), flush=True)
         findings.append(finding)
     wrong = [finding.name for finding in findings if finding.is_ok is False]
     if wrong:
-        print("\n" + painter.paint("not ok:", "bad") + f" {', '.join(wrong)}")
+        print("\n" + paint("not ok:", "bad", has_color) + f" {', '.join(wrong)}")
         raise SystemExit(1)
     num_ok = sum(finding.is_ok is True for finding in findings)
-    print("\n" + painter.paint("ok:", "good") + f" {num_ok} checks of {args.path}, all within rounding")
+    print("\n" + paint("ok:", "good", has_color) + f" {num_ok} checks of {args.path}, all within rounding")
 
 
 def check_flags(args: CheckModelArguments, problems: Problems) -> tuple[PreTrainedTokenizerFast, bool]:
@@ -94,10 +92,9 @@ def check_flags(args: CheckModelArguments, problems: Problems) -> tuple[PreTrain
     tokenizer, is_reward = None, False
     if config is not None:
         tokenizer = startup.check_tokenizer("--path", args.path, args, problems)
-        startup.check_length(
-            config, args.max_new_tokens + _MIN_ROW, "--max_new_tokens and a prompt", problems
-        )
-        is_reward = any(name.endswith(_CLASSIFIER) for name in config.architectures or [])
+        num_tokens = args.max_new_tokens + _MIN_ROW
+        startup.check_length(config, num_tokens, "--max_new_tokens and a prompt", problems)
+        is_reward = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
         problems.check(
             not is_reward or config.num_labels == 1,
             f"--path {args.path} is a classifier of {config.num_labels} labels; a reward model has one",
@@ -108,12 +105,7 @@ def check_flags(args: CheckModelArguments, problems: Problems) -> tuple[PreTrain
 
 
 def find_all(
-    args: CheckModelArguments,
-    tokenizer: PreTrainedTokenizerFast,
-    problems: Problems,
-    given: set[str],
-    *,
-    is_reward: bool,
+    args: CheckModelArguments, tokenizer: PreTrainedTokenizerFast, problems: Problems, *, is_reward: bool
 ) -> Iterator[Finding]:
     """Load the model and yield all findings, or leave when it cannot be loaded."""
     options = ModelOptions(
@@ -128,23 +120,22 @@ def find_all(
         problems.add(f"--path {reason if is_whole else f'{args.path}: the model cannot be loaded: {reason}'}")
         problems.exit_if_any()
     model = plain_model(loaded.classifier) if is_reward else loaded
-    rows = build_rows(tokenizer, model.config, args.prompts, 1 if is_reward else args.max_new_tokens)
+    num_new = 0 if is_reward else args.max_new_tokens
+    rows = build_rows(tokenizer, model.config, args.prompts, max(num_new, 1))
     if is_reward:
         rows = [[*row, tokenizer.eos_token_id] for row in rows]
+    print(describe(args.path, args.dtype, model, rows))
+    yield from describe_limits(model, max(map(len, rows)) + num_new)
     subject = Subject(model, tokenizer, rows, args.dtype, args.max_new_tokens)
-    print(describe(args.path, subject))
-    yield from describe_limits(subject, 0 if is_reward else args.max_new_tokens)
     if is_reward:
-        for name in sorted(given & {"tp_sizes", "max_new_tokens"}):
-            yield Finding(f"--{name}", "has no effect: a reward model generates nothing")
         yield from find_scores(subject, loaded)
         return
     yield from find_causal(subject)
-    job = RankJob(options, len(tokenizer), rows, args.plugins, args.tp_timeout_minutes * 60)
     findings, uncut = plan_slices(model, args.tp_sizes)
     yield from findings
     del loaded, model, subject  # the ranks need the memory
     gc.collect()
+    job = RankJob(options, len(tokenizer), rows, args.plugins, args.tp_timeout_minutes * 60)
     for tp_size, share in uncut.items():
         yield from guarded(f"tensor parallel {tp_size}", check_ranks, job, tp_size, share)
 
@@ -159,34 +150,30 @@ def build_rows(
     rows = []
     for i in range(num_rows):
         length = max(min(LENGTHS[i % len(LENGTHS)], limit - num_more), _MIN_ROW)
-        row = head + [ids[(7 * i + k) % len(ids)] for k in range(length - len(head))]
-        rows.append(row)
+        rows.append(head + [ids[(7 * i + k) % len(ids)] for k in range(length - len(head))])
     return rows
 
 
-def describe(path: str, subject: Subject) -> str:
-    """What was loaded, and what it is asked."""
-    model, lengths = subject.model, [len(row) for row in subject.rows]
+def describe(path: str, dtype: str, model: Any, rows: Sequence[Sequence[int]]) -> str:
+    """Return what was loaded, and what it is asked."""
+    lengths = [len(row) for row in rows]
     num_parameters = sum(p.numel() for p in model.parameters())
     return (
-        f"{path}: {type(model).__name__}, {num_parameters:,} parameters, {subject.dtype} on "
+        f"{path}: {type(model).__name__}, {num_parameters:,} parameters, {dtype} on "
         f"{model.device.type}; {len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens"
     )
 
 
-def describe_limits(subject: Subject, num_new: int) -> Iterator[Finding]:
+def describe_limits(model: Any, longest: int) -> Iterator[Finding]:
     """Yield what the checks cannot see: weights that were not saved, a window that rows do not reach."""
-    config = subject.model.config
-    own, loaded = config.architectures or [], type(subject.model).__name__
+    own, loaded = model.config.architectures or [], type(model).__name__
     if own and loaded not in own:
         yield Finding("architecture", f"saved as {', '.join(own)}, loaded as {loaded}: its head may be new")
-    longest = max(map(len, subject.rows)) + num_new
-    windows = [getattr(config.get_text_config(), name, None) for name in WINDOWS]
+    windows = [getattr(model.config.get_text_config(), name, None) for name in WINDOWS]
     window = max((w for w in windows if isinstance(w, int)), default=0)
     if window > longest:
-        yield Finding(
-            "window", f"rows end after {longest} tokens, the model's window is {window:,}: not reached"
-        )
+        text = f"rows end after {longest} tokens, the model's window is {window:,}: not reached"
+        yield Finding("window", text)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""What a check found, as one line, and how far apart two ways to compute a number may be.
+"""What a check found, as a line for a terminal, and how far apart two ways to compute a number may be.
 
 No torch at run time in here: python -m tools.doctor works without it.
 """
 
 import os
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from tools.painter import Painter, visible
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +16,44 @@ if TYPE_CHECKING:
 # Of the largest number that is computed: rounding alone stays well below, an error in a formula well above.
 RELATIVE = {"fp32": 3e-5, "bf16": 4e-2}
 _NAME_WIDTH = 25
-_STYLES = {True: "good", False: "bad", None: "note"}
+# SGR codes, ECMA-48 8.3.117. A special token has a background: it shows though its text be blank.
+STYLES = {
+    "learned": "32",
+    "learned special": "30;42",
+    "context": "90",
+    "special": "30;47",
+    "rejected": "31",
+    "rejected special": "30;41",
+    "title": "1",
+    "note": "33",
+    "good": "1;32",
+    "bad": "1;31",
+}
+_STATES = {True: "good", False: "bad", None: "note"}
+
+
+def use_color(no_color: bool) -> bool:
+    """Return whether stdout is a terminal, unless refused by the flag, NO_COLOR (no-color.org), TERM=dumb."""
+    is_refused = no_color or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not is_refused
+
+
+def paint(text: str, style: str, has_color: bool) -> str:
+    """Return the text in a style of STYLES, which ends with each line: a margin can stand between."""
+    if not has_color:
+        return text
+    return "\n".join(f"\x1b[{STYLES[style]}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
+
+
+def visible(text: str) -> str:
+    """Return the text with its control characters spelled out: a row must not steer the terminal."""
+    return "".join(c.encode("unicode_escape").decode() if _is_hidden(c) else c for c in text)
+
+
+def _is_hidden(character: str) -> bool:
+    if character in "\n\u200c\u200d":  # the latter two are parts of words and of emoji
+        return False
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs")
 
 
 @dataclass(frozen=True)
@@ -29,16 +65,16 @@ class Finding:
     is_ok: bool | None = None
     why: str = ""
 
-    def line(self, painter: Painter, bad_word: str = "FAIL") -> str:
-        """State, name, what was found, and why it matters; `bad_word` is the state of what is not ok."""
+    def line(self, has_color: bool, bad_word: str = "FAIL") -> str:
+        """Return state, name, what was found, and why it matters; `bad_word` is what is not ok."""
         state = {True: "ok", False: bad_word, None: "note"}[self.is_ok]
-        shown = painter.paint(f"{state:<{len(bad_word) + 1}}", _STYLES[self.is_ok])
+        shown = paint(f"{state:<{len(bad_word) + 1}}", _STATES[self.is_ok], has_color)
         shown += visible(f"{self.name:<{_NAME_WIDTH}}{self.text}")
-        return shown + painter.paint(f"  ({self.why})", "context") if self.why else shown
+        return shown + paint(f"  ({self.why})", "context", has_color) if self.why else shown
 
 
 def tolerance_of(dtype: str, largest: float) -> float:
-    """How far apart numbers up to `largest` may be that are computed in different orders."""
+    """Return how far apart numbers up to `largest` may be that are computed in different orders."""
     return RELATIVE[dtype] * max(largest, 1.0)
 
 
@@ -47,12 +83,7 @@ def compare(
 ) -> Finding:
     """Return the finding on two tensors of one shape; NaN in either is a failure."""
     difference = float((found.double() - expected.double().to(found.device)).abs().max())
-    return judge(name, difference, tolerance, why)
-
-
-def judge(name: str, difference: float, tolerance: float, why: str, more: str = "") -> Finding:
-    """Return the finding on the largest difference of two ways; NaN is a failure."""
-    text = f"largest difference {difference:.1e}, at most {tolerance:.1e}{more}"
+    text = f"largest difference {difference:.1e}, at most {tolerance:.1e}"
     return Finding(name, text, difference <= tolerance, why)
 
 
@@ -65,13 +96,15 @@ def guarded(name: str, check: Callable[..., Iterable[Finding]], *args: Any) -> I
 
 
 def told(error: BaseException) -> str:
-    """An error in one line: our own speak for themselves, others with their type."""
+    """Return an error in one line: our own speak for themselves, others with their type."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return text if type(error) is ValueError and text else f"{type(error).__name__}: {text}"
 
 
 def run_tool(main: Callable[[], Any]) -> None:
     """Run a tool's main function; Ctrl-C and a reader that has gone end it without a traceback."""
+    if hasattr(sys.stdout, "reconfigure"):  # what the terminal's encoding lacks becomes a question mark
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = main()
     except KeyboardInterrupt:

@@ -11,8 +11,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +28,7 @@ from common.generation.tp_module import cut_module
 from common.generation.tp_plans import NoPlan, build_cuts, planned_linears, working_tp_sizes
 from common.models.loading import ModelOptions, build_position_ids, forward_accepts, load_causal_lm
 from common.programs import startup
-from tools.findings import Finding, judge, tolerance_of
+from tools.findings import Finding, tolerance_of
 
 MAX_DEFAULT_SIZE = 4
 _WHY = "so step 3 generates at --inference_tp_size"
@@ -104,10 +103,11 @@ def check_ranks(job: RankJob, tp_size: int, uncut: float) -> list[Finding]:
         text = f"no answer after {job.limit_seconds / 60:g} minutes; raise --tp_timeout_minutes"
         return [Finding(name, text, is_ok=False, why=_WHY)]
     tolerance = tolerance_of(job.options.dtype, report.largest)
-    more = f"; {uncut:.1%} of the bytes are whole on every rank"
+    more = f"{uncut:.1%} of the bytes are whole on every rank"
     if not report.are_equal:
-        return [Finding(name, f"ranks differ among themselves{more}", is_ok=False, why=_WHY)]
-    return [judge(name, report.difference, tolerance, _WHY, more)]
+        return [Finding(name, f"ranks differ among themselves; {more}", is_ok=False, why=_WHY)]
+    text = f"largest difference {report.difference:.1e}, at most {tolerance:.1e}; {more}"
+    return [Finding(name, text, report.difference <= tolerance, _WHY)]
 
 
 def run_ranks(job: RankJob, tp_size: int) -> RankReport:
@@ -116,7 +116,7 @@ def run_ranks(job: RankJob, tp_size: int) -> RankReport:
     Raises:
         ProcessRaisedException, ProcessExitedException: a rank failed; TimeoutError: they took too long.
     """
-    with tempfile.TemporaryDirectory(prefix="triptych_ranks_") as folder, hidden_gpus():
+    with tempfile.TemporaryDirectory(prefix="triptych_ranks_") as folder:
         # A process that has done nothing but the imports, seconds of them, makes the ranks of all sizes.
         multiprocessing.set_forkserver_preload([__name__])
         context = multiprocessing.start_processes(
@@ -134,22 +134,9 @@ def run_ranks(job: RankJob, tp_size: int) -> RankReport:
         return RankReport(**json.loads(Path(folder, "report.json").read_text()))
 
 
-@contextmanager
-def hidden_gpus() -> Iterator[None]:
-    """Let processes that start in the block see no GPU: there may be fewer than ranks."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
-
-
 def run_rank(rank: int, tp_size: int, job: RankJob, folder: str) -> None:
     """Compute with one rank's slices; the first rank writes the report. Every rank must call this."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # there may be fewer GPUs than ranks
     torch.set_num_threads(1)
     startup.quiet_libraries()
     import_plugins(job.plugins, Problems())

@@ -9,7 +9,8 @@ from common.data.adapters.rankings import SCORED, rank_by_score
 from common.data.adapters.row_forms import form_of, read_row
 from common.data.example import BadRow, EmptyRow, Message
 from common.data.registry import load_source
-from tools.check_data import CheckDataArguments, build_options
+from step2_reward.arguments import RewardArguments
+from step2_reward.main import build_data_options
 
 HI = (Message("user", "hi"),)
 TURNS = (*HI, Message("assistant", "hello"), Message("user", "and?"))
@@ -250,8 +251,8 @@ def test_rows_that_are_pairs_already_are_not_joined(tmp_path):
 
 
 def test_the_flag_reaches_the_options():
-    args = CheckDataArguments(stage=2, score_column="correctness")
-    assert build_options(args).score_column == "correctness"
+    args = RewardArguments(score_column="correctness")
+    assert build_data_options(args).score_column == "correctness"
 
 
 # ---- chosen and rejected as message lists

@@ -15,17 +15,13 @@ from common.generation.tp_plans import PLANS, Column
 from common.models.loading import build_position_ids
 from common.models.output_head import LogitOptions
 from tools import check_model
-from tools.causal_checks import Subject, compare_texts
 from tools.check_model import LENGTHS, build_rows, main
 from tools.findings import Finding, compare, tolerance_of
-from tools.painter import Painter
+from tools.model_checks import Subject, text_finding
 from tools.tp_check import RankReport, compute, plan_slices
 
-pytestmark = pytest.mark.slow  # fifteen seconds, and the parts have tests of their own
-
-FAMILIES = ("llama", "gpt2", "opt", "gemma2")
 QUICK = ("--tp_sizes", "1", "--max_new_tokens", "6")
-CAUSAL = ("log-probabilities", "what padding holds", "greedy texts", "their log-probabilities")
+CAUSAL = ("log-probabilities", "cached decoding", "their log-probabilities")
 
 
 @dataclass
@@ -76,29 +72,20 @@ def save_reward_model(tmp_path, tiny_tokenizer):
     return save
 
 
-@pytest.fixture(scope="module")
-def subject(tiny_tokenizer):
-    """A model in which tokens 7 and 8 are always equally likely."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config("llama", len(tiny_tokenizer))).eval()
-    with torch.no_grad():
-        model.lm_head.weight[8] = model.lm_head.weight[7]
-    return Subject(model, tiny_tokenizer, [[5, 6, 9], [11, 12]], "fp32", 4)
-
-
 # ---- causal LMs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_a_sound_model_passes(family, tiny_model_folder, check):
     shown = check(tiny_model_folder(family), *QUICK)
-    assert shown.code == 0 and [shown.states[name] for name in CAUSAL] == ["ok"] * 4
+    assert shown.code == 0 and [shown.states[name] for name in CAUSAL] == ["ok"] * 3
     assert shown.lines[0].endswith("fp32 on cpu; 4 rows of 2 to 41 tokens")
-    num_equal, _, told = shown.texts["greedy texts"].partition(" ")
-    assert int(num_equal) in (17, 18) and told.startswith("tokens of 4 texts in 2 slots equal")  # 6, 4, 2, 6
-    assert shown.texts["end to end"] == "padded rows are used: only a GPU has a kernel for them"
+    num_tokens, _, told = shown.texts["cached decoding"].partition(" ")
+    assert int(num_tokens) in (17, 18)  # 6, 4, 2, 6: two slots are filled again
+    assert told.startswith("tokens of 4 texts in 2 slots are transformers' likeliest")
+    assert shown.texts["packed rows"] == "padded rows are used: only a GPU has a kernel for packed ones"
     assert shown.texts["tensor parallel"] == "nothing is cut at t = 1; sizes that work: 1, 2, 4"
-    assert shown.lines[-1] == f"ok: 4 checks of {tiny_model_folder(family)}, all within rounding"
+    assert shown.lines[-1] == f"ok: 3 checks of {tiny_model_folder(family)}, all within rounding"
 
 
 def test_padding_of_the_vocabulary_is_left_out_and_told(tmp_path, tiny_tokenizer, check):
@@ -109,30 +96,23 @@ def test_padding_of_the_vocabulary_is_left_out_and_told(tmp_path, tiny_tokenizer
     tiny_tokenizer.save_pretrained(tmp_path)
     shown = check(tmp_path, *QUICK)
     assert shown.code == 0 and shown.states["vocabulary"] == "note"
-    assert shown.texts["vocabulary"].startswith(
-        "384 rows for 320 tokens: the rest is left out of every softmax"
-    )
+    assert shown.texts["vocabulary"].startswith("384 rows for 320 tokens: the rest is left out")
 
 
 def test_a_wrong_factor_of_the_logits_fails(tiny_model_folder, check, monkeypatch):
-    monkeypatch.setattr(
-        "common.models.policy_model.read_logit_transform", lambda model: LogitOptions(multiplier=1.01)
-    )
+    name = "common.models.policy_model.read_logit_transform"
+    monkeypatch.setattr(name, lambda model: LogitOptions(multiplier=1.01))
     shown = check(tiny_model_folder("llama"), *QUICK)
-    assert shown.code == 1 and shown.failed() == ["log-probabilities", "their log-probabilities"]
-    assert shown.lines[-1] == "not ok: log-probabilities, their log-probabilities"
+    assert shown.code == 1 and shown.failed() == ["log-probabilities"]
+    assert shown.lines[-1] == "not ok: log-probabilities"
 
 
-def test_wrong_positions_of_the_cached_pass_fail_with_token_and_logits(tiny_model_folder, check, monkeypatch):
-    monkeypatch.setattr(
-        "common.generation.generate.build_position_ids", lambda mask: build_position_ids(mask) + 1
-    )
+def test_wrong_positions_of_the_cached_pass_fail_with_the_token(tiny_model_folder, check, monkeypatch):
+    name = "common.generation.generate.build_position_ids"
+    monkeypatch.setattr(name, lambda mask: build_position_ids(mask) + 1)
     shown = check(tiny_model_folder("gpt2"), *QUICK)
-    assert shown.code == 1 and shown.failed() == ["greedy texts", "their log-probabilities"]
-    assert (
-        "here (its logit " in shown.texts["greedy texts"]
-        and "by transformers (" in shown.texts["greedy texts"]
-    )
+    assert shown.code == 1 and shown.failed() == ["cached decoding", "their log-probabilities"]
+    assert "is not transformers' likeliest, its logit is " in shown.texts["cached decoding"]
 
 
 def test_padding_that_is_seen_fails(tiny_model_folder, check, monkeypatch):
@@ -141,8 +121,7 @@ def test_padding_that_is_seen_fails(tiny_model_folder, check, monkeypatch):
         return arguments | {"use_cache": False, "is_causal": False}
 
     monkeypatch.setattr("common.models.model_inputs.ModelInputs.model_arguments", see_all)
-    shown = check(tiny_model_folder("llama"), *QUICK)
-    assert shown.code == 1 and "what padding holds" in shown.failed()
+    assert check(tiny_model_folder("llama"), *QUICK).failed() == ["log-probabilities"]
 
 
 def test_what_a_model_raises_is_a_finding_and_the_other_checks_run(tiny_model_folder, check, monkeypatch):
@@ -151,30 +130,32 @@ def test_what_a_model_raises_is_a_finding_and_the_other_checks_run(tiny_model_fo
 
     monkeypatch.setattr("common.models.policy_model.read_logit_transform", refuse)
     shown = check(tiny_model_folder("opt"), *QUICK)
-    assert shown.code == 1 and shown.failed() == ["log-probabilities", "greedy texts"]
+    assert shown.code == 1 and shown.failed() == ["log-probabilities"]
     assert shown.texts["log-probabilities"] == "does to its logits what is neither a factor nor a cap"
-    assert shown.states["tensor parallel"] == "note"
+    assert shown.states["cached decoding"] == "ok" and shown.states["tensor parallel"] == "note"
 
 
-def test_rows_end_to_end_are_compared_where_the_attention_takes_them(tiny_model_folder, check, monkeypatch):
+def test_packed_rows_are_compared_where_the_attention_takes_them(tiny_model_folder, check, monkeypatch):
     # Without a kernel transformers makes a mask of blocks from the positions; BLOOM has no positions.
-    monkeypatch.setattr("tools.causal_checks.takes_packed", lambda model: True)
-    assert check(tiny_model_folder("llama"), *QUICK).states["end to end"] == "ok"
-    assert check(tiny_model_folder("bloom"), *QUICK).failed() == ["end to end"]
+    monkeypatch.setattr("tools.model_checks.takes_packed", lambda model: True)
+    assert check(tiny_model_folder("llama"), *QUICK).states["packed rows"] == "ok"
+    assert check(tiny_model_folder("bloom"), *QUICK).failed() == ["packed rows"]
 
 
-@torch.no_grad()
-def test_a_tie_is_no_failure_and_is_told(subject):
-    first = [7, 3]
-    found = compare_texts(subject, [first, [4]], [[8, 3], [4]], num_slots=1)
-    assert found.is_ok and found.text.startswith("1 tokens of 2 texts in 1 slots equal transformers'; a tie")
-    assert "less than 1.0e-03 apart, at prompt 1, token 1: 7 here" in found.text
-    logits = subject.model(input_ids=torch.tensor([subject.rows[0]])).logits[0, -1]
-    far = int((logits - logits[7]).abs().argmax())
-    found = compare_texts(subject, [first, [4]], [[far, 3], [4]], num_slots=1)
-    assert found.is_ok is False and f"{far} by transformers ({float(logits[far]):.4f})" in found.text
-    found = compare_texts(subject, [first, [4]], [[7], [4]], num_slots=1)
-    assert (found.is_ok, found.text) == (False, "prompt 1: ends after 2 tokens, transformers' after 1")
+def test_a_tie_is_no_failure_and_an_end_must_be_where_it_must(tiny_tokenizer):
+    subject, eos = Subject(None, tiny_tokenizer, [[5, 6], [7]], "fp32", 4), tiny_tokenizer.eos_token_id
+
+    def found(texts, behind):
+        return text_finding(subject, texts, [2, 4], torch.tensor(behind), 1e-3, num_slots=1)
+
+    tied = found([[11, 12], [13, eos]], [0.0, 0.0, 5e-4, 0.0])
+    assert tied.is_ok and "4 tokens of 2 texts in 1 slots" in tied.text and "1 of them by a tie" in tied.text
+    wrong = found([[11, 12], [13, eos]], [0.0, 0.0, 5e-4, 2.5])
+    assert wrong.is_ok is False and wrong.text.startswith(f"prompt 2, token 2: {eos} is not transformers'")
+    assert found([[11, 12], [13, eos]], [0.0, 0.0, math.nan, 0.0]).is_ok is False
+    late = found([[11, 12], [13, eos, 14]], [0.0] * 5)
+    assert (late.is_ok, late.text) == (False, "prompt 2: ends after 3 tokens, not 2")
+    assert found([[11], [13, eos]], [0.0] * 3).text == "prompt 1: ends after 1 tokens, not 2"
 
 
 def test_what_the_checks_cannot_see_is_told(tmp_path, tiny_tokenizer, check):
@@ -192,16 +173,11 @@ def test_what_the_checks_cannot_see_is_told(tmp_path, tiny_tokenizer, check):
 
 
 def test_a_reward_model_scores_the_last_token_whatever_the_pad_id_is(save_reward_model, check):
-    shown = check(
-        save_reward_model(pad_token_id=0), "--max_new_tokens", "9"
-    )  # EOS too, at the end of every row
-    assert shown.code == 0 and shown.states["scores"] == shown.states["what padding holds"] == "ok"
-    assert shown.states["pad id"] == "note"
-    assert shown.texts["pad id"].startswith(
-        "0 is the end of turn too: transformers alone scores the token before"
-    )
-    assert shown.texts["--max_new_tokens"] == "has no effect: a reward model generates nothing"
-    assert check(save_reward_model("gpt2", pad_token_id=5)).states["pad id 5"] == "ok"
+    shown = check(save_reward_model(pad_token_id=0), "--max_new_tokens", "9")  # 0 is EOS, at every row's end
+    assert shown.code == 0 and shown.states["scores"] == "ok"
+    assert shown.texts["pad id"].startswith("0 is the end of turn too: transformers alone scores the token")
+    assert "--max_new_tokens has no effect: a reward model generates nothing" in shown.errors
+    assert "pad id" not in check(save_reward_model("gpt2", pad_token_id=5)).states
     shown = check(save_reward_model(pad_token_id=None))
     assert shown.code == 0 and shown.texts["pad id"].startswith("the config has none")
 
@@ -225,11 +201,6 @@ def test_a_bias_that_our_head_drops_fails(save_reward_model, check, monkeypatch)
     assert shown.failed() == ["scores"] and shown.texts["scores"].startswith("largest difference 1.0e+00")
 
 
-def test_rewards_end_to_end(save_reward_model, check, monkeypatch):
-    monkeypatch.setattr("tools.score_checks.takes_packed", lambda model: True)
-    assert check(save_reward_model()).states["end to end"] == "ok"
-
-
 # ---- tensor parallel: what one process can tell; the ranks are in tests/programs/test_check_model_tp.py
 
 
@@ -251,38 +222,31 @@ def ranks(monkeypatch):
     return answer
 
 
-def test_sizes_up_to_four_are_run_and_what_is_not_cut_is_told(tiny_model_folder, check, ranks):
-    asked = ranks(RankReport(1e-6, 5.0, True))
-    shown = check(tiny_model_folder("gpt2"), "--max_new_tokens", "4")
-    assert shown.code == 0 and asked == [2, 4] and shown.states["tensor parallel 2"] == "ok"
-    cut = 320 * 32 + 2 * (32 * 96 + 96 + 32 * 32 + 32 * 128 + 128 + 128 * 32)
-    whole = 128 * 32 + 5 * 2 * 32 + 2 * (32 + 32)  # positions, norms, biases behind a sum over ranks
-    told = f"; {whole / (cut + whole):.1%} of the bytes are whole on every rank"
-    assert f"largest difference 1.0e-06, at most {5 * 3e-5:.1e}{told}" in shown.texts["tensor parallel 2"]
-
-
-def test_the_model_is_gone_when_the_ranks_start(tiny_model_folder, check, monkeypatch):
+def test_sizes_up_to_four_are_run_once_the_model_is_gone(tiny_model_folder, check, ranks, monkeypatch):
     def load(*args):
         model = loaded(*args)
         seen.append(weakref.ref(model))
         return model
 
     def run(job, tp_size):
-        alive.append(seen[0]() is not None)
-        return RankReport(0.0, 1.0, True)
+        alive.append((tp_size, seen[0]() is not None))
+        return RankReport(1e-6, 5.0, True)
 
     seen, alive, loaded = [], [], check_model.load_causal_lm
     monkeypatch.setattr(check_model, "load_causal_lm", load)
     monkeypatch.setattr("tools.tp_check.run_ranks", run)
-    shown = check(tiny_model_folder("llama"), "--tp_sizes", "2", "--max_new_tokens", "2")
-    assert shown.code == 0 and len(seen) == 1 and alive == [False]
+    shown = check(tiny_model_folder("gpt2"), "--max_new_tokens", "4")
+    assert shown.code == 0 and alive == [(2, False), (4, False)] and len(seen) == 1
+    cut = 320 * 32 + 2 * (32 * 96 + 96 + 32 * 32 + 32 * 128 + 128 + 128 * 32)
+    whole = 128 * 32 + 5 * 2 * 32 + 2 * (32 + 32)  # positions, norms, biases behind a sum over ranks
+    told = f"; {whole / (cut + whole):.1%} of the bytes are whole on every rank"
+    assert f"largest difference 1.0e-06, at most {5 * 3e-5:.1e}{told}" in shown.texts["tensor parallel 2"]
 
 
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        (RankReport(0.5, 5.0, True), "largest difference 5.0e-01, at most 1.5e-04"),
-        (RankReport(math.nan, 5.0, True), "largest difference nan"),
+        (RankReport(math.nan, 5.0, True), "largest difference nan, at most 1.5e-04"),
         (RankReport(0.0, 5.0, False), "ranks differ among themselves"),
         (TimeoutError(), "no answer after 3 minutes; raise --tp_timeout_minutes"),
         (
@@ -312,10 +276,8 @@ def test_no_plan_is_a_remark_unless_a_size_was_asked_for(monkeypatch):
     for sizes, is_ok in (((), None), ((1,), None), ((2,), False)):
         [finding], uncut = plan_slices(model, sizes)
         assert finding.is_ok is is_ok and not uncut
-        assert finding.text.startswith(
-            "no plan: generation uses t = 1 (the family 'gpt2' has no tensor-parallel plan); to write one, "
-            "use register_tp_plan"
-        )
+        reason = "(the family 'gpt2' has no tensor-parallel plan)"
+        assert finding.text.startswith(f"no plan: generation uses t = 1 {reason}; to write one, use register")
     monkeypatch.setitem(PLANS, "gpt2", lambda config: {"h.*.attn.qkv": Column()})
     [finding], uncut = plan_slices(model, ())
     assert "(GPT2LMHeadModel has no h.*.attn.qkv, which its tensor-parallel plan names)" in finding.text
@@ -338,26 +300,15 @@ def test_what_is_no_model_is_told_before_anything_is_loaded(
     tmp_path, tiny_model_folder, save_reward_model, check
 ):
     shown = check(tmp_path / "absent")
-    assert (
-        shown.code == 2
-        and "absent is neither a model folder nor a hub model at hand: there is no such" in shown.errors
-    )
+    told = "absent is neither a model folder nor a hub model at hand: there is no such"
+    assert shown.code == 2 and told in shown.errors
     shown = check(tmp_path)
     assert shown.code == 2 and "holds no config.json, so it is no model" in shown.errors
     assert "--path is required" in check().errors
     shown = check(save_reward_model(num_labels=3))
     assert shown.code == 2 and "is a classifier of 3 labels; a reward model has one" in shown.errors
-    shown = check(
-        tiny_model_folder("llama"),
-        "--prompts",
-        "1",
-        "--max_new_tokens",
-        "127",
-        "--tp_sizes",
-        "0",
-        "--dtype",
-        "fp8",
-    )
+    flags = "--prompts 1 --max_new_tokens 127 --tp_sizes 0 --dtype fp8".split()
+    shown = check(tiny_model_folder("llama"), *flags)
     assert shown.code == 2 and not shown.lines and "error: 4 problems, nothing was started" in shown.errors
 
 
@@ -382,6 +333,6 @@ def test_lines_and_tolerances():
     finding = compare("a", torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), 0.4, "why\x1b")
     assert finding.is_ok is False and "largest difference 5.0e-01, at most 4.0e-01" in finding.text
     assert not compare("a", torch.tensor([math.nan]), torch.zeros(1), 1.0, "").is_ok
-    line = Finding("name\x1b", "text", True, "why").line(Painter(has_color=False))
+    line = Finding("name\x1b", "text", True, "why").line(has_color=False)
     assert line == r"ok   name\x1b" + 20 * " " + "text  (why)"
-    assert "\x1b[1;31mFAIL " in finding.line(Painter(has_color=True))
+    assert "\x1b[1;31mFAIL " in finding.line(has_color=True)

@@ -16,7 +16,6 @@ from tools.doctor import __main__ as doctor
 from tools.doctor import accelerator, machine, network, packages, self_test
 from tools.doctor.packages import Requirement, check_import, check_requirements, read_requirements
 from tools.findings import Finding
-from tools.painter import Painter
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = ["--self_test_seconds", "0", "--hub_seconds", "0", "--no_color"]
@@ -304,5 +303,5 @@ def test_bad_flags_are_told(capsys, words):
 
 
 def test_a_line_has_state_name_text_and_cure():
-    line = Finding("disk", "1 GiB free\x1b", False, "make room").line(Painter(has_color=False), "problem")
+    line = Finding("disk", "1 GiB free\x1b", False, "make room").line(False, "problem")
     assert line == f"problem {'disk':<25}1 GiB free\\x1b  (make room)"

@@ -11,6 +11,7 @@ from page_commands import ROOT, Command, commands_of, pages
 import train
 from common.flags.args import Problems, parse_args
 from docs.make_configuration import find_programs, own_flags
+from tools.step_flags import StageArguments, with_step_flags
 from training_scripts.launch_table import FOLDER_OF_STEP, find_row, step_flags
 
 COMMANDS = [command for page in pages() for command in commands_of(page)]
@@ -67,8 +68,10 @@ def flag_problems(program: str, words: list[str]) -> list[str]:
     takes_words = not program.startswith(("step", "train"))
     if takes_words and words and not words[0].startswith("-"):
         words = [f"--{own_flags(PROGRAMS[program])[0].name}", *words]
-    problems = Problems()
-    parse_args(PROGRAMS[program], [word for word in words if word != "..."], problems=problems)
+    problems, flags = Problems(), PROGRAMS[program]
+    if issubclass(flags, StageArguments):
+        flags = with_step_flags(flags, int(words[words.index("--stage") + 1]))
+    parse_args(flags, [word for word in words if word != "..."], problems=problems)
     is_shortened = "..." in words
     return [p for p in problems.messages if not (is_shortened and "is required: " in p)]
 

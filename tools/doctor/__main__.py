@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from common.flags.args import Problems, flag, parse_args
 from tools.doctor import accelerator, machine, network, packages, self_test
-from tools.findings import Finding, guarded, run_tool
-from tools.painter import Painter, make_stdout_tolerant
+from tools.findings import Finding, guarded, paint, run_tool, use_color
 
 STATES = {True: "ok", False: "problem", None: "note"}
 
@@ -56,23 +55,21 @@ def find_all(args: DoctorArguments) -> Iterator[Finding]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print what is found and a verdict; exit code 1 when there is a problem."""
-    make_stdout_tolerant()
     problems = Problems()
     argv = sys.argv[1:] if argv is None else list(argv)
     args = parse_args(DoctorArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     problems.exit_if_any()
-    painter = Painter.for_stream(sys.stdout, no_color=args.no_color)
+    has_color = use_color(args.no_color)
     findings = []
     for finding in find_all(args):
-        print(finding.line(painter, bad_word=STATES[False]), flush=True)
+        print(finding.line(has_color, bad_word=STATES[False]), flush=True)
         findings.append(finding)
     bad = [finding.name for finding in findings if finding.is_ok is False]
     if bad:
-        print(
-            "\n" + painter.paint(f"{len(bad)} problem{'s' * (len(bad) > 1)}:", "bad") + f" {', '.join(bad)}"
-        )
+        counted = f"{len(bad)} problem{'s' * (len(bad) > 1)}:"
+        print("\n" + paint(counted, "bad", has_color) + f" {', '.join(bad)}")
     else:
-        print("\n" + painter.paint("ok:", "good") + " this machine can run the programs")
+        print("\n" + paint("ok:", "good", has_color) + " this machine can run the programs")
     if args.json:
         told = [dataclasses.asdict(f) | {"is_ok": STATES[f.is_ok]} for f in findings]
         rows = [{"state": row.pop("is_ok"), **row} for row in told]

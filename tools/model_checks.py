@@ -1,0 +1,251 @@
+"""A causal LM or a reward model under our own passes, against transformers' plain pass, one row at a time.
+
+# S rows, N scored tokens, V vocabulary
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from common.data.collators import pad_rows
+from common.generation.decode_state import SamplingOptions
+from common.generation.generate import Generator
+from common.generation.inference_module import share_weights
+from common.models.loading import plain_model
+from common.models.model_inputs import ModelInputs, build_model_inputs
+from common.models.policy_model import PolicyModel
+from common.models.value_model import ValueModel
+from common.models.varlen_attention import FLASH_ATTENTION, NAME, takes_packed
+from tools.findings import Finding, compare, guarded, tolerance_of
+
+TIE = 1e-3  # logits closer than this change places with the order of additions
+_CHUNK_TOKENS = 8  # few enough that a small vocabulary too is scored in several chunks
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on its device, in eval mode, and what it is asked."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    rows: list[list[int]]
+    dtype: str
+    max_new_tokens: int
+
+    @property
+    def num_valid_tokens(self) -> int:
+        """Ids from here on are padding of the vocabulary."""
+        return len(self.tokenizer)
+
+    def inputs(self, *, is_packed: bool) -> ModelInputs:
+        """Return the rows as a pass of ours reads them."""
+        ids = torch.cat([torch.tensor(row) for row in self.rows])
+        lengths = torch.tensor([len(row) for row in self.rows])
+        return build_model_inputs(ids, lengths, is_packed=is_packed, device=self.model.device)
+
+
+# ---- transformers' plain pass ---------------------------------------------------------------------------
+
+
+@contextmanager
+def torchs_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Put torch's attention, transformers' own choice, in the place of a kernel that we chose."""
+    ours = model.config._attn_implementation
+    if ours not in (NAME, FLASH_ATTENTION):
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ours)
+
+
+def plain_outputs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Return transformers' logits of each row alone, without mask and positions of ours, float64.
+
+    They are (T, V) of a causal LM and (1,) of a classifier.
+    """
+    with torchs_attention(model):
+        ids = [torch.tensor([row], device=model.device) for row in rows]
+        return [model(input_ids=row, use_cache=False).logits[0].double() for row in ids]
+
+
+# ---- causal LMs -----------------------------------------------------------------------------------------
+
+
+def find_causal(subject: Subject) -> Iterator[Finding]:
+    """Yield what all checks of one process find."""
+    yield from guarded("log-probabilities", check_logprobs, subject)
+    yield from guarded("cached decoding", check_generation, subject)
+
+
+def score(subject: Subject, *, is_packed: bool) -> torch.Tensor:
+    """Return (N,) log-probabilities in one pass of ours, of all tokens but each row's first."""
+    policy = PolicyModel(subject.model, num_valid_tokens=subject.num_valid_tokens).eval()
+    policy.options = replace(policy.options, chunk_tokens=_CHUNK_TOKENS)
+    inputs = subject.inputs(is_packed=is_packed)
+    is_scored = torch.cat([torch.arange(len(row)) > 0 for row in subject.rows])
+    ids = torch.cat([torch.tensor(row) for row in subject.rows])[is_scored].to(subject.model.device)
+    slots = inputs.token_slots
+    return policy(inputs, slots[is_scored.to(slots.device)], ids)[0]
+
+
+def plain_logprobs(
+    subject: Subject, rows: Sequence[Sequence[int]], starts: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Return transformers' log-probabilities (N,) float64 of each row's tokens from its start on, padded
+    vocabulary left out, the most logit that another token had above theirs (N,), and the largest logit.
+    """
+    logprobs, behind, largest = [], [], 0.0
+    for row, start, output in zip(rows, starts, plain_outputs(subject.model, rows), strict=True):
+        logits = output[start - 1 : -1, : subject.num_valid_tokens]
+        chosen = torch.tensor(row[start:], device=logits.device, dtype=torch.int64).unsqueeze(1)
+        logprobs.append(logits.log_softmax(-1).gather(1, chosen).squeeze(1))
+        behind.append(logits.amax(-1) - logits.gather(1, chosen).squeeze(1))
+        largest = max(largest, float(output.abs().max()))
+    return torch.cat(logprobs), torch.cat(behind), largest
+
+
+@torch.inference_mode()
+def check_logprobs(subject: Subject) -> Iterator[Finding]:
+    """Yield log-probabilities of a padded and of a packed batch, and what the vocabulary's padding is."""
+    rows, why = subject.rows, "PPO's ratios and KL are differences of these"
+    expected, _, largest = plain_logprobs(subject, rows, [1] * len(rows))
+    tolerance = tolerance_of(subject.dtype, largest)
+    yield compare("log-probabilities", score(subject, is_packed=False), expected, tolerance, why)
+    if takes_packed(subject.model):
+        found = score(subject, is_packed=True)
+        yield compare("packed rows", found, expected, tolerance, "--packed trains on such rows")
+    else:
+        yield unpacked_finding(subject.model)
+    num_rows = subject.model.get_output_embeddings().weight.shape[0]
+    if num_rows > subject.num_valid_tokens:
+        what = f"{num_rows:,} rows for {subject.num_valid_tokens:,} tokens"
+        yield Finding("vocabulary", f"{what}: the rest is left out of every softmax")
+
+
+@torch.inference_mode()
+def check_generation(subject: Subject) -> Iterator[Finding]:
+    """Yield whether cached decoding, in fewer slots than there are prompts, takes transformers' likeliest
+    tokens and gives them transformers' log-probabilities.
+    """
+    tokenizer, device, rows = subject.tokenizer, subject.model.device, subject.rows
+    # Different ends: a prompt that waits enters while others are in their middle.
+    limits = [max(subject.max_new_tokens - 2 * (i % 3), 1) for i in range(len(rows))]
+    num_slots = max(len(rows) // 2, 1)
+    ids, mask = pad_rows(rows, tokenizer.pad_token_id, on_left=True)
+    options = SamplingOptions(
+        subject.max_new_tokens,
+        stop_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        num_valid_tokens=subject.num_valid_tokens,
+        do_sample=False,
+    )
+    prompt_ids = torch.arange(len(ids), device=device)
+    generation = Generator(share_weights(subject.model), num_slots=num_slots).generate(
+        ids.to(device), mask.to(device), prompt_ids, options, limits=torch.tensor(limits, device=device)
+    )
+    pairs = zip(generation.response_ids, generation.response_mask, strict=True)
+    texts = [response[is_token].tolist() for response, is_token in pairs]
+    wholes = [row + text for row, text in zip(rows, texts, strict=True)]
+    starts = [len(row) for row in rows]
+    expected, behind, largest = plain_logprobs(subject, wholes, starts)
+    tolerance = tolerance_of(subject.dtype, largest)
+    yield text_finding(subject, texts, limits, behind, max(TIE, tolerance), num_slots)
+    sampled = generation.logprobs[generation.response_mask]
+    why = "the sampler's and the scorer's numbers meet in PPO's ratio"
+    yield compare("their log-probabilities", sampled, expected, tolerance, why)
+
+
+def text_finding(
+    subject: Subject,
+    texts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    behind: torch.Tensor,
+    tie: float,
+    num_slots: int,
+) -> Finding:
+    """Return the finding on greedy texts: each token is the likeliest or ties, each text ends where it must.
+
+    `behind` (N,) is what each token's logit lacks to the largest; less than `tie` is a tie.
+    """
+    name, why = "cached decoding", "PPO learns from what is generated here"
+    eos = subject.tokenizer.eos_token_id
+    for i, (text, limit) in enumerate(zip(texts, limits, strict=True)):
+        end = text.index(eos) + 1 if eos in text else limit
+        if len(text) != end:
+            return Finding(name, f"prompt {i + 1}: ends after {len(text)} tokens, not {end}", False, why)
+    if not float(behind.max()) < tie:
+        at = int(behind.argmax())
+        row = next(i for i in range(len(texts)) if sum(map(len, texts[: i + 1])) > at)
+        token = at - sum(map(len, texts[:row]))
+        what = f"prompt {row + 1}, token {token + 1}: {texts[row][token]} is not transformers' likeliest"
+        gap = f"its logit is {float(behind[at]):.4f} lower; less than {tie:.1e} would be a tie"
+        return Finding(name, f"{what}, {gap}", False, why)
+    num_ties = int((behind > 0).sum())
+    ties = f", {num_ties} of them by a tie (logits less than {tie:.1e} apart)" if num_ties else ""
+    text = (
+        f"{len(behind)} tokens of {len(texts)} texts in {num_slots} slots are transformers' likeliest{ties}"
+    )
+    return Finding(name, text, True, why)
+
+
+def unpacked_finding(model: PreTrainedModel) -> Finding:
+    """Return the remark on a model whose rows are padded, with the reason."""
+    reason = f"{type(model).__name__} does not tell its attention where sequences begin"
+    if model.device.type != "cuda":
+        reason = "only a GPU has a kernel for packed ones"
+    elif model.dtype == torch.float32:
+        reason = "the kernel takes 16 bits, --dtype bf16"
+    return Finding("packed rows", f"padded rows are used: {reason}")
+
+
+# ---- reward models --------------------------------------------------------------------------------------
+
+
+def find_scores(subject: Subject, value_model: ValueModel) -> Iterator[Finding]:
+    """Yield what all checks of a reward model find; `subject.rows` end with the end-of-turn token."""
+    yield from guarded("scores", check_scores, subject, value_model)
+
+
+@contextmanager
+def plain_classifier(model: PreTrainedModel) -> Iterator[None]:
+    """Leave transformers its own head, and no pad id: it then scores the last token of a row."""
+    config, ours = model.config.get_text_config(), type(model.score)
+    pad_token_id = config.pad_token_id
+    model.score.__class__, config.pad_token_id = nn.Linear, None
+    try:
+        yield
+    finally:
+        model.score.__class__, config.pad_token_id = ours, pad_token_id
+
+
+@torch.inference_mode()
+def check_scores(subject: Subject, value_model: ValueModel) -> Iterator[Finding]:
+    """Yield scores of a padded and of a packed batch, and what the saved pad id would do."""
+    model = plain_model(value_model.classifier)
+    with plain_classifier(model):
+        expected = torch.cat(plain_outputs(model, subject.rows))
+    tolerance = tolerance_of(subject.dtype, float(expected.abs().max()))
+    for name, is_packed, why in (
+        ("scores", False, "these are PPO's rewards"),
+        ("packed rows", True, "--packed trains on such rows"),
+    ):
+        if is_packed and not takes_packed(model):
+            yield unpacked_finding(model)
+            continue
+        inputs = subject.inputs(is_packed=is_packed)
+        yield compare(name, value_model(inputs, inputs.last_slots), expected, tolerance, why)
+    pad, eos = model.config.get_text_config().pad_token_id, subject.tokenizer.eos_token_id
+    why = "transformers looks for padding, our programs count lengths"
+    if pad is None:
+        text = "the config has none: transformers alone scores one row at a time, our programs any number"
+        yield Finding("pad id", text, None, why)
+    elif pad == eos:
+        text = f"{pad} is the end of turn too: transformers alone scores the token before it"
+        yield Finding("pad id", text, None, why)

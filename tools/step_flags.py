@@ -1,0 +1,52 @@
+"""A tool's own flags together with those of the step that --stage names."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.flags.args import REQUIRED, Problems, flag, parse_args
+from step1_sft.arguments import SFTArguments
+from step2_reward.arguments import RewardArguments
+from step3_ppo.arguments import PPOArguments
+
+STEPS: dict[int, type] = {1: SFTArguments, 2: RewardArguments, 3: PPOArguments}
+STEP_NAMES = {1: "step 1, SFT", 2: "step 2, reward model", 3: "step 3, PPO"}
+
+
+@dataclass
+class StageArguments:
+    """The step that is looked at."""
+
+    stage: int = flag(
+        REQUIRED, "the step: 1 SFT, 2 reward model, 3 PPO; all of its flags are taken too", choices=(1, 2, 3)
+    )
+
+
+def with_step_flags(cls: type, stage: int) -> type:
+    """Return the dataclass `cls` with the flags of a step beside its own."""
+    return dataclasses.make_dataclass(cls.__name__, [], bases=(cls, STEPS[stage]))
+
+
+def parse_step_args(
+    cls: type, argv: Sequence[str] | None = None, *, description: str = "", problems: Problems
+) -> Any:
+    """Return the flags of `cls` and of the step that --stage names; leave where it names none.
+
+    Flags of the step that the tool does not read are taken too, so that a run's whole command line will do.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--stage", nargs="?")
+    stage, others = finder.parse_known_args(words)
+    if stage.stage in map(str, STEPS):
+        full = with_step_flags(cls, int(stage.stage))
+        return parse_args(full, words, description=description, problems=problems)
+    # Without the step nothing can be told of the other words.
+    known = [word for word in others if word in ("-h", "--help")]
+    known += ["--stage", stage.stage] if stage.stage else []
+    args = parse_args(cls, known, description=description, problems=problems)
+    problems.exit_if_any()
+    return args
