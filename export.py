@@ -74,7 +74,7 @@ def read_flags(checkpoint: Checkpoint) -> Any:
 def build_module(args: Any, tokenizer: Any, part: str) -> nn.Module:
     """Return what the run's engine held, as it was at the beginning."""
     if isinstance(args, PPOArguments):
-        builder = RoleBuilder(args, args.dtype, tokenizer, 0, {}, needs_critic=False, reward_paths={})
+        builder = RoleBuilder(args, tokenizer, 0, needs_critic=False, reward_paths={})
         return builder.load_critic({}) if part == "critic" else builder.load_actor({})
     if isinstance(args, SFTArguments):
         return training_loop.load_policy(args, {}, len(tokenizer), dropout=args.dropout)

@@ -42,13 +42,14 @@ from benchmarks.generate_peers import (
 )
 from benchmarks.rank_launch import launch_ranks
 from common.engine.ds_config import EngineOptions, build_train_config
+from common.engine.optim import build_engine
 from common.generation.generate import Generator
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.generation.inference_module import share_weights
 from common.models.loading import ModelOptions, load_causal_lm
 from common.programs import startup
-from common.programs.training_loop import build_engine
 from common.ranks import distributed
+from step1_sft.arguments import SFTArguments
 
 NUM_PROMPTS, PROMPT_TOKENS, FIXED_TOKENS = 64, (8, 64), 32
 QUICK_PROMPTS, QUICK_TOKENS = 8, 16
@@ -180,9 +181,11 @@ def run_zero3_rank(folder: str, num_runs: int, *, is_quick: bool) -> None:
     ds_config = build_train_config(options)
     model = load_causal_lm(ModelOptions(folder, dropout=0.0, ds_config=ds_config), 1)
     engine = build_engine(
-        model, ds_config, learning_rate=1e-5, weight_decay=0.0, lora_learning_rate=1e-5, beta2=0.95,
-        schedule="constant", num_warmup_steps=0, num_steps=1,
-    )  # fmt: skip
+        model,
+        ds_config,
+        SFTArguments(learning_rate=1e-5, lora_learning_rate=1e-5, lr_scheduler_type="constant"),
+        1,
+    )
     engine.eval()
     whole = chat_workload(model.config.vocab_size, is_quick=is_quick)
     rows = slice(distributed.rank(), None, distributed.world_size())

@@ -35,14 +35,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from benchmarks.rank_launch import launch_ranks
 from common.engine.ds_config import EngineOptions, build_train_config
+from common.engine.optim import build_engine
 from common.generation.reshard_plan import group_by_layers
 from common.generation.tp_plans import Cut, build_cuts
 from common.generation.tp_reshard import Resharder, TPGroups, TPLayout
 from common.models.loading import ModelOptions, load_causal_lm
 from common.programs import startup
-from common.programs.training_loop import build_engine
 from common.ranks import distributed
 from common.ranks.zero3 import gather_whole
+from step1_sft.arguments import SFTArguments
 
 WORLD_SIZES = (2, 4)
 VOCABULARY = 8192
@@ -115,9 +116,11 @@ def load_parameters(folder: str, world_size: int) -> dict[str, torch.nn.Paramete
     ds_config = build_train_config(EngineOptions(zero_stage=3, world_size=world_size, overrides=overrides))
     model = load_causal_lm(ModelOptions(folder, ds_config=ds_config), VOCABULARY)
     engine = build_engine(
-        model, ds_config, learning_rate=1e-4, weight_decay=0.0, lora_learning_rate=1e-4, beta2=0.95,
-        schedule="constant", num_warmup_steps=0, num_steps=1,
-    )  # fmt: skip
+        model,
+        ds_config,
+        SFTArguments(learning_rate=1e-4, lora_learning_rate=1e-4, lr_scheduler_type="constant"),
+        1,
+    )
     return dict(engine.module.named_parameters())
 
 

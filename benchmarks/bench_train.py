@@ -40,11 +40,12 @@ from benchmarks.ppo_update import build_ppo_update
 from common.data.collators import PackedPairCollator, PackedSFTCollator, PairCollator, SFTCollator
 from common.data.global_batches import GlobalBatches, TokenBudget
 from common.engine.ds_config import EngineOptions, build_train_config
+from common.engine.optim import build_engine
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ScoreHead, ValueModel
 from common.programs import startup
-from common.programs.training_loop import build_engine
 from common.ranks import distributed
+from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
 from step2_reward.reward_trainer import RewardTrainer
 
@@ -83,9 +84,11 @@ def engine_of(model: torch.nn.Module) -> Any:
     """Return the model in an engine of ZeRO 0, as the programs have it."""
     ds_config = build_train_config(EngineOptions(micro_batch_size=ROWS_PER_STEP))
     return build_engine(
-        model, ds_config, learning_rate=1e-5, weight_decay=0.0, lora_learning_rate=1e-5, beta2=0.95,
-        schedule="constant", num_warmup_steps=0, num_steps=1,
-    )  # fmt: skip
+        model,
+        ds_config,
+        SFTArguments(learning_rate=1e-5, lora_learning_rate=1e-5, lr_scheduler_type="constant"),
+        1,
+    )
 
 
 def passes(trainer: Any, batches: GlobalBatches) -> Callable[[], None]:

@@ -10,11 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from benchmarks.chat_rows import sft_rows
 from common.data.packed_batch import PackedBatch
 from common.engine.ds_config import EngineOptions, build_train_config
+from common.engine.optim import build_engine
 from common.generation.decode_state import SamplingOptions
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ScoreHead, ValueModel
-from common.programs.training_loop import build_engine
+from step1_sft.arguments import SFTArguments
 from step3_ppo.algorithms import fill_defaults, find_algorithm
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.experience import MinibatchPlan, TokenCap
@@ -89,6 +90,8 @@ def build_record() -> PackedBatch:
 def _engine(model: torch.nn.Module) -> Any:
     ds_config = build_train_config(EngineOptions(micro_batch_size=ROWS_PER_STEP))
     return build_engine(
-        model, ds_config, learning_rate=1e-5, weight_decay=0.0, lora_learning_rate=1e-5, beta2=0.95,
-        schedule="constant", num_warmup_steps=0, num_steps=1,
-    )  # fmt: skip
+        model,
+        ds_config,
+        SFTArguments(learning_rate=1e-5, lora_learning_rate=1e-5, lr_scheduler_type="constant"),
+        1,
+    )

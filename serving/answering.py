@@ -221,7 +221,7 @@ def load_answerer(path: str, template: Template, args: AnsweringArguments, **sam
     tokenizer = template.tokenizer
     model_options = ModelOptions(
         base_of_adapter(path) if is_adapter(path) else path,
-        dtype=args.dtype or distributed.default_dtype_name(),
+        dtype=distributed.dtype_name(args.dtype),
         dropout=0.0,
         trust_remote_code=args.trust_remote_code,
     )

@@ -23,7 +23,6 @@ from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.programs import startup
 from serving.answering import AnsweringArguments, load_answerer, load_template
 
-MODELS = ("baseline", "finetune", "rlhf")
 NO_BEAMS = "answers are greedy or sampled (--num_return_sequences above 1), never searched with beams"
 QUESTIONS = {
     "English": (
@@ -85,15 +84,22 @@ def read_prompts(args: PromptEvalArguments) -> list[tuple[Message, ...]]:
     return found
 
 
+def models_of(args: PromptEvalArguments) -> dict[str, str]:
+    """Return the models that are compared, by the last word of their flags."""
+    models = {
+        "baseline": args.model_name_or_path_baseline,
+        "finetune": args.model_name_or_path_finetune,
+        "rlhf": args.model_name_or_path_rlhf,
+    }
+    return {kind: path for kind, path in models.items() if path or kind != "rlhf"}
+
+
 def load_templates(args: PromptEvalArguments, problems: Problems) -> dict[str, Template]:
     """Return each model's template, of the form that the fine-tuned model was trained with."""
-    found = {}
-    for kind in MODELS:
-        name = f"model_name_or_path_{kind}"
-        if kind == "rlhf" and not args.model_name_or_path_rlhf:
-            continue
-        trained_path = args.model_name_or_path_finetune
-        template = load_template(f"--{name}", getattr(args, name), args, problems, trained_path=trained_path)
+    found, trained_path = {}, args.model_name_or_path_finetune
+    for kind, path in models_of(args).items():
+        flag = f"--model_name_or_path_{kind}"
+        template = load_template(flag, path, args, problems, trained_path=trained_path)
         if template:
             found[kind] = template
     return found
@@ -131,9 +137,9 @@ def main() -> None:
     problems.exit_if_any()
     startup.print_notes(args)
     with startup.as_problem(problems):
+        models = models_of(args)
         answers = {
-            kind: answer_all(getattr(args, f"model_name_or_path_{kind}"), template, prompts, args)
-            for kind, template in templates.items()
+            kind: answer_all(models[kind], template, prompts, args) for kind, template in templates.items()
         }
     for index, prompt in enumerate(prompts):
         print(f"\n{prompt[-1].content}")

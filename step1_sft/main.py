@@ -16,6 +16,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 from common.data.collators import PackedSFTCollator, SFTCollator
 from common.data.data_options import DataOptions
 from common.data.stage_datasets import build_sft, preview_rows
+from common.engine.optim import build_engine
 from common.flags.args import Problems, parse_args
 from common.programs import startup, training_loop
 from common.ranks import distributed, watchdog
@@ -82,7 +83,7 @@ def main() -> None:
     # ---- model ------------------------------------------------------------------------------------------
     with startup.as_problem(problems), watchdog.phase("the loading of the model"):
         model = training_loop.load_policy(args, ds_config, len(tokenizer), dropout=args.dropout)
-        engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
+        engine = build_engine(model, ds_config, args, num_steps)
     logger = training_loop.build_logger(args, COLUMNS, num_steps)
 
     # ---- training ---------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from common.data.collators import PackedPairCollator, PairCollator
 from common.data.data_options import DataOptions
 from common.data.global_batches import GlobalBatches
 from common.data.stage_datasets import build_pairs, preview_rows
+from common.engine.optim import build_engine
 from common.flags.args import Problems, parse_args
 from common.programs import startup, training_loop
 from common.ranks import distributed, watchdog
@@ -88,7 +89,7 @@ def build_ranking(
     """Return a reward model with its trainer. Every rank must call this."""
     # A score that changes from one pass to the next cannot be ranked by: dropout is off unless asked for.
     model = training_loop.load_ranker(args, ds_config, num_tokens, dropout=args.dropout or 0.0)
-    engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
+    engine = build_engine(model, ds_config, args, num_steps)
     trainer = RewardTrainer(
         engine,
         is_packed=training_loop.use_layout(batches, model.classifier, args),
@@ -106,7 +107,7 @@ def build_dpo(
     """Return a policy with its trainer. Every rank must call this."""
     # The reference is the policy without dropout: with it the two would differ before anything is learned.
     model = training_loop.load_policy(args, ds_config, num_tokens, dropout=args.dropout or 0.0)
-    engine = training_loop.build_single_model_engine(model, ds_config, args, num_steps)
+    engine = build_engine(model, ds_config, args, num_steps)
     trainer = DPOTrainer(
         engine,
         is_packed=training_loop.use_layout(batches, model.causal_lm, args),

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from common.flags.args import (
-    REQUIRED,
     CheckpointArguments,
     DataArguments,
     PackingArguments,
@@ -12,6 +11,7 @@ from common.flags.args import (
     TokenizerArguments,
     flag,
 )
+from step3_ppo.role_arguments import RoleArguments
 
 
 @dataclass
@@ -36,66 +36,6 @@ class PromptArguments:
     top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all", low=0)
     top_p: float = flag(1.0, "sample from the smallest set of tokens with this probability", above=0, high=1)
     num_samples_per_prompt: int = flag(1, "responses sampled for each prompt: a group", low=1, high=2**16)
-
-
-@dataclass
-class RoleArguments:
-    """The four models: where they come from, how they are trained and placed."""
-
-    actor_model_name_or_path: str = flag(REQUIRED, "SFT model; also the reference")
-    critic_model_name_or_path: str = flag(
-        "",
-        "what the critic begins as: a reward model, or with --reward also a language model, which gets a new "
-        "head; empty with --reward: the actor's; algorithms without a critic need none",
-    )
-    reward_model_name_or_path: str = flag("", "reward model that scores; empty: the critic's")
-    actor_learning_rate: float = flag(9.65e-6, "peak learning rate of the actor", low=0)
-    critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", low=0)
-    actor_weight_decay: float = flag(0.0, "AdamW weight decay of the actor's matrices", low=0)
-    critic_weight_decay: float = flag(0.0, "AdamW weight decay of the critic's matrices", low=0)
-    actor_zero_stage: int = flag(
-        0, "ZeRO stage of the actor; 3 shards the reference too", choices=(0, 1, 2, 3), may_change=True
-    )
-    critic_zero_stage: int = flag(
-        0, "ZeRO stage of the critic; 3 shards the reward too", choices=(0, 1, 2, 3), may_change=True
-    )
-    actor_gradient_checkpointing: bool = flag(False, "recompute the actor's activations", may_change=True)
-    critic_gradient_checkpointing: bool = flag(False, "recompute the critic's activations", may_change=True)
-    actor_dropout: float | None = flag(None, "accepted", const=0.0, no_effect="dropout is off in PPO")
-    critic_dropout: float | None = flag(None, "accepted", const=0.0, no_effect="dropout is off in PPO")
-    offload_reference_model: bool = flag(
-        False,
-        "keep the reference model's weights on the CPU between uses",
-        may_change=True,
-        only_with="actor_lora_dim=0",
-    )
-    offload_reward_model: bool = flag(
-        False, "keep the reward model's weights on the CPU between uses", may_change=True
-    )
-    actor_lora_dim: int = flag(0, "rank of the actor's adapters; 0: no LoRA", low=0, high=2**16)
-    actor_lora_alpha: float = flag(
-        0.0, "their scaling is alpha / dim; 0 means alpha = dim", low=0, only_with="actor_lora_dim"
-    )
-    actor_lora_module_name: str = flag(
-        "auto", "adapt the actor's linear layers whose name contains this", only_with="actor_lora_dim"
-    )
-    actor_lora_learning_rate: float = flag(
-        5e-5, "learning rate of the actor's adapters", low=0, only_with="actor_lora_dim"
-    )
-    critic_lora_dim: int = flag(0, "rank of the critic's adapters; 0: no LoRA", low=0, high=2**16)
-    critic_lora_alpha: float = flag(
-        0.0, "their scaling is alpha / dim; 0 means alpha = dim", low=0, only_with="critic_lora_dim"
-    )
-    critic_lora_module_name: str = flag(
-        "auto", "adapt the critic's linear layers whose name contains this", only_with="critic_lora_dim"
-    )
-    critic_lora_learning_rate: float = flag(
-        5e-5, "learning rate of the critic's adapters", low=0, only_with="critic_lora_dim"
-    )
-    only_optimize_lora: bool = flag(
-        True, "train adapters and the critic's head alone", only_with="actor_lora_dim critic_lora_dim"
-    )
-    enable_mixed_precision_lora: bool = flag(False, "accepted", no_effect="it belonged to DeepSpeed's MixZ++")
 
 
 @dataclass

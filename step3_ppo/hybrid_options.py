@@ -7,7 +7,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
-from common.engine.ds_config import effective_zero_stage
+from common.engine.ds_config import HYBRID_SECTION, effective_zero_stage, load_overrides
 from common.flags.args import Problems
 from common.flags.flag_values import describe_range, is_in_range
 from common.generation.generate import DEFAULT_SLOTS
@@ -15,11 +15,9 @@ from common.generation.hybrid_engine import HybridOptions
 from common.generation.kv_cache import kv_bytes_per_token
 from common.generation.tp_plans import NoPlan, build_cuts
 from common.models.loading import DTYPES
-from common.programs import startup
 from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments
 
-HYBRID_SECTION = "hybrid_engine"
 _FLAG_OF_KEY = {
     "enabled": "enable_hybrid_engine",
     "inference_tp_size": "inference_tp_size",
@@ -37,7 +35,7 @@ def take_hybrid_section(args: PPOArguments, problems: Problems) -> None:
     """
     if not args.ds_config or problems.messages:
         return
-    for key, value in startup.load_overrides(args).get(HYBRID_SECTION, {}).items():
+    for key, value in load_overrides(args).get(HYBRID_SECTION, {}).items():
         flag = _FLAG_OF_KEY.get(key)
         if flag is None:
             problems.add(
@@ -83,7 +81,7 @@ def check_hybrid(args: PPOArguments, config: Any, problems: Problems) -> None:
             f"--max_out_tokens {args.max_out_tokens} is less than --max_prompt_seq_len "
             f"{args.max_prompt_seq_len} + --max_answer_seq_len {args.max_answer_seq_len}; use {needed}"
         )
-    dtype = args.dtype or distributed.default_dtype_name()
+    dtype = distributed.dtype_name(args.dtype)
     if args.offload_states_for_generation and effective_zero_stage(args.actor_zero_stage, dtype) == 0:
         problems.add("--offload_states_for_generation needs --actor_zero_stage 1, 2 or 3")
     if args.offload_states_for_generation and args.offload in ("param", "all"):
@@ -125,7 +123,7 @@ def _check_tp_size(args: PPOArguments, config: Any, problems: Problems) -> None:
 
 def _check_slots(args: PPOArguments, config: Any, problems: Problems) -> None:
     """Add a problem when keys and values alone would not fit into what is free now."""
-    num_bytes = DTYPES[args.dtype or distributed.default_dtype_name()].itemsize
+    num_bytes = DTYPES[distributed.dtype_name(args.dtype)].itemsize
     slot_length = args.max_out_tokens or args.max_prompt_seq_len + args.max_answer_seq_len
     num_samples = args.per_device_generation_batch_size * args.num_samples_per_prompt * args.inference_tp_size
     num_slots = min(args.generation_slots or DEFAULT_SLOTS, num_samples)

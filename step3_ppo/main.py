@@ -39,7 +39,6 @@ from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage
 from step3_ppo.evaluation import NUM_SHOWN, Evaluation, choose_prompts
 from step3_ppo.experience import MinibatchPlan, TokenCap
-from step3_ppo.hybrid_options import HYBRID_SECTION
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController
 from step3_ppo.ppo_trainer import PPOTrainer
@@ -145,15 +144,11 @@ def build_trainer(
 ) -> PPOTrainer:
     """Load the models and return what does the PPO steps. Every rank must call this."""
     is_cut_by_tokens = args.packed or args.max_tokens_per_micro_batch > 0
-    dtype = args.dtype or distributed.default_dtype_name()
-    overrides = {k: v for k, v in startup.load_overrides(args).items() if k != HYBRID_SECTION}
     reward_paths = {spec.name: spec.target for spec in start.rewards if spec.kind == "model"}
     roles = RoleBuilder(
         args,
-        dtype,
         start.tokenizer,
         num_optimizer_steps(args, num_steps),
-        overrides,
         needs_critic=start.algorithm.needs_critic,
         reward_paths=reward_paths,
     ).build()

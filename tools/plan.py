@@ -15,7 +15,7 @@ from dataclasses import asdict
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from common.engine.ds_config import effective_zero_stage
+from common.engine.ds_config import effective_zero_stage, load_overrides
 from common.flags.args import Problems, parse_args
 from common.models.loading import DTYPES, LoraOptions
 from common.programs import startup
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(PlanArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     models = read_models(args, problems)
     try:
-        startup.load_overrides(args)
+        load_overrides(args)
     except (OSError, ValueError) as error:
         problems.add(f"--ds_config {args.ds_config} cannot be read as JSON: {error}")
     if not problems.messages:
@@ -110,7 +110,7 @@ def build_run(args: PlanArguments, models: Models) -> Run:
         num_samples=prompts * args.num_samples_per_prompt,
         num_ranks=args.num_gpus * args.num_nodes,
         num_bytes=DTYPES[dtype].itemsize,
-        ds_overrides=startup.load_overrides(args),
+        ds_overrides=load_overrides(args),
     )
 
 

@@ -1,10 +1,16 @@
-"""PURE: options -> DeepSpeed configuration dictionaries, for trained and for frozen models.
+"""Flags -> DeepSpeed configuration dictionaries, for trained and for frozen models.
 
 Keys that DeepSpeed-Chat's users know keep their values (stage-3 persistence, live parameters, prefetch).
 """
 
+import json
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
+
+from common.ranks import distributed
+
+HYBRID_SECTION = "hybrid_engine"  # of --ds_config: read by step 3; DeepSpeed would build its own from it
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,30 @@ class EngineOptions:
     world_size: int = 1
     gradient_clipping: float = 1.0
     overrides: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, args: Any, *, zero_stage: int, offload: str, micro_batch_size: int) -> Self:
+        """Return what a program's flags say of one of its models, --ds_config laid over it."""
+        overrides = load_overrides(args)
+        overrides.pop(HYBRID_SECTION, None)
+        return cls(
+            zero_stage=zero_stage,
+            dtype=distributed.dtype_name(args.dtype),
+            offload=offload,
+            micro_batch_size=micro_batch_size,
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            world_size=distributed.world_size(),
+            gradient_clipping=args.gradient_clipping,
+            overrides=overrides,
+        )
+
+
+def load_overrides(args: Any) -> dict[str, Any]:
+    """Return the keys of --ds_config, {} without it.
+
+    Raises OSError or ValueError when the file cannot be read as JSON.
+    """
+    return json.loads(Path(args.ds_config).read_text()) if args.ds_config else {}
 
 
 def effective_zero_stage(zero_stage: int, dtype: str) -> int:

@@ -1,8 +1,13 @@
-"""Optimizer and schedule of a trained model: parameter groups, AdamW, learning-rate schedule."""
+"""The DeepSpeed engine of a trained model: parameter groups, AdamW, learning-rate schedule."""
 
+from typing import Any
+
+import deepspeed
 import torch
 from torch import nn
 from transformers import get_scheduler
+
+from common.ranks import distributed
 
 NO_DECAY_NAMES = ("bias", "norm", "ln_", "layernorm")
 
@@ -48,8 +53,29 @@ def build_optimizer(
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, beta2), fused=True)
 
 
-def build_schedule(
-    optimizer: torch.optim.Optimizer, name: str, *, num_warmup_steps: int, num_steps: int
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return transformers' schedule of that name over `num_steps` optimizer steps."""
-    return get_scheduler(name, optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=num_steps)
+def build_engine(
+    model: nn.Module, ds_config: dict[str, Any], args: Any, num_steps: int, *, role: Any = None
+) -> Any:
+    """Return a DeepSpeed engine with AdamW and its schedule over `num_steps`. Every rank must call this.
+
+    `args` are the flags. `role` has the rates: `args.actor` or `args.critic` in step 3, else `args`.
+    """
+    role = role or args
+    optimizer = build_optimizer(
+        model,
+        learning_rate=role.learning_rate,
+        weight_decay=role.weight_decay,
+        lora_learning_rate=role.lora_learning_rate,
+        beta2=args.adam_beta2,
+    )
+    schedule = get_scheduler(
+        args.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=args.num_warmup_steps,
+        num_training_steps=num_steps,
+    )
+    model.to(distributed.device())
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config
+    )
+    return engine

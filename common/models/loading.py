@@ -8,7 +8,7 @@ import inspect
 import pickle
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common.models.model_inputs import ModelInputs
 from common.models.varlen_attention import choose_attention
+from common.ranks import distributed
 from common.ranks.failures import first_line
 from common.ranks.zero3 import gather_whole
 
@@ -39,6 +40,23 @@ class ModelOptions:
     ds_config: dict[str, Any] | None = None
     is_packed: bool = False  # sequences will come end to end, if there is an attention for it
 
+    @classmethod
+    def of(cls, args: Any, role: Any, ds_config: dict[str, Any], *, dropout: float | None) -> Self:
+        """Return how a program's flags want a model loaded.
+
+        `role` has the flags of the model itself: `args.actor` or `args.critic` in step 3, else `args`.
+        """
+        return cls(
+            role.model_name_or_path,
+            dtype=distributed.dtype_name(args.dtype),
+            dropout=dropout,
+            gradient_checkpointing=role.gradient_checkpointing,
+            pad_vocab_multiple=args.pad_vocab_multiple,
+            trust_remote_code=args.trust_remote_code,
+            ds_config=ds_config,
+            is_packed=args.packed,
+        )
+
 
 @dataclass(frozen=True)
 class LoraOptions:
@@ -48,6 +66,11 @@ class LoraOptions:
     alpha: float = 0.0
     module_name: str = "auto"
     only_optimize_lora: bool = True
+
+    @classmethod
+    def of(cls, args: Any, role: Any) -> Self:
+        """Return the adapters that a program's flags ask for; `role` as in `ModelOptions.of`."""
+        return cls(role.lora_dim, role.lora_alpha, role.lora_module_name, args.only_optimize_lora)
 
 
 def zero_stage_of(ds_config: dict[str, Any] | None) -> int:

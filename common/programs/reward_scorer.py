@@ -72,7 +72,7 @@ def load_frozen_value_model(
     """
     options = ModelOptions(
         name,
-        dtype=getattr(args, "dtype", "") or distributed.default_dtype_name(),
+        dtype=distributed.dtype_name(getattr(args, "dtype", "")),
         dropout=0.0,
         trust_remote_code=args.trust_remote_code,
     )

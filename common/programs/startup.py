@@ -2,7 +2,6 @@
 problems."""
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from common.data.dialogue import Template, build_template
 from common.data.tokenizer import load_tokenizer
-from common.engine.ds_config import effective_zero_stage
+from common.engine.ds_config import effective_zero_stage, load_overrides
 from common.flags.args import Problems, RunArguments, as_json
 from common.flags.flag_values import has_hub_form, no_effect_notes
 from common.flags.refusal import StepRefused, TooManyBadSteps
@@ -57,7 +56,7 @@ def check_run(args: RunArguments, zero_stages: dict[str, int], problems: Problem
     for name, stage in zero_stages.items():
         if args.offload == "param" and stage != 3:
             problems.add(f"--offload param needs {name} 3, not {stage}; use --offload optimizer or stage 3")
-        runs_at = effective_zero_stage(stage, args.dtype or distributed.default_dtype_name())
+        runs_at = effective_zero_stage(stage, distributed.dtype_name(args.dtype))
         if args.offload in ("optimizer", "all") and runs_at == 0:
             problems.add(f"--offload {args.offload} needs {name} 1, 2 or 3: under stage 0 no state can move")
     for problem in missing_trackers(args.trackers):
@@ -71,7 +70,7 @@ def _check_ds_config(args: Any, problems: Problems) -> None:
     if not name:
         return
     try:
-        overrides = json.loads(Path(name).read_text())
+        overrides = load_overrides(args)
     except (OSError, ValueError, RecursionError) as error:
         problems.add(f"--ds_config {name} cannot be read as JSON: {error}")
         return
@@ -181,19 +180,13 @@ def check_length(config: Any, num_tokens: int, flags: str, problems: Problems) -
 
 def resolved_json(args: Any, **more: Any) -> str:
     """Return the flags with what they resolve to, as JSON."""
-    return as_json(args, resolved_dtype=args.dtype or distributed.default_dtype_name(), **more)
+    return as_json(args, resolved_dtype=distributed.dtype_name(args.dtype), **more)
 
 
 def print_resolved(args: Any, **more: Any) -> None:
     """Print `resolved_json` on the first process: what --dry_run is for."""
     if distributed.is_main():
         print(resolved_json(args, **more))
-
-
-def load_overrides(args: RunArguments) -> dict[str, Any]:
-    """Return the DeepSpeed keys of --ds_config, {} without it; programs that only evaluate do not have it."""
-    name = getattr(args, "ds_config", "")
-    return json.loads(Path(name).read_text()) if name else {}
 
 
 def print_finished(text: str) -> None:
@@ -204,8 +197,9 @@ def print_finished(text: str) -> None:
 
 def print_notes(args: Any, argv: list[str] | None = None) -> None:
     """Say once, on the first process, which given flags do nothing, and what a killed build has left."""
-    trains = hasattr(args, "ds_config")
-    locks = lock_note(_kernels(args, load_overrides(args)), distributed.kernel_names()) if trains else ""
+    locks = ""
+    if hasattr(args, "ds_config"):  # programs that only evaluate do not have it
+        locks = lock_note(_kernels(args, load_overrides(args)), distributed.kernel_names())
     for note in [*no_effect_notes(args, argv), *filter(None, [locks])]:
         print_note(note)
 

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import deepspeed
 from torch import nn
 
 from common.data.data_options import DataOptions
@@ -14,7 +13,6 @@ from common.data.plugins import import_plugins
 from common.data.source_checks import check_sources
 from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.engine_step import LossTerm, update_engine
-from common.engine.optim import build_optimizer, build_schedule
 from common.flags.args import Problems
 from common.flags.refusal import StepRefused
 from common.models.device_peaks import own_peak_flops
@@ -105,95 +103,30 @@ def use_layout(batches: GlobalBatches, model: nn.Module, args: Any) -> bool:
     return is_packed
 
 
-def model_options(args: Any, ds_config: dict[str, Any], *, dropout: float | None) -> ModelOptions:
-    """Return how the flags of a single-model program want their model loaded."""
-    return ModelOptions(
-        args.model_name_or_path,
-        dtype=args.dtype or distributed.default_dtype_name(),
-        dropout=0.0 if args.disable_dropout else dropout,
-        gradient_checkpointing=args.gradient_checkpointing,
-        pad_vocab_multiple=args.pad_vocab_multiple,
-        trust_remote_code=args.trust_remote_code,
-        ds_config=ds_config,
-        is_packed=args.packed,
-    )
-
-
-def lora_options(args: Any) -> LoraOptions:
-    """Return the adapters that the flags of a single-model program ask for."""
-    return LoraOptions(args.lora_dim, args.lora_alpha, args.lora_module_name, args.only_optimize_lora)
-
-
 def load_policy(
     args: Any, ds_config: dict[str, Any], num_tokens: int, *, dropout: float | None
 ) -> PolicyModel:
     """Return the chat model that a single-model program trains. Every rank must call this."""
-    model = load_causal_lm(model_options(args, ds_config, dropout=dropout), num_tokens)
-    return PolicyModel(add_lora(model, lora_options(args), args.seed), num_valid_tokens=num_tokens)
+    options = ModelOptions.of(args, args, ds_config, dropout=0.0 if args.disable_dropout else dropout)
+    model = load_causal_lm(options, num_tokens)
+    return PolicyModel(add_lora(model, LoraOptions.of(args, args), args.seed), num_valid_tokens=num_tokens)
 
 
 def load_ranker(
     args: Any, ds_config: dict[str, Any], num_tokens: int, *, dropout: float | None
 ) -> ValueModel:
     """Return the reward model that a single-model program trains. Every rank must call this."""
-    options = model_options(args, ds_config, dropout=dropout)
-    return load_value_model(options, num_tokens, lora_options(args), seed=args.seed)
-
-
-def build_engine(
-    model: nn.Module,
-    ds_config: dict[str, Any],
-    *,
-    learning_rate: float,
-    weight_decay: float,
-    lora_learning_rate: float,
-    beta2: float,
-    schedule: str,
-    num_warmup_steps: int,
-    num_steps: int,
-) -> Any:
-    """Return a DeepSpeed engine with AdamW and its schedule. Every rank must call this."""
-    optimizer = build_optimizer(
-        model,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        lora_learning_rate=lora_learning_rate,
-        beta2=beta2,
-    )
-    scheduler = build_schedule(optimizer, schedule, num_warmup_steps=num_warmup_steps, num_steps=num_steps)
-    model.to(distributed.device())
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=ds_config
-    )
-    return engine
-
-
-def build_single_model_engine(model: nn.Module, ds_config: dict[str, Any], args: Any, num_steps: int) -> Any:
-    """Return the engine that the flags of a single-model program ask for. Every rank must call this."""
-    return build_engine(
-        model,
-        ds_config,
-        learning_rate=args.learning_rate,
-        weight_decay=args.weight_decay,
-        lora_learning_rate=args.lora_learning_rate,
-        beta2=args.adam_beta2,
-        schedule=args.lr_scheduler_type,
-        num_warmup_steps=args.num_warmup_steps,
-        num_steps=num_steps,
-    )
+    options = ModelOptions.of(args, args, ds_config, dropout=0.0 if args.disable_dropout else dropout)
+    return load_value_model(options, num_tokens, LoraOptions.of(args, args), seed=args.seed)
 
 
 def build_single_model_config(args: Any) -> dict[str, Any]:
     """Return the DeepSpeed configuration that a single-model program's flags ask for."""
-    options = EngineOptions(
+    options = EngineOptions.of(
+        args,
         zero_stage=args.zero_stage,
-        dtype=args.dtype or distributed.default_dtype_name(),
         offload=args.offload,
         micro_batch_size=args.per_device_train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        world_size=distributed.world_size(),
-        gradient_clipping=args.gradient_clipping,
-        overrides=startup.load_overrides(args),
     )
     return build_train_config(options)
 
@@ -264,7 +197,7 @@ def build_logger(args: Any, columns: tuple[str, ...], num_steps: int) -> RunLogg
 
     TensorBoard's folder is --tensorboard_path or OUTPUT_DIR/tensorboard.
     """
-    COSTS.peak_flops = own_peak_flops(DTYPES[args.dtype or distributed.default_dtype_name()])
+    COSTS.peak_flops = own_peak_flops(DTYPES[distributed.dtype_name(args.dtype)])
     kinds = [*args.trackers, *(["tensorboard"] if args.enable_tensorboard else [])]
     folder = args.tensorboard_path or f"{args.output_dir or '.'}/tensorboard"
     return RunLogger(

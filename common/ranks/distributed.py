@@ -118,6 +118,11 @@ def default_dtype_name() -> str:
     return "bf16" if has_gpu() and torch.cuda.is_bf16_supported() else "fp32"
 
 
+def dtype_name(flag: str) -> str:
+    """Return the precision that --dtype means: without it the best of this machine."""
+    return flag or default_dtype_name()
+
+
 def rank() -> int:
     """Return this process's number, 0 before start-up."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))

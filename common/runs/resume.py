@@ -127,7 +127,7 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
         default = flag.default if flag.default is not dataclasses.MISSING else flag.default_factory()
         before = saved.get(flag.name, default)
         if flag.name == "dtype":
-            now, before = now or distributed.default_dtype_name(), before or saved.get("resolved_dtype")
+            now, before = distributed.dtype_name(now), before or saved.get("resolved_dtype")
         if now == before or flag.metadata["no_effect"]:
             continue
         if flag.metadata["may_change"]:

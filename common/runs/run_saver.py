@@ -162,7 +162,7 @@ class Run:
         self.progress, self.logger = progress, logger
         self.bad_steps = BadSteps(args.output_dir, args.max_bad_steps, logger)
         own = {"progress": progress, "bad_steps": self.bad_steps, "random": RandomState()}
-        dtype = args.dtype or distributed.default_dtype_name()
+        dtype = distributed.dtype_name(args.dtype)
         self.saver = RunSaver(args, dtype, earlier, dict(parts) | own, logger)
 
     def refuse(self, step: int, error: StepRefused, name: str) -> None:

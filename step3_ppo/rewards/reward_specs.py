@@ -170,7 +170,7 @@ def build_text_reward(spec: RewardSpec, args: Any, failures: Failures | None = N
         spec.target,
         batch_size=args.reward_batch_size,
         device=distributed.device(),
-        dtype=args.dtype or distributed.default_dtype_name(),
+        dtype=distributed.dtype_name(args.dtype),
         trust_remote_code=args.trust_remote_code,
         failures=failures,
     )

@@ -17,15 +17,16 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from transformers import AutoModelForCausalLM
 
 from common.engine.ds_config import EngineOptions, build_train_config
+from common.engine.optim import build_engine
 from common.generation.decode_state import SamplingOptions
 from common.generation.generate import Generation
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.models.loading import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
 from common.models.tensor_ops import token_logprobs
 from common.models.trained_weights import trained_weights
-from common.programs.training_loop import build_engine
 from common.ranks import distributed
 from common.ranks.zero3 import gather_whole, is_sharded, local_shard
+from step1_sft.arguments import SFTArguments
 
 VOCABULARY = 320
 NEW_TOKENS = 8
@@ -69,10 +70,11 @@ def build(folder: str, stage: int, *, lora_dim: int = 0, num_tokens: int = VOCAB
     )
     model = load_causal_lm(ModelOptions(folder, dropout=0.0, ds_config=ds_config), num_tokens)
     engine = build_engine(
-        add_lora(model, LoraOptions(dim=lora_dim, alpha=3 * lora_dim)), ds_config,
-        learning_rate=1e-2, weight_decay=0.0, lora_learning_rate=1e-2, beta2=0.95,
-        schedule="constant", num_warmup_steps=0, num_steps=100,
-    )  # fmt: skip
+        add_lora(model, LoraOptions(dim=lora_dim, alpha=3 * lora_dim)),
+        ds_config,
+        SFTArguments(learning_rate=1e-2, lora_learning_rate=1e-2, lr_scheduler_type="constant"),
+        100,
+    )
     sharded = [p for p in engine.module.parameters() if is_sharded(p)]
     assert len(sharded) == (len(list(engine.module.parameters())) if stage == 3 else 0)
     assert all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in sharded)

@@ -18,14 +18,15 @@ from transformers import AutoConfig  # noqa: E402
 
 from benchmarks.bench_reshard import SwitchMeter  # noqa: E402
 from common.engine.ds_config import EngineOptions, build_train_config  # noqa: E402
+from common.engine.optim import build_engine  # noqa: E402
 from common.generation.reshard_plan import group_by_layers  # noqa: E402
 from common.generation.tp_plans import Cut  # noqa: E402
 from common.generation.tp_reshard import Resharder, TPGroups, TPLayout  # noqa: E402
 from common.models.loading import ModelOptions, compute_logits, load_causal_lm  # noqa: E402
 from common.programs import startup  # noqa: E402
-from common.programs.training_loop import build_engine  # noqa: E402
 from common.ranks import distributed  # noqa: E402
 from common.ranks.zero3 import gather_whole  # noqa: E402
+from step1_sft.arguments import SFTArguments  # noqa: E402
 
 IDS = torch.arange(1, 13).view(2, 6)
 ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
@@ -74,9 +75,11 @@ def build(folder: str, num_tokens: int, *, persistence: int | None, dtype: str, 
     ds_config = build_train_config(options)
     model = load_causal_lm(ModelOptions(folder, dtype=dtype, dropout=0.0, ds_config=ds_config), num_tokens)
     return build_engine(
-        model, ds_config, learning_rate=1e-2, weight_decay=0.0, lora_learning_rate=1e-2, beta2=0.95,
-        schedule="constant", num_warmup_steps=0, num_steps=10,
-    )  # fmt: skip
+        model,
+        ds_config,
+        SFTArguments(learning_rate=1e-2, lora_learning_rate=1e-2, lr_scheduler_type="constant"),
+        10,
+    )
 
 
 def train_once(engine) -> None:

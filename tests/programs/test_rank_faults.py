@@ -162,7 +162,7 @@ def test_three_ranks(forks, flags):
 def test_bad_input_on_one_rank(forks, flags):
     """A rank that leaves by itself, here because of a file that only it cannot read."""
     do = "exec:raise ValueError('a file that only this machine lacks')"
-    hook = {"at": "common.programs.training_loop:model_options", "rank": 1, "do": do}
+    hook = {"at": "common.programs.training_loop:load_policy", "rank": 1, "do": do}
     more = {"collective_timeout": 20}
     done = forks.run(1, flags[1] | more, ranks=2, hooks=[hook], seconds=90)
     assert done.codes == [OTHER_RANK_FAILED, 2], everything(done)

@@ -6,9 +6,10 @@ from records import make_record
 
 from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.engine_step import LossTerm, update_engine
+from common.engine.optim import build_engine
 from common.models.loading import LoraOptions, ModelOptions, add_lora, load_causal_lm
 from common.models.policy_model import PolicyModel
-from common.programs.training_loop import build_engine
+from step1_sft.arguments import SFTArguments
 from step3_ppo.response_inputs import build_response_inputs
 from step3_ppo.roles import AdapterOff, Policy, Reference
 
@@ -19,9 +20,11 @@ def test_the_reference_stays_what_the_actor_was(only_lora, tiny_model_folder):
     model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
     policy = PolicyModel(add_lora(model, LoraOptions(4, only_optimize_lora=only_lora)), num_valid_tokens=320)
     engine = build_engine(
-        policy, build_train_config(EngineOptions()), learning_rate=1e-2, weight_decay=0.0, beta2=0.95,
-        lora_learning_rate=1e-2, schedule="constant", num_warmup_steps=0, num_steps=9,
-    )  # fmt: skip
+        policy,
+        build_train_config(EngineOptions()),
+        SFTArguments(learning_rate=1e-2, lora_learning_rate=1e-2, lr_scheduler_type="constant"),
+        9,
+    )
     reference = Reference(AdapterOff(engine), is_packed=False)
     record = make_record([0, 1], [3, 2], [4, 2])
     (before,) = reference.score([record])

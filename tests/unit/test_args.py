@@ -15,6 +15,7 @@ from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
 
 ROOT = Path(__file__).resolve().parents[2]
+FLAG_FILES = ("args.py", "arguments.py", "role_arguments.py")  # they define flags, and read none
 OF_ALL_PROGRAMS = pytest.mark.parametrize(
     "program", find_programs(), ids=lambda program: program.flags.__name__
 )
@@ -150,17 +151,15 @@ def sources_of(program: Path) -> str:
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             for place in (ROOT.joinpath(*name.split(".")) for name in names):
                 waiting += [place.with_suffix(".py"), place / "__init__.py"]
-    return "\n".join(text for file, text in found.items() if file.name not in ("args.py", "arguments.py"))
+    return "\n".join(text for file, text in found.items() if file.name not in FLAG_FILES)
 
 
 def unread_flags(cls, sources: str) -> list[str]:
-    """The flags that no code reads: neither by name nor by a name with a hole, as f"{role}_lora_dim"."""
-    holed = re.findall(r'f"(\w*\{\w+\}\w*)"', sources)
-    patterns = [re.sub(r"\{\w+\}", r"\\w+", h) for h in holed if len(re.sub(r"\{\w+\}", "", h)) > 4]
+    """The flags that no code reads: neither by name, nor as a role's, `args.actor.lora_dim`."""
     unread = []
     for name in (field.name for field in dataclasses.fields(cls) if not field.metadata["no_effect"]):
-        by_name = re.search(rf"\b(args|self\.args)\.{name}\b|\"{name}\"", sources)
-        if not by_name and not any(re.fullmatch(pattern, name) for pattern in patterns):
+        of_role = name.removeprefix("actor_").removeprefix("critic_")
+        if not re.search(rf"\bargs\.{name}\b|\"{name}\"|\b(role|like)\.{of_role}\b", sources):
             unread.append(name)
     return unread
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from common.engine.ds_config import EngineOptions, build_train_config
+from common.engine.optim import build_engine
 from common.models.loading import ModelOptions, compute_logits, load_causal_lm
-from common.programs.training_loop import build_engine
 from common.runs.export import gather_state_dict
+from step1_sft.arguments import SFTArguments
 from step3_ppo.ema import ExponentialMovingAverage
 
 
@@ -52,10 +53,7 @@ def build(stage: int, folder: str):
     overrides = {"zero_optimization": {"stage3_param_persistence_threshold": 100}} if stage == 3 else {}
     ds_config = build_train_config(EngineOptions(zero_stage=stage, overrides=overrides))
     model = load_causal_lm(ModelOptions(folder, dropout=0.0, ds_config=ds_config), 320)
-    return build_engine(
-        model, ds_config, learning_rate=1e-2, weight_decay=0.0, lora_learning_rate=0.0, beta2=0.95,
-        schedule="constant", num_warmup_steps=0, num_steps=10,
-    )  # fmt: skip
+    return build_engine(model, ds_config, SFTArguments(learning_rate=1e-2, lr_scheduler_type="constant"), 10)
 
 
 @pytest.mark.usefixtures("process_group")

@@ -10,11 +10,12 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from common.engine import engine_step
 from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.engine_step import Gradients, LossTerm, compute_gradients, take_steps, update_engine
+from common.engine.optim import build_engine
 from common.flags.refusal import StepRefused
-from common.programs.training_loop import build_engine
 from common.runs.engine_state import EngineState
 from common.runs.export import gather_state_dict
 from common.runs.saved_state import TensorReader, write_slices
+from step1_sft.arguments import SFTArguments
 
 pytestmark = pytest.mark.usefixtures("process_group")
 # Micro-batches of very different sizes: a mean of their means is another number.
@@ -28,10 +29,11 @@ def build(stage: int = 0, accumulation: int = 2, learning_rate: float = 0.1, sch
         model.weight.copy_(torch.tensor([[0.5, -0.25]]))
     options = EngineOptions(zero_stage=stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.0)
     return build_engine(
-        model, build_train_config(options), learning_rate=learning_rate, weight_decay=0.0,
-        lora_learning_rate=0.0,
-        beta2=0.95, schedule=schedule, num_warmup_steps=0, num_steps=10,
-    )  # fmt: skip
+        model,
+        build_train_config(options),
+        SFTArguments(learning_rate=learning_rate, lr_scheduler_type=schedule),
+        10,
+    )
 
 
 def squared_sums(engine):
@@ -126,9 +128,11 @@ def test_the_rates_are_those_of_the_step_and_adapters_have_their_own(stage):
     model = torch.nn.ModuleDict({"plain": torch.nn.Linear(2, 1), "lora_a": torch.nn.Linear(2, 1)})
     options = EngineOptions(zero_stage=stage, gradient_accumulation_steps=2)
     engine = build_engine(
-        model, build_train_config(options), learning_rate=0.1, weight_decay=0.0, lora_learning_rate=0.5,
-        beta2=0.95, schedule="linear", num_warmup_steps=0, num_steps=4,
-    )  # fmt: skip
+        model,
+        build_train_config(options),
+        SFTArguments(learning_rate=0.1, lora_learning_rate=0.5, lr_scheduler_type="linear"),
+        4,
+    )
     model.forward = lambda x: model["plain"](x) + model["lora_a"](x)
     for share_left in (1.0, 0.75, 0.5):
         means = update_engine(engine, [term(engine)])
@@ -189,9 +193,8 @@ class Trained:
             gradient_clipping=0.5,
         )  # fmt: skip
         self.engine = build_engine(
-            Net(), build_train_config(options), learning_rate=0.01, weight_decay=0.1, lora_learning_rate=0.0,
-            beta2=0.95, schedule="cosine", num_warmup_steps=0, num_steps=10,
-        )  # fmt: skip
+            Net(), build_train_config(options), SFTArguments(learning_rate=0.01, weight_decay=0.1), 10
+        )
         self.dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
         self.state = EngineState(self.engine)
 

@@ -1,7 +1,6 @@
 """Loading: vocabulary growth, LoRA targets, dropout, positions."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,11 +22,9 @@ from common.models.loading import (
 )
 from common.models.model_inputs import build_model_inputs
 from common.models.value_model import ScoreHead, has_saved_head, load_value_model
-from common.programs.training_loop import lora_options, model_options
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.role_builder import RoleBuilder
 
 NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
 
@@ -159,20 +156,20 @@ def test_an_adapted_model_is_one_with_alpha_by_dim_times_the_factors_added(
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_older_scripts_turn_dropout_off_by_a_flag_of_its_own():
-    for arguments in (SFTArguments, RewardArguments):
-        args = arguments(model_name_or_path="x", disable_dropout=True)
-        assert model_options(args, {}, dropout=0.3).dropout == 0.0
-    assert model_options(SFTArguments(model_name_or_path="x"), {}, dropout=0.3).dropout == 0.3
-
-
-def test_the_flags_of_lora_arrive():
-    sft = SFTArguments(lora_dim=2, lora_alpha=6.0, lora_module_name="q", only_optimize_lora=False)
-    assert lora_options(sft) == LoraOptions(2, 6.0, "q", only_optimize_lora=False)
-    flags = {"lora_dim": 2, "lora_alpha": 6.0, "lora_module_name": "q"}
+def test_the_flags_of_a_model_and_its_lora_arrive():
+    """Step 3 has them once for each of its roles."""
+    model = {"model_name_or_path": "x", "gradient_checkpointing": True}
+    lora = {"lora_dim": 2, "lora_alpha": 6.0, "lora_module_name": "q"}
+    more = {"only_optimize_lora": False, "dtype": "bf16", "packed": True}
+    sft = SFTArguments(**model, **lora, **more)
+    assert LoraOptions.of(sft, sft) == LoraOptions(2, 6.0, "q", only_optimize_lora=False)
+    expected = ModelOptions("x", "bf16", 0.3, gradient_checkpointing=True, ds_config={}, is_packed=True)
+    assert ModelOptions.of(sft, sft, {}, dropout=0.3) == expected
     for role in ("actor", "critic"):
-        ppo = PPOArguments(only_optimize_lora=False, **{f"{role}_{name}": flags[name] for name in flags})
-        assert RoleBuilder._lora(SimpleNamespace(args=ppo), role) == lora_options(sft)
+        ppo = PPOArguments(**{f"{role}_{name}": value for name, value in (model | lora).items()}, **more)
+        flags = {"actor": ppo.actor, "critic": ppo.critic}[role]
+        assert LoraOptions.of(ppo, flags) == LoraOptions.of(sft, sft)
+        assert ModelOptions.of(ppo, flags, {}, dropout=0.3) == expected
 
 
 def test_lora_begins_as_no_change_and_does_not_depend_on_what_was_drawn_before(tiny_model_folder):

@@ -1,0 +1,110 @@
+"""The flags of step 3's models: one group on the command line, one view a trained role. No torch in here."""
+
+from dataclasses import dataclass
+
+from common.flags.args import REQUIRED, flag
+
+
+@dataclass(frozen=True)
+class RoleFlags:
+    """The flags of one role, under the names that steps 1 and 2 have for them."""
+
+    model_name_or_path: str
+    learning_rate: float
+    lora_learning_rate: float
+    weight_decay: float
+    zero_stage: int
+    gradient_checkpointing: bool
+    lora_dim: int
+    lora_alpha: float
+    lora_module_name: str
+
+
+@dataclass
+class RoleArguments:
+    """The four models: where they come from, how they are trained and placed."""
+
+    actor_model_name_or_path: str = flag(REQUIRED, "SFT model; also the reference")
+    critic_model_name_or_path: str = flag(
+        "",
+        "what the critic begins as: a reward model, or with --reward also a language model, which gets a new "
+        "head; empty with --reward: the actor's; algorithms without a critic need none",
+    )
+    reward_model_name_or_path: str = flag("", "reward model that scores; empty: the critic's")
+    actor_learning_rate: float = flag(9.65e-6, "peak learning rate of the actor", low=0)
+    critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", low=0)
+    actor_weight_decay: float = flag(0.0, "AdamW weight decay of the actor's matrices", low=0)
+    critic_weight_decay: float = flag(0.0, "AdamW weight decay of the critic's matrices", low=0)
+    actor_zero_stage: int = flag(
+        0, "ZeRO stage of the actor; 3 shards the reference too", choices=(0, 1, 2, 3), may_change=True
+    )
+    critic_zero_stage: int = flag(
+        0, "ZeRO stage of the critic; 3 shards the reward too", choices=(0, 1, 2, 3), may_change=True
+    )
+    actor_gradient_checkpointing: bool = flag(False, "recompute the actor's activations", may_change=True)
+    critic_gradient_checkpointing: bool = flag(False, "recompute the critic's activations", may_change=True)
+    actor_dropout: float | None = flag(None, "accepted", const=0.0, no_effect="dropout is off in PPO")
+    critic_dropout: float | None = flag(None, "accepted", const=0.0, no_effect="dropout is off in PPO")
+    offload_reference_model: bool = flag(
+        False,
+        "keep the reference model's weights on the CPU between uses",
+        may_change=True,
+        only_with="actor_lora_dim=0",
+    )
+    offload_reward_model: bool = flag(
+        False, "keep the reward model's weights on the CPU between uses", may_change=True
+    )
+    actor_lora_dim: int = flag(0, "rank of the actor's adapters; 0: no LoRA", low=0, high=2**16)
+    actor_lora_alpha: float = flag(
+        0.0, "their scaling is alpha / dim; 0 means alpha = dim", low=0, only_with="actor_lora_dim"
+    )
+    actor_lora_module_name: str = flag(
+        "auto", "adapt the actor's linear layers whose name contains this", only_with="actor_lora_dim"
+    )
+    actor_lora_learning_rate: float = flag(
+        5e-5, "learning rate of the actor's adapters", low=0, only_with="actor_lora_dim"
+    )
+    critic_lora_dim: int = flag(0, "rank of the critic's adapters; 0: no LoRA", low=0, high=2**16)
+    critic_lora_alpha: float = flag(
+        0.0, "their scaling is alpha / dim; 0 means alpha = dim", low=0, only_with="critic_lora_dim"
+    )
+    critic_lora_module_name: str = flag(
+        "auto", "adapt the critic's linear layers whose name contains this", only_with="critic_lora_dim"
+    )
+    critic_lora_learning_rate: float = flag(
+        5e-5, "learning rate of the critic's adapters", low=0, only_with="critic_lora_dim"
+    )
+    only_optimize_lora: bool = flag(
+        True, "train adapters and the critic's head alone", only_with="actor_lora_dim critic_lora_dim"
+    )
+    enable_mixed_precision_lora: bool = flag(False, "accepted", no_effect="it belonged to DeepSpeed's MixZ++")
+
+    @property
+    def actor(self) -> RoleFlags:
+        """The actor's flags; the reference follows its --actor_zero_stage."""
+        return RoleFlags(
+            model_name_or_path=self.actor_model_name_or_path,
+            learning_rate=self.actor_learning_rate,
+            lora_learning_rate=self.actor_lora_learning_rate,
+            weight_decay=self.actor_weight_decay,
+            zero_stage=self.actor_zero_stage,
+            gradient_checkpointing=self.actor_gradient_checkpointing,
+            lora_dim=self.actor_lora_dim,
+            lora_alpha=self.actor_lora_alpha,
+            lora_module_name=self.actor_lora_module_name,
+        )
+
+    @property
+    def critic(self) -> RoleFlags:
+        """The critic's flags; the reward models follow its --critic_zero_stage."""
+        return RoleFlags(
+            model_name_or_path=self.critic_model_name_or_path,
+            learning_rate=self.critic_learning_rate,
+            lora_learning_rate=self.critic_lora_learning_rate,
+            weight_decay=self.critic_weight_decay,
+            zero_stage=self.critic_zero_stage,
+            gradient_checkpointing=self.critic_gradient_checkpointing,
+            lora_dim=self.critic_lora_dim,
+            lora_alpha=self.critic_lora_alpha,
+            lora_module_name=self.critic_lora_module_name,
+        )
