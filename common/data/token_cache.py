@@ -8,23 +8,22 @@ import json
 import os
 import shutil
 import uuid
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from torch.utils.data import Dataset
 
-FORMAT_VERSION = 2  # raise it when the same key would mean other tokens
+FORMAT_VERSION = 3  # raise it when the same key would mean other tokens
 REPORT_NAME = "report.json"
 
-# What a column may hold. A mask is stored as bytes: bits cannot be read without a copy.
 COLUMN_TYPES = {
     "ids": pa.list_(pa.int32()),
-    "mask": pa.list_(pa.uint8()),
+    "mask": pa.list_(pa.bool_()),
     "int": pa.int64(),
     "float": pa.float64(),
     "text": pa.string(),
@@ -36,7 +35,6 @@ class TokenWriter:
 
     def __init__(self, path: Path, columns: dict[str, str]) -> None:
         """`columns` maps a name to a key of COLUMN_TYPES."""
-        self._columns = columns
         self._schema = pa.schema([(name, COLUMN_TYPES[kind]) for name, kind in columns.items()])
         self._file = pa.OSFile(str(path), "wb")
         self._stream = pa.ipc.new_stream(self._file, self._schema)
@@ -44,22 +42,9 @@ class TokenWriter:
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write rows as one chunk."""
-        if not rows:
-            return
-        arrays = [self._array(name, kind, rows) for name, kind in self._columns.items()]
-        self._stream.write_batch(pa.record_batch(arrays, schema=self._schema))
-        self.num_rows += len(rows)
-
-    @staticmethod
-    def _array(name: str, kind: str, rows: Sequence[dict[str, Any]]) -> pa.Array:
-        if kind not in ("ids", "mask"):
-            return pa.array([row[name] for row in rows], COLUMN_TYPES[kind])
-        item_type = np.int32 if kind == "ids" else np.uint8
-        ends = np.cumsum([0] + [len(row[name]) for row in rows], dtype=np.int64)
-        flat = [item for row in rows for item in row[name]]
-        return pa.ListArray.from_arrays(
-            pa.array(ends.astype(np.int32)), pa.array(np.asarray(flat, dtype=item_type))
-        )
+        if rows:
+            self._stream.write_batch(pa.RecordBatch.from_pylist(list(rows), schema=self._schema))
+            self.num_rows += len(rows)
 
     def __enter__(self) -> Self:
         """Nothing to prepare."""
@@ -87,60 +72,36 @@ class TokenTable(Dataset):
             raise ValueError(
                 f"the token cache {path.parent} is damaged ({error}); delete that folder"
             ) from error
-        self.columns: list[str] = table.column_names
-        batches = [batch for batch in table.to_batches() if batch.num_rows]
-        self._ends = list(accumulate(batch.num_rows for batch in batches))
-        self._chunks = [[_chunk_reader(column) for column in batch.columns] for batch in batches]
-        num_rows = self._ends[-1] if self._ends else 0
-        self._order = (
-            None
-            if shuffle_seed is None
-            else np.random.RandomState(shuffle_seed % 2**32).permutation(num_rows)
-        )
+        self._columns = dict(zip(table.column_names, table.columns, strict=True))
+        self._order = np.arange(table.num_rows)
+        if shuffle_seed is not None:
+            self._order = np.random.RandomState(shuffle_seed % 2**32).permutation(table.num_rows)
 
     def __len__(self) -> int:
         """Number of rows."""
-        return self._ends[-1] if self._ends else 0
+        return len(self._order)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Row `index`: lists of int ids, lists of bool masks, numbers, text."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        row = index if self._order is None else int(self._order[index])
-        chunk = bisect_right(self._ends, row)
-        inner = row - (self._ends[chunk - 1] if chunk else 0)
-        return {name: read(inner) for name, read in zip(self.columns, self._chunks[chunk], strict=True)}
+        row = int(self._order[index])
+        return {name: _value(column[row]) for name, column in self._columns.items()}
 
     def lengths(self, column: str) -> np.ndarray:
         """Length of every row's list in `column`, (rows,) int64, without reading the tokens."""
-        at = self.columns.index(column)
-        parts = [np.diff(chunk[at].offsets) for chunk in self._chunks]
-        lengths = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
-        return lengths if self._order is None else lengths[self._order]
+        return pc.list_value_length(self._columns[column]).to_numpy().astype(np.int64)[self._order]
 
     def __reduce__(self) -> tuple:
         """Another process opens the file itself."""
-        return _open_table, (self._path, self._shuffle_seed)
+        return partial(TokenTable, shuffle_seed=self._shuffle_seed), (self._path,)
 
 
-def _open_table(path: Path, shuffle_seed: int | None) -> TokenTable:
-    return TokenTable(path, shuffle_seed=shuffle_seed)
-
-
-class _ListReader:
-    """One list column of one chunk, as views of the file."""
-
-    def __init__(self, array: pa.ListArray) -> None:
-        self.offsets: np.ndarray = array.offsets.to_numpy()
-        values = array.values.to_numpy(zero_copy_only=True)
-        self._values = values.view(bool) if values.dtype == np.uint8 else values
-
-    def __call__(self, row: int) -> list:
-        return self._values[self.offsets[row] : self.offsets[row + 1]].tolist()
-
-
-def _chunk_reader(array: pa.Array) -> Callable[[int], Any]:
-    return _ListReader(array) if pa.types.is_list(array.type) else lambda row: array[row].as_py()
+def _value(scalar: pa.Scalar) -> Any:
+    """The Python value; a list by way of numpy, which is faster than item by item."""
+    if not isinstance(scalar, pa.ListScalar):
+        return scalar.as_py()
+    return scalar.values.to_numpy(zero_copy_only=False).tolist()
 
 
 def cache_key(**parts: Any) -> str:

@@ -141,7 +141,7 @@ def test_prompt_rows_bring_the_other_columns_of_the_raw_row(tiny_tokenizer, temp
     data = build_prompts(options(path, 3), tiny_tokenizer, template)
     found = [json.loads(data.train[i]["fields"]) for i in range(len(data.train))]
     assert found == [{"answer": "4", "level": 1}, {}, {"pos_answers": ["a", "b"], "neg_answers": ["c"]}]
-    assert "fields" not in build_sft(options(path, 1), tiny_tokenizer, template).train.columns
+    assert "fields" not in build_sft(options(path, 1), tiny_tokenizer, template).train[0]
 
 
 def test_truncated_sft_row(tiny_tokenizer, template, write_rows, options):

@@ -1,23 +1,5 @@
-"""Adapters, one file for each family of data sets; importing this package registers them all."""
+"""Adapters, one for each data set with rows of its own; importing this package registers them all."""
 
-from common.data.adapters import (
-    chitchat,
-    comparisons,
-    human_assistant,
-    known_forms,
-    local_files,
-    passages,
-    ported_class,
-    question_answers,
-)
+from common.data.adapters import local_files, ported_class, public_sets
 
-__all__ = [
-    "chitchat",
-    "comparisons",
-    "human_assistant",
-    "known_forms",
-    "local_files",
-    "passages",
-    "ported_class",
-    "question_answers",
-]
+__all__ = ["local_files", "ported_class", "public_sets"]

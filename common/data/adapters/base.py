@@ -127,18 +127,6 @@ class Adapter:
         """The other reply, or None."""
         return None
 
-    def get_prompt_and_chosen(self, row: dict[str, Any]) -> str | None:
-        """Prompt and preferred reply end to end, or None."""
-        return self._end_to_end(self.get_prompt(row), self.get_chosen(row))
-
-    def get_prompt_and_rejected(self, row: dict[str, Any]) -> str | None:
-        """Prompt and the other reply end to end, or None."""
-        return self._end_to_end(self.get_prompt(row), self.get_rejected(row))
-
-    @staticmethod
-    def _end_to_end(prompt: str | None, reply: str | None) -> str | None:
-        return None if prompt is None or reply is None else prompt + reply
-
 
 class RowsWithGaps(Adapter):
     """An Adapter whose `get_prompt` and `get_chosen` may return None too, for rows that have no such text.
