@@ -21,7 +21,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
@@ -42,7 +41,8 @@ def measure_here(length: int, vocabulary: int) -> int:
 
     from benchmarks.bench_train import SilentLogger, engine_of
     from benchmarks.chat_rows import FIRST_ID, small_llama_config
-    from common.data.collators import SFTCollator
+    from common.data.collators import collate_sft
+    from common.data.packed_batch import PackedBatch
     from common.models.policy_model import PolicyModel
     from common.programs import startup
     from common.ranks import distributed
@@ -55,10 +55,10 @@ def measure_here(length: int, vocabulary: int) -> int:
     engine = engine_of(PolicyModel(model, num_valid_tokens=vocabulary))
     trainer = SFTTrainer(engine, is_packed=False, logger=SilentLogger())
 
-    def batch(num_tokens: int, num_prompt: int) -> dict[str, Any]:
+    def batch(num_tokens: int, num_prompt: int) -> PackedBatch:
         rows = torch.randint(FIRST_ID, vocabulary, (ROWS, num_tokens)).tolist()
         mask = [False] * num_prompt + [True] * (num_tokens - num_prompt)
-        return SFTCollator(0)([{"input_ids": r, "loss_mask": mask, "row_id": ""} for r in rows])
+        return collate_sft([{"input_ids": r, "loss_mask": mask, "row_id": ""} for r in rows])
 
     trainer.train_step(1, [batch(WARM_UP_TOKENS, 1)])
     measured = batch(length, length // 3)

@@ -37,7 +37,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.chat_rows import TINY, ppo_prompts, size_of, small_llama_config, write_rows
 from benchmarks.peer_process import PeerProcess, leave_out
 from benchmarks.ppo_models import save_models
-from common.data.collators import PromptCollator
+from common.data.collators import collate_prompts
 from common.data.global_batches import GlobalBatches
 from common.programs import startup
 from common.ranks import distributed
@@ -79,7 +79,7 @@ def our_step(models: dict[str, str], prompts: list[dict[str, Any]], *, is_packed
         {"prompt_ids": row["input_ids"], "row_id": row["row_id"], "prompt_text": "", "fields": "{}"}
         for row in prompts
     ]
-    batches = GlobalBatches(rows, PromptCollator(0), rows_per_micro_batch=NUM_PROMPTS, seed=1)
+    batches = GlobalBatches(rows, collate_prompts, rows_per_micro_batch=NUM_PROMPTS, seed=1)
     trainer = build_trainer(dataclasses.replace(args), start, 10**6, batches, [], pretraining=None)
     trainer.logger.begin_anew()
     steps = iter(range(1, 10**6))

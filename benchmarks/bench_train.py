@@ -37,7 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from benchmarks.chat_rows import TINY, pair_rows, sft_rows, size_of, small_llama_config, write_rows
 from benchmarks.peer_process import PeerProcess, leave_out
 from benchmarks.ppo_update import build_ppo_update
-from common.data.collators import PackedPairCollator, PackedSFTCollator, PairCollator, SFTCollator
+from common.data.collators import collate_pairs, collate_sft
 from common.data.global_batches import GlobalBatches, TokenBudget
 from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.optim import build_engine
@@ -103,13 +103,13 @@ def passes(trainer: Any, batches: GlobalBatches) -> Callable[[], None]:
 
 
 def build_batches(
-    rows: list[Any], padded: Any, packed: Any, lengths: list[tuple[int, ...]], *, is_packed: bool
+    rows: list[Any], collate: Any, lengths: list[tuple[int, ...]], *, is_packed: bool
 ) -> GlobalBatches:
     """Return the batches as the programs make them with and without --packed."""
     most = ROWS_PER_STEP * len(lengths[0]) * MAX_SEQ_LEN
     return GlobalBatches(
         rows,
-        packed if is_packed else padded,
+        collate,
         rows_per_micro_batch=ROWS_PER_STEP,
         seed=1,
         budget=TokenBudget(lengths, most) if is_packed else None,
@@ -123,7 +123,7 @@ def sft_ways(rows: list[dict[str, Any]], config: LlamaConfig) -> dict[str, Calla
     for name, is_packed in (("ours, padded", False), ("ours, packed", True)):
         torch.manual_seed(0)
         engine = engine_of(PolicyModel(LlamaForCausalLM(config), num_valid_tokens=config.vocab_size))
-        batches = build_batches(rows, SFTCollator(0), PackedSFTCollator(), lengths, is_packed=is_packed)
+        batches = build_batches(rows, collate_sft, lengths, is_packed=is_packed)
         ways[name] = passes(SFTTrainer(engine, is_packed=False, logger=SilentLogger()), batches)
     return ways
 
@@ -144,7 +144,7 @@ def reward_ways(rows: list[dict[str, Any]], config: LlamaConfig) -> dict[str, Ca
             center_coef=0.0,
             logger=SilentLogger(),
         )
-        batches = build_batches(rows, PairCollator(0), PackedPairCollator(), lengths, is_packed=is_packed)
+        batches = build_batches(rows, collate_pairs, lengths, is_packed=is_packed)
         ways[name] = passes(trainer, batches)
     return ways
 

@@ -69,19 +69,21 @@ def build_record() -> PackedBatch:
         numbers = torch.randn(num_response, generator=generator)
         logprobs = torch.full((num_response,), -9.0)
         parts.append(
-            PackedBatch.single(
-                number,
-                prompt_ids=ids[:start],
-                response_ids=ids[start:],
-                rollout_logprobs=logprobs,
-                old_logprobs=logprobs,
-                ref_logprobs=logprobs,
-                old_values=torch.zeros(num_response),
-                advantages=numbers,
-                returns=numbers,
-                loss_mask=torch.ones(num_response, dtype=torch.bool),
-                loss_weights=torch.ones(num_response),
-                loss_counts=torch.tensor([float(num_response)]),
+            PackedBatch.build(
+                [number],
+                {
+                    "prompt_ids": [ids[:start]],
+                    "response_ids": [ids[start:]],
+                    "rollout_logprobs": [logprobs],
+                    "old_logprobs": [logprobs],
+                    "ref_logprobs": [logprobs],
+                    "old_values": [torch.zeros(num_response)],
+                    "advantages": [numbers],
+                    "returns": [numbers],
+                    "loss_mask": [torch.ones(num_response, dtype=torch.bool)],
+                    "loss_weights": [torch.ones(num_response)],
+                    "loss_counts": [torch.tensor([float(num_response)])],
+                },
             )
         )
     return PackedBatch.concat(parts)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from common.data.collators import pad_rows
 from common.data.dialogue import TEMPLATE_NAMES, Template
 from common.data.example import Message
+from common.data.packed_batch import pad_rows
 from common.flags.args import Problems, TokenizerArguments, flag
 from common.generation.decode_state import SamplingOptions
 from common.generation.generate import Generator

@@ -13,7 +13,7 @@ from pathlib import Path
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from common.data.collators import PackedSFTCollator, SFTCollator
+from common.data.collators import collate_sft
 from common.data.data_options import DataOptions
 from common.data.stage_datasets import build_sft, preview_rows
 from common.engine.optim import build_engine
@@ -69,13 +69,12 @@ def main() -> None:
     # ---- data -------------------------------------------------------------------------------------------
     distributed.start(args.local_rank, args.collective_timeout, check_collectives=args.check_collectives)
     distributed.seed_everything(args.seed)
-    pad = SFTCollator(tokenizer.pad_token_id)
     with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
         data = build_sft(options, tokenizer, template)
         batches = training_loop.build_global_batches(
             args,
             data.train,
-            PackedSFTCollator() if args.packed else pad,
+            collate_sft,
             lambda: [(length,) for length in data.train.lengths("input_ids").tolist()],
         )
     num_steps = training_loop.count_steps(args, len(batches))
@@ -95,7 +94,7 @@ def main() -> None:
 
     def evaluate(step: int) -> None:
         if len(data.eval):
-            held_out = training_loop.held_out_batches(args, data.eval, pad)
+            held_out = training_loop.held_out_batches(args, data.eval, collate_sft)
             progress.facts["eval_perplexity"] = trainer.evaluate(step, held_out)
 
     with startup.as_problem(problems):

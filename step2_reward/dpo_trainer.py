@@ -1,6 +1,6 @@
 """Training of step 2 under --loss dpo: a policy learns from the pairs themselves, without a reward model.
 
-# N pairs; a batch laid end to end holds each pair's chosen answer, then its rejected one
+# N pairs; a pass holds each pair's chosen answer, then its rejected one
 """
 
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common.data.collators import Batch, pack_pairs
+from common.data.packed_batch import PackedBatch, token_positions
 from common.engine.engine_step import LossTerm
 from common.models.model_inputs import build_model_inputs
 from common.programs.training_loop import train_and_log
@@ -18,19 +18,20 @@ from step2_reward.dpo_loss import DPOLoss, dpo_loss
 from step2_reward.ranking_metrics import accuracy_figures, expected_calibration_error
 
 
-def compute_answer_logprobs(model: Any, batch: Batch, *, is_packed: bool = False) -> torch.Tensor:
+def compute_answer_logprobs(model: Any, batch: PackedBatch, *, is_packed: bool = False) -> torch.Tensor:
     """Return (2N,) fp32: the log-probability of each answer given its prompt, end-of-turn token included.
 
     `model` is a PolicyModel or its engine. A token that nothing stands before has no probability.
     """
-    packed = pack_pairs(batch).to(distributed.device())
-    token_ids, lengths = packed.data["input_ids"], packed.lengths["input_ids"].to(distributed.device())
-    inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed, device=token_ids.device)
-    sequence = torch.arange(len(lengths), device=token_ids.device).repeat_interleave(lengths)  # (total,)
-    within = torch.arange(len(token_ids), device=token_ids.device) - (lengths.cumsum(0) - lengths)[sequence]
-    is_answer = within >= packed.data["response_starts"].clamp(min=1)[sequence]
+    token_ids, pair_lengths = batch.interleave("chosen_ids", "rejected_ids")
+    starts = [batch.numbers(f"{side}_response_start") for side in ("chosen", "rejected")]
+    first = torch.stack(starts, dim=1).flatten().clamp(min=1)  # (2N,)
+    lengths, device = pair_lengths.flatten(), distributed.device()
+    is_answer = token_positions(lengths) >= first.repeat_interleave(lengths)  # (total,)
+    inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed, device=device)
     logprobs, _ = model(inputs, inputs.token_slots[is_answer], token_ids[is_answer])
-    return torch.zeros(len(lengths), device=logprobs.device).index_add(0, sequence[is_answer], logprobs)
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)[is_answer].to(logprobs.device)
+    return torch.zeros(len(lengths), device=logprobs.device).index_add(0, sequence, logprobs)
 
 
 class DPOTrainer:
@@ -42,24 +43,23 @@ class DPOTrainer:
         self.engine, self.is_packed, self.logger = engine, is_packed, logger
         self.beta, self.label_smoothing = beta, label_smoothing
 
-    def score_reference(self, batch: Batch) -> torch.Tensor:
+    def score_reference(self, batch: PackedBatch) -> torch.Tensor:
         """Return `compute_answer_logprobs` of the policy as it is, as evaluation has it."""
         self.engine.eval()
         return compute_answer_logprobs(self.engine, batch, is_packed=self.is_packed)
 
-    def train_step(self, step: int, micro_batches: list[Batch]) -> float:
+    def train_step(self, step: int, micro_batches: list[PackedBatch]) -> float:
         """Do optimizer step `step` (from 1), log it, return its loss. Every rank must call this."""
-        packed = [pack_pairs(batch) for batch in micro_batches]  # once: all below read them
-        term = LossTerm("dpo/loss", packed, self._compute_sums, len)
+        term = LossTerm("dpo/loss", micro_batches, self._compute_sums, len)
         return train_and_log(step, self.engine, term, self.logger)
 
     @torch.no_grad()
-    def evaluate(self, step: int, batches: Iterable[tuple[Batch, torch.Tensor]]) -> dict[str, float]:
+    def evaluate(self, step: int, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
         """Return and log the held-out figures. Every rank must call this."""
         self.engine.eval()
         columns = []
         for batch, is_real in batches:
-            found = self._compute_losses(pack_pairs(batch))
+            found = self._compute_losses(batch)
             columns.append(tuple(x.cpu()[is_real] for x in found))
         gathered = [row for rank_rows in distributed.gather_objects(columns) for row in rank_rows]
         losses, chosen, rejected = (torch.cat(column) for column in zip(*gathered, strict=True))
@@ -74,7 +74,7 @@ class DPOTrainer:
         self.logger.log_event(step, {f"dpo/eval_{name}": value for name, value in figures.items()})
         return figures
 
-    def _compute_losses(self, batch: Batch) -> DPOLoss:
+    def _compute_losses(self, batch: PackedBatch) -> DPOLoss:
         reference = batch.data["reference_logprobs"].to(distributed.device())  # (2N,)
         policy = compute_answer_logprobs(self.engine, batch, is_packed=self.is_packed)
         return dpo_loss(
@@ -86,7 +86,7 @@ class DPOTrainer:
             label_smoothing=self.label_smoothing,
         )
 
-    def _compute_sums(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         found = self._compute_losses(batch)
         margins = found.chosen_rewards - found.rejected_rewards
         wins = (margins.sign().double() + 1) / 2  # a tie counts half

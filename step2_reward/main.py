@@ -19,7 +19,7 @@ from torch import nn
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from common.data.collators import PackedPairCollator, PairCollator
+from common.data.collators import collate_pairs
 from common.data.data_options import DataOptions
 from common.data.global_batches import GlobalBatches
 from common.data.stage_datasets import build_pairs, preview_rows
@@ -169,13 +169,13 @@ def main() -> None:
     # ---- data -------------------------------------------------------------------------------------------
     distributed.start(args.local_rank, args.collective_timeout, check_collectives=args.check_collectives)
     distributed.seed_everything(args.seed)
-    pad = PairCollator(tokenizer.pad_token_id)
-    collate = PackedPairCollator() if args.packed else pad
     with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
         data = build_pairs(options, tokenizer, template)
         is_dpo = args.loss == "dpo"
         train, held_out = (ReferencePairs(pairs) if is_dpo else pairs for pairs in (data.train, data.eval))
-        batches = training_loop.build_global_batches(args, train, collate, lambda: pair_lengths(data.train))
+        batches = training_loop.build_global_batches(
+            args, train, collate_pairs, lambda: pair_lengths(data.train)
+        )
     num_steps = training_loop.count_steps(args, len(batches))
 
     # ---- model ------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def main() -> None:
 
     def evaluate(step: int) -> None:
         if len(held_out):
-            some = training_loop.held_out_batches(args, held_out, pad)
+            some = training_loop.held_out_batches(args, held_out, collate_pairs)
             progress.facts["eval"] = trainer.evaluate(step, some)
 
     with startup.as_problem(problems):

@@ -1,6 +1,6 @@
 """Training of step 2: a ranking loss on pairs, and what a reward model is judged by.
 
-# N pairs; a batch laid end to end holds each pair's chosen answer, then its rejected one
+# N pairs; a pass holds each pair's chosen answer, then its rejected one
 """
 
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.data.collators import Batch, pack_pairs
+from common.data.packed_batch import PackedBatch, pad_sequences
 from common.engine.engine_step import LossTerm
 from common.models.model_inputs import build_model_inputs
 from common.programs.training_loop import train_and_log
@@ -31,34 +31,32 @@ class PairScores(NamedTuple):
     values: torch.Tensor  # (total,) fp32, of all tokens end to end
 
 
-def compute_pair_scores(model: Any, batch: Batch, *, is_packed: bool = False) -> PairScores:
+def compute_pair_scores(model: Any, batch: PackedBatch, *, is_packed: bool = False) -> PairScores:
     """Return the scores of both answers: the value at the last real token, end-of-turn token included.
 
     `model` is a ValueModel or its engine.
     """
-    packed = pack_pairs(batch).to(distributed.device())
-    lengths = packed.lengths["input_ids"]
-    inputs = build_model_inputs(
-        packed.data["input_ids"], lengths, is_packed=is_packed, device=distributed.device()
-    )
+    token_ids, pair_lengths = batch.interleave("chosen_ids", "rejected_ids")
+    lengths = pair_lengths.flatten()  # (2N,)
+    inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed, device=distributed.device())
     values = model(inputs)
     scores = values[lengths.to(values.device).cumsum(0) - 1]
     return PairScores(scores[0::2], scores[1::2], values)
 
 
 def compute_pair_losses(
-    batch: Batch, scores: PairScores, *, rank_loss: str, use_margin: bool
+    batch: PackedBatch, scores: PairScores, *, rank_loss: str, use_margin: bool
 ) -> torch.Tensor:
     """Return the ranking loss (N,) of each pair."""
-    packed = pack_pairs(batch).to(scores.values.device)
+    device = scores.values.device
     if rank_loss == "end_score":
-        return end_score_loss(
-            scores.chosen, scores.rejected, packed.numbers("margins") if use_margin else 0.0
-        )
-    ids, _ = packed.pad("input_ids")
-    values, _ = packed.with_key("values", scores.values, like="input_ids").pad("values")
-    lengths = packed.lengths["input_ids"].to(ids.device)
-    divergence = first_difference(ids[0::2], ids[1::2], lengths[0::2], lengths[1::2])
+        margin = batch.numbers("margin").to(device) if use_margin else 0.0
+        return end_score_loss(scores.chosen, scores.rejected, margin)
+    token_ids, pair_lengths = batch.interleave("chosen_ids", "rejected_ids")
+    ids, _ = pad_sequences(token_ids, pair_lengths.flatten())  # (2N, T)
+    values, _ = pad_sequences(scores.values, pair_lengths.flatten())
+    lengths = pair_lengths.flatten().to(device)
+    divergence = first_difference(ids[0::2].to(device), ids[1::2].to(device), lengths[0::2], lengths[1::2])
     return token_wise_loss(values[0::2], values[1::2], lengths[0::2], lengths[1::2], divergence).loss
 
 
@@ -84,15 +82,17 @@ def judge_pairs(chosen: torch.Tensor, rejected: torch.Tensor, lengths: torch.Ten
 
 @torch.no_grad()
 def evaluate_pairs(
-    model: Any, batches: Iterable[tuple[Batch, torch.Tensor]], *, is_packed: bool = False
+    model: Any, batches: Iterable[tuple[PackedBatch, torch.Tensor]], *, is_packed: bool = False
 ) -> dict[str, float]:
     """Return `judge_pairs` over the rows of all ranks. Every rank must call this."""
     columns: list[tuple[torch.Tensor, ...]] = []
     for batch, is_real in batches:
         scores = compute_pair_scores(model, batch, is_packed=is_packed)
-        packed = pack_pairs(batch)
-        lengths = packed.lengths["input_ids"] - packed.data["response_starts"]
-        found = (scores.chosen, scores.rejected, lengths[0::2], lengths[1::2])
+        lengths = [
+            batch.lengths[f"{side}_ids"] - batch.numbers(f"{side}_response_start")
+            for side in ("chosen", "rejected")
+        ]
+        found = (scores.chosen, scores.rejected, *lengths)
         columns.append(tuple(x.cpu()[is_real] for x in found))
     gathered = [row for rank_rows in distributed.gather_objects(columns) for row in rank_rows]
     chosen, rejected, chosen_lengths, rejected_lengths = (torch.cat(c) for c in zip(*gathered, strict=True))
@@ -115,20 +115,19 @@ class RewardTrainer:
         self.engine, self.is_packed, self.logger = engine, is_packed, logger
         self.rank_loss, self.use_margin, self.center_coef = rank_loss, use_margin, center_coef
 
-    def train_step(self, step: int, micro_batches: list[Batch]) -> float:
+    def train_step(self, step: int, micro_batches: list[PackedBatch]) -> float:
         """Do optimizer step `step` (from 1), log it, return its loss. Every rank must call this."""
-        packed = [pack_pairs(batch) for batch in micro_batches]  # once: all below read them
-        term = LossTerm("reward/loss", packed, self._compute_sums, len)
+        term = LossTerm("reward/loss", micro_batches, self._compute_sums, len)
         return train_and_log(step, self.engine, term, self.logger)
 
-    def evaluate(self, step: int, batches: Iterable[tuple[Batch, torch.Tensor]]) -> dict[str, float]:
+    def evaluate(self, step: int, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
         """Return and log the held-out figures. Every rank must call this."""
         self.engine.eval()
         figures = evaluate_pairs(self.engine, batches, is_packed=self.is_packed)
         self.logger.log_event(step, {f"reward/eval_{name}": value for name, value in figures.items()})
         return figures
 
-    def _compute_sums(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         scores = compute_pair_scores(self.engine, batch, is_packed=self.is_packed)
         losses = compute_pair_losses(batch, scores, rank_loss=self.rank_loss, use_margin=self.use_margin)
         if self.center_coef:

@@ -16,7 +16,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 import torch
 
-from common.data.collators import PairCollator
+from common.data.collators import collate_pairs
 from common.data.data_options import DataOptions
 from common.data.global_batches import evaluation_batches
 from common.data.plugins import import_plugins
@@ -66,29 +66,28 @@ def main() -> None:
         data = build_pairs(options, tokenizer, template)
         model = load_frozen_value_model(name, tokenizer, args)
     rows = data.eval if data.eval is not None and len(data.eval) else data.train
-    collate = PairCollator(tokenizer.pad_token_id)
     for line in data.report.lines():
         print(line)
     batches = evaluation_batches(
         rows,
-        collate,
+        collate_pairs,
         rows_per_batch=args.per_device_eval_batch_size,
         rank=distributed.rank(),
         world_size=distributed.world_size(),
     )
     figures = evaluate_pairs(model, batches)
     if distributed.is_main():
-        _print_samples(model, [rows[i] for i in range(min(args.num_samples, len(rows)))], collate, tokenizer)
+        _print_samples(model, [rows[i] for i in range(min(args.num_samples, len(rows)))], tokenizer)
         for metric, value in figures.items():
             print(f"{metric:>20}  {value:.4f}" if isinstance(value, float) else f"{metric:>20}  {value}")
         print(json.dumps(figures))
 
 
 @torch.no_grad()
-def _print_samples(model, rows: list[dict], collate: PairCollator, tokenizer) -> None:
+def _print_samples(model, rows: list[dict], tokenizer) -> None:
     if not rows:
         return
-    scores = compute_pair_scores(model, collate(rows))
+    scores = compute_pair_scores(model, collate_pairs(rows))
     for index, row in enumerate(rows):
         print(repr(tokenizer.decode(row["chosen_ids"][: row["chosen_response_start"]])))
         for kind, value in (("chosen", scores.chosen[index]), ("rejected", scores.rejected[index])):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from common.data.collators import collate_prompts, prompt_texts
 from common.data.data_options import DataOptions
 from common.data.dialogue import Template
 from common.data.global_batches import evaluation_batches
@@ -149,7 +150,6 @@ class Evaluation:
     logger: RunLogger
     decode: Callable[[torch.Tensor], str]
     rows: list[dict[str, Any]]  # (W,) of `build_prompts`, the same ones on every rank
-    collate: Callable[[list[Any]], dict[str, Any]]
     is_held_out: bool
     step: int = field(default=-1, init=False)  # of the last evaluation
     metrics: dict[str, float] = field(default_factory=dict, init=False)  # its numbers
@@ -223,7 +223,7 @@ class Evaluation:
         world_size = distributed.world_size()
         size = min(self.args.per_device_generation_batch_size, -(-num_prompts // world_size))
         batches = evaluation_batches(
-            self.rows[:num_prompts], self.collate, rows_per_batch=size, rank=distributed.rank(),
+            self.rows[:num_prompts], collate_prompts, rows_per_batch=size, rank=distributed.rank(),
             world_size=world_size,
         )  # fmt: skip
         parts = []
@@ -238,8 +238,7 @@ class Evaluation:
         rollout, roles = self.rollout, self.rollout.roles
         records = rollout.cap.cut(record)
         columns = {"old_logprobs": roles.actor.score(records), "ref_logprobs": roles.reference.score(records)}
-        prompts = self.collate(self.rows)
-        texts = list(zip(prompts["prompt_texts"], prompts["row_fields"], strict=True))
+        texts = prompt_texts(collate_prompts(self.rows))
         num_filled = len(record) - len(texts)  # the first prompt fills up the last batches
         numbers = range(FIRST_NUMBER, FIRST_NUMBER + len(record))
         by_number = dict(zip(numbers, texts + texts[:1] * num_filled, strict=True))

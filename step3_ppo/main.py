@@ -16,9 +16,8 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import torch
 
-from common.data.collators import PromptCollator
+from common.data.collators import collate_prompts, collate_texts
 from common.data.data_options import DataOptions
 from common.data.global_batches import BatchStream, GlobalBatches
 from common.data.pretraining import build_pretraining
@@ -94,7 +93,7 @@ def build_pretraining_batches(args: PPOArguments, tokenizer: Any, ranks: dict[st
     )
     batches = GlobalBatches(
         blocks,
-        collate_blocks,
+        collate_texts,
         rows_per_micro_batch=args.per_device_training_batch_size,
         accumulation=args.gradient_accumulation_steps,
         seed=args.seed,
@@ -103,11 +102,6 @@ def build_pretraining_batches(args: PPOArguments, tokenizer: Any, ranks: dict[st
         **ranks,
     )
     return BatchStream(batches)
-
-
-def collate_blocks(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Return text blocks, all of one length, as input_ids (B, T)."""
-    return {"input_ids": torch.tensor([list(row["input_ids"]) for row in rows])}
 
 
 def build_rollout(args: PPOArguments, roles: Roles, specs: list[RewardSpec], tokenizer: Any) -> Rollout:
@@ -187,7 +181,7 @@ def build_evaluation(trainer: PPOTrainer, prompts: GlobalBatches, held_out: list
     if not rows:
         return None
     parts = (trainer.rollout, trainer.logger, trainer.decode)
-    return Evaluation(args, *parts, rows, prompts.collate, is_held_out=bool(held_out))
+    return Evaluation(args, *parts, rows, is_held_out=bool(held_out))
 
 
 def build_run(args: PPOArguments, start: StartUp, trainer: PPOTrainer, progress: Progress) -> Run:
@@ -337,7 +331,7 @@ def main() -> None:
         data = build_prompts(options, tokenizer, start.template)
         prompts = GlobalBatches(
             data.train,
-            PromptCollator(tokenizer.pad_token_id),
+            collate_prompts,
             rows_per_micro_batch=args.per_device_generation_batch_size,
             accumulation=args.generation_batches,
             seed=args.seed,

@@ -4,14 +4,13 @@
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from common.data.global_batches import BatchStream
 from common.data.packed_batch import PackedBatch
 from common.engine.engine_step import Gradients, LossTerm, Stat, take_steps
-from common.models.model_inputs import build_model_inputs
+from common.models.policy_model import compute_nll_sum, count_targets
 from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_math import (
@@ -66,9 +65,7 @@ class PPOLosses:
         terms = [LossTerm("policy/loss", micro_batches, self._policy_sums, count_loss_items)]
         if self.pretraining is not None:
             texts, weight = next(self.pretraining), self.args.unsup_coef
-            terms.append(
-                LossTerm("policy/unsup_loss", texts, self._pretraining_sums, count_text_targets, weight)
-            )
+            terms.append(LossTerm("policy/unsup_loss", texts, self._pretraining_sums, count_targets, weight))
         return self.roles.actor.compute_gradients(terms)
 
     def compute_critic_gradients(self, micro_batches: list[PackedBatch]) -> Gradients:
@@ -146,15 +143,9 @@ class PPOLosses:
         )
         return terms.loss.sum(), {"value/clip_fraction": terms.is_clipped.sum()}
 
-    def _pretraining_sums(self, batch: dict[str, Any]) -> Sums:
-        actor, blocks = self.roles.actor, batch["input_ids"]  # (S, T), all of one length
-        lengths = torch.full((len(blocks),), blocks.shape[1])
-        inputs = build_model_inputs(
-            blocks.flatten(), lengths, is_packed=actor.is_packed, device=distributed.device()
-        )
-        slots = inputs.token_slots.view(blocks.shape)[:, 1:].flatten()
-        targets = blocks[:, 1:].flatten().to(slots.device)
-        return -actor.engine(inputs, slots, targets, is_summed=True, temperature=1.0), {}
+    def _pretraining_sums(self, batch: PackedBatch) -> Sums:
+        actor = self.roles.actor
+        return compute_nll_sum(actor.engine, batch, is_packed=actor.is_packed, temperature=1.0), {}
 
 
 def count_loss_items(batch: PackedBatch) -> float:
@@ -165,8 +156,3 @@ def count_loss_items(batch: PackedBatch) -> float:
 def count_loss_tokens(batch: PackedBatch) -> float:
     """Return the tokens of a micro-batch that losses count."""
     return float(batch.data["loss_mask"].sum())
-
-
-def count_text_targets(batch: dict[str, torch.Tensor]) -> float:
-    """Return the predicted tokens of a batch of text."""
-    return float(batch["input_ids"][:, 1:].numel())

@@ -1,6 +1,6 @@
-"""Prompts with their responses as a model reads them, and where the response tokens stand.
+"""Prompts with their responses as a model reads them, and the slots of the response tokens.
 
-# S responses, total response tokens of all
+# B responses, total response tokens of all
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from common.ranks import distributed
 
 @dataclass(frozen=True)
 class ResponseInputs:
-    """The inputs of a forward pass over a record, on this rank's device."""
+    """The inputs of a forward pass over a record; slots and ids are on the CPU."""
 
     inputs: ModelInputs
     slots: torch.Tensor  # (total,) int64, of the response tokens, rows end to end
@@ -22,14 +22,8 @@ class ResponseInputs:
 
 
 def build_response_inputs(record: PackedBatch, *, is_packed: bool) -> ResponseInputs:
-    """Return each prompt followed by its response, as padded rows or end to end."""
-    device = distributed.device()
-    num_prompt, num_response = record.lengths["prompt_ids"], record.lengths["response_ids"]
-    kinds = torch.stack([torch.zeros_like(num_prompt), torch.ones_like(num_prompt)], dim=1).flatten()
-    counts = torch.stack([num_prompt, num_response], dim=1).flatten()
-    is_response = kinds.bool().repeat_interleave(counts).to(device)  # (all tokens,)
-    prompt_ids, response_ids = (record.data[key].to(device) for key in ("prompt_ids", "response_ids"))
-    token_ids = torch.empty(len(is_response), dtype=torch.int64, device=device)
-    token_ids[is_response], token_ids[~is_response] = response_ids, prompt_ids
-    inputs = build_model_inputs(token_ids, num_prompt + num_response, is_packed=is_packed, device=device)
-    return ResponseInputs(inputs, inputs.token_slots[is_response], response_ids)
+    """Return each prompt followed by its response, as padded rows or end to end, on this rank's device."""
+    token_ids, lengths = record.interleave("prompt_ids", "response_ids")
+    is_response = torch.tensor([False, True]).repeat(len(record)).repeat_interleave(lengths.flatten())
+    inputs = build_model_inputs(token_ids, lengths.sum(1), is_packed=is_packed, device=distributed.device())
+    return ResponseInputs(inputs, inputs.token_slots[is_response], record.data["response_ids"])

@@ -101,7 +101,7 @@ class Policy:
         batch = build_response_inputs(record, is_packed=self.is_packed)
         support = None
         if "support_ids" in record.data:
-            device = batch.slots.device
+            device = distributed.device()
             offsets = pad_ends(record.data["support_counts"].cumsum(0), (1, 0)).to(device)
             support = Support(record.data["support_ids"].to(device), offsets)
         return model(batch.inputs, batch.slots, batch.token_ids, with_entropy=with_entropy, support=support)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from common.data.collators import prompt_texts
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.flags.refusal import StepRefused
 from common.generation.hybrid_engine import SwitchCosts
@@ -19,7 +20,7 @@ from step3_ppo.group_math import constant_groups
 from step3_ppo.rewards.score_sum import PromptTexts, ScoreSum
 from step3_ppo.roles import Roles
 
-PromptBatches = Sequence[dict[str, Any]]
+PromptBatches = Sequence[PackedBatch]
 SCORED = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "scores", "old_values", "next_values")
 
 
@@ -162,13 +163,13 @@ class Rollout:
             )
 
     def sample(
-        self, prompts: dict[str, Any], numbers: torch.Tensor, version: int, num_samples: int = 1
+        self, prompts: PackedBatch, numbers: torch.Tensor, version: int, num_samples: int = 1
     ) -> tuple[PackedBatch, PromptTexts]:
         """Return this rank's responses to its prompts, and these prompts' texts by `numbers` (B,) int64.
 
         A prompt's number is its group's id and names its random numbers. Every rank must call this.
         """
-        prompt_ids, prompt_mask = prompts["prompt_ids"], prompts["prompt_mask"].bool()
+        prompt_ids, prompt_mask = prompts.pad("prompt_ids", on_left=True)
         group_ids = numbers.repeat_interleave(num_samples)
         sample_ids = group_ids * num_samples + torch.arange(num_samples).repeat(len(numbers))
         found = self.roles.actor.generate(prompt_ids, prompt_mask, sample_ids, num_samples=num_samples)
@@ -176,21 +177,17 @@ class Rollout:
             found = type(found)(*(x.cpu() for x in found))
             logprobs = found.truncated_logprobs if self.replays_support else found.logprobs
             mask = found.response_mask
-            prompts_of = (x.repeat_interleave(num_samples, dim=0) for x in (prompt_ids, prompt_mask))
-            columns = {
-                "prompt_ids": tuple(prompts_of),
-                "response_ids": (found.response_ids, mask),
-                "rollout_logprobs": (logprobs, mask),
-            }
-            record = PackedBatch.unpad(sample_ids.tolist(), columns)
+            of_prompts = [ids for ids in prompts.sequences("prompt_ids") for _ in range(num_samples)]
+            record = PackedBatch.build(sample_ids.tolist(), {"prompt_ids": of_prompts})
+            record = record.with_key("response_ids", found.response_ids[mask], lengths=mask.sum(1))
+            record = record.with_key("rollout_logprobs", logprobs[mask], like="response_ids")
             versions = torch.full_like(record.data["response_ids"], version)
             record = record.with_key("versions", versions, like="response_ids")
             record = record.with_numbers("group_ids", group_ids)
             record = record.with_numbers("is_finished", found.is_finished)
-            names = [name for name in prompts["row_ids"] for _ in range(num_samples)]
+            names = [name for name in prompts.texts(ROW_IDS) for _ in range(num_samples)]
             record = record.with_texts(ROW_IDS, names)
-        texts = zip(prompts["prompt_texts"], prompts["row_fields"], strict=True)
-        return record, dict(zip(numbers.tolist(), texts, strict=True))
+        return record, dict(zip(numbers.tolist(), prompt_texts(prompts), strict=True))
 
     def _score(self, records: list[PackedBatch], texts: PromptTexts) -> PackedBatch:
         """Return the records of all ranks with what all roles say of them, end to end."""
@@ -238,10 +235,7 @@ def add_support(record: PackedBatch, support: Any) -> PackedBatch:
     counts = support.offsets.cpu().diff()
     record = record.with_key("support_counts", counts, like="response_ids")
     of_responses = torch.stack([part.sum() for part in record.sequences("support_counts")])
-    ids = PackedBatch.from_lengths(
-        record.ids, {"support_ids": support.token_ids.cpu().int()}, {"support_ids": of_responses}
-    )
-    return record.join(ids)
+    return record.with_key("support_ids", support.token_ids.cpu().int(), lengths=of_responses)
 
 
 def _refill(record: PackedBatch, is_constant: torch.Tensor, fresh: PackedBatch) -> tuple[PackedBatch, int]:

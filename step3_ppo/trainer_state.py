@@ -51,7 +51,6 @@ class TrainerState(Stateful):
                 # Keys share tensors, and a file of safetensors must hold each once.
                 yield TensorSlice(f"{name}:{key}:data", 0, record.data[key].clone())
                 yield TensorSlice(f"{name}:{key}:lengths", 0, record.lengths[key].clone())
-                yield TensorSlice(f"{name}:{key}:group_ids", 0, record.group_ids[key].clone())
 
     def json_state(self) -> dict[str, Any]:
         """Return the rest."""
@@ -78,7 +77,6 @@ class TrainerState(Stateful):
 
 def _read_record(reader: TensorReader, name: str, told: dict[str, Any]) -> PackedBatch:
     parts = [
-        {key: reader.read(f"{name}:{key}:{part}") for key in told["keys"]}
-        for part in ("data", "lengths", "group_ids")
+        {key: reader.read(f"{name}:{key}:{part}") for key in told["keys"]} for part in ("data", "lengths")
     ]
     return PackedBatch(tuple(told["ids"]), *parts)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from common.data.collators import pad_rows
+from common.data.packed_batch import pack_rows, pad_rows, token_positions
 from common.generation.decode_state import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
@@ -43,9 +43,7 @@ class Subject:
 
     def inputs(self, *, is_packed: bool) -> ModelInputs:
         """Return the rows as a pass of ours reads them."""
-        ids = torch.cat([torch.tensor(row) for row in self.rows])
-        lengths = torch.tensor([len(row) for row in self.rows])
-        return build_model_inputs(ids, lengths, is_packed=is_packed, device=self.model.device)
+        return build_model_inputs(*pack_rows(self.rows), is_packed=is_packed, device=self.model.device)
 
 
 # ---- transformers' plain pass ---------------------------------------------------------------------------
@@ -89,10 +87,9 @@ def score(subject: Subject, *, is_packed: bool) -> torch.Tensor:
     policy = PolicyModel(subject.model, num_valid_tokens=subject.num_valid_tokens).eval()
     policy.options = replace(policy.options, chunk_tokens=_CHUNK_TOKENS)
     inputs = subject.inputs(is_packed=is_packed)
-    is_scored = torch.cat([torch.arange(len(row)) > 0 for row in subject.rows])
-    ids = torch.cat([torch.tensor(row) for row in subject.rows])[is_scored].to(subject.model.device)
-    slots = inputs.token_slots
-    return policy(inputs, slots[is_scored.to(slots.device)], ids)[0]
+    token_ids, lengths = pack_rows(subject.rows)
+    is_scored = token_positions(lengths) > 0
+    return policy(inputs, inputs.token_slots[is_scored], token_ids[is_scored])[0]
 
 
 def plain_logprobs(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
 
-from common.data.collators import pad_rows
+from common.data.packed_batch import pad_rows
 from common.data.plugins import import_plugins
 from common.flags.args import Problems
 from common.generation.tp_module import cut_module

@@ -11,9 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from common.data.packed_batch import PackedBatch
 from common.models.loading import compute_hidden, plain_model
 from common.models.model_flops import ModelFlops
-from common.models.model_inputs import ModelInputs
+from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.output_head import (
     LogitOptions,
     Support,
@@ -22,6 +23,7 @@ from common.models.output_head import (
     summed_logprobs,
     token_scores,
 )
+from common.ranks import distributed
 
 
 class ScoringHead(nn.Linear):
@@ -103,23 +105,43 @@ class PolicyModel(nn.Module):
     ) -> Any:
         """Return (logprobs, entropies) of `token_ids` (N,); with `is_summed` the sum of the former.
 
-        `slots` (N,) int64 are the positions of the tokens themselves in the inputs, rows end to end; each is
-        predicted from the position before it. With `truncation` return the fields of the Support that the
-        sampler had there. `temperature` takes the place of the model's own.
+        `slots` (N,) int64 are those of the tokens themselves in the inputs, rows end to end; each is
+        predicted from the slot before it. Slots and ids may be on the CPU. With `truncation` return the
+        fields of the Support that the sampler had there. `temperature` takes the place of the model's own.
         """
         plain = plain_model(self.causal_lm)
         options = self.options if temperature is None else replace(self.options, temperature=temperature)
         self.flops.count(inputs, len(slots))
-        hidden = compute_hidden(plain, inputs).flatten(0, 1)[slots - 1]  # (N, H)
+        hidden = compute_hidden(plain, inputs).flatten(0, 1)  # (S x T, H)
+        hidden = hidden[slots.to(hidden.device) - 1]  # (N, H)
         return plain.get_output_embeddings()(
             hidden,
-            token_ids,
+            token_ids.to(hidden.device),
             options,
             is_summed=is_summed,
             with_entropy=with_entropy,
             support=support,
             truncation=truncation,
         )
+
+
+def compute_nll_sum(
+    engine: Any, batch: PackedBatch, *, is_packed: bool = False, temperature: float | None = None
+) -> torch.Tensor:
+    """Return the negative log-likelihood summed over the targets of a batch, fp32 scalar.
+
+    `engine` is a PolicyModel or its engine; the batch has input_ids and loss_mask.
+    """
+    token_ids, is_target = batch.data["input_ids"], batch.data["loss_mask"]
+    lengths, device = batch.lengths["input_ids"], distributed.device()
+    inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed, device=device)
+    slots = inputs.token_slots[is_target]
+    return -engine(inputs, slots, token_ids[is_target], is_summed=True, temperature=temperature)
+
+
+def count_targets(batch: PackedBatch) -> float:
+    """Return how many tokens of a batch are learned."""
+    return float(batch.data["loss_mask"].sum())
 
 
 def language_model(module: nn.Module) -> nn.Module:

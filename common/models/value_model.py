@@ -52,7 +52,8 @@ class ValueModel(nn.Module):
         if self._flops is None:
             self._flops = ModelFlops(self.classifier, plain, plain.score)
         self._flops.count(inputs, len(slots))
-        return plain.score(compute_hidden(plain, inputs).flatten(0, 1)[slots]).squeeze(-1)
+        hidden = compute_hidden(plain, inputs).flatten(0, 1)  # (S x T, H)
+        return plain.score(hidden[slots.to(hidden.device)]).squeeze(-1)
 
 
 def load_value_model(

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data.dialogue import build_template
 from common.data.example import Message
+from common.data.packed_batch import pack_rows
 from common.flags.args import TokenizerArguments
 from common.models.loading import ModelOptions
 from common.models.model_inputs import build_model_inputs
@@ -57,9 +58,7 @@ class RewardScorer:
 
     @torch.no_grad()
     def _score_batch(self, rows: list[list[int]]) -> list[float]:
-        token_ids = torch.tensor([token_id for row in rows for token_id in row])
-        lengths = torch.tensor([len(row) for row in rows])
-        inputs = build_model_inputs(token_ids, lengths, is_packed=False, device=distributed.device())
+        inputs = build_model_inputs(*pack_rows(rows), is_packed=False, device=distributed.device())
         return self.model(inputs, inputs.last_slots).tolist()
 
 

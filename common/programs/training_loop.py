@@ -140,14 +140,15 @@ def count_steps(args: Any, steps_per_epoch: int) -> int:
 def train_and_log(step: int, engine: Any, term: LossTerm, logger: RunLogger) -> float:
     """Do optimizer step `step` (from 1) by the mean of one loss, log it and its speed, return the loss.
 
-    The micro-batches of the term are laid end to end, with `input_ids`. Every rank must call this.
+    The token ids of the term's micro-batches are keys that end in `_ids`. Every rank must call this.
     """
     COSTS.begin_step()
     engine.train()
     means = update_engine(engine, [term])
     speed = COSTS.end_step(distributed.world_size())
-    num_tokens = distributed.sum_float(float(sum(len(b.data["input_ids"]) for b in term.micro_batches)))
-    speed["perf/tokens_per_second"] = num_tokens / speed["perf/step_seconds"]
+    columns = [column for batch in term.micro_batches for column in batch.data.items()]
+    num_tokens = sum(len(tokens) for key, tokens in columns if key.endswith("_ids"))
+    speed["perf/tokens_per_second"] = distributed.sum_float(float(num_tokens)) / speed["perf/step_seconds"]
     kind = term.name.split("/")[0]
     numbers = {name if "/" in name else f"{kind}/{name}": value for name, value in means.items()}
     logger.log(step, numbers | speed)

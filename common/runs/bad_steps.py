@@ -56,19 +56,10 @@ class BadSteps(Stateful):
         self.count = state["count"]
 
 
-def _rows(batch: PackedBatch | dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Give a batch row by row; a list of lists where an item has several sequences of a key."""
-    if isinstance(batch, PackedBatch):
-        for row in range(len(batch)):
-            item = batch.select([row])
-            columns = {key: [s.tolist() for s in item.sequences(key)] for key in item.data}
-            if ROW_IDS in columns:
-                columns[ROW_IDS] = item.texts(ROW_IDS)
-            yield {"id": str(item.ids[0])} | {k: v[0] if len(v) == 1 else v for k, v in columns.items()}
-        return
-    columns = {k: v.tolist() if hasattr(v, "tolist") else list(v) for k, v in batch.items()}
-    if len({len(values) for values in columns.values()}) > 1:  # padded pairs: a margin for two sequences
-        yield columns
-        return
-    for values in zip(*columns.values(), strict=True):
-        yield dict(zip(columns, values, strict=True))
+def _rows(batch: PackedBatch) -> Iterator[dict[str, Any]]:
+    """Give a batch item by item."""
+    columns = {key: [sequence.tolist() for sequence in batch.sequences(key)] for key in batch.data}
+    if ROW_IDS in columns:
+        columns[ROW_IDS] = batch.texts(ROW_IDS)
+    for index, item_id in enumerate(batch.ids):
+        yield {"id": str(item_id)} | {key: of_items[index] for key, of_items in columns.items()}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from common.data.collators import pad_rows
+from common.data.packed_batch import pad_rows
 from common.models.loading import DTYPES, load_weights
 from common.ranks.failures import first_line
 from step3_ppo.rewards.text_rewards import Answers, Failures, checked_scores

@@ -21,13 +21,14 @@ def make_record(sample_ids, prompt_lengths, response_lengths, *, num_samples: in
             "scores": torch.randn(1, generator=g),
         }
         parts.append(
-            PackedBatch.single(
-                sample,
-                prompt_ids=torch.randint(1, 50, (num_prompt,), generator=g),
-                response_ids=torch.randint(1, 50, (num_response,), generator=g),
-                versions=torch.zeros(num_response, dtype=torch.int64),
-                **logprobs,
-                **numbers,
+            PackedBatch.build(
+                [sample],
+                {
+                    "prompt_ids": [torch.randint(1, 50, (num_prompt,), generator=g)],
+                    "response_ids": [torch.randint(1, 50, (num_response,), generator=g)],
+                    "versions": [torch.zeros(num_response, dtype=torch.int64)],
+                    **{key: [values] for key, values in (logprobs | numbers).items()},
+                },
             )
         )
     return PackedBatch.concat(parts)

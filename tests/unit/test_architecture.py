@@ -27,7 +27,7 @@ ROOMS = {
     "flags": (),
     "ranks": (),
     "engine": ("flags", "ranks"),
-    "models": ("ranks",),
+    "models": ("data", "ranks"),
     "data": ("flags", "ranks"),
     "generation": ("models", "ranks"),
     "runs": ("data", "flags", "models", "ranks"),

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from common.generation.tp_plans import PLANS, Column
 from common.models.loading import build_position_ids
 from common.models.output_head import LogitOptions
-from tools import check_model
+from tools import check_model, model_checks
 from tools.check_model import LENGTHS, build_rows, main
 from tools.findings import Finding, compare, tolerance_of
 from tools.model_checks import Subject, text_finding
@@ -183,8 +183,12 @@ def test_a_reward_model_scores_the_last_token_whatever_the_pad_id_is(save_reward
 
 
 def test_wrong_scores_fail(save_reward_model, check, monkeypatch):
-    before = "common.models.model_inputs.ModelInputs.last_slots"
-    monkeypatch.setattr(before, property(lambda inputs: inputs.starts + inputs.lengths - 2))
+    def build(*args, **options):
+        inputs = right(*args, **options)
+        return replace(inputs, last_slots=inputs.last_slots - 1)
+
+    right = model_checks.build_model_inputs
+    monkeypatch.setattr(model_checks, "build_model_inputs", build)
     shown = check(save_reward_model())
     assert shown.code == 1 and shown.failed() == ["scores"] and shown.lines[-1] == "not ok: scores"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_packed_training import CUTS, check_same, gradients, pairs
 
-from common.data.collators import PackedPairCollator, PairCollator
+from common.data.collators import collate_pairs
 from common.data.global_batches import GlobalBatches
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel
@@ -93,12 +93,7 @@ def with_an_empty_prompt():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "collate",
-    [PairCollator(0), PairCollator(99), PackedPairCollator()],
-    ids=["padded with 0", "padded with 99", "packed"],
-)
-def test_answers_against_the_plain_loop(policy, collate):
+def test_answers_against_the_plain_loop(policy):
     rows = with_an_empty_prompt()
     sides = ("chosen", "rejected")
     expected = [
@@ -106,25 +101,22 @@ def test_answers_against_the_plain_loop(policy, collate):
         for row in rows
         for side in sides
     ]
-    found = compute_answer_logprobs(policy, collate(rows))
+    found = compute_answer_logprobs(policy, collate_pairs(rows))
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), torch.tensor(expected).double(), atol=1e-4, rtol=1e-6)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
-def test_any_cut_gives_the_same_gradient(cut, is_packed, policy):
+def test_any_cut_gives_the_same_gradient(cut, policy):
     rows = [row | {"reference_logprobs": torch.tensor([-20.0, -30.0 - i])} for i, row in enumerate(pairs())]
 
     def loss_of(batch):
-        reference = (batch.data if is_packed else batch)["reference_logprobs"]
-        reference = reference.view(-1, 2) if is_packed else reference.view(2, -1).T
+        reference = batch.data["reference_logprobs"].view(-1, 2)
         found = compute_answer_logprobs(policy, batch).view(-1, 2)
         return dpo_loss(*found.T, *reference.T, beta=0.3).loss.sum()
 
-    collate = PackedPairCollator() if is_packed else PairCollator(0)
-    expected = gradients(policy, [loss_of(collate(rows))])
-    check_same(gradients(policy, [loss_of(collate([rows[i] for i in part])) for part in cut]), expected)
+    expected = gradients(policy, [loss_of(collate_pairs(rows))])
+    check_same(gradients(policy, [loss_of(collate_pairs([rows[i] for i in part])) for part in cut]), expected)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -141,8 +133,8 @@ class Table(list):
 
 def last_ids(batch):
     """A score that is known: the last token of each answer."""
-    ends = batch.lengths["input_ids"].cumsum(0) - 1
-    return batch.data["input_ids"][ends].float()
+    token_ids, lengths = batch.interleave("chosen_ids", "rejected_ids")
+    return token_ids[lengths.flatten().cumsum(0) - 1].float()
 
 
 def known(row):
@@ -153,18 +145,18 @@ def known(row):
 def test_rows_get_their_own_numbers(rows_per_batch):
     table = Table(pairs())
     data = ReferencePairs(table)
-    data.compute(last_ids, PackedPairCollator(), [0, 3, 4], rows_per_batch)
+    data.compute(last_ids, collate_pairs, [0, 3, 4], rows_per_batch)
     for index, row in enumerate(table):
         found = data[index]["reference_logprobs"]
         assert found.tolist() == known(row) if index in (0, 3, 4) else found.isnan().all()
         assert data[index]["chosen_ids"] == row["chosen_ids"]
-    data.compute(last_ids, PackedPairCollator(), [], rows_per_batch)
+    data.compute(last_ids, collate_pairs, [], rows_per_batch)
 
 
 def test_numbers_come_back_from_a_checkpoint(tmp_path):
     before, after = ReferencePairs(Table(pairs())), ReferencePairs(Table(pairs()))
     empty = ReferencePairs(Table())
-    before.compute(last_ids, PackedPairCollator(), [1, 2], 2)
+    before.compute(last_ids, collate_pairs, [1, 2], 2)
     part = ReferencePart({"train": before, "eval": empty})
     write_slices(tmp_path / "file", part.tensor_slices())
     ReferencePart({"train": after, "eval": empty}).load(TensorReader([tmp_path / "file"]), part.json_state())

@@ -152,7 +152,7 @@ def test_wrong_flags_have_one_message(flags, message, tmp_path):
 
 def evaluation(*, is_held_out=True, **flags) -> Evaluation:
     rows = [{"prompt_ids": [1, 2, i]} for i in range(5)]
-    return Evaluation(PPOArguments(**flags), None, None, None, rows, None, is_held_out)
+    return Evaluation(PPOArguments(**flags), None, None, None, rows, is_held_out)
 
 
 def test_when_it_is_due():

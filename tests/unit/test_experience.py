@@ -68,7 +68,7 @@ def test_responses_stand_behind_their_prompts():
     ):
         whole = torch.cat([prompt, response])
         assert batch.inputs.input_ids[row, : len(whole)].equal(whole)
-        assert batch.inputs.lengths[row] == len(whole)
+        assert batch.inputs.is_token[row].sum() == len(whole)
     assert batch.inputs.input_ids.flatten()[batch.slots].equal(record.data["response_ids"])
     flat = build_response_inputs(record, is_packed=True)
     assert flat.inputs.input_ids.shape == (1, 13) and flat.inputs.cu_seqlens.tolist() == [0, 5, 10, 13]

@@ -1,26 +1,24 @@
-"""Padded batches, packed ones and any cut of them give the same losses and gradients in steps 1 and 2."""
+"""Any cut into micro-batches gives the same losses and gradients in steps 1 and 2; tokens are padded once."""
 
+import sys
 from itertools import chain
 from unittest.mock import Mock
 
 import pytest
 import torch
+from records import make_record
+from torch.overrides import TorchFunctionMode
 
-from common.data.collators import (
-    PackedPairCollator,
-    PackedSFTCollator,
-    PairCollator,
-    SFTCollator,
-    pack_pairs,
-    pack_sft,
-)
+from common.data import packed_batch
+from common.data.collators import collate_pairs, collate_sft
 from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
 from common.models.loading import ModelOptions, load_causal_lm
-from common.models.policy_model import PolicyModel
+from common.models.policy_model import PolicyModel, compute_nll_sum, count_targets
 from common.models.value_model import load_value_model
-from step1_sft.sft_trainer import SFTTrainer, compute_nll_sum, count_targets
-from step2_reward.dpo_trainer import DPOTrainer
+from step1_sft.sft_trainer import SFTTrainer
+from step2_reward.dpo_trainer import DPOTrainer, compute_answer_logprobs
 from step2_reward.reward_trainer import RewardTrainer, compute_pair_losses, compute_pair_scores
+from step3_ppo.response_inputs import build_response_inputs
 
 LENGTHS = [(4, 9), (1, 2), (12, 3), (2, 7), (6, 6)]  # prompt, response
 
@@ -66,38 +64,104 @@ CUTS = ([[0, 1, 2, 3, 4]], [[1], [0, 3], [4, 2]], [[0], [1], [2], [3], [4]])
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("pad_id", [0, 99])
-def test_sft(cut, is_packed, pad_id, tiny_model_folder):
+def test_sft(cut, tiny_model_folder):
     model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
     policy, rows = PolicyModel(model, num_valid_tokens=320), sft_rows()
-    expected_loss = sum(compute_nll_sum(policy, PackedSFTCollator()([row])) for row in rows)
+    expected_loss = sum(compute_nll_sum(policy, collate_sft([row])) for row in rows)
     expected = gradients(policy, [expected_loss])
-    collate = PackedSFTCollator() if is_packed else SFTCollator(pad_id)
-    batches = [collate([rows[i] for i in part]) for part in cut]
+    batches = [collate_sft([rows[i] for i in part]) for part in cut]
     assert sum(map(count_targets, batches)) == sum(response for _, response in LENGTHS)
-    assert sum(len(pack_sft(batch).data["input_ids"]) for batch in batches) == sum(map(sum, LENGTHS))
     losses = [compute_nll_sum(policy, batch) for batch in batches]
     torch.testing.assert_close(sum(losses), expected_loss, atol=1e-4, rtol=1e-5)
     check_same(gradients(policy, losses), expected)
 
 
+@torch.no_grad()
+def test_only_targets_are_learned(tiny_model_folder):
+    """Against transformers' own logits in float64, row by row."""
+    model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
+    expected = 0.0
+    for row, (prompt, _) in zip(sft_rows(), LENGTHS, strict=True):
+        logprobs = model(torch.tensor([row["input_ids"]])).logits[0].double().log_softmax(-1)
+        expected -= sum(float(logprobs[t - 1, row["input_ids"][t]]) for t in range(prompt, len(logprobs)))
+    found = compute_nll_sum(PolicyModel(model, num_valid_tokens=320), collate_sft(sft_rows()))
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("rank_loss", ["end_score", "token_wise"])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
-def test_pairs(cut, is_packed, rank_loss, tiny_model_folder):
+def test_pairs(cut, rank_loss, tiny_model_folder):
     model, rows = load_value_model(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320), pairs()
 
     def loss_of(batch):
         scores = compute_pair_scores(model, batch)
         return compute_pair_losses(batch, scores, rank_loss=rank_loss, use_margin=True).sum()
 
-    expected_loss = sum(loss_of(PackedPairCollator()([row])) for row in rows)
+    expected_loss = sum(loss_of(collate_pairs([row])) for row in rows)
     expected = gradients(model, [expected_loss])
-    collate = PackedPairCollator() if is_packed else PairCollator(77)
-    losses = [loss_of(collate([rows[i] for i in part])) for part in cut]
+    losses = [loss_of(collate_pairs([rows[i] for i in part])) for part in cut]
     torch.testing.assert_close(sum(losses), expected_loss, atol=1e-5, rtol=1e-5)
     check_same(gradients(model, losses), expected)
+
+
+class _Seen(Exception):
+    """A pass has begun: what came before it is known."""
+
+
+class WidthsBeforeAPass(TorchFunctionMode):
+    """Fails where a tensor with a row a sequence is made outside the one function that pads."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.num_rows, self.num_paddings, self.is_padding, self.storages = num_rows, 0, False, set()
+
+    def pad(self, *args, **options):
+        self.num_paddings, self.is_padding = self.num_paddings + 1, True
+        try:
+            padded, mask = PAD(*args, **options)
+            self.storages |= {padded.data_ptr(), mask.data_ptr()}
+            return padded, mask
+        finally:
+            self.is_padding = False
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and not self.is_padding and found.ndim == 2:
+            is_new = found.is_contiguous() and found.data_ptr() not in self.storages
+            assert not is_new or found.shape[0] != self.num_rows or found.shape[1] <= 2
+        return found
+
+
+PAD = packed_batch.pad_sequences
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", ["sft", "pairs", "dpo", "responses"])
+def test_tokens_are_padded_once_from_rows_to_the_model_or_never(kind, is_packed, monkeypatch):
+    class Model:
+        def __call__(self, inputs, *args, **options):
+            shape = (1, num_tokens) if is_packed else (num_rows, inputs.input_ids.shape[1])
+            assert inputs.input_ids.shape == shape
+            raise _Seen
+
+    if kind == "sft":
+        num_rows, num_tokens = len(LENGTHS), sum(map(sum, LENGTHS))
+        run = lambda: compute_nll_sum(Model(), collate_sft(sft_rows()), is_packed=is_packed)  # noqa: E731
+    elif kind == "responses":
+        record = make_record(range(5), [3, 1, 2, 6, 1], [2, 4, 1, 1, 7])
+        num_rows, num_tokens = 5, 28
+        run = lambda: Model()(build_response_inputs(record, is_packed=is_packed).inputs)  # noqa: E731
+    else:
+        num_rows, num_tokens = 2 * len(LENGTHS), sum(2 * prompt + 11 for prompt, _ in LENGTHS)
+        score = compute_pair_scores if kind == "pairs" else compute_answer_logprobs
+        run = lambda: score(Model(), collate_pairs(pairs()), is_packed=is_packed)  # noqa: E731
+    widths = WidthsBeforeAPass(num_rows)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("common.", "step")) and getattr(module, "pad_sequences", None) is PAD:
+            monkeypatch.setattr(module, "pad_sequences", widths.pad)
+    with pytest.raises(_Seen), widths:
+        run()
+    assert widths.num_paddings == (0 if is_packed else 1)
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
@@ -109,31 +173,20 @@ def test_an_evaluation_does_not_count_what_fills_up_the_last_batches(kind, tiny_
         trainer, rows, collate = (
             SFTTrainer(policy, is_packed=False, logger=logger),
             sft_rows(),
-            SFTCollator(0),
+            collate_sft,
         )
     elif kind == "reward":
         flags = {"rank_loss": "end_score", "use_margin": False, "center_coef": 0.0}
         model = load_value_model(options, 320)
         trainer = RewardTrainer(model, is_packed=False, logger=logger, **flags)
-        rows, collate = pairs(), PairCollator(0)
+        rows, collate = pairs(), collate_pairs
     else:
         trainer = DPOTrainer(policy, is_packed=False, logger=logger, beta=0.1, label_smoothing=0.0)
         rows = [row | {"reference_logprobs": torch.tensor([-20.0, -30.0])} for row in pairs()]
-        collate = PairCollator(0)
+        collate = collate_pairs
     ranks = (evaluation_batches(rows, collate, rows_per_batch=2, rank=r, world_size=2) for r in range(2))
     whole = trainer.evaluate(0, evaluation_batches(rows, collate, rows_per_batch=5))
     assert trainer.evaluate(0, chain(*ranks)) == pytest.approx(whole, rel=1e-5)
-
-
-def test_padded_and_packed_collators_hold_the_same():
-    for pad, pack, collate, rows in (
-        (SFTCollator(0), pack_sft, PackedSFTCollator(), sft_rows()),
-        (PairCollator(0), pack_pairs, PackedPairCollator(), pairs()),
-    ):
-        found, expected = pack(pad(rows)), collate(rows)
-        for key, data in expected.data.items():
-            assert found.data[key].equal(data) and found.lengths[key].equal(expected.lengths[key]), key
-        assert expected.ids[1] == (1, "1")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -194,7 +194,7 @@ def test_the_decoupled_loss_and_its_statistics_equal_a_float64_loop(wrong_by):
     actor = SimpleNamespace(engine=None, compute_logprobs=lambda *_, **__: (data["new"], torch.zeros(45)))
     args = PPOArguments(use_decoupled_loss=True, behav_imp_weight_cap=1.3, clip_range=0.2)
     losses = PPOLosses(fill_defaults(args, ALGORITHMS["ppo"]), SimpleNamespace(actor=actor))
-    found, stats = losses._policy_sums(PackedBatch.single(0, **data))
+    found, stats = losses._policy_sums(PackedBatch.build([0], {key: [x] for key, x in data.items()}))
     if wrong_by == "ratio_to_the_sampler":
         data["prox_logprobs"] = data["old_logprobs"]
     elif wrong_by == "weight_upside_down":

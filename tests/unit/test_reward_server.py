@@ -87,9 +87,7 @@ def test_a_score_is_that_of_step_3s_reward_role_for_the_same_token_ids(export, c
     response_ids = [
         torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in RESPONSES
     ]
-    lengths = {"prompt_ids": [*map(len, prompt_ids)], "response_ids": [*map(len, response_ids)]}
-    data = {"prompt_ids": torch.cat(prompt_ids), "response_ids": torch.cat(response_ids).long()}
-    record = PackedBatch.from_lengths(range(3), data, lengths)
+    record = PackedBatch.build(range(3), {"prompt_ids": prompt_ids, "response_ids": response_ids})
     model = load_value_model(ModelOptions(export, dropout=0.0), len(tokenizer))
     role = Reward(Frozen(model, {"zero_optimization": {"stage": 0}}, offload=False), is_packed=False)
     (expected,) = role.score([record])

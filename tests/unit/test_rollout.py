@@ -7,6 +7,7 @@ import pytest
 import torch
 from records import make_record
 
+from common.data.collators import collate_prompts
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.generation.generate import Generation
 from common.models.output_head import Support
@@ -70,14 +71,18 @@ def build(score_of=lambda sample: sample, *, num_samples=2, rounds=0, source="ro
 
 
 def endless_prompts():
+    prompts = [[6, 7, 8], [9, 10, 11, 12], [16]]
+    rows = [
+        {
+            "prompt_ids": ids,
+            "row_id": f"file:{i}",
+            "prompt_text": f"prompt {i}",
+            "fields": f'{{"answer": {i}}}',
+        }
+        for i, ids in enumerate(prompts)
+    ]
     while True:
-        ids = torch.arange(PROMPTS * 4).view(PROMPTS, 4) + 5
-        mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]).bool()
-        texts = [f"prompt {i}" for i in range(PROMPTS)]
-        fields = [{"answer": i} for i in range(PROMPTS)]
-        names = [f"file:{i}" for i in range(PROMPTS)]
-        rows = {"prompt_texts": texts, "row_fields": fields, "row_ids": names}
-        yield [{"prompt_ids": ids, "prompt_mask": mask} | rows]
+        yield [collate_prompts(rows)]
 
 
 def test_a_record_has_a_response_an_item_in_the_order_of_the_samples():
