@@ -21,8 +21,7 @@ from common.models.value_model import has_saved_head
 from common.programs import startup
 from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
 from common.runs.durable_files import write_file
-from serving.answering import Answerer, AnsweringArguments, load_answerer, load_template
-from serving.leading_words import split_leading_words
+from serving.answering import Answerer, AnsweringArguments, load_answerer, load_template, name_leading_words
 from serving.terminal import PlainDisplay, SideBySide, interruptible
 
 HELP = """\
@@ -160,7 +159,7 @@ class Session:
                     return interruption.is_asked
 
                 try:
-                    [[reply]] = conversation.answerer.answer([asked], listener=tell)
+                    [[reply]] = conversation.answerer.answer([asked], on_text=tell)
                 except ValueError as error:  # the chat template refuses this dialogue
                     shown.end(number, f"no answer: {error}")
                     continue
@@ -220,8 +219,7 @@ def load_session(args: ChatArguments, problems: Problems) -> Session:
 def main() -> None:
     """Read a line, answer it, until there is none."""
     problems = Problems()
-    words, flags = split_leading_words(sys.argv[1:])
-    argv = [*(["--path", words[0]] if words else []), *words[1:], *flags]
+    argv = name_leading_words("--path", sys.argv[1:])
     args = parse_args(ChatArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     problems.exit_if_any()
     startup.print_notes(args, argv)

@@ -1,4 +1,4 @@
-"""A saved model that answers conversations: what chat.py and step 1's prompt_eval.py share.
+"""A saved model that answers conversations: for chat.py, prompt_eval.py and the arena.
 
 # B conversations, N answers to each
 """
@@ -45,12 +45,12 @@ class Answer:
     """What a model said, and why it stopped there."""
 
     text: str
-    token_ids: list[int]  # as drawn, the stop token included
+    token_ids: list[int]  # as sampled, the stop token included
     finish_reason: str  # "stop": it was at its end, or at a stop text; "length": at the limit; "cancelled"
     num_prompt_tokens: int
 
 
-TextListener = Callable[[int, str], bool]  # gets (number of the answer, its next text); True: no more of it
+TextCallback = Callable[[int, str], bool]  # gets (number of the answer, its next text); True: no more of it
 
 
 class Answerer:
@@ -74,15 +74,15 @@ class Answerer:
         conversations: Sequence[Sequence[Message]],
         *,
         num_samples: int = 1,
-        listener: TextListener | None = None,
+        on_text: TextCallback | None = None,
     ) -> list[list[str]]:
         """Return `num_samples` answers to each conversation; all are generated in one call.
 
         An answer has fewer than max_new_tokens tokens where the model's positions leave no room for them.
-        `listener`: see `respond`.
+        `on_text`: see `respond`.
         """
         rows = [self._prompt_ids(tuple(messages)) for messages in conversations]
-        answers = self.respond(rows, num_samples=num_samples, listener=listener)
+        answers = self.respond(rows, num_samples=num_samples, on_text=on_text)
         return [[answer.text for answer in of_one] for of_one in answers]
 
     def respond(
@@ -95,7 +95,7 @@ class Answerer:
         stop: Sequence[str] = (),
         keeps_space: bool = False,
         first_sample_id: int | None = None,
-        listener: TextListener | None = None,
+        on_text: TextCallback | None = None,
     ) -> list[list[Answer]]:
         """Return `num_samples` answers to each prompt of token ids, which must leave room for one token.
 
@@ -103,7 +103,7 @@ class Answerer:
         lower limit. An answer ends before the first of the texts `stop`, and loses the white
         space around it unless it `keeps_space`. `first_sample_id` names the random
         numbers of the first answer, the next are the others'; None: numbers that were not used yet.
-        `listener` gets the answers' texts piece by piece; put together they are the answers.
+        `on_text` gets the answers' texts piece by piece; put together they are the answers.
         """
         device, options = distributed.device(), options or self.options
         prompt_ids, prompt_mask = pad_rows(list(rows), options.pad_token_id, on_left=True)
@@ -116,7 +116,7 @@ class Answerer:
         if min(limits, default=1) < 1:
             raise ValueError(f"a prompt has no room for an answer in the model's {self.max_length} positions")
         streams = [self._text_stream(stop, keeps_space) for _ in range(num_answers)]
-        hearing = _Hearing(streams, options.stop_token_id, listener)
+        texts = _AnswerTexts(streams, options.stop_token_id, on_text)
         # A longer conversation needs a larger block: its size doubles, so that few turns have to make one.
         doubled = 1 << (prompt_ids.shape[1] + options.max_new_tokens - 1).bit_length()
         self._generator.max_length = min(doubled, self.max_length)
@@ -127,12 +127,12 @@ class Answerer:
             options,
             num_samples=num_samples,
             limits=torch.tensor(limits, device=device),
-            listener=hearing.hear if listener or stop else None,
+            listener=texts.add if on_text or stop else None,
         )
         answers = []
         for sample, (ids, mask) in enumerate(zip(found.response_ids, found.response_mask, strict=True)):
             token_ids = ids[mask].tolist()
-            text, reason = hearing.finish(sample, token_ids, bool(found.is_finished[sample]))
+            text, reason = texts.finish(sample, token_ids, bool(found.is_finished[sample]))
             answers.append(Answer(text, token_ids, reason, len(rows[sample // num_samples])))
         return [answers[first : first + num_samples] for first in range(0, num_answers, num_samples)]
 
@@ -160,31 +160,38 @@ class Answerer:
         return self.template.encode(self.template.segments(shorter, None), self.max_prompt_tokens).input_ids
 
 
-class _Hearing:
-    """The texts of answers while their tokens are drawn, and who wanted no more of them."""
+class _AnswerTexts:
+    """The texts of answers while their tokens are sampled, and who wanted no more of them."""
 
-    def __init__(self, streams: list[TextStream], stop_token_id: int, listener: TextListener | None) -> None:
-        self.streams, self.stop_token_id, self.listener = streams, stop_token_id, listener
+    def __init__(self, streams: list[TextStream], stop_token_id: int, on_text: TextCallback | None) -> None:
+        self.streams, self.stop_token_id, self.on_text = streams, stop_token_id, on_text
         self.cancelled: set[int] = set()
 
-    def hear(self, sample: int, token_ids: list[int]) -> bool:
+    def add(self, sample: int, token_ids: list[int]) -> bool:
         """Take new tokens; return whether the answer shall end with them."""
         stream = self.streams[sample]
         self._tell(sample, stream.add([i for i in token_ids if i != self.stop_token_id]))
         return stream.is_stopped or sample in self.cancelled
 
     def finish(self, sample: int, token_ids: list[int], is_finished: bool) -> tuple[str, str]:
-        """Return the whole answer and why it ended; its tokens are heard now if nobody listened before."""
+        """Return the whole answer and why it ended; its tokens are taken now if none was before."""
         stream = self.streams[sample]
         if not stream.token_ids:
             stream.add([i for i in token_ids if i != self.stop_token_id])
         self._tell(sample, stream.finish())
-        is_at_end = stream.is_stopped or is_finished
-        return stream.told, "cancelled" if sample in self.cancelled else "stop" if is_at_end else "length"
+        if sample in self.cancelled:
+            return stream.told, "cancelled"
+        return stream.told, "stop" if stream.is_stopped or is_finished else "length"
 
     def _tell(self, sample: int, text: str) -> None:
-        if text and self.listener and sample not in self.cancelled and self.listener(sample, text):
+        if text and self.on_text and sample not in self.cancelled and self.on_text(sample, text):
             self.cancelled.add(sample)
+
+
+def name_leading_words(flag_name: str, argv: list[str]) -> list[str]:
+    """Return a command line whose words before the first flag are this flag's: `chat.py PATH`."""
+    starts_with_word = bool(argv) and not argv[0].startswith("-")
+    return [flag_name, *argv] if starts_with_word else argv
 
 
 def load_template(

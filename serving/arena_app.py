@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, Response, StreamingResponse
+from starlette.requests import HTTPConnection
 
 from serving.blind_pairs import BlindPairs, Refused
-from serving.browser_guard import BrowserGuard
-from serving.event_stream import WorkFailed, stream_from_thread
 from serving.judgement_store import NotJudgeable, Pair, StoreError, UnknownPair
 from serving.openai_api import add_openai_routes
-from serving.openai_requests import error_body, is_api_path
-from serving.request_guard import RequestGuard
+from serving.openai_requests import openai_error
+from serving.web_server import (
+    BodyLimit,
+    BrowserGuard,
+    add_error_forms,
+    refuse_plainly,
+    require_token,
+    stream_from_thread,
+)
 
 _PAGE = Path(__file__).with_name("page")
 _FILES = {"/": "index.html", "/style.css": "style.css", "/page.js": "page.js"}
@@ -42,7 +47,7 @@ class Judgement:
 
 
 def create_app(
-    arena: BlindPairs, *, max_bytes: int, token: str = "", host_names: frozenset[str] | None = None
+    arena: BlindPairs, *, max_request_bytes: int, token: str = "", host_names: frozenset[str] | None = None
 ) -> FastAPI:
     """Return the application; with a token all but the empty page needs it, as Authorization: Bearer TOKEN.
 
@@ -50,47 +55,29 @@ def create_app(
     """
     # No page of documentation: it would load scripts from elsewhere.
     app = FastAPI(title="Triptych arena", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(
-        RequestGuard, max_bytes=max_bytes, token=token, open_paths=frozenset(_FILES), describe=_describe
-    )
-    app.add_middleware(BrowserGuard, host_names=host_names, describe=_describe)  # the last added is the first
-    _add_error_forms(app)
+    app.add_middleware(BodyLimit, max_bytes=max_request_bytes)
+    require_token(app, token, _refuse, open_paths=frozenset(_FILES))
+    app.add_middleware(BrowserGuard, host_names=host_names, refuse=_refuse)  # the last added is the first
+    add_error_forms(app, _refuse)
+
+    @app.exception_handler(Refused)
+    def refuse_prompt(request: Request, error: Refused) -> Response:
+        return _refuse(request, 422, str(error))
+
+    @app.exception_handler(StoreError)
+    def refuse_judgement(request: Request, error: StoreError) -> Response:
+        return _refuse(request, _STATUS[type(error)], str(error))
+
     _add_page(app, needs_token=bool(token))
     _add_pairs(app, arena)
     add_openai_routes(app, list(arena.models.values()), arena.sampling)
     return app
 
 
-def _describe(path: str, status: int, detail: str) -> dict[str, Any]:
-    return error_body(detail, status) if is_api_path(path) else {"detail": detail}
-
-
-def _add_error_forms(app: FastAPI) -> None:
-    """Let every error be one line of JSON, in OpenAI's form under /v1."""
-
-    def respond(request: Request, status: int, detail: str) -> JSONResponse:
-        return JSONResponse(_describe(request.url.path, status, detail), status_code=status)
-
-    @app.exception_handler(RequestValidationError)
-    def refuse_form(request: Request, error: RequestValidationError) -> JSONResponse:
-        found = (f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors())
-        return respond(request, 422, "; ".join(found))
-
-    @app.exception_handler(404)
-    def not_here(request: Request, error: Exception) -> JSONResponse:
-        return respond(request, 404, f"there is nothing at {request.url.path}")
-
-    @app.exception_handler(405)
-    def not_so(request: Request, error: Exception) -> JSONResponse:
-        return respond(request, 405, f"{request.method} is not answered at {request.url.path}")
-
-    @app.exception_handler(Refused)
-    def refuse_prompt(request: Request, error: Refused) -> JSONResponse:
-        return respond(request, 422, str(error))
-
-    @app.exception_handler(StoreError)
-    def refuse_judgement(request: Request, error: StoreError) -> JSONResponse:
-        return respond(request, _STATUS[type(error)], str(error))
+def _refuse(request: HTTPConnection, status: int, detail: str) -> Response:
+    """Return an error as one line of JSON, in OpenAI's form under /v1."""
+    is_api = f"{request.url.path}/".startswith("/v1/")
+    return openai_error(detail, status) if is_api else refuse_plainly(request, status, detail)
 
 
 def _add_page(app: FastAPI, *, needs_token: bool) -> None:
@@ -146,5 +133,5 @@ async def _lines(arena: BlindPairs, pair: Pair) -> AsyncIterator[str]:
     try:
         async for event in stream_from_thread(lambda emit, is_gone: arena.answer(pair, emit, is_gone)):
             yield json.dumps(event, ensure_ascii=False) + "\n"
-    except WorkFailed as error:  # what is told of a failure could not be kept either
-        yield json.dumps({"event": "failed", "message": str(error)}) + "\n"
+    except Exception as error:  # what is told of a failure could not be kept either
+        yield json.dumps({"event": "failed", "message": str(error) or type(error).__name__}) + "\n"

@@ -5,22 +5,15 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-import uvicorn
-
-from common.data.dialogue import Template
 from common.data.registry import RawSource, load_source
 from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.programs import startup
-from serving.answering import AnsweringArguments, load_answerer, load_template
+from serving.answering import AnsweringArguments, load_answerer, load_template, name_leading_words
 from serving.arena_app import create_app
-from serving.blind_pairs import BlindPairs
-from serving.browser_guard import LOOPBACK_NAMES
-from serving.export_pairs import export_pairs
-from serving.judgement_store import JudgementStore
-from serving.leading_words import split_leading_words
-from serving.listening import bind, find_token, is_loopback
-from serving.prompt_pool import PromptPool
-from serving.served_models import LocalModel, Sampling
+from serving.blind_pairs import BlindPairs, PromptPool
+from serving.judgement_store import JudgementStore, export_pairs
+from serving.served_models import Sampling, ServedModel
+from serving.web_server import LOOPBACK_NAMES, bind, find_token, is_loopback, listen, run_server
 
 DATABASE = "output/arena.sqlite3"
 
@@ -56,8 +49,7 @@ class ExportArguments:
 def export(argv: list[str]) -> None:
     """Write the decided pairs of a database for step 2."""
     problems = Problems()
-    words, flags = split_leading_words(argv)
-    argv = [*(["--output", words[0]] if words else []), *words[1:], *flags]
+    argv = name_leading_words("--output", argv)
     description = "Writes judged pairs as rows of prompt, chosen and rejected."
     args = parse_args(ExportArguments, argv, description=description, problems=problems)
     target = Path(args.output or "")
@@ -76,8 +68,7 @@ def export(argv: list[str]) -> None:
 def serve(argv: list[str]) -> None:
     """Check, load, serve until Ctrl-C."""
     problems = Problems()
-    words, flags = split_leading_words(argv)
-    argv = [*(["--models", *words] if words else []), *flags]
+    argv = name_leading_words("--models", argv)
     description = "People compare models blindly on a page; programs ask them by OpenAI's protocol."
     args = parse_args(ArenaArguments, argv, description=description, problems=problems)
     paths = _named_paths(args.models, problems)
@@ -89,12 +80,16 @@ def serve(argv: list[str]) -> None:
         f"--host {args.host} lets other machines in; give --token_file, or leave --host out",
     )
     source = _load_prompts(args.data_path, problems)
-    templates = {name: load_template("--models", path, args, problems) for name, path in paths.items()}
+    templates = [load_template("--models", path, args, problems) for path in paths.values()]
     problems.exit_if_any()
     startup.print_notes(args, argv)
     with startup.as_problem(problems):
         store = JudgementStore(Path(args.db))
-        models = _load_models(paths, templates, args)
+        lock = threading.Lock()
+        models = [
+            ServedModel(name, load_answerer(path, template, args, max_new_tokens=args.max_new_tokens), lock)
+            for (name, path), template in zip(paths.items(), templates, strict=True)
+        ]
     arena = BlindPairs(
         models,
         store,
@@ -103,20 +98,13 @@ def serve(argv: list[str]) -> None:
     )
     app = create_app(
         arena,
-        max_bytes=args.max_request_bytes,
+        max_request_bytes=args.max_request_bytes,
         token=token,
         host_names=LOOPBACK_NAMES if is_local else None,
     )
-    bound.listen()  # from here on a request waits, and is not refused
-    host, port = bound.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    print(
-        f"the arena of {', '.join(paths)} is at http://{shown}:{port}/ (API: /v1); Ctrl-C ends it", flush=True
-    )
+    print(f"the arena of {', '.join(paths)} is at {listen(bound)}/ (API: /v1); Ctrl-C ends it", flush=True)
     print(f"judgements go to {args.db}", flush=True)
-    # A page that still waits for an answer does not keep the server from ending.
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[bound])
+    run_server(app, bound)
 
 
 def _named_paths(words: list[str], problems: Problems) -> dict[str, str]:
@@ -144,13 +132,3 @@ def _load_prompts(data_path: str, problems: Problems) -> RawSource | None:
         problems.add(str(error))
         return None
     return source
-
-
-def _load_models(
-    paths: dict[str, str], templates: dict[str, Template | None], args: ArenaArguments
-) -> list[LocalModel]:
-    lock = threading.Lock()
-    return [
-        LocalModel(name, load_answerer(path, templates[name], args, max_new_tokens=args.max_new_tokens), lock)
-        for name, path in paths.items()
-    ]

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from common.data.example import Message
+from common.data.example import BadRow, Message
+from common.data.registry import RawSource
 from common.ranks.failures import kind_and_line
 from serving.judgement_store import JudgementStore, Pair
-from serving.prompt_pool import PromptPool
-from serving.served_models import Sampling, ServedModel, why_too_long
+from serving.served_models import Sampling, ServedModel
 from serving.win_rates import Outcome, duels, ratings
 
 Emit = Callable[[dict[str, Any]], None]
@@ -22,6 +22,32 @@ _SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "both_bad": 0.5}
 
 class Refused(Exception):  # noqa: N818  (nothing went wrong here)
     """A request that cannot be met; the message says why, and what to do."""
+
+
+class PromptPool:
+    """The prompts of a data set in random order, each once before any comes again; other rows are skipped."""
+
+    def __init__(self, source: RawSource, draw: random.Random) -> None:
+        self._source, self._draw = source, draw
+        self._waiting: list[int] = []
+        self._lock = threading.Lock()
+
+    def next(self) -> tuple[Sequence[Message], str]:
+        """Return a prompt and where it comes from. Raises ValueError when there is none in the data."""
+        rows = self._source.train
+        with self._lock:
+            for _ in range(len(rows) + 1):
+                if not self._waiting:
+                    self._waiting = self._draw.sample(range(len(rows)), len(rows))
+                index = self._waiting.pop()
+                try:
+                    examples = self._source.adapter.to_examples(rows[index])
+                except BadRow:
+                    continue
+                prompt = next((example.prompt for example in examples if example.prompt), None)
+                if prompt:
+                    return prompt, rows.row_id(index)
+        raise ValueError(f"--data_path {self._source.name} has no prompts; give a data set of questions")
 
 
 class BlindPairs:
@@ -97,7 +123,7 @@ class BlindPairs:
         for name in names:
             model = self.models[name]
             try:
-                reason = why_too_long(model, len(model.encode(prompt)))
+                reason = model.why_too_long(model.encode(prompt))
             except ValueError as error:
                 reason = str(error)
             if reason:  # names stay hidden: the person may write another prompt for the same two

@@ -5,18 +5,18 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from common.ranks.failures import first_line
-from serving.answering import Answer
-from serving.event_stream import Emit, WorkFailed, stream_from_thread
-from serving.openai_logprobs import chat_logprobs, completion_logprobs
-from serving.openai_requests import Asked, BadRequest, error_body, read_chat_request, read_completion_request
-from serving.served_models import Sampling, ServedModel, why_too_long
+from serving.answering import Answer, TextCallback
+from serving.openai_requests import BadRequest, ChatRequest, CompletionRequest, openai_error, read_request
+from serving.served_models import Sampling, ServedModel
+from serving.web_server import Emit, stream_from_thread
 
 _FINISH = {"stop": "stop", "length": "length", "cancelled": "stop"}
 
@@ -28,10 +28,17 @@ def add_openai_routes(app: FastAPI, models: Sequence[ServedModel], default: Samp
     def describe(model: ServedModel) -> dict[str, Any]:
         return {"id": model.name, "object": "model", "created": created, "owned_by": "triptych"}
 
+    def find(name: str) -> ServedModel:
+        if name not in by_name:
+            known = ", ".join(by_name)
+            raise BadRequest(
+                f"there is no model {name!r} here, only {known}", "model", "model_not_found", 404
+            )
+        return by_name[name]
+
     @app.exception_handler(BadRequest)
-    def refuse(request: Request, error: BadRequest) -> JSONResponse:
-        body = error_body(str(error), error.status, error.param, error.code)
-        return JSONResponse(body, status_code=error.status)
+    def refuse(request: Request, error: BadRequest) -> Response:
+        return openai_error(str(error), error.status, error.param, error.code)
 
     @app.get("/v1/models")
     def list_models() -> dict[str, Any]:
@@ -41,190 +48,184 @@ def add_openai_routes(app: FastAPI, models: Sequence[ServedModel], default: Samp
     @app.get("/v1/models/{name:path}")
     def show_model(name: str) -> dict[str, Any]:
         """Describe one model."""
-        return describe(_find(by_name, name))
+        return describe(find(name))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
-        asked = read_chat_request(await _read_json(request), default)
-        return await _respond(_ChatForm, asked, _find(by_name, asked.model))
+        asked = read_request(ChatRequest, await request.body())
+        return await _respond(ChatForm(find(asked.model), asked, asked.sampling(default)))
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        """Go on from texts or token ids."""
-        asked = read_completion_request(await _read_json(request), default)
-        return await _respond(_CompletionForm, asked, _find(by_name, asked.model))
+        """Continue texts or token ids."""
+        asked = read_request(CompletionRequest, await request.body())
+        return await _respond(CompletionForm(find(asked.model), asked, asked.sampling(default)))
 
 
-def _find(models: dict[str, ServedModel], name: str) -> ServedModel:
-    if name not in models:
-        known = ", ".join(models)
-        raise BadRequest(f"there is no model {name!r} here, only {known}", "model", "model_not_found", 404)
-    return models[name]
+@dataclass
+class ChatForm:
+    """A request for a chat completion, and what its answers look like."""
 
+    model: ServedModel
+    asked: ChatRequest | CompletionRequest
+    sampling: Sampling
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    param, keeps_space = "messages", False
 
-async def _read_json(request: Request) -> Any:
-    try:
-        return json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
+    def encode(self, prompt: Any) -> list[int]:
+        """Return a prompt's token ids. Raises BadRequest."""
+        try:
+            ids = self._encode(prompt)
+        except ValueError as error:
+            raise BadRequest(str(error), self.param, "invalid_value") from error
+        if ids and max(ids) >= self.model.num_tokens:
+            known = f"the model has {self.model.num_tokens} tokens"
+            raise BadRequest(f"prompt: {known}, none is {max(ids)}", self.param)
+        if reason := self.model.why_too_long(ids) if ids else "the prompt has no token":
+            raise BadRequest(reason, self.param, "context_length_exceeded")
+        return ids
 
+    def _encode(self, prompt: Any) -> list[int]:
+        return self.model.encode(prompt)
 
-class _ChatForm:
-    """What a chat completion looks like."""
+    def answer(self, ids: list[int], on_text: TextCallback) -> list[Answer]:
+        """Return the answers to one prompt."""
+        if not self.sampling.max_new_tokens:  # the prompt alone is wanted, with its log-probabilities
+            return [Answer("", [], "length", len(ids))] * self.sampling.num_answers
+        return self.model.respond(ids, self.sampling, on_text, keeps_space=self.keeps_space)
 
-    kind, prefix = "chat.completion", "chatcmpl"
-    keeps_space = False
-
-    @staticmethod
-    def chunk_kind() -> str:
-        return "chat.completion.chunk"
-
-    @staticmethod
-    def choice(model: ServedModel, asked: Asked, prompt_ids: list[int], answer: Answer) -> dict[str, Any]:
-        logprobs = (
-            None if asked.logprobs is None else chat_logprobs(model, prompt_ids, answer, asked.logprobs)
-        )
+    def choice(self, ids: list[int], answer: Answer) -> dict[str, Any]:
+        """Return a whole answer."""
         return {
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": logprobs,
+            "logprobs": self._logprobs(ids, answer),
         }
 
-    @staticmethod
-    def first_piece(text: str) -> dict[str, Any]:
-        return {"delta": {"role": "assistant", "content": text}}
+    def piece(self, text: str, is_first: bool) -> dict[str, Any]:
+        """Return a piece of a streamed answer."""
+        role = {"role": "assistant"} if is_first else {}
+        return {"delta": role | ({"content": text} if text or is_first else {})}
 
-    @staticmethod
-    def piece(text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def _logprobs(self, ids: list[int], answer: Answer) -> dict[str, Any] | None:
+        """Return the log-probabilities of an answer's tokens, the end of turn included."""
+        num_top = self.asked.num_logprobs
+        if num_top is None:
+            return None
+
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            text = self.model.token_text(token_id)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        scores = self.model.score([*ids, *answer.token_ids], num_top)[len(ids) - 1 :]
+        content = [
+            entry(token_id, score.logprob) | {"top_logprobs": [entry(*one) for one in score.top]}
+            for token_id, score in zip(answer.token_ids, scores, strict=True)
+        ]
+        return {"content": content, "refusal": None}
 
 
-class _CompletionForm:
-    """What a completion of a text looks like."""
+class CompletionForm(ChatForm):
+    """A request for completions of texts, and what they look like."""
 
-    kind, prefix = "text_completion", "cmpl"
-    keeps_space = True
+    kind = chunk_kind = "text_completion"
+    prefix, param, keeps_space = "cmpl", "prompt", True
 
-    @staticmethod
-    def chunk_kind() -> str:
-        return "text_completion"
+    def _encode(self, prompt: Any) -> list[int]:
+        return self.model.encode_text(prompt) if isinstance(prompt, str) else prompt
 
-    @staticmethod
-    def choice(model: ServedModel, asked: Asked, prompt_ids: list[int], answer: Answer) -> dict[str, Any]:
-        logprobs = (
-            None
-            if asked.logprobs is None
-            else completion_logprobs(model, prompt_ids, answer, asked.logprobs, echo=asked.echo)
-        )
-        text = model.decode(prompt_ids) + answer.text if asked.echo else answer.text
-        return {"text": text, "logprobs": logprobs}
+    def choice(self, ids: list[int], answer: Answer) -> dict[str, Any]:
+        """Return a whole answer, behind its prompt if that is echoed."""
+        text = self.model.decode(ids) + answer.text if self.asked.echo else answer.text
+        return {"text": text, "logprobs": self._logprobs(ids, answer)}
 
-    @staticmethod
-    def first_piece(text: str) -> dict[str, Any]:
+    def piece(self, text: str, is_first: bool) -> dict[str, Any]:
+        """Return a piece of a streamed answer."""
         return {"text": text, "logprobs": None}
 
-    piece = first_piece
+    def _logprobs(self, ids: list[int], answer: Answer) -> dict[str, Any] | None:
+        """Return the log-probabilities of an answer's tokens, after those of its prompt with `echo`.
+
+        The very first token of all has none. `text_offset` counts characters of the tokens' own texts.
+        """
+        num_top = self.asked.num_logprobs
+        if num_top is None:
+            return None
+        whole = [*ids, *answer.token_ids]
+        scores = [None, *self.model.score(whole, num_top)] if len(whole) > 1 else [None]
+        first = 0 if self.asked.echo else len(ids)
+        shown, scores = whole[first:], scores[first:]
+        texts = [self.model.token_text(token_id) for token_id in shown]
+        top = [
+            s and {self.model.token_text(token_id): logprob for token_id, logprob in s.top} for s in scores
+        ]
+        return {
+            "tokens": texts,
+            "token_logprobs": [score and score.logprob for score in scores],
+            "top_logprobs": top if num_top else None,
+            "text_offset": [sum(map(len, texts[:index])) for index in range(len(texts))],
+        }
 
 
-_Form = type[_ChatForm] | type[_CompletionForm]
-
-
-async def _respond(form: _Form, asked: Asked, model: ServedModel) -> Response:
-    if asked.is_streamed and (asked.logprobs is not None or asked.echo):
+async def _respond(form: ChatForm) -> Response:
+    asked = form.asked
+    if asked.stream and (asked.num_logprobs is not None or asked.echo):
         field = "echo" if asked.echo else "logprobs"
         raise BadRequest(f"{field} is not supported together with stream", field, "unsupported_parameter")
-    rows = await asyncio.to_thread(lambda: [_encode(model, prompt) for prompt in asked.prompts])
-    head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model.name}
-    if asked.is_streamed:
-        lines = _stream(form, asked, model, rows, head | {"object": form.chunk_kind()})
+    rows = await asyncio.to_thread(lambda: [form.encode(prompt) for prompt in asked.prompts])
+    head = {
+        "id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": form.model.name
+    }  # fmt: skip
+    if asked.stream:
+        lines = _stream(form, rows, head | {"object": form.chunk_kind})
         return StreamingResponse(lines, media_type="text/event-stream")
     try:
-        choices, answers = await asyncio.to_thread(_answer_all, form, asked, model, rows)
+        choices, usage = await asyncio.to_thread(_answer_all, form, rows)
     except Exception as error:  # a device's or a library's: a client must be told in its own form
-        return JSONResponse(error_body(first_line(error), 500), status_code=500)
-    return JSONResponse(head | {"object": form.kind, "choices": choices, "usage": _usage(rows, answers)})
+        return openai_error(first_line(error), 500)
+    return JSONResponse(head | {"object": form.kind, "choices": choices, "usage": usage})
 
 
-def _encode(model: ServedModel, prompt: Any) -> list[int]:
-    """Return a prompt's token ids. Raises BadRequest."""
-    try:
-        if isinstance(prompt, tuple):
-            ids = model.encode(prompt)
-        elif isinstance(prompt, str):
-            ids = model.encode_text(prompt)
-        else:
-            ids = prompt
-    except ValueError as error:
-        raise BadRequest(str(error), "messages", "invalid_value") from error
-    if ids and max(ids) >= model.num_tokens:
-        raise BadRequest(f"prompt: the model has {model.num_tokens} tokens, none is {max(ids)}", "prompt")
-    reason = why_too_long(model, len(ids)) if ids else "the prompt has no token"
-    if reason:
-        raise BadRequest(
-            reason, "messages" if isinstance(prompt, tuple) else "prompt", "context_length_exceeded"
-        )
-    return ids
+def _answer_all(form: ChatForm, rows: list[list[int]]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Return the choices of a request, and what they cost."""
+    answers = [(ids, answer) for ids in rows for answer in form.answer(ids, lambda number, text: False)]
+    choices = [
+        {"index": index, "finish_reason": _FINISH[answer.finish_reason]} | form.choice(ids, answer)
+        for index, (ids, answer) in enumerate(answers)
+    ]
+    return choices, _usage(rows, [answer for _, answer in answers])
 
 
-def _answer_all(
-    form: _Form, asked: Asked, model: ServedModel, rows: list[list[int]]
-) -> tuple[list[dict[str, Any]], list[Answer]]:
-    """Return the choices of a request, and the answers they were made of."""
-    choices, found = [], []
-    for ids in rows:
-        for answer in _ask(form, asked, model, ids, lambda number, text: False):
-            finish = _FINISH[answer.finish_reason]
-            choice = form.choice(model, asked, ids, answer)
-            choices.append({"index": len(choices), "finish_reason": finish} | choice)
-            found.append(answer)
-    return choices, found
-
-
-def _ask(
-    form: _Form, asked: Asked, model: ServedModel, ids: list[int], listener: Callable[[int, str], bool]
-) -> list[Answer]:
-    if not asked.sampling.max_new_tokens:  # the prompt alone is wanted, with its log-probabilities
-        return [Answer("", [], "length", len(ids))] * asked.sampling.num_answers
-    return model.respond(ids, asked.sampling, listener, keeps_space=form.keeps_space)
-
-
-async def _stream(
-    form: _Form, asked: Asked, model: ServedModel, rows: list[list[int]], head: dict[str, Any]
-) -> AsyncIterator[str]:
+async def _stream(form: ChatForm, rows: list[list[int]], head: dict[str, Any]) -> AsyncIterator[str]:
     """Yield server-sent events: pieces of all answers, their ends, the usage if asked for, [DONE]."""
-
-    def line(content: dict[str, Any]) -> str:
-        return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    with_usage = form.asked.stream_options.include_usage
 
     def work(emit: Emit, is_gone: threading.Event) -> None:
-        answers = []
-        for first, ids in enumerate(rows):
-            start = first * asked.sampling.num_answers
-            begun: set[int] = set()
+        answers, begun = [], set()
 
-            def tell(number: int, text: str, start: int = start, begun: set[int] = begun) -> bool:
-                make = form.piece if number in begun else form.first_piece
-                begun.add(number)
-                emit({"index": start + number, "finish_reason": None} | make(text))
-                return is_gone.is_set()
+        def tell(index: int, text: str, finish: str | None) -> bool:
+            piece = form.piece(text, index not in begun)
+            begun.add(index)
+            choice = {"index": index, "finish_reason": finish} | piece
+            emit({"choices": [choice]} | ({"usage": None} if with_usage else {}))
+            return is_gone.is_set()
 
-            for number, answer in enumerate(_ask(form, asked, model, ids, tell)):
-                make = form.piece if number in begun else form.first_piece
-                finish = _FINISH[answer.finish_reason]
-                emit({"index": start + number, "finish_reason": finish} | make(""))
-                answers.append(answer)
+        for ids in rows:
+            first = len(answers)
+            of_one = form.answer(ids, lambda number, text, first=first: tell(first + number, text, None))
+            for number, answer in enumerate(of_one):
+                tell(first + number, "", _FINISH[answer.finish_reason])
+            answers += of_one
             if is_gone.is_set():
                 return
-        emit(_usage(rows, answers))
+        if with_usage:
+            emit({"choices": [], "usage": _usage(rows, answers)})
 
     try:
-        async for item in stream_from_thread(work):
-            if "index" in item:
-                yield line(head | {"choices": [item]} | ({"usage": None} if asked.with_usage else {}))
-            elif asked.with_usage:
-                yield line(head | {"choices": [], "usage": item})
-    except WorkFailed as error:
-        yield line(error_body(first_line(error), 500))
+        async for event in stream_from_thread(work):
+            yield f"data: {json.dumps(head | event, ensure_ascii=False)}\n\n"
+    except Exception as error:
+        yield f"data: {openai_error(first_line(error), 500).body.decode()}\n\n"
         return
     yield "data: [DONE]\n\n"
 

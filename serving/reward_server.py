@@ -18,10 +18,7 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import uvicorn
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, HTTPException
 from transformers import PreTrainedTokenizerFast
 
 from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
@@ -30,8 +27,17 @@ from common.models.value_model import has_saved_head
 from common.programs import startup
 from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
 from common.runs.export import read_metadata
-from serving.listening import bind, find_token, is_loopback
-from serving.request_guard import RequestGuard, RequestLimits
+from serving.web_server import (
+    BodyLimit,
+    add_error_forms,
+    bind,
+    find_token,
+    is_loopback,
+    listen,
+    refuse_plainly,
+    require_token,
+    run_server,
+)
 
 ACCURACY = ("accuracy", "accuracy_low", "accuracy_high", "pairs")  # on held-out pairs, as exported
 
@@ -46,11 +52,9 @@ class ServeArguments(TokenizerArguments):
     token_file: str = flag(
         "", "file with the token that every request must bear; empty: TRIPTYCH_TOKEN of the environment"
     )
-    max_request_bytes: int = flag(
-        RequestLimits.max_bytes, "a longer request is refused before it is read", low=1
-    )
-    max_request_rows: int = flag(RequestLimits.max_rows, "prompts and responses in a request at most", low=1)
-    max_text_characters: int = flag(RequestLimits.max_characters, "of a prompt or a response at most", low=1)
+    max_request_bytes: int = flag(16 * 2**20, "a longer request is refused before it is read", low=1)
+    max_request_rows: int = flag(1024, "prompts and responses in a request at most", low=1)
+    max_text_characters: int = flag(200_000, "of a prompt or a response at most", low=1)
     batch_size: int = flag(32, "sequences in a forward pass", low=1)
     max_seq_len: int = flag(
         0,
@@ -71,31 +75,24 @@ class ScoreRequest:
     rows: list[dict[str, Any]] | None = None
 
 
-def create_app(scorer: RewardScorer, limits: RequestLimits | None = None, *, token: str = "") -> FastAPI:
+def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -> FastAPI:
     """Return the web application of a scorer; with a token it answers no request without."""
-    limits = limits or RequestLimits()
     # No page of documentation: it would load scripts from elsewhere.
     app = FastAPI(title="Triptych reward model", docs_url=None, redoc_url=None)
-    app.add_middleware(RequestGuard, max_bytes=limits.max_bytes, token=token)
-
-    @app.exception_handler(RequestValidationError)
-    def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
-        """Say what is wrong in one line; the library's own answer repeats the whole request."""
-        found = (f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors())
-        expected = 'expected {"prompts": [texts], "responses": [texts]}'
-        return JSONResponse({"detail": f"{'; '.join(found)}; {expected}"}, status_code=422)
+    app.add_middleware(BodyLimit, max_bytes=args.max_request_bytes)
+    require_token(app, token, refuse_plainly)
+    hint = '; expected {"prompts": [texts], "responses": [texts]}'
+    add_error_forms(app, refuse_plainly, hint)
 
     @app.post("/score")
     def score(body: ScoreRequest) -> dict[str, list[float]]:
         """Return a score for each response."""
         num_prompts, num_responses = len(body.prompts), len(body.responses)
         if num_prompts != num_responses:
-            message = (
-                f"{num_prompts} prompts but {num_responses} responses; send one prompt for each response"
+            raise HTTPException(
+                422, f"{num_prompts} prompts but {num_responses} responses; send one prompt for each response"
             )
-            raise HTTPException(422, message)
-        refusal = limits.refusal(body.prompts, body.responses)
-        if refusal:
+        if refusal := _why_too_large(body, args):
             raise HTTPException(413, refusal)
         scores = scorer.score(body.prompts, body.responses)
         if not all(map(math.isfinite, scores)):  # JSON has no word for them
@@ -108,6 +105,23 @@ def create_app(scorer: RewardScorer, limits: RequestLimits | None = None, *, tok
         return scorer.facts
 
     return app
+
+
+def _why_too_large(body: ScoreRequest, args: ServeArguments) -> str:
+    """Return why texts are too many or too long, naming the flag; empty when they are not."""
+    if len(body.prompts) > args.max_request_rows:
+        return (
+            f"{len(body.prompts)} rows are more than --max_request_rows {args.max_request_rows}; "
+            "send smaller batches"
+        )
+    for name, texts in (("prompts", body.prompts), ("responses", body.responses)):
+        for index, text in enumerate(texts):
+            if len(text) > args.max_text_characters:
+                return (
+                    f"{name}.{index} has {len(text)} characters, more than --max_text_characters "
+                    f"{args.max_text_characters}"
+                )
+    return ""
 
 
 def load_scorer(args: ServeArguments, config: Any, tokenizer: PreTrainedTokenizerFast) -> RewardScorer:
@@ -148,13 +162,8 @@ def main() -> None:
         )
     with startup.as_problem(problems):
         scorer = load_scorer(args, config, tokenizer)
-    bound.listen()  # from here on a request waits, and is not refused
-    host, port = bound.getsockname()[:2]
-    print(f"{name} answers POST http://{host}:{port}/score and GET /health; Ctrl-C ends it", flush=True)
-    limits = RequestLimits(args.max_request_bytes, args.max_request_rows, args.max_text_characters)
-    app = create_app(scorer, limits, token=token)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-    server.run(sockets=[bound])
+    print(f"{name} answers POST {listen(bound)}/score and GET /health; Ctrl-C ends it", flush=True)
+    run_server(create_app(scorer, args, token=token), bound)
 
 
 if __name__ == "__main__":

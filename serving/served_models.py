@@ -1,24 +1,33 @@
-"""Models that answer requests of a web server, one answer at a time."""
+"""Models that answer requests of a web server, one answer at a time.
+
+# T tokens, K likeliest ones, V vocabulary
+"""
 
 import dataclasses
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
 
 from common.data.dialogue import Segment, build_template
 from common.data.example import Message
-from serving.answering import Answer, Answerer
-from serving.token_scores import TokenScore, score_tokens
+from common.models.loading import compute_hidden
+from common.models.model_inputs import build_model_inputs
+from common.models.policy_model import read_logit_transform
+from serving.answering import Answer, Answerer, TextCallback
 
 _SAMPLE_ID_BITS = 48  # of the random numbers of an answer that no seed was given for
+_POSITIONS_AT_A_TIME = 128  # whose logits are held together
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is drawn."""
+    """How an answer is sampled."""
 
     max_new_tokens: int
     temperature: float = 1.0  # 0 takes the likeliest token
@@ -29,71 +38,54 @@ class Sampling:
     num_answers: int = 1
 
 
-Listener = Callable[[int, str], bool]  # gets (number of the answer, its next text); True: no more of it
+class TokenScore(NamedTuple):
+    """A token's log-probability after those before it, and the likeliest tokens there, with theirs."""
+
+    logprob: float
+    top: list[tuple[int, float]]
 
 
-class ServedModel(Protocol):
-    """What the arena and the API need of a model."""
+class ServedModel:
+    """A named model; all of one process share a lock, for the device computes for one answer.
 
-    name: str
-    max_length: int  # tokens of prompt and answer together
-    num_tokens: int  # of the vocabulary
-
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a conversation. Raises ValueError when its template refuses it."""
-        ...
-
-    def encode_text(self, text: str) -> list[int]:
-        """Return the token ids of a bare text, as a row of the plain template begins."""
-        ...
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text of token ids, special tokens left out."""
-        ...
-
-    def token_text(self, token_id: int) -> str:
-        """Return the text of one token alone, of a special one too."""
-        ...
-
-    def respond(
-        self, prompt_ids: list[int], sampling: Sampling, listener: Listener, *, keeps_space: bool = False
-    ) -> list[Answer]:
-        """Return answers to a prompt, which the listener hears piece by piece."""
-        ...
-
-    def score(self, token_ids: list[int], num_top: int) -> list[TokenScore]:
-        """Return the log-probabilities of all tokens but the first."""
-        ...
-
-
-class LocalModel:
-    """A model of this process. Models of one process share a lock: the device computes for one answer."""
+    `max_length` counts the tokens of prompt and answer together, `num_tokens` those of the vocabulary.
+    """
 
     def __init__(self, name: str, answerer: Answerer, lock: threading.Lock) -> None:
         self.name, self.answerer, self._lock = name, answerer, lock
-        self.max_length, self.num_tokens = answerer.max_length, len(answerer.template.tokenizer)
-        self._plain = build_template("plain", answerer.template.tokenizer)
+        self.tokenizer = answerer.template.tokenizer
+        self.max_length, self.num_tokens = answerer.max_length, len(self.tokenizer)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """See ServedModel."""
+        """Return the token ids of a conversation. Raises ValueError when its template refuses it."""
         return self.answerer.prompt_ids(messages)
 
     def encode_text(self, text: str) -> list[int]:
-        """See ServedModel."""
-        return self._plain.encode([Segment(text, False)], sys.maxsize).input_ids
+        """Return the token ids of a bare text, as a row of the plain template begins."""
+        plain = build_template("plain", self.tokenizer)
+        return plain.encode([Segment(text, False)], sys.maxsize).input_ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """See ServedModel."""
-        return self.answerer.template.tokenizer.decode(token_ids, skip_special_tokens=True)
+        """Return the text of token ids, special tokens left out."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def token_text(self, token_id: int) -> str:
-        """See ServedModel."""
-        return self.answerer.template.tokenizer.decode([token_id])
+        """Return the text of one token alone, of a special one too."""
+        return self.tokenizer.decode([token_id])
+
+    def why_too_long(self, prompt_ids: list[int]) -> str:
+        """Return why a prompt leaves no room for an answer, empty when it does."""
+        if len(prompt_ids) < self.max_length:
+            return ""
+        return (
+            f"the prompt has {len(prompt_ids)} tokens, but prompt and answer together may have "
+            f"{self.max_length}; shorten it"
+        )
 
     def respond(
-        self, prompt_ids: list[int], sampling: Sampling, listener: Listener, *, keeps_space: bool = False
+        self, prompt_ids: list[int], sampling: Sampling, on_text: TextCallback, *, keeps_space: bool = False
     ) -> list[Answer]:
-        """See ServedModel; waits until other answers are done."""
+        """Return answers to a prompt, told piece by piece; waits until other answers are done."""
         options = dataclasses.replace(
             self.answerer.options,
             temperature=sampling.temperature or 1.0,
@@ -112,23 +104,36 @@ class LocalModel:
                 stop=sampling.stop,
                 keeps_space=keeps_space,
                 first_sample_id=sample_id,
-                listener=listener,
+                on_text=on_text,
             )
         return answers
 
     def score(self, token_ids: list[int], num_top: int) -> list[TokenScore]:
-        """See ServedModel; waits until other answers are done."""
+        """Return the log-probabilities of all tokens but the first; waits until other answers are done."""
         with self._lock:
             return score_tokens(
                 self.answerer.model, token_ids, num_top=num_top, num_valid_tokens=self.num_tokens
             )
 
 
-def why_too_long(model: ServedModel, num_prompt_tokens: int) -> str:
-    """Return why a prompt leaves no room for an answer, empty when it does."""
-    if num_prompt_tokens < model.max_length:
-        return ""
-    return (
-        f"the prompt has {num_prompt_tokens} tokens, but prompt and answer together may have "
-        f"{model.max_length}; shorten it"
-    )
+@torch.inference_mode()
+def score_tokens(
+    model: PreTrainedModel, token_ids: list[int], *, num_top: int, num_valid_tokens: int
+) -> list[TokenScore]:
+    """Return T - 1 scores, of all tokens but the first, in fp32 at temperature 1; `num_top` below V."""
+    ids = torch.tensor(token_ids)
+    inputs = build_model_inputs(ids, torch.tensor([len(token_ids)]), is_packed=False, device=model.device)
+    hidden = compute_hidden(model, inputs)[0, :-1]  # (T - 1, H)
+    form, head = read_logit_transform(model), model.get_output_embeddings()
+    scores: list[TokenScore] = []
+    for states, targets in zip(
+        hidden.split(_POSITIONS_AT_A_TIME), ids[1:].to(model.device).split(_POSITIONS_AT_A_TIME), strict=True
+    ):
+        logprobs = form.transform(head(states).float())[:, :num_valid_tokens].log_softmax(-1)
+        own = logprobs.gather(1, targets.unsqueeze(1)).squeeze(1).tolist()
+        values, tokens = (part.tolist() for part in logprobs.topk(num_top, dim=-1))
+        scores += [
+            TokenScore(logprob, list(zip(likely, tops, strict=True)))
+            for logprob, likely, tops in zip(own, tokens, values, strict=True)
+        ]
+    return scores

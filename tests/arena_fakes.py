@@ -7,20 +7,18 @@ from pathlib import Path
 from fastapi.testclient import TestClient
 
 from common.data.example import Message
-from serving.answering import Answer
+from serving.answering import Answer, TextCallback
 from serving.arena_app import create_app
-from serving.blind_pairs import BlindPairs
-from serving.browser_guard import LOOPBACK_NAMES
+from serving.blind_pairs import BlindPairs, PromptPool
 from serving.judgement_store import JudgementStore
-from serving.prompt_pool import PromptPool
-from serving.served_models import Listener, Sampling
-from serving.token_scores import TokenScore
+from serving.served_models import Sampling, ServedModel, TokenScore
+from serving.web_server import LOOPBACK_NAMES
 
 MAX_BYTES = 4000
 END = 3  # the token that ends an answer
 
 
-class FakeModel:
+class FakeModel(ServedModel):
     """Says `say(prompt text)` character by character; a token is a character's code."""
 
     max_length, num_tokens = 200, 0x110000
@@ -45,7 +43,7 @@ class FakeModel:
         return chr(token_id)
 
     def respond(
-        self, prompt_ids: list[int], sampling: Sampling, listener: Listener, *, keeps_space: bool = False
+        self, prompt_ids: list[int], sampling: Sampling, on_text: TextCallback, *, keeps_space: bool = False
     ) -> list[Answer]:
         self.asked.append(sampling)
         answers = []
@@ -58,7 +56,7 @@ class FakeModel:
             told = ""
             for character in text:
                 told += character
-                if listener(number, character):
+                if on_text(number, character):
                     reason = "cancelled"
                     break
             end = [END] if reason == "stop" else []
@@ -69,9 +67,7 @@ class FakeModel:
         return [TokenScore(-i / 100, [(i, -0.5)] * num_top) for i in token_ids[1:]]
 
 
-def make_arena(
-    path: Path, *models: FakeModel, prompts: PromptPool | None = None, seed: int = 0
-) -> BlindPairs:
+def make_arena(path: Path, *models: FakeModel, prompts: PromptPool | None = None) -> BlindPairs:
     """Return the rules over a database at `path`, for "left" and "right" unless models are given."""
     models = models or (FakeModel("left"), FakeModel("right"))
     sampling = Sampling(max_new_tokens=60, temperature=0.7)
@@ -80,5 +76,5 @@ def make_arena(
 
 def make_client(arena: BlindPairs, *, token: str = "", **more) -> TestClient:
     """Return a client of the application on the loopback."""
-    app = create_app(arena, max_bytes=MAX_BYTES, token=token, host_names=LOOPBACK_NAMES)
+    app = create_app(arena, max_request_bytes=MAX_BYTES, token=token, host_names=LOOPBACK_NAMES)
     return TestClient(app, base_url="http://localhost:8080", **more)

@@ -19,9 +19,8 @@ from arena_fakes import MAX_BYTES, FakeModel, make_arena
 from common.data.registry import load_source
 from common.flags.args import Problems
 from serving.arena_app import create_app
-from serving.browser_guard import LOOPBACK_NAMES
-from serving.listening import bind
-from serving.prompt_pool import PromptPool
+from serving.blind_pairs import PromptPool
+from serving.web_server import LOOPBACK_NAMES, bind
 
 CHROMIUM = next(
     (p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), ""
@@ -50,7 +49,7 @@ def serving(arena, *, token: str = "", port: int = 0) -> Iterator[int]:
     """Serve an arena in a thread; give its port."""
     bound = bind("127.0.0.1", port, Problems())
     bound.listen()
-    app = create_app(arena, max_bytes=MAX_BYTES, token=token, host_names=LOOPBACK_NAMES)
+    app = create_app(arena, max_request_bytes=MAX_BYTES, token=token, host_names=LOOPBACK_NAMES)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()

@@ -9,7 +9,7 @@ import pytest
 from arena_fakes import MAX_BYTES, FakeModel, make_arena, make_client
 
 from common.data.registry import load_source
-from serving.prompt_pool import PromptPool
+from serving.blind_pairs import PromptPool
 
 
 @pytest.fixture

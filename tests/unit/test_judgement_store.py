@@ -13,8 +13,13 @@ import pytest
 
 from common.data.adapters.row_forms import read_row
 from common.data.example import Message
-from serving.export_pairs import export_pairs
-from serving.judgement_store import JudgementStore, NotJudgeable, StoreError, UnknownPair
+from serving.judgement_store import (
+    JudgementStore,
+    NotJudgeable,
+    StoreError,
+    UnknownPair,
+    export_pairs,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = (Message("user", "Hi\n\nHuman: <b>?"),)

@@ -55,7 +55,7 @@ def load_scorer(export: str, **changes) -> serve.RewardScorer:
 
 @pytest.fixture
 def client(export) -> TestClient:
-    return TestClient(serve.create_app(load_scorer(export)))
+    return TestClient(serve.create_app(load_scorer(export), serve.ServeArguments()))
 
 
 def ids_of(export: str, text: str) -> list[int]:
@@ -161,7 +161,9 @@ def test_no_response_has_no_score(client):
 def test_a_score_that_is_not_finite_is_an_error_with_its_cure(export):
     scorer = load_scorer(export)
     scorer.model.classifier.score.weight.data.fill_(float("nan"))
-    answer = TestClient(serve.create_app(scorer)).post("/score", json={"prompts": ["a"], "responses": ["b"]})
+    answer = TestClient(serve.create_app(scorer, serve.ServeArguments())).post(
+        "/score", json={"prompts": ["a"], "responses": ["b"]}
+    )
     assert answer.status_code == 500 and "--dtype fp32" in answer.json()["detail"]
 
 
@@ -188,7 +190,9 @@ def test_requests_at_the_same_time_are_scored_one_after_another(export):
 def test_step_3_gets_these_scores_from_a_running_server(export):
     """A real server, and step 3's own reward of kind http."""
     scorer, bound = load_scorer(export), serve.bind("127.0.0.1", 0, Problems())
-    server = uvicorn.Server(uvicorn.Config(serve.create_app(scorer), log_level="warning"))
+    server = uvicorn.Server(
+        uvicorn.Config(serve.create_app(scorer, serve.ServeArguments()), log_level="warning")
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{bound.getsockname()[1]}/score"
@@ -281,7 +285,7 @@ def test_a_server_for_other_machines_without_a_token_says_so(export, started, ca
 def test_step_3_brings_the_token_of_its_environment(export, monkeypatch):
     scorer, bound = load_scorer(export), serve.bind("127.0.0.1", 0, Problems())
     bound.listen()
-    app = serve.create_app(scorer, token="shared")
+    app = serve.create_app(scorer, serve.ServeArguments(), token="shared")
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()

@@ -83,7 +83,7 @@ def test_the_streamed_answer_is_the_answer(answerer, tiny_model_folder):
         texts[number] += text
         return False
 
-    [answers] = answerer.respond(rows, listener=listen, **more)
+    [answers] = answerer.respond(rows, on_text=listen, **more)
     [plain] = answerer.respond(rows, **more)
     assert answers == plain and [a.text for a in answers] == list(texts.values())
     assert len(told) > 6 and all(told), "it came in pieces"
@@ -103,7 +103,7 @@ def test_an_answer_ends_before_a_stop_text_and_is_not_drawn_further(answerer):
 
 def test_who_has_heard_enough_ends_the_answer(answerer):
     rows, told = [answerer.prompt_ids(QUESTION)], []
-    [[answer]] = answerer.respond(rows, listener=lambda _, text: told.append(text) or len(told) == 2)
+    [[answer]] = answerer.respond(rows, on_text=lambda _, text: told.append(text) or len(told) == 2)
     assert answer.finish_reason == "cancelled" and answer.text == "".join(told) and len(told) == 2
     assert len(answer.token_ids) < 12
 

@@ -1,4 +1,4 @@
-"""serving/request_guard.py: who may ask a reward server, and how much; alone and in a real server."""
+"""serving/web_server.py: who may ask a server, and how much; alone and in a real server."""
 
 import asyncio
 import http.client
@@ -11,8 +11,8 @@ from fastapi.testclient import TestClient
 
 from common.flags.access_token import client_token, server_token
 from common.flags.args import Problems
-from serving import reward_server as serve
-from serving.request_guard import RequestGuard, RequestLimits
+from serving.reward_server import ServeArguments, create_app
+from serving.web_server import bind
 
 TOKEN = "s3cret-token-of-the-test"
 BODY = {"prompts": ["a", "bb"], "responses": ["c", "d"]}
@@ -27,8 +27,8 @@ class LengthScorer:
         return [float(len(response)) for response in responses]
 
 
-def client(limits: RequestLimits | None = None, token: str = "") -> TestClient:
-    return TestClient(serve.create_app(LengthScorer(), limits, token=token))
+def client(token: str = "", **limits: int) -> TestClient:
+    return TestClient(create_app(LengthScorer(), ServeArguments(**limits), token=token))
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -40,10 +40,10 @@ def real_server():
     """Return the port of a running server with these limits and this token."""
     running = []
 
-    def start(limits: RequestLimits | None = None, token: str = "") -> int:
-        bound = serve.bind("127.0.0.1", 0, Problems())
+    def start(token: str = "") -> int:
+        bound = bind("127.0.0.1", 0, Problems())
         bound.listen()
-        app = serve.create_app(LengthScorer(), limits, token=token)
+        app = create_app(LengthScorer(), ServeArguments(max_request_bytes=1000), token=token)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
@@ -82,7 +82,7 @@ def test_with_the_token_one_may_ask():
 def test_the_token_is_compared_in_constant_time(monkeypatch):
     compared = []
     monkeypatch.setattr(
-        "serving.request_guard.hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b
+        "serving.web_server.hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b
     )
     assert client(token=TOKEN).get("/health", headers=bearer("other")).status_code == 401
     assert compared == [(b"other", TOKEN.encode())]
@@ -98,8 +98,9 @@ def test_a_body_without_the_token_is_not_read():
     async def send(message: dict) -> None:
         sent.append(message)
 
-    guard = RequestGuard(None, max_bytes=10, token=TOKEN)
-    asyncio.run(guard({"type": "http", "headers": []}, receive, send))
+    scope = {"type": "http", "method": "POST", "path": "/score", "headers": [], "query_string": b""}
+    app = create_app(LengthScorer(), ServeArguments(), token=TOKEN)
+    asyncio.run(app(scope, receive, send))
     assert not reads and sent[0]["status"] == 401
 
 
@@ -143,9 +144,7 @@ def test_a_bad_token_of_the_environment_is_not_shown(monkeypatch):
 
 def test_a_long_body_is_refused_before_it_is_read(real_server):
     """Its announced length is enough: not a byte of it was sent."""
-    connection = http.client.HTTPConnection(
-        "127.0.0.1", real_server(RequestLimits(max_bytes=1000)), timeout=10
-    )
+    connection = http.client.HTTPConnection("127.0.0.1", real_server(), timeout=10)
     connection.putrequest("POST", "/score")
     connection.putheader("Content-Type", "application/json")
     connection.putheader("Content-Length", "1001")
@@ -157,7 +156,7 @@ def test_a_long_body_is_refused_before_it_is_read(real_server):
 
 def test_a_body_of_unknown_length_is_read_up_to_the_limit(real_server):
     """An endless one is cut off; without the limit the server would read for as long as it comes."""
-    port = real_server(RequestLimits(max_bytes=1000))
+    port = real_server()
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(b"POST /score HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
         for _ in range(3):
@@ -167,23 +166,22 @@ def test_a_body_of_unknown_length_is_read_up_to_the_limit(real_server):
 
 def test_a_body_of_the_largest_size_passes():
     content = '{"prompts": ["a"], "responses": ["b"]}'
-    limits = RequestLimits(max_bytes=len(content))
-    headers = {"content-type": "application/json"}
-    assert client(limits).post("/score", content=content, headers=headers).json() == {"scores": [1.0]}
-    assert client(limits).post("/score", content=content + " ", headers=headers).status_code == 413
+    limited, headers = client(max_request_bytes=len(content)), {"content-type": "application/json"}
+    assert limited.post("/score", content=content, headers=headers).json() == {"scores": [1.0]}
+    assert limited.post("/score", content=content + " ", headers=headers).status_code == 413
 
 
 @pytest.mark.parametrize(
-    ("limits", "words"),
+    ("flag", "words"),
     [
-        (RequestLimits(max_rows=1), "2 rows are more than --max_request_rows 1"),
-        (RequestLimits(max_characters=1), "prompts.1 has 2 characters, more than --max_text_characters 1"),
+        ("max_request_rows", "2 rows are more than --max_request_rows 1"),
+        ("max_text_characters", "prompts.1 has 2 characters, more than --max_text_characters 1"),
     ],
 )
-def test_too_many_or_too_long_texts(limits, words):
-    answer = client(limits).post("/score", json=BODY)
+def test_too_many_or_too_long_texts(flag, words):
+    answer = client(**{flag: 1}).post("/score", json=BODY)
     assert answer.status_code == 413 and words in answer.json()["detail"]
-    assert client(RequestLimits(max_rows=2, max_characters=2)).post("/score", json=BODY).status_code == 200
+    assert client(**{flag: 2}).post("/score", json=BODY).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -195,7 +193,7 @@ def test_a_malicious_body_is_refused(content):
 
 
 def test_the_server_goes_on_after_all_of_it(real_server):
-    port = real_server(RequestLimits(max_bytes=1000), TOKEN)
+    port = real_server(TOKEN)
     for headers, expected in (({}, 401), (bearer(TOKEN), 200)):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         connection.request("GET", "/health", headers=headers)
