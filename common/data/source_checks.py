@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from common.data import hub_data
 from common.data.adapters.local_files import AnyForm
 from common.data.adapters.row_forms import accepted_forms
-from common.data.data_options import DataOptions
+from common.data.data_options import DataOptions, parse_data_split, share_indexes
 from common.data.example import BadRow, missing_for
 from common.data.raw_rows import RawRows
 from common.data.registry import RawSource, load_source
-from common.data.split import parse_data_split, share_indexes
 
 NUM_READ = 200  # rows of each file; the rest is counted when the data is built
 NUM_PROBED = 20  # of them, looked at to find one that serves

@@ -14,17 +14,15 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from common.data.data_options import DataOptions
+from common.data.data_options import DataOptions, is_held_out, share_indexes
 from common.data.data_report import DataReport
 from common.data.dialogue import Template
 from common.data.example import BadRow, EmptyRow, Example, missing_for
 from common.data.hub_data import is_offline
 from common.data.raw_rows import RawRows
 from common.data.registry import RawSource, load_source
-from common.data.row_fields import build_row_fields
 from common.data.source_checks import NUM_READ
-from common.data.split import is_held_out, share_indexes
-from common.data.stage_rows import PAIR, PROMPT, SFT, Item, RowKind
+from common.data.stage_rows import PAIR, PROMPT, SFT, Item, RowKind, build_row_fields
 from common.data.token_cache import REPORT_NAME, TokenTable, TokenWriter, build_once, cache_key
 from common.ranks import watchdog
 from common.ranks.distributed import make_on_first_rank
@@ -94,7 +92,7 @@ def build_pairs(options: DataOptions, tokenizer: PreTrainedTokenizerFast, templa
 def build_prompts(options: DataOptions, tokenizer: PreTrainedTokenizerFast, template: Template) -> StageData:
     """Rows of {prompt_ids, row_id, prompt_text, fields}; the text is whole where the ids were truncated.
 
-    `fields` is the JSON of the raw row's other columns, see row_fields.py: what a reward may compare with.
+    `fields` is the JSON of the raw row's other columns, what a reward may compare with.
     Every rank must call this.
 
     Raises:

@@ -12,11 +12,11 @@ import pyarrow
 import pytest
 
 from common.data import stage_datasets
+from common.data.data_options import is_held_out, parse_data_split, share_indexes
 from common.data.dialogue import build_template
 from common.data.pretraining import build_pretraining
 from common.data.registry import load_source
 from common.data.source_checks import check_sources
-from common.data.split import is_held_out, parse_data_split, share_indexes
 from common.data.stage_datasets import DataOptions, build_pairs, build_prompts, build_sft, preview_rows
 from common.ranks import watchdog
 
@@ -173,7 +173,7 @@ def test_shares_are_disjoint_complete_and_those_of_every_process():
     assert [len(share) for share in shares] == [200, 400, 400]
     assert shares[0] != share_indexes(1000, "2,4,4", 1, seed=1)
     code = "print(share_indexes(1000, '2,4,4', 1, 1234), is_held_out({'a': 'é'}, 0.5, 7))"
-    code = f"from common.data.split import is_held_out, share_indexes; {code}"
+    code = f"from common.data.data_options import is_held_out, share_indexes; {code}"
     told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert told.stdout.strip() == f"{shares[0]} {is_held_out({'a': 'é'}, 0.5, 7)}"
     assert shares[0][:5] == [9, 11, 21, 29, 40]  # frozen: another number means other shares for every user

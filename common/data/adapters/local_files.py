@@ -8,8 +8,7 @@ from common.data.adapters import message_trees, rankings
 from common.data.adapters.base import DEFAULT_SCORE_COLUMN, Adapter, Parts, register_dataset
 from common.data.adapters.row_forms import read_row
 from common.data.example import Example
-from common.data.grouped_rows import readable
-from common.data.raw_rows import RawRows
+from common.data.raw_rows import RawRows, readable
 
 
 class AnyForm(Adapter):

@@ -9,8 +9,7 @@ from typing import Any
 from common.data.adapters.rankings import rank_by_score
 from common.data.adapters.row_parts import finite_number, kind_of
 from common.data.example import BadRow, EmptyRow, Example, Message, Turn
-from common.data.grouped_rows import GroupedRows, group_by_key, readable
-from common.data.raw_rows import RawRows
+from common.data.raw_rows import GroupedRows, RawRows, group_by_key, readable
 
 TREE = "(messages of a tree)"  # the column of a row that the messages of one tree were put together in
 MESSAGE_COLUMNS = ("message_id", "parent_id", "text", "role")

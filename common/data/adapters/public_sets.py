@@ -15,9 +15,8 @@ from common.data.adapters.local_files import AnyForm
 from common.data.adapters.rankings import group_scored
 from common.data.adapters.row_parts import filled_text, finite_number, first_item, member, split_marked
 from common.data.example import BadRow, EmptyRow, Example, Turn
-from common.data.grouped_rows import GroupedRows
 from common.data.hub_data import HubPlace
-from common.data.raw_rows import RawRows
+from common.data.raw_rows import GroupedRows, RawRows
 
 _LEADING_CUE = re.compile(r"\A\s*Assistant:")
 _VICUNA_TURN = re.compile(r"(?:\A|(?<=\s)|(?<=</s>))(USER|ASSISTANT):")

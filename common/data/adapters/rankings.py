@@ -16,8 +16,7 @@ from common.data.adapters.row_parts import (
     split_marked,
 )
 from common.data.example import BadRow, EmptyRow, Example, Message
-from common.data.grouped_rows import GroupedRows, group_by_key, readable
-from common.data.raw_rows import RawRows, canonical
+from common.data.raw_rows import GroupedRows, RawRows, canonical, group_by_key, readable
 
 SCORED = "(scored responses)"  # the column of a row that answers of one prompt were put together in
 ONE_ANSWER = "its prompt has one answer only"

@@ -1,4 +1,4 @@
-"""common/data/row_fields.py: what of a raw row reaches a reward function."""
+"""common/data/stage_rows.py: what of a raw row reaches a reward function."""
 
 import json
 from datetime import date
@@ -6,7 +6,7 @@ from datetime import date
 import numpy as np
 import pytest
 
-from common.data.row_fields import MAX_FIELD_CHARACTERS, build_row_fields
+from common.data.stage_rows import MAX_FIELD_CHARACTERS, build_row_fields
 
 
 def fields(row):
