@@ -4,7 +4,7 @@
 python benchmarks/bench_reshard.py [--quick]
 
 Starts 2 and then 4 ranks by itself. Three ways of getting weights to generate with take turns:
-  ours          each rank receives what its slice lacks (common/generation/tp_reshard.py)
+  ours          each rank receives what its slice lacks (common/generation/resharder.py)
   gather-all    DeepSpeed's GatheredParameters over all weights, as DeepSpeed-Chat does it without
                 tensor parallelism; every rank then has the whole model
   gather-layer  GatheredParameters over one layer at a time, of which each rank keeps its slice, as
@@ -36,10 +36,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from benchmarks.rank_launch import launch_ranks
 from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.optim import build_engine
-from common.generation.reshard_plan import group_by_layers
+from common.generation.reshard_plan import TPLayout, group_by_layers
+from common.generation.resharder import Resharder, TPGroups
 from common.generation.tp_plans import Cut, build_cuts
-from common.generation.tp_reshard import Resharder, TPGroups, TPLayout
 from common.models.loading import ModelOptions, load_causal_lm
+from common.models.trained_weights import TrainedWeight
 from common.programs import startup
 from common.ranks import distributed
 from common.ranks.zero3 import gather_whole
@@ -172,7 +173,8 @@ def measure_size(
 ) -> list[dict[str, Any]]:
     """Return the table's rows for one tensor-parallel size. Every rank must call this."""
     layout = TPLayout(distributed.world_size(), tp_size, distributed.rank())
-    resharder = Resharder(parameters, cuts, layout, TPGroups(layout), gather_partition_size=1)
+    weights = {name: TrainedWeight(parameter) for name, parameter in parameters.items()}
+    resharder = Resharder(weights, cuts, layout, TPGroups(layout), gather_partition_size=1)
     ways: dict[str, Callable[[], Any]] = {
         "ours": lambda: dict(resharder.load()),
         "gather-all": lambda: gather_all(parameters),
@@ -200,10 +202,10 @@ def measure_size(
     ]
 
 
-def check_slices(found: Iterable[tuple[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
+def check_slices(found: Iterable[tuple[str, TrainedWeight]], expected: dict[str, torch.Tensor]) -> None:
     """Raise RuntimeError unless both ways gave the same: a benchmark of wrong results says nothing."""
-    for name, tensor in found:
-        if not torch.equal(tensor, expected[name]):
+    for name, weight in found:
+        if not torch.equal(weight.parameter, expected[name]):
             raise RuntimeError(f"{name}: the slice is not that of the whole weight")
 
 

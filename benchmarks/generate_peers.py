@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from common.generation.decode_state import SamplingOptions
+from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 
 PAD = 0

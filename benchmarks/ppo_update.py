@@ -11,7 +11,7 @@ from benchmarks.chat_rows import sft_rows
 from common.data.packed_batch import PackedBatch
 from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.optim import build_engine
-from common.generation.decode_state import SamplingOptions
+from common.generation.decode import SamplingOptions
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ScoreHead, ValueModel

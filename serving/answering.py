@@ -17,7 +17,7 @@ from common.data.dialogue import TEMPLATE_NAMES, Template
 from common.data.example import Message
 from common.data.packed_batch import pad_rows
 from common.flags.args import Problems, TokenizerArguments, flag
-from common.generation.decode_state import SamplingOptions
+from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
 from common.models.loading import DTYPES, ModelOptions, load_causal_lm
@@ -127,7 +127,7 @@ class Answerer:
             options,
             num_samples=num_samples,
             limits=torch.tensor(limits, device=device),
-            listener=texts.add if on_text or stop else None,
+            on_tokens=texts.add if on_text or stop else None,
         )
         answers = []
         for sample, (ids, mask) in enumerate(zip(found.response_ids, found.response_mask, strict=True)):

@@ -65,7 +65,7 @@ def hybrid_options(args: PPOArguments) -> HybridOptions:
         enabled=args.enable_hybrid_engine,
         inference_tp_size=args.inference_tp_size,
         release_inference_cache=args.release_inference_cache,
-        pin_parameters=not args.unpin_actor_parameters,
+        gather_by_layer=args.unpin_actor_parameters,
         tp_gather_partition_size=args.tp_gather_partition_size,
         max_out_tokens=args.max_out_tokens or args.max_prompt_seq_len + args.max_answer_seq_len,
         num_slots=args.generation_slots,

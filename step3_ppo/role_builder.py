@@ -7,7 +7,7 @@ from torch import nn
 
 from common.engine.ds_config import EngineOptions, build_frozen_config, build_train_config
 from common.engine.optim import build_engine
-from common.generation.decode_state import SamplingOptions
+from common.generation.decode import SamplingOptions
 from common.generation.hybrid_engine import HybridEngine
 from common.models.loading import LoraOptions, ModelOptions, add_lora, load_causal_lm, plain_model
 from common.models.policy_model import PolicyModel

@@ -16,7 +16,7 @@ from torch.nn.functional import pad as pad_ends
 
 from common.data.packed_batch import PackedBatch
 from common.engine.engine_step import Gradients, LossTerm, compute_gradients
-from common.generation.decode_state import SamplingOptions
+from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
 from common.generation.hybrid_engine import HybridEngine
 from common.models.output_head import Support, Truncation

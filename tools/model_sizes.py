@@ -159,7 +159,7 @@ class ModelSizes:
     def switch_sizes(
         self, *, num_ranks: int, tp_size: int, is_sharded: bool, layers_per_group: int, lora: LoraOptions
     ) -> SwitchSizes:
-        """Return what `common/generation/tp_reshard.py` moves and holds; it has the formulas."""
+        """Return what `common/generation/reshard_plan.py` moves and holds; it has the formulas."""
         cuts = self.cuts(tp_size)
         tp_size = tp_size if cuts else 1
         merged = {f"{name}.weight" for name in self.adapted_modules(lora.module_name)} if lora.dim else set()

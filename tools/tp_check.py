@@ -24,7 +24,7 @@ from torch import multiprocessing, nn
 from common.data.packed_batch import pad_rows
 from common.data.plugins import import_plugins
 from common.flags.args import Problems
-from common.generation.tp_module import cut_module
+from common.generation.inference_module import cut_module
 from common.generation.tp_plans import NoPlan, build_cuts, planned_linears, working_tp_sizes
 from common.models.loading import ModelOptions, build_position_ids, forward_accepts, load_causal_lm
 from common.programs import startup

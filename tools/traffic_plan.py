@@ -13,7 +13,7 @@ those inside a machine and those between machines, and the slower counts.
     ZeRO 0, 1, 2                               all-reduce of gradients, by 2 in every micro-batch; by 1 and 2
                                                an all-gather of weights
     ZeRO 3, each micro-batch                   two all-gathers of weights, a reduce-scatter of gradients
-    hybrid switch                              (N - t) / (N t) M and more, see common/generation/tp_reshard.py
+    hybrid switch                              (N - t) / (N t) M and more, see generation/reshard_plan.py
     a token step                               reads M / t and the keys; 2 all-reduces a layer
 
 ZeRO 1 and 2 of DeepSpeed 0.19 all-reduce (use_multi_rank_bucket_allreduce) where a reduce-scatter would do.

@@ -6,23 +6,28 @@ or ranks.
 # B prompts, N samples of each, P prompt, R response, S slots, n live rows, V vocabulary
 """
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from common.generation.decode_state import DecodeState, SamplingOptions
-from common.generation.decode_step import DecodeStep
+from common.generation.decode import DecodeState, DecodeStep, SamplingOptions
 from common.generation.kv_cache import SlotCache
-from common.generation.slot_schedule import Admission, SlotSchedule
 from common.models.loading import build_position_ids, forward_accepts
 
 # Gets (sample, its new token ids) after each pass; True: the sample shall end here.
-Listener = Callable[[int, list[int]], bool]
+TokenCallback = Callable[[int, list[int]], bool]
 
 DEFAULT_SLOTS = 128
-_MAX_TOKENS_PER_PASS = 4096  # of prompts that are read together: more would only take memory
+PREFILL_TOKENS = 4096  # of prompts that are read together: more would only take memory
+# A pass over a few tokens costs about what so many tokens more would: padding up to it is cheaper than
+# another pass.
+_PADDING_WORTH_A_PASS = 32
+# Waiting for more free slots makes fewer and larger passes over new prompts; an empty slot costs little.
+_SLOTS_FREE_BEFORE_REFILL = 8
 
 
 class Generation(NamedTuple):
@@ -72,7 +77,7 @@ class Generator:
         num_samples: int = 1,
         limits: torch.Tensor | None = None,
         max_slots: int | None = None,
-        listener: Listener | None = None,
+        on_tokens: TokenCallback | None = None,
     ) -> Generation:
         """Return `num_samples` responses for each left-padded prompt (B, P).
 
@@ -80,7 +85,7 @@ class Generator:
         limits (B x num_samples,) int64, from 1 up to max_new_tokens: tokens a response may have at most. A
         response ends with its stop token; its length is counted, never searched for, so the stop token may be
         the pad token. Of the generator's slots this call uses `max_slots` at most, from 1 on; None: all.
-        `listener` hears of every token as soon as it is drawn, and may end a response.
+        `on_tokens` gets every token as soon as it is sampled, and may end a response.
         """
         device = prompt_ids.device
         if limits is None:
@@ -91,14 +96,15 @@ class Generator:
             lengths,
             num_samples=num_samples,
             num_slots=num_slots,
-            max_tokens_per_pass=_MAX_TOKENS_PER_PASS,
+            max_tokens_per_pass=PREFILL_TOKENS,
         )
         length = max(max(lengths) + options.max_new_tokens, self.max_length)
         # Inference mode is a tenth faster on a CPU; DeepSpeed's gathering hooks do not run in it.
         with torch.no_grad() if self.agree_any else torch.inference_mode():
             step = self._prepare(num_slots, length, options, device)
-            run = _Run(self, step, schedule, prompt_ids, prompt_mask.bool(), sample_ids, limits, options)
-            found = run.to_end(listener)
+            mask = prompt_mask.bool()
+            loop = _DecodeLoop(self, step, schedule, prompt_ids, mask, sample_ids, limits, options, on_tokens)
+            found = loop.run()
         return Generation(*(tensor.clone() for tensor in found))  # such tensors can take part in a loss
 
     def _prepare(
@@ -129,33 +135,113 @@ class Generator:
         return self.model(**inputs).logits[:, -1]
 
 
-class _Run:
-    """One call of `generate`, from the first prompt to the last token."""
+@dataclass
+class Admission:
+    """Samples that enter the slots `first_slot` .. together."""
+
+    first_slot: int
+    samples: list[int] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)  # to be read in one pass, longest first
+    prompt_slots: list[int] = field(default_factory=list)  # where their keys and values go
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (slot with the same prompt, slot)
+
+
+class SlotSchedule:
+    """Which sample sits in which slot. Sample i continues prompt i // num_samples.
+
+    Live sequences fill the slots 0 .. n - 1 without gaps: when one leaves, the last takes its slot. Samples
+    wait in the order of their prompts' lengths, so that prompts which are read together need little padding.
+    """
 
     def __init__(
-        self,
-        generator: Generator,
-        step: DecodeStep,
-        schedule: SlotSchedule,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        sample_ids: torch.Tensor,
-        limits: torch.Tensor,
-        options: SamplingOptions,
+        self, prompt_lengths: list[int], *, num_samples: int, num_slots: int, max_tokens_per_pass: int
     ) -> None:
-        self.generator, self.step, self.schedule, self.options = generator, step, schedule, options
-        self.prompt_ids, self.prompt_mask = prompt_ids, prompt_mask
-        self.sample_ids, self.limits = sample_ids, limits
-        self.device = prompt_ids.device
-        self.lengths: list[int] = []  # tokens in the cache, slot by slot
-        self.first_logits: dict[int, torch.Tensor] = {}  # of prompts with samples that still wait
-        self.listener: Listener | None = None
-        self.num_told: dict[int, int] = {}  # tokens that it has heard of, sample by sample
-        self.results = DecodeState.build(len(sample_ids), options.max_new_tokens, self.device)
+        self.prompt_lengths, self.num_samples = prompt_lengths, num_samples
+        self.num_slots, self.max_tokens_per_pass = num_slots, max_tokens_per_pass
+        order = sorted(range(len(prompt_lengths)), key=lambda prompt: -prompt_lengths[prompt])
+        self.waiting = deque(p * num_samples + k for p in order for k in range(num_samples))
+        self.slots: list[int] = []  # the sample of each live slot
 
-    def to_end(self, listener: Listener | None) -> Generation:
-        """Run until nobody waits; return all responses in the order of the samples."""
-        self.listener = listener
+    def prompt_of(self, sample: int) -> int:
+        """Return the prompt that a sample continues."""
+        return sample // self.num_samples
+
+    def has_work(self) -> bool:
+        """Whether a sample waits or runs."""
+        return bool(self.waiting or self.slots)
+
+    def should_admit(self) -> bool:
+        """Whether it is time to read new prompts, rather than to add a token to the live ones."""
+        num_free = self.num_slots - len(self.slots)
+        if not self.waiting or not num_free:
+            return False
+        worthwhile = max(self.num_slots // _SLOTS_FREE_BEFORE_REFILL, 1)
+        return not self.slots or num_free >= min(worthwhile, len(self.waiting))
+
+    def has_waiting_sibling(self, prompt: int) -> bool:
+        """Whether more samples of a prompt wait; they stand at the head of the queue."""
+        return bool(self.waiting) and self.prompt_of(self.waiting[0]) == prompt
+
+    def admit(self) -> Admission:
+        """Take what fits into the free slots and into one pass; at least one sample must wait."""
+        admission = Admission(len(self.slots))
+        slot_with = {self.prompt_of(sample): slot for slot, sample in enumerate(self.slots)}
+        padding, width = 0, 0
+        while self.waiting and len(self.slots) < self.num_slots:
+            sample = self.waiting[0]
+            prompt, slot = self.prompt_of(sample), len(self.slots)
+            if prompt in slot_with:
+                admission.copies.append((slot_with[prompt], slot))
+            else:
+                width = width or self.prompt_lengths[prompt]
+                padding += width - self.prompt_lengths[prompt]
+                num_tokens = width * (len(admission.prompts) + 1)
+                is_full = num_tokens > self.max_tokens_per_pass or padding > _PADDING_WORTH_A_PASS
+                if admission.prompts and is_full:
+                    break
+                admission.prompts.append(prompt)
+                admission.prompt_slots.append(slot)
+                slot_with[prompt] = slot
+            self.slots.append(self.waiting.popleft())
+            admission.samples.append(sample)
+        return admission
+
+    def retire(self, finished: list[int]) -> list[tuple[int, int]]:
+        """Empty these slots; return (from, to) of the sequences that must move to close the gaps."""
+        num_left = len(self.slots) - len(finished)
+        gone = set(finished)
+        holes = [slot for slot in finished if slot < num_left]
+        movers = [slot for slot in range(num_left, len(self.slots)) if slot not in gone]
+        moves = list(zip(movers, holes, strict=True))
+        for source, target in moves:
+            self.slots[target] = self.slots[source]
+        del self.slots[num_left:]
+        return moves
+
+
+@dataclass
+class _DecodeLoop:
+    """One call of `generate`, from the first prompt to the last token."""
+
+    generator: Generator
+    step: DecodeStep
+    schedule: SlotSchedule
+    prompt_ids: torch.Tensor
+    prompt_mask: torch.Tensor
+    sample_ids: torch.Tensor
+    limits: torch.Tensor
+    options: SamplingOptions
+    on_tokens: TokenCallback | None
+    lengths: list[int] = field(default_factory=list)  # tokens in the cache, slot by slot
+    first_logits: dict[int, torch.Tensor] = field(default_factory=dict)  # of prompts with waiting samples
+    num_told: dict[int, int] = field(default_factory=dict)  # tokens that `on_tokens` has got, by sample
+
+    def __post_init__(self) -> None:
+        self.device = self.prompt_ids.device
+        self.results = DecodeState.build(len(self.sample_ids), self.options.max_new_tokens, self.device)
+
+    def run(self) -> Generation:
+        """Run until no sample waits; return all responses in the order of the samples."""
         agree_any = self.generator.agree_any or (lambda has_work: has_work)
         while agree_any(self.schedule.has_work()):
             if self.schedule.should_admit():
@@ -164,13 +250,13 @@ class _Run:
                 self._decode()
             else:
                 self._keep_step()
-            if listener:
-                self._tell(listener)
+            if self.on_tokens:
+                self._tell(self.on_tokens)
             self._retire()
         return collect_responses(self.results, self.options)
 
     def _admit(self, admission: Admission) -> None:
-        """Read the new prompts, share them among their samples, draw every sample's first token."""
+        """Read the new prompts, share them among their samples, sample every first token."""
         prompts, schedule = admission.prompts, self.schedule
         if prompts:
             width = max(schedule.prompt_lengths[prompt] for prompt in prompts)
@@ -199,10 +285,10 @@ class _Run:
             self.options.seed,
         )
         self.lengths += lengths
-        state.draw(slice(first, first + len(lengths)), logits, self.options)
+        state.sample(slice(first, first + len(lengths)), logits, self.options)
 
     def _decode(self) -> None:
-        num_passes = 1 if self.generator.agree_any or self.listener else self.step.passes_per_look
+        num_passes = 1 if self.generator.agree_any or self.on_tokens else self.step.passes_per_look
         for _ in range(num_passes):
             # A sequence that has ended meanwhile stays where it is: its length here is an upper bound.
             self.step.run(len(self.lengths), min(max(self.lengths) + 1, self.step.cache.max_length))
@@ -212,14 +298,14 @@ class _Run:
         """Run a pass that counts nothing: the weights are gathered by all ranks together."""
         self.generator.model(input_ids=self.prompt_ids[:1, -1:], use_cache=False)
 
-    def _tell(self, listener: Listener) -> None:
-        """Give the listener all new tokens; a sample of which it has heard enough ends."""
+    def _tell(self, on_tokens: TokenCallback) -> None:
+        """Give the callback all new tokens; a sample that it wants no more of ends."""
         state = self.step.state
-        num_drawn = state.num_drawn[: len(self.lengths)].tolist()
-        for slot, (sample, count) in enumerate(zip(self.schedule.slots, num_drawn, strict=True)):
+        num_sampled = state.num_sampled[: len(self.lengths)].tolist()
+        for slot, (sample, count) in enumerate(zip(self.schedule.slots, num_sampled, strict=True)):
             first = self.num_told.get(sample, 0)
             self.num_told[sample] = count
-            if count > first and listener(sample, state.response_ids[slot, first:count].tolist()):
+            if count > first and on_tokens(sample, state.response_ids[slot, first:count].tolist()):
                 state.is_live[slot] = False
 
     def _retire(self) -> None:
@@ -246,8 +332,8 @@ class _Run:
 
 def collect_responses(state: DecodeState, options: SamplingOptions) -> Generation:
     """Return the responses of sequences that have all ended, one a slot."""
-    width = int(state.num_drawn.max())
-    mask = torch.arange(width, device=state.num_drawn.device) < state.num_drawn.unsqueeze(1)
+    width = int(state.num_sampled.max())
+    mask = torch.arange(width, device=state.num_sampled.device) < state.num_sampled.unsqueeze(1)
     logprobs, log_kept = state.logprobs[:, :width], state.log_kept[:, :width]
     return Generation(
         response_ids=torch.where(mask, state.response_ids[:, :width], options.pad_token_id),

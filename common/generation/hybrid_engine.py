@@ -17,13 +17,12 @@ import torch.nn.functional as F
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
-from common.generation.decode_state import SamplingOptions
+from common.generation.decode import SamplingOptions
 from common.generation.generate import DEFAULT_SLOTS, Generation, Generator
-from common.generation.inference_module import InferenceModule
+from common.generation.inference_module import InferenceModule, cut_module
 from common.generation.reshard_plan import TPLayout
-from common.generation.tp_module import cut_module
+from common.generation.resharder import Resharder, SwitchCosts, TPGroups
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
-from common.generation.tp_reshard import Resharder, TPGroups
 from common.generation.transformers_generate import TransformersGenerator
 from common.models.loading import plain_model
 from common.models.policy_model import language_model
@@ -31,44 +30,28 @@ from common.models.trained_weights import TrainedWeight, trained_weights
 from common.ranks import distributed, watchdog
 from common.ranks.zero3 import is_sharded
 
-LORA_A, LORA_B = ":lora_a", ":lora_b"
 OFFLOADED = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params)
 
 
 @dataclass(frozen=True)
 class HybridOptions:
-    """The keys of DeepSpeed's `hybrid_engine` section, and two of our own.
+    """How the actor generates; the flags of step 3 set it.
 
     Not `enabled`: transformers' `generate` on gathered weights. `inference_tp_size` ranks share a replica.
-    `release_inference_cache` frees keys, values and graphs on leaving. Without `pin_parameters` ZeRO-3
-    weights are gathered layer by layer in every pass: slow, but it never holds more. `max_out_tokens` is the
-    room of a slot, prompt and response together; 0: what a call needs. `num_slots` sequences run at a
-    time, 0: all up to the decoder's default. `offload_states` moves the optimizer's states away meanwhile.
+    `release_inference_cache` frees keys, values and graphs on leaving. `gather_by_layer` gathers ZeRO-3
+    weights layer by layer in every pass: slow, but it never holds more. `max_out_tokens` is the room of a
+    slot, prompt and response together; 0: what a call needs. `num_slots` sequences run at a time, 0: all up
+    to the decoder's default. `offload_states` moves the optimizer's states away meanwhile.
     """
 
     enabled: bool = False
     inference_tp_size: int = 1
     release_inference_cache: bool = False
-    pin_parameters: bool = True
+    gather_by_layer: bool = False
     tp_gather_partition_size: int = 8
     max_out_tokens: int = 0
     num_slots: int = 0
     offload_states: bool = False
-
-
-@dataclass
-class SwitchCosts:
-    """What the last change to generate mode took, on this rank."""
-
-    received_bytes: int = 0
-    peak_bytes: int = 0
-
-    def metrics(self) -> dict[str, float]:
-        """Return them under the names of the log."""
-        return {
-            "hybrid/received_gib": self.received_bytes / 2**30,
-            "hybrid/peak_gib": self.peak_bytes / 2**30,
-        }
 
 
 class HybridEngine:
@@ -80,9 +63,9 @@ class HybridEngine:
         self.module = language_model(engine.module)
         self._weights = trained_weights(self.module)
         self.is_sharded = any(is_sharded(w.parameter) for w in self._weights.values())
-        self.is_gathered_by_layer = options.enabled and self.is_sharded and not options.pin_parameters
+        self.gather_by_layer = options.enabled and options.gather_by_layer and self.is_sharded
         self._cuts: dict[str, Cut] = {}
-        if self.is_gathered_by_layer:
+        if self.gather_by_layer:
             self.layout = TPLayout(distributed.world_size(), 1, distributed.rank())
             self.groups = TPGroups(self.layout)
             self.inference_module: nn.Module = self.module
@@ -103,13 +86,8 @@ class HybridEngine:
         self.layout = layout = TPLayout(distributed.world_size(), tp_size, distributed.rank())
         self.groups = TPGroups(layout)
         cut_module(module, self._cuts, layout.tp_rank, layout.tp_size, self.groups.tp_group)
-        parameters: dict[str, nn.Parameter] = {}
-        for name, weight in self._weights.items():
-            parameters[name] = weight.parameter
-            if weight.lora_a is not None:  # behind their weight: it is merged when the last factor is here
-                parameters |= {name + LORA_A: weight.lora_a, name + LORA_B: weight.lora_b}
         self._resharder = Resharder(
-            parameters,
+            self._weights,
             self._cuts,
             layout,
             self.groups,
@@ -124,7 +102,7 @@ class HybridEngine:
             self.inference_module,
             num_slots=options.num_slots,
             max_length=options.max_out_tokens,
-            agree_any=_any_rank if self.is_gathered_by_layer else None,
+            agree_any=_any_rank if self.gather_by_layer else None,
         )
 
     @contextmanager
@@ -135,7 +113,7 @@ class HybridEngine:
         Every rank must enter it together; inside, only ranks of a tensor-parallel group need keep step.
         """
         was_training = self.module.training
-        if self.is_gathered_by_layer:
+        if self.gather_by_layer:
             self.module.eval()
         try:
             with watchdog.phase("the switch to generation", clock="switch"):
@@ -149,44 +127,24 @@ class HybridEngine:
     def _enter(self) -> None:
         if self._offloads:
             self.engine.offload_states(include=OFFLOADED)
-        self.costs = SwitchCosts()
-        if not self.is_gathered_by_layer:
-            with named_out_of_memory(self._cure_of_entering()):
-                self._lend_weights()
-            traffic = self._resharder.traffic
-            self.costs = SwitchCosts(traffic.received_bytes, traffic.peak_bytes)
+        if not self.gather_by_layer:
+            with named_out_of_memory(self._cure_of_entering()), torch.no_grad():
+                for name, weight in self._resharder.load():
+                    self._inference.attach(name, self._merge(name, weight))
+            self.costs = self._resharder.costs
 
-    @torch.no_grad()
-    def _lend_weights(self) -> None:
-        adapted: dict[str, torch.Tensor] = {}
-        for name, part in self._resharder.load():
-            owner = name.removesuffix(LORA_A).removesuffix(LORA_B)
-            if self._weights[owner].lora_a is None:
-                self._inference.lend(name, part)
-                continue
-            adapted[name] = part
-            if name.endswith(LORA_B):
-                factors = adapted.pop(owner + LORA_A), adapted.pop(owner + LORA_B)
-                merged = self._merge(owner, self._weights[owner], adapted.pop(owner), factors)
-                self._inference.lend(owner, merged)
-
-    def _merge(
-        self,
-        name: str,
-        weight: TrainedWeight,
-        part: torch.Tensor,
-        factors: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
+    def _merge(self, name: str, weight: TrainedWeight) -> torch.Tensor:
+        """Return the weight with its adapter, where it has one, in a new tensor: this rank's slice."""
         cut, tp_rank = self._cuts.get(name), self.layout.tp_rank
 
         def take(factor: torch.Tensor, dim: int) -> torch.Tensor:
             return cut.take(factor, tp_rank) if cut is not None and cut.dim == dim else factor
 
-        return weight.merge(part, *factors, take)
+        return weight.merged(take)
 
     def _leave(self) -> None:
-        if not self.is_gathered_by_layer:
-            self._inference.take_back()
+        if not self.gather_by_layer:
+            self._inference.detach()
         if self.options.release_inference_cache:
             self.release()
         if self._offloads:
@@ -195,7 +153,7 @@ class HybridEngine:
     def release(self) -> None:
         """Give back the memory that is kept for the next time: keys, values, graphs, staging buffers."""
         self.generator.release()
-        if not self.is_gathered_by_layer:
+        if not self.gather_by_layer:
             self._resharder.release()
 
     @property

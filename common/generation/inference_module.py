@@ -1,26 +1,41 @@
-"""A second module of a model's structure, for generation: weights are lent to it and taken back.
+"""A second module of a model's structure, for generation: weights are attached to it and detached again.
 
 It has no hooks of DeepSpeed, no adapters and no gradient checkpointing, and its own copy of the
-configuration, so nothing that generation wants touches the module that is trained.
+configuration, so nothing that generation wants touches the module that is trained. `cut_module` makes it one
+rank's part of the model: modules and parameters keep their names, and the forward passes of those that need
+other ranks are wrapped. Gradients do not pass through the sums over ranks.
+
+# t ranks, V vocabulary, H hidden size
 """
 
 import copy
+import inspect
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from common.generation.slot_attention import choose_slot_attention
+from common.generation.kv_cache import choose_attention
+from common.generation.tp_plans import Cut
+
+HEAD_WIDTHS = ("head_dim", "head_size")  # what tells an attention from an MLP
+QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
+KEY_VALUE_COUNTS = ("num_kv_heads", "num_key_value_heads")
+QUERY_WIDTHS = ("embed_dim", "hidden_size", "split_size")  # of all query heads together
 
 
 class InferenceModule:
-    """An empty transformers module; `lend` gives it a weight, `take_back` takes all of them back."""
+    """An empty transformers module; `attach` gives it a weight, `detach` takes all of them away."""
 
     def __init__(self, source: PreTrainedModel, device: torch.device) -> None:
         config = copy.deepcopy(source.config)
         config.use_cache = True
-        config._attn_implementation = choose_slot_attention(source, device)
+        config._attn_implementation = choose_attention(source, device)
         with init_empty_weights(include_buffers=False):
             self.module: PreTrainedModel = type(source)(config)
         self.module.tie_weights()  # each empty weight is an object of its own
@@ -31,13 +46,13 @@ class InferenceModule:
                 setattr(module, name, buffers.get(f"{prefix}.{name}".lstrip("."), buffer).to(device))
         self._owners = _find_owners(self.module)
 
-    def lend(self, name: str, weight: torch.Tensor) -> None:
-        """Put a weight in its place, and in those that are tied to it; nothing is copied."""
+    def attach(self, name: str, weight: torch.Tensor) -> None:
+        """Make a tensor the weight of this name, and of those that are tied to it; nothing is copied."""
         parameter = nn.Parameter(weight, requires_grad=False)
         for module, attribute in self._owners[name]:
             module._parameters[attribute] = parameter
 
-    def take_back(self) -> None:
+    def detach(self) -> None:
         """Leave no weight behind."""
         for owners in self._owners.values():
             for module, attribute in owners:
@@ -59,5 +74,139 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Return a module for generation that holds the weights of `model` itself."""
     inference = InferenceModule(model, next(model.parameters()).device)
     for name, parameter in model.named_parameters():
-        inference.lend(name, parameter.data)
+        inference.attach(name, parameter.data)
     return inference.module
+
+
+def cut_module(
+    model: nn.Module, cuts: dict[str, Cut], tp_rank: int, tp_size: int, group: dist.ProcessGroup | None
+) -> None:
+    """Turn a whole transformers causal LM, real or on the meta device, into this rank's part, in place.
+
+    cuts are those of `build_cuts(model, tp_size)`; group are the t ranks that compute together, None for all
+    ranks. Afterwards every forward pass must be made by all of them with equal inputs, and gives all of them
+    equal logits. Parameters may be replaced by others of their local shapes at any time.
+    """
+    if tp_size == 1:
+        return
+    cut_by_id: dict[int, Cut] = {}
+    for name, parameter in model.named_parameters():
+        if name in cuts:
+            cut_by_id[id(parameter)] = cuts[name]
+            # `data` is replaced, not the parameter: weights stay tied. A view would keep the whole in memory.
+            part = cuts[name].take(parameter.data, tp_rank)
+            parameter.data = part.clone(memory_format=torch.contiguous_format)
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        cut = cut_by_id.get(id(module._parameters.get("weight")))
+        if cut is not None:
+            _connect(module, cut, tp_rank, group, is_head=module is head)
+    num_heads = model.config.num_attention_heads
+    for module in model.modules():
+        has_cut = any(id(child._parameters.get("weight")) in cut_by_id for child in module.children())
+        if has_cut and any(hasattr(module, name) for name in HEAD_WIDTHS):
+            _narrow_attention(module, num_heads, tp_rank, tp_size)
+
+
+def _connect(
+    module: nn.Module, cut: Cut, tp_rank: int, group: dist.ProcessGroup | None, *, is_head: bool
+) -> None:
+    """Make a module with a cut weight state its local sizes and, where it must, talk to the other ranks."""
+    rows, columns = module.weight.shape
+    if isinstance(module, nn.Embedding):
+        module.num_embeddings = rows
+        module.padding_idx = None  # it only stops gradients, and may lie among another rank's rows
+        _sum_embeddings(module, tp_rank * rows, group)
+    elif isinstance(module, Conv1D):
+        module.nx, module.nf = rows, columns
+        if cut.dim == 0:
+            _sum_outputs(module, group)
+    else:
+        module.out_features, module.in_features = rows, columns
+        if cut.dim == 1:
+            _sum_outputs(module, group)
+        elif is_head:
+            _gather_logits(module, group)
+
+
+def _sum_outputs(module: nn.Linear | Conv1D, group: dist.ProcessGroup | None) -> None:
+    """Let a Linear with this rank's inputs (..., H/t) return the whole's outputs, the bias added once."""
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        is_transposed = isinstance(module, Conv1D)
+        output = hidden @ module.weight if is_transposed else F.linear(hidden, module.weight)
+        dist.all_reduce(output, group=group)
+        return output if module.bias is None else output + module.bias
+
+    module.forward = forward
+
+
+def _sum_embeddings(module: nn.Embedding, first_row: int, group: dist.ProcessGroup | None) -> None:
+    """Let an embedding with V/t rows return those of all tokens (..., H): another rank's count as zeros.
+
+    Subclasses, such as Gemma 3's that scales what it finds, keep their own forward pass inside.
+    """
+    look_up = module.forward
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        rows = input_ids - first_row
+        is_elsewhere = (rows < 0) | (rows >= module.num_embeddings)
+        output = look_up(rows.masked_fill(is_elsewhere, 0))
+        output = output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+        dist.all_reduce(output, group=group)
+        return output
+
+    module.forward = forward
+
+
+def _gather_logits(module: nn.Linear, group: dist.ProcessGroup | None) -> None:
+    """Let an output head with V/t rows return the logits (..., V) of all ranks."""
+    compute = module.forward
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        part = compute(hidden).contiguous()
+        parts = part.new_empty(dist.get_world_size(group), *part.shape)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), part, group=group)
+        return parts.movedim(0, -2).flatten(-2)
+
+    module.forward = forward
+
+
+def _narrow_attention(module: nn.Module, num_heads: int, tp_rank: int, tp_size: int) -> None:
+    """Make an attention count this rank's heads only; `num_heads` are the query heads of all ranks."""
+    if hasattr(module, "num_key_value_groups"):
+        num_kv_heads = num_heads // module.num_key_value_groups
+        module.num_key_value_groups = num_heads // tp_size // max(num_kv_heads // tp_size, 1)
+    for name in (*QUERY_COUNTS, *QUERY_WIDTHS, *KEY_VALUE_COUNTS):
+        if hasattr(module, name):
+            # Ranks share a key/value head where there are fewer heads than ranks.
+            setattr(module, name, max(getattr(module, name) // tp_size, 1))
+    if "alibi" in inspect.signature(module.forward).parameters:
+        first, count = tp_rank * num_heads // tp_size, num_heads // tp_size
+        module.register_forward_pre_hook(_AlibiOfHeads(num_heads, first, count), with_kwargs=True)
+
+
+class _AlibiOfHeads:
+    """A hook that hands an attention the position biases of its own heads: the model builds those of all."""
+
+    def __init__(self, num_heads: int, first: int, count: int) -> None:
+        self.num_heads, self.first, self.count = num_heads, first, count
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with `alibi`, and a mask that has it in it, narrowed to the rank's heads."""
+        alibi, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
+        if alibi is None:
+            return args, kwargs
+        if alibi.ndim == 3:  # BLOOM: (B * heads, 1, keys)
+            narrowed = self.narrow(alibi.unflatten(0, (-1, self.num_heads))).flatten(0, 1)
+        else:  # Falcon: (B, heads, 1, keys)
+            narrowed = self.narrow(alibi)
+        if mask is not None and mask.shape[1] == self.num_heads:  # Falcon's masked alibi
+            mask = self.narrow(mask)
+        return args, kwargs | {"alibi": narrowed, "attention_mask": mask}
+
+    def narrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's heads of a tensor (B, heads, ...)."""
+        return tensor.narrow(1, self.first, self.count)

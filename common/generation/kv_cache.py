@@ -1,15 +1,25 @@
 """Keys and values of running sequences: one preallocated block a layer, a slot for each sequence.
 
 transformers' own modules run unmodified over it: each row writes at its own position, and attention reads the
-first `upto` positions of the first slots, which the live sequences fill without gaps.
+first `upto` positions of the first slots, which the live sequences fill without gaps. Where flash-attn can be
+imported, its key/value-cache kernel is the attention of the decode pass: it reads of each slot only what is
+there, needs no mask and does not repeat grouped heads. Passes over prompts go to torch's attention.
 
-# S slots, L positions of a slot, n rows of a pass, H key/value heads, D their width
+# S slots, L positions of a slot, n rows of a pass, H query heads or key/value heads, D their width
 """
 
+import importlib.util
 from typing import Any
 
 import torch
-from transformers import Cache
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from common.models.varlen_attention import FLASH_ATTENTION
+from common.models.varlen_attention import NAME as VARLEN
+
+SLOT_ATTENTION = "triptych_slots"
 
 
 class SlotCache(Cache):
@@ -106,3 +116,55 @@ def kv_bytes_per_token(config: Any, bytes_per_number: int, tp_size: int = 1) -> 
         num_kv_heads = 1  # Falcon-7B; larger ones repeat their key/value heads before they cache them
     per_rank = max(num_kv_heads // tp_size, 1)
     return 2 * config.num_hidden_layers * per_rank * head_dim * bytes_per_number
+
+
+def choose_attention(source: PreTrainedModel, device: torch.device) -> str:
+    """Return the name of the attention that a module like `source` generates with."""
+    chosen = source.config._attn_implementation
+    is_usable = (
+        device.type == "cuda"
+        and source.dtype in (torch.bfloat16, torch.float16)
+        and importlib.util.find_spec("flash_attn") is not None
+    )
+    # Models of an attention of their own, and scores capped before the softmax, are torch's business.
+    takes_any = getattr(source, "_supports_attention_backend", False)
+    if is_usable and takes_any and getattr(source.config, "attn_logit_softcapping", None) is None:
+        return SLOT_ATTENTION
+    return "sdpa" if chosen in (FLASH_ATTENTION, VARLEN) else chosen
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    slot_lengths: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return (n, 1, H, D) for a query (n, H, 1, D) and keys and values (n, heads, L, D) of a `SlotCache`.
+
+    slot_lengths (n,) int32, an argument of the model's forward pass: keys of each row, the new one included.
+    None: the pass is one over prompts.
+    """
+    if slot_lengths is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    from flash_attn import flash_attn_with_kvcache
+
+    output = flash_attn_with_kvcache(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        # A pass may be rounded up to slots that nobody is in, whose lengths mean nothing.
+        cache_seqlens=slot_lengths.clamp(max=key.shape[2]),
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+    )
+    return output, None
+
+
+AttentionInterface.register(SLOT_ATTENTION, slot_attention)
+AttentionMaskInterface.register(SLOT_ATTENTION, sdpa_mask)

@@ -1,12 +1,24 @@
-"""How each weight gets from training shards to tensor-parallel slices: layout, routes, packing.
+"""Who sends what when weights go from training shards (ZeRO stage 3) to tensor-parallel slices.
 
-Numbers and tensors of one rank only, nothing is sent here. `tp_reshard` explains the layout and moves.
+# N ranks, t tensor-parallel size, M bytes of weights
+
+Ranks [j*N/t, (j+1)*N/t) are the gather group of tp_rank j, and a tensor-parallel group takes one rank of
+each. So a weight cut by rows needs no other ranks than the gather group: their flat shards, laid end to end,
+*are* slice j. A rank receives, of the bytes of a weight that is cut
+
+    by rows        (N-t)/(N t)     the other shards of its slice
+    by columns     (N-1)/(N t)     its columns of everybody's rows
+    not at all     (N-1)/N         (shards are padded to equal length: up to N-1 elements more)
+
+where gathering everything would be (N-1)/N of M. `resharder.py` moves; here are numbers and tensors of one
+rank only.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
@@ -22,7 +34,7 @@ class TPLayout:
 
     world_size: int
     tp_size: int
-    rank: int
+    rank: int = 0
 
     def __post_init__(self) -> None:
         if self.tp_size < 1 or self.world_size % self.tp_size:
@@ -33,6 +45,11 @@ class TPLayout:
         """Ranks of a gather group, N/t."""
         return self.world_size // self.tp_size
 
+    @property
+    def ranks(self) -> torch.Tensor:
+        """Ranks (t, N/t) int64: row j is the gather group of slice j, a column a tensor-parallel group."""
+        return torch.arange(self.world_size).view(self.tp_size, self.gather_size)
+
     def tp_rank_of(self, rank: int) -> int:
         """Return which slice a rank holds."""
         return rank // self.gather_size
@@ -42,39 +59,18 @@ class TPLayout:
         """The slice that this rank holds."""
         return self.tp_rank_of(self.rank)
 
-    @property
-    def tp_ranks(self) -> list[int]:
-        """The ranks of this rank's tensor-parallel group, by tp_rank."""
-        return self.all_tp_groups[self.rank % self.gather_size]
-
-    @property
-    def gather_ranks(self) -> list[int]:
-        """The ranks that hold the same slice as this one, this one among them."""
-        return self.all_gather_groups[self.tp_rank]
-
-    @property
-    def all_tp_groups(self) -> list[list[int]]:
-        """Every tensor-parallel group."""
-        return [list(range(i, self.world_size, self.gather_size)) for i in range(self.gather_size)]
-
-    @property
-    def all_gather_groups(self) -> list[list[int]]:
-        """Every gather group, by tp_rank."""
-        size = self.gather_size
-        return [list(range(j * size, (j + 1) * size)) for j in range(self.tp_size)]
-
 
 class Route(Enum):
     """How a sharded weight gets to its slices."""
 
-    ROWS = "the slice is the gather group's shards end to end: gathered straight into place"
-    ALL = "not cut, and the weight is all shards end to end: gathered straight into place"
-    PIECES = "every rank sends every other one the rectangle of its shard that is in the other's slice"
+    ROWS = "the slice is the gather group's shards end to end: gathered straight into it"
+    ALL = "not cut, and the weight is all shards end to end: gathered straight into it"
+    BLOCKS = "every rank sends every other one the blocks of its shard that are in the other's slice"
     WHOLE = "vectors that are not cut, and odd ones: all shards are gathered, packed; the slice is cut here"
 
 
-class Piece(NamedTuple):
-    """A rectangle, where it lies in a shard (as a matrix) and where in a slice (as a matrix)."""
+class Block(NamedTuple):
+    """A rectangle, by where it lies in a shard (as a matrix) and in a slice (as a matrix)."""
 
     rows: slice
     columns: slice
@@ -90,7 +86,7 @@ class Piece(NamedTuple):
 @dataclass(frozen=True)
 class WeightPlan:
     """One weight's way. `cut` is None when every rank holds all of it; `shard_size` counts elements, padding
-    included; `width` is the length of a row of the matrix that the pieces are rectangles of.
+    included; `width` is the length of a row of the matrix that the blocks are rectangles of.
     """
 
     shape: tuple[int, ...]
@@ -115,7 +111,7 @@ class WeightPlan:
 
     @property
     def num_gathered_shards(self) -> int:
-        """How many shards come together on this rank, its own among them (not for PIECES)."""
+        """How many shards come together on this rank, its own among them (not for BLOCKS)."""
         return self.layout.gather_size if self.route is Route.ROWS else self.layout.world_size
 
     @property
@@ -123,7 +119,7 @@ class WeightPlan:
         """Whether this rank's shard, reshaped, is its slice: nothing is sent or copied."""
         return self.num_gathered_shards == 1 and (self.route is Route.ROWS or self.cut is None)
 
-    def pieces(self, source: int, tp_rank: int) -> list[Piece]:
+    def blocks(self, source: int, tp_rank: int) -> list[Block]:
         """Return what of rank `source`'s shard belongs into slice `tp_rank`; sender and receiver agree."""
         rows_per_shard = self.shard_size // self.width
         first = source * rows_per_shard
@@ -135,36 +131,37 @@ class WeightPlan:
             if self.cut.dim == 0:
                 low, high = max(start, first), min(stop, last)
                 to_rows = slice(offset + low - start, offset + high - start)
-                piece = Piece(slice(low - first, high - first), slice(0, 1), to_rows, slice(0, 1))
+                block = Block(slice(low - first, high - first), slice(0, 1), to_rows, slice(0, 1))
             else:
                 to_columns = slice(offset, offset + stop - start)
-                piece = Piece(slice(0, last - first), slice(start, stop), slice(first, last), to_columns)
-            if piece.rows.start < piece.rows.stop and start < stop:
-                found.append(piece)
+                block = Block(slice(0, last - first), slice(start, stop), slice(first, last), to_columns)
+            if block.rows.start < block.rows.stop and start < stop:
+                found.append(block)
             offset += stop - start
         return found
 
     def count_elements(self, source: int, destination: int) -> int:
-        """Return how many elements of its shard one rank sends another by PIECES."""
+        """Return how many elements of its shard one rank sends another by BLOCKS."""
         if source == destination:
             return 0
-        return sum(piece.numel for piece in self.pieces(source, self.layout.tp_rank_of(destination)))
+        return sum(block.numel for block in self.blocks(source, self.layout.tp_rank_of(destination)))
 
     def count_received(self) -> int:
         """Return how many elements this rank receives."""
-        if self.route is Route.PIECES:
-            return sum(self.count_elements(s, self.layout.rank) for s in range(self.layout.world_size))
+        if self.route is Route.BLOCKS:
+            own = sum(block.numel for block in self.blocks(self.layout.rank, self.layout.tp_rank))
+            return prod(self.local_shape) - own
         return (self.num_gathered_shards - 1) * self.shard_size
 
 
+@lru_cache(maxsize=4096)
 def plan_weight(shape: tuple[int, ...], cut: Cut | None, layout: TPLayout) -> WeightPlan:
     """Return the cheapest way for a weight of `shape`."""
     if cut is not None:
-        merged = tuple(_merge_ranges(ranges) for ranges in cut.ranges)
-        if len(merged) != layout.tp_size:
-            raise ValueError(f"a cut for {len(merged)} ranks, but tp_size is {layout.tp_size}")
+        if len(cut.ranges) != layout.tp_size:
+            raise ValueError(f"a cut for {len(cut.ranges)} ranks, but tp_size is {layout.tp_size}")
         size = shape[cut.dim]
-        cut = None if set(merged) == {((0, size),)} else Cut(cut.dim, merged)
+        cut = None if set(cut.ranges) == {((0, size),)} else cut
     numel = prod(shape)
     shard_size = -(-numel // layout.world_size)
     is_even = numel == shard_size * layout.world_size
@@ -175,21 +172,47 @@ def plan_weight(shape: tuple[int, ...], cut: Cut | None, layout: TPLayout) -> We
         step = size // layout.tp_size
         shares = tuple(((j * step, (j + 1) * step),) for j in range(layout.tp_size))
         is_in_equal_shares = size % layout.tp_size == 0 and cut.ranges == shares
-        route = Route.ROWS if is_even and is_in_equal_shares else Route.PIECES
+        route = Route.ROWS if is_even and is_in_equal_shares else Route.BLOCKS
     else:
-        route = Route.PIECES if cut.dim == 1 and shard_size % row_width == 0 else Route.WHOLE
-    # Cut by rows, a piece is a run of elements, wherever in a row a shard may end.
+        route = Route.BLOCKS if cut.dim == 1 and shard_size % row_width == 0 else Route.WHOLE
+    # Cut by rows, a block is a run of elements, wherever in a row a shard may end.
     width = 1 if cut is None or cut.dim == 0 else row_width
     return WeightPlan(shape, cut, layout, route, shard_size, width)
 
 
-def _merge_ranges(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    merged: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        if merged and merged[-1][1] == start:
-            start = merged.pop()[0]
-        merged.append((start, stop))
-    return tuple(merged)
+class Move(NamedTuple):
+    """What becomes of one weight on a rank, in elements, the mean over ranks."""
+
+    slice: int
+    new: int  # of the slice: what is not the trainer's own memory
+    from_gather_group: float  # received
+    from_all: float  # received
+    staged: int  # in buffers for sending and receiving
+
+
+@lru_cache(maxsize=4096)
+def plan_move(
+    shape: tuple[int, ...], cut: Cut | None, world_size: int, tp_size: int, is_sharded: bool = True
+) -> Move:
+    """Return what a switch to generation does with a weight of `shape`: the counts of all ranks' plans.
+
+    Not `is_sharded`: every rank has the whole weight, as under ZeRO 0 to 2.
+    """
+    plans = [plan_weight(shape, cut, TPLayout(world_size, tp_size, rank)) for rank in range(world_size)]
+    plan = plans[0]
+    size = prod(plan.local_shape)
+    if not is_sharded:
+        is_view = plan.cut is None or (plan.cut.dim == 0 and len(plan.cut.ranges[0]) == 1)
+        return Move(size, 0 if is_view else size, 0.0, 0.0, 0)
+    received = sum(plan.count_received() for plan in plans) / world_size
+    staged = {Route.BLOCKS: round(2 * received), Route.WHOLE: (world_size + 1) * plan.shard_size}
+    return Move(
+        slice=size,
+        new=0 if plan.is_view else size,
+        from_gather_group=received if plan.route is Route.ROWS else 0.0,
+        from_all=0.0 if plan.route is Route.ROWS else received,
+        staged=0 if plan.is_view else staged.get(plan.route, 0),
+    )
 
 
 def group_by_layers(names: Sequence[str], num_layers: int) -> list[list[str]]:
@@ -212,21 +235,21 @@ def _layer_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def pack_pieces(plans: Sequence[WeightPlan], shards: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Lay what this rank sends into the flat `buffer`: by destination, then weight by weight."""
+def pack_blocks(plans: Sequence[WeightPlan], shards: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    """Copy what this rank sends into the flat `buffer`: by destination, then weight by weight."""
     layout, position = plans[0].layout, 0
     for destination in range(layout.world_size):
         if destination == layout.rank:
             continue
         for plan, shard in zip(plans, shards, strict=True):
             matrix = shard.view(-1, plan.width)
-            for piece in plan.pieces(layout.rank, layout.tp_rank_of(destination)):
-                block = matrix[piece.rows, piece.columns]
-                buffer[position : position + piece.numel].view(block.shape).copy_(block)
-                position += piece.numel
+            for block in plan.blocks(layout.rank, layout.tp_rank_of(destination)):
+                found = matrix[block.rows, block.columns]
+                buffer[position : position + block.numel].view(found.shape).copy_(found)
+                position += block.numel
 
 
-def unpack_pieces(
+def unpack_blocks(
     plans: Sequence[WeightPlan],
     shards: Sequence[torch.Tensor],
     buffer: torch.Tensor,
@@ -236,14 +259,14 @@ def unpack_pieces(
     layout, position = plans[0].layout, 0
     for source in range(layout.world_size):
         for plan, shard, whole_slice in zip(plans, shards, slices, strict=True):
-            target = whole_slice.flatten(1) if plan.cut.dim else whole_slice.view(-1, 1)
-            for piece in plan.pieces(source, layout.tp_rank):
-                place = target[piece.to_rows, piece.to_columns]
+            matrix = whole_slice.flatten(1) if plan.cut.dim else whole_slice.view(-1, 1)
+            for block in plan.blocks(source, layout.tp_rank):
+                target = matrix[block.to_rows, block.to_columns]
                 if source == layout.rank:
-                    place.copy_(shard.view(-1, plan.width)[piece.rows, piece.columns])
+                    target.copy_(shard.view(-1, plan.width)[block.rows, block.columns])
                 else:
-                    place.copy_(buffer[position : position + piece.numel].view(place.shape))
-                    position += piece.numel
+                    target.copy_(buffer[position : position + block.numel].view(target.shape))
+                    position += block.numel
 
 
 def unpack_whole(plan: WeightPlan, shards: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from deepspeed.runtime.rollout import RolloutBatch, RolloutEngine, RolloutRequest, SamplingConfig
 from transformers import PreTrainedTokenizerBase
 
-from common.generation.decode_state import SamplingOptions
+from common.generation.decode import SamplingOptions
 from common.generation.hybrid_engine import HybridEngine
 from common.ranks import distributed
 
@@ -33,7 +33,7 @@ class HybridRolloutEngine(RolloutEngine):
         self._stop_id = _NO_STOP_TOKEN if eos_id is None else eos_id
         self._pad_id = eos_id if pad_id is None else pad_id
         self._num_tokens = len(tokenizer)
-        self._num_drawn = 0  # responses of this rank, in all calls
+        self._num_sampled = 0  # responses of this rank, in all calls
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
         """Return B x N sequences of prompt and response, those of one prompt next to each other.
@@ -88,7 +88,7 @@ class HybridRolloutEngine(RolloutEngine):
 
     def _next_sample_ids(self, num: int) -> torch.Tensor:
         """Return (num,) int64 that no other call and no other rank gets."""
-        first, self._num_drawn = self._num_drawn, self._num_drawn + num
+        first, self._num_sampled = self._num_sampled, self._num_sampled + num
         return torch.arange(first, first + num) * distributed.world_size() + distributed.rank()
 
     def _check(self, request: RolloutRequest, sampling: SamplingConfig) -> None:

@@ -2,12 +2,14 @@
 
 A plan says for each Linear of a block whether its outputs (Column) or its inputs (Row) are cut: a Column's
 outputs feed a Row's inputs on the same rank, and one sum over the ranks after the Row makes the result whole.
-`build_cuts` turns the plan into index ranges of every parameter; `tp_module.py` applies them.
+`build_cuts` turns the plan into index ranges of every parameter; `cut_module` of inference_module.py applies
+them.
 """
 
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +37,8 @@ class Cut:
 
     def take(self, tensor: torch.Tensor, tp_rank: int) -> torch.Tensor:
         """Return a rank's part of the whole `tensor`: a view when it is one stretch, else a new tensor."""
-        pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges[tp_rank]]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dim)
+        slices = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges[tp_rank]]
+        return slices[0] if len(slices) == 1 else torch.cat(slices, dim=self.dim)
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,9 @@ class GroupedHeads:
         if self.num_groups % tp_size == 0:
             length = self.num_groups // tp_size * group_length
             return [(tp_rank * length, (tp_rank + 1) * length)]
-        group, place = divmod(tp_rank, tp_size // self.num_groups)
+        group, index = divmod(tp_rank, tp_size // self.num_groups)
         length = self.count // tp_size * self.head_dim
-        queries = group * group_length + place * length
+        queries = group * group_length + index * length
         key = group * group_length + self.queries_per_group * self.head_dim
         return [(queries, queries + length), (key, key + 2 * self.head_dim)]
 
@@ -162,7 +164,7 @@ def build_cuts(model: nn.Module, tp_size: int) -> dict[str, Cut]:
         dim = cut_dim(module, style)
         parts = parts_of(name, module, style)
         check_size(model, name, parts, tp_size)
-        cut = Cut(dim, tuple(lay_out(parts, rank, tp_size) for rank in range(tp_size)))
+        cut = Cut(dim, tuple(join_ranges(parts, rank, tp_size) for rank in range(tp_size)))
         cuts[f"{name}.weight"] = cut
         if isinstance(style, Column):
             cuts[f"{name}.bias"] = replace(cut, dim=0)
@@ -196,7 +198,7 @@ def check_size(model: nn.Module, name: str, parts: Parts, tp_size: int) -> None:
             )
 
 
-def lay_out(parts: Parts, tp_rank: int, tp_size: int) -> tuple[tuple[int, int], ...]:
+def join_ranges(parts: Parts, tp_rank: int, tp_size: int) -> tuple[tuple[int, int], ...]:
     """Return a rank's index ranges of all parts, neighbours joined."""
     ranges: list[tuple[int, int]] = []
     offset = 0
@@ -310,71 +312,57 @@ def all_heads(config: Any, per_head: int = 1) -> Parts:
     return (Part(num_heads * per_head * head_dim, per_head * head_dim, HEADS),)
 
 
-@register_tp_plan("opt")
-def plan_opt(config: Any) -> Plan:
-    """OPT: separate projections."""
-    layer, heads = "decoder.layers.*", all_heads(config)
-    return {f"{layer}.self_attn.{name}_proj": Column(heads) for name in "qkv"} | {
-        f"{layer}.self_attn.out_proj": Row(heads),
-        f"{layer}.fc1": Column(),
-        f"{layer}.fc2": Row(),
-    }
+def stacked_heads(config: Any) -> Parts:
+    """Return the parts of all queries, then all keys, then all values."""
+    return 3 * all_heads(config)
 
 
-@register_tp_plan("gpt2")
-def plan_gpt2(config: Any) -> Plan:
-    """GPT-2: all queries, then all keys, then all values, in transposed weights."""
-    return {
-        "h.*.attn.c_attn": Column(3 * all_heads(config)),
-        "h.*.attn.c_proj": Row(all_heads(config)),
-        "h.*.mlp.c_fc": Column(),
-        "h.*.mlp.c_proj": Row(),
-    }
+def interleaved_heads(config: Any) -> Parts:
+    """Return the part of query, key and value side by side, head by head."""
+    return all_heads(config, per_head=3)
 
 
-@register_tp_plan("gptj")
-def plan_gptj(config: Any) -> Plan:
-    """GPT-J: separate projections."""
-    return {f"h.*.attn.{name}_proj": Column(all_heads(config)) for name in "qkv"} | {
-        "h.*.attn.out_proj": Row(all_heads(config)),
-        "h.*.mlp.fc_in": Column(),
-        "h.*.mlp.fc_out": Row(),
-    }
-
-
-@register_tp_plan("gpt_neox")
-def plan_gpt_neox(config: Any) -> Plan:
-    """GPT-NeoX: query, key and value side by side, head by head."""
-    return plan_fused("layers.*.attention", "layers.*.mlp", all_heads(config, per_head=3), config)
-
-
-@register_tp_plan("bloom")
-def plan_bloom(config: Any) -> Plan:
-    """BLOOM: as GPT-NeoX."""
+def bloom_heads(config: Any) -> Parts:
+    """Return the part of a BLOOM's fused projection."""
     if config.slow_but_exact and config.pretraining_tp > 1:
         raise NoPlan("a BLOOM whose config says slow_but_exact multiplies slices of its whole weights")
-    return plan_fused("h.*.self_attention", "h.*.mlp", all_heads(config, per_head=3), config)
+    return interleaved_heads(config)
 
 
-@register_tp_plan("falcon")
-def plan_falcon(config: Any) -> Plan:
-    """Falcon: groups of heads with their key and value (40B), one key and value last (7B), or as BLOOM."""
+def falcon_heads(config: Any) -> Parts:
+    """Return groups of heads with their key and value (40B), one key and value last (7B), or as BLOOM."""
     num_heads, _, head_dim = head_counts(config)
     if config.new_decoder_architecture:
-        fused: Parts = (GroupedHeads(config.num_kv_heads, num_heads // config.num_kv_heads, head_dim),)
-    elif config.multi_query:
+        return (GroupedHeads(config.num_kv_heads, num_heads // config.num_kv_heads, head_dim),)
+    if config.multi_query:
         shared = Part(head_dim, head_dim, KEY_VALUE_HEADS, may_repeat=True)
-        fused = (*all_heads(config), shared, shared)
-    else:
-        fused = all_heads(config, per_head=3)
-    return plan_fused("h.*.self_attention", "h.*.mlp", fused, config)
+        return (*all_heads(config), shared, shared)
+    return interleaved_heads(config)
 
 
-def plan_fused(attention: str, mlp: str, fused: Parts, config: Any) -> Plan:
-    """Return the plan of GPT-NeoX and its relatives, which differ in the layout of query_key_value."""
-    return {
-        f"{attention}.query_key_value": Column(fused),
-        f"{attention}.dense": Row(all_heads(config)),
-        f"{mlp}.dense_h_to_4h": Column(),
-        f"{mlp}.dense_4h_to_h": Row(),
+_QKV, _FUSED = ("q_proj", "k_proj", "v_proj"), ("query_key_value",)
+_MLP_4H = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+# family: (layer, attention, its projections to queries, keys and values, what each of them holds, its output
+# projection, the MLP's first Linear, its last)
+_FAMILIES: dict[str, tuple[str, str, tuple[str, ...], Callable[[Any], Parts], str, str, str]] = {
+    "opt": ("decoder.layers.*", "self_attn", _QKV, all_heads, "out_proj", "fc1", "fc2"),
+    "gpt2": ("h.*", "attn", ("c_attn",), stacked_heads, "c_proj", "mlp.c_fc", "mlp.c_proj"),
+    "gptj": ("h.*", "attn", _QKV, all_heads, "out_proj", "mlp.fc_in", "mlp.fc_out"),
+    "gpt_neox": ("layers.*", "attention", _FUSED, interleaved_heads, "dense", *_MLP_4H),
+    "bloom": ("h.*", "self_attention", _FUSED, bloom_heads, "dense", *_MLP_4H),
+    "falcon": ("h.*", "self_attention", _FUSED, falcon_heads, "dense", *_MLP_4H),
+}
+
+
+def _plan_family(family: str, config: Any) -> Plan:
+    """Return the plan of a row of `_FAMILIES`."""
+    layer, attention, inputs, parts_of_input, output, up, down = _FAMILIES[family]
+    return {f"{layer}.{attention}.{name}": Column(parts_of_input(config)) for name in inputs} | {
+        f"{layer}.{attention}.{output}": Row(all_heads(config)),
+        f"{layer}.{up}": Column(),
+        f"{layer}.{down}": Row(),
     }
+
+
+for _family in _FAMILIES:
+    register_tp_plan(_family)(partial(_plan_family, _family))

@@ -1,4 +1,4 @@
-"""Generation by transformers' own `generate`, drawing by our sampler: the baseline to compare with.
+"""Generation by transformers' own `generate`, with our sampler: the baseline to compare with.
 
 It gives the same texts as our own decoder, which tests use; it holds whole weights, pads every prompt to the
 longest and decodes until the last response of the batch has ended.
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from common.generation.decode_state import DecodeState, SamplingOptions
+from common.generation.decode import DecodeState, SamplingOptions
 from common.generation.generate import Generation, collect_responses
 
 
@@ -45,24 +45,24 @@ class TransformersGenerator:
         self.model.generate(
             ids,
             attention_mask=mask,
-            do_sample=False,  # the processor has drawn
+            do_sample=False,  # the processor has sampled
             max_new_tokens=options.max_new_tokens,
             pad_token_id=options.pad_token_id,
             eos_token_id=None,
-            logits_processor=LogitsProcessorList([_DrawByOurSampler(state, options)]),
+            logits_processor=LogitsProcessorList([_OurSampler(state, options)]),
             stopping_criteria=StoppingCriteriaList([_EndedByOurCount(state)]),
         )
         return collect_responses(state, options)
 
 
-class _DrawByOurSampler(LogitsProcessor):
-    """Leaves one token possible: the one that was drawn."""
+class _OurSampler(LogitsProcessor):
+    """Leaves one token possible: the one that was sampled."""
 
     def __init__(self, state: DecodeState, options: SamplingOptions) -> None:
         self.state, self.options = state, options
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.state.draw(slice(None), scores, self.options)
+        self.state.sample(slice(None), scores, self.options)
         return torch.full_like(scores, -torch.inf).scatter_(1, self.state.last_ids.unsqueeze(1), 0.0)
 
 

@@ -197,9 +197,9 @@ def _grow_vocabulary(model: PreTrainedModel, num_tokens: int, multiple: int) -> 
                 weight[num_rows:] = weight[:num_rows].float().mean(dim=0).to(weight.dtype)
 
 
-def draw_weight(parameter: nn.Parameter, name: str, *, std: float, seed: int) -> None:
+def init_weight(parameter: nn.Parameter, name: str, *, std: float, seed: int) -> None:
     """Fill a new weight from a normal distribution that depends on (seed, name) alone: not on the ranks, the
-    ZeRO stage or what was drawn before. Every rank must call this.
+    ZeRO stage or what was sampled before. Every rank must call this.
     """
     with torch.no_grad(), gather_whole([parameter], to_modify=True):
         if parameter.numel():
@@ -264,9 +264,9 @@ def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.
         is_frozen_matrix = ".base_layer." in name
         if "lora_" not in name and not is_frozen_matrix:
             parameter.requires_grad = not options.only_optimize_lora or name.endswith("score.weight")
-        if "lora_A" in name:  # PEFT's own draw would depend on the ZeRO stage; B stays zero
+        if "lora_A" in name:  # PEFT's own would depend on the ZeRO stage; B stays zero
             shape = getattr(parameter, "ds_shape", parameter.shape)
-            draw_weight(parameter, name, std=shape[-1] ** -0.5, seed=seed)
+            init_weight(parameter, name, std=shape[-1] ** -0.5, seed=seed)
     return adapted
 
 

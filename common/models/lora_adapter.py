@@ -52,7 +52,7 @@ def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
     with torch.no_grad():  # as the export was merged, to the bit
         for weight in trained_weights(adapted).values():
             if weight.lora_a is not None:
-                weight.parameter.copy_(weight.merge(weight.parameter, weight.lora_a, weight.lora_b))
+                weight.parameter.copy_(weight.merged())
     return adapted.unload()
 
 

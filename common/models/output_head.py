@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from common.models.sampling import kept_tokens
+from common.models.sampling import sampling_mask
 from common.models.tensor_ops import token_entropy, token_logprobs
 
 # Logits of one chunk. On a CPU they stay near the cache (16 MiB in fp32); on a GPU they fill the device.
@@ -121,7 +121,7 @@ def sampling_support(
     found, counts = [], []
     for rows in _chunks(hidden, weight, options):
         logits = options.transform(F.linear(hidden[rows], weight, bias))
-        is_kept = kept_tokens(
+        is_kept = sampling_mask(
             logits,
             temperature=options.temperature,
             num_valid_tokens=options.num_valid_tokens,

@@ -27,8 +27,8 @@ _BLOCK = 256  # tokens whose weights are added up before the search looks inside
 _CPU_NUCLEUS_CANDIDATES = 4096
 
 
-class Draw(NamedTuple):
-    """A token for each row, and how much of the distribution it was drawn from."""
+class Sample(NamedTuple):
+    """A token for each row, and how much of the distribution it was sampled from."""
 
     token_ids: torch.Tensor  # (B,) int64
     log_kept: torch.Tensor  # (B,) fp32, log of the probability that top_k and top_p kept; 0: all of it
@@ -49,7 +49,7 @@ def counter_uniform(seed: int, sample_ids: torch.Tensor, positions: torch.Tensor
     return _shift_right(state, 64 - _UNIFORM_BITS).float() * 2.0**-_UNIFORM_BITS
 
 
-def draw_tokens(
+def sample_tokens(
     logits: torch.Tensor,
     uniforms: torch.Tensor,
     *,
@@ -58,7 +58,7 @@ def draw_tokens(
     top_p: float = 1.0,
     do_sample: bool = True,
     num_valid_tokens: int | None = None,
-) -> Draw:
+) -> Sample:
     """Return a token for each row, below `num_valid_tokens`, never one of probability 0.
 
     logits (B, V) of any float dtype, uniforms (B,) in [0, 1]. First the temperature, then `top_k` (0 =
@@ -75,7 +75,7 @@ def draw_tokens(
     _check_options(vocabulary, num_valid, temperature, top_k, top_p)
     logits = logits[:, :num_valid]
     if not do_sample:
-        return Draw(logits.argmax(-1), torch.zeros_like(uniforms))
+        return Sample(logits.argmax(-1), torch.zeros_like(uniforms))
     weights = _integer_weights(logits, temperature)
     log_kept = torch.zeros_like(uniforms)
     if 0 < top_k < num_valid or top_p < 1.0:
@@ -83,10 +83,10 @@ def draw_tokens(
         threshold = _smallest_weight_kept(weights, top_k, top_p)
         weights.masked_fill_(weights < threshold, 0.0)
         log_kept = (weights.sum(-1, dtype=torch.float64) / whole).log().float()
-    return Draw(_invert_cumulated(weights, uniforms).clamp_(0, num_valid - 1), log_kept)
+    return Sample(_invert_cumulated(weights, uniforms).clamp_(0, num_valid - 1), log_kept)
 
 
-def kept_tokens(
+def sampling_mask(
     logits: torch.Tensor,
     *,
     temperature: float = 1.0,
@@ -94,7 +94,7 @@ def kept_tokens(
     top_p: float = 1.0,
     num_valid_tokens: int | None = None,
 ) -> torch.Tensor:
-    """Return (B, V) bool: the tokens among which `draw_tokens` draws with these options.
+    """Return (B, V) bool: True for the tokens among which `sample_tokens` samples with these options.
 
     Raises ValueError for an option out of its range.
     """

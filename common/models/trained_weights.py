@@ -16,29 +16,35 @@ from common.models.loading import plain_model
 class TrainedWeight(NamedTuple):
     """A weight and, where LoRA adapts it, the factors and the scaling of its adapter."""
 
-    parameter: nn.Parameter
-    lora_a: nn.Parameter | None = None  # (r, I)
-    lora_b: nn.Parameter | None = None  # (O, r)
+    parameter: torch.Tensor
+    lora_a: torch.Tensor | None = None  # (r, I)
+    lora_b: torch.Tensor | None = None  # (O, r)
     scaling: float = 0.0
     is_stored_transposed: bool = False  # GPT-2's Conv1D keeps (I, O)
 
-    def merge(
-        self,
-        weight: torch.Tensor,
-        lora_a: torch.Tensor,
-        lora_b: torch.Tensor,
-        take: Callable[[torch.Tensor, int], torch.Tensor] = lambda factor, dim: factor,
-    ) -> torch.Tensor:
-        """Return `weight + scaling B A` in the weight's dtype, added in fp32; nothing is edited.
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the weight and, if it has an adapter, the adapter's factors A and B."""
+        return [self.parameter] if self.lora_a is None else [self.parameter, self.lora_a, self.lora_b]
 
-        `weight` may be a part of the whole one: `take(factor, dim)` then returns the same part along
-        dimension `dim` (of the weight as it is stored) of a factor that has that dimension.
+    def replace_tensors(self, tensors: list[torch.Tensor]) -> "TrainedWeight":
+        """Return the same with others in the place of `tensors()`, such as gathered ones."""
+        return self._replace(**dict(zip(("parameter", "lora_a", "lora_b"), tensors, strict=False)))
+
+    def merged(
+        self, take: Callable[[torch.Tensor, int], torch.Tensor] = lambda factor, dim: factor
+    ) -> torch.Tensor:
+        """Return weight + scaling B A in the weight's dtype, added in fp32; without adapter itself.
+
+        Nothing is edited. Where the weight is a part of the whole one, `take(factor, dim)` must return the
+        same part along dimension `dim` (of the weight as it is stored) of a factor that has that dimension.
         """
-        left, right = lora_b.float(), lora_a.float()
+        if self.lora_a is None:
+            return self.parameter
+        left, right = self.lora_b.float(), self.lora_a.float()
         if self.is_stored_transposed:
             left, right = right.T, left.T
         delta = self.scaling * (take(left, 0) @ take(right, 1))
-        return (weight.float() + delta).to(weight.dtype)
+        return (self.parameter.float() + delta).to(self.parameter.dtype)
 
 
 def trained_weights(model: nn.Module) -> dict[str, TrainedWeight]:

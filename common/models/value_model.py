@@ -16,7 +16,7 @@ from common.models.loading import (
     ModelOptions,
     add_lora,
     compute_hidden,
-    draw_weight,
+    init_weight,
     load_pretrained,
     plain_model,
 )
@@ -77,7 +77,7 @@ def load_value_model(
     # The class is swapped in place so that the parameter, sharded or not, keeps its identity and its name.
     classifier.score.__class__ = ScoreHead
     if not has_saved_head(options.name_or_path):
-        draw_weight(classifier.score.weight, "score.weight", std=0.02, seed=seed)
+        init_weight(classifier.score.weight, "score.weight", std=0.02, seed=seed)
     return ValueModel(add_lora(classifier, lora, seed) if lora else classifier)
 
 

@@ -55,12 +55,9 @@ def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, trained in trained_weights(model).items():
-            factors = [trained.lora_a, trained.lora_b] if trained.lora_a is not None else []
-            with gather_whole([trained.parameter, *factors]):
+            with gather_whole(trained.tensors()):
                 if distributed.is_main():
-                    weight = trained.parameter.data
-                    merged = trained.merge(weight, *factors) if factors else weight
-                    state[name] = merged.to("cpu", copy=True)
+                    state[name] = trained.merged().detach().to("cpu", copy=True)
     if distributed.is_main():
         buffers = dict(plain.named_buffers())
         persistent = plain.state_dict().keys() & buffers.keys()

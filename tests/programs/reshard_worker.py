@@ -19,10 +19,11 @@ from transformers import AutoConfig  # noqa: E402
 from benchmarks.bench_reshard import SwitchMeter  # noqa: E402
 from common.engine.ds_config import EngineOptions, build_train_config  # noqa: E402
 from common.engine.optim import build_engine  # noqa: E402
-from common.generation.reshard_plan import group_by_layers  # noqa: E402
+from common.generation.reshard_plan import TPLayout, group_by_layers  # noqa: E402
+from common.generation.resharder import Resharder, TPGroups  # noqa: E402
 from common.generation.tp_plans import Cut  # noqa: E402
-from common.generation.tp_reshard import Resharder, TPGroups, TPLayout  # noqa: E402
 from common.models.loading import ModelOptions, compute_logits, load_causal_lm  # noqa: E402
+from common.models.trained_weights import TrainedWeight  # noqa: E402
 from common.programs import startup  # noqa: E402
 from common.ranks import distributed  # noqa: E402
 from common.ranks.zero3 import gather_whole  # noqa: E402
@@ -97,13 +98,13 @@ def count_whole(parameters: dict[str, nn.Parameter]) -> int:
 
 def check_load(resharder: Resharder, parameters) -> dict[str, torch.Tensor]:
     """Return the slices of one load, whose traffic and memory are compared with what was there."""
-    expected_bytes, held_before = resharder.expected_bytes(), resident_bytes(parameters)
+    held_before = resident_bytes(parameters)
     # Buffers that an earlier load left behind are not new, but held all the same.
     held_before += sum(buffer.nbytes for buffer in resharder._staging.values())
     with SwitchMeter() as meter:
-        slices = dict(resharder.load())
-    assert meter.received_bytes == resharder.traffic.received_bytes == expected_bytes
-    assert held_before + meter.peak_bytes <= resharder.traffic.peak_bytes * 1.01 + 2048
+        slices = {name: weight.parameter for name, weight in resharder.load()}
+    assert meter.received_bytes == resharder.costs.received_bytes
+    assert held_before + meter.peak_bytes <= resharder.costs.peak_bytes * 1.01 + 2048
     assert list(slices) == list(parameters)
     return slices
 
@@ -135,11 +136,11 @@ def check_bounds(resharder: Resharder, parameters, cuts: dict[str, Cut], layout:
     of_columns = sum(sizes[name] for name, cut in cuts.items() if cut.dim == 1)
     uncut = sum(sizes.values()) - of_cut
     by_formula = (n - t) / (n * t) * of_cut + (n - 1) / n * uncut + (t - 1) / (n * t) * of_columns
-    received = sum(distributed.gather_objects(resharder.traffic.received_bytes)) / n
+    received = sum(distributed.gather_objects(resharder.costs.received_bytes)) / n
     assert abs(received - by_formula) <= 0.1 * by_formula, (received, by_formula)
     shards = sum(p.ds_tensor.nbytes for p in parameters.values())
     largest = max(sum(sizes[name] for name in names) for names in group_by_layers(list(parameters), t))
-    assert resharder.traffic.peak_bytes <= shards + of_cut / t * 1.05 + uncut + 2 * largest
+    assert resharder.costs.peak_bytes <= shards + of_cut / t * 1.05 + uncut + 2 * largest
 
 
 def check_sizes(engine, make_cut, what: str, *, are_all_sharded: bool) -> None:
@@ -154,7 +155,8 @@ def check_sizes(engine, make_cut, what: str, *, are_all_sharded: bool) -> None:
         groups = TPGroups(layout)
         assert (groups.tp_group is None) == (tp_size == 1)
         assert (groups.gather_group is None) == (tp_size == world_size)
-        moved = Resharder(parameters, cuts, layout, groups, gather_partition_size=tp_size)
+        weights = {name: TrainedWeight(p) for name, p in parameters.items()}
+        moved = Resharder(weights, cuts, layout, groups, gather_partition_size=tp_size)
         resharders[tp_size] = (moved, cuts, layout)
     before: dict[int, dict[str, torch.Tensor]] = {}
     for is_trained in (False, True):

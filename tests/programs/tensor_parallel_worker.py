@@ -16,7 +16,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.generation.tp_module import cut_module  # noqa: E402
+from common.generation.inference_module import cut_module  # noqa: E402
 from common.generation.tp_plans import build_cuts, working_tp_sizes  # noqa: E402
 
 HEADS = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 320}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_generate import load, make_prompts, options
 
-from common.generation.decode_graphs import DecodeGraphs, round_positions, round_rows
+from common.generation.decode import DecodeGraphs, round_positions, round_rows
 from common.generation.generate import Generator
 
 

@@ -6,7 +6,7 @@ from chi_square import NUM_DRAWS, SMALLEST_P_VALUE, p_value
 from families import DECODERS
 from transformers import AutoModelForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
 
-from common.generation.decode_state import SamplingOptions
+from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
 from common.models.loading import compute_logits

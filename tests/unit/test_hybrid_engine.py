@@ -7,7 +7,7 @@ import torch
 from hybrid_engines import build
 
 from common.generation import hybrid_engine
-from common.generation.decode_state import SamplingOptions
+from common.generation.decode import SamplingOptions
 from common.generation.hybrid_engine import HybridEngine, named_out_of_memory
 from common.generation.tp_plans import NoPlan
 from common.models.loading import compute_logits, plain_model
@@ -116,7 +116,7 @@ def test_adapted_weights_are_merged_into_new_tensors(stage, tiny_model_folder):
     assert all(local_shard(w.parameter).equal(before[n]) for n, w in weights.items())
 
 
-@pytest.mark.parametrize("options", [{"enabled": False}, {"num_slots": 1}, {"pin_parameters": False}])
+@pytest.mark.parametrize("options", [{"enabled": False}, {"num_slots": 1}, {"gather_by_layer": True}])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_every_way_of_generating_gives_the_same_texts(stage, options, tiny_model_folder):
     folder = tiny_model_folder("llama")

@@ -114,7 +114,7 @@ def test_the_section_of_ds_config_sets_flags(tmp_path):
     options.take_hybrid_section(args, problems)
     assert problems.messages == []
     made = options.hybrid_options(args)
-    assert (made.enabled, made.inference_tp_size, made.pin_parameters) == (True, 2, False)
+    assert (made.enabled, made.inference_tp_size, made.gather_by_layer) == (True, 2, True)
     assert made.max_out_tokens == 700
 
     args, problems = parse("--ds_config", str(path), "--inference_tp_size", "4"), Problems()

@@ -14,7 +14,7 @@ from common.models.loading import (
     add_lora,
     build_position_ids,
     compute_logits,
-    draw_weight,
+    init_weight,
     linear_module_names,
     load_causal_lm,
     lora_targets,
@@ -190,7 +190,7 @@ def test_lora_begins_as_no_change_and_does_not_depend_on_what_was_drawn_before(t
 def test_a_drawn_weight_depends_on_seed_and_name_alone():
     weights = [torch.nn.Parameter(torch.zeros(3, 4)) for _ in range(4)]
     for weight, (name, seed) in zip(weights, [("a", 1), ("a", 1), ("b", 1), ("a", 2)], strict=True):
-        draw_weight(weight, name, std=1.0, seed=seed)
+        init_weight(weight, name, std=1.0, seed=seed)
     assert weights[0].equal(weights[1])
     assert not weights[0].equal(weights[2]) and not weights[0].equal(weights[3])
 

@@ -52,7 +52,7 @@ def stop_token(hybrid) -> int:
 
 
 @pytest.mark.parametrize("more", [{}, {"n_samples_per_prompt": 2}, {"continuous_batch_size": 2}])
-@pytest.mark.parametrize(("stage", "options"), [(0, {}), (3, {}), (3, {"pin_parameters": False})])
+@pytest.mark.parametrize(("stage", "options"), [(0, {}), (3, {}), (3, {"gather_by_layer": True})])
 def test_greedy_sequences_are_those_of_deepspeeds_own_engine(stage, options, more, tiny_model_folder):
     hybrid = build(tiny_model_folder("llama"), stage, **options)
     stop = stop_token(hybrid)

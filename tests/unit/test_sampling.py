@@ -9,11 +9,11 @@ from right_or_wrong import forms, judge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.models import sampling
-from common.models.sampling import counter_uniform, draw_tokens
+from common.models.sampling import counter_uniform
 
 
 def sample_tokens(logits, uniforms, **options):
-    return draw_tokens(logits, uniforms, **options).token_ids
+    return sampling.sample_tokens(logits, uniforms, **options).token_ids
 
 
 def loop_probabilities(
@@ -311,11 +311,14 @@ def test_what_truncation_kept_is_told():
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(5, 300, generator=generator, dtype=torch.float64).float()
     for options in ({"top_k": 7}, {"top_p": 0.4}, {"top_k": 50, "top_p": 0.8, "temperature": 1.7}):
-        draw = draw_tokens(logits, torch.full((5,), 0.5), **options)
+        draw = sampling.sample_tokens(logits, torch.full((5,), 0.5), **options)
         for row, log_kept in zip(logits.tolist(), draw.log_kept.tolist(), strict=True):
             kept = loop_probabilities(row, **options)
             whole = loop_probabilities(row, temperature=options.get("temperature", 1.0))
             expected = math.log(math.fsum(w for w, k in zip(whole, kept, strict=True) if k > 0))
             assert abs(log_kept - expected) < 1e-6
-    assert draw_tokens(logits, torch.full((5,), 0.5)).log_kept.tolist() == [0.0] * 5
-    assert draw_tokens(logits, torch.zeros(5), do_sample=False, top_k=2).log_kept.tolist() == [0.0] * 5
+    assert sampling.sample_tokens(logits, torch.full((5,), 0.5)).log_kept.tolist() == [0.0] * 5
+    assert (
+        sampling.sample_tokens(logits, torch.zeros(5), do_sample=False, top_k=2).log_kept.tolist()
+        == [0.0] * 5
+    )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_generate import load, make_prompts, options
 
-from common.generation import inference_module, slot_attention
+from common.generation import inference_module, kv_cache
 from common.generation.generate import Generator
 
 CALLS = []
@@ -40,7 +40,7 @@ def test_texts_are_those_of_torchs_attention(family, tiny_model_folder, stand_in
     ids, mask = make_prompts(model.config.vocab_size)
     expected = Generator(model, num_slots=3).generate(ids, mask, torch.arange(4), options(seed=8))
     assert not CALLS
-    monkeypatch.setattr(inference_module, "choose_slot_attention", lambda *_: slot_attention.NAME)
+    monkeypatch.setattr(inference_module, "choose_attention", lambda *_: kv_cache.SLOT_ATTENTION)
     lent = inference_module.share_weights(model)
     found = Generator(lent, num_slots=3).generate(ids, mask, torch.arange(4), options(seed=8))
     assert found.response_ids.equal(expected.response_ids)
@@ -52,11 +52,11 @@ def test_the_kernel_is_chosen_only_where_it_can_run(tiny_model_folder, monkeypat
     model = load(tiny_model_folder("llama"))
     has_flash = True
     spec = SimpleNamespace(find_spec=lambda name: object() if has_flash else None)
-    monkeypatch.setattr(slot_attention, "importlib", SimpleNamespace(util=spec))
-    choose, gpu = slot_attention.choose_slot_attention, torch.device("cuda")
+    monkeypatch.setattr(kv_cache, "importlib", SimpleNamespace(util=spec))
+    choose, gpu = kv_cache.choose_attention, torch.device("cuda")
     assert choose(model, torch.device("cpu")) == choose(model, gpu) == "sdpa"  # fp32
     half = model.to(torch.bfloat16)
-    assert choose(half, gpu) == slot_attention.NAME and choose(half, torch.device("cpu")) == "sdpa"
+    assert choose(half, gpu) == kv_cache.SLOT_ATTENTION and choose(half, torch.device("cpu")) == "sdpa"
     capped = load(tiny_model_folder("gemma2")).to(torch.bfloat16)
     assert choose(capped, gpu) == capped.config._attn_implementation
     own = load(tiny_model_folder("gptj")).to(torch.bfloat16)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from common.generation.slot_schedule import SlotSchedule
+from common.generation.generate import SlotSchedule
 
 
 def simulate(lengths, *, num_samples, num_slots, seed=0, max_tokens_per_pass=4096):

@@ -6,7 +6,7 @@ from tiny_configs import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common.generation.decode_state import SamplingOptions
+from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.models import device_peaks, model_flops
 from common.models.loading import LoraOptions, add_lora

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from common.data.example import Message
 from common.flags.args import Problems
-from common.generation.decode_state import SamplingOptions
+from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
 from serving.answering import Answerer, AnsweringArguments, load_answerer, load_template
@@ -39,7 +39,7 @@ def test_every_token_is_heard_once_and_in_order(generator):
         return False
 
     ids = torch.arange(6)
-    found = generator.generate(PROMPTS, MASK, ids, OPTIONS, num_samples=2, listener=listen)
+    found = generator.generate(PROMPTS, MASK, ids, OPTIONS, num_samples=2, on_tokens=listen)
     unheard = generator.generate(PROMPTS, MASK, ids, OPTIONS, num_samples=2)
     assert torch.equal(found.response_ids, unheard.response_ids)
     assert torch.equal(found.logprobs, unheard.logprobs)
@@ -55,7 +55,7 @@ def test_a_listener_ends_one_response_and_no_other(generator):
     counts: dict[int, int] = {}
     ids = torch.arange(3)
     whole = generator.generate(PROMPTS, MASK, ids, OPTIONS)
-    cut = generator.generate(PROMPTS, MASK, ids, OPTIONS, listener=listen)
+    cut = generator.generate(PROMPTS, MASK, ids, OPTIONS, on_tokens=listen)
     lengths = whole.response_mask.sum(1).tolist()
     assert lengths[1] > 3 and cut.response_mask.sum(1).tolist() == [lengths[0], 3, lengths[2]]
     assert not cut.is_finished[1]

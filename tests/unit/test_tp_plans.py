@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from common.generation.tp_module import cut_module
+from common.generation.inference_module import cut_module
 from common.generation.tp_plans import (
     PLANS,
     Column,
@@ -19,7 +19,7 @@ from common.generation.tp_plans import (
     Part,
     Row,
     build_cuts,
-    lay_out,
+    join_ranges,
     plan_of,
     register_tp_plan,
     working_tp_sizes,
@@ -174,7 +174,7 @@ def test_take_is_a_view_of_one_stretch_and_joins_several():
 
 
 def test_groups_are_split_between_ranks_by_their_queries():
-    ranges = [lay_out((GroupedHeads(2, 4, 1),), rank, 4) for rank in range(4)]
+    ranges = [join_ranges((GroupedHeads(2, 4, 1),), rank, 4) for rank in range(4)]
     assert ranges == [((0, 2), (4, 6)), ((2, 6),), ((6, 8), (10, 12)), ((8, 12),)]
     assert not GroupedHeads(3, 4, 1).fits(2) and GroupedHeads(3, 4, 1).fits(6)
 
@@ -294,7 +294,7 @@ def test_a_plan_that_names_nothing_of_the_model_is_no_plan(plans, codegen):
 def test_column_parts_and_the_sum_of_row_parts_make_the_whole(tp_size):
     torch.manual_seed(0)
     up, down, hidden = nn.Linear(8, 16), nn.Linear(16, 8), torch.randn(3, 8)
-    ranges = tuple(lay_out((Part(16, 2),), rank, tp_size) for rank in range(tp_size))
+    ranges = tuple(join_ranges((Part(16, 2),), rank, tp_size) for rank in range(tp_size))
     outputs, inputs = Cut(0, ranges), Cut(1, ranges)
     total = sum(
         F.gelu(F.linear(hidden, outputs.take(up.weight, rank), outputs.take(up.bias, rank)))

@@ -9,15 +9,17 @@ from torch import nn
 
 from common.generation.reshard_plan import (
     Route,
+    TPLayout,
     WeightPlan,
     group_by_layers,
-    pack_pieces,
+    pack_blocks,
     plan_weight,
-    unpack_pieces,
+    unpack_blocks,
     unpack_whole,
 )
+from common.generation.resharder import Resharder, TPGroups
 from common.generation.tp_plans import Cut
-from common.generation.tp_reshard import Resharder, TPGroups, TPLayout
+from common.models.trained_weights import TrainedWeight
 
 WORLDS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)]
 
@@ -63,7 +65,7 @@ def play_exchange(weights: list[torch.Tensor], cuts: list[Cut], world_size: int,
     for rank in range(world_size):
         sizes = [sum(plan.count_elements(rank, other) for plan in plans[rank]) for other in range(world_size)]
         buffer = torch.full((sum(sizes),), float("nan"))
-        pack_pieces(plans[rank], shards[rank], buffer)
+        pack_blocks(plans[rank], shards[rank], buffer)
         for inbox, part in zip(inboxes, buffer.split(sizes), strict=True):
             inbox.append(part)
     slices = []
@@ -71,7 +73,7 @@ def play_exchange(weights: list[torch.Tensor], cuts: list[Cut], world_size: int,
         received = torch.cat(inboxes[rank])
         assert received.numel() == sum(plan.count_received() for plan in plans[rank])
         slices.append([torch.full(plan.local_shape, float("nan")) for plan in plans[rank]])
-        unpack_pieces(plans[rank], shards[rank], received, slices[rank])
+        unpack_blocks(plans[rank], shards[rank], received, slices[rank])
     return plans, slices
 
 
@@ -83,7 +85,7 @@ def play_gather(plan: WeightPlan, weight: torch.Tensor) -> torch.Tensor:
         found = unpack_whole(plan, shards)
         shards.fill_(float("nan"))  # the next group's weights arrive where these did
         return found
-    ranks = layout.gather_ranks if plan.route is Route.ROWS else list(range(layout.world_size))
+    ranks = layout.ranks[layout.tp_rank] if plan.route is Route.ROWS else slice(None)
     return shards[ranks].flatten().view(plan.local_shape)
 
 
@@ -98,10 +100,8 @@ def play_gather(plan: WeightPlan, weight: torch.Tensor) -> torch.Tensor:
 def test_layout_of_four_ranks(tp_size, tp_groups, gather_groups):
     for rank in range(4):
         layout = TPLayout(4, tp_size, rank)
-        assert (layout.all_tp_groups, layout.all_gather_groups) == (tp_groups, gather_groups)
-        assert layout.tp_ranks == next(group for group in tp_groups if rank in group)
-        assert layout.gather_ranks == next(group for group in gather_groups if rank in group)
-        assert layout.tp_rank == layout.tp_ranks.index(rank) == gather_groups.index(layout.gather_ranks)
+        assert (layout.ranks.T.tolist(), layout.ranks.tolist()) == (tp_groups, gather_groups)
+        assert rank in gather_groups[layout.tp_rank]
 
 
 @pytest.mark.parametrize("tp_size", [0, 3, 8])
@@ -114,10 +114,10 @@ def test_route_by_shape():
     assert route((8, 6), even_cut(0, 8, 2), 4, 2) is Route.ROWS
     assert route((6, 6), even_cut(0, 6, 2), 4, 2) is Route.ROWS  # a shard ends inside a row: no matter
     assert route((8,), even_cut(0, 8, 2), 4, 2) is Route.ROWS
-    assert route((8, 6), even_cut(1, 6, 2), 4, 2) is Route.PIECES
-    assert route((8, 6, 5), even_cut(1, 6, 2), 4, 2) is Route.PIECES
-    assert route((12, 6), fused_cut(0, 12, 2), 4, 2) is Route.PIECES
-    assert route((7, 3), Cut(0, (((0, 4),), ((4, 7),))), 4, 2) is Route.PIECES
+    assert route((8, 6), even_cut(1, 6, 2), 4, 2) is Route.BLOCKS
+    assert route((8, 6, 5), even_cut(1, 6, 2), 4, 2) is Route.BLOCKS
+    assert route((12, 6), fused_cut(0, 12, 2), 4, 2) is Route.BLOCKS
+    assert route((7, 3), Cut(0, (((0, 4),), ((4, 7),))), 4, 2) is Route.BLOCKS
     assert route((6, 6), even_cut(1, 6, 2), 4, 2) is Route.WHOLE  # shards end inside rows
     assert route((4, 4, 4), even_cut(2, 4, 2), 4, 2) is Route.WHOLE
     assert route((8, 6), None, 4, 2) is Route.ALL
@@ -126,9 +126,9 @@ def test_route_by_shape():
 
 
 def test_a_cut_that_leaves_all_to_everybody_is_none():
-    assert route((8, 6), fused_cut(1, 6, 1), 4, 1) is Route.ALL
+    assert route((8, 6), even_cut(1, 6, 1), 4, 1) is Route.ALL
     assert plan_weight((8, 6), Cut(0, (((0, 8),),) * 2), TPLayout(4, 2, 1)).cut is None
-    assert route((12, 6), Cut(0, (((6, 12), (0, 6)),)), 4, 1) is Route.PIECES  # all, in another order
+    assert route((12, 6), Cut(0, (((6, 12), (0, 6)),)), 4, 1) is Route.BLOCKS  # all, in another order
 
 
 def test_a_cut_must_be_made_for_as_many_ranks():
@@ -179,14 +179,14 @@ def test_every_way_gives_the_slices_of_the_whole_weight(world_size, tp_size):
         for rank in range(world_size):
             plan = plan_weight(shape, cut, TPLayout(world_size, tp_size, rank))
             seen.add(plan.route)
-            if plan.route is not Route.PIECES:
+            if plan.route is not Route.BLOCKS:
                 expected = weight if cut is None else cut.take(weight, plan.layout.tp_rank)
                 assert torch.equal(play_gather(plan, weight), expected), plan
-        if plan.route is Route.PIECES:
+        if plan.route is Route.BLOCKS:
             plans, slices = play_exchange([weight], [cut], world_size, tp_size)
             for of_rank, found in zip(plans, slices, strict=True):
                 assert torch.equal(found[0], cut.take(weight, of_rank[0].layout.tp_rank)), of_rank
-    assert seen >= {Route.ALL, Route.PIECES, Route.WHOLE} and (tp_size == 1 or Route.ROWS in seen)
+    assert seen >= {Route.ALL, Route.BLOCKS, Route.WHOLE} and (tp_size == 1 or Route.ROWS in seen)
 
 
 def even(draw: random.Random, shape: tuple[int, ...], tp_size: int) -> Cut | None:
@@ -218,6 +218,7 @@ def test_whole_parameters_are_cut_here_and_shared_where_they_can_be():
         name: nn.Parameter(torch.randn(8, 6))
         for name in ("layers.0.rows", "layers.0.columns", "layers.0.uncut", "layers.0.fused")
     }
+    weights = {name: TrainedWeight(parameter) for name, parameter in parameters.items()}
     rows, columns, uncut, fused_weight = parameters.values()
     cuts = {
         "layers.0.rows": even_cut(0, 8, 2),
@@ -225,8 +226,8 @@ def test_whole_parameters_are_cut_here_and_shared_where_they_can_be():
         "layers.0.fused": fused_cut(1, 6, 2),
     }
     groups = TPGroups.__new__(TPGroups)  # nothing may be sent: there is nobody
-    resharder = Resharder(parameters, cuts, TPLayout(4, 2, 3), groups, gather_partition_size=1)
-    found = dict(resharder.load())
+    resharder = Resharder(weights, cuts, TPLayout(4, 2, 3), groups, gather_partition_size=1)
+    found = {name: weight.parameter for name, weight in resharder.load()}
     assert list(found) == list(parameters)
     assert found["layers.0.uncut"].data_ptr() == uncut.data_ptr()
     assert found["layers.0.rows"].data_ptr() == rows[4:].data_ptr()
@@ -234,5 +235,5 @@ def test_whole_parameters_are_cut_here_and_shared_where_they_can_be():
     assert torch.equal(found["layers.0.columns"], columns[:, 3:])
     assert torch.equal(found["layers.0.fused"], fused_weight[:, [1, 3, 5]])
     assert all(tensor.is_contiguous() and not tensor.requires_grad for tensor in found.values())
-    assert resharder.expected_bytes() == resharder.traffic.received_bytes == 0
-    assert resharder.traffic.peak_bytes == (4 * 8 * 6 + 2 * 8 * 3) * 4
+    assert resharder.costs.received_bytes == 0
+    assert resharder.costs.peak_bytes == (4 * 8 * 6 + 2 * 8 * 3) * 4

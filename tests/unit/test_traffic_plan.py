@@ -115,10 +115,10 @@ def test_groups_span_as_many_machines_as_the_engines_layout_says(num_gpus, num_n
         layout = TPLayout(num_ranks, tp_size, 0)
         hardware = machines(num_gpus, num_nodes)
         strided = strided_group(hardware, tp_size)
-        nodes = {rank // num_gpus for rank in layout.tp_ranks}
+        nodes = {rank // num_gpus for rank in layout.ranks[:, 0].tolist()}
         assert (strided.size, strided.num_nodes) == (tp_size, len(nodes))
         gathering = neighbours(hardware, layout.gather_size)
-        nodes = {rank // num_gpus for rank in layout.gather_ranks}
+        nodes = {rank // num_gpus for rank in layout.ranks[0].tolist()}
         assert (gathering.size, gathering.num_nodes) == (layout.gather_size, len(nodes))
 
 

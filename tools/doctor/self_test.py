@@ -126,7 +126,7 @@ def run() -> dict[str, Any]:
 
     from common.engine.ds_config import EngineOptions, build_train_config
     from common.engine.optim import build_optimizer
-    from common.generation.decode_state import SamplingOptions
+    from common.generation.decode import SamplingOptions
     from common.generation.generate import Generator
     from common.programs import startup
     from common.ranks import distributed

@@ -1,0 +1,290 @@
+"""One token for each running sequence: what the decoder knows of it, how a token is sampled, and the pass.
+
+On a GPU a pass is a captured CUDA graph: one of a small model is bound by launching its kernels one by one.
+
+# S slots, R response tokens at most, n rows of a pass, L positions that attention reads, V vocabulary
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.generation.kv_cache import SLOT_ATTENTION, SlotCache
+from common.models.loading import forward_accepts, plain_model
+from common.models.sampling import counter_uniform, sample_tokens
+from common.models.tensor_ops import token_logprobs
+
+POSITIONS_PER_BUCKET = 128
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are sampled. `num_valid_tokens` masks vocabulary padding; `stop_token_id` ends a text."""
+
+    max_new_tokens: int
+    stop_token_id: int
+    pad_token_id: int
+    num_valid_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    do_sample: bool = True
+    seed: int = 0
+
+
+@dataclass
+class DecodeState:
+    """One entry for each slot; the tensors stay at their addresses as long as the state lives."""
+
+    last_ids: torch.Tensor  # (S,) int64, sampled but not in the cache yet
+    lengths: torch.Tensor  # (S,) int64, tokens in the cache: where the next one goes
+    num_sampled: torch.Tensor  # (S,) int64
+    limits: torch.Tensor  # (S,) int64, response tokens at most
+    is_live: torch.Tensor  # (S,) bool
+    is_stopped: torch.Tensor  # (S,) bool, ended by the stop token
+    uniforms: torch.Tensor  # (S, R + 1) fp32
+    response_ids: torch.Tensor  # (S, R + 1) int64; the last column takes the tokens of a sequence that ended
+    logprobs: torch.Tensor  # (S, R + 1) fp32
+    log_kept: torch.Tensor  # (S, R + 1) fp32
+
+    @classmethod
+    def build(cls, num_slots: int, max_new_tokens: int, device: torch.device) -> "DecodeState":
+        """Return a state without sequences."""
+
+        def zeros(dtype: torch.dtype, *more: int) -> torch.Tensor:
+            return torch.zeros(num_slots, *more, dtype=dtype, device=device)
+
+        columns = max_new_tokens + 1
+        integers = [zeros(torch.int64) for _ in range(4)]
+        flags = [zeros(torch.bool) for _ in range(2)]
+        return cls(
+            *integers,
+            *flags,
+            uniforms=zeros(torch.float32, columns),
+            response_ids=zeros(torch.int64, columns),
+            logprobs=zeros(torch.float32, columns),
+            log_kept=zeros(torch.float32, columns),
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all of it, to be moved row by row."""
+        return list(vars(self).values())
+
+    def enter(
+        self,
+        first: int,
+        prompt_lengths: torch.Tensor,
+        limits: torch.Tensor,
+        sample_ids: torch.Tensor,
+        seed: int,
+    ) -> None:
+        """Put new sequences into the slots from `first` on; the other arguments are (m,) int64."""
+        slots = slice(first, first + len(sample_ids))
+        self.lengths[slots], self.limits[slots] = prompt_lengths, limits
+        self.num_sampled[slots] = 0
+        self.is_live[slots], self.is_stopped[slots] = True, False
+        columns = self.uniforms.shape[1]
+        positions = torch.arange(columns, device=sample_ids.device).repeat(len(sample_ids))
+        uniforms = counter_uniform(seed, sample_ids.repeat_interleave(columns), positions)
+        self.uniforms[slots] = uniforms.view(-1, columns)
+
+    def sample(self, slots: slice, logits: torch.Tensor, options: SamplingOptions) -> None:
+        """Sample the next token of the sequences in `slots` from logits (n, V); a sequence that ended stays
+        as it is.
+        """
+        row = {name: tensor[slots] for name, tensor in vars(self).items()}
+        columns = row["num_sampled"].unsqueeze(1)
+        token_ids, log_kept = sample_tokens(
+            logits,
+            row["uniforms"].gather(1, columns).squeeze(1),
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            do_sample=options.do_sample,
+            num_valid_tokens=options.num_valid_tokens,
+        )
+        logprobs = token_logprobs(
+            logits, token_ids, temperature=options.temperature, num_valid_tokens=options.num_valid_tokens
+        )
+        # Tokens of a sequence that ended land in a column behind its last: nobody reads them.
+        row["response_ids"].scatter_(1, columns, token_ids.unsqueeze(1))
+        row["logprobs"].scatter_(1, columns, logprobs.unsqueeze(1))
+        row["log_kept"].scatter_(1, columns, log_kept.unsqueeze(1))
+        row["last_ids"].copy_(token_ids)
+        is_live = row["is_live"]
+        row["num_sampled"].add_(is_live)
+        is_stop = token_ids == options.stop_token_id
+        row["is_stopped"].logical_or_(is_stop & is_live)
+        is_live.logical_and_(~is_stop & (row["num_sampled"] < row["limits"]))
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy rows to other rows; both (m,) int64, no target a source."""
+        for tensor in self.tensors():
+            tensor[targets] = tensor[sources]
+
+
+def round_rows(num_rows: int, num_slots: int) -> int:
+    """Return the next power of two, at most `num_slots`: rows above the live ones cost next to nothing."""
+    return min(1 << (num_rows - 1).bit_length(), num_slots)
+
+
+def round_positions(upto: int, max_length: int) -> int:
+    """Return the next multiple of the bucket, at most `max_length`."""
+    return min(-(-upto // POSITIONS_PER_BUCKET) * POSITIONS_PER_BUCKET, max_length)
+
+
+class DecodeGraphs:
+    """Captured passes by (rows, positions), kept as long as the weights stay at their addresses.
+
+    A graph holds for one number of rows and of positions; both are rounded up, so few are needed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._addresses: list[int] = []
+        self._pool: object | None = None
+
+    def check_weights(self) -> None:
+        """Forget the graphs if a weight has moved; to be called before the first pass of a generation."""
+        addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
+        if addresses != self._addresses:
+            self.graphs.clear()
+            self._pool = None
+            self._addresses = addresses
+
+    def run(
+        self, rows: int, upto: int, run_pass: Callable[[int, int], None], state: list[torch.Tensor]
+    ) -> None:
+        """Run `run_pass(rows, upto)`, by its graph; `state` is what a pass changes."""
+        graph = self.graphs.get((rows, upto))
+        if graph is None:
+            graph = self.graphs[rows, upto] = self._capture(rows, upto, run_pass, state)
+        graph.replay()
+
+    def _capture(
+        self, rows: int, upto: int, run_pass: Callable[[int, int], None], state: list[torch.Tensor]
+    ) -> torch.cuda.CUDAGraph:
+        before = [tensor.clone() for tensor in state]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries make their work areas on first use, which no graph may
+            run_pass(rows, upto)
+        torch.cuda.current_stream().wait_stream(stream)
+        for tensor, old in zip(state, before, strict=True):
+            tensor.copy_(old)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run_pass(rows, upto)
+        return graph
+
+
+class DecodeStep:
+    """The model, its cache and its state; `run` adds a token to the first n slots."""
+
+    def __init__(
+        self, model: nn.Module, cache: SlotCache, state: DecodeState, options: SamplingOptions
+    ) -> None:
+        self.model, self.cache, self.state, self.options = model, cache, state, options
+        self._takes_positions = forward_accepts(model, "position_ids")
+        config = plain_model(model).config
+        self._has_slot_attention = config._attn_implementation == SLOT_ATTENTION
+        config = config.get_text_config()
+        self._has_alibi = not self._takes_positions or bool(getattr(config, "alibi", False))
+        self._window, self._is_mixed = _sliding_window(config)
+        _refuse_own_window(config, cache.max_length)
+        device = state.lengths.device
+        self._dtype = next(model.parameters()).dtype
+        self._rows = torch.arange(cache.num_slots, device=device)
+        self._positions = torch.arange(cache.max_length, device=device)
+        # Passes that may run ahead before the host looks who ended: each look waits for the device.
+        self.passes_per_look = 4 if device.type == "cuda" else 1
+        self._graphs = DecodeGraphs(model) if device.type == "cuda" else None
+
+    def begin(self) -> None:
+        """Prepare for a generation; the weights may have moved since the last."""
+        if self._graphs:
+            self._graphs.check_weights()
+
+    def has_room(self, num_slots: int, max_length: int, options: SamplingOptions) -> bool:
+        """Whether the cache and the state are large enough, and tokens are sampled with these options.
+
+        The seed may be another: it makes its numbers before a pass.
+        """
+        return (
+            self.cache.num_slots >= num_slots
+            and self.cache.max_length >= max_length
+            and options == dataclasses.replace(self.options, seed=options.seed)
+        )
+
+    def run(self, num_rows: int, upto: int) -> None:
+        """Sample a token for each of the first `num_rows` slots; `upto` is above every position in use."""
+        if self._graphs:
+            rows = round_rows(num_rows, self.cache.num_slots)
+            upto = round_positions(upto, self.cache.max_length)
+            self._graphs.run(rows, upto, self._run_pass, self.state.tensors())
+        else:
+            self._run_pass(num_rows, upto)
+
+    def _run_pass(self, num_rows: int, upto: int) -> None:
+        state = self.state
+        slots, positions = slice(0, num_rows), state.lengths[:num_rows]
+        self.cache.begin_decode(self._rows[:num_rows], positions, upto)
+        inputs: dict[str, Any] = {
+            "input_ids": state.last_ids[:num_rows].unsqueeze(1),
+            "attention_mask": self._build_mask(positions, upto),
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+        if self._takes_positions:
+            inputs["position_ids"] = positions.unsqueeze(1)
+        if self._has_slot_attention:
+            inputs["slot_lengths"] = (positions + 1).to(torch.int32)
+        logits = self.model(**inputs).logits[:, -1]
+        positions.add_(state.is_live[:num_rows])
+        state.sample(slots, logits, self.options)
+
+    def _build_mask(self, positions: torch.Tensor, upto: int) -> Any:
+        """Return which of the first `upto` positions each row attends to, in the model's form."""
+        keys = self._positions[:upto]
+        is_visible = keys <= positions.unsqueeze(1)  # (n, L)
+        if self._has_alibi:
+            return is_visible.long()  # the model makes its biases from it
+        near = mask = self._additive(is_visible)
+        if self._window is not None and upto > self._window:
+            near = self._additive(is_visible & (keys > positions.unsqueeze(1) - self._window))
+        return {"full_attention": mask, "sliding_attention": near} if self._is_mixed else near
+
+    def _additive(self, is_visible: torch.Tensor) -> torch.Tensor:
+        """Return (n, 1, 1, L): 0 where visible, else the smallest number."""
+        lowest = torch.finfo(self._dtype).min
+        return torch.zeros(is_visible.shape, dtype=self._dtype, device=is_visible.device).masked_fill_(
+            ~is_visible, lowest
+        )[:, None, None, :]
+
+
+def _refuse_own_window(config: Any, max_length: int) -> None:
+    """Raise ValueError for GPT-Neo beyond its window: its local layers cut a mask of their own, by the
+    index of a key among those given, which is wrong for slots.
+    """
+    window = getattr(config, "window_size", None)
+    if config.model_type == "gpt_neo" and "local" in config.attention_layers and max_length > window:
+        raise ValueError(
+            f"gpt_neo's local layers see {window} tokens by a mask of their own, and sequences may have "
+            f"{max_length}: keep prompt and answer within {window}, or leave out --enable_hybrid_engine"
+        )
+
+
+def _sliding_window(config: Any) -> tuple[int | None, bool]:
+    """Return (positions that a windowed layer sees, whether other layers see all)."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    if kinds:
+        return (window, True) if "sliding_attention" in kinds else (None, False)
+    return window, False

@@ -1,0 +1,218 @@
+"""Moves weights from training shards (ZeRO stage 3) to tensor-parallel slices, as reshard_plan.py says.
+
+Each rank receives only what it lacks; weights that are whole on every rank are cut where they are.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from common.generation.reshard_plan import (
+    Route,
+    TPLayout,
+    WeightPlan,
+    group_by_layers,
+    pack_blocks,
+    plan_weight,
+    unpack_blocks,
+    unpack_whole,
+)
+from common.generation.tp_plans import Cut
+from common.models.trained_weights import TrainedWeight
+from common.ranks import distributed
+from common.ranks.zero3 import is_sharded
+
+
+class TPGroups:
+    """The process groups of a layout. Every rank must make this together.
+
+    `tp_group` is None where every rank has the whole model, `gather_group` where no two have the same slice.
+    """
+
+    def __init__(self, layout: TPLayout) -> None:
+        self.tp_group = dist.group.WORLD if layout.gather_size == 1 < layout.tp_size else None
+        self.gather_group = dist.group.WORLD if layout.tp_size == 1 < layout.gather_size else None
+        if 1 < layout.tp_size < layout.world_size:
+            mesh = DeviceMesh(distributed.device().type, layout.ranks, mesh_dim_names=("slice", "replica"))
+            self.tp_group, self.gather_group = mesh.get_group("slice"), mesh.get_group("replica")
+
+
+@dataclass
+class SwitchCosts:
+    """What the last change to generate mode took, on this rank.
+
+    `peak_bytes` is the most that was held on the compute device at once: the trainer's shards, finished
+    slices (views of shards count once) and staging buffers.
+    """
+
+    received_bytes: int = 0
+    peak_bytes: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return them under the names of the log."""
+        return {
+            "hybrid/received_gib": self.received_bytes / 2**30,
+            "hybrid/peak_gib": self.peak_bytes / 2**30,
+        }
+
+
+class _Source(NamedTuple):
+    """A parameter of the trainer and how it gets to its slices."""
+
+    parameter: nn.Parameter
+    plan: WeightPlan
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of it at this moment."""
+        status = getattr(self.parameter, "ds_status", None)
+        return not is_sharded(self.parameter) or status is ZeroParamStatus.AVAILABLE
+
+    def trainer_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the memory that the trainer has of it: its shard, and the whole where that is there."""
+        if is_sharded(self.parameter):
+            yield self.parameter.ds_tensor
+        if self.is_whole:
+            yield self.parameter.data
+
+
+class Resharder:
+    """Moves the trainer's weights into tensor-parallel slices. Every rank must make and use it together.
+
+    `weights` are the trainer's by name, sharded or whole, in the same order on all ranks; `cuts` names those
+    that are cut; `gather_partition_size` layers are moved at a time. `costs` are those of the last load.
+    """
+
+    def __init__(
+        self,
+        weights: dict[str, TrainedWeight],
+        cuts: dict[str, Cut],
+        layout: TPLayout,
+        groups: TPGroups,
+        *,
+        gather_partition_size: int,
+    ) -> None:
+        self.costs = SwitchCosts()
+        self._weights, self._layout, self._groups = weights, layout, groups
+        self._sources: dict[str, list[_Source]] = {}
+        for name, weight in weights.items():
+            of_tensor = [cuts.get(name), None, None]  # the factors of an adapter are never cut
+            self._sources[name] = [
+                _Source(p, plan_weight(tuple(getattr(p, "ds_shape", p.shape)), cut, layout))
+                for p, cut in zip(weight.tensors(), of_tensor, strict=False)
+            ]
+        self._name_groups = group_by_layers(list(weights), gather_partition_size)
+        self._staging: dict[str, torch.Tensor] = {}
+
+    def load(self) -> Iterator[tuple[str, TrainedWeight]]:
+        """Yield (name, this rank's slice of the weight, with its whole adapter) for every weight.
+
+        A tensor that lies in the trainer's own memory is a view of it: read it, and fetch it anew after an
+        update. All others are contiguous and the caller's own. Every rank must call and exhaust this.
+        """
+        device = distributed.device()
+        sources = [source for of_weight in self._sources.values() for source in of_weight]
+        trainer = [tensor for source in sources for tensor in source.trainer_tensors()]
+        memory = {tensor.untyped_storage().data_ptr() for tensor in trainer}
+        held = sum(tensor.nbytes for tensor in trainer if tensor.device == device)
+        self.costs = SwitchCosts(peak_bytes=held)
+        for names in self._name_groups:
+            of_group = [source for name in names for source in self._sources[name]]
+            passing = _passing_bytes(of_group, device)
+            tensors = deque(self._load_group(of_group))
+            held += sum(t.nbytes for t in tensors if t.untyped_storage().data_ptr() not in memory)
+            staged = sum(buffer.nbytes for buffer in self._staging.values())
+            self.costs.peak_bytes = max(self.costs.peak_bytes, held + staged + passing)
+            for name in names:
+                loaded = [tensors.popleft() for _ in self._sources[name]]
+                yield name, self._weights[name].replace_tensors(loaded)
+
+    def release(self) -> None:
+        """Free the staging buffers; the next load makes new ones."""
+        self._staging.clear()
+
+    @torch.no_grad()
+    def _load_group(self, sources: list[_Source]) -> list[torch.Tensor]:
+        """Return the slices of sources that are moved together, in their order."""
+        slices: dict[int, torch.Tensor] = {}
+        sent: dict[tuple[Route, torch.dtype], list[int]] = {}
+        for index, source in enumerate(sources):
+            parameter, plan = source
+            if source.is_whole:
+                slices[index] = _cut_whole(parameter.data, plan)
+            elif plan.is_view:
+                slices[index] = _fetch_shard(source).view(plan.local_shape)
+            else:
+                sent.setdefault((plan.route, parameter.dtype), []).append(index)
+        ways = {Route.BLOCKS: self._exchange_blocks, Route.WHOLE: self._gather_packed}
+        for (route, dtype), indices in sent.items():
+            plans = [sources[index].plan for index in indices]
+            shards = [_fetch_shard(sources[index]) for index in indices]
+            slices |= zip(indices, ways.get(route, self._gather_straight)(plans, shards), strict=True)
+            self.costs.received_bytes += sum(plan.count_received() for plan in plans) * dtype.itemsize
+        return [slices[index] for index in range(len(sources))]
+
+    def _gather_straight(self, plans: list[WeightPlan], shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        slices, under_way = [], []
+        for plan, shard in zip(plans, shards, strict=True):
+            slices.append(shard.new_empty(plan.local_shape))
+            group = self._groups.gather_group if plan.route is Route.ROWS else dist.group.WORLD
+            work = dist.all_gather_into_tensor(slices[-1].view(-1), shard, group=group, async_op=True)
+            under_way.append(work)
+        for work in under_way:
+            work.wait()
+        return slices
+
+    def _gather_packed(self, plans: list[WeightPlan], shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        send = self._stage("send", sum(shard.numel() for shard in shards), shards[0])
+        received = self._stage("receive", send.numel() * self._layout.world_size, send)
+        torch.cat(shards, out=send)
+        dist.all_gather_into_tensor(received, send)
+        columns = received.view(self._layout.world_size, -1).split([plan.shard_size for plan in plans], dim=1)
+        return [unpack_whole(plan, column) for plan, column in zip(plans, columns, strict=True)]
+
+    def _exchange_blocks(self, plans: list[WeightPlan], shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        rank, ranks = self._layout.rank, range(self._layout.world_size)
+        send_sizes = [sum(plan.count_elements(rank, other) for plan in plans) for other in ranks]
+        receive_sizes = [sum(plan.count_elements(other, rank) for plan in plans) for other in ranks]
+        send = self._stage("send", sum(send_sizes), shards[0])
+        received = self._stage("receive", sum(receive_sizes), send)
+        pack_blocks(plans, shards, send)
+        if self._layout.world_size > 1:
+            dist.all_to_all_single(received, send, receive_sizes, send_sizes)
+        slices = [send.new_empty(plan.local_shape) for plan in plans]
+        unpack_blocks(plans, shards, received, slices)
+        return slices
+
+    def _stage(self, role: str, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Return a flat buffer, kept for the next group and the next load: memory that is not moved."""
+        num_bytes = numel * like.element_size()
+        if role in self._staging and self._staging[role].nbytes < num_bytes:
+            del self._staging[role]
+        if role not in self._staging:
+            self._staging[role] = like.new_empty(num_bytes, dtype=torch.uint8)
+        return self._staging[role][:num_bytes].view(like.dtype)
+
+
+def _cut_whole(whole: torch.Tensor, plan: WeightPlan) -> torch.Tensor:
+    return whole if plan.cut is None else plan.cut.take(whole, plan.layout.tp_rank).contiguous()
+
+
+def _fetch_shard(source: _Source) -> torch.Tensor:
+    """Return the shard on the compute device: one that lives on the CPU is copied."""
+    return source.parameter.ds_tensor.detach().to(distributed.device())
+
+
+def _passing_bytes(sources: list[_Source], device: torch.device) -> int:
+    """Return what is held besides slices and buffers while these move: copied shards, a whole weight."""
+    moved = [(s.parameter.ds_tensor, s.plan) for s in sources if not (s.is_whole or s.plan.is_view)]
+    copied = sum(shard.nbytes for shard, _ in moved if shard.device != device)
+    unpacked = [plan.numel * shard.element_size() for shard, plan in moved if plan.route is Route.WHOLE]
+    return copied + max(unpacked, default=0)
