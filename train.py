@@ -20,9 +20,7 @@ from typing import Any, NamedTuple
 
 from common.flags.args import Problems, flag, parse_args
 from common.flags.flag_values import has_hub_form
-from common.runs.report.run_files import NoRun, read_run
-from common.runs.report.write import write_report
-from common.runs.run_file_names import REPORT
+from common.runs.run_files import REPORT, NoRun, read_run
 from tools.until_done import STOPPED, run_group
 from training_scripts.launch_table import DEPLOYMENTS, STEPS, default_of, find_script, hub_name
 
@@ -220,6 +218,8 @@ def summarise(args: TrainArguments) -> dict[str, Any]:
         shown = ", ".join(f"{key} {first:.4g} -> {last:.4g}" for key, (first, last) in results.items())
         minutes = "-" if seconds is None else f"{seconds / 60:.1f}"
         print(f"{name:<13}  {minutes:>7}  {shown or 'no metrics'}\n{'':24}{folder / 'export'}")
+    from common.runs.report.page import write_report  # matplotlib is slow to import
+
     report = Path(args.output_dir).absolute() / REPORT
     try:
         write_report([step_folder(args, step) for step in (1, 2, 3) if STEPS[step - 1] in summary], report)

@@ -38,8 +38,8 @@ from benchmarks.chat_rows import TINY, small_llama_config
 from benchmarks.ppo_models import build_tokenizer, save_models
 from common.programs import startup
 from common.runs.checkpoints import FOLDER, find_checkpoints
-from common.runs.report.run_files import read_rows
 from common.runs.resume import FINISHED_FILE
+from common.runs.run_files import read_rows
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.main import main as ppo_main
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.flags.args import Problems, flag, parse_args
-from common.runs.report.page import seen_signs
-from common.runs.report.run_tables import told_state
-from common.runs.report.write import write_report
-from common.runs.run_file_names import REPORT
+from common.runs.report.diagnostics import seen_diagnostics
+from common.runs.report.page import write_report
+from common.runs.run_files import REPORT
 from tools.findings import run_tool
 
 
@@ -52,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for note in [*doubts, *(f"{run.folder}: {note}" for run in runs for note in run.notes)]:
         print(f"note: {note}", file=sys.stderr)
     for run in runs:
-        print(f"{run.name}: {told_state(run)}" + "".join(f"\n  {s.title}: {s.seen}" for s in seen_signs(run)))
+        print(f"{run.name}: {run.state}")
+        for finding in seen_diagnostics(run):
+            print(f"  {finding.title}: {finding.seen}")
     print(f"wrote {output}")
 
 

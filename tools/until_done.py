@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.runs.run_file_names import FINISHED_FILE
+from common.runs.run_files import FINISHED_FILE
 from common.runs.run_lock import find_holder, read_lock
 
 STOPPED = 75  # as the programs leave when a signal has stopped them

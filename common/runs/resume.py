@@ -10,8 +10,8 @@ from typing import Any
 from common.flags.args import Problems
 from common.ranks import distributed
 from common.runs.checkpoints import FOLDER, META, Checkpoint, find_checkpoints, read_checkpoint
-from common.runs.run_file_names import ARGS_FILE, FINISHED_FILE, LOCK_FILE
-from common.runs.run_lock import held_message
+from common.runs.run_files import ARGS_FILE, FINISHED_FILE
+from common.runs.run_lock import LOCK_FILE, held_message
 
 # What a launch script or the demo may have put into the folder before the program starts.
 FOREIGN_FILES = {"train.log", "log", LOCK_FILE}

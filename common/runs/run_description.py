@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from common.ranks import distributed
-from common.runs.run_file_names import RUN_FILE
+from common.runs.run_files import RUN_FILE
 from common.runs.saved_state import Progress
 
 OF_CHECKPOINTS = ("torch", "deepspeed", "transformers")

@@ -16,8 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from common.runs.run_file_names import LOCK_FILE
-
+LOCK_FILE = "lock.json"  # the process that writes here, and how it ended
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _REFUSED = 2
 # The file, open while this process holds a folder, what it says, and what it said before, None where the

@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,7 @@ from tqdm import tqdm
 
 from common.ranks import distributed
 from common.runs.durable_files import json_line, sync, write_file
-from common.runs.plots import plot_curves
-from common.runs.report.write import write_report
-from common.runs.run_file_names import CURVES, METRICS, REPORT, ROLLOUTS, SAMPLES
+from common.runs.run_files import CURVES, METRICS, REPORT, ROLLOUTS, SAMPLES, build_curves, read_rows
 from common.runs.saved_state import Stateful, TensorReader
 from common.runs.trackers import Tracker, TrackerGroup
 
@@ -175,16 +173,11 @@ class RunLogger(Stateful):
         if self.folder:
             for name in self._sizes:
                 self._flush(name)
-            self._draw(CURVES, lambda path: plot_curves(self.folder / METRICS, path))
-            self._draw(REPORT, lambda path: write_report([self.folder], path))
-
-    def _draw(self, name: str, write: Callable[[Path], Any]) -> None:
-        path = self.folder / name
-        try:
-            write(path)
-        except Exception as error:  # whatever it is: models and numbers are there
-            again = f"; python -m tools.report {self.folder} tries again" if name == REPORT else ""
-            self.note(f"note: {path} was not written ({type(error).__name__}: {error}){again}")
+            try:
+                draw_run(self.folder)
+            except Exception as error:  # whatever it is: models and metrics are there
+                told = f"note: {CURVES} or {REPORT} was not written ({type(error).__name__}: {error})"
+                self.note(f"{told}; python -m tools.report {self.folder} writes the report")
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         if self.folder:
@@ -229,6 +222,15 @@ class RunLogger(Stateful):
         data = path.read_bytes() if found else b""
         whole = data.rfind(GZIP_START) if path.name == ROLLOUTS else data.rfind(b"\n") + 1
         return max(whole, 0)
+
+
+def draw_run(folder: Path) -> None:
+    """Write curves.png and report.html of a run. Raises OSError when they cannot be written."""
+    from common.runs.report.charts import save_curves  # matplotlib is slow to import: only when a run ends
+    from common.runs.report.page import write_report
+
+    save_curves(build_curves(read_rows(folder / METRICS, [])), folder / CURVES)
+    write_report([folder], folder / REPORT)
 
 
 def peak_memory_gib() -> float:

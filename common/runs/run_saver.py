@@ -27,7 +27,7 @@ from common.runs.run_description import (
     describe_start,
     installed_versions,
 )
-from common.runs.run_file_names import ARGS_FILE, FINISHED_FILE, RUN_FILE
+from common.runs.run_files import ARGS_FILE, FINISHED_FILE, RUN_FILE
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import Progress, RandomState, Stateful
 from common.runs.stop_request import Stopped, StopRequest

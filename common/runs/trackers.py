@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.ranks.failures import first_line
-from common.runs.run_file_names import TRACKERS_FILE
 
+TRACKERS_FILE = "trackers.json"  # the runs in --trackers, and how far they are
 PROJECT = "triptych"
 MAX_TEXT = 500  # of a flag; mlflow leaves out what is longer than it takes
 _OWN_PROJECT = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}

@@ -59,8 +59,7 @@ def forks(tmp_path_factory) -> Iterator[ForkServer]:
 def no_pictures() -> Iterator[None]:
     """Leave curves.png and report.html out: drawing takes longer than a tiny run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.runs.run_logger.plot_curves", lambda *_: None)
-        patch.setattr("common.runs.run_logger.write_report", lambda *_: None)
+        patch.setattr("common.runs.run_logger.draw_run", lambda *_: None)
         yield
 
 

@@ -99,8 +99,7 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> None:
         from common.programs import startup
         from common.runs import run_logger
 
-        run_logger.plot_curves = lambda *_: None  # a picture takes longer than a tiny run
-        run_logger.write_report = lambda *_: None
+        run_logger.draw_run = lambda *_: None  # a picture takes longer than a tiny run
         for hook in request.get("hooks", ()):
             set_hook(hook, rank)
         module = request.get("module", "main")

@@ -22,7 +22,7 @@ from tiny_configs import tiny_config
 from common.flags.args import Problems, field_type, parse_args
 from common.flags.flag_values import describe_range
 from common.runs import run_lock
-from common.runs.run_file_names import LOCK_FILE
+from common.runs.run_lock import LOCK_FILE
 from docs.make_configuration import find_programs
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments

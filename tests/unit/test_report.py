@@ -1,4 +1,4 @@
-"""python -m tools.report: numbers, marks and remarks of made-up runs; what is torn or missing is named."""
+"""python -m tools.report: metrics, marks, diagnostics of made-up runs; what is torn or missing is named."""
 
 import json
 import math
@@ -6,15 +6,18 @@ import math
 import pytest
 from made_runs import Page, over_steps, write_run
 
+from common.runs.report.charts import Line, is_noisy, render_svg, shown, smooth
+from common.runs.report.diagnostics import FITTING, find_diagnostics
 from common.runs.report.page import build_page
-from common.runs.report.run_files import NoRun, build_curves, name_runs, read_run
-from common.runs.report.run_tables import changed_flags, differing_flags, find_phases
-from common.runs.report.sample_cards import Answer, find_earlier, group_answers
+from common.runs.report.samples import Answer, find_changes, find_earlier, group_answers, similarity, spread
+from common.runs.report.tables import as_duration, differing_flags, find_phases
+from common.runs.run_files import NoRun, build_curves, name_runs, read_run
 from tools.report import main
 
 HARMLESS = {"html", "head", "meta", "title", "style", "body", "main", "header", "section", "div", "p", "h2",
-            "h3", "b", "br", "ul", "li", "table", "tr", "th", "td", "code", "span", "details", "summary",
-            "figure", "figcaption", "svg", "path", "text", "circle", "rect", "ins", "del", "wbr"}  # fmt: skip
+            "h3", "b", "ul", "li", "table", "tr", "th", "td", "span", "details", "summary", "figure",
+            "figcaption", "svg", "g", "defs", "use", "path", "text", "circle", "ins", "del",
+            "wbr"}  # fmt: skip
 PPO = {
     "objective__score": lambda s: s / 10,
     "objective__kl": lambda s: s / 5,
@@ -36,19 +39,14 @@ def test_a_run_is_read(tmp_path):
     run = read_run(write_run(tmp_path / "a", rows, flags={"seed": 1}, about={"num_steps": 3}))
     assert run.curves["sft/loss"].steps == [1, 2, 3] and run.curves["sft/loss"].last == pytest.approx(1 / 3)
     assert (run.kind, run.last_step, run.num_steps, run.seconds, run.notes) == ("sft", 3, 3, 7.5, [])
+    assert run.state == "finished, 3 steps"
 
 
-def test_held_out_scores_head_the_page_from_before_the_first_step_on(tmp_path):
-    rows = [{"step": step, "eval/score": step / 8, "eval/win_rate": 0.5} for step in (0, 4)]
-    assert read_run(write_run(tmp_path / "begun", rows[:1])).kind == "ppo"
-    page = page_of(write_run(tmp_path / "run", rows))
-    assert "eval/score0.5from 0" in page.text[: page.text.index("Curves")]
-    assert "held-out prompts, against the answers before training" in page.text
-
-
-def test_a_step_that_comes_twice_counts_once_with_its_last_value():
+def test_a_step_that_comes_twice_has_its_last_value_and_what_no_chart_can_hold_is_left_out():
     curve = build_curves([{"step": 1, "a/b": 1.0}, {"step": 2, "a/b": 2.0}, {"step": 1, "a/b": 3.0}])["a/b"]
     assert (curve.steps, curve.values) == ([1, 2], [3.0, 2.0])
+    text = f'{{"step": 1, "a/b": {"9" * 400}, "a/c": 1e999, "a/d": true, "a/e": NaN, "a/f": 1}}'
+    assert list(build_curves([json.loads(text)])) == ["a/f"]
 
 
 def test_a_torn_last_line_and_strange_lines_are_named_and_the_rest_is_shown(tmp_path):
@@ -66,9 +64,7 @@ def test_a_torn_last_line_and_strange_lines_are_named_and_the_rest_is_shown(tmp_
     ]
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\xff\xfe{}", b"{}\n[]\n", b'{"step": "x", "a/b": 1}\n', b"[" * 99999]
-)
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe{}", b"{}\n[]\n", b'{"step": "x"}\n', b"[" * 99999])
 def test_a_file_of_anything_is_no_error(tmp_path, content):
     for name in ("metrics.jsonl", "samples.jsonl", "args.json", "run.json"):
         (tmp_path / name).write_bytes(content)
@@ -77,12 +73,11 @@ def test_a_file_of_anything_is_no_error(tmp_path, content):
     Page(build_page([run]))
 
 
-@pytest.mark.parametrize(
-    "about",
-    [{"starts": 3}, {"starts": [3, {}]}, {"starts": [{"versions": 1}]}, {"defaults": []}, {"num_steps": "9"}],
-)
-def test_a_run_json_of_another_form_is_no_error(tmp_path, about):
-    page_of(write_run(tmp_path, over_steps(2, sft__loss=lambda s: 1.0), flags={"seed": 1}, about=about))
+def test_a_run_json_of_another_form_is_no_error(tmp_path):
+    odd = [{"starts": 3}, {"starts": [3, {}]}, {"starts": [{"versions": 1}]}, {"defaults": []}]
+    odd += [{"num_steps": "9"}, {"starts": [{"data": {"num_train": "many"}, "parameters": {"actor": 3}}]}]
+    rows = over_steps(2, sft__loss=lambda s: 1.0)
+    page_of(*(write_run(tmp_path / str(i), rows, flags={"seed": 1}, about=of) for i, of in enumerate(odd)))
 
 
 def test_a_folder_that_is_no_run_is_named_with_runs_inside_it(tmp_path):
@@ -108,18 +103,21 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path):
 def test_the_page_has_the_numbers(tmp_path):
     rows = over_steps(30, **PPO, perf__step_seconds=lambda s: 2.0, perf__rest_seconds=lambda s: 1.5,
                       perf__generate_seconds=lambda s: 0.5)  # fmt: skip
-    rows[-1]["seconds"] = 100.0
+    rows[-1] |= {"seconds": 100.0, "policy/grad_norm": None}
+    rows += [{"step": step, "eval/score": step / 8, "eval/win_rate": 0.5} for step in (0, 4)]
     about = {
         "num_steps": 40,
         "defaults": {"seed": 1234, "kl_coef": 0.1},
         "starts": [{"world_size": 2, "device": "GPU X", "data_key": "abc", "versions": {"torch": "9.9"}}],
     }
+    rows[0]["policy/grad_norm"] = 1.0
     page = page_of(write_run(tmp_path / "ppo", rows, flags={"seed": 7, "kl_coef": 0.1}, about=about))
     for text in ("step 30 of 40", "1 min 40 s", "2 × GPU X", "9.9", "abc", "--seed", "1234",
-                 "generation 15 s, 15 %", "rest of the steps 45 s, 45 %",
-                 "outside steps 40 s, 40 %"):  # fmt: skip
+                 "generation 15 s, 15 %", "rest of the steps 45 s, 45 %", "outside steps 40 s, 40 %",
+                 "1, 1 × not finite", "held-out prompts, against the answers before training"):  # fmt: skip
         assert text in page.text, text
     tiles = page.text[: page.text.index("Curves")]
+    assert "eval/score0.5from 0" in tiles
     assert "objective/score3from 0.1" in tiles and "objective/kl6from 0.2" in tiles
     changed = page.text[page.text.index("not at its default") : page.text.index("all 2 flags")]
     assert "--seed" in changed and "--kl_coef" not in changed
@@ -143,9 +141,8 @@ def test_the_page_needs_nothing_else_and_runs_nothing(tmp_path, num_runs):
     page = Page(text)
     assert page.names() <= HARMLESS
     for tag, attributes in page.tags:
-        assert not [
-            name for name in attributes if name.startswith("on") or name in ("src", "href", "style")
-        ], tag
+        assert not [name for name in attributes if name.startswith("on") or name in ("src", "href")], tag
+        assert (attributes.get("xlink:href") or "#").startswith("#"), "of this page"
     policy = next(a["content"] for t, a in page.tags if t == "meta" and "http-equiv" in a)
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
     assert "url(" not in text and "@import" not in text and "http://" not in text and "https://" not in text
@@ -163,65 +160,32 @@ def test_what_changed_in_the_answer_to_a_prompt_is_marked(tmp_path):
     assert text.count("<ins>") == 2, "one in the explanation" and "(unchanged)" in text
 
 
-def test_an_answer_is_compared_with_its_runs_own_earlier_one_else_with_the_other_runs():
+def test_an_answer_is_compared_with_its_runs_own_earlier_one_else_with_the_other_runs(tmp_path):
     answers = [Answer(0, 1, 0, "a"), Answer(0, 1, 1, "b"), Answer(1, 1, 0, "c"), Answer(1, 2, 0, "d")]
-    earlier = [find_earlier(answers, i) for i in range(4)]
-    assert earlier == [None, None, answers[0], answers[2]]
-
-
-def test_answers_of_one_step_are_told_apart(tmp_path):
+    assert [find_earlier(answers, i) for i in range(4)] == [None, None, answers[0], answers[2]]
     samples = [{"step": s, "prompt": "p", "answer": a} for s, a in ((1, "x"), (1, "y"), (2, "z"))]
     groups = group_answers([read_run(write_run(tmp_path, over_steps(2, **PPO), samples))])
-    assert [(a.step, a.place, a.text) for a in groups["p"]] == [(1, 0, "x"), (1, 1, "y"), (2, 0, "z")]
-
-
-def test_a_number_that_no_chart_can_hold_is_left_out():
-    text = f'{{"step": 1, "a/b": {"9" * 400}, "a/c": 1e999, "a/d": true, "a/e": NaN, "a/f": 1}}'
-    assert list(build_curves([json.loads(text)])) == ["a/f"]
-
-
-def test_numbers_that_were_not_finite_are_counted(tmp_path):
-    rows = [{"step": 1, "sft/grad_norm": None}, {"step": 2, "sft/grad_norm": 1.0, "sft/loss": 2.0}]
-    page = page_of(write_run(tmp_path, rows))
-    assert "1 × not finite" in page.text
+    assert [(a.step, a.index, a.text) for a in groups["p"]] == [(1, 0, "x"), (1, 1, "y"), (2, 0, "z")]
 
 
 def test_several_runs_lie_over_one_another(tmp_path):
-    first = write_run(
-        tmp_path / "a", over_steps(20, **PPO), flags={"seed": 1, "kl_coef": 0.1, "output_dir": "a"}
-    )
-    second = write_run(
-        tmp_path / "b", over_steps(20, **PPO), flags={"seed": 2, "kl_coef": 0.1, "output_dir": "b"}
-    )
-    runs = [read_run(first), read_run(second)]
-    assert differing_flags(runs) == {"seed": [1, 2]}
-    page = page_of(first, second)
-    score = page.text.index("objective/score", page.text.index("Curves"))
-    assert page.text[score:].startswith("objective/score2 2")
-    lines = [a["class"] for t, a in page.tags if t == "path" and (a["class"] or "").startswith("line")]
-    assert lines.count("line c0") == lines.count("line c1") > 0
-
-
-def test_the_steps_of_a_pipeline_beside_one_another(tmp_path):
-    sft = write_run(tmp_path / "step1", over_steps(20, sft__loss=lambda s: 3.0))
-    ppo = write_run(tmp_path / "step3", over_steps(20, **PPO))
-    text = page_of(sft, ppo).text
-    signs = text[text.index("Signs of reward hacking") : text.index("what is looked for")]
-    assert "step3: none of the" in signs and "step1" not in signs
-
-
-def test_a_run_of_dpo(tmp_path):
-    numbers = {"dpo__loss": lambda s: 0.7 - s / 100, "dpo__margin": lambda s: s / 10}
-    text = page_of(write_run(tmp_path, over_steps(20, **numbers))).text
-    assert "Step 2, DPO · 20 steps" in text and "dpo/loss0.5from 0.69" in text
-    assert text.index("Curves") < text.index("dpo/margin", text.index("Curves"))
-    assert "more of dpo/" not in text
-
-
-def test_flags_that_differ_from_their_defaults(tmp_path):
-    flags, defaults = {"a": 1, "b": [2], "resolved_dtype": "fp32"}, {"a": 1, "b": [], "c": 0}
-    run = read_run(write_run(tmp_path, [], flags=flags, about={"defaults": defaults}))
-    assert changed_flags(run) == {"b": ([2], [])}
+    flags = {"kl_coef": 0.1, "output_dir": "a"}
+    first = write_run(tmp_path / "a", over_steps(20, **PPO), flags=flags | {"seed": 1})
+    second = write_run(tmp_path / "b", over_steps(20, **PPO), flags=flags | {"seed": 2, "output_dir": "b"})
+    sft = write_run(tmp_path / "sft", over_steps(20, sft__loss=lambda s: 3.0))
+    assert differing_flags([read_run(first), read_run(second)]) == {"seed": [1, 2]}
+    page = page_of(first, second, sft)
+    title = page.text.index("objective/score", page.text.index("Curves"))
+    assert page.text[title:].removeprefix("objective/score").split()[:2] == ["2", "2"]
+    strokes = [
+        a["style"] for t, a in page.tags if t == "path" and "stroke: var(--c" in (a.get("style") or "")
+    ]
+    of_first, of_second = (sum(f"var(--c{i})" in style for style in strokes) for i in (0, 1))
+    assert of_first == of_second > 0
+    diagnostics = page.text[
+        page.text.index("Diagnostics of reward hacking") : page.text.index("what is looked")
+    ]
+    assert "b: none of the" in diagnostics and "sft" not in diagnostics
 
 
 def test_phases_are_all_of_the_clock(tmp_path):
@@ -236,35 +200,198 @@ def test_phases_are_all_of_the_clock(tmp_path):
     ]  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The program
-# ---------------------------------------------------------------------------------------------------------
-
-
 def test_data_and_models_are_told(tmp_path):
     data = {"num_train": 400, "num_eval": 100, "num_raw_rows": 512, "num_tokens": 9000, "num_truncated": 25}
     start = {"data": data, "global_rows": 16, "parameters": {"actor": {"all": 1200, "trained": 80}}}
     speed = {"perf__tokens_per_second": lambda s: 50.0, "perf__step_seconds": lambda s: 2.0}
     metrics = over_steps(50, sft__loss=lambda s: 1.0, **speed)
-    page = build_page([read_run(write_run(tmp_path / "run", metrics, about={"starts": [start]}))])
-    text = Page(page).text
+    text = page_of(write_run(tmp_path / "run", metrics, about={"starts": [start]})).text
     for told in (
         "rows to train on400 of 512 raw rows", "rows held out100", "tokens of these rows9,000",
         "truncated25, 5.0 %", "passes over the rows2.00", "tokens seen in training5,000",
         "parameters of the actor1,200, 80 trained",
     ):  # fmt: skip
-        assert told in text, told
-    start["data"] = {"num_train": "many", "num_eval": None}
-    start["parameters"] = {"actor": 3}
-    build_page([read_run(write_run(tmp_path / "odd", metrics, about={"starts": [start]}))])
+        assert told in text.replace("\n", ""), told
+
+
+def test_a_large_run_makes_a_small_page(tmp_path):
+    rows = over_steps(20000, **PPO | {f"policy__n{i}": lambda s: math.sin(s) for i in range(10)})
+    assert len(build_page([read_run(write_run(tmp_path, rows))])) < 400_000
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Diagnostics
+# ---------------------------------------------------------------------------------------------------------
+
+
+def seen_in(diagnostics=None, **metrics) -> list[str]:
+    curves = build_curves(over_steps(50, **metrics))
+    found = find_diagnostics(curves) if diagnostics is None else find_diagnostics(curves, diagnostics, 1)
+    return [finding.title for finding in found if finding.seen]
+
+
+def test_a_sound_run_shows_nothing_and_few_steps_say_nothing():
+    sound = PPO | {
+        "objective__score_length_correlation": lambda s: 0.1,
+        "rollout__finished_fraction": lambda s: 0.95,
+        "rollout__distinct_2": lambda s: 0.9,
+        "policy__entropy": lambda s: 3.0 - s / 50,
+        "value__explained_variance": lambda s: s / 100,
+    }
+    assert seen_in(**sound) == []
+    assert find_diagnostics(build_curves(over_steps(9, policy__entropy=lambda s: float(s < 5)))) == []
+
+
+# What shows a pattern, and a neighbour that does not: metrics over the steps 1 to 50.
+HACKS = {
+    "The score falls while KL rises (over-optimisation)": (
+        {"objective__score": lambda s: min(s, 60 - s), "objective__kl": lambda s: s / 5},
+        {"objective__kl": lambda s: 6.0},
+    ),
+    "The score stands still while KL rises": (
+        {"objective__score": lambda s: min(s, 20), "objective__kl": lambda s: s / 5},
+        {"objective__kl": lambda s: min(s, 20) / 5},
+    ),
+    "The score is paid for length": (
+        {
+            "objective__score_length_correlation": lambda s: s / 130,
+            "rollout__response_tokens": lambda s: 20 + s,
+        },
+        {"rollout__response_tokens": lambda s: 20.0},
+    ),
+    "Responses do not end": (
+        {"rollout__finished_fraction": lambda s: 1 - s / 130},
+        {"rollout__finished_fraction": lambda s: 1 - s / 200},
+    ),
+    "Responses have become very short": (
+        {"rollout__response_tokens": lambda s: 60 - s},
+        {"rollout__response_tokens": lambda s: 60 - s / 2},
+    ),
+    "Responses repeat each other, or themselves": (
+        {"rollout__distinct_2": lambda s: 0.9 - s / 100},
+        {"rollout__distinct_2": lambda s: 0.9 - s / 250},
+    ),
+    "The policy has stopped exploring": (
+        {"policy__entropy": lambda s: 3 * 0.95**s},
+        {"policy__entropy": lambda s: 3 * 0.98**s},
+    ),
+    "KL is negative": ({"objective__kl": lambda s: -s / 50}, {"objective__kl": lambda s: -0.2}),
+    "The critic is worse than a constant": (
+        {"value__explained_variance": lambda s: 0.4 - s / 50},
+        {"value__explained_variance": lambda s: -0.4 + s / 50},
+    ),
+    "Another reward falls while the score rises": (
+        {
+            "objective__score": lambda s: s,
+            "objective__score_b": lambda s: -s,
+            "objective__agreement_b": lambda s: 0,
+        },
+        {"objective__score_b": lambda s: s},
+    ),
+}
+
+
+@pytest.mark.parametrize("title", HACKS)
+def test_a_pattern_is_seen_and_its_neighbour_is_not(title):
+    shows, changes = HACKS[title]
+    assert title in seen_in(**shows)
+    assert title not in seen_in(**shows | changes)
+
+
+def test_a_fit_that_goes_too_far_and_weak_judges():
+    assert seen_in(FITTING, sft__eval_loss=lambda s: abs(s - 20) + 5) == ["The held-out loss rises again"]
+    assert seen_in(FITTING, sft__eval_loss=lambda s: 60 - s) == []
+    weak = {"reward__eval_accuracy": lambda s: 0.55, "reward__eval_length_correlation": lambda s: 0.7}
+    of = {"eval_pairs": 8, "eval_accuracy_low": 0.3, "eval_accuracy_high": 0.8}
+    curves = build_curves(over_steps(60, **weak, **{f"reward__{n}": lambda s, v=v: v for n, v in of.items()}))
+    seen = {finding.title: finding.seen for finding in find_diagnostics(curves, FITTING, 1) if finding.seen}
+    assert list(seen) == ["The reward model is a weak judge", "The reward model judges by length"]
+    told = "it ranks 55.0 % of 8 held-out pairs rightly (95 % interval 30.0 to 80.0 %)"
+    assert seen["The reward model is a weak judge"] == told
+
+
+def test_diagnostics_of_a_run_of_dpo():
+    losses = {"dpo__eval_loss": lambda s: abs(s - 20) + 5}
+    assert seen_in(FITTING, **losses) == ["The held-out DPO loss rises again"]
+    rewards = {"dpo__eval_chosen_reward": lambda s: -s / 50, "dpo__eval_rejected_reward": lambda s: -s / 25}
+    assert seen_in(FITTING, **rewards) == ["Chosen answers lose probability, too"]  # -1 against -2
+    assert seen_in(FITTING, **rewards | {"dpo__eval_rejected_reward": lambda s: -s / 10}) == []  # -5
+    assert seen_in(FITTING, **rewards | {"dpo__eval_chosen_reward": lambda s: 0.5}) == []
+
+
+def test_a_finding_stands_on_the_page_with_its_rule(tmp_path):
+    rows = over_steps(50, **PPO | {"rollout__distinct_2": lambda s: 0.9 - s / 100})
+    text = page_of(write_run(tmp_path, rows)).text
+    assert "Responses repeat each other, or themselves: distinct-2 went from 0.845 to 0.445." in text
+    assert "Rule: distinct-2, the share of token pairs" in text
+    assert "1 of the 6 patterns that were looked for can be seen" in text
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Words and charts
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("", ""), ("a b", ""), ("", "a b"), ("a  b\nc", "a b d\n"), ("x" * 9, "so, I say.")]
+)
+def test_changes_hold_both_texts(before, after):
+    changes = find_changes(before, after)
+    assert "".join(c.text for c in changes if c.kind != "gone") == after
+    assert "".join(c.text for c in changes if c.kind != "new") == before
+
+
+def test_changes_are_by_words():
+    changes = find_changes("the cat sat.", "the dog sat!")
+    assert [tuple(c) for c in changes] == [
+        ("the ", "same"), ("cat", "gone"), ("dog", "new"), (" sat", "same"), (".", "gone"), ("!", "new"),
+    ]  # fmt: skip
+    assert similarity("the cat sat.", "the dog sat!") == pytest.approx(0.5)
+
+
+def test_shown_numbers_spread_and_durations():
+    values = [0, 0.5, 1234567.0, 0.00001, 12345, -3.14159, 99.999, 0.0123456]
+    assert [shown(v) for v in values] == ["0", "0.5", "1.2e6", "1e-5", "12,345", "-3.142", "100", "0.0123"]
+    assert spread(range(10), 4) == [0, 3, 6, 9] and spread([1], 4) == [1]
+    told = [as_duration(seconds) for seconds in (4.25, 59.6, 200, 18420)]
+    assert told == ["4.2 s", "1 min 00 s", "3 min 20 s", "5 h 07 min"]
+
+
+def test_only_noise_is_smoothed_by_centred_means():
+    schedule = [min(i, 100 - i) for i in range(100)]
+    assert not is_noisy(schedule) and is_noisy([(-1) ** i * 5 + i for i in range(100)])
+    texts = [render_svg([Line(range(100), values)], "x") for values in (schedule, [0.0, 1.0] * 50)]
+    assert ["opacity: 0.28" in text for text in texts] == [False, True]
+    assert smooth([0, 3, 6, 9], 3) == [1.5, 3, 6, 7.5]
+
+
+@pytest.mark.parametrize("is_trail", [False, True])
+@pytest.mark.parametrize("values", [[1.0], [2.0, 2.0, 2.0], [0.0, 1e-300], [1e149, -1e149], [-5.0] * 50])
+def test_any_curve_can_be_drawn(values, is_trail):
+    text = render_svg([Line(range(len(values)), values)], "x", is_trail=is_trail)
+    Page(text)
+    assert "nan" not in text and "inf" not in text
+
+
+def test_a_point_stands_where_its_numbers_say():
+    text = render_svg([Line([0, 5, 10], [0.0, 1.0, 2.0])], "x")
+    points = [a for t, a in Page(text).tags if t == "circle"]
+    assert (points[1]["cx"], points[1]["cy"]) == ("198.0", "88.0")  # halves of 46..350 and 10..166
+    assert "step 5: 1" in text and "L 198 88 " in text
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The program
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_program_writes_the_page_beside_the_run(tmp_path, capsys, monkeypatch):
-    folder = write_run(tmp_path / "a", over_steps(3, **PPO))
+    folder = write_run(tmp_path / "größe", over_steps(3, **PPO))
     main([str(folder)])
     printed = capsys.readouterr()
     assert f"wrote {folder / 'report.html'}" in printed.out and "run.json is missing" in printed.err
-    assert "objective/score" in (folder / "report.html").read_text()
+    text = (folder / "report.html").read_bytes().decode("utf-8")
+    assert "objective/<wbr>score" in text and "<title>größe</title>" in text
     monkeypatch.chdir(tmp_path)
     main([str(folder), str(tmp_path / "nothing"), "--output", "both.html"])
     assert "nothing does not exist" in capsys.readouterr().err
@@ -288,16 +415,3 @@ def test_bad_input_is_told_in_one_line(tmp_path, capsys, words, said):
         main([word.format(tmp_path) for word in words])
     assert left.value.code == 2 and said in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_large_run_makes_a_small_page(tmp_path):
-    rows = over_steps(20000, **PPO | {f"policy__n{i}": lambda s: math.sin(s) for i in range(10)})
-    text = build_page([read_run(write_run(tmp_path, rows))])
-    assert len(text) < 400_000
-
-
-def test_the_page_is_utf_8_with_the_runs_name_as_its_title(tmp_path):
-    folder = write_run(tmp_path / "größe", over_steps(2, sft__loss=lambda s: 1.0))
-    main([str(folder)])
-    text = (folder / "report.html").read_bytes().decode("utf-8")
-    assert "<title>größe</title>" in text

@@ -32,7 +32,7 @@ from common.data.dialogue import Template, build_template
 from common.data.example import Message
 from common.data.tokenizer import load_tokenizer
 from common.programs.startup import quiet_libraries
-from common.runs.report.run_files import read_run
+from common.runs.run_files import read_run
 from training_scripts.demo.aims import format_summary
 from training_scripts.demo.text_measures import (
     distinct_n,

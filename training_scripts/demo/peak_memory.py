@@ -6,7 +6,7 @@ python -m training_scripts.demo.peak_memory NUM_RANKS output/demo/step?/metrics.
 import sys
 from pathlib import Path
 
-from common.runs.report.run_files import read_rows
+from common.runs.run_files import read_rows
 
 if __name__ == "__main__":
     rows = [row for name in sys.argv[2:] for row in read_rows(Path(name), [])]

@@ -1,4 +1,1 @@
-"""What runs have done, as one HTML file that needs no other: curves, samples, signs of reward hacking, time.
-
-python -m tools.report RUN_DIR... [--output FILE]
-"""
+"""The report on runs: one HTML file with curves, samples, diagnostics of reward hacking, time, flags."""

@@ -1,15 +1,22 @@
-"""The files of a run's folder, read with patience: what is torn or missing is named. PURE."""
+"""The files of a run's folder: their names, and a reader that names what is torn or missing. PURE."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.runs.run_file_names import ARGS_FILE, FINISHED_FILE, METRICS, RUN_FILE, SAMPLES
+ARGS_FILE = "args.json"  # the flags, with what they resolve to
+RUN_FILE = "run.json"  # the flags' defaults, and of each start: time, versions, device, data digest
+FINISHED_FILE = "finished.json"  # nothing is left to do
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # a line a step, an evaluation, a sample
+ROLLOUTS = "rollouts.jsonl.gz"  # --save_rollouts: a gzip member a step, a line a response
+CURVES, REPORT = "curves.png", "report.html"
 
 Row = dict[str, Any]
 LARGEST = 1e150  # sums of such numbers are still finite
+KINDS = {"sft": "sft", "objective": "ppo", "eval": "ppo", "reward": "reward", "dpo": "dpo"}  # by metric group
 
 
 class NoRun(ValueError):
@@ -18,7 +25,7 @@ class NoRun(ValueError):
 
 @dataclass(frozen=True)
 class Curve:
-    """One number of a run over its steps; a step comes once, with its last value."""
+    """One metric of a run over its steps; a step comes once, with its last value."""
 
     steps: list[int]
     values: list[float]
@@ -45,7 +52,7 @@ class RunFiles:
 
     @property
     def last_step(self) -> int:
-        """Return the newest step with numbers, 0 before the first."""
+        """Return the newest step with metrics, 0 before the first."""
         return max((row["step"] for row in self.rows), default=0)
 
     @property
@@ -61,10 +68,16 @@ class RunFiles:
 
     @property
     def kind(self) -> str:
-        """Return `sft`, `reward`, `dpo`, `ppo` or ``, by the names of the numbers."""
-        prefixes = {name.split("/")[0] for name in self.curves}
-        kinds = {"sft": "sft", "objective": "ppo", "eval": "ppo", "reward": "reward", "dpo": "dpo"}
-        return next((kind for prefix, kind in kinds.items() if prefix in prefixes), "")
+        """Return `sft`, `reward`, `dpo`, `ppo` or ``, by the groups of the metrics."""
+        groups = {name.split("/")[0] for name in self.curves}
+        return next((kind for group, kind in KINDS.items() if group in groups), "")
+
+    @property
+    def state(self) -> str:
+        """Return how far the run is."""
+        if self.has_finished or 0 < self.num_steps <= self.last_step:
+            return f"finished, {self.last_step} steps"
+        return f"step {self.last_step} of {self.num_steps}" if self.num_steps else f"{self.last_step} steps"
 
     def defaults(self) -> dict[str, Any]:
         """Return the flags' defaults, {} for a run that did not write them."""
@@ -93,13 +106,24 @@ def read_run(folder: Path, name: str = "") -> RunFiles:
     run = RunFiles(folder, name or folder.resolve().name)
     run.rows = read_rows(folder / METRICS, run.notes, is_expected=True)
     run.samples = read_rows(folder / SAMPLES, run.notes)
-    run.flags = _read_object(folder / ARGS_FILE, run.notes, is_expected=True)
-    run.about = _read_object(folder / RUN_FILE, run.notes, is_expected=True)
+    run.flags = _read_object(folder / ARGS_FILE, run.notes)
+    run.about = _read_object(folder / RUN_FILE, run.notes)
     run.has_finished = (folder / FINISHED_FILE).is_file()
     run.curves = build_curves(run.rows)
     if not run.rows:
         run.notes.append(f"{METRICS} has no step yet")
     return run
+
+
+def read_runs(folders: Sequence[Path]) -> tuple[list[RunFiles], list[str]]:
+    """Return the runs that can be read, and what is wrong with the other folders."""
+    runs, problems = [], []
+    for folder, name in zip(folders, name_runs(folders), strict=True):
+        try:
+            runs.append(read_run(folder, name))
+        except NoRun as error:
+            problems.append(str(error))
+    return runs, problems
 
 
 def build_curves(rows: Sequence[Row]) -> dict[str, Curve]:
@@ -112,14 +136,40 @@ def build_curves(rows: Sequence[Row]) -> dict[str, Curve]:
     return {name: Curve(sorted(of), [of[step] for step in sorted(of)]) for name, of in points.items()}
 
 
-def count_gaps(rows: Sequence[Row]) -> dict[str, int]:
+def count_gaps(rows: Sequence[Row]) -> Counter[str]:
     """Return how often a metric was null: NaN or infinity."""
-    gaps: dict[str, int] = {}
-    for row in rows:
-        for name, value in row.items():
-            if "/" in name and value is None:
-                gaps[name] = gaps.get(name, 0) + 1
-    return gaps
+    return Counter(name for row in rows for name, value in row.items() if "/" in name and value is None)
+
+
+def read_rows(path: Path, notes: list[str], *, is_expected: bool = False) -> list[Row]:
+    """Return the objects of a run's .jsonl that have a step; add a note on lines that are torn.
+
+    This is the only reader of these files: a killed run, a full disk, or two runs may have torn any line.
+    """
+    rows, bad = [], []
+    lines = _read_text(path, notes, is_expected=is_expected).split("\n")
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            row = _parse_object(line)
+            if row is None:
+                bad.append(number)
+            else:
+                rows.append(row)
+    if bad and bad[-1] == len(lines):  # no line break behind it
+        bad.pop()
+        notes.append(f"the last line of {path.name} is torn: the run was killed in it, or is writing it now")
+    if bad:
+        told = ", ".join(map(str, bad[:3])) + (", ..." if len(bad) > 3 else "")
+        notes.append(f"{path.name}: {len(bad)} lines are no JSON objects and are left out (line {told})")
+    return [row for row in rows if isinstance(row.get("step"), int)]
+
+
+def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    text = _read_text(path, notes, is_expected=True)
+    found = _parse_object(text)
+    if text and found is None:
+        notes.append(f"{path.name} is no JSON object, or torn")
+    return found or {}
 
 
 def _read_text(path: Path, notes: list[str], *, is_expected: bool) -> str:
@@ -133,45 +183,12 @@ def _read_text(path: Path, notes: list[str], *, is_expected: bool) -> str:
     return ""
 
 
-def read_rows(path: Path, notes: list[str], *, is_expected: bool = False) -> list[Row]:
-    """Return the objects of a run's .jsonl that have a step; add a note on lines that are torn.
-
-    This is the only reader of these files: a killed run, a full disk, or two runs may have torn any line.
-    """
-    rows, bad = [], []
-    lines = _read_text(path, notes, is_expected=is_expected).split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            bad.append(number)
-    if bad and bad[-1] == len(lines):  # no line break behind it
-        bad.pop()
-        notes.append(f"the last line of {path.name} is torn: the run was killed in it, or is writing it now")
-    if bad:
-        shown = ", ".join(map(str, bad[:3])) + (", ..." if len(bad) > 3 else "")
-        notes.append(f"{path.name}: {len(bad)} lines are no JSON objects and are left out (line {shown})")
-    return [row for row in rows if isinstance(row.get("step"), int)]
-
-
-def _read_object(path: Path, notes: list[str], *, is_expected: bool) -> dict[str, Any]:
-    text = _read_text(path, notes, is_expected=is_expected)
-    if not text:
-        return {}
+def _parse_object(text: str) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict):
-        return found
-    notes.append(f"{path.name} is no JSON object, or torn")
-    return {}
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
