@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse, Response, StreamingResponse
 from starlette.requests import HTTPConnection
 
 from serving.blind_pairs import BlindPairs, Refused
-from serving.judgement_store import NotJudgeable, Pair, StoreError, UnknownPair
+from serving.judgement_store import Pair, StoreError
 from serving.openai_api import add_openai_routes
 from serving.openai_requests import openai_error
 from serving.web_server import (
@@ -26,7 +26,6 @@ from serving.web_server import (
 
 _PAGE = Path(__file__).with_name("page")
 _FILES = {"/": "index.html", "/style.css": "style.css", "/page.js": "page.js"}
-_STATUS = {UnknownPair: 404, NotJudgeable: 409, StoreError: 507}
 
 
 @dataclass
@@ -66,7 +65,7 @@ def create_app(
 
     @app.exception_handler(StoreError)
     def refuse_judgement(request: Request, error: StoreError) -> Response:
-        return _refuse(request, _STATUS[type(error)], str(error))
+        return _refuse(request, error.status, str(error))
 
     _add_page(app, needs_token=bool(token))
     _add_pairs(app, arena)

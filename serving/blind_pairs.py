@@ -85,7 +85,7 @@ class BlindPairs:
     def follow_up(self, pair_id: str, text: str) -> Pair:
         """Return a new pair of the same two models that goes on from the preferred answer, A after a tie.
 
-        Raises Refused, UnknownPair, StoreError.
+        Raises Refused, StoreError.
         """
         before = self.store.get(pair_id)
         if before.choice not in ("a", "b", "tie"):
@@ -159,7 +159,7 @@ class BlindPairs:
         message = kind_and_line(error)
         name = pair.model_a if side == "a" else pair.model_b
         print(f"error: {name} gave no answer: {message}", file=sys.stderr, flush=True)
-        self.store.set_error(pair.id, side, message)
+        self.store.set_answer(pair.id, side, None, message)
         hidden = message
         for model in sorted(self.models, key=len, reverse=True):
             hidden = hidden.replace(model, "the model")

@@ -17,7 +17,6 @@ from pathlib import Path
 from common.data.example import Message
 from common.runs.durable_files import write_file
 
-CHOICES = ("a", "b", "tie", "both_bad")
 _APPLICATION_ID = 0x54524950  # "TRIP": tells an arena's file from other programs'
 _VERSION = 1
 _BUSY_SECONDS = 10.0
@@ -44,15 +43,11 @@ CREATE TABLE IF NOT EXISTS judgements (
 
 
 class StoreError(Exception):
-    """A judgement or a pair that cannot be kept; the message says why, and what to do."""
+    """A judgement or a pair that cannot be kept; the message says why and what to do, `status` is HTTP's."""
 
-
-class UnknownPair(StoreError):
-    """There is no pair of this id."""
-
-
-class NotJudgeable(StoreError):
-    """The pair lacks an answer, or was judged otherwise before."""
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -130,7 +125,8 @@ class JudgementStore:
                         self._connection.execute("ROLLBACK")
                     raise
             except sqlite3.Error as error:
-                raise StoreError(f"{self.path}: not written ({error}); make room and try again") from error
+                message = f"{self.path}: not written ({error}); make room and try again"
+                raise StoreError(message, 507) from error
 
     def add_pair(
         self, prompt: Sequence[Message], source: str, model_a: str, model_b: str, sampling: dict
@@ -139,37 +135,29 @@ class JudgementStore:
         pair = Pair(uuid.uuid4().hex, tuple(prompt), source, model_a, model_b)
         messages = json.dumps([message._asdict() for message in prompt], ensure_ascii=False)
         row = (pair.id, _now(), messages, source, model_a, model_b, json.dumps(sampling))
+        columns = "id, created_at, prompt, source, model_a, model_b, sampling"
         with self._writing() as connection:
-            connection.execute(
-                "INSERT INTO pairs (id, created_at, prompt, source, model_a, model_b, sampling)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                row,
-            )
+            connection.execute(f"INSERT INTO pairs ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)
         return pair
 
-    def set_answer(self, pair_id: str, side: str, text: str) -> None:
-        """Keep the whole answer of side "a" or "b". Raises StoreError."""
-        column = {"a": "answer_a", "b": "answer_b"}[side]
+    def set_answer(self, pair_id: str, side: str, text: str | None, error: str | None = None) -> None:
+        """Keep the whole answer of side "a" or "b", or why there is none. Raises StoreError."""
+        assert side in ("a", "b")
+        columns = f"answer_{side} = ?, error_{side} = ?"
         with self._writing() as connection:
-            connection.execute(f"UPDATE pairs SET {column} = ? WHERE id = ?", (text, pair_id))
-
-    def set_error(self, pair_id: str, side: str, message: str) -> None:
-        """Keep why side "a" or "b" has no answer. Raises StoreError."""
-        column = {"a": "error_a", "b": "error_b"}[side]
-        with self._writing() as connection:
-            connection.execute(f"UPDATE pairs SET {column} = ? WHERE id = ?", (message, pair_id))
+            connection.execute(f"UPDATE pairs SET {columns} WHERE id = ?", (text, error, pair_id))
 
     def judge(self, pair_id: str, choice: str) -> Pair:
-        """Keep a judgement, one of CHOICES, and return the judged pair; the same one again changes nothing.
+        """Keep a judgement ("a", "b", "tie", "both_bad") and return the judged pair. Raises StoreError.
 
-        Raises UnknownPair, NotJudgeable or StoreError.
+        The same judgement again changes nothing.
         """
         with self._writing() as connection:
             pair = self._read(connection, pair_id)
             if not pair.is_answered:
-                raise NotJudgeable("one of its answers is missing, so there is nothing to judge; ask again")
+                raise StoreError("one of its answers is missing, ask again", 409)
             if pair.choice not in (None, choice):
-                raise NotJudgeable(f"it was judged {pair.choice!r} before, which stays")
+                raise StoreError(f"it was judged {pair.choice!r} before, which stays", 409)
             connection.execute(
                 "INSERT INTO judgements (pair_id, choice, judged_at) VALUES (?, ?, ?)"
                 " ON CONFLICT (pair_id) DO NOTHING",
@@ -178,7 +166,7 @@ class JudgementStore:
             return self._read(connection, pair_id)
 
     def get(self, pair_id: str) -> Pair:
-        """Return a pair. Raises UnknownPair."""
+        """Return a pair. Raises StoreError."""
         with self._lock:
             return self._read(self._connection, pair_id)
 
@@ -188,24 +176,24 @@ class JudgementStore:
             rows = self._connection.execute(f"{_SELECT} WHERE choice IS NOT NULL ORDER BY j.rowid").fetchall()
         return [_pair(row) for row in rows]
 
-    def num_answered_by_models(self) -> dict[frozenset[str], int]:
+    def num_answered_by_models(self) -> Counter[frozenset[str]]:
         """Return how many pairs each two models have answered."""
         with self._lock:
             rows = self._connection.execute(
                 "SELECT model_a, model_b, count(*) FROM pairs"
                 " WHERE answer_a IS NOT NULL AND answer_b IS NOT NULL GROUP BY model_a, model_b"
             ).fetchall()
-        found: dict[frozenset[str], int] = {}
+        counts: Counter[frozenset[str]] = Counter()
         for model_a, model_b, count in rows:
-            key = frozenset((model_a, model_b))
-            found[key] = found.get(key, 0) + count
-        return found
+            counts[frozenset((model_a, model_b))] += count
+        return counts
 
     @staticmethod
     def _read(connection: sqlite3.Connection, pair_id: str) -> Pair:
         row = connection.execute(f"{_SELECT} WHERE id = ?", (pair_id,)).fetchone()
         if row is None:
-            raise UnknownPair("there is no such pair in the database; was the server given another --db?")
+            message = "there is no such pair in the database; was the server given another --db?"
+            raise StoreError(message, 404)
         return _pair(row)
 
 

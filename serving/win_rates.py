@@ -1,5 +1,5 @@
-"""PURE: what judgements of pairs amount to: win rates with Wilson intervals, Bradley-Terry ratings with
-bootstrap intervals.
+"""What judgements of pairs amount to: win rates with Wilson intervals, Bradley-Terry ratings with bootstrap
+intervals.
 
 A tie, and "both bad", counts in a rating as half a win of each; a win rate is that of the decided pairs
 alone.
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
 from common.models.tensor_ops import Rate, wilson_interval
 
@@ -56,15 +56,14 @@ class Rating(NamedTuple):
 
 def duels(outcomes: Iterable[Outcome]) -> list[Duel]:
     """Return a row for each two models that met, by name; neither order of a pair counts apart."""
-    counts: dict[tuple[str, str], list[int]] = {}
+    counts: dict[tuple[str, str], Counter[float]] = {}
     for first, second, score in outcomes:
         if first > second:
             first, second, score = second, first, 1 - score
-        wins = counts.setdefault((first, second), [0, 0, 0])
-        wins[0 if score == 1 else 1 if score == 0 else 2] += 1
+        counts.setdefault((first, second), Counter())[score] += 1
     return [
-        Duel(first, second, won, lost, tied, wilson_interval(won, won + lost))
-        for (first, second), (won, lost, tied) in sorted(counts.items())
+        Duel(first, second, of[1], of[0], of[0.5], wilson_interval(of[1], of[1] + of[0]))
+        for (first, second), of in sorted(counts.items())
     ]
 
 
@@ -75,36 +74,38 @@ def bradley_terry(counts: Mapping[Outcome, int], *, prior_draws: float = PRIOR_D
     and their mean is MEAN_RATING.
     """
     names = sorted({name for outcome in counts for name in outcome[:2]})
-    weights = torch.tensor([[float(count) for count in counts.values()]], dtype=torch.float64)
+    weights = np.array([list(counts.values())], dtype=float)
     return dict(zip(names, _fit(names, list(counts), weights, prior_draws)[0].tolist(), strict=True))
 
 
-def _fit(
-    names: list[str], outcomes: list[Outcome], weights: torch.Tensor, prior_draws: float
-) -> torch.Tensor:
-    """Return ratings (R, M) fp64 for outcomes that were seen `weights` (R, K) times.
+def _fit(names: list[str], outcomes: list[Outcome], weights: np.ndarray, prior_draws: float) -> np.ndarray:
+    """Return ratings (R, M) for outcomes that were seen `weights` (R, K) times.
 
     The maximum of the likelihood in which i beats j with probability sigmoid(s_i - s_j) (R. A. Bradley and
     M. E. Terry 1952), by Newton's method on the log-strengths s.
     """
-    place = {name: index for index, name in enumerate(names)}
-    contrast = torch.zeros(len(outcomes), len(names), dtype=torch.float64)  # (K, M): s_i - s_j
-    scores = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float64)
-    for row, (first, second, _) in zip(contrast, outcomes, strict=True):
-        row[place[first]], row[place[second]] = 1.0, -1.0
-    strength = torch.zeros(len(weights), len(names), dtype=torch.float64)
+    firsts = np.array([[outcome.first == name for name in names] for outcome in outcomes], dtype=float)
+    seconds = np.array([[outcome.second == name for name in names] for outcome in outcomes], dtype=float)
+    contrast = firsts - seconds  # (K, M): s_i - s_j
+    scores = np.array([outcome.score for outcome in outcomes])
+    strength = np.zeros((len(weights), len(names)))
     # Where only differences count, a step may have no part that moves all alike.
-    anchor = torch.full((len(names), len(names)), 0.0 if prior_draws else 1.0, dtype=torch.float64)
+    anchor = 0.0 if prior_draws else 1.0
     for _ in range(_MAX_ROUNDS):
-        wins, against_average = torch.sigmoid(strength @ contrast.T), torch.sigmoid(strength)
+        wins, against_average = _sigmoid(strength @ contrast.T), _sigmoid(strength)
         gradient = (weights * (scores - wins)) @ contrast + prior_draws * (0.5 - against_average)
-        curvature = contrast.T @ ((weights * wins * (1 - wins)).unsqueeze(-1) * contrast) + anchor
-        curvature += torch.diag_embed(prior_draws * against_average * (1 - against_average))
-        step = torch.linalg.solve(curvature, gradient).clamp_(-_LARGEST_STEP, _LARGEST_STEP)
+        curvature = contrast.T @ ((weights * wins * (1 - wins))[..., None] * contrast) + anchor
+        prior_curvature = prior_draws * against_average * (1 - against_average)
+        curvature += prior_curvature[..., None] * np.eye(len(names))
+        step = np.linalg.solve(curvature, gradient[..., None])[..., 0].clip(-_LARGEST_STEP, _LARGEST_STEP)
         strength += step
-        if not step.numel() or step.abs().max() < _SMALLEST_CHANGE:
+        if np.abs(step).max() < _SMALLEST_CHANGE:
             break
     return MEAN_RATING + ELO_PER_FACTOR_10 / math.log(10.0) * strength
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 0.5 * (1 + np.tanh(0.5 * x))
 
 
 def ratings(outcomes: Sequence[Outcome], *, num_resamples: int = 200, seed: int = 0) -> list[Rating]:
@@ -116,29 +117,14 @@ def ratings(outcomes: Sequence[Outcome], *, num_resamples: int = 200, seed: int 
     if not outcomes:
         return []
     counts = Counter(outcomes)
-    kinds, seen = list(counts), torch.tensor([float(count) for count in counts.values()])
-    found = bradley_terry(counts)
-    drawn = torch.multinomial(
-        seen.repeat(num_resamples, 1),
-        len(outcomes),
-        replacement=True,
-        generator=torch.Generator().manual_seed(seed),
-    )  # (R, judgements): which outcome
-    weights = torch.zeros(num_resamples, len(kinds), dtype=torch.float64)
-    weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
-    resampled = _fit(list(found), kinds, weights, PRIOR_DRAWS)
+    rating_of = bradley_terry(counts)
+    shares = np.array(list(counts.values())) / len(outcomes)
+    resamples = np.random.default_rng(seed).multinomial(len(outcomes), shares, size=num_resamples)  # (R, K)
+    resampled = _fit(list(rating_of), list(counts), resamples, PRIOR_DRAWS)
+    low, high = np.quantile(resampled, [0.025, 0.975], axis=0).tolist()
     number = Counter(name for outcome in outcomes for name in outcome[:2])
     rows = [
-        Rating(name, rating, percentile(values, 0.025), percentile(values, 0.975), number[name])
-        for (name, rating), values in zip(found.items(), resampled.T.tolist(), strict=True)
+        Rating(name, rating, low[index], high[index], number[name])
+        for index, (name, rating) in enumerate(rating_of.items())
     ]
     return sorted(rows, key=lambda row: -row.rating)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which this share of the values lies, interpolated linearly."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

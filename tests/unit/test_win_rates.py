@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from serving.win_rates import Outcome, bradley_terry, duels, percentile, ratings, wilson_interval
+from serving.win_rates import Outcome, bradley_terry, duels, ratings, wilson_interval
 
 A_WINS, B_WINS, TIE = Outcome("a", "b", 1.0), Outcome("a", "b", 0.0), Outcome("a", "b", 0.5)
 
@@ -98,10 +98,3 @@ def test_ratings_come_with_intervals_that_narrow():
 def test_a_bootstrap_of_one_outcome_has_no_width():
     best, worst = ratings([A_WINS] * 5)
     assert best.low == pytest.approx(best.rating) == best.high
-
-
-def test_percentile_by_hand():
-    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5 and percentile([4.0, 1.0], 0.025) == pytest.approx(
-        1.075
-    )
-    assert percentile([7.0], 0.975) == 7.0
