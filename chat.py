@@ -11,10 +11,10 @@ an answer, /help shows the commands.
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.data.dialogue import Template
 from common.data.example import Message
 from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.models.value_model import has_saved_head
@@ -67,26 +67,16 @@ class Conversation:
         )
 
 
-class Scores:
-    """A reward model, and the dialogue form that it was trained with."""
-
-    def __init__(self, scorer: RewardScorer, template: Template) -> None:
-        self.scorer, self.template = scorer, template
-
-    def score(self, messages: list[Message]) -> float:
-        """Return the score of a conversation's last message as an answer to those before it."""
-        segments = self.template.segments(messages[:-1], messages[-1].content)
-        [score] = self.scorer.score_rows([self.template.encode(segments, self.scorer.max_tokens).input_ids])
-        return score
+Score = Callable[[list[Message]], float]  # of a conversation's last message as an answer to those before it
 
 
 class Session:
     """Conversations with one or two models, led line by line."""
 
     def __init__(
-        self, conversations: list[Conversation], display: PlainDisplay | SideBySide, scores: Scores | None
+        self, conversations: list[Conversation], display: PlainDisplay | SideBySide, score: Score | None
     ) -> None:
-        self.conversations, self.display, self.scores = conversations, display, scores
+        self.conversations, self.display, self.score = conversations, display, score
         self.system = ""
 
     def set_system(self, text: str) -> str:
@@ -169,13 +159,12 @@ class Session:
                     return
 
     def _note(self, messages: list[Message]) -> str:
-        return f"score {self.scores.score(messages):.3f}" if self.scores else ""
+        return f"score {self.score(messages):.3f}" if self.score else ""
 
 
-def load_scores(args: ChatArguments, problems: Problems) -> Scores | None:
-    """Return what scores by the model of --reward, or None after adding why it cannot."""
-    own_form = dataclasses.replace(args, template="")
-    template = load_template("--reward", args.reward, own_form, problems)
+def load_score(args: ChatArguments, problems: Problems) -> Score | None:
+    """Return what scores by the model of --reward in its own form, or None after adding why it cannot."""
+    template = load_template("--reward", args.reward, dataclasses.replace(args, template=""), problems)
     if template is None:
         return None
     if not has_saved_head(args.reward):
@@ -184,7 +173,13 @@ def load_scores(args: ChatArguments, problems: Problems) -> Scores | None:
     with startup.as_problem(problems):
         model = load_frozen_value_model(args.reward, template.tokenizer, args)
     limit = getattr(model.classifier.config, "max_position_embeddings", None) or sys.maxsize
-    return Scores(RewardScorer(model, template.tokenizer, batch_size=1, max_tokens=limit), template)
+    scorer = RewardScorer(model, template.tokenizer, batch_size=1, max_tokens=limit)
+
+    def score(messages: list[Message]) -> float:
+        segments = template.segments(messages[:-1], messages[-1].content)
+        return scorer.score_rows([template.encode(segments, limit).input_ids])[0]
+
+    return score
 
 
 def load_session(args: ChatArguments, problems: Problems) -> Session:
@@ -192,7 +187,7 @@ def load_session(args: ChatArguments, problems: Problems) -> Session:
     names = {"--path": args.path} | ({"--compare": args.compare} if args.compare else {})
     templates = {flag: load_template(flag, name, args, problems) for flag, name in names.items()}
     problems.exit_if_any()
-    scores = load_scores(args, problems) if args.reward else None
+    score = load_score(args, problems) if args.reward else None
     problems.exit_if_any()
     conversations = []
     for flag_name, template in templates.items():
@@ -211,7 +206,7 @@ def load_session(args: ChatArguments, problems: Problems) -> Session:
         conversations.append(Conversation(names[flag_name], answerer))
     is_wide = args.compare and sys.stdin.isatty() and sys.stdout.isatty()
     labels = list(names.values()) if is_wide else ["A", "B"] if args.compare else ["bot"]
-    session = Session(conversations, SideBySide(labels) if is_wide else PlainDisplay(labels), scores)
+    session = Session(conversations, SideBySide(labels) if is_wide else PlainDisplay(labels), score)
     session.set_system(args.system)
     return session
 

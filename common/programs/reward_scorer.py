@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,19 @@ from common.models.loading import ModelOptions
 from common.models.model_inputs import build_model_inputs
 from common.models.value_model import ValueModel, load_value_model
 from common.ranks import distributed
+
+
+def score_by_length(
+    rows: list[list[int]], batch_size: int, score_batch: Callable[[list[list[int]]], list[float]]
+) -> list[float]:
+    """Return a score for each row; rows of about the same length share a batch, which has little padding."""
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+    scores = [0.0] * len(rows)
+    for first in range(0, len(order), batch_size):
+        batch = order[first : first + batch_size]
+        for index, score in zip(batch, score_batch([rows[i] for i in batch]), strict=True):
+            scores[index] = score
+    return scores
 
 
 class RewardScorer:
@@ -42,14 +56,8 @@ class RewardScorer:
 
     def score_rows(self, rows: list[list[int]]) -> list[float]:
         """Return one fp32 score for each row of token ids, which ends with the end of turn."""
-        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-        scores = [0.0] * len(rows)
         with self._lock:
-            for first in range(0, len(order), self.batch_size):
-                batch = order[first : first + self.batch_size]
-                for index, score in zip(batch, self._score_batch([rows[i] for i in batch]), strict=True):
-                    scores[index] = score
-        return scores
+            return score_by_length(rows, self.batch_size, self._score_batch)
 
     def encode(self, prompt: str, response: str) -> list[int]:
         """Return the token ids of both and of the end of turn, as a row of training has them."""

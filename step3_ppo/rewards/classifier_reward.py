@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from common.data.packed_batch import pad_rows
 from common.models.loading import DTYPES, load_weights
+from common.programs.reward_scorer import score_by_length
 from common.ranks.failures import first_line
 from step3_ppo.rewards.text_rewards import Answers, Failures, checked_scores
 
@@ -58,12 +59,7 @@ class ClassifierReward:
             prompt + response for prompt, response in zip(answers.prompts, answers.responses, strict=True)
         ]
         rows = self._tokenise(texts) if texts else []
-        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-        scores = [0.0] * len(rows)
-        for first in range(0, len(order), self.batch_size):
-            batch = order[first : first + self.batch_size]
-            for index, score in zip(batch, self._score_rows([rows[i] for i in batch]), strict=True):
-                scores[index] = score
+        scores = score_by_length(rows, self.batch_size, self._score_rows)
         return checked_scores(self.name, scores, answers, self.failures)
 
     def close(self) -> None:

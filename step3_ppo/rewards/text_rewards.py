@@ -109,31 +109,28 @@ def checked_scores(name: str, values: Any, answers: Answers, failures: Failures 
         RewardError: it is none of these, of another length, or holds None, NaN, an infinity or no number.
     """
     failures = failures or Failures()
+
+    def bear(problem: str, cure: str, num_answers: int) -> list[float]:
+        return failures.bear(RewardError(f"reward {name} gave {problem}; {cure}"), num_answers)
+
     if hasattr(values, "tolist"):  # an array or a tensor: one copy, not one for each element
         values = values.tolist()
     # The keys of a mapping and the order of a set would make scores of the right count and no sense.
     if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping | Set):
-        error = RewardError(
-            f"reward {name} gave {shortened(str(values))} in place of a list of {len(answers)} numbers "
-            f"(first: {answers.shown(0)}); return one number for each response"
-        )
-        return failures.bear(error, len(answers))
+        shown = f"{shortened(str(values))} in place of a list of {len(answers)} numbers"
+        cure = "return one number for each response"
+        return bear(f"{shown} (first: {answers.shown(0)})", cure, len(answers))
     values = list(values)
     if len(values) != len(answers):
-        error = RewardError(
-            f"reward {name} gave {len(values)} scores for {len(answers)} responses "
-            f"(first: {answers.shown(0)}); return one number for each response, in their order"
-        )
-        return failures.bear(error, len(answers))
+        shown = f"{len(values)} scores for {len(answers)} responses"
+        cure = "return one number for each response, in their order"
+        return bear(f"{shown} (first: {answers.shown(0)})", cure, len(answers))
     scores = [_as_float(value) for value in values]
     for index, score in enumerate(scores):
         if not math.isfinite(score):
-            error = RewardError(
-                f"reward {name} gave {shortened(str(values[index]))} for response {index + 1} of "
-                f"{len(answers)}: {answers.shown(index)}; every score must be a finite number, so return 0.0 "
-                "where there is nothing to say"
-            )
-            scores[index : index + 1] = failures.bear(error, 1)
+            shown = f"{shortened(str(values[index]))} for response {index + 1} of {len(answers)}"
+            cure = "every score must be a finite number, so return 0.0 where there is nothing to say"
+            [scores[index]] = bear(f"{shown}: {answers.shown(index)}", cure, 1)
     return scores
 
 

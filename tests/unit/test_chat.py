@@ -121,8 +121,9 @@ def test_two_models_answer_the_same_and_keep_their_own_thread(talk, folder, tiny
 def test_scores_are_those_of_the_reward_server(talk, folder, reward):
     out, _ = talk("Hi\n", folder, "--reward", reward, "--temperature", "0")
     answer, score = out.removeprefix("bot> ").rsplit("score ", 1)
-    args = chat.ChatArguments(path=folder, reward=reward)
-    scorer = chat.load_scores(args, chat.Problems()).scorer
+    tokenizer = load_tokenizer(reward)
+    model = chat.load_frozen_value_model(reward, tokenizer, chat.ChatArguments())
+    scorer = chat.RewardScorer(model, tokenizer, batch_size=1)
     [expected] = scorer.score(["\n\nHuman: Hi\n\nAssistant:"], [f" {answer.strip()}"])
     assert float(score) == pytest.approx(expected, abs=1e-3) and abs(expected) > 1e-2
 
