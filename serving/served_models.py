@@ -18,7 +18,7 @@ from common.data.dialogue import Segment, build_template
 from common.data.example import Message
 from common.models.loading import compute_hidden
 from common.models.model_inputs import build_model_inputs
-from common.models.policy_model import read_logit_transform
+from common.models.output_head import read_logit_transform
 from serving.answering import Answer, Answerer, TextCallback
 
 _SAMPLE_ID_BITS = 48  # of the random numbers of an answer that no seed was given for
@@ -124,7 +124,7 @@ def score_tokens(
     ids = torch.tensor(token_ids)
     inputs = build_model_inputs(ids, torch.tensor([len(token_ids)]), is_packed=False, device=model.device)
     hidden = compute_hidden(model, inputs)[0, :-1]  # (T - 1, H)
-    form, head = read_logit_transform(model), model.get_output_embeddings()
+    form, head = read_logit_transform(model.config), model.get_output_embeddings()
     scores: list[TokenScore] = []
     for states, targets in zip(
         hidden.split(_POSITIONS_AT_A_TIME), ids[1:].to(model.device).split(_POSITIONS_AT_A_TIME), strict=True

@@ -102,7 +102,7 @@ class Policy:
         support = None
         if "support_ids" in record.data:
             device = distributed.device()
-            offsets = pad_ends(record.data["support_counts"].cumsum(0), (1, 0)).to(device)
+            offsets = pad_ends(record.data["support_counts"].cumsum(0), (1, 0))
             support = Support(record.data["support_ids"].to(device), offsets)
         return model(batch.inputs, batch.slots, batch.token_ids, with_entropy=with_entropy, support=support)
 

@@ -25,7 +25,7 @@ from tools.devices import Hardware
 from tools.model_sizes import Activations, ModelSizes, SwitchSizes, head_bytes, trace_activations
 
 PREFILL_TOKENS = 4096  # of prompts that common/generation/generate.py reads together
-LOGIT_CHUNK = {True: 2**22, False: 2**27}  # elements, by is_cpu: common/models/output_head.py
+LOGIT_CHUNK = {True: 2**22, False: 2**26}  # elements, by is_cpu: common/models/output_head.py
 RECORD_BYTES = 44  # of a response token in step 3's record, on every rank
 
 TRAINING = ("backward", "reduce", "step")  # all activations, all gradients, the optimizer's copies

@@ -329,8 +329,8 @@ def head_bytes(
         return num_scored * model.hidden_size * 4 * (2 if is_training else 1)
     logits = min(chunk, num_scored * model.vocabulary)
     if not is_training:
-        return logits * (2 * num_bytes + 2)
-    work = logits * ((3 * num_bytes + 4) if has_entropy else (2 * num_bytes + 2))
+        return logits * (num_bytes + (8 if has_entropy else 4))
+    work = logits * ((2 * num_bytes + 8) if has_entropy else (num_bytes + 8))
     work += num_scored * model.hidden_size * num_bytes
     return work + (model.num_head * (4 + num_bytes) if is_trained else 0)  # its gradient is added up in fp32
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from common.generation.kv_cache import SLOT_ATTENTION, SlotCache
 from common.models.loading import forward_accepts, plain_model
+from common.models.output_head import token_logprobs
 from common.models.sampling import counter_uniform, sample_tokens
-from common.models.tensor_ops import token_logprobs
 
 POSITIONS_PER_BUCKET = 128
 

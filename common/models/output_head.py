@@ -8,18 +8,18 @@ hidden states and two numbers a token, the backward pass makes each chunk's logi
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from common.models.sampling import sampling_mask
-from common.models.tensor_ops import token_entropy, token_logprobs
 
 # Logits of one chunk. On a CPU they stay near the cache (16 MiB in fp32); on a GPU they fill the device.
 _CPU_CHUNK_ELEMENTS = 2**22
-_GPU_CHUNK_ELEMENTS = 2**27
+_GPU_CHUNK_ELEMENTS = 2**26
+_LOWEST = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,48 @@ class LogitOptions:
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
+# Fields of configurations that say what a model makes of its head's output.
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+_UNKNOWN = ("logits_scaling", "output_multiplier", "logits_mup_width_multiplier", "softcap")
+
+
+def read_logit_transform(config: Any) -> LogitOptions:
+    """Return what a model of this configuration makes of its head's output: a factor, and a cap.
+
+    Raises ValueError, naming the field, where the configuration asks for another treatment of logits.
+    """
+    config = config.get_text_config()
+    found = {name: getattr(config, name, None) for name in (*_CAPS, *_FACTORS, *_UNKNOWN)}
+    found = {name: value for name, value in found.items() if value not in (None, 1)}
+    multiplier, cap = 1.0, None
+    for name, value in found.items():
+        if name in _CAPS:
+            cap = float(value)
+        elif name in _FACTORS:
+            multiplier = float(value)
+        elif name == "logits_scaling" and config.model_type.startswith("granite"):
+            multiplier = 1 / value
+        else:
+            raise ValueError(
+                f"{config.model_type}: the configuration's {name} {value} treats logits in a way that is not "
+                "known here; add it to common/models/output_head.py"
+            )
+    return LogitOptions(multiplier=multiplier, cap=cap)
+
+
 class Support(NamedTuple):
     """The tokens that could be sampled at each scored slot, one slot after the other."""
 
     token_ids: torch.Tensor  # (total,) int64
-    offsets: torch.Tensor  # (N + 1,) int64, slot i has token_ids[offsets[i] : offsets[i + 1]]
+    offsets: torch.Tensor  # (N + 1,) int64 on the CPU, slot i has token_ids[offsets[i] : offsets[i + 1]]
 
     def mask(self, rows: slice, num_tokens: int) -> torch.Tensor:
         """Return (n, V) bool, True for the tokens of the slots in `rows`."""
-        first, last = int(self.offsets[rows.start]), int(self.offsets[rows.stop])
-        counts = self.offsets[rows.start + 1 : rows.stop + 1] - self.offsets[rows.start : rows.stop]
-        slots = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-        mask = torch.zeros(len(counts), num_tokens, dtype=torch.bool, device=counts.device)
-        mask[slots, self.token_ids[first:last]] = True
+        offsets, device = self.offsets[rows.start : rows.stop + 1], self.token_ids.device
+        slots = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff()).to(device)
+        mask = torch.zeros(len(offsets) - 1, num_tokens, dtype=torch.bool, device=device)
+        mask[slots, self.token_ids[int(offsets[0]) : int(offsets[-1])].long()] = True
         return mask
 
 
@@ -132,23 +161,112 @@ def sampling_support(
         found.append(is_kept.nonzero()[:, 1])
         counts.append(is_kept.sum(1))
     offsets = F.pad(torch.cat(counts).cumsum(0), (1, 0))
-    return Support(torch.cat(found), offsets)
+    return Support(torch.cat(found), offsets.cpu())
+
+
+def token_logprobs(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    num_valid_tokens: int | None = None,
+) -> torch.Tensor:
+    """Return log softmax(logits / temperature) at `token_ids`: fp32, of their shape, without gradient.
+
+    logits (..., V), token_ids (...) int64; the numbers are those of `token_scores` to the bit.
+    """
+    options = LogitOptions(temperature=temperature, num_valid_tokens=num_valid_tokens)
+    scores = _softmax_scores(logits.flatten(0, -2), token_ids.flatten(), options, with_entropy=False)
+    return scores.logprobs.view(token_ids.shape)
+
+
+class _SoftmaxScores(NamedTuple):
+    logprobs: torch.Tensor  # (n,) fp32
+    entropies: torch.Tensor | None  # (n,) fp32
+    normalisers: torch.Tensor  # (n,) fp32, so that log p = (logit - normaliser) / temperature
+
+
+@torch.no_grad()
+def _softmax_scores(
+    logits: torch.Tensor, token_ids: torch.Tensor, options: LogitOptions, *, with_entropy: bool
+) -> _SoftmaxScores:
+    """Return what softmax(logits / temperature) gives the tokens (n,), for logits (n, V) of any float dtype.
+
+    Ids from `num_valid_tokens` on do not take part: their own log-probability is -inf.
+    """
+    valid, temperature = logits[:, : options.num_valid_tokens], options.temperature
+    num_valid = valid.shape[1]
+    largest = valid.amax(-1, keepdim=True)
+    scaled = _scale(_upcast(valid).sub_(largest), temperature)
+    weights = scaled.exp() if with_entropy else scaled.exp_()
+    weight_sum = weights.sum(-1).double()
+    chosen = valid.gather(-1, token_ids[:, None].clamp(max=num_valid - 1))
+    # float64 for the last few numbers of a row only: fp32 would round each of the three steps.
+    logprobs = ((chosen.double() - largest.double()) / temperature)[:, 0] - weight_sum.log()
+    logprobs = logprobs.float().masked_fill_(token_ids >= num_valid, -torch.inf)
+    normalisers = (largest[:, 0].double() + temperature * weight_sum.log()).float()
+    entropies = None
+    if with_entropy:
+        # A logit of -inf has weight 0, and 0 * -inf would be NaN.
+        mean_scaled = weights.mul_(scaled.clamp_(min=_LOWEST)).sum(-1).double() / weight_sum
+        entropies = (weight_sum.log() - mean_scaled).float()
+    return _SoftmaxScores(logprobs, entropies, normalisers)
+
+
+def _softmax_gradient(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    scores: _SoftmaxScores,
+    options: LogitOptions,
+    grad_logprobs: torch.Tensor,
+    grad_entropies: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the gradient (n, V) of logits (n, V), in their dtype; 0 at ids that do not take part."""
+    valid, temperature = logits[:, : options.num_valid_tokens], options.temperature
+    num_valid = valid.shape[1]
+    log_p = _scale(_upcast(valid).sub_(scores.normalisers[:, None]), temperature)
+    # d logprob / d logit_j = ([j == id] - p_j) / temperature
+    scale = grad_logprobs[:, None] / temperature
+    at_chosen = torch.where(token_ids[:, None] < num_valid, scale, 0.0).to(log_p.dtype)
+    p = log_p.exp_() if grad_entropies is None else log_p.clamp_(min=_LOWEST).exp()
+    if grad_entropies is not None:
+        # d H / d logit_j = -p_j (log p_j + H) / temperature
+        log_p.add_(scores.entropies[:, None]).mul_(p).mul_(-grad_entropies[:, None] / temperature)
+    gradient = p.mul_(-scale).scatter_add_(-1, token_ids[:, None].clamp(max=num_valid - 1), at_chosen)
+    if grad_entropies is not None:
+        gradient += log_p
+        del log_p
+    if num_valid == logits.shape[1]:
+        return gradient.to(logits.dtype)
+    return F.pad(gradient.to(logits.dtype), (0, logits.shape[1] - num_valid))
+
+
+def _scale(x: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Divide in place, without a pass over the data for the usual temperature of 1."""
+    return x if temperature == 1.0 else x.div_(temperature)
+
+
+def _upcast(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy in fp32, of float64 in float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
 
 class _TokenScores(torch.autograd.Function):
-    """Keeps inputs only; the backward pass makes each chunk's logits again."""
+    """Keeps inputs and two numbers a token; the backward pass makes each chunk's logits again."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, token_ids, options, with_entropy, support):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        entropies = torch.zeros_like(logprobs)
+        entropies, normalisers = torch.zeros_like(logprobs), torch.empty_like(logprobs)
         for rows in _chunks(hidden, weight, options):
-            logits = F.linear(hidden[rows], weight, bias)
-            found = _score_chunk(logits, rows, token_ids, options, with_entropy, support)
-            logprobs[rows] = found[0]
+            logits = _among(options.transform(F.linear(hidden[rows], weight, bias)), support, rows)
+            found = _softmax_scores(logits, token_ids[rows], options, with_entropy=with_entropy)
+            logprobs[rows], normalisers[rows] = found.logprobs, found.normalisers
             if with_entropy:
-                entropies[rows] = found[1]
-        ctx.save_for_backward(hidden, weight, bias, token_ids, *(support or ()))
+                entropies[rows] = found.entropies
+        ctx.save_for_backward(
+            hidden, weight, bias, token_ids, logprobs, entropies, normalisers, *(support or ())
+        )
         ctx.options = options
         ctx.set_materialize_grads(False)  # an entropy that is only reported costs nothing backwards
         return logprobs, entropies
@@ -156,19 +274,19 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
-        hidden, weight, bias, token_ids, *rest = ctx.saved_tensors
+        hidden, weight, bias, token_ids, logprobs, entropies, normalisers, *rest = ctx.saved_tensors
         support = Support(*rest) if rest else None
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
-        with_entropy = grad_entropies is not None
         if grad_logprobs is None:
-            grad_logprobs = hidden.new_zeros(len(hidden), dtype=torch.float32)
+            grad_logprobs = torch.zeros_like(logprobs)
         for rows in _chunks(hidden, weight, ctx.options):
-            logits = F.linear(hidden[rows], weight, bias)
-            with torch.enable_grad():
-                leaf = logits.requires_grad_()
-                found = _score_chunk(leaf, rows, token_ids, ctx.options, with_entropy, support)
-            upstream = [grad_logprobs[rows], *([grad_entropies[rows]] if with_entropy else [])]
-            gradients.add(rows, torch.autograd.grad(found, leaf, upstream)[0])
+            leaf, logits = _differentiable_logits(hidden, weight, bias, ctx.options, support, rows)
+            scores = _SoftmaxScores(logprobs[rows], entropies[rows], normalisers[rows])
+            of_entropies = None if grad_entropies is None else grad_entropies[rows]
+            of_logits = _softmax_gradient(
+                logits.detach(), token_ids[rows], scores, ctx.options, grad_logprobs[rows], of_entropies
+            )
+            gradients.add(rows, _chain(leaf, logits, of_logits))
         return *gradients.result(), None, None, None, None
 
 
@@ -181,13 +299,13 @@ class _SummedLogprobs(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         gradients = _Gradients(hidden, weight, bias, needs) if any(needs) else None
         for rows in _chunks(hidden, weight, options):
-            logits = F.linear(hidden[rows], weight, bias)
-            with torch.set_grad_enabled(gradients is not None):
-                leaf = logits.requires_grad_() if gradients else logits
-                (logprobs,) = _score_chunk(leaf, rows, token_ids, options, False, None)
-            total += logprobs.detach().double().sum()
+            leaf, logits = _differentiable_logits(hidden, weight, bias, options, None, rows)
+            scores = _softmax_scores(logits.detach(), token_ids[rows], options, with_entropy=False)
+            total += scores.logprobs.double().sum()
             if gradients:
-                gradients.add(rows, torch.autograd.grad(logprobs, leaf, torch.ones_like(logprobs))[0])
+                ones = torch.ones_like(scores.logprobs)
+                of_logits = _softmax_gradient(logits.detach(), token_ids[rows], scores, options, ones)
+                gradients.add(rows, _chain(leaf, logits, of_logits))
         ctx.gradients = gradients.result() if gradients else None
         return total.float()
 
@@ -197,6 +315,27 @@ class _SummedLogprobs(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None  # they are as large as the weight: kept no longer
         scaled = [g if g is None else g.mul_(grad_total.to(g.dtype)) for g in gradients]
         return *scaled, None, None
+
+
+def _differentiable_logits(hidden, weight, bias, options, support, rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return raw logits (n, V), and what transform and support make of them, which autograd has followed."""
+    leaf = F.linear(hidden[rows], weight, bias)
+    if options.multiplier == 1.0 and options.cap is None and support is None:
+        return leaf, leaf
+    with torch.enable_grad():
+        return leaf, _among(options.transform(leaf.requires_grad_()), support, rows)
+
+
+def _chain(leaf: torch.Tensor, logits: torch.Tensor, of_logits: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of raw logits, from that of what was made of them."""
+    return of_logits if logits is leaf else torch.autograd.grad(logits, leaf, of_logits)[0]
+
+
+def _among(logits: torch.Tensor, support: Support | None, rows: slice) -> torch.Tensor:
+    """Return logits of -inf outside the support."""
+    if support is None:
+        return logits
+    return logits.masked_fill(~support.mask(rows, logits.shape[1]), -torch.inf)
 
 
 class _Gradients:
@@ -225,23 +364,6 @@ class _Gradients:
     def result(self) -> list[torch.Tensor | None]:
         found = (self.of_hidden, self.of_weight, self.of_bias)
         return [g if g is None else g.to(dtype) for g, dtype in zip(found, self.dtypes, strict=True)]
-
-
-def _score_chunk(
-    logits: torch.Tensor,
-    rows: slice,
-    token_ids: torch.Tensor,
-    options: LogitOptions,
-    with_entropy: bool,
-    support: Support | None,
-) -> tuple[torch.Tensor, ...]:
-    """Return (logprobs,) or (logprobs, entropies), each (n,), of raw logits (n, V)."""
-    logits = options.transform(logits)
-    if support is not None:
-        logits = logits.masked_fill(~support.mask(rows, logits.shape[1]), -torch.inf)
-    more = {"temperature": options.temperature, "num_valid_tokens": options.num_valid_tokens}
-    logprobs = token_logprobs(logits, token_ids[rows], **more)
-    return (logprobs, token_entropy(logits, **more)) if with_entropy else (logprobs,)
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor, options: LogitOptions) -> Iterator[slice]:

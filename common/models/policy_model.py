@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from common.data.packed_batch import PackedBatch
 from common.models.loading import compute_hidden, plain_model
@@ -19,6 +17,7 @@ from common.models.output_head import (
     LogitOptions,
     Support,
     Truncation,
+    read_logit_transform,
     sampling_support,
     summed_logprobs,
     token_scores,
@@ -77,7 +76,7 @@ class PolicyModel(nn.Module):
             raise ValueError(
                 f"{type(plain).__name__} has no linear output head; its logits cannot be chunked"
             )
-        own = read_logit_transform(plain)
+        own = read_logit_transform(plain.config)
         self.options = replace(own, num_valid_tokens=num_valid_tokens, temperature=temperature)
         # The class is swapped in place so that the parameter, sharded or tied, keeps its identity.
         head.__class__ = ScoringHead
@@ -147,52 +146,3 @@ def count_targets(batch: PackedBatch) -> float:
 def language_model(module: nn.Module) -> nn.Module:
     """Return the causal LM inside a PolicyModel, or the module itself."""
     return module.causal_lm if isinstance(module, PolicyModel) else module
-
-
-class _Stub(nn.Module):
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
-
-    @property
-    def decoder(self) -> "_Stub":
-        return self  # OPT's forward pass calls its backbone's decoder
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.output
-
-
-class _StubOutput(BaseModelOutputWithPast):
-    def __getattr__(self, name: str) -> None:
-        return None  # a family may ask for router logits and the like
-
-
-def read_logit_transform(model: PreTrainedModel) -> LogitOptions:
-    """Return what the model's own forward pass makes of its head's output: a factor, and a cap.
-
-    Found by running that pass with its backbone and head put aside and known numbers in their place, so no
-    family needs to be listed and no weight is read. Raises ValueError when it is something else.
-    """
-    numbers = torch.tensor([-50.0, -3.0, -1e-3, 0.0, 1e-3, 2.0, 1e9]).view(1, 1, -1)
-    head = model.get_output_embeddings()
-    names = [model.base_model_prefix, next(n for n, m in model.named_children() if m is head)]
-    saved = {name: model._modules[name] for name in names}
-    output = _StubOutput(last_hidden_state=torch.zeros(1, 1, 1))
-    try:
-        model._modules.update(zip(names, (_Stub(output), _Stub(numbers)), strict=True))
-        with torch.no_grad():
-            found = type(model).forward(model, input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits
-    finally:
-        model._modules.update(saved)
-    found = found.flatten().double()
-    factor = float(found[4] / 1e-3)
-    cap = None if found[-1] > factor * 1e8 else float(found[-1])
-    factor = round(factor, 7) if cap is None else factor
-    own = LogitOptions(multiplier=1.0 if abs(factor - 1) < 1e-5 else factor, cap=cap)
-    expected = own.transform(numbers.flatten().double())
-    if not torch.allclose(found, expected, rtol=1e-4, atol=1e-6):
-        raise ValueError(
-            f"{type(model).__name__} does to its logits what is neither a factor nor a cap: {found.tolist()} "
-            f"for {numbers.flatten().tolist()}"
-        )
-    return own

@@ -22,7 +22,7 @@ from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.models.loading import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
-from common.models.tensor_ops import token_logprobs
+from common.models.output_head import token_logprobs
 from common.models.trained_weights import trained_weights
 from common.ranks import distributed
 from common.ranks.zero3 import gather_whole, is_sharded, local_shard

@@ -10,7 +10,7 @@ from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
 from common.models.loading import compute_logits
-from common.models.tensor_ops import token_logprobs
+from common.models.output_head import token_logprobs
 
 
 def generate(model, *inputs, **more):

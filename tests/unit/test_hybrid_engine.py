@@ -11,7 +11,7 @@ from common.generation.decode import SamplingOptions
 from common.generation.hybrid_engine import HybridEngine, named_out_of_memory
 from common.generation.tp_plans import NoPlan
 from common.models.loading import compute_logits, plain_model
-from common.models.tensor_ops import token_logprobs
+from common.models.output_head import token_logprobs
 from common.models.trained_weights import trained_weights
 from common.ranks.zero3 import local_shard
 

@@ -1,9 +1,14 @@
 """common/models/output_head.py: the chunked head against plain float64 logits, values and gradients."""
 
+import math
+
 import pytest
 import torch
+from right_or_wrong import close, forms, judge
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from common.models.output_head import LogitOptions, Support, summed_logprobs, token_scores
+from common.models.output_head import LogitOptions, Support, summed_logprobs, token_logprobs, token_scores
 
 N, H, V = 23, 8, 40
 CASES = {
@@ -65,12 +70,111 @@ def test_the_sum_has_the_gradient_of_its_parts(case, chunk):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
 
 
-def test_chunks_do_not_change_the_numbers():
-    inputs = make(torch.float32)
-    whole, pieces = (
-        token_scores(*inputs, LogitOptions(chunk_tokens=n), with_entropy=True).logprobs for n in (23, 4)
-    )
-    torch.testing.assert_close(whole, pieces, atol=1e-6, rtol=1e-6)
+def test_chunks_and_neighbours_change_no_bit_and_the_sampler_computes_the_same():
+    hidden, weight, bias, ids = make(torch.float32)
+    whole = token_scores(hidden, weight, bias, ids, LogitOptions(temperature=0.9, chunk_tokens=23)).logprobs
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    assert torch.equal(token_logprobs(logits, ids, temperature=0.9), whole)
+    for rows in (slice(2, 3), slice(4, 11)):
+        assert torch.equal(token_logprobs(logits[rows], ids[rows], temperature=0.9), whole[rows])
+
+
+def plain_logprobs(logits, token_ids, *, temperature=1.0, num_valid_tokens=None):
+    scaled = (logits / temperature)[..., :num_valid_tokens].log_softmax(-1)
+    return scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+
+
+@forms(
+    token_logprobs,
+    temperature_times=lambda logits, ids, temperature: plain_logprobs(logits * temperature**2, ids),
+    temperature_after_softmax=lambda logits, ids, temperature: plain_logprobs(logits, ids) / temperature,
+    probability=lambda logits, ids, temperature: plain_logprobs(logits / temperature, ids).exp(),
+    next_token=lambda logits, ids, temperature: plain_logprobs(logits / temperature, ids.roll(-1, -1)),
+    bf16=lambda logits, ids, temperature: plain_logprobs((logits / temperature).bfloat16(), ids).float(),
+)
+def test_logprobs_by_hand(form, is_right):
+    def check(form):
+        # weights e^(x / 2): 1, 2, 5 -> sum 8; chosen 5 / 8 and 1 / 8
+        logits = 2 * torch.tensor([[1.0, 2.0, 5.0], [1.0, 2.0, 5.0]]).log()
+        expected = [math.log(5 / 8), math.log(1 / 8)]
+        close(form(logits, torch.tensor([2, 0]), temperature=2.0), expected)
+
+    judge(check, form, is_right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_logprobs_of_a_large_vocabulary_equal_float64_to_a_millionth(dtype):
+    g = torch.Generator().manual_seed(0)
+    logits, ids = torch.randn(64, 32000, generator=g).to(dtype), torch.randint(0, 32000, (64,), generator=g)
+    ids[:8] = logits[:8].argmax(-1)
+    if dtype == torch.float64:
+        logits = logits + 1e6  # fp32 holds it to 0.06 only
+    found = token_logprobs(logits, ids)
+    assert found.dtype == torch.float32
+    close(found, plain_logprobs(logits.double(), ids))
+
+
+def identity_scores(logits, ids, **options):
+    """Scores of given logits: the head's weight is the identity, so the hidden state's gradient is theirs."""
+    eye = torch.eye(logits.shape[1], dtype=logits.dtype)
+    return token_scores(logits, eye, None, ids, LogitOptions(**options), with_entropy=True)
+
+
+def test_entropy_by_hand():
+    # p = 1/2, 1/4, 1/4: 1/2 log 2 + 2 * 1/4 log 4 = 3/2 log 2; half the log weights, at temperature 1/2
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).log() / 2
+    found = identity_scores(logits, torch.tensor([0]), temperature=0.5)
+    close(found.entropies, [1.5 * math.log(2)])
+
+
+@pytest.mark.parametrize("padding", [0.0, 1e4, torch.nan])
+def test_vocabulary_padding_is_out_of_the_softmax_and_gets_no_gradient(padding):
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(8, 60, generator=g), torch.eye(60)
+    bias = torch.zeros(60)
+    bias[50:] = padding
+    ids = torch.randint(0, 50, (8,), generator=g)
+    short = identity_scores(hidden[:, :50].contiguous(), ids)
+    leaf = bias.requires_grad_()
+    found = token_scores(hidden, weight, leaf, ids, LogitOptions(num_valid_tokens=50), with_entropy=True)
+    (found.logprobs + found.entropies).sum().backward()
+    assert torch.equal(found.logprobs, short.logprobs) and torch.equal(found.entropies, short.entropies)
+    assert leaf.grad[50:].eq(0).all() and leaf.grad.isfinite().all()
+
+
+def test_an_id_of_the_vocabulary_padding_is_impossible():
+    leaf = torch.randn(2, 60, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    found = identity_scores(leaf, torch.tensor([3, 55]), num_valid_tokens=50)
+    assert found.logprobs[0].isfinite() and found.logprobs[1] == -torch.inf
+    found.logprobs.sum().backward()
+    expected = -leaf.detach()[:, :50].softmax(-1)  # (1 at the id, if it takes part) - p
+    expected[0, 3] += 1
+    close(leaf.grad[:, :50], expected)
+    assert leaf.grad[:, 50:].eq(0).all()
+
+
+class LargestFloat(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation makes."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.num_elements = max([self.num_elements, *sizes])
+        return result
+
+
+def test_no_more_logits_than_a_chunks_are_ever_held_or_saved():
+    hidden, weight = torch.randn(64, 4).requires_grad_(), torch.randn(300, 4).requires_grad_()
+    ids, saved = torch.zeros(64, dtype=torch.int64), []
+    with (
+        LargestFloat() as largest,
+        torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
+    ):
+        found = token_scores(hidden, weight, None, ids, LogitOptions(chunk_tokens=5), with_entropy=True)
+        (found.logprobs + found.entropies).sum().backward()
+    assert largest.num_elements == 5 * 300 and max(x.numel() for x in saved) == weight.numel()
 
 
 def test_the_softmax_is_taken_among_the_support():

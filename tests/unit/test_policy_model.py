@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, Llam
 
 from common.models.loading import LoraOptions, add_lora, compute_logits
 from common.models.model_inputs import build_model_inputs
-from common.models.policy_model import PolicyModel, read_logit_transform
+from common.models.output_head import read_logit_transform
+from common.models.policy_model import PolicyModel
 
 LENGTHS = (5, 1, 9, 3)
 SMALL = {
@@ -74,20 +75,15 @@ def test_what_the_padding_holds_changes_nothing():
     ("family", "multiplier", "cap"),
     [("llama", 1.0, None), ("granite", 1 / 7, None), ("cohere", 0.0625, None), ("gemma2", 1.0, 30.0)],
 )
-def test_the_models_own_treatment_of_logits_is_found(family, multiplier, cap):
-    options = read_logit_transform(build(family))
-    assert options.multiplier == pytest.approx(multiplier, rel=1e-5) and options.cap == cap
+def test_the_models_own_treatment_of_logits_is_read(family, multiplier, cap):
+    options = read_logit_transform(build(family).config)
+    assert options.multiplier == pytest.approx(multiplier) and options.cap == cap
 
 
-def test_another_treatment_of_logits_is_refused():
-    class Squared(LlamaForCausalLM):
-        def forward(self, **inputs):
-            out = super().forward(**inputs)
-            out.logits = out.logits.square()
-            return out
-
-    with pytest.raises(ValueError, match="neither a factor nor a cap"):
-        PolicyModel(Squared(LlamaConfig(**SMALL)), num_valid_tokens=64)
+def test_a_treatment_of_logits_that_is_not_known_is_refused():
+    config = LlamaConfig(**SMALL, logits_scaling=0.5)  # a granite divides by it, hyperclovax multiplies
+    with pytest.raises(ValueError, match="llama: the configuration's logits_scaling 0.5"):
+        PolicyModel(LlamaForCausalLM(config), num_valid_tokens=64)
 
 
 def test_adapters_are_part_of_the_scores_and_logits_stay_as_they_were():
