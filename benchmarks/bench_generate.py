@@ -17,7 +17,6 @@ is a JSON object; its `ratio` is our best over generate's best on the chat lengt
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -40,7 +39,7 @@ from benchmarks.generate_peers import (
     run_ours,
     run_transformers,
 )
-from benchmarks.rank_launch import launch_ranks
+from benchmarks.peer_process import best, launch_ranks, print_rates, take_turns
 from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.optim import build_engine
 from common.generation.generate import Generator
@@ -72,44 +71,23 @@ def chat_workload(vocabulary: int, *, is_quick: bool) -> Workload:
     return build_workload(lengths, vocabulary=vocabulary, prompt_tokens=PROMPT_TOKENS, seed=1)
 
 
-def take_turns(
-    ways: dict[str, Callable[[], None]], num_tokens: int, num_runs: int
-) -> dict[str, dict[str, float]]:
-    """Return tokens a second of each way, from `num_runs` rounds; the one before them is not measured."""
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(num_runs + 1):
-        for name, run in ways.items():
-            synchronize()
-            started = time.perf_counter()
-            run()
-            synchronize()
-            if turn:
-                rates[name].append(num_tokens / (time.perf_counter() - started))
-    return {
-        name: {"median": statistics.median(found), "low": min(found), "high": max(found)}
-        for name, found in rates.items()
-    }
-
-
 def synchronize() -> None:
     """Wait for the device: its work runs behind the host's."""
     if distributed.has_gpu():
         torch.cuda.synchronize()
 
 
-def best(rates: dict[str, dict[str, float]], prefix: str) -> float:
-    """Return the best median of the ways whose name begins so."""
-    return max(rate["median"] for name, rate in rates.items() if name.startswith(prefix))
+def timed(run: Callable[[], None], num_tokens: int) -> Callable[[], float]:
+    """Return a way that runs once and returns its tokens a second."""
 
+    def measure() -> float:
+        synchronize()
+        started = time.perf_counter()
+        run()
+        synchronize()
+        return num_tokens / (time.perf_counter() - started)
 
-def print_table(title: str, rates: dict[str, dict[str, float]], peer: str) -> float:
-    """Print the rates beside the peer's best; return our best over it."""
-    base = best(rates, peer)
-    print(f"\n{title}\n{'way':<34}{'tokens/s':>9}  {'range':<15}{'x best ' + peer.strip():>20}")
-    for name, rate in rates.items():
-        spread = f"{rate['low']:.0f} - {rate['high']:.0f}"
-        print(f"{name:<34}{rate['median']:>9.0f}  {spread:<15}{rate['median'] / base:>20.2f}")
-    return round(best(rates, "ours") / base, 4)
+    return measure
 
 
 def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deepspeed: bool) -> dict[str, Any]:
@@ -125,8 +103,8 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
     for slots in SLOTS:
         generator = Generator(lent, num_slots=slots)
         ways[f"ours, {slots} slots"] = lambda generator=generator: run_ours(generator, work)
-    rates = take_turns(ways, work.num_tokens, num_runs)
-    return {"rates": rates, "ratio": print_table(title, rates, "generate")}
+    rates = take_turns({name: timed(run, work.num_tokens) for name, run in ways.items()}, num_runs)
+    return {"rates": rates, "ratio": print_rates(title, rates, "generate")}
 
 
 def run_gpu(num_runs: int) -> dict[str, Any]:
@@ -147,8 +125,8 @@ def run_gpu(num_runs: int) -> dict[str, Any]:
         "generate, batch 64": lambda: run_transformers(model, work, NUM_PROMPTS),
         "ours, 64 slots": lambda: run_ours(generator, work),
     }
-    rates = take_turns(ways, work.num_tokens, num_runs)
-    ratio = print_table("gpu: 1.3B, bf16, 64 prompts, 256 tokens each", rates, "generate")
+    rates = take_turns({name: timed(run, work.num_tokens) for name, run in ways.items()}, num_runs)
+    ratio = print_rates("gpu: 1.3B, bf16, 64 prompts, 256 tokens each", rates, "generate")
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     steps_per_second = best(rates, "ours") / NUM_PROMPTS  # prompts' passes count against us
     kv_bytes = 2 * 24 * 2048 * 2 * float((work.prompt_mask.sum(1) + 128).sum())
@@ -210,7 +188,7 @@ def run_zero3_rank(folder: str, num_runs: int, *, is_quick: bool) -> None:
         "ours": ours,
     }
     with torch.no_grad():
-        rates = take_turns(ways, whole.num_tokens, num_runs)
+        rates = take_turns({name: timed(run, whole.num_tokens) for name, run in ways.items()}, num_runs)
     if distributed.is_main():
         Path(folder, "rates.json").write_text(json.dumps(rates))
     distributed.stop()
@@ -224,7 +202,7 @@ def run_zero3(model: Any, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
         launch_ranks(__file__, 2, words, limit_seconds=1800)
         rates = json.loads(Path(folder, "rates.json").read_text())
     title = "zero3: two ranks, half of the chat prompts each"
-    over_gathered = print_table(title, rates, "generate, gathered")
+    over_gathered = print_rates(title, rates, "generate, gathered")
     over_sharded = round(best(rates, "ours") / best(rates, "generate, sharded"), 4)
     print(f"ours over generate on sharded weights: {over_sharded:.1f}")
     return {"rates": rates, "ratio_over_gathered": over_gathered, "ratio_over_sharded": over_sharded}

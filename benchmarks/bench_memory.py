@@ -25,8 +25,14 @@ from pathlib import Path
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from benchmarks.peer_process import OF_OUR_GROUP, PeerProcess, leave_out
-from benchmarks.trl_memory_peer import WARM_UP_TOKENS, peak_since, start_peak
+from benchmarks.peer_process import (
+    OF_OUR_GROUP,
+    WARM_UP_TOKENS,
+    PeerProcess,
+    leave_out,
+    peak_since,
+    start_peak,
+)
 
 ROWS = 4
 WAYS = ("ours", "trl", "trl_labels_only", "logits")
@@ -81,9 +87,9 @@ def measure_ours(length: int, vocabulary: int) -> int:
 
 def measure_trl(python: str, length: int, vocabulary: int, *more: str) -> int:
     """Return the peak bytes of TRL's step, in a process of its own."""
-    words = ["--rows", ROWS, "--length", length, "--vocabulary", vocabulary, "--prompt_tokens", length // 3]
-    script = Path(__file__).with_name("trl_memory_peer.py")
-    with PeerProcess(python, script, [*map(str, words), *more], environment="trl-1.16") as peer:
+    words = ["memory", "--batch_size", ROWS, "--length", length, "--vocabulary", vocabulary]
+    script = Path(__file__).with_name("trl_train_peer.py")
+    with PeerProcess(python, script, [*map(str, words), *more]) as peer:
         return peer.started["peak_bytes"]
 
 

@@ -35,7 +35,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.chat_rows import TINY, ppo_prompts, size_of, small_llama_config, write_rows
-from benchmarks.peer_process import PeerProcess, leave_out
+from benchmarks.peer_process import PeerProcess, leave_out, take_turns
 from benchmarks.ppo_models import save_models
 from common.data.collators import collate_prompts
 from common.data.global_batches import GlobalBatches
@@ -86,43 +86,31 @@ def our_step(models: dict[str, str], prompts: list[dict[str, Any]], *, is_packed
     return lambda: trainer.train_step(next(steps))
 
 
-def take_turns(
-    ways: dict[str, Callable[[], dict]], peer: PeerProcess | None, num_runs: int
-) -> dict[str, dict[str, Any]]:
-    """Return seconds a step and response tokens of each way; the round before is not measured."""
-    names = (*ways, "trl") if peer else tuple(ways)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for turn in range(num_runs + 1):
-        for name, run in ways.items():
-            started = time.perf_counter()
-            metrics = run()
-            seconds = time.perf_counter() - started
-            found[name].append((seconds, NUM_PROMPTS * metrics["rollout/response_tokens"]))
-        if peer:
-            answer = peer.go()
-            found["trl"].append((answer["seconds"], answer["generated_tokens"]))
-        if not turn:
-            found = {name: [] for name in found}
-    return {
-        name: {
-            "seconds": statistics.median(s for s, _ in pairs),
-            "low": min(s for s, _ in pairs),
-            "high": max(s for s, _ in pairs),
-            "response_tokens": statistics.fmean(t for _, t in pairs),
-        }
-        for name, pairs in found.items()
-    }
-
-
-def print_table(rates: dict[str, dict[str, Any]]) -> float | None:
+def print_table(rates: dict[str, dict[str, float]], tokens: dict[str, list[float]]) -> float | None:
     """Print the table; return TRL's seconds over ours, None without TRL."""
-    base = rates["trl"]["seconds"] if "trl" in rates else math.nan
+    base = rates["trl"]["median"] if "trl" in rates else math.nan
     print(f"\n{'way':<16}{'s a step':>9}  {'range':<14}{'answers, tokens':>16}{'x TRL':>8}")
     for name, rate in rates.items():
         spread = f"{rate['low']:.2f} - {rate['high']:.2f}"
-        tokens, ratio = rate["response_tokens"], base / rate["seconds"]
-        print(f"{name:<16}{rate['seconds']:>9.2f}  {spread:<14}{tokens:>16.0f}{ratio:>8.2f}")
-    return round(base / rates["ours"]["seconds"], 4) if "trl" in rates else None
+        num_tokens, ratio = statistics.fmean(tokens[name]), base / rate["median"]
+        print(f"{name:<16}{rate['median']:>9.2f}  {spread:<14}{num_tokens:>16.0f}{ratio:>8.2f}")
+    return round(base / rates["ours"]["median"], 4) if "trl" in rates else None
+
+
+def timed(run: Callable[[], dict] | PeerProcess, tokens: list[float]) -> Callable[[], float]:
+    """Return a way that takes a step and returns its seconds; its response tokens join `tokens`."""
+
+    def measure() -> float:
+        if isinstance(run, PeerProcess):
+            answer = run.go()
+            tokens.append(answer["generated_tokens"])
+            return answer["seconds"]
+        started = time.perf_counter()
+        metrics = run()
+        tokens.append(NUM_PROMPTS * metrics["rollout/response_tokens"])
+        return time.perf_counter() - started
+
+    return measure
 
 
 def main() -> None:
@@ -152,14 +140,18 @@ def main() -> None:
         threads = {"OMP_NUM_THREADS": "1"}
         peer = PeerProcess(args.trl_python, script, words, threads, environment="trl-1.12")
         with nullcontext() if is_alone else peer as started:
-            rates = take_turns(ways, started, num_runs)
+            tokens = {name: [] for name in (*ways, "trl")}
+            measured = {name: timed(run, tokens[name]) for name, run in ways.items()}
+            if started:
+                measured["trl"] = timed(started, tokens["trl"])
+            rates = take_turns(measured, num_runs)
     result = {
         "name": "ppo_step",
         "device": "cpu",
         "threads": 1,
-        "ratio": print_table(rates),
-        "ours": rates["ours"]["seconds"],
-        "peer": None if is_alone else rates["trl"]["seconds"],
+        "ratio": print_table(rates, tokens),
+        "ours": rates["ours"]["median"],
+        "peer": None if is_alone else rates["trl"]["median"],
         "runs": num_runs,
         "model": f"random Llamas, {size_of(small_llama_config(**changes))}; 16 prompts, up to 64 tokens",
         "max_prompt": args.max_prompt,

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.rank_launch import launch_ranks
+from benchmarks.peer_process import launch_ranks
 from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.optim import build_engine
 from common.generation.reshard_plan import TPLayout, group_by_layers

@@ -19,7 +19,6 @@ only` is TRL with its output head as it is on a GPU, where it skips what has no 
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from benchmarks.chat_rows import TINY, pair_rows, sft_rows, size_of, small_llama_config, write_rows
-from benchmarks.peer_process import PeerProcess, leave_out
+from benchmarks.peer_process import PeerProcess, best, leave_out, print_rates, take_turns
 from benchmarks.ppo_update import build_ppo_update
 from common.data.collators import collate_pairs, collate_sft
 from common.data.global_batches import GlobalBatches, TokenBudget
@@ -51,22 +50,21 @@ from step2_reward.reward_trainer import RewardTrainer
 
 ROWS_PER_STEP, MAX_SEQ_LEN = 16, 512
 SECTIONS = ("sft", "reward", "ppo")
-PEERS = Path(__file__).parent
-# Ways of TRL by section: name, script, its flags. An optimizer step has 16 rows, or 4 packs of 512 tokens;
+PEER = Path(__file__).with_name("trl_train_peer.py")
+# Ways of TRL by section: name and flags. An optimizer step has 16 rows, or 4 packs of 512 tokens;
 # smaller micro-batches with accumulation are what a user of TRL can do about padding on a CPU.
-SFT, REWARD = "trl_sft_peer.py", "trl_reward_peer.py"
 TRL_WAYS = {
     "sft": {
-        "trl, padded": (SFT, "--batching padded --batch_size 16"),
-        "trl, padded, accumulating": (SFT, "--batching padded --batch_size 1 --accumulation 16"),
-        "trl, padding_free": (SFT, "--batching padding_free --batch_size 4 --accumulation 4"),
-        "trl, packed": (SFT, "--batching bfd --batch_size 1 --accumulation 4"),
-        "packed, labels only": (SFT, "--batching bfd --batch_size 1 --accumulation 4 --labels_only"),
+        "trl, padded": "--batching padded --batch_size 16",
+        "trl, padded, accumulating": "--batching padded --batch_size 1 --accumulation 16",
+        "trl, padding_free": "--batching padding_free --batch_size 4 --accumulation 4",
+        "trl, packed": "--batching bfd --batch_size 1 --accumulation 4",
+        "packed, labels only": "--batching bfd --batch_size 1 --accumulation 4 --labels_only",
     },
     "reward": {
-        "trl, padded": (REWARD, "--batching padded --batch_size 16"),
-        "trl, padded, accumulating": (REWARD, "--batching padded --batch_size 1 --accumulation 16"),
-        "trl, grouped, accumulating": (REWARD, "--batching grouped --batch_size 2 --accumulation 8"),
+        "trl, padded": "--batching padded --batch_size 16",
+        "trl, padded, accumulating": "--batching padded --batch_size 1 --accumulation 16",
+        "trl, grouped, accumulating": "--batching grouped --batch_size 2 --accumulation 8",
     },
     "ppo": {},
 }
@@ -155,46 +153,33 @@ def peer_ways(section: str, words: list[str], args: argparse.Namespace) -> Itera
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     with ExitStack() as stack:
         peers = {}
-        for name, (script, flags) in TRL_WAYS[section].items() if args.trl_python else ():
-            own = [*words, *flags.split()]
-            peers[name] = stack.enter_context(
-                PeerProcess(args.trl_python, PEERS / script, own, threads, environment="trl-1.16")
-            )
+        for name, flags in TRL_WAYS[section].items() if args.trl_python else ():
+            own = [section, *words, *flags.split()]
+            peers[name] = stack.enter_context(PeerProcess(args.trl_python, PEER, own, threads))
         yield peers
 
 
-def take_turns(
-    ours: dict[str, Callable[[], None]], peers: dict[str, PeerProcess], num_tokens: int, num_runs: int
-) -> dict[str, dict[str, float]]:
-    """Return tokens a second of each way, from `num_runs` rounds; the one before them is not measured."""
-    rates: dict[str, list[float]] = {name: [] for name in (*ours, *peers)}
-    for turn in range(num_runs + 1):
-        for name, run in ours.items():
-            started = time.perf_counter()
-            run()
-            rates[name].append(num_tokens / (time.perf_counter() - started))
-        for name, peer in peers.items():
-            answer = peer.go()
-            rates[name].append(answer["tokens"] / answer["seconds"])
-        if not turn:
-            rates = {name: [] for name in rates}
-    return {
-        name: {"median": statistics.median(found), "low": min(found), "high": max(found)}
-        for name, found in rates.items()
-    }
+def rate_of(way: Callable[[], None] | PeerProcess, num_tokens: int) -> Callable[[], float]:
+    """Return a function that lets a way train for a pass and returns its tokens a second."""
+
+    def measure() -> float:
+        if isinstance(way, PeerProcess):
+            answer = way.go()
+            return answer["tokens"] / answer["seconds"]
+        started = time.perf_counter()
+        way()
+        return num_tokens / (time.perf_counter() - started)
+
+    return measure
 
 
-def print_table(title: str, rates: dict[str, dict[str, float]]) -> float:
-    """Print the rates; return our best over the peer's best, over our padded way where there is no peer."""
-    judged = [rate["median"] for name, rate in rates.items() if name.startswith("trl")]
-    base = max(judged) if judged else rates["ours, padded"]["median"]
-    told = "x TRL's best" if judged else "x padded"
-    print(f"\n{title}\n{'way':<28}{'tokens/s':>10}  {'range':<16}{told:>16}")
-    for name, rate in rates.items():
-        spread = f"{rate['low']:.0f} - {rate['high']:.0f}"
-        print(f"{name:<28}{rate['median']:>10.0f}  {spread:<16}{rate['median'] / base:>16.2f}")
-    best = max(rate["median"] for name, rate in rates.items() if name.startswith("ours"))
-    return round(best / base, 4)
+def measure(
+    title: str, ways: dict[str, Callable[[], None] | PeerProcess], num_tokens: int, num_runs: int
+) -> dict[str, Any]:
+    """Return the rates of the ways, and ours over TRL's best, over our padded way where there is no TRL."""
+    rates = take_turns({name: rate_of(way, num_tokens) for name, way in ways.items()}, num_runs)
+    peer = "trl" if best(rates, "trl") else "ours, padded"
+    return {"rates": rates, "ratio": print_rates(title, rates, peer)}
 
 
 def run_section(section: str, args: argparse.Namespace, num_rows: int, num_runs: int) -> dict[str, Any]:
@@ -203,8 +188,8 @@ def run_section(section: str, args: argparse.Namespace, num_rows: int, num_runs:
     if section == "ppo":
         ways = {"padded": build_ppo_update(False, config), "packed": build_ppo_update(True, config)}
         num_tokens = next(iter(ways.values())).num_tokens
-        rates = take_turns({f"ours, {n}": way.run for n, way in ways.items()}, {}, num_tokens, num_runs)
-        return {"rates": rates, "ratio": print_table("ppo: an update of actor and critic", rates)}
+        named = {f"ours, {name}": way.run for name, way in ways.items()}
+        return measure("ppo: an update of actor and critic", named, num_tokens, num_runs)
     rows = sft_rows(num_rows, seed=1) if section == "sft" else pair_rows(num_rows, seed=1)
     keys = ("input_ids",) if section == "sft" else ("chosen_ids", "rejected_ids")
     num_tokens = sum(len(row[key]) for row in rows for key in keys)
@@ -215,9 +200,8 @@ def run_section(section: str, args: argparse.Namespace, num_rows: int, num_runs:
             LlamaForCausalLM(config).save_pretrained(folder)
             words += ["--model", folder]
         with peer_ways(section, words, args) as peers:
-            rates = take_turns(ways, peers, num_tokens, num_runs)
-    title = f"{section}: {num_rows} rows, {num_tokens} tokens a pass, {ROWS_PER_STEP} rows a step"
-    return {"rates": rates, "ratio": print_table(title, rates)}
+            title = f"{section}: {num_rows} rows, {num_tokens} tokens a pass, {ROWS_PER_STEP} rows a step"
+            return measure(title, ways | peers, num_tokens, num_runs)
 
 
 def main() -> None:
@@ -235,17 +219,13 @@ def main() -> None:
     num_rows = ROWS_PER_STEP if args.quick else 160
     found = {section: run_section(section, args, num_rows, num_runs) for section in args.sections}
     rates = found["sft"]["rates"] if "sft" in found else {}
-    best = {
-        side: max((rate["median"] for name, rate in rates.items() if name.startswith(side)), default=None)
-        for side in ("ours", "trl")
-    }
     ratios = {section: None if is_alone else found[section]["ratio"] for section in found}
     result = {
         "name": "train",
         "device": torch.cuda.get_device_name() if distributed.has_gpu() else "cpu",
         "threads": torch.get_num_threads(),
-        "ours": best["ours"],
-        "peer": best["trl"],
+        "ours": best(rates, "ours"),
+        "peer": best(rates, "trl"),
         "ratio": ratios.get("sft"),
         "reward_ratio": ratios.get("reward"),
         "runs": num_runs,

@@ -8,14 +8,9 @@ logits of all others are as random as ever: their entropy is 8.83 of 9.01 nats.
 Imported from both environments: torch, transformers, tokenizers and the standard library only.
 """
 
-import argparse
 import math
-import sys
 from pathlib import Path
 from typing import Any
-
-if not __package__:  # run as a script: import from the repository root, not from this folder
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import torch
 from tokenizers import Tokenizer
@@ -92,34 +87,3 @@ def save_models(
     for path in folders.values():
         build_tokenizer().save_pretrained(path)
     return folders
-
-
-def main() -> None:
-    """Save the models and show how long the policy's responses are."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", help="where to save policy/, reward/ and value/")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max_new_tokens", type=int, default=64)
-    args = parser.parse_args()
-    folders = save_models(args.folder, args.seed)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folders["policy"])
-    model = LlamaForCausalLM.from_pretrained(folders["policy"]).eval()
-    lengths = []
-    for turn in range(4):
-        batch = tokenizer.pad(
-            {"input_ids": [row["input_ids"] for row in ppo_prompts(64, args.seed + turn)]},
-            return_tensors="pt",
-        )
-        found = model.generate(**batch, max_new_tokens=args.max_new_tokens)[:, batch["input_ids"].shape[1] :]
-        is_end = (found == EOS).cumsum(1)
-        lengths.append((is_end - (found == EOS).long() == 0).sum(1))  # up to and with the first EOS
-    found = torch.cat(lengths).float()
-    marks = ", ".join(f"{q:.0f}" for q in found.quantile(torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9])))
-    at_cut = (found == args.max_new_tokens).float().mean()
-    print(
-        f"{len(found)} responses: mean {found.mean():.1f}; 10 25 50 75 90 %: {marks}; at the cut {at_cut:.0%}"
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,7 @@ reference, `reward` and `value` are the other two. `train()` runs once; a callba
 optimizer steps, the step's metrics. Optimizer steps: num_ppo_epochs * num_minibatches.
 (gradient_accumulation_steps stays 1: above it, TRL steps at every micro-batch of a data set's last batch.)
 TRL's PPO does not clip gradients. A step takes --batch_size prompts of the file, shuffled.
-The answer: seconds, cpu_seconds, generated_tokens (EOS included, nothing after it), response_lengths,
+The answer: seconds, generated_tokens (EOS included, nothing after it), response_lengths,
 computed_tokens (prompts times the longest response), prompt_tokens, prompt_width (what they are padded to),
 optimizer_steps, policy_loss, value_loss, kl, score.
 """
@@ -57,11 +57,11 @@ def build_steps(turns: Turns, step: dict[str, Any], facts: dict[str, Any]) -> An
             step["metrics"] = logs
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            times = turns.times()
+            seconds = turns.seconds()
             prompts, texts = step["prompts"], step["texts"]
             lengths = response_lengths(texts[:, prompts.shape[1] :], EOS)
             turns.answer(
-                **times,
+                seconds=seconds,
                 generated_tokens=sum(lengths),
                 response_lengths=lengths,
                 computed_tokens=len(lengths) * (texts.shape[1] - prompts.shape[1]),

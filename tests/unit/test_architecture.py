@@ -289,7 +289,7 @@ SOUND = {
     "step3_ppo/ppo_math.py": '"""PURE: PPO."""\nfrom common.models.tensor_ops import masked_mean\n',
     "step3_ppo/rewards/http.py": "import urllib.request\n",
     "benchmarks/make_peer_env.sh": 'pip install "trl==1.16.0"\n',
-    "benchmarks/trl_sft_peer.py": "import trl\n",
+    "benchmarks/trl_train_peer.py": "import trl\n",
     "tests/unit/test_models.py": "import torch\nfrom tiny_models import tiny\n",
     "tests/unit/tiny_models.py": "from common.models import load\n",
 }
