@@ -26,6 +26,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 from common.flags.args import CheckpointArguments, field_type
 from common.flags.flag_values import describe_range
+from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES
 
 PAGE = ROOT / "docs/configuration.md"
 COMMAND = "python docs/make_configuration.py"
@@ -132,7 +133,20 @@ def build_page(programs: list[Program]) -> str:
     lines += ["", "## Shared groups"]
     for group in [group for group, count in uses.items() if count > 1]:
         lines += ["", f"### {_title(group)}", "", *_table(group, group in resumed)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + _other_names()) + "\n"
+
+
+def _other_names() -> list[str]:
+    """Return the tables of flags that no program defines."""
+    rows = [f"| `--{name}` | as `--{flag} {value}` |" for name, (flag, value) in SWITCHES.items()]
+    rows += [f"| `--{old}` | as `--{flag}` where no flag is called so |" for flag, old in OLDER_NAMES.items()]
+    rows += [f"| `--{name}` | **without effect**: {reason} |" for name, reason in IGNORED.items()]
+    told = (
+        "A program takes a name whose flag it has, and every one that loads a tokenizer what has no effect."
+    )
+    lines = ["", "## Other names", "", told, "", "| flag | |", "|---|---|", *rows]
+    lines += ["", "## Removed", "", "These are refused.", "", "| flag | instead |", "|---|---|"]
+    return lines + [f"| `--{name}` | {instead} |" for name, (_, instead) in REMOVED.items()]
 
 
 def _heading(program: Program) -> str:
@@ -162,8 +176,7 @@ def _table(group: type, is_resumed: bool) -> list[str]:
     for field in own_flags(group):
         cells = [f"`--{field.name}`", _default(field), _values(field), _meaning(field, group)]
         if is_resumed:
-            free = field.metadata["may_change"] or field.metadata["no_effect"]
-            cells.append("may change" if free else "as it was")
+            cells.append("may change" if field.metadata["may_change"] else "as it was")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -190,12 +203,11 @@ def _values(field: dataclasses.Field) -> str:
 
 
 def _meaning(field: dataclasses.Field, group: type) -> str:
-    no_effect = field.metadata["no_effect"]
-    text = f"**without effect**: {no_effect}" if no_effect else field.metadata["help"]
+    text = field.metadata["help"]
     bases = (base for base in group.__mro__[1:] if dataclasses.is_dataclass(base))
     if any(field.name in inspect.get_annotations(base) for base in bases):
         text += " (in place of the group's)"
-    return re.sub(r"[|<>*]", r"\\\g<0>", text) if not no_effect else text.replace("|", "\\|")
+    return re.sub(r"[|<>*]", r"\\\g<0>", text)
 
 
 def main(argv: list[str]) -> int:

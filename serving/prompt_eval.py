@@ -23,7 +23,6 @@ from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.programs import startup
 from serving.answering import AnsweringArguments, load_answerer, load_template
 
-NO_BEAMS = "answers are greedy or sampled (--num_return_sequences above 1), never searched with beams"
 QUESTIONS = {
     "English": (
         "Please tell me about Microsoft in a few sentences.",
@@ -60,9 +59,6 @@ class PromptEvalArguments(AnsweringArguments):
     num_return_sequences: int = flag(1, "answers a prompt; more than one are sampled", low=1)
     top_k: int = flag(4, "samples come from the k likeliest tokens; 0: all", low=0)
     seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
-    num_beams: int = flag(1, "accepted", no_effect=NO_BEAMS)
-    num_beam_groups: int = flag(1, "accepted", no_effect=NO_BEAMS)
-    penalty_alpha: float = flag(0.6, "accepted", no_effect="contrastive search left transformers")
 
 
 def read_prompts(args: PromptEvalArguments) -> list[tuple[Message, ...]]:

@@ -47,9 +47,6 @@ class RewardArguments(
     label_smoothing: float = flag(
         0.0, "--loss dpo: share of pairs taken to be labelled the wrong way round", low=0, below=0.5
     )
-    offload_reference_model: bool = flag(
-        False, "accepted", no_effect="no reference model is held: its log-probabilities are computed before"
-    )
     learning_rate: float = flag(5e-5, "peak learning rate", low=0)
 
 

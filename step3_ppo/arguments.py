@@ -96,13 +96,6 @@ class ScoreArguments:
         "when a reward gives a response no score (an error, too late, NaN): refuse the step; default:VALUE, "
         "which is then its score; or mask: it counts in no loss, mean or baseline",
     )
-    min_reward_accuracy: float = flag(
-        0.6,
-        "warn before the start when the 95 % interval of a reward model's held-out accuracy begins lower",
-        may_change=True,
-        low=0,
-        high=1,
-    )
     reward_clip: float = flag(5.0, "scores are clipped to +- this; 0: never", low=0)
     whiten_scores: bool = flag(False, "scale each step's scores to mean 0 and deviation 1 before clipping")
     length_reward_coef: float = flag(
@@ -149,7 +142,6 @@ class PPOMathArguments:
         "", "estimate of the KL; empty: k1 in the reward, k3 in the loss", choices=("", "k1", "k2", "k3")
     )
     kl_target: float = flag(0.0, "steer kl_coef towards this KL (nats a response); 0: it stays fixed", low=0)
-    kl_horizon: int = flag(10000, "samples over which kl_coef is steered", low=1, only_with="kl_target")
     gamma: float = flag(1.0, "discount of later rewards", low=0, high=1)
     gae_lambda: float = flag(0.95, "lambda of generalised advantage estimation", low=0, high=1)
     adv_norm: str = flag(
@@ -181,9 +173,6 @@ class PPOMathArguments:
     early_stop_kl: float = flag(
         0.0, "end a step's updates when a minibatch has moved by this KL a token; 0: never", low=0
     )
-    early_stop_imp_ratio: float = flag(
-        0.0, "end a step's updates when a minibatch's mean ratio is above this; 0: never", low=0
-    )
     value_clip_range: float = flag(
         0.2, "the critic moves at most this far from its old value; 0: no limit", low=0
     )
@@ -205,15 +194,9 @@ class PPOMathArguments:
     old_logprobs: str = flag(
         "auto",
         "log-probabilities at rollout: from the sampler, or from one more forward pass, or (auto) from the "
-        "sampler as long as both agree within max_logprob_gap",
+        "sampler as long as both agree",
         choices=("auto", "rollout", "recompute"),
         only_with="replay_sampling_support=False",
-    )
-    max_logprob_gap: float = flag(
-        1e-3,
-        "mean difference a token, in nats, up to which the sampler is trusted",
-        low=0,
-        only_with="old_logprobs!=recompute",
     )
     replay_sampling_support: bool = flag(
         False,
@@ -241,13 +224,6 @@ class HybridArguments:
         low=0,
         only_with="enable_hybrid_engine",
     )
-    max_out_tokens: int = flag(
-        0,
-        "tokens a slot has room for, prompt and answer; 0: what the lengths need",
-        may_change=True,
-        low=0,
-        only_with="enable_hybrid_engine",
-    )
     tp_gather_partition_size: int = flag(
         8, "layers that are gathered at a time under ZeRO 3", may_change=True, low=1
     )
@@ -266,24 +242,19 @@ class HybridArguments:
     offload_states_for_generation: bool = flag(
         False, "move the actor's optimizer state from the GPU to the CPU while it generates", may_change=True
     )
-    enable_ema: bool = flag(False, "average the actor's weights; the average is exported to export_ema/")
     ema_decay: float = flag(
-        0.992, "how much of the average an update keeps", low=0, below=1, only_with="enable_ema"
-    )
-    export_critic: bool = flag(False, "export the critic too, to export_critic/", may_change=True)
-    print_answers: bool = flag(
-        False, "print a prompt and its answer (samples.jsonl always has some)", may_change=True
+        0.0,
+        "average the actor's weights into export_ema/: share of the average that an update keeps; 0: none",
+        low=0,
+        below=1,
     )
     print_answers_interval: int = flag(
-        1, "every so many steps", may_change=True, low=1, only_with="print_answers"
+        0,
+        "print a prompt and its answer every so many steps (samples.jsonl always has some); 0: never",
+        may_change=True,
+        low=0,
     )
-    enable_test_mode: bool = flag(False, "stop after test_stop_step steps", may_change=True)
-    test_stop_step: int = flag(
-        0, "steps of the test mode", may_change=True, low=0, only_with="enable_test_mode"
-    )
-    align_overflow: bool = flag(
-        False, "accepted", no_effect="each fp16 engine skips its own overflowing steps"
-    )
+    export_critic: bool = flag(False, "export the critic too, to export_critic/", may_change=True)
 
 
 @dataclass
@@ -295,7 +266,6 @@ class EvaluationArguments:
     eval_interval: int = flag(
         0, "evaluate every so many PPO steps too; 0: only before and after", may_change=True, low=0
     )
-    eval_before_training: bool = flag(True, "evaluate before the first step: eval/win_rate compares with it")
     sample_interval: int = flag(
         0,
         "answer the first held-out prompts, else the data's first, after step 1 and every so many; 0: never",

@@ -82,7 +82,7 @@ def known_bests(args: PPOArguments, rewards: Sequence[RewardSpec]) -> list[str]:
     """Return what --keep_best may name: numbers of an evaluation of which more is better."""
     names = ["eval/score", *(f"eval/score_{spec.name}" for spec in rewards if len(rewards) > 1)]
     names += ["eval/pass_rate"] if any(spec.kind in VERIFIABLE for spec in rewards) else []
-    return names + (["eval/win_rate", "eval/win_rate_low"] if args.eval_before_training else [])
+    return names + ["eval/win_rate", "eval/win_rate_low"]
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Evaluation:
         if not self.is_held_out or step <= self.step:
             return False
         if step == 0:
-            return self.args.eval_before_training
+            return True
         interval = self.args.eval_interval
         return step == num_steps or (interval > 0 and step % interval == 0)
 

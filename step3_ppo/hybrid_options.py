@@ -24,7 +24,6 @@ _FLAG_OF_KEY = {
     "release_inference_cache": "release_inference_cache",
     "pin_parameters": "unpin_actor_parameters",
     "tp_gather_partition_size": "tp_gather_partition_size",
-    "max_out_tokens": "max_out_tokens",
 }
 
 
@@ -36,6 +35,8 @@ def take_hybrid_section(args: PPOArguments, problems: Problems) -> None:
     if not args.ds_config or problems.messages:
         return
     for key, value in load_overrides(args).get(HYBRID_SECTION, {}).items():
+        if key == "max_out_tokens":  # a slot has room for what the lengths need
+            continue
         flag = _FLAG_OF_KEY.get(key)
         if flag is None:
             problems.add(
@@ -67,7 +68,7 @@ def hybrid_options(args: PPOArguments) -> HybridOptions:
         release_inference_cache=args.release_inference_cache,
         gather_by_layer=args.unpin_actor_parameters,
         tp_gather_partition_size=args.tp_gather_partition_size,
-        max_out_tokens=args.max_out_tokens or args.max_prompt_seq_len + args.max_answer_seq_len,
+        max_out_tokens=args.max_prompt_seq_len + args.max_answer_seq_len,
         num_slots=args.generation_slots,
         offload_states=args.offload_states_for_generation,
     )
@@ -75,12 +76,6 @@ def hybrid_options(args: PPOArguments) -> HybridOptions:
 
 def check_hybrid(args: PPOArguments, config: Any, problems: Problems) -> None:
     """Add what is wrong with the hybrid engine's flags; `config` is the actor's, None if there is none."""
-    needed = args.max_prompt_seq_len + args.max_answer_seq_len
-    if 0 < args.max_out_tokens < needed:
-        problems.add(
-            f"--max_out_tokens {args.max_out_tokens} is less than --max_prompt_seq_len "
-            f"{args.max_prompt_seq_len} + --max_answer_seq_len {args.max_answer_seq_len}; use {needed}"
-        )
     dtype = distributed.dtype_name(args.dtype)
     if args.offload_states_for_generation and effective_zero_stage(args.actor_zero_stage, dtype) == 0:
         problems.add("--offload_states_for_generation needs --actor_zero_stage 1, 2 or 3")
@@ -124,7 +119,7 @@ def _check_tp_size(args: PPOArguments, config: Any, problems: Problems) -> None:
 def _check_slots(args: PPOArguments, config: Any, problems: Problems) -> None:
     """Add a problem when keys and values alone would not fit into what is free now."""
     num_bytes = DTYPES[distributed.dtype_name(args.dtype)].itemsize
-    slot_length = args.max_out_tokens or args.max_prompt_seq_len + args.max_answer_seq_len
+    slot_length = args.max_prompt_seq_len + args.max_answer_seq_len
     num_samples = args.per_device_generation_batch_size * args.num_samples_per_prompt * args.inference_tp_size
     num_slots = min(args.generation_slots or DEFAULT_SLOTS, num_samples)
     slot_bytes = slot_length * kv_bytes_per_token(config, num_bytes, args.inference_tp_size)

@@ -5,7 +5,7 @@ deepspeed --num_gpus 2 step3_ppo/main.py --actor_model_name_or_path SFT --critic
     --data_path PROMPTS --output_dir OUT
 python step3_ppo/main.py ...     (one process)
 
-OUT/export is the chat model, OUT/export_ema its average with --enable_ema, OUT/export_best what was best on
+OUT/export is the chat model, OUT/export_ema its average with --ema_decay, OUT/export_best what was best on
 held-out prompts with --keep_best. --help lists the flags.
 """
 
@@ -113,7 +113,7 @@ def build_rollout(args: PPOArguments, roles: Roles, specs: list[RewardSpec], tok
     return Rollout(
         roles,
         PromptPlace(args.per_device_generation_batch_size, args.generation_batches),
-        OldLogprobs(old_logprobs, args.max_logprob_gap, is_stale=args.rollout_staleness > 0),
+        OldLogprobs(old_logprobs, is_stale=args.rollout_staleness > 0),
         TokenCap(args.max_tokens_per_micro_batch or most, roles.actor.is_packed),
         ScoreSum(specs, texts, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), failures),
         num_samples_per_prompt=args.num_samples_per_prompt,
@@ -163,11 +163,11 @@ def build_trainer(
         start.algorithm,
         PPOLosses(args, roles, pretraining),
         plan,
-        KLController(args.kl_coef, target=args.kl_target or None, horizon=args.kl_horizon),
+        KLController(args.kl_coef, target=args.kl_target or None),
         build_logger(args, COLUMNS, num_steps),
         decode=lambda ids: start.tokenizer.decode(ids, skip_special_tokens=True),
         value_normaliser=ValueNormaliser(args.value_norm, args.value_norm_beta) if has_norm else None,
-        ema=ExponentialMovingAverage(roles.actor.engine.module, args.ema_decay) if args.enable_ema else None,
+        ema=ExponentialMovingAverage(roles.actor.engine.module, args.ema_decay) if args.ema_decay else None,
     )
     trainer.evaluation = build_evaluation(trainer, prompts, held_out)
     return trainer
@@ -342,8 +342,6 @@ def main() -> None:
         held_out, told = choose_prompts(args, options, data, tokenizer, start.template)
         pretraining = build_pretraining_batches(args, tokenizer, ranks)
     num_steps = count_steps(args, len(prompts))
-    if args.enable_test_mode:
-        num_steps = min(num_steps, args.test_stop_step)
 
     # ---- models -----------------------------------------------------------------------------------------
     with startup.as_problem(problems), watchdog.phase("the loading of the models"):

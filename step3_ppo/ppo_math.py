@@ -269,6 +269,9 @@ def explained_variance(
     return torch.where(target_squares > 0, 1 - error_squares / target_squares, 0.0).float()
 
 
+KL_HORIZON = 10_000  # samples over which --kl_target steers the coefficient
+
+
 class KLController:
     """The coefficient of the KL penalty: fixed, or steered towards a target KL.
 
@@ -277,7 +280,7 @@ class KLController:
     a horizon each and one of the rest: the factor of 5 horizons at once would be 0, of more it is negative.
     """
 
-    def __init__(self, init_coef: float, *, target: float | None = None, horizon: int = 10000) -> None:
+    def __init__(self, init_coef: float, *, target: float | None = None, horizon: int = KL_HORIZON) -> None:
         for name, value in (("target", target), ("horizon", horizon)):
             if value is not None and not value > 0:
                 raise ValueError(f"the KL controller's {name} {value} must be above 0")

@@ -197,8 +197,7 @@ class PPOTrainer:
                 self.refuse(step, error, place)
             else:
                 means = current.means
-                is_far = 0 < args.early_stop_kl < means["policy/approx_kl"][-1]
-                current.is_done = is_far or 0 < args.early_stop_imp_ratio < means["policy/ratio"][-1]
+                current.is_done = 0 < args.early_stop_kl < means["policy/approx_kl"][-1]
             self.pause(step, place)
 
     def _learn(self, current: OpenStep, micro_batches: list[PackedBatch]) -> None:
@@ -216,7 +215,7 @@ class PPOTrainer:
         """Return the means over the optimizer steps of a PPO step."""
         result = {name: sum(values) / len(values) for name, values in current.means.items()}
         result.pop("policy/rollout_gap", None)  # only the first minibatch's tells the sampler's: logprob_gap
-        if self.args.early_stop_kl or self.args.early_stop_imp_ratio:
+        if self.args.early_stop_kl:
             result["policy/num_updates"] = current.num_minibatches
         return result
 
@@ -226,7 +225,7 @@ class PPOTrainer:
         shown = list(response_rows(record.select(range(min(2, len(record)))), self.decode))
         for row in shown:
             self.logger.sample(step, **row)
-        if self.args.print_answers and step % self.args.print_answers_interval == 0:
+        if self.args.print_answers_interval and step % self.args.print_answers_interval == 0:
             text = "  prompt {prompt!r}\n  answer {answer!r}  score {score:.4f}"
             self.logger.note(text.format(**shown[0]))
         if self.args.save_rollouts and step % self.args.save_rollouts == 0:

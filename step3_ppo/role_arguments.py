@@ -30,7 +30,6 @@ class RoleArguments:
         "what the critic begins as: a reward model, or with --reward also a language model, which gets a new "
         "head; empty with --reward: the actor's; algorithms without a critic need none",
     )
-    reward_model_name_or_path: str = flag("", "reward model that scores; empty: the critic's")
     actor_learning_rate: float = flag(9.65e-6, "peak learning rate of the actor", low=0)
     critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", low=0)
     actor_weight_decay: float = flag(0.0, "AdamW weight decay of the actor's matrices", low=0)
@@ -43,8 +42,6 @@ class RoleArguments:
     )
     actor_gradient_checkpointing: bool = flag(False, "recompute the actor's activations", may_change=True)
     critic_gradient_checkpointing: bool = flag(False, "recompute the critic's activations", may_change=True)
-    actor_dropout: float | None = flag(None, "accepted", const=0.0, no_effect="dropout is off in PPO")
-    critic_dropout: float | None = flag(None, "accepted", const=0.0, no_effect="dropout is off in PPO")
     offload_reference_model: bool = flag(
         False,
         "keep the reference model's weights on the CPU between uses",
@@ -55,9 +52,6 @@ class RoleArguments:
         False, "keep the reward model's weights on the CPU between uses", may_change=True
     )
     actor_lora_dim: int = flag(0, "rank of the actor's adapters; 0: no LoRA", low=0, high=2**16)
-    actor_lora_alpha: float = flag(
-        0.0, "their scaling is alpha / dim; 0 means alpha = dim", low=0, only_with="actor_lora_dim"
-    )
     actor_lora_module_name: str = flag(
         "auto", "adapt the actor's linear layers whose name contains this", only_with="actor_lora_dim"
     )
@@ -65,19 +59,21 @@ class RoleArguments:
         5e-5, "learning rate of the actor's adapters", low=0, only_with="actor_lora_dim"
     )
     critic_lora_dim: int = flag(0, "rank of the critic's adapters; 0: no LoRA", low=0, high=2**16)
-    critic_lora_alpha: float = flag(
-        0.0, "their scaling is alpha / dim; 0 means alpha = dim", low=0, only_with="critic_lora_dim"
-    )
     critic_lora_module_name: str = flag(
         "auto", "adapt the critic's linear layers whose name contains this", only_with="critic_lora_dim"
     )
     critic_lora_learning_rate: float = flag(
         5e-5, "learning rate of the critic's adapters", low=0, only_with="critic_lora_dim"
     )
+    lora_alpha: float = flag(
+        0.0,
+        "LoRA scaling is alpha / dim; 0 means alpha = dim",
+        low=0,
+        only_with="actor_lora_dim critic_lora_dim",
+    )
     only_optimize_lora: bool = flag(
         True, "train adapters and the critic's head alone", only_with="actor_lora_dim critic_lora_dim"
     )
-    enable_mixed_precision_lora: bool = flag(False, "accepted", no_effect="it belonged to DeepSpeed's MixZ++")
 
     @property
     def actor(self) -> RoleFlags:
@@ -90,7 +86,7 @@ class RoleArguments:
             zero_stage=self.actor_zero_stage,
             gradient_checkpointing=self.actor_gradient_checkpointing,
             lora_dim=self.actor_lora_dim,
-            lora_alpha=self.actor_lora_alpha,
+            lora_alpha=self.lora_alpha,
             lora_module_name=self.actor_lora_module_name,
         )
 
@@ -105,6 +101,6 @@ class RoleArguments:
             zero_stage=self.critic_zero_stage,
             gradient_checkpointing=self.critic_gradient_checkpointing,
             lora_dim=self.critic_lora_dim,
-            lora_alpha=self.critic_lora_alpha,
+            lora_alpha=self.lora_alpha,
             lora_module_name=self.critic_lora_module_name,
         )

@@ -40,30 +40,30 @@ class PromptPlace:
         return torch.arange(first, first + self.rows_per_batch)
 
 
+MAX_LOGPROB_GAP = 1e-3  # mean difference a token, in nats, up to which the sampler is trusted
+
+
 class OldLogprobs:
     """Where the log-probabilities at rollout come from: the sampler, or one more forward pass.
 
-    `auto` spends the pass until it has seen that both agree within `max_gap` nats a token on average, and
-    again from the step after one in which they do not. `is_stale`: the policy moves on before it is updated
+    `auto` recomputes until sampler and trainer have agreed within MAX_LOGPROB_GAP for a step; then it trusts
+    the sampler, until a step exceeds it. `is_stale`: the policy moves on before it is updated
     by the rollout, so the first minibatch cannot tell, and `auto` always spends the pass.
     """
 
-    def __init__(self, source: str, max_gap: float, *, is_stale: bool = False) -> None:
-        self.source, self.max_gap, self.is_stale = source, max_gap, is_stale
+    def __init__(self, source: str, *, is_stale: bool = False) -> None:
+        self.source, self.is_stale = source, is_stale
         self.recomputes = source != "rollout"
 
     def judge(self, gap: float) -> str | None:
         """Take the mean gap of a step; return what to tell the user, if anything."""
-        was_recomputed, is_small = self.recomputes, gap <= self.max_gap
+        was_recomputed, is_small = self.recomputes, gap <= MAX_LOGPROB_GAP
         if self.source == "auto":
             self.recomputes = self.is_stale or not is_small
         if was_recomputed or is_small:
             return None
         cure = ": recomputed from here on" if self.recomputes else "; --old_logprobs recompute avoids it"
-        return (
-            f"sampler and trainer differ by {gap:.2g} nats a token, more than --max_logprob_gap "
-            f"{self.max_gap}{cure}"
-        )
+        return f"sampler and trainer differ by {gap:.2g} nats a token, more than {MAX_LOGPROB_GAP}{cure}"
 
 
 @dataclass

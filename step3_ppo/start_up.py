@@ -23,6 +23,8 @@ from step3_ppo.hybrid_options import check_hybrid, take_hybrid_section
 from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
 from step3_ppo.rewards.text_rewards import Failures
 
+MIN_REWARD_ACCURACY = 0.6  # held-out, below which a reward model is warned of
+
 
 @dataclass(frozen=True)
 class StartUp:
@@ -61,7 +63,7 @@ def check_start_up(
     except ValueError as error:
         problems.add(str(error))
     rewards = find_rewards(args, problems)
-    warnings += doubtful_rewards(args, rewards)
+    warnings += doubtful_rewards(rewards)
     tokenizer = check_models(args, algorithm, rewards, problems)
     for problem in check_sources(args.data_path, 3, options):
         problems.add(problem)
@@ -99,8 +101,6 @@ def check_numbers(args: PPOArguments, problems: Problems) -> None:
             f"--max_prompt_seq_len {args.max_prompt_seq_len} + --max_answer_seq_len "
             f"{args.max_answer_seq_len}; raise it to at least {longest}"
         )
-    if args.enable_test_mode and args.test_stop_step < 1:
-        problems.add("--enable_test_mode needs --test_stop_step above 0")
     problems.check(
         args.c_clip == 0 or args.c_clip > 1, f"--c_clip {args.c_clip} must be above 1, or 0: no limit"
     )
@@ -155,25 +155,20 @@ def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems
 
 def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:
     """Return where scores come from: --reward, or the reward model, which is the critic's by default."""
-    path = args.reward_model_name_or_path or args.critic_model_name_or_path
+    path = args.critic_model_name_or_path
     try:
         Failures.parse(args.reward_on_error)
     except ValueError as error:
         problems.add(str(error))
     if args.reward:
-        if args.reward_model_name_or_path:
-            problems.add(
-                f"--reward and --reward_model_name_or_path {args.reward_model_name_or_path} both say where "
-                f"scores come from; write --reward model:{args.reward_model_name_or_path} among the others"
-            )
         return check_rewards(args, problems)
     if not path:
-        problems.add("nothing gives scores: give --reward, or --reward_model_name_or_path")
+        problems.add("nothing gives scores: give --reward, or a reward model as --critic_model_name_or_path")
         return []
     return [RewardSpec("model", path, 1.0, f"model:{path}")]
 
 
-def doubtful_rewards(args: PPOArguments, rewards: list[RewardSpec]) -> list[str]:
+def doubtful_rewards(rewards: list[RewardSpec]) -> list[str]:
     """Return a warning for each reward model that may have ranked too few held-out pairs rightly."""
     lines = []
     for spec in rewards:
@@ -181,13 +176,13 @@ def doubtful_rewards(args: PPOArguments, rewards: list[RewardSpec]) -> list[str]
         if not {"accuracy", "pairs"} <= told.keys():
             continue
         rate = wilson_interval(told["accuracy"] * told["pairs"], told["pairs"])
-        if rate.low < args.min_reward_accuracy:
-            is_weak = rate.high < args.min_reward_accuracy
+        if rate.low < MIN_REWARD_ACCURACY:
+            is_weak = rate.high < MIN_REWARD_ACCURACY
             lines.append(
                 f"the reward model {spec.target} ranked {told['accuracy']:.1%} of {told['pairs']} held-out "
                 f"pairs rightly (95 % interval {rate.low:.1%} to {rate.high:.1%}): "
                 f"{'less than' if is_weak else 'too few pairs to tell that it is above'} "
-                f"--min_reward_accuracy {args.min_reward_accuracy}, so what it prefers may be noise"
+                f"{MIN_REWARD_ACCURACY:.0%}, so what it prefers may be noise"
             )
     return lines
 
@@ -212,29 +207,27 @@ def check_models(
     lengths = (
         f"--max_prompt_seq_len {args.max_prompt_seq_len} + --max_answer_seq_len {args.max_answer_seq_len}"
     )
-    models = {"--actor_model_name_or_path": args.actor_model_name_or_path}
-    if algorithm is None or algorithm.needs_critic:
-        models["--critic_model_name_or_path"] = args.critic_model_name_or_path
-    flag = "--reward model:" if args.reward else "--reward_model_name_or_path"
-    critic = models.get("--critic_model_name_or_path")  # by default it scores too, and is looked at once
+    needs_critic = algorithm is None or algorithm.needs_critic
+    critic = args.critic_model_name_or_path if needs_critic else ""
+    found = [("actor", "--actor_model_name_or_path", args.actor_model_name_or_path, args.actor)]
+    found += [("critic", "--critic_model_name_or_path", critic, args.critic)] if needs_critic else []
+    flag = "--reward model:" if args.reward else "--critic_model_name_or_path"
+    # The critic scores too by default, and is looked at once.
     scorers = [spec.target for spec in rewards if spec.kind == "model" and spec.target != critic]
-    found = [*models.items(), *((flag, name) for name in scorers)]
+    found += [("reward", flag, name, None) for name in scorers]
     tokenizers: list[tuple[str, str, Any]] = []
-    for flag, name in found:
+    for role, flag, name, flags in found:
         config = startup.check_model(flag, name, args, problems)
         if config is None:
             continue
-        role = flag.removeprefix("--").partition("_")[0].partition(" ")[0]
         startup.check_length(config, num_tokens, f"{lengths} ({role})", problems)
         if role == "actor":
             check_hybrid(args, config, problems)
-        if role != "reward" and getattr(args, f"{role}_lora_dim"):
-            pattern = getattr(args, f"{role}_lora_module_name")
-            startup.check_lora(f"--{role}_lora_module_name", config, pattern, args, problems)
+        if flags and flags.lora_dim:
+            startup.check_lora(f"--{role}_lora_module_name", config, flags.lora_module_name, args, problems)
         tokenizers.append((flag, name, startup.check_tokenizer(flag, name, args, problems)))
-        # A critic may begin with a new head where it is not what scores.
-        needs_head = role == "reward" or (role == "critic" and not args.reward)
-        if needs_head and not has_saved_head(name):
+        # With --reward its models are checked with it, and a critic may begin with a new head.
+        if role != "actor" and not args.reward and not has_saved_head(name):
             problems.add(
                 f"{flag} {name} is no reward model (it has no score head); give the export/ of step 2"
             )

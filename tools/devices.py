@@ -129,7 +129,7 @@ class PPOPlanArguments:
     unpin_actor_parameters: bool = flag(False, "under ZeRO 3 gather layer by layer in every pass")
     release_inference_cache: bool = flag(False, "free keys, values and buffers after generation")
     offload_states_for_generation: bool = flag(False, "move the optimizer state away while it generates")
-    enable_ema: bool = flag(False, "average the actor's weights")
+    ema_decay: float = flag(0.0, "average the actor's weights; 0: no average", low=0, below=1)
 
 
 @dataclass

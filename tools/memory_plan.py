@@ -261,7 +261,7 @@ def role_holdings(run: Run, role: Role, verb: str, phase: str) -> Iterator[tuple
         yield "activations", _scoring_activations(run, role, tokens), 0.0
     if role is run.actor:
         yield from _generation(run, role, verb)
-        if run.args.enable_ema:
+        if run.args.ema_decay:
             average = 4.0 * role.model.counts(role.lora).num_trained / _shards(run, role, from_stage=3)
             yield _placed("EMA", average, on_cpu=role.params_on_cpu)
 

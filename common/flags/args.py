@@ -19,7 +19,8 @@ import typing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from common.flags.flag_values import OLDER_NAMES, check_value, describe_range, is_in_range, shortened
+from common.flags.flag_values import apply_switches, check_value, describe_range, is_in_range, shortened
+from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES
 from common.flags.refusal import Problems
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -34,7 +35,6 @@ def flag(
     *,
     choices: tuple = (),
     const: Any = None,
-    no_effect: str = "",
     only_with: str = "",
     may_change: bool = False,
     low: float | None = None,
@@ -45,7 +45,6 @@ def flag(
     """Return a dataclass field that `parse_args` turns into a flag.
 
     `default=REQUIRED` makes the flag mandatory; `const` is the value of a flag given without one;
-    `no_effect` marks a flag that is accepted for DeepSpeed-Chat's scripts and only says why it does nothing;
     `only_with` names the flags without which this one does nothing, one of them at least: NAME, NAME=VALUE or
     NAME!=VALUE, "top_k top_p";
     `may_change` one that a resumed run may have otherwise, for it moves no number but rounding's. A number
@@ -56,7 +55,6 @@ def flag(
         "help": help,
         "choices": choices,
         "const": const,
-        "no_effect": no_effect,
         "only_with": only_with,
         "may_change": may_change,
         "range": {name: limit for name, limit in limits.items() if limit is not None},
@@ -85,9 +83,6 @@ class SourceArguments:
     )
     max_bad_rows: int = flag(100, "stop when more rows than this cannot be read", may_change=True, low=0)
     score_column: str = flag("helpfulness", "orders the answers to a prompt, where each row is one of them")
-    preprocessing_num_workers: int | None = flag(
-        None, "accepted", no_effect="the tokenizer uses its own threads, rank 0 tokenises once for all"
-    )
 
 
 @dataclass
@@ -113,9 +108,6 @@ class TokenizerArguments:
 
     add_eot_token: bool = flag(False, "add --eot_token to the vocabulary when the tokenizer lacks it")
     eot_token: str = flag("", "text of the end-of-turn token; empty: the tokenizer's EOS")
-    num_padding_at_beginning: int = flag(
-        1, "accepted", no_effect="lengths are carried along, so leading padding needs no special case"
-    )
     trust_remote_code: bool = flag(False, "run code that comes with a hub model", may_change=True)
 
 
@@ -197,14 +189,12 @@ class TrainArguments:
     dropout: float | None = flag(
         None, "dropout everywhere in the model; empty: the model's own", low=0, high=1
     )
-    disable_dropout: bool = flag(False, "as --dropout 0")
     eval_interval: int = flag(
         0, "evaluate every so many steps too; 0: only before, and after each epoch", may_change=True, low=0
     )
     eval_iters: int = flag(
         100, "evaluation batches per rank at most; 0: the whole held-out part", may_change=True, low=0
     )
-    print_loss: bool = flag(False, "accepted", no_effect="the loss is printed at every step")
 
 
 @dataclass
@@ -233,13 +223,12 @@ class RunArguments:
         1, "pad the embeddings to a multiple of this while training", low=1, high=2**16
     )
     seed: int = flag(1234, "seed of shuffling, dropout, new weights and sampling", low=-(2**32), high=2**32)
-    enable_tensorboard: bool = flag(False, "as --trackers tensorboard", may_change=True)
     trackers: list[str] = flag([], "send the numbers to these too", choices=TRACKERS, may_change=True)
     tensorboard_path: str = flag(
         "",
         "folder of TensorBoard's event files; empty: OUTPUT_DIR/tensorboard",
         may_change=True,
-        only_with="enable_tensorboard trackers=tensorboard",
+        only_with="trackers=tensorboard",
     )
     log_interval: int = flag(1, "print a line every so many steps (files have all)", may_change=True, low=1)
     ds_config: str = flag("", "JSON file merged over the DeepSpeed configuration that the flags make")
@@ -251,9 +240,6 @@ class RunArguments:
         "check flags and first rows, print the resolved configuration as JSON, load no model",
         may_change=True,
     )
-    compute_fp32_loss: bool = flag(False, "accepted", no_effect="losses are always computed in fp32")
-    deepspeed: bool = flag(False, "accepted", no_effect="every program runs on DeepSpeed")
-    deepspeed_config: str = flag("", "accepted", no_effect="use --ds_config FILE to override single keys")
     local_rank: int = flag(-1, "set by the deepspeed launcher", may_change=True, low=-1)
 
 
@@ -317,11 +303,9 @@ def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
         scalar, is_list = field_type(field)
         default = field.default_factory() if is_list else field.default
         shown = "required" if field.metadata.get("required") else f"default: {default!r}"
-        no_effect = field.metadata["no_effect"]
-        text = f"no effect: {no_effect}" if no_effect else field.metadata["help"]
         choices = "|".join(map(str, field.metadata["choices"]))
         options: dict[str, Any] = {
-            "help": f"{text} ({shown})".replace("%", "%%"),
+            "help": f"{field.metadata['help']} ({shown})".replace("%", "%%"),
             "default": argparse.SUPPRESS,
         }
         options["metavar"] = choices or scalar.__name__.upper()
@@ -335,6 +319,14 @@ def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
         older = OLDER_NAMES.get(field.name)
         names = [field.name] if older in (None, *cls.__dataclass_fields__) else [field.name, older]
         group.add_argument(*[f"--{name}" for name in names], **options)
+    group = parser.add_argument_group("DeepSpeed-Chat's flags")
+    for name, (flag_name, value) in SWITCHES.items():
+        if flag_name in cls.__dataclass_fields__:
+            shown = f"as --{flag_name} {value}"
+            group.add_argument(f"--{name}", nargs="?", const="true", metavar="true|false", help=shown)
+    for name, reason in IGNORED.items():
+        if issubclass(cls, TokenizerArguments) and name not in cls.__dataclass_fields__:
+            group.add_argument(f"--{name}", nargs="*", metavar="...", help=f"no effect: {reason}")
     return parser
 
 
@@ -383,10 +375,14 @@ def parse_args(
     except TypeError:  # argparse goes on with a half-made namespace after our error hook
         problems.exit_if_any()
         raise
+    apply_switches(given, problems)
     flag_words = [w for w in unknown if w.startswith("-")]
     for word in flag_words or unknown:  # words behind an unknown flag are its values
         word = shortened(word)
         name = word.split("=")[0]
+        if name.removeprefix("--") in REMOVED:
+            problems.add(f"{name} has been removed: {REMOVED[name.removeprefix('--')][1]}")
+            continue
         near = difflib.get_close_matches(name.replace("-", "_").replace("__", "--", 1), known_names, n=1)
         hint = f"; did you mean {near[0]}?" if near else "; --help lists all flags"
         is_flag = word.startswith("-")

@@ -1,24 +1,19 @@
 """What a flag's value can be, whatever the flag: told at once, before it fails far from the command line; and
 which of the given flags do nothing."""
 
+import argparse
 import dataclasses
 import re
 import sys
 from typing import Any
 
+from common.flags.other_names import IGNORED, OLDER_NAMES, SWITCHES
+from common.flags.refusal import Problems
+
 LARGEST_INT = 2**53  # beyond it float64 skips numbers
 LARGEST_FLOAT = 3.4e38  # of fp32, in which losses are computed
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
 LONGEST_SHOWN = 60  # characters
-
-# In DeepSpeed-Chat's scripts before August 2023; taken wherever no flag of now has that name.
-OLDER_NAMES = {
-    "actor_dropout": "disable_actor_dropout",
-    "critic_dropout": "disable_critic_dropout",
-    "generation_batches": "generation_batch_numbers",
-    "per_device_generation_batch_size": "per_device_train_batch_size",
-    "per_device_training_batch_size": "per_device_mini_train_batch_size",
-}
 
 
 def check_value(value: object) -> None:
@@ -81,6 +76,22 @@ def _check_text(text: str) -> None:
         raise ValueError(f"expected a text of {LONGEST_PATH} bytes at most, it has {len(data)}")
 
 
+def apply_switches(given: argparse.Namespace, problems: Problems) -> None:
+    """Put the flags that switches stand for among those that were given."""
+    for name, (flag_name, value) in SWITCHES.items():
+        text = getattr(given, name, None)
+        if text is None or text.lower() == "false":
+            continue
+        if text.lower() != "true":
+            problems.add(f"--{name} {shortened(text)}: expected true or false")
+            continue
+        before = getattr(given, flag_name, None)
+        if flag_name == "trackers":
+            given.trackers = [*(before or []), value]
+        elif before is None:
+            setattr(given, flag_name, value)
+
+
 def given_flags(argv: list[str] | None = None) -> set[str]:
     """Return the names, without dashes, of the flags on the command line."""
     words = sys.argv[1:] if argv is None else argv
@@ -93,13 +104,13 @@ def no_effect_notes(args: Any, argv: list[str] | None = None) -> list[str]:
     One that would only do something with another, and has its default, is not told of.
     """
     given = given_flags(argv)
-    lines = []
-    for field in (f for f in dataclasses.fields(args) if given & {f.name, OLDER_NAMES.get(f.name)}):
-        no_effect, partners = field.metadata["no_effect"], field.metadata["only_with"].split()
+    fields = dataclasses.fields(args)
+    ignored = (given & IGNORED.keys()) - {field.name for field in fields}
+    lines = [f"--{name} has no effect: {IGNORED[name]}" for name in sorted(ignored)]
+    for field in (f for f in fields if given & {f.name, OLDER_NAMES.get(f.name)}):
+        partners = field.metadata["only_with"].split()
         acts = not partners or any(_is_set(args, partner) for partner in partners)
-        if no_effect:
-            lines.append(f"--{field.name} has no effect: {no_effect}")
-        elif _is_set(args, field.name) and not acts:
+        if _is_set(args, field.name) and not acts:
             lines.append(f"--{field.name} has no effect without {' or '.join(map(_shown, partners))}")
     return lines
 

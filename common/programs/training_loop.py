@@ -107,7 +107,7 @@ def load_policy(
     args: Any, ds_config: dict[str, Any], num_tokens: int, *, dropout: float | None
 ) -> PolicyModel:
     """Return the chat model that a single-model program trains. Every rank must call this."""
-    options = ModelOptions.of(args, args, ds_config, dropout=0.0 if args.disable_dropout else dropout)
+    options = ModelOptions.of(args, args, ds_config, dropout=dropout)
     model = load_causal_lm(options, num_tokens)
     return PolicyModel(add_lora(model, LoraOptions.of(args, args), args.seed), num_valid_tokens=num_tokens)
 
@@ -116,7 +116,7 @@ def load_ranker(
     args: Any, ds_config: dict[str, Any], num_tokens: int, *, dropout: float | None
 ) -> ValueModel:
     """Return the reward model that a single-model program trains. Every rank must call this."""
-    options = ModelOptions.of(args, args, ds_config, dropout=0.0 if args.disable_dropout else dropout)
+    options = ModelOptions.of(args, args, ds_config, dropout=dropout)
     return load_value_model(options, num_tokens, LoraOptions.of(args, args), seed=args.seed)
 
 
@@ -199,13 +199,12 @@ def build_logger(args: Any, columns: tuple[str, ...], num_steps: int) -> RunLogg
     TensorBoard's folder is --tensorboard_path or OUTPUT_DIR/tensorboard.
     """
     COSTS.peak_flops = own_peak_flops(DTYPES[distributed.dtype_name(args.dtype)])
-    kinds = [*args.trackers, *(["tensorboard"] if args.enable_tensorboard else [])]
     folder = args.tensorboard_path or f"{args.output_dir or '.'}/tensorboard"
     return RunLogger(
         args.output_dir,
         columns=columns,
         num_steps=num_steps,
         log_interval=args.log_interval,
-        trackers=build_trackers(kinds, args.output_dir, folder),
+        trackers=build_trackers(args.trackers, args.output_dir, folder),
         config=dataclasses.asdict(args),
     )

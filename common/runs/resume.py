@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.flags.args import Problems
+from common.flags.other_names import REMOVED, rename_flags
 from common.ranks import distributed
 from common.runs.checkpoints import FOLDER, META, Checkpoint, find_checkpoints, read_checkpoint
 from common.runs.run_files import ARGS_FILE, FINISHED_FILE
@@ -16,7 +17,7 @@ from common.runs.run_lock import LOCK_FILE, held_message
 # What a launch script or the demo may have put into the folder before the program starts.
 FOREIGN_FILES = {"train.log", "log", LOCK_FILE}
 NOT_WORTH_A_NOTE = {"output_dir", "overwrite_output_dir", "resume", "dry_run", "local_rank"}
-LENGTH_FLAGS = ("num_train_epochs", "max_train_steps", "enable_test_mode", "test_stop_step")
+LENGTH_FLAGS = ("num_train_epochs", "max_train_steps")
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,21 @@ def _read_json(path: Path) -> dict[str, Any]:
 def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Problems) -> list[str]:
     """Add a problem for flags that differ from a saved run's and may not; return notes on those that may."""
     notes = []
+    saved = rename_flags(saved)
+    for name in REMOVED.keys() & saved.keys():
+        default, instead = REMOVED[name]
+        if saved[name] != default:
+            problems.add(
+                f"{origin} was made with --{name} {saved[name]}, a flag that has been removed ({instead}): "
+                "resume it with the version that wrote it, or give --overwrite_output_dir to begin anew"
+            )
     for flag in dataclasses.fields(args):
         now = getattr(args, flag.name)
         default = flag.default if flag.default is not dataclasses.MISSING else flag.default_factory()
         before = saved.get(flag.name, default)
         if flag.name == "dtype":
             now, before = distributed.dtype_name(now), before or saved.get("resolved_dtype")
-        if now == before or flag.metadata["no_effect"]:
+        if now == before:
             continue
         if flag.metadata["may_change"]:
             if flag.name not in NOT_WORTH_A_NOTE:

@@ -101,9 +101,9 @@ def unused_flags(algorithm: Algorithm, given: set[str]) -> list[str]:
     unused = set(algorithm.ignores)
     if not algorithm.needs_critic:
         unused |= {name for name in given if name.startswith(("critic_", "value_")) or name == "gae_lambda"}
-        # The reward model is sharded like the critic, and is the critic's when it has no name of its own.
+        # Reward models are sharded like the critic; without --reward it is the one that scores.
         unused -= {"critic_zero_stage"}
-        if "reward_model_name_or_path" not in given:
+        if "reward" not in given:
             unused -= {"critic_model_name_or_path"}
     return sorted(unused & given)
 

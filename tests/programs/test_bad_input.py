@@ -86,21 +86,12 @@ SIMPLE = [
     (1, {"data_path": "absent.jsonl"}, ["--data_path", "absent.jsonl", "no such file"]),
     (2, {"data_path": "somewhere/or-other"}, ["--data_path somewhere/or-other"]),
     (1, {"model_name_or_path": "no/such-model"}, ["--model_name_or_path no/such-model"]),
-    (1, {"zero_stge": 2}, ["unknown flag --zero_stge", "did you mean --zero_stage?"]),
-    (2, {"num-train-epoch": 2}, ["unknown flag --num-train-epoch", "did you mean --num_train_epochs?"]),
-    (1, {"learning_rate": "fast"}, ["--learning_rate fast", "a number"]),
-    (1, {"max_train_steps": "1.5"}, ["--max_train_steps 1.5", "a whole number"]),
-    (1, {"max_train_steps": -1}, ["--max_train_steps -1", "at least 0"]),
-    (3, {"max_train_steps": -1}, ["--max_train_steps -1", "at least 0"]),
-    (1, {"zero_stage": 5}, ["--zero_stage 5", "0, 1, 2, 3"]),
-    (1, {"template": "alpaca"}, ["--template alpaca", "human_assistant"]),
     (1, {"data_split": "1,2"}, ["--data_split", "1,2", "such as 2,4,4"]),
     (2, {"data_split": "1,0,1"}, ["--data_split 1,0,1", "step 2"]),
     (1, {"dtype": "fp16"}, ["--dtype fp16", "GPU", "use fp32 or bf16"]),
     (1, {"offload": "param", "zero_stage": 2}, ["--offload param", "--zero_stage 3", "not 2"]),
     (3, {"offload": "param", "actor_zero_stage": 3}, ["--offload param", "--critic_zero_stage 3", "not 0"]),
     (1, {"offload": "optimizer", "dtype": "fp32"}, ["--offload optimizer", "--zero_stage 1, 2 or 3"]),
-    (1, {"per_device_train_batch_size": 0}, ["--per_device_train_batch_size 0", "at least 1"]),
     (1, {"per_device_train_batch_size": 500}, ["--per_device_train_batch_size 500", "10 rows", "more data"]),
     (3, {"per_device_generation_batch_size": 500, "per_device_training_batch_size": 500},
         ["--per_device_generation_batch_size 500", "20 rows", "more data"]),
@@ -111,28 +102,13 @@ SIMPLE = [
     (1, {"lora_dim": 4, "lora_module_name": "nothing."}, ["--lora_module_name", "'nothing.'", "q_proj"]),
     (3, {"actor_lora_dim": 4, "actor_lora_module_name": "nothing."}, ["--actor_lora_module_name", "q_proj"]),
     (3, {"algorithm": "grpq"}, ["--algorithm grpq", "ppo"]),
-    (3, {"inference_tp_size": 2}, ["--inference_tp_size 2 needs --enable_hybrid_engine"]),
-    (
-        3,
-        {"enable_hybrid_engine": True, "inference_tp_size": 2},
-        ["--inference_tp_size 2", "number of ranks, 1", "use 1"],
-    ),
-    (3, {"enable_hybrid_engine": True, "max_out_tokens": 29}, ["--max_out_tokens 29", "use 30"]),
-    (
-        3,
-        {"enable_hybrid_engine": True, "per_device_generation_batch_size": 2**40, "generation_slots": 2**40},
-        ["--generation_slots", "GiB are free", "use at most"],
-    ),
-    (3, {"gamma": 1.5}, ["--gamma 1.5", "from 0 to 1"]),
     (3, {"algorithm": "grpo"}, ["--algorithm grpo", "--num_samples_per_prompt 1 must be 2"]),
     (3, {"algorithm": "no_module:f"}, ["--algorithm no_module:f", "no module no_module", "PYTHONPATH"]),
     (3, {"num_samples_per_prompt": 3, "per_device_training_batch_size": 8},
         ["--num_samples_per_prompt 3 = 12 samples", "--per_device_training_batch_size 8"]),
     (3, {"dynamic_sampling_rounds": 2}, ["--dynamic_sampling_rounds 2", "--num_samples_per_prompt 1"]),
-    (3, {"adv_norm": "group"}, ["--adv_norm group", "--num_samples_per_prompt 1"]),
     (3, {"algorithm": "rloo", "num_samples_per_prompt": 2, "truncated": "bootstrap"},
         ["--truncated bootstrap", "--algorithm rloo has none"]),
-    (3, {"c_clip": 0.5}, ["--c_clip 0.5", "above 1"]),
     (3, {"max_tokens_per_micro_batch": 20}, ["--max_tokens_per_micro_batch 20", "at least 30"]),
     (1, {"max_tokens_per_micro_batch": 20}, ["--max_tokens_per_micro_batch 20", "raise it to at least"]),
     (3, {"plugins": "no_module"}, ["--plugins no_module", "PYTHONPATH"]),
@@ -140,7 +116,6 @@ SIMPLE = [
     (3, {"reward": "function:no_module:f"}, ["--reward function:no_module:f", "PYTHONPATH"]),
     (3, {"reward": "funktion:m:f"}, ["--reward funktion:m:f", "function:MODULE:NAME"]),
     (3, {"reward": "0*function:step3_ppo.rewards.examples.vader:sentiment"}, ["--reward", "weight is 0"]),
-    (3, {"reward_timeout_seconds": 0}, ["--reward_timeout_seconds 0", "above 0"]),
     (3, {"unsupervised_dataset_name": "no.jsonl"}, ["--unsupervised_dataset_name no.jsonl", "no such file"]),
 ]  # fmt: skip
 
@@ -233,8 +208,8 @@ def test_a_model_without_tokenizer(flags, refused, tmp_path):
 def test_reward_model_without_head(flags, refused, tiny):
     (message,) = refused(3, flags(3, critic_model_name_or_path=tiny.base))
     assert f"--critic_model_name_or_path {tiny.base}" in message and "score head" in message
-    (message,) = refused(3, flags(3, reward_model_name_or_path=tiny.base))
-    assert f"--reward_model_name_or_path {tiny.base}" in message and "export/ of step 2" in message
+    (message,) = refused(3, flags(3, reward=f"model:{tiny.base}"))
+    assert f"--reward model:{tiny.base}" in message and "export/ of step 2" in message
     words = {"model_name_or_path": tiny.base, "data_path": tiny.rows}
     (message,) = refused(2, words, module="rw_eval")
     assert f"--model_name_or_path {tiny.base}" in message and "export/ folder of step 2" in message

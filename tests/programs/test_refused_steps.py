@@ -53,7 +53,6 @@ def flags(tiny) -> dict[int, dict[str, Any]]:
         "enable_ema": True,
         "value_norm": "exp",
         "kl_target": 0.1,
-        "kl_horizon": 50,
     }
     return {1: single, 2: single, 3: ppo}
 

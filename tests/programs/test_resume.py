@@ -65,7 +65,6 @@ def flags(tiny):
         "export_critic": True,
         "ema_decay": 0.5,
         "kl_target": 0.1,
-        "kl_horizon": 50,
         "value_norm": "exp",
         "value_norm_beta": 0.5,
         "sample_interval": 2,

@@ -129,7 +129,7 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
             "release_inference_cache": job.lora,
         }
     if job.algorithm:
-        flags |= GROUPS | {"algorithm": job.algorithm, "reward_model_name_or_path": tiny.reward}
+        flags |= GROUPS | {"algorithm": job.algorithm, "reward": f"model:{tiny.reward}"}
     else:
         flags |= {"critic_model_name_or_path": tiny.reward, "critic_learning_rate": 1e-3}
         flags |= {"critic_zero_stage": job.zero, "critic_lora_dim": lora, "export_critic": True}

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.flags.args import Problems, as_json, field_type, parse_args
+from common.flags.args import Problems, TokenizerArguments, as_json, field_type, parse_args
 from common.flags.flag_values import no_effect_notes
+from common.flags.other_names import OLDER_NAMES, REMOVED, SWITCHES
 from docs.make_configuration import find_programs
 from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
@@ -119,6 +120,39 @@ def test_only_given_flags_without_effect_are_named():
     assert no_effect_notes(args, []) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--enable_ema", ("ema_decay", 0.992)),
+        ("--enable_ema --ema_decay 0.5", ("ema_decay", 0.5)),
+        ("--enable_ema false", ("ema_decay", 0.0)),
+        ("--enable_tensorboard --trackers wandb", ("trackers", ["wandb", "tensorboard"])),
+        ("--print_answers --print_answers_interval 5", ("print_answers_interval", 5)),
+        ("--enable_test_mode --test_stop_step 7", ("max_train_steps", 7)),
+    ],
+)
+def test_a_flag_of_deepspeed_chat_stands_for_one_of_ours(words, expected):
+    args, messages = parse(PPOArguments, "--actor_model_name_or_path a " + words)
+    assert messages == [] and getattr(args, expected[0]) == expected[1]
+    (message,) = parse(PPOArguments, "--actor_model_name_or_path a --enable_ema maybe")[1]
+    assert message == "--enable_ema maybe: expected true or false"
+
+
+def test_a_removed_flag_is_refused_with_what_there_is_instead():
+    _, (message,) = parse(PPOArguments, "--actor_model_name_or_path a --reward_model_name_or_path m")
+    assert message == "--reward_model_name_or_path has been removed: --reward model:PATH is the same"
+    names = {field.name for program in find_programs() for field in dataclasses.fields(program.flags)}
+    of_steps = {field.name for field in dataclasses.fields(PPOArguments)}
+    assert not REMOVED.keys() & of_steps and not SWITCHES.keys() & of_steps
+    assert {flag for flag, _ in SWITCHES.values()} | OLDER_NAMES.keys() <= names
+
+
+@OF_ALL_PROGRAMS
+def test_a_program_that_takes_flags_without_effect_says_so(program):
+    if issubclass(program.flags, TokenizerArguments):
+        assert re.search(r"\b(print_notes|no_effect_notes)\(args", sources_of(program.file)), "told by nobody"
+
+
 def test_the_resolved_flags_are_json():
     args, _ = parse(SFTArguments, "--model_name_or_path m")
     assert '"max_seq_len": 512' in as_json(args) and '"more": 1' in as_json(args, more=1)
@@ -157,7 +191,7 @@ def sources_of(program: Path) -> str:
 def unread_flags(cls, sources: str) -> list[str]:
     """The flags that no code reads: neither by name, nor as a role's, `args.actor.lora_dim`."""
     unread = []
-    for name in (field.name for field in dataclasses.fields(cls) if not field.metadata["no_effect"]):
+    for name in (field.name for field in dataclasses.fields(cls)):
         of_role = name.removeprefix("actor_").removeprefix("critic_")
         if not re.search(rf"\bargs\.{name}\b|\"{name}\"|\b(role|like)\.{of_role}\b", sources):
             unread.append(name)
@@ -190,11 +224,10 @@ def test_a_flag_that_does_nothing_without_another_says_so(program):
         words, args = [f"--{field.name}", "1"], program.flags()
         partners = [partner_values(p, args) for p in field.metadata["only_with"].split()]
         unmet = dataclasses.replace(args, **{name: value for name, _, value in partners})
-        assert field.metadata["no_effect"] or no_effect_notes(unmet, words) == [], "it has its default"
+        assert no_effect_notes(unmet, words) == [], "it has its default"
         unmet = dataclasses.replace(unmet, **{field.name: "another"})
         notes = no_effect_notes(unmet, words)
-        if not field.metadata["no_effect"]:
-            assert len(notes) == bool(partners)
+        assert len(notes) == bool(partners)
         if notes:
             assert notes[0].startswith(f"--{field.name} has no effect")
             assert re.search(r"\b(print_notes|no_effect_notes)\(args", sources_of(program.file)), (
@@ -205,5 +238,4 @@ def test_a_flag_that_does_nothing_without_another_says_so(program):
 
 
 def test_step_3_keeps_to_about_a_hundred_flags():
-    working = [f for f in dataclasses.fields(PPOArguments) if not f.metadata["no_effect"]]
-    assert len(working) <= 142
+    assert len(dataclasses.fields(PPOArguments)) <= 130

@@ -42,7 +42,6 @@ class OwnGroupArguments:
     """A group. More of it."""
 
     colour: str = flag("", "which | it is", choices=("", "red"), may_change=True)
-    old: bool = flag(False, "accepted", no_effect="nobody asks")
 
 
 @dataclass
@@ -65,7 +64,8 @@ def test_rows_by_hand():
     assert "| `--words` | `a` `b` | text, several | what is said | as it was |" in page
     assert "| `--save_interval` | `7` | whole number | saves (in place of the group's) | may change |" in page
     assert "| `--colour` | empty | empty, `red` | which \\| it is | may change |" in page
-    assert "| `--old` | `false` | switch | **without effect**: nobody asks | may change |" in page
+    assert "| `--print_loss` | **without effect**: the loss is printed at every step |" in page
+    assert "| `--disable_dropout` | as `--dropout 0` |" in page
     assert page.count("`--colour`") == 1 and "## Shared groups\n" in page
 
 

@@ -126,7 +126,6 @@ def test_an_evaluation_that_is_asked_for_needs_prompts(choose, asked):
     ("flags", "message"),
     [
         ({"keep_best": "eval/kl"}, "eval/kl is no number of .* choose from eval/score, eval/score_m"),
-        ({"keep_best": "eval/win_rate", "eval_before_training": False}, "eval/win_rate is no number"),
         ({"eval_interval": 5, "eval_prompts": 0}, "--eval_interval 5 needs an evaluation"),
         ({"eval_data_path": ["none.jsonl"]}, "^--eval_data_path none.jsonl"),
         ({"eval_data_path": "FILE", "eval_fraction": 0.1}, "--eval_fraction 0.1 would hold prompts out for"),
@@ -160,7 +159,6 @@ def test_when_it_is_due():
         return [step for step in range(11) if evaluation(**flags).is_due(step, 10)]
 
     assert due() == [0, 10] and due(eval_interval=4) == [0, 4, 8, 10]
-    assert due(eval_before_training=False, eval_interval=5) == [5, 10]
     assert due(is_held_out=False, eval_interval=5) == []
 
 

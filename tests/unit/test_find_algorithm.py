@@ -89,8 +89,8 @@ def test_flags_that_an_algorithm_does_not_read(name):
     expected |= {"gamma"} if name in ("grpo", "dr_grpo", "rloo") else set()
     assert unused_flags(ALGORITHMS[name], given) == sorted(expected)
     assert unused_flags(ALGORITHMS[name], {"kl_coef"}) == []
-    # The critic's model scores, until the reward model has a name of its own.
-    both = {"critic_model_name_or_path", "reward_model_name_or_path"}
+    # The critic's model scores, unless --reward says what does.
+    both = {"critic_model_name_or_path", "reward"}
     assert unused_flags(ALGORITHMS[name], both) == ([] if name == "ppo" else ["critic_model_name_or_path"])
 
 

@@ -8,10 +8,12 @@ import pytest
 from simple_parts import make_parts
 
 from common.flags.args import Problems, parse_args
+from common.flags.other_names import IGNORED
 from common.runs import resume
 from common.runs.checkpoints import CheckpointWriter
 from common.runs.resume import EarlierRun, compare_flags, find_run
 from step1_sft.arguments import SFTArguments
+from step3_ppo.arguments import PPOArguments
 
 
 def parse(words: str) -> SFTArguments:
@@ -220,10 +222,24 @@ def test_flags_that_move_no_number_are_taken_as_they_are_given_and_noted():
     ]
 
 
-def test_what_has_no_effect_is_not_compared():
-    ignored = [f.name for f in dataclasses.fields(SFTArguments) if f.metadata["no_effect"]]
-    before = flags_of("") | dict.fromkeys(ignored, "something else")
-    assert ignored and compare("", before) == ([], [])
+def test_flags_that_an_earlier_version_had():
+    """Those without effect, and switches, are translated; a removed one is refused where it did something."""
+    ignored = dict.fromkeys(IGNORED, "something else")
+    assert compare("", flags_of("") | ignored | {"disable_dropout": False}) == ([], [])
+    assert compare("--disable_dropout", flags_of("") | {"disable_dropout": True}) == ([], [])
+    assert compare("", flags_of("") | {"max_out_tokens": 0, "early_stop_imp_ratio": 0.0}) == ([], [])
+    _, (problem,) = compare("", flags_of("") | {"early_stop_imp_ratio": 2.0})
+    assert problem.startswith(
+        "ORIGIN was made with --early_stop_imp_ratio 2.0, a flag that has been removed (--"
+    )
+
+
+@pytest.mark.parametrize(("is_on", "decay", "words"), [(False, 0.992, ""), (True, 0.5, "--ema_decay 0.5")])
+def test_the_average_of_an_earlier_version(is_on, decay, words):
+    now = parse_args(PPOArguments, ["--actor_model_name_or_path", "m", *words.split()], problems=Problems())
+    before = dataclasses.asdict(now) | {"enable_ema": is_on, "ema_decay": decay, "resolved_dtype": "fp32"}
+    problems = Problems()
+    assert compare_flags(now, before, "ORIGIN", problems) == [] == problems.messages
 
 
 def test_a_flag_that_an_older_program_did_not_have_was_at_its_default():

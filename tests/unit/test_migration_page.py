@@ -13,7 +13,8 @@ from transformers import AutoModel
 import train
 from chat import ChatArguments
 from common.flags.args import Problems, parse_args
-from common.flags.flag_values import OLDER_NAMES, no_effect_notes
+from common.flags.flag_values import no_effect_notes
+from common.flags.other_names import IGNORED, OLDER_NAMES, SWITCHES
 from common.models.loading import ModelOptions
 from common.models.value_model import has_saved_head, load_value_model
 from serving.prompt_eval import PromptEvalArguments
@@ -175,11 +176,14 @@ STATUS = {
 }
 
 
-def field_of(flag: str, program: str) -> dataclasses.Field:
-    fields = dataclasses.fields(OURS[program])
-    return ({OLDER_NAMES.get(f.name): f for f in fields} | {f.name: f for f in fields})[
-        flag.replace("-", "_")
-    ]
+def field_of(flag: str, program: str) -> dataclasses.Field | None:
+    """The field that a flag sets; None for one without effect."""
+    fields = {field.name: field for field in dataclasses.fields(OURS[program])}
+    name = flag.replace("-", "_")
+    now = {older: now for now, older in OLDER_NAMES.items()} | {
+        n: target for n, (target, _) in SWITCHES.items()
+    }
+    return fields.get(name) or (None if name in IGNORED else fields[now[name]])
 
 
 def our_default(field: dataclasses.Field) -> Any:
@@ -198,7 +202,7 @@ def read(program: str, *words: str) -> tuple[Any, list[str]]:
 
 def test_the_page_has_every_flag_of_every_program_and_no_other():
     assert STATUS.keys() == {(flag, program) for flag, program, _ in FACTS}
-    assert len(ROW.findall(PAGE)) == PAGE.split("\n## Every flag\n")[1].count("\n| `--"), (
+    assert len(ROW.findall(PAGE)) == PAGE.split("\n## Every flag\n")[1].split("\n## ")[0].count("\n| `--"), (
         "a row has another form"
     )
     assert len(THEIRS) == 103 and len(FACTS) == 194
@@ -207,9 +211,11 @@ def test_the_page_has_every_flag_of_every_program_and_no_other():
 @pytest.mark.parametrize(("flag", "program", "default"), FACTS, ids=lambda value: str(value))
 def test_a_flag_means_what_the_page_says(flag, program, default):
     field, (status, why) = field_of(flag, program), STATUS[flag, program]
+    assert (status == "no effect") == (field is None)
+    if field is None or flag in SWITCHES:
+        return
     ours = our_default(field)
     is_same = ours == ("" if default is None and ours == "" else default)
-    assert (status == "no effect") == bool(field.metadata["no_effect"])
     if status == "same":
         assert is_same, f"the default is {ours!r}, theirs {default!r}"
     assert why or status == "same", "a change without a reason"
@@ -227,19 +233,21 @@ def test_a_program_takes_the_flag_as_their_scripts_write_it(flag, program, defau
     else:
         known = [] if default is REQUIRED or default is None else default
         words = [[str(item) for item in known]] if isinstance(known, list) else [[str(known)]]
-        words = words if words != [[]] else [["text" if field.type in (str, list[str]) else "1"]]
+        is_text = field is not None and field.type in (str, list[str])
+        words = words if words != [[]] else [["text" if is_text else "1"]]
     for values in words:
         args, problems = read(program, f"--{flag}", *values)
         assert problems == []
+        notes = no_effect_notes(args, [f"--{flag}"])
+        assert any("has no effect: " in note for note in notes) == (STATUS[flag, program][0] == "no effect")
+        if field is None or flag in SWITCHES:  # tests/unit/test_args.py has what switches do
+            continue
         given = getattr(args, field.name)
         shown = [str(item) for item in given] if isinstance(given, list) else [str(given)]
-        bare = {"offload": ["all"], "disable_actor_dropout": ["0"], "disable_critic_dropout": ["0"]}
-        meant = bare.get(flag, ["True"]) if default is OFF else values
+        meant = {"offload": ["all"]}.get(flag, ["True"]) if default is OFF else values
         assert [s.removesuffix(".0") for s in shown] == [m.removesuffix(".0") for m in meant] or float(
             shown[0]
         ) == float(meant[0])
-        notes = no_effect_notes(args, [f"--{field.name}"])
-        assert any("has no effect: " in note for note in notes) == (STATUS[flag, program][0] == "no effect")
 
 
 def test_a_flag_that_no_program_had_is_refused():

@@ -166,7 +166,8 @@ def test_the_flags_of_a_model_and_its_lora_arrive():
     expected = ModelOptions("x", "bf16", 0.3, gradient_checkpointing=True, ds_config={}, is_packed=True)
     assert ModelOptions.of(sft, sft, {}, dropout=0.3) == expected
     for role in ("actor", "critic"):
-        ppo = PPOArguments(**{f"{role}_{name}": value for name, value in (model | lora).items()}, **more)
+        own = {f"{role}_{name}": value for name, value in (model | lora).items() if name != "lora_alpha"}
+        ppo = PPOArguments(**own, lora_alpha=6.0, **more)
         flags = {"actor": ppo.actor, "critic": ppo.critic}[role]
         assert LoraOptions.of(ppo, flags) == LoraOptions.of(sft, sft)
         assert ModelOptions.of(ppo, flags, {}, dropout=0.3) == expected

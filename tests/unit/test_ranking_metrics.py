@@ -146,7 +146,7 @@ def test_accuracy_has_its_interval_and_the_number_of_pairs():
             "ranked 37.5% of 8 held-out pairs rightly (95 % interval 13.7% to 69.4%): too few pairs to",
         ),
         (0.55, 1000, "ranked 55.0% of 1000 held-out pairs rightly (95 % interval 51.9% to 58.1%): less than"),
-        (0.75, 8, "too few pairs to tell that it is above --min_reward_accuracy 0.6"),
+        (0.75, 8, "too few pairs to tell that it is above 60%"),
         (0.65, 1000, ""),
     ],
 )
@@ -155,7 +155,7 @@ def test_a_reward_model_is_doubted_by_the_interval_of_its_accuracy(tmp_path, acc
     (tmp_path / "triptych.json").write_text(json.dumps(facts))
     args = parse_args(PPOArguments, ["--template", "chat"], problems=Problems())
     specs = [RewardSpec("model", str(tmp_path), 1.0, "model")]
-    lines = doubtful_rewards(args, specs)
+    lines = doubtful_rewards(specs)
     assert (told in lines[0] and len(lines) == 1) if told else lines == []
     (line,) = foreign_templates(args, specs)
     assert line.endswith("was trained with --template plain, and scores dialogues of --template chat")

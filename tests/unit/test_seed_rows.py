@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from common.flags.other_names import IGNORED, SWITCHES
 from docs.make_configuration import find_programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +21,7 @@ PAGE = (ROOT / "docs" / "seed_rows.md").read_text()
 LAST = {"R": 65, "O": 35, "V": 38, "D": 66, "A": 35}
 ROWS = [f"{letter}{number}" for letter, last in LAST.items() for number in range(1, last + 1)]
 FLAGS = {field.name for program in find_programs() for field in dataclasses.fields(program.flags)}
+FLAGS |= IGNORED.keys() | SWITCHES.keys()
 STATES = ("done", "partly", "not here", "does not apply")
 MISSING = "Missing: "
 MOST_WORDS = 10  # of what a row asks for

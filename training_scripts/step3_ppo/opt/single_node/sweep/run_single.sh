@@ -54,7 +54,6 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --actor_lora_dim "$LORA_DIM" \
     "${LORA[@]}" \
     --print_answers \
-    --enable_test_mode \
     --test_stop_step "$TEST_STOP_STEP" \
     --output_dir "$OUTPUT_DIR" \
     "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"
