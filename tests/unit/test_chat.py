@@ -67,12 +67,6 @@ def test_path_may_stand_alone(talk, folder):
     assert talk("Hi\n", folder, "--temperature", "0")[0].startswith("bot> ")
 
 
-def test_a_second_word_is_named(talk, folder, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        talk("", folder, "other")
-    assert "unexpected word 'other'" in capsys.readouterr().err
-
-
 def test_commands_change_what_is_asked(talk, folder, asked):
     lines = "/system Be kind.\nHi\n/reset\nHo\n/system\n//x\n/nope\n/temperature -1\n"
     out, said = talk(lines, folder)
@@ -126,12 +120,6 @@ def test_scores_are_those_of_the_reward_server(talk, folder, reward):
     scorer = chat.RewardScorer(model, tokenizer, batch_size=1)
     [expected] = scorer.score(["\n\nHuman: Hi\n\nAssistant:"], [f" {answer.strip()}"])
     assert float(score) == pytest.approx(expected, abs=1e-3) and abs(expected) > 1e-2
-
-
-def test_a_reward_without_a_head_is_named(talk, folder, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        talk("", folder, "--reward", folder)
-    assert f"--reward {folder} has no trained score head" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_program(talk, folder, monkeypatch):

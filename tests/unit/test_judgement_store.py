@@ -142,16 +142,6 @@ def test_files_of_others_and_damaged_ones_are_named_and_not_touched(tmp_path, pr
     assert before is None or path.read_bytes() == before
 
 
-def test_the_count_of_pairs_is_of_two_models_in_either_order(path):
-    store = JudgementStore(path)
-    answered(store)
-    pair = store.add_pair(PROMPT, "typed", "m2", "m1", {})
-    assert store.num_answered_by_models() == {frozenset({"m1", "m2"}): 1}
-    for side in ("a", "b"):
-        store.set_answer(pair.id, side, "x")
-    assert store.num_answered_by_models() == {frozenset({"m1", "m2"}): 2}
-
-
 def test_decided_pairs_are_rows_that_step_2_reads_to_the_letter(path, tmp_path):
     store, target = JudgementStore(path), tmp_path / "out.jsonl"
     multi = (*PROMPT, Message("assistant", "So?"), Message("user", "Go on 😀"))

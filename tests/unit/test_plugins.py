@@ -96,12 +96,6 @@ def test_a_module_that_cannot_be_imported_is_one_problem(here, name, text, reaso
         assert problem.endswith(f"mine.py:{line}); mend it")
 
 
-def test_all_problems_come_at_once_and_the_rest_is_imported(here):
-    (here / "fine.py").write_text("")
-    assert len(problems_of("absent", "fine", "missing")) == 2
-    assert "fine" in sys.modules
-
-
 def test_the_nearest_name_of_a_module_is_offered(here):
     (here / "mine.py").write_text("def exact_match():\n    pass\n")
     module = import_own_module("mine")

@@ -60,20 +60,6 @@ def test_both_models_answers_stand_below_each_prompt(num_samples, folders, rows_
     assert capsys.readouterr().out == expected
 
 
-def test_three_models(folders, tiny_model_folder, monkeypatch, capsys):
-    ask(
-        monkeypatch,
-        *folders.values(),
-        "--model_name_or_path_rlhf",
-        tiny_model_folder("opt"),
-        "--max_new_tokens",
-        "4",
-    )
-    lines = [line for line in capsys.readouterr().out.splitlines() if line]
-    kinds = [line.split(":")[0].strip() for line in lines]
-    assert kinds[1:4] == ["baseline", "finetune", "rlhf"] and len(lines) == 6 * 4
-
-
 def test_built_in_questions_and_flags_that_do_nothing(folders, monkeypatch, capsys):
     flags = ["--language", "Japanese", "--max_new_tokens", "4", "--num_beams", "4"]
     ask(monkeypatch, *folders.values(), *flags)

@@ -7,8 +7,6 @@ import pytest
 from step3_ppo.rewards.examples.arithmetic import evaluate, find_answer, first_number, right_answer
 from step3_ppo.rewards.examples.length import brevity
 from step3_ppo.rewards.examples.vader import sentiment
-from step3_ppo.rewards.function_reward import FunctionReward
-from step3_ppo.rewards.text_rewards import Answers
 
 
 def test_brevity_is_free_up_to_a_number_of_words_and_falls_behind_it():
@@ -70,11 +68,3 @@ def test_nothing_but_sums_is_evaluated(text):
 def test_a_prompt_without_an_answer_is_named(prompt, row, words):
     with pytest.raises(ValueError, match=words):
         find_answer(prompt, row)
-
-
-@pytest.mark.parametrize(
-    ("name", "score"), [("vader:sentiment", 0.0), ("length:brevity", 0.0), ("arithmetic:right_answer", 1.0)]
-)
-def test_they_are_reward_functions(name, score):
-    reward = FunctionReward(f"step3_ppo.rewards.examples.{name}", timeout_seconds=30.0)
-    assert reward.score(Answers(["12 + 7 ="], ["19"])) == [score]

