@@ -12,7 +12,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.data.example import Message
@@ -53,12 +53,13 @@ class ChatArguments(AnsweringArguments):
     seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
 
 
+@dataclass
 class Conversation:
     """What was said so far, and the model that answers."""
 
-    def __init__(self, name: str, answerer: Answerer) -> None:
-        self.name, self.answerer = name, answerer
-        self.messages: list[Message] = []
+    name: str
+    answerer: Answerer
+    messages: list[Message] = field(default_factory=list)
 
     def set_temperature(self, temperature: float) -> None:
         """Answer with this temperature from now on; 0 takes the likeliest token."""
@@ -139,14 +140,14 @@ class Session:
 
     def answer(self, text: str) -> None:
         """Show every model's answer to a message; the oldest turns are left out when room runs short."""
-        with interruptible() as interruption, self.display.answering() as shown:
+        with interruptible() as is_interrupted, self.display.answering() as shown:
             for number, conversation in enumerate(self.conversations):
                 shown.begin(number)
                 asked = [*conversation.messages, Message("user", text)]
 
                 def tell(_: int, piece: str, number: int = number) -> bool:
                     shown.add(number, piece)
-                    return interruption.is_asked
+                    return is_interrupted.is_set()
 
                 try:
                     [[reply]] = conversation.answerer.answer([asked], on_text=tell)
@@ -155,7 +156,7 @@ class Session:
                     continue
                 conversation.messages = [*asked, Message("assistant", reply)]
                 shown.end(number, self._note(conversation.messages))
-                if interruption.is_asked:
+                if is_interrupted.is_set():
                     return
 
     def _note(self, messages: list[Message]) -> str:

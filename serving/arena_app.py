@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -103,13 +103,13 @@ def _add_pairs(app: FastAPI, arena: BlindPairs) -> None:
     @app.post("/api/pairs")
     async def ask(body: NewPair) -> StreamingResponse:
         """Answer with lines of JSON, as they come: the pair, pieces of both answers, their ends."""
-        if body.draw:
-            make: Callable[[], Pair] = arena.ask_drawn
-        elif body.follows:
-            make = lambda: arena.follow_up(body.follows, body.text)  # noqa: E731
-        else:
-            make = lambda: arena.ask(body.text)  # noqa: E731
-        pair = await asyncio.to_thread(make)
+
+        def create_pair() -> Pair:
+            if body.draw:
+                return arena.ask_drawn()
+            return arena.follow_up(body.follows, body.text) if body.follows else arena.ask(body.text)
+
+        pair = await asyncio.to_thread(create_pair)
         return StreamingResponse(_lines(arena, pair), media_type="application/x-ndjson")
 
     @app.get("/api/pairs/{pair_id}")

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import unicodedata
 from collections.abc import Iterator
 from types import FrameType
@@ -27,27 +28,23 @@ def printable(text: str) -> str:
     )
 
 
-class Interruption:
-    """Whether Ctrl-C was pressed during an answer."""
+@contextlib.contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """Give an event that Ctrl-C in the block sets, and does nothing else. For the main thread.
 
-    def __init__(self) -> None:
-        self.is_asked = False
+    A second Ctrl-C, before the answer has ended, leaves the program.
+    """
+    is_interrupted = threading.Event()
 
-    def note(self, number: int, frame: FrameType | None) -> None:
-        """Take the first signal; a second one, before the answer has ended, leaves the program."""
-        if self.is_asked:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if is_interrupted.is_set():
             os.write(2, b"stopped by Ctrl-C\n")
             os._exit(130)
-        self.is_asked = True
+        is_interrupted.set()
 
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[Interruption]:
-    """Let Ctrl-C in the block end an answer, and nothing else. For the main thread."""
-    interruption = Interruption()
-    before = signal.signal(signal.SIGINT, interruption.note)
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield interruption
+        yield is_interrupted
     finally:
         signal.signal(signal.SIGINT, before)
 
