@@ -14,7 +14,7 @@ from common.models.model_inputs import build_model_inputs
 from common.programs.training_loop import train_and_log
 from common.ranks import distributed
 from common.runs.run_logger import RunLogger
-from step2_reward.dpo_loss import DPOLoss, dpo_loss
+from step2_reward.losses import DPOLoss, dpo_loss
 from step2_reward.ranking_metrics import accuracy_figures, expected_calibration_error
 
 

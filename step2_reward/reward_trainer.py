@@ -14,7 +14,7 @@ from common.models.model_inputs import build_model_inputs
 from common.programs.training_loop import train_and_log
 from common.ranks import distributed
 from common.runs.run_logger import RunLogger
-from step2_reward.ranking_loss import center_penalty, end_score_loss, first_difference, token_wise_loss
+from step2_reward.losses import center_penalty, end_score_loss, first_difference, token_wise_loss
 from step2_reward.ranking_metrics import (
     accuracy_figures,
     expected_calibration_error,
@@ -57,7 +57,7 @@ def compute_pair_losses(
     values, _ = pad_sequences(scores.values, pair_lengths.flatten())
     lengths = pair_lengths.flatten().to(device)
     divergence = first_difference(ids[0::2].to(device), ids[1::2].to(device), lengths[0::2], lengths[1::2])
-    return token_wise_loss(values[0::2], values[1::2], lengths[0::2], lengths[1::2], divergence).loss
+    return token_wise_loss(values[0::2], values[1::2], lengths[0::2], lengths[1::2], divergence)
 
 
 def judge_pairs(chosen: torch.Tensor, rejected: torch.Tensor, lengths: torch.Tensor) -> dict[str, float]:

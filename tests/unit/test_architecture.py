@@ -317,7 +317,7 @@ UNSOUND: list[tuple[Callable[[Tree], list[str]], str, str]] = [
     (check_nothing_imports_tools_and_serving, "common/runs/x.py", "from tools.report import main\n"),
     (check_nothing_imports_tools_and_serving, "step3_ppo/x.py", "import serving.arena_app\n"),
     (check_nothing_imports_tools_and_serving, "tools/x.py", "import serving.arena_app\n"),
-    (check_steps_never_import_one_another, "step3_ppo/roles.py", "import step2_reward.ranking_loss\n"),
+    (check_steps_never_import_one_another, "step3_ppo/roles.py", "import step2_reward.losses\n"),
     (check_steps_never_import_one_another, "step3_ppo/roles.py", "from ..step1_sft import arguments\n"),
     (check_arrows_point_down_within_a_step, "step1_sft/export.py", "from step1_sft import main\n"),
     (check_arrows_point_down_within_a_step, "step3_ppo/rollout.py", "from .ppo_trainer import PPOTrainer\n"),

@@ -11,8 +11,8 @@ from common.data.global_batches import GlobalBatches
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel
 from common.runs.saved_state import TensorReader, write_slices
-from step2_reward.dpo_loss import dpo_loss
 from step2_reward.dpo_trainer import compute_answer_logprobs
+from step2_reward.losses import dpo_loss
 from step2_reward.reference_logprobs import ReferencePairs, ReferencePart
 
 

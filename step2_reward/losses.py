@@ -1,4 +1,4 @@
-"""Losses of a reward model on pairs of answers. PURE: imports torch only.
+"""Losses on pairs of answers, of a reward model and of DPO. PURE: imports torch only.
 
 All are unreduced, one number a pair, in fp32. Sequences start at column 0 and are told by their lengths;
 what stands after them is never read.
@@ -10,13 +10,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-
-class TokenWiseLoss(NamedTuple):
-    """The token-wise loss of each pair, and whether there was anything to compare."""
-
-    loss: torch.Tensor  # (N,) fp32, 0 for identical pairs
-    has_difference: torch.Tensor  # (N,) bool, False for identical pairs: leave them out of the mean
 
 
 def end_score_loss(
@@ -36,8 +29,9 @@ def token_wise_loss(
     chosen_lengths: torch.Tensor,
     rejected_lengths: torch.Tensor,
     divergence: torch.Tensor,
-) -> TokenWiseLoss:
-    """Return the mean of -log sigmoid(chosen - rejected) from the first difference to the longer one's end.
+) -> torch.Tensor:
+    """Return the mean of -log sigmoid(chosen - rejected) from the first difference to the longer one's end:
+    (N,) fp32, 0 for identical pairs.
 
     Values (N, T); lengths (N,) of prompt and answer; divergence (N,) of `first_difference`. After the shorter
     answer its last real value is held: DeepSpeed-Chat, whose loss this is, reads values at padding there.
@@ -48,7 +42,7 @@ def token_wise_loss(
     counts = (positions >= divergence[:, None]) & (positions < longer[:, None])  # (N, T)
     num_compared = counts.sum(1)
     total = torch.where(counts, -F.logsigmoid(differences), 0.0).sum(1)
-    return TokenWiseLoss(total / num_compared.clamp(min=1), num_compared > 0)
+    return total / num_compared.clamp(min=1)
 
 
 def first_difference(
@@ -75,6 +69,42 @@ def center_penalty(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -
     Eisenstein et al. 2023, arXiv:2312.09244.
     """
     return (chosen_scores.float() + rejected_scores.float()).square()
+
+
+class DPOLoss(NamedTuple):
+    """The loss of each pair, and what the policy thinks of its answers."""
+
+    loss: torch.Tensor  # (N,) fp32
+    chosen_rewards: torch.Tensor  # (N,) fp32, beta (log-probability - the reference's), without gradient
+    rejected_rewards: torch.Tensor  # (N,) fp32
+
+
+def dpo_loss(
+    chosen_logprobs: torch.Tensor,
+    rejected_logprobs: torch.Tensor,
+    reference_chosen_logprobs: torch.Tensor,
+    reference_rejected_logprobs: torch.Tensor,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> DPOLoss:
+    """Return -(1 - e) log sigmoid(z) - e log sigmoid(-z) of each pair, z the difference of its rewards.
+
+    The reward of an answer is beta (log-probability under the policy - that under the reference); all four
+    (N,) fp32 are sums over an answer's tokens. Rafailov et al. 2023, arXiv:2305.18290 eq. 7; e, the share of
+    pairs taken to be labelled the wrong way round, is the conservative form of its authors.
+
+    Raises ValueError for sums that are not fp32: in bf16 a sum of -10.84 becomes -10.875, and a margin is a
+    difference of such sums.
+    """
+    sums = (chosen_logprobs, rejected_logprobs, reference_chosen_logprobs, reference_rejected_logprobs)
+    if any(logprobs.dtype != torch.float32 for logprobs in sums):
+        raise ValueError(f"log-probabilities must be summed in fp32, not {[str(s.dtype) for s in sums]}")
+    chosen_rewards = beta * (chosen_logprobs - reference_chosen_logprobs)
+    rejected_rewards = beta * (rejected_logprobs - reference_rejected_logprobs)
+    z = chosen_rewards - rejected_rewards
+    loss = -(1 - label_smoothing) * F.logsigmoid(z) - label_smoothing * F.logsigmoid(-z)
+    return DPOLoss(loss, chosen_rewards.detach(), rejected_rewards.detach())
 
 
 def _hold_last(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
