@@ -33,7 +33,7 @@ from common.runs.trackers import build_trackers
 def check_single_model(
     args: Any, options: DataOptions, problems: Problems
 ) -> tuple[Any, Template, EarlierRun]:
-    """Return (tokenizer, template, what to go on with) when all is right with a start-up, else leave with all
+    """Return (tokenizer, template, what to resume) when all is right with a start-up, else leave with all
     that is not.
 
     No model is loaded.

@@ -1,4 +1,4 @@
-"""What --output_dir holds of an earlier run, and whether this one goes on with it."""
+"""What --output_dir holds of an earlier run, and whether this one resumes it."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ LENGTH_FLAGS = ("num_train_epochs", "max_train_steps")
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """What to go on with: `checkpoints` with the newest first, none for a beginning."""
+    """What to resume: `checkpoints` with the newest first, none for a new run."""
 
     checkpoints: list[Checkpoint] = field(default_factory=list)
     is_elsewhere: bool = False  # of another folder than --output_dir
@@ -31,7 +31,7 @@ class EarlierRun:
 
 
 def find_run(args: Any, problems: Problems) -> EarlierRun:
-    """Return what this run goes on with, after adding why it cannot, or must not, write to its folder."""
+    """Return what this run resumes, after adding why it cannot, or must not, write to its folder."""
     held = held_message(Path(args.output_dir)) if args.output_dir and distributed.is_main() else ""
     if held:
         problems.add(held)

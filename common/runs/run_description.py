@@ -41,13 +41,13 @@ def flag_defaults(args: Any) -> dict[str, Any]:
 
 
 def describe_run(
-    folder: Path, args: Any, *, num_steps: int, start: dict[str, Any], goes_on: bool
+    folder: Path, args: Any, *, num_steps: int, start: dict[str, Any], is_resumed: bool
 ) -> dict[str, Any]:
     """Return what run.json is to say: steps, defaults, and `start` after those that the file has.
 
     A run that begins anew has no earlier starts.
     """
-    starts = _read_starts(folder / RUN_FILE) if goes_on else []
+    starts = _read_starts(folder / RUN_FILE) if is_resumed else []
     return {"num_steps": num_steps, "defaults": flag_defaults(args), "starts": [*starts, start]}
 
 

@@ -56,7 +56,7 @@ class RunLogger(Stateful):
         self._last_step = 0
 
     # -----------------------------------------------------------------------------------------------------
-    # Beginning, and going on
+    # Beginning and resuming
     # -----------------------------------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
@@ -70,7 +70,7 @@ class RunLogger(Stateful):
         self._open_bar()
 
     def open_trackers(self, last_step: int | None = None) -> None:
-        """Begin a run in the trackers, or go on after `last_step`; a second call does nothing.
+        """Begin a run in the trackers, or resume after `last_step`; a second call does nothing.
 
         Raises ValueError when one cannot: it is called before anything of an earlier run is removed.
         """

@@ -84,25 +84,25 @@ class RunSaver:
             self.logger.begin_anew()
         self.logger.write_json(ARGS_FILE, json.dumps(self.flags, indent=2, sort_keys=True))
         if distributed.is_main() and self.folder:
-            self._describe(goes_on=taken is not None and not self.earlier.is_elsewhere)
+            self._describe(is_resumed=taken is not None and not self.earlier.is_elsewhere)
         for note in self.earlier.notes:
             self.logger.note(f"note: {note}")
         if taken:
-            self.logger.note(f"goes on from {taken.folder}")
+            self.logger.note(f"resumes from {taken.folder}")
         if self.folder:
             self.stop.install()
 
-    def _describe(self, *, goes_on: bool) -> None:
+    def _describe(self, *, is_resumed: bool) -> None:
         engines = {name: part.engine for name, part in self.parts.items() if hasattr(part, "engine")}
         parameters = {name: count_parameters(engine) for name, engine in engines.items()}
         start = describe_start(self.parts["progress"], self.flags["resolved_dtype"], parameters)
         about = describe_run(
-            self.folder, self.args, num_steps=self.logger.num_steps, start=start, goes_on=goes_on
+            self.folder, self.args, num_steps=self.logger.num_steps, start=start, is_resumed=is_resumed
         )
         self.logger.write_json(RUN_FILE, json.dumps(about, indent=2))
 
     def _set_newer_aside(self, taken: Checkpoint) -> None:
-        """Rename what was saved after the checkpoint that this run goes on from: another future."""
+        """Rename what was saved after the checkpoint that this run resumes: another future."""
         for folder in list(taken.folder.parent.iterdir()):
             order = checkpoint_order(folder.name)
             if order and order > checkpoint_order(taken.name):
@@ -114,7 +114,7 @@ class RunSaver:
         """Save here if it is due, or if the run was asked to stop; then leave. Every rank must call this.
 
         `name` is from `checkpoint_name`. Raises Stopped, and SaveFailed when a
-        checkpoint could not be written and the run is not to go on without.
+        checkpoint could not be written and the run is to stop then.
         """
         if self.writer is None:
             return
@@ -122,7 +122,7 @@ class RunSaver:
         if (is_due or must_stop) and self.last_saved != name:
             self._save(name, must_stop)
         if must_stop:
-            raise Stopped(f"stopped after {name}, saved in {self.folder / FOLDER}; the same command goes on")
+            raise Stopped(f"stopped after {name}, saved in {self.folder / FOLDER}; the same command resumes")
 
     def _save(self, name: str, must_stop: bool) -> None:
         try:
@@ -134,7 +134,7 @@ class RunSaver:
             text = f"checkpoint {self.folder / FOLDER / name} could not be written ({error}); {kept}"
             if must_stop or self.args.on_save_error == "stop":
                 raise SaveFailed(text) from error
-            self.logger.note(f"warning: {text}; the run goes on")
+            self.logger.note(f"warning: {text}; the run continues")
 
     def save_before_leaving(self, name: str) -> None:
         """Save, whether due or not, for a run that ends early. Every rank must call this."""

@@ -14,7 +14,7 @@ import time
 from common.ranks import distributed
 from common.runs import run_lock
 
-STOPPED = 75  # EX_TEMPFAIL of <sysexits.h>: the same command goes on where this one stopped
+STOPPED = 75  # EX_TEMPFAIL of <sysexits.h>: the same command resumes
 # A terminal's Ctrl-C reaches every rank, and the launcher passes on a signal of its own: that is one request.
 SAME_REQUEST_SECONDS = 2.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def say(text: str) -> None:
     """Write a line to standard error, if there is still somebody who reads it.
 
-    A signal for the whole process group ends `| tee log` too, and saving must go on.
+    A signal for the whole process group ends `| tee log` too, and saving must not stop for that.
     """
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())

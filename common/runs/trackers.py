@@ -1,8 +1,8 @@
-"""Where a run's numbers go beside metrics.jsonl: TensorBoard, wandb, mlflow, trackio, through one interface.
+"""Where a run's metrics go beside metrics.jsonl: TensorBoard, wandb, mlflow, trackio, through one interface.
 
 Names and step numbers are those of metrics.jsonl. TRACKERS_FILE in the run's folder has the id of each
-tracker's run and the last numbers that were sent to it: a run that goes on goes on there, and what comes a
-second time, bit for bit, is not sent again.
+tracker's run and the last metrics that were sent to it: a resumed run continues its tracker run without
+duplicate points.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from common.ranks.failures import first_line
 
@@ -23,54 +23,6 @@ TRACKERS_FILE = "trackers.json"  # the runs in --trackers, and how far they are
 PROJECT = "triptych"
 MAX_TEXT = 500  # of a flag; mlflow leaves out what is longer than it takes
 _OWN_PROJECT = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
-
-
-class Tracker(Protocol):
-    """A run in a tracker. Only the first rank has one."""
-
-    is_purged: bool  # whether it drops, when opened, what was sent for the steps that come again
-
-    def known_step(self) -> int | None:
-        """Return the newest step that the service itself knows of; None when it does not say."""
-
-    def open(self, run_id: str, config: Mapping[str, Any], first_step: int) -> str:
-        """Begin a run, or go on with `run_id` from `first_step`; return its id. `config` is for a new one."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send numbers of a step."""
-
-    def close(self) -> None:
-        """Send what waits."""
-
-
-class TensorBoardTracker:
-    """Event files in a folder. Events of an earlier try from the first step on are no longer shown."""
-
-    is_purged = True
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self.writer: Any = None
-
-    def open(self, run_id: str, config: Mapping[str, Any], first_step: int) -> str:
-        """Make the writer; what it had from `first_step` on is hidden."""
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, rarely asked for
-
-        self.writer = SummaryWriter(self.folder, purge_step=first_step or None)
-        return self.folder
-
-    def known_step(self) -> int | None:
-        """Return None: it is purged."""
-        return None
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write one event a number. Raises OSError for good once its thread has stopped."""
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Bring the events to the file."""
-        self.writer.close()
 
 
 class _PlainLogger(logging.LoggerAdapter):
@@ -81,41 +33,46 @@ class _PlainLogger(logging.LoggerAdapter):
         self.warning(*args, **options)
 
 
-class AccelerateTracker:
-    """A run of a service that accelerate has a class for; its package is imported when it is opened."""
+class Tracker:
+    """A run in a tracker, by accelerate's class for it. Its package is imported when it is opened.
 
-    is_purged = False
+    Only the first rank has one. `folder` is where wandb and TensorBoard write.
+    """
 
     def __init__(self, kind: str, run_name: str, folder: str) -> None:
         self.kind, self.run_name, self.folder = kind, run_name, folder
+        self.is_purged = kind == "tensorboard"  # it hides what was sent for the steps that come again
         self.tracker: Any = None
 
     def open(self, run_id: str, config: Mapping[str, Any], first_step: int) -> str:
-        """Begin a run named after the output folder, or go on with `run_id`."""
-        from accelerate import tracking
+        """Begin a run named after the output folder, or resume `run_id` from `first_step`; return its id."""
+        from accelerate import tracking  # slow to import
 
         tracking.logger = _PlainLogger(tracking.logger.logger, {})
-        project = os.environ.get(_OWN_PROJECT[self.kind]) or PROJECT
-        name = f"{self.run_name}-{uuid.uuid4().hex[:6]}"
+        project = os.environ.get(_OWN_PROJECT.get(self.kind, "")) or PROJECT
         plain = {name: _plain(value) for name, value in config.items()}
-        if self.kind == "wandb":
+        if self.kind == "tensorboard":
+            self.tracker = tracking.TensorBoardTracker("", self.folder, purge_step=first_step or None)
+        elif self.kind == "wandb":
             options = {"id": run_id, "resume": "allow"} if run_id else {"name": self.run_name}
-            if self.folder:
-                options["dir"] = self.folder
+            options |= {"dir": self.folder} if self.folder else {}
             self.tracker = tracking.WandBTracker(project, **options)
         elif self.kind == "mlflow":
             self.tracker = tracking.MLflowTracker(project, run_id=run_id or None, run_name=self.run_name)
-        else:  # its runs have no id but their name
-            resume = "must" if run_id else "never"
-            options = {} if run_id else {"config": plain}  # it keeps what it is told at the start alone
-            self.tracker = tracking.TrackioTracker(project, name=run_id or name, resume=resume, **options)
+        else:  # trackio's runs have no id but their name; it keeps only the configuration it is begun with
+            options = {"name": run_id, "resume": "must"}
+            if not run_id:
+                name = f"{self.run_name}-{uuid.uuid4().hex[:6]}"
+                options = {"name": name, "resume": "never", "config": plain}
+            self.tracker = tracking.TrackioTracker(project, **options)
         # Nobody but the first rank comes here, so accelerate need not find out which one is.
         self.tracker.main_process_only = False
         self.tracker.start()
-        if not run_id:
+        if not run_id and not self.is_purged:
             self.tracker.store_init_configuration(plain)
         run = self.tracker.tracker
-        return {"wandb": lambda: run.id, "mlflow": lambda: run.info.run_id}.get(self.kind, lambda: run.name)()
+        ids = {"tensorboard": lambda: self.folder, "wandb": lambda: run.id, "mlflow": lambda: run.info.run_id}
+        return ids.get(self.kind, lambda: run.name)()
 
     def known_step(self) -> int | None:
         """Return wandb's newest step where it has a server: a killed process may not have sent its last."""
@@ -123,9 +80,10 @@ class AccelerateTracker:
         return run.step - 1 if self.kind == "wandb" and not run.offline else None
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Hand the numbers over; the service sends them when it likes."""
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}  # null in our file
-        self.tracker.log(finite, step=step)
+        """Hand the metrics of a step over; a service sends them when it likes. Raises what it raises."""
+        if not self.is_purged:  # only TensorBoard shows what is not finite
+            metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self.tracker.log(dict(metrics), step=step)
 
     def close(self) -> None:
         """Wait until all is sent."""
@@ -149,12 +107,8 @@ def missing_trackers(kinds: Sequence[str]) -> list[str]:
 def build_trackers(kinds: Sequence[str], output_dir: str, tensorboard_dir: str) -> dict[str, Tracker]:
     """Return the trackers of these kinds, not yet opened."""
     name = Path(output_dir).resolve().name if output_dir else "run"
-    return {
-        kind: TensorBoardTracker(tensorboard_dir)
-        if kind == "tensorboard"
-        else AccelerateTracker(kind, name, output_dir)
-        for kind in dict.fromkeys(kinds)
-    }
+    folders = {"tensorboard": tensorboard_dir}
+    return {kind: Tracker(kind, name, folders.get(kind, output_dir)) for kind in dict.fromkeys(kinds)}
 
 
 @dataclass
@@ -166,7 +120,7 @@ class Sent:
     names: list[str] = field(default_factory=list)
 
     def unsent(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """Return the numbers that it has not had yet: steps come in order, a step's numbers in parts."""
+        """Return the metrics that it has not had yet: steps come in order, a step's metrics in parts."""
         if step < self.step:
             return {}
         known = set(self.names) if step == self.step else set()
@@ -180,7 +134,7 @@ class Sent:
 
 
 class TrackerGroup:
-    """All trackers of a run. One that fails is given up with a word; the run goes on."""
+    """All trackers of a run. One that fails is given up with a word; the run continues."""
 
     def __init__(self, trackers: Mapping[str, Tracker], folder: Path | None, note: Any) -> None:
         self.trackers, self.note = dict(trackers), note
@@ -188,7 +142,7 @@ class TrackerGroup:
         self.sent: dict[str, Sent] = {}
 
     def open(self, config: Mapping[str, Any], last_step: int | None) -> None:
-        """Begin a run in each tracker, or go on after `last_step`. Raises ValueError, naming the tracker."""
+        """Begin a run in each tracker, or resume after `last_step`. Raises ValueError, naming the tracker."""
         known = self._read() if last_step is not None else {}
         if self.file and last_step is None:
             self.file.unlink(missing_ok=True)  # of an earlier run in this folder
@@ -218,7 +172,7 @@ class TrackerGroup:
                 tracker.log(new, step)
             except Exception as error:  # metrics.jsonl has everything
                 del self.trackers[kind]
-                self.note(f"warning: {kind} takes no more numbers ({error}); they are not sent any more")
+                self.note(f"warning: {kind} takes no more metrics ({error}); they are not sent any more")
             else:
                 self.sent[kind].add(new, step)
         self._write()

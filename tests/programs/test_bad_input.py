@@ -353,7 +353,7 @@ def test_ctrl_c_saves_and_leaves(flags, output):
     assert code == STOPPED, log.read_text()[-3000:]
     assert time.monotonic() - started < 10
     last = log.read_text().splitlines()[-1]
-    assert "Traceback" not in log.read_text() and last.startswith("stopped after step-") and "goes on" in last
+    assert "Traceback" not in log.read_text() and last.startswith("stopped after step-") and "resumes" in last
     assert "export" not in {path.name for path in output.iterdir()}
     assert [row["step"] for row in read_metrics(output)][:2] == [1, 2]  # whole lines, written as they came
 

@@ -254,7 +254,7 @@ ENVIRONMENT = [
         ["step-000001 could not be written", "too large"], CANNOT_GO_ON, may_write=True),
     Row("no room for an export", 1, module(TIGHT, plugins="mine", save_interval=0),
         ["export could not be written", "Make room"], CANNOT_GO_ON, may_write=True),
-    Row("stopped by a signal", 1, flag(), ["saved in", "the same command goes on"], STOPPED, may_write=True,
+    Row("stopped by a signal", 1, flag(), ["saved in", "the same command resumes"], STOPPED, may_write=True,
         hooks=({"at": "step1_sft.sft_trainer:SFTTrainer.train_step", "call": 2, "do": "term"},)),
 ]  # fmt: skip
 

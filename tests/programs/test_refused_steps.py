@@ -172,7 +172,7 @@ def test_one_rank_spoils_a_step_and_all_refuse_it(forks, flags, tmp_path, what, 
     assert "skipped 1 steps, --max_bad_steps allows 0" in stopped.text()
     assert "Traceback" not in stopped.text()
     again = forks.run(step, values, ranks=2)
-    assert again.codes == [0, 0] and "goes on from" in again.text(), again.text()
+    assert again.codes == [0, 0] and "resumes from" in again.text(), again.text()
     assert_same_run(resumed, folder)
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C under every launcher: the state is saved, and the same command goes on."""
+"""SIGTERM and Ctrl-C under every launcher: the state is saved, and the same command resumes."""
 
 import contextlib
 import os
@@ -81,7 +81,7 @@ def test_stops_and_goes_on(tiny, tmp_path, launcher, number, whole_group):
     assert num_steps == len(read_curve(output, "sft/loss")) >= 3 and not doubts
     more = flags | {"max_train_steps": num_steps + 2}
     done = run(LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(more)))
-    assert f"goes on from {found.folder}" in done.stdout
+    assert f"resumes from {found.folder}" in done.stdout
     assert len(read_curve(output, "sft/loss")) == num_steps + 2
 
 
@@ -98,14 +98,14 @@ def test_a_crashed_run_is_started_again_and_a_refused_one_is_not(tiny, tmp_path,
         wait_for_steps(output, 3, process, log)
         os.kill(read_lock(output)["process"], signal.SIGKILL)
         deadline = time.monotonic() + 120
-        while "goes on from" not in log.read_text() and time.monotonic() < deadline:
+        while "resumes from" not in log.read_text() and time.monotonic() < deadline:
             time.sleep(0.1)
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=60) == STOPPED, log.read_text()
     finally:
         process.kill()
     text = log.read_text()
-    assert text.count("until_done: the run ended with exit code") == 1 and "goes on from" in text
+    assert text.count("until_done: the run ended with exit code") == 1 and "resumes from" in text
     assert read_lock(output)["exit_code"] == STOPPED
     done = run([*until_done, *command, "--max_seq_len", "1"], may_fail=True)
     assert done.returncode == {"torchrun": 1, "deepspeed": 2}[launcher]

@@ -44,7 +44,7 @@ def test_three_steps_with_a_stop(tiny, tmp_path):
     num_done = len(read_curve(output / "step2_reward", "reward/loss"))
     more = small.replace("steps 3", f"steps {num_done + 1}") + " --num_train_epochs 4000"
     done = run([*command, "--reward-flags", f"{more} --lr_scheduler_type constant --max_seq_len 48"])
-    assert "has finished: 3 steps" in done.stdout and "goes on from" in done.stdout
+    assert "has finished: 3 steps" in done.stdout and "resumes from" in done.stdout
     assert len(read_curve(output / "step2_reward", "reward/loss")) == num_done + 1
     assert len(read_curve(output / "step3_ppo", "objective/score")) == 2  # an epoch of the prompts
     summary = json.loads((output / "summary.json").read_text())

@@ -48,12 +48,12 @@ def test_parameters_and_rows_are_counted():
     assert start["parameters"] == {"actor": counts}
 
 
-def test_a_run_that_goes_on_keeps_its_earlier_starts(tmp_path):
-    first = describe_run(tmp_path, ARGS, num_steps=9, start={"from_step": 0}, goes_on=False)
+def test_a_resumed_run_keeps_its_earlier_starts(tmp_path):
+    first = describe_run(tmp_path, ARGS, num_steps=9, start={"from_step": 0}, is_resumed=False)
     (tmp_path / "run.json").write_text(json.dumps(first))
-    second = describe_run(tmp_path, ARGS, num_steps=12, start={"from_step": 4}, goes_on=True)
+    second = describe_run(tmp_path, ARGS, num_steps=12, start={"from_step": 4}, is_resumed=True)
     assert [start["from_step"] for start in second["starts"]] == [0, 4] and second["num_steps"] == 12
-    anew = describe_run(tmp_path, ARGS, num_steps=9, start={"from_step": 0}, goes_on=False)
+    anew = describe_run(tmp_path, ARGS, num_steps=9, start={"from_step": 0}, is_resumed=False)
     assert len(anew["starts"]) == 1
 
 
@@ -61,7 +61,7 @@ def test_a_run_that_goes_on_keeps_its_earlier_starts(tmp_path):
 def test_a_file_that_cannot_be_read_decides_nothing(tmp_path, text):
     if text is not None:
         (tmp_path / "run.json").write_text(text)
-    about = describe_run(tmp_path, ARGS, num_steps=9, start={"from_step": 4}, goes_on=True)
+    about = describe_run(tmp_path, ARGS, num_steps=9, start={"from_step": 4}, is_resumed=True)
     assert about["starts"] == [{"from_step": 4}]
 
 

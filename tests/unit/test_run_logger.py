@@ -15,7 +15,7 @@ from common.runs.report.charts import save_curves
 from common.runs.run_files import Curve, read_run
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import TensorReader
-from common.runs.trackers import TensorBoardTracker, build_trackers
+from common.runs.trackers import build_trackers
 
 
 def lines_of(path) -> list[dict]:
@@ -33,7 +33,7 @@ def begun(folder, **more) -> RunLogger:
 
 
 def resumed(folder, numbers, **more) -> RunLogger:
-    """A logger that goes on where another was when it gave these numbers."""
+    """A logger that resumes where another was when it gave these numbers."""
     logger = RunLogger(str(folder), columns=("a/b",), num_steps=9, **more)
     logger.load(NOTHING, json.loads(json.dumps(numbers)))
     return logger
@@ -114,23 +114,25 @@ def test_no_points_make_no_picture(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Going on
+# Resuming
 # ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_goes_on_has_every_line_once(tmp_path):
+def test_a_resumed_run_has_every_line_once(tmp_path):
     first = begun(tmp_path)
     for step in (1, 2):
         first.log(step, {"a/b": 1.0})
         first.sample(step, answer="ä")
         first.rollout(step, [{"answer": "ä"}, {"answer": str(step)}])
     numbers = first.json_state()
+    before = json.dumps(numbers)
     for step in (3, 4):  # done again below: this run ends without a further checkpoint
         first.log(step, {"a/b": 1.0})
         first.sample(step, answer="lost")
         first.rollout(step, [{"answer": "lost"}])
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "torn')
+    assert json.dumps(numbers) == before, "a checkpoint writes them a moment later"
     second = resumed(tmp_path, numbers)
     assert steps_of(tmp_path) == [1, 2], "cut at once: nobody knows when the next line comes"
     sizes = {name: (tmp_path / name).stat().st_size for name in numbers["sizes"]}
@@ -148,16 +150,7 @@ def test_a_run_that_goes_on_has_every_line_once(tmp_path):
     assert numbers["step"] == 2 and second.json_state()["step"] == 3
 
 
-def test_the_numbers_of_a_checkpoint_are_those_of_its_moment(tmp_path):
-    """They are written to a file a moment later, by which time nothing of them may have moved."""
-    logger = begun(tmp_path)
-    numbers = logger.json_state()
-    before = json.dumps(numbers["sizes"])
-    logger.log(1, {"a/b": 1.0})
-    assert json.dumps(numbers["sizes"]) == before
-
-
-def test_the_clock_goes_on_too(tmp_path):
+def test_the_clock_is_resumed_too(tmp_path):
     first = begun(tmp_path)
     first.started -= 1000.0
     second = resumed(tmp_path, first.json_state())
@@ -317,19 +310,19 @@ def test_a_full_disk_under_the_output_or_a_reader_that_has_gone_ends_no_run(tmp_
 
 def test_tensorboard_on_a_full_disk_is_given_up_with_a_word(tmp_path, capsys):
     """Its writer raises, in the next call, what went wrong in a thread of its own."""
-    tensorboard = TensorBoardTracker(str(tmp_path / "tensorboard"))
-    logger = begun(tmp_path, trackers={"tensorboard": tensorboard})
+    trackers = build_trackers(["tensorboard"], str(tmp_path), str(tmp_path / "tensorboard"))
+    logger = begun(tmp_path, trackers=trackers)
 
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    tensorboard.writer.add_scalar = fail
+    trackers["tensorboard"].tracker.writer.add_scalar = fail
     for step in (1, 2):
         logger.log(step, {"a/b": 1.0})
     logger.log_event(2, {"a/c": 1.0})
     logger.close()
     assert steps_of(tmp_path) == [1, 2, 2]
-    assert capsys.readouterr().out.count("tensorboard takes no more numbers") == 1
+    assert capsys.readouterr().out.count("tensorboard takes no more metrics") == 1
 
 
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys, monkeypatch):
