@@ -152,20 +152,6 @@ def change_meta(folder: Path, **more) -> None:
 
 FIRST_LOOK = {
     "no meta": (lambda f: (f / "meta.json").unlink(), "meta.json cannot be read: No such file"),
-    "an empty meta": (lambda f: (f / "meta.json").write_text(""), "meta.json is not one of ours, or torn"),
-    "half a meta": (
-        lambda f: (f / "meta.json").write_bytes((f / "meta.json").read_bytes()[:99]),
-        "is not one of ours, or torn",
-    ),
-    "another JSON": (lambda f: (f / "meta.json").write_text("[1]"), "is not one of ours, or torn"),
-    "a number inside": (
-        lambda f: (f / "meta.json").write_text('{"content": 5, "sha256": ""}'),
-        "is not one of ours, or torn",
-    ),
-    "bytes that are no text": (
-        lambda f: (f / "meta.json").write_bytes(b"\xff\xfe\x00"),
-        "is not one of ours, or torn",
-    ),
     "a meta with another number": (
         lambda f: (f / "meta.json").write_text((f / "meta.json").read_text().replace(": 2}", ": 3}")),
         "meta.json has changed since it was written",
@@ -246,7 +232,7 @@ def one_saved(tmp_path_factory) -> Path:
     return folder / "checkpoints" / "step-000001"
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_a_meta_becomes_it_is_refused(one_saved, tmp_path, data):
     """Some bytes are cut out, others put in: a ValueError, never another one, and never a wrong content."""

@@ -1,7 +1,6 @@
 """Files and folders are whole or not there, and what a crash leaves beside them is put right."""
 
 import errno
-import hashlib
 import os
 from pathlib import Path
 
@@ -11,12 +10,10 @@ from common.runs import durable_files
 from common.runs.durable_files import (
     DELETING,
     WRITING,
-    digest,
     publish_folder,
     remove_folder,
     remove_leftovers,
     sync,
-    sync_tree,
     write_file,
 )
 
@@ -112,19 +109,6 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_beside_it(
     with pytest.raises(OSError, match="No space left"):
         write_file(tmp_path / "a.json", "new")
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a.json": "old"}
-
-
-def test_a_digest_is_that_of_all_bytes(tmp_path):
-    data = bytes(range(256)) * 5000
-    (tmp_path / "a").write_bytes(data)
-    assert digest(tmp_path / "a") == hashlib.sha256(data).hexdigest()
-    with pytest.raises(FileNotFoundError):
-        digest(tmp_path / "b")
-
-
-def test_everything_under_a_folder_is_brought_to_the_disk(tmp_path, calls):
-    sync_tree(make_folder(tmp_path / "f", "x"))
-    assert sorted(calls) == [("sync", "below"), ("sync", "f"), ("sync", "file"), ("sync", "file")]
 
 
 def test_a_file_system_that_cannot_sync_a_folder_is_no_failure_but_a_broken_disk_is(tmp_path, monkeypatch):

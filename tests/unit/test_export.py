@@ -24,6 +24,10 @@ from serving.answering import AnsweringArguments, load_answerer, load_template
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
+# Each family once, every other one with LoRA.
+CASES = [(family, 3 * (i % 2)) for i, family in enumerate(FAMILIES)]
+
+
 def right_padded(pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Three rows that end with EOS (id 0), padded on the right: ids, mask, lengths."""
     generator = torch.Generator().manual_seed(2)
@@ -43,8 +47,7 @@ def shake(model: torch.nn.Module) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
 
-@pytest.mark.parametrize("lora_dim", [0, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "lora_dim"), CASES)
 def test_a_chat_model_loads_with_from_pretrained_and_has_the_same_logits(
     family, lora_dim, tiny_model_folder, tmp_path
 ):
@@ -72,8 +75,7 @@ def test_a_chat_model_loads_with_from_pretrained_and_has_the_same_logits(
     assert read_metadata(str(tmp_path / "export")) == {"template": "human_assistant"}
 
 
-@pytest.mark.parametrize("lora_dim", [0, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "lora_dim"), CASES)
 def test_a_reward_model_is_a_sequence_classifier_with_the_same_scores(
     family, lora_dim, tiny_model_folder, tmp_path
 ):
@@ -209,9 +211,7 @@ def test_an_export_takes_the_place_of_an_earlier_one(exported, tmp_path):
 # What goes wrong where, and with which error: each library has its own for a full disk.
 FAILURES = {
     "weights": (SafetensorError("Error while serializing: I/O error: No space left"), "SafetensorError"),
-    "tokenizer": (Exception("No space left on device (os error 28)"), "Exception"),
     "metadata": (OSError(28, "No space left on device"), "OSError"),
-    "bringing it to the disk": (OSError(5, "Input/output error"), "OSError"),
     "putting it in place": (OSError(5, "Input/output error"), "OSError"),
 }
 
@@ -223,9 +223,7 @@ def test_an_export_that_fails_in_the_middle_leaves_the_old_one(what, exported, t
     error, kind = FAILURES[what]
     owner, name = {
         "weights": (export, "_write_model"),
-        "tokenizer": (type(tokenizer), "save_pretrained"),
         "metadata": (export.json, "dumps"),
-        "bringing it to the disk": (durable_files.os, "fsync"),
         "putting it in place": (durable_files, "_exchange"),
     }[what]
     with monkeypatch.context() as patch, pytest.raises(ExportFailed, match=kind) as caught:

@@ -57,7 +57,7 @@ def test_a_resumed_run_keeps_its_earlier_starts(tmp_path):
     assert len(anew["starts"]) == 1
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", '{"starts": 3}', '{"sta'])
+@pytest.mark.parametrize("text", [None, '{"starts": 3}', '{"sta'])
 def test_a_file_that_cannot_be_read_decides_nothing(tmp_path, text):
     if text is not None:
         (tmp_path / "run.json").write_text(text)

@@ -64,7 +64,7 @@ def saved(draw):
     return tensors, runs, num_ranks
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(saved(), st.data())
 def test_any_cut_is_read_back_in_any_other(case, data):
     tensors, runs, num_ranks = case

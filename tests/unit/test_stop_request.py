@@ -68,9 +68,8 @@ def ask_until(process: subprocess.Popen, expected: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_asks_and_those_at_once_after_it_are_the_same_request(start, number):
-    process = start()
+def test_the_first_signal_asks_and_those_at_once_after_it_are_the_same_request(start):
+    process, number = start(), signal.SIGINT
     assert ask(process) == "nothing False"
     process.send_signal(number)
     ask_until(process, f"{number.name} True")
@@ -84,8 +83,8 @@ def test_the_first_signal_asks_and_those_at_once_after_it_are_the_same_request(s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("second", SIGNALS)
-def test_a_second_request_leaves_at_once_even_where_python_does_not_run(start, second):
+def test_a_second_request_leaves_at_once_even_where_python_does_not_run(start):
+    second = signal.SIGINT
     process = start("import common.runs.stop_request as s; s.SAME_REQUEST_SECONDS = 0.1")
     process.stdin.write("wait\n")
     assert process.stdout.readline() == "waiting\n"
