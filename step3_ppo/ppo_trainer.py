@@ -112,7 +112,6 @@ class PPOTrainer:
             self.logger.note(f"step {step}: {advice}")
         self._write_responses(step, record)
         self.open_step = None
-        distributed.check_schedule(step)
         return metrics
 
     def _collect(self, step: int) -> PackedBatch:

@@ -276,7 +276,9 @@ class CheckpointArguments:
         high=1e7,
     )
     check_collectives: bool = flag(
-        False, "debug: let ranks compare, step by step, what they have sent each other", may_change=True
+        False,
+        "debug: before each collective torch compares its kind, shape and type on all ranks",
+        may_change=True,
     )
 
 

@@ -226,7 +226,7 @@ def as_problem(problems: Problems) -> Iterator[None]:
                 f"{error.filename} cannot be used ({error.strerror}); make room, or give another place by "
                 "--output_dir, --data_output_path or the flag that names it"
             )
-        watchdog.keep_reason(text)
+        watchdog.keep_reason(text, error)
         problems.add(text)
         problems.exit_if_any()
 

@@ -189,7 +189,6 @@ def run_steps(
         if is_due or step % len(batches) == 0 or step == num_steps:
             with watchdog.phase("the evaluation", step, clock="evaluate"):
                 evaluate(step)
-        distributed.check_schedule(step)
         saver.point(checkpoint_name(step), is_due=saver.is_due(step, num_steps))
 
 

@@ -23,7 +23,6 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 
 from common.ranks import watchdog  # noqa: E402
 from common.ranks.failures import first_line  # noqa: E402
-from common.ranks.watch.collective_schedule import CollectiveRecorder  # noqa: E402
 
 # nccl ends a process that waited too long, from a thread of its own and without saying for whom: later than
 # the watch does.
@@ -59,9 +58,10 @@ def start(
         # compiler, takes a while, and a killed build leaves a lock that hangs every later run. gloo needs
         # none of this.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        recorder = CollectiveRecorder() if check_collectives and world_size() > 1 else None
-        if recorder:
-            recorder.install()
+        if check_collectives:
+            # torch compares kind, shape and dtype of each collective of all ranks before it begins.
+            os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+            dist.set_debug_level_from_env()
         limit = timedelta(seconds=collective_timeout + (NCCL_EXTRA_SECONDS if backend == "nccl" else 0))
         # Groups that are made later, ZeRO's too, go by these.
         dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = limit
@@ -70,8 +70,7 @@ def start(
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise CannotStart(_why_not_joined(error)) from error
         if world_size() > 1:
-            is_one_machine = local_world_size() == world_size()
-            watchdog.start(collective_timeout, "127.0.0.1" if is_one_machine else "", recorder)
+            watchdog.start(collective_timeout)
 
 
 def _why_not_joined(error: Exception) -> str:
@@ -93,14 +92,6 @@ def stop(code: int = 0) -> None:
     watchdog.say_goodbye(code)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def check_schedule(step: int) -> None:
-    """Compare what all ranks have sent each other so far, under --check_collectives.
-
-    Every rank must call this. Where they differ all leave, with a message that names the first difference.
-    """
-    watchdog.check_schedule(step)
 
 
 def has_gpu() -> bool:

@@ -1,5 +1,7 @@
 """What kind of failure an exception is: this rank's own, want of memory, or another rank's. PURE."""
 
+import os
+import re
 from collections.abc import Iterator
 
 import torch
@@ -13,8 +15,10 @@ CLOSED_WORDS = ("connection closed", "connection reset", "connection refused", "
 CLOSED_WORDS += ("ncclremoteerror", "remote process exited")
 
 
-class RankDidNotCome(RuntimeError):
-    """Another rank was waited for in vain."""
+def say(text: str) -> None:
+    """Write a line at once: the process is about to end, and another thread may hold sys.stderr's lock."""
+    line = f"\n{text}\n" if os.isatty(2) else f"{text}\n"  # a progress bar may stand there
+    os.write(2, line.encode(errors="replace"))
 
 
 def first_line(error: BaseException, otherwise: str = "") -> str:
@@ -36,6 +40,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
 
 
+def describe_mismatch(error: BaseException) -> str:
+    """Return what ranks were about to do where they begin different collectives, as torch finds it under
+    --check_collectives; empty for another error.
+    """
+    text = str(error)
+    if "Detected mismatch between collectives" not in text:
+        return ""
+    told = text.partition("Rank ")[2].partition(".Collectives differ")[0]
+    return "rank " + re.sub(r", TensorDeviceTypes=TensorOptions\(.*?\)\)\)", ")", told).replace(
+        "Rank", "rank"
+    )
+
+
 def communication_failure(error: BaseException) -> str | None:
     """Return how the ranks lost each other (TIMEOUT, CLOSED, OTHER), None for a failure of this rank alone.
 
@@ -43,8 +60,6 @@ def communication_failure(error: BaseException) -> str | None:
     """
     for cause in _chain(error):
         text = str(cause).lower()
-        if isinstance(cause, RankDidNotCome):
-            return TIMEOUT
         is_of_backend = isinstance(cause, RuntimeError) and any(w in str(cause) for w in COMMUNICATION)
         if isinstance(cause, dist.DistError) or is_of_backend:
             if any(words in text for words in TIMEOUT_WORDS):

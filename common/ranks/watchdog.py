@@ -1,32 +1,31 @@
-"""The watch over the ranks: where each of them is, which one failed first, and that all leave then.
+"""Where each rank is, for messages and for the clocks; and how a rank leaves when it, or another one, fails.
 
-Every rank has a thread with a connection to a hub in rank 0. A rank that fails says so, one that dies ends
-its connection, one that others wait for in vain is looked for. All that are left then end with exit code 4,
-and one of them names the first to fail. Nothing of it is there in a world of one.
+Nothing is watched in a world of one.
 """
 
 import atexit
 import contextlib
-import json
 import os
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Iterator
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-from common.ranks.failures import communication_failure, first_line, is_out_of_memory, kind_and_line
+from common.ranks.failure_detector import OTHER_RANK_FAILED, FailureDetector
+from common.ranks.failures import (
+    communication_failure,
+    describe_mismatch,
+    first_line,
+    is_out_of_memory,
+    kind_and_line,
+    say,
+)
 from common.ranks.step_costs import COSTS
-from common.ranks.watch.collective_schedule import CollectiveRecorder, Schedules
-from common.ranks.watch.hub import Hub
-from common.ranks.watch.member import OTHER_RANK_FAILED, Member, say
-from common.ranks.watch.referee import LEFT_SECONDS, SETTLE_SECONDS
 
 OWN_FAILURE, NO_MEMORY = 1, 3
-ADDRESS_KEY = "triptych/watch"
 
 
 class Place(NamedTuple):
@@ -44,13 +43,13 @@ class Place(NamedTuple):
 _place = Place()
 _num_phases = _depth = 0
 _reason = ""
-_member: Member | None = None
+_detector: FailureDetector | None = None
 
 
 def _forget() -> None:
     """A child that is forked is no rank."""
-    global _member
-    _member = None
+    global _detector
+    _detector = None
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -87,8 +86,8 @@ def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[No
     before = _place
     _place = mine = Place(name, before.step if step is None else step)
     _num_phases, _depth = _num_phases + 1, _depth + 1
-    if _member:
-        _member.tell_place()
+    if _detector:
+        _detector.tell_place()
     try:
         with COSTS.clock(clock) if clock else contextlib.nullcontext():
             yield
@@ -101,66 +100,31 @@ def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[No
         _place = before if _depth else mine._replace(is_over=True)
 
 
-def start(collective_timeout: float, host: str, recorder: CollectiveRecorder | None = None) -> None:
-    """Begin to watch. Every rank of a world of more than one must call this, once it is in the group.
-
-    `host` is where the hub in rank 0 listens, empty for all addresses of its machine.
-    """
-    global _member
-    store, world_size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-    hub = None
-    if dist.get_rank() == 0:
-        checks = recorder is not None
-        hub = Hub(host, world_size, collective_timeout, lambda: str(_place), checks_collectives=checks)
-        hub.start()
-        hosts = [host] if host else [os.environ["MASTER_ADDR"], _own_address(), socket.gethostname()]
-        hosts = list(dict.fromkeys(hosts))  # any of them may be the one that other machines reach
-        store.set(ADDRESS_KEY, json.dumps({"hosts": hosts, "port": hub.port, "token": hub.token}))
-    address = json.loads(store.get(ADDRESS_KEY))
-    _member = Member(
-        dist.get_rank(),
-        address,
-        collective_timeout,
-        lambda: (str(_place), _num_phases),
-        hub,
-        Schedules(world_size) if recorder else None,
+def start(collective_timeout: float) -> None:
+    """Begin to watch. Every rank of a world of more than one must call this, once it is in the group."""
+    global _detector
+    store = dist.distributed_c10d._get_default_store()
+    stores = tuple(dist.PrefixStore("triptych", store.clone()) for _ in range(2))
+    _detector = FailureDetector(
+        dist.get_rank(), dist.get_world_size(), collective_timeout, lambda: (str(_place), _num_phases), stores
     )
-    _member.start()
-    if recorder:
-        _member.wait_until_connected()  # it is to hear of the first collective
-        recorder.tell = _member.tell_call
+    _detector.start()
     atexit.register(say_goodbye, 0)  # a program that does not go through run_program
-
-
-def _own_address() -> str:
-    """Return this machine's address in the net of the process group's store."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
-        return probe.getsockname()[0]
-    return socket.gethostname()
 
 
 def say_goodbye(code: int, reason: str = "") -> None:
     """Let the others know that this rank leaves by its own will, before it does; the first reason counts."""
-    global _member
-    if _member:
-        member, _member = _member, None
-        member.say_goodbye(code, (_reason or reason).strip().partition("\n")[0])
+    global _detector
+    if _detector:
+        detector, _detector = _detector, None
+        detector.say_goodbye(code, (_reason or reason).strip().partition("\n")[0])
 
 
-def keep_reason(text: str) -> None:
-    """Remember why this rank is about to leave: the others may not have the same reason."""
-    global _reason
-    _reason = _reason or text
-
-
-def check_schedule(step: int) -> None:
-    """Compare the collectives of all ranks up to here, under --check_collectives.
-
-    Every rank must call this. Where they differ all leave, and the message names the first that does.
-    """
-    if _member and _member.schedules:
-        _member.check_schedule(step)
+def keep_reason(text: str, error: Exception) -> None:
+    """Remember why this rank is about to leave, and from where: the others may not have the same reason."""
+    global _reason, _place
+    if not _reason:
+        _reason, _place = text, getattr(error, "rank_place", _place)
 
 
 def leave_after(error: Exception) -> None:
@@ -173,32 +137,31 @@ def leave_after(error: Exception) -> None:
     _place = getattr(error, "rank_place", _place)  # the beats go on telling it
     how = communication_failure(error) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
     if is_out_of_memory(error):
-        _report(error, in_one_line=True)
+        is_told = _report(error)
+        if _detector is None:
+            say(f"error: {first_line(error)}")
+        elif _detector.rank or not is_told:  # the first rank has said it for all
+            say(f"error: rank {_detector.rank} ran out of memory {_place}: {kind_and_line(error)}")
         os._exit(NO_MEMORY)
     if how:
-        _wait_for_verdict(error, how)
-    if _member:
+        if _detector:
+            _detector.leave_with_others(how, kind_and_line(error))
+        say(f"error: rank {os.environ['RANK']} has lost other ranks {_place}: {kind_and_line(error)}")
+        os._exit(OTHER_RANK_FAILED)
+    if _detector:
         traceback.print_exception(error)
-        _report(error, in_one_line=False)
+        _report(error)
         os._exit(OWN_FAILURE)
 
 
-def _report(error: Exception, *, in_one_line: bool) -> None:
-    """Say what ended this rank, to the others and to the user."""
+def _report(error: Exception) -> bool:
+    """Tell the others what ended this rank; return whether it could be told."""
     sys.stderr.flush()
-    if _member is None:
-        say(f"error: {first_line(error)}")
-        return
-    is_told = _member.report_failure(str(_place), kind_and_line(error))
-    if in_one_line and (_member.rank or not is_told):  # the first rank has said it for all
-        say(f"error: rank {_member.rank} ran out of memory {_place}: {kind_and_line(error)}")
-
-
-def _wait_for_verdict(error: Exception, how: str) -> NoReturn:
-    """Leave with the others once it is known which of them failed first."""
-    if _member and _member.line:
-        _member.suspect(how, kind_and_line(error))
-        time.sleep(2 * SETTLE_SECONDS + LEFT_SECONDS)  # the thread ends the process long before
-    rank = os.environ["RANK"]
-    say(f"error: rank {rank} has lost other ranks {_place}: {kind_and_line(error)}")
-    os._exit(OTHER_RANK_FAILED)
+    if _detector is None:
+        return False
+    mismatch = describe_mismatch(error)
+    if mismatch:
+        return _detector.report_failure(
+            f"the ranks' collectives differ, rank {_detector.rank} {_place}: {mismatch}"
+        )
+    return _detector.report_failure(f"rank {_detector.rank} failed first, {_place}: {kind_and_line(error)}")

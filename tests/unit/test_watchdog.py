@@ -1,29 +1,37 @@
-"""Where a rank is, whose failure an error is, how a rank leaves, and what the watch is made of."""
+"""Where a rank is, whose failure an error is, how a rank leaves, and which rank failed first."""
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from common.ranks import watchdog
+from common.ranks import failure_detector, watchdog
+from common.ranks.failure_detector import (
+    LEFT_SECONDS,
+    OTHER_RANK_FAILED,
+    SETTLE_SECONDS,
+    SILENT_SECONDS,
+    FailureDetector,
+    Verdict,
+    find_process,
+    is_dead,
+    kill,
+    this_process,
+)
 from common.ranks.failures import (
     CLOSED,
     OTHER,
     TIMEOUT,
-    RankDidNotCome,
     communication_failure,
+    describe_mismatch,
     first_line,
     is_out_of_memory,
+    kind_and_line,
 )
-from common.ranks.watch.lines import LineSocket
-from common.ranks.watch.local_processes import this_process
-from common.ranks.watch.member import OTHER_RANK_FAILED
 
 # ---------------------------------------------------------------------------------------------------------
 # Places
@@ -69,7 +77,6 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
         (RuntimeError(GLOO + "op.preamble.length <= op.nbytes. 8 vs 4"), OTHER),
         (torch.distributed.DistBackendError("NCCL error: remote process exited or network error"), CLOSED),
         (torch.distributed.DistStoreError("wait timeout after 5000ms, keys: /a"), TIMEOUT),
-        (RankDidNotCome("rank 1"), TIMEOUT),
         (RuntimeError("Connection closed by peer, says a server of rewards"), None),
         (ValueError("timed out"), None),
     ],
@@ -88,9 +95,13 @@ def test_want_of_memory():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
     assert is_out_of_memory(caught.value)
-    assert (
-        first_line(ValueError("one\ntwo")) == "ValueError: one" and first_line(MemoryError()) == "MemoryError"
-    )
+
+
+def test_the_first_line_of_an_error():
+    assert first_line(ValueError("\n one\ntwo")) == "one" and first_line(MemoryError()) == "MemoryError"
+    assert first_line(OSError(), "no reason given") == "no reason given"
+    assert kind_and_line(ValueError("one\ntwo")) == "ValueError: one"
+    assert kind_and_line(MemoryError()) == "MemoryError"
 
 
 class Left(BaseException):
@@ -116,7 +127,7 @@ def test_a_lone_process_leaves_as_ever(exits, capfd, monkeypatch):
     assert capfd.readouterr().err == "error: lower the batch size\n"
 
 
-def test_without_a_hub_the_rank_speaks_for_itself(exits, capfd, monkeypatch):
+def test_without_a_detector_the_rank_speaks_for_itself(exits, capfd, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(Left, match=str(OTHER_RANK_FAILED)):
@@ -127,78 +138,162 @@ def test_without_a_hub_the_rank_speaks_for_itself(exits, capfd, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Processes and connections
+# Which rank failed first
 # ---------------------------------------------------------------------------------------------------------
 
+LIMIT = 60.0
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
-def test_local_processes():
-    mine = this_process()
-    assert mine.is_here() and mine.is_alive()
-    assert not mine._replace(machine="another").is_alive() and not mine._replace(machine="").is_here()
+
+class World:
+    """Ranks of one process and one store, with a clock that moves where it is told to."""
+
+    def __init__(self, world_size: int = 3) -> None:
+        self.now, self.silent, self.places = 1000.0, set(), ["at step 3 in the rollout"] * world_size
+        self.calls = [{"world": 7} for _ in range(world_size)]
+        store = dist.HashStore()
+        self.ranks = [
+            FailureDetector(rank, world_size, LIMIT, lambda rank=rank: (self.places[rank], 5), (store, store))
+            for rank in range(world_size)
+        ]
+        for detector in self.ranks:
+            detector._looked_at = self.now
+
+    def wait(self, seconds: float) -> list[Verdict | None]:
+        """Let the ranks look twice a second; return their verdicts once all that look have one."""
+        verdicts = []
+        for _ in range(int(2 * seconds) + 1):
+            self.now += 0.5
+            verdicts = []
+            for detector in self.ranks:
+                if detector.rank not in self.silent:
+                    failure_detector.count_collectives = lambda r=detector.rank: dict(self.calls[r])
+                    verdicts.append(detector.look(self.now))
+            if all(verdicts):
+                break
+        return verdicts
+
+    def lose(self, rank: int, how: str) -> None:
+        """Let a rank's collective fail."""
+        self.ranks[rank].lost, self.ranks[rank].lost_at = (how, "gloo: words"), self.now
+
+
+@pytest.fixture
+def world(monkeypatch):
+    monkeypatch.setattr(failure_detector, "count_collectives", dict)  # put back at the end
+    world = World()
+    assert world.wait(5) == [None, None, None]
+    return world
+
+
+def text_of(verdicts: list[Verdict | None]) -> str:
+    """Return the one verdict of all ranks."""
+    assert None not in verdicts and len(set(verdicts)) == 1, verdicts
+    return verdicts[0].text
+
+
+def test_the_first_failure_is_told_to_all(world):
+    world.ranks[1].failure = Verdict("rank 1 failed first, in the update: ValueError: no", 1)
+    world.ranks[2].failure = Verdict("rank 2 failed first, of rank 1's failure", 2)
+    verdicts = world.wait(1)
+    assert text_of(verdicts) == "rank 1 failed first, in the update: ValueError: no"
+    assert verdicts[0].by == 1
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_process_that_is_gone(world, rank):
+    """It is looked for twice: all may be about to end, by Ctrl-C."""
+    machine, pid, started = world.ranks[rank].process
+    world.ranks[rank].process = (machine, pid, started - 100.0)  # the number belongs to another one now
+    world.wait(0)
+    world.silent.add(rank)
+    assert text_of(world.wait(2)).startswith(f"rank {rank} died at step 3 in the rollout")
+
+
+def test_a_process_of_another_machine_is_not_looked_for(world):
+    world.ranks[1].process = ("another", 1, 0.0)
+    assert world.wait(10) == [None] * 3
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_rank_that_leaves(world, code):
+    """With an exit code it ends the others, which have time to follow; without one if it is missed."""
+    world.ranks[1].code, world.ranks[1].reason = code, "no such file"
+    world.wait(1)
+    world.silent.add(1)
+    words = f"rank 1 left before the others, with exit code {code}, at step 3 in the rollout: no such file"
+    if code:
+        assert world.wait(LEFT_SECONDS - 3) == [None] * 2
+        assert text_of(world.wait(3)) == words
+    else:
+        assert world.wait(2 * LEFT_SECONDS + LIMIT) == [None] * 2
+        world.lose(2, CLOSED)
+        assert text_of(world.wait(SETTLE_SECONDS + 1)) == words
+
+
+def test_a_rank_that_is_silent_is_killed_by_the_others(world):
+    world.silent.add(2)
+    assert world.wait(3 * SILENT_SECONDS) == [None] * 2  # it may hold the interpreter's lock
+    for rank in (0, 1):
+        world.lose(rank, TIMEOUT)
+    verdicts = world.wait(SETTLE_SECONDS + SILENT_SECONDS)
+    assert text_of(verdicts).startswith("rank 2 is stuck: no sign of life for ") and verdicts[0].is_stuck
+
+
+def test_a_rank_that_does_not_come(world):
+    """Of those that wait for nobody it is the one that has begun the fewest phases and collectives."""
+    world.calls[0]["world"] = 8
+    world.calls[2]["tensor parallel"] = 1
+    world.places[1] = "at step 2 after the update"
+    world.lose(0, TIMEOUT)
+    verdicts = world.wait(SETTLE_SECONDS + 1)
+    assert text_of(verdicts).startswith("rank 1 is stuck at step 2 after the update: others wait for it")
+    assert f"--collective_timeout {LIMIT:g} s" in verdicts[0].text and not verdicts[0].is_stuck
+
+
+@pytest.mark.parametrize(("how", "hint"), [(CLOSED, "the network"), (OTHER, "--check_collectives")])
+def test_where_all_are_well_the_error_is_told(world, how, hint):
+    world.lose(0, how)
+    world.lose(2, how)
+    text = text_of(world.wait(SETTLE_SECONDS + 1))
+    assert text.startswith("rank 0 failed first, at step 3 in the rollout: gloo: words; ") and hint in text
+
+
+def test_a_rank_that_lets_others_wait_where_these_cannot_say_so(world):
+    """nccl's collectives raise nothing in the thread that waits for them."""
+    world.calls[0]["world"] = world.calls[2]["world"] = 8
+    assert world.wait(LIMIT - 2) == [None] * 3
+    world.calls[1]["world"] = 8  # it has come
+    world.calls[0]["world"] = world.calls[2]["world"] = 9
+    assert world.wait(LIMIT - 2) == [None] * 3
+    world.now += 1000.0  # the processes stood still, all of them
+    assert world.wait(LIMIT - 2) == [None] * 3
+    assert text_of(world.wait(3)).startswith("rank 1 is stuck at step 3 in the rollout: others wait")
+
+
+def test_processes():
+    """A stopped process lives, and ends by kill; one whose number another has is not touched."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    with open(f"/proc/{child.pid}/stat") as file:
-        started = file.read().rpartition(")")[2].split()[19]
-    other = mine._replace(pid=child.pid, started=started)
+    process = (this_process()[0], child.pid, failure_detector.psutil.Process(child.pid).create_time())
     child.send_signal(signal.SIGSTOP)
-    assert other.is_alive()
-    other._replace(started="1").kill()  # the number belongs to another process now
-    assert child.poll() is None
-    other.kill()
-    assert child.wait(10) == -signal.SIGKILL and not other.is_alive()
+    kill(("another", *process[1:]))
+    kill((*process[:2], 1.0))
+    assert find_process(process) is not None and not is_dead(process)
+    kill(process)
+    assert child.wait(10) == -signal.SIGKILL and is_dead(process)
 
 
-def pair() -> tuple[LineSocket, LineSocket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = socket.create_connection(listener.getsockname())
-        return LineSocket(one, 10.0), LineSocket(listener.accept()[0], 10.0)
+MISMATCH = (
+    "Detected mismatch between collectives on ranks. Rank 1 is running collective: CollectiveFingerPrint("
+    "SequenceNumber=9, OpType=ALLREDUCE, TensorShape=[777], TensorDtypes=Float, TensorDeviceTypes="
+    "TensorOptions(dtype=float (default), device=cpu, memory_format=(nullopt))), but Rank 0 is running "
+    "collective: CollectiveFingerPrint(SequenceNumber=9, OpType=BARRIER).Collectives differ in: ..."
+)
 
 
-def test_lines():
-    """Any number of objects in any number of pieces; nothing is raised once the reader is gone."""
-    one, other = pair()
-    one.send(a=1)
-    one.send(text="ä" * 100_000)
-    found: list = []
-    while len(found) < 2:
-        found += other.receive()
-    assert found == [{"a": 1}, {"text": "ä" * 100_000}]
-    one.end_sending()
-    assert other.receive() is None
-    other.close()
-    one.send(b=2)
-
-
-FORKS = """
-import os, socket, sys
-from common.ranks.watch.lines import LineSocket
-with socket.create_server(("127.0.0.1", 0)) as listener:
-    one = LineSocket(socket.create_connection(listener.getsockname()), 10.0)
-    other = LineSocket(listener.accept()[0], 10.0)
-reading, writing = os.pipe()
-child = os.fork()
-if not child:
-    os.close(writing)
-    os.read(reading, 1)  # lives until the pipe is closed
-    os._exit(0)
-one.close()
-other.connection.settimeout(10)
-assert other.receive() is None
-os.close(writing)
-os.waitpid(child, 0)
-"""
-
-
-def test_a_forked_child_does_not_keep_the_connection():
-    """Else nobody would notice that its parent is dead. (This process may be too big for a fork.)"""
-    root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", FORKS], cwd=root, check=True, timeout=120)
-
-
-def test_a_reader_that_stands_still_holds_up_nobody(monkeypatch):
-    monkeypatch.setattr("common.ranks.watch.lines.SEND_SECONDS", 0.2)
-    one, _other = pair()
-    started = time.monotonic()
-    for _ in range(100):
-        one.send(text="x" * 1_000_000)
-    assert one.is_broken and time.monotonic() - started < 5
+def test_what_ranks_were_about_to_do():
+    assert describe_mismatch(RuntimeError(MISMATCH)) == (
+        "rank 1 is running collective: CollectiveFingerPrint(SequenceNumber=9, OpType=ALLREDUCE, "
+        "TensorShape=[777], TensorDtypes=Float), but rank 0 is running collective: CollectiveFingerPrint("
+        "SequenceNumber=9, OpType=BARRIER)"
+    )
+    assert describe_mismatch(RuntimeError("a bug")) == ""

@@ -1,0 +1,380 @@
+"""Which rank failed first, told to all ranks, which then end with exit code 4.
+
+A thread of each rank writes twice a second into the process group's store where its rank is (a `Beat`) and
+reads the verdict. The coordinator, rank 0, looks at the beats of all ranks, every other rank at those of rank
+0 and of the rank before it. A rank that fails writes the verdict itself; one that lost another looks at all.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch.distributed as dist
+
+from common.ranks.failures import CLOSED, TIMEOUT, say
+
+OTHER_RANK_FAILED = 4
+BEAT_SECONDS = 0.5
+SILENT_SECONDS = 2.5  # without a beat: matters where a collective has failed, or others wait for the rank
+SETTLE_SECONDS = 3.0  # between a failed collective and the verdict: a beat must have time to fail
+LEFT_SECONDS = 30.0  # between a rank that left with an exit code and others that do not follow it
+PAUSE_SECONDS = (
+    2.0  # between two looks: it was this process that stood still (Ctrl-Z, the interpreter's lock)
+)
+DRAIN_SECONDS = 1.5  # for the others to hear before this process ends
+VERDICT = "verdict"
+
+Process = tuple[str, int, float]  # machine, number, start: a number alone may belong to another process later
+
+
+class Beat(NamedTuple):
+    """What a rank tells of itself."""
+
+    number: int
+    place: str  # such as "at step 3 in the rollout"
+    num_phases: int  # begun so far
+    calls: dict[str, int]  # collectives begun so far, by group
+    process: Process
+    lost: str = ""  # how it has lost another rank: TIMEOUT, CLOSED, OTHER
+    code: int | None = None  # that it leaves with
+    reason: str = ""
+
+
+class Verdict(NamedTuple):
+    """Why all ranks leave."""
+
+    text: str  # names the first rank to fail and where it was
+    rank: int
+    is_stuck: bool = False  # it cannot hear of it: who is on its machine kills it
+    by: int = 0  # the rank whose verdict it is
+
+
+@dataclass
+class Watched:
+    """What is known here of a rank."""
+
+    beat: Beat
+    moved_at: float  # the last change of its beat
+    behind_since: float | None = None  # others wait for it
+    left_at: float | None = None
+    was_dead: bool = False  # at the last look: others may end at the same moment, all by Ctrl-C
+
+
+class FailureDetector(threading.Thread):
+    """A rank's thread. `place()` says where the rank is, and how many phases it has begun.
+
+    `stores`: two clients of the group's store, for the thread and for the main thread. One that waits for an
+    answer blocks its other callers.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        collective_timeout: float,
+        place: Callable[[], tuple[str, int]],
+        stores: tuple[dist.Store, dist.Store],
+    ) -> None:
+        super().__init__(daemon=True, name="failure detector")
+        self.rank, self.world_size, self.place = rank, world_size, place
+        self.collective_timeout = collective_timeout
+        self.store, self.main_store = stores
+        self.process = this_process()
+        self.watched: dict[int, Watched] = {}
+        self.failure: Verdict | None = None  # this rank's own
+        self.lost: tuple[str, str] | None = None  # how this rank has lost another, and by what words
+        self.lost_at = 0.0
+        self.code: int | None = None  # that this rank leaves with by its own will
+        self.reason = ""
+        self.heard, self._is_over, self._leaving = threading.Event(), threading.Event(), threading.Lock()
+        self._num_beats, self._looked_at = 0, time.monotonic()
+
+    # -----------------------------------------------------------------------------------------------------
+    # For the main thread, which never waits for the store
+    # -----------------------------------------------------------------------------------------------------
+
+    def tell_place(self) -> None:
+        """Let the others know where this rank is."""
+        with contextlib.suppress(dist.DistError):  # the thread finds out why
+            self._beat(self.main_store)
+
+    def report_failure(self, text: str) -> bool:
+        """Say that this rank fails; return, when the others know it, whether it could be said."""
+        self.failure = Verdict(text, self.rank)
+        return self.heard.wait(4 * DRAIN_SECONDS)
+
+    def leave_with_others(self, how: str, text: str) -> None:
+        """Leave after another rank was lost, once it is known which one."""
+        self.lost_at, self.lost = time.monotonic(), (how, text)
+        while not self.heard.wait(BEAT_SECONDS):  # the thread ends the process
+            silent_seconds = time.monotonic() - self._looked_at
+            if silent_seconds > 2 * SETTLE_SECONDS:  # the store does not answer the thread
+                self.leave(self._about_first(stuck(0, self.place()[0], silent_seconds)))
+                self._looked_at = time.monotonic()
+
+    def say_goodbye(self, code: int, reason: str) -> None:
+        """Say that this rank leaves by its own will. Rank 0, which holds the store, leaves last."""
+        self.code, self.reason = code, reason
+        self.tell_place()
+        self._wait_for_others(LEFT_SECONDS + DRAIN_SECONDS if code else float("inf"))
+        self._is_over.set()
+        self.join(DRAIN_SECONDS)
+
+    # -----------------------------------------------------------------------------------------------------
+    # The thread
+    # -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Beat and look until this rank leaves or must."""
+        while not self._is_over.wait(BEAT_SECONDS):
+            try:
+                verdict = self.look(time.monotonic())
+            except dist.DistError:  # the store is gone, and rank 0 with it
+                time.sleep(SETTLE_SECONDS / 10)  # all may be on their way out, by a signal
+                verdict = self._about_first(died(0, self.place()[0]))
+            if verdict and not self._is_over.is_set():
+                self.leave(verdict)
+                return
+
+    def look(self, now: float) -> Verdict | None:
+        """Beat, look at others, and return the verdict, None while all is well or not clear yet."""
+        self._forgive_pause(now)
+        first = self.watched.get(0)
+        if first and first.beat.code is None and is_dead(first.beat.process) and not has_launcher_store():
+            raise dist.DistStoreError("it was in rank 0")
+        self._beat(self.store)
+        if self.failure:
+            return self._post(self.failure)
+        told = self.store.compare_set(VERDICT, "", "")
+        if told:
+            return Verdict(*json.loads(told))
+        looks_at_all = self.rank == 0 or self.lost is not None
+        for rank, beat in self._read(range(self.world_size) if looks_at_all else {0, self.rank - 1}).items():
+            self._note(rank, beat, now)
+        found = self._judge_ends(now) or self._judge_lost(now) or self._judge_wait(now)
+        return self._post(found) if found else None
+
+    def _beat(self, store: dist.Store) -> None:
+        self._num_beats += 1
+        lost = self.lost[0] if self.lost else ""
+        beat = Beat(
+            self._num_beats, *self.place(), count_collectives(), self.process, lost, self.code, self.reason
+        )
+        store.set(f"beat/{self.rank}", json.dumps(beat))
+
+    def _post(self, verdict: Verdict) -> Verdict:
+        """Return the verdict that counts: the first one."""
+        return Verdict(
+            *json.loads(self.store.compare_set(VERDICT, "", json.dumps(verdict._replace(by=self.rank))))
+        )
+
+    def _read(self, ranks: Iterable[int]) -> dict[int, Beat]:
+        """Return the beats of other ranks, of those that have begun."""
+        others = [rank for rank in ranks if rank != self.rank]
+        known = [rank for rank in others if rank in self.watched or self.store.check([f"beat/{rank}"])]
+        texts = self.store.multi_get([f"beat/{rank}" for rank in known]) if known else []
+        return {rank: Beat(*json.loads(text)) for rank, text in zip(known, texts, strict=True)}
+
+    def _note(self, rank: int, beat: Beat, now: float) -> None:
+        known = self.watched.setdefault(rank, Watched(beat, now))
+        if beat.number != known.beat.number:
+            known.moved_at = now
+        if (beat.num_phases, beat.calls) != (known.beat.num_phases, known.beat.calls):
+            known.behind_since = None
+        if beat.code is not None and known.left_at is None:
+            known.left_at = now
+        known.beat = beat
+
+    def _forgive_pause(self, now: float) -> None:
+        """Add the time that this process stood still to all clocks."""
+        pause, self._looked_at = now - self._looked_at, now
+        if pause < PAUSE_SECONDS:
+            return
+        self.lost_at += pause
+        for known in self.watched.values():
+            known.moved_at += pause
+            known.left_at = None if known.left_at is None else known.left_at + pause
+            known.behind_since, known.was_dead = None, False
+
+    # -----------------------------------------------------------------------------------------------------
+    # Judging
+    # -----------------------------------------------------------------------------------------------------
+
+    def _judge_ends(self, now: float) -> Verdict | None:
+        """Return a verdict on a rank whose process is gone, or that left and others do not follow."""
+        for rank, known in sorted(self.watched.items()):
+            if known.beat.code is None:
+                was_dead, known.was_dead = known.was_dead, is_dead(known.beat.process)
+                if was_dead and known.was_dead:
+                    return died(rank, known.beat.place)
+            elif known.beat.code and now - known.left_at >= min(LEFT_SECONDS, self.collective_timeout):
+                return left(rank, known.beat)
+        return None
+
+    def _judge_lost(self, now: float) -> Verdict | None:
+        """Return why this rank has lost another, when the others have had time to tell."""
+        if self.lost is None or now - self.lost_at < SETTLE_SECONDS:
+            return None
+        gone = {rank: known.beat for rank, known in self.watched.items() if known.beat.code is not None}
+        there = {r: known for r, known in self.watched.items() if r not in gone and not known.beat.lost}
+        silent = self._find_silent(there, now)
+        if silent:
+            return silent
+        if gone:
+            rank = min(gone, key=lambda rank: (not gone[rank].code, rank))
+            return left(rank, gone[rank])
+        how, text = self.lost
+        if how == TIMEOUT and there:
+            return self._did_not_come(there)
+        hint = "where ranks send each other different things, --check_collectives shows the first"
+        if how == CLOSED:
+            hint = "every other rank is there: look at the network between the machines"
+        return Verdict(f"rank {self.rank} failed first, {self.place()[0]}: {text}; {hint}", self.rank)
+
+    def _judge_wait(self, now: float) -> Verdict | None:
+        """Return a verdict on a rank for which others wait beyond the limit, also if these cannot say so."""
+        there = {rank: known for rank, known in self.watched.items() if known.beat.code is None}
+        most = count_collectives()
+        for known in there.values():
+            most |= {group: max(n, most.get(group, 0)) for group, n in known.beat.calls.items()}
+        for known in there.values():
+            if all(n == most[group] for group, n in known.beat.calls.items()):
+                known.behind_since = None
+            elif known.behind_since is None:
+                known.behind_since = now
+        limit = now - self.collective_timeout
+        late = {r: known for r, known in there.items() if (known.behind_since or now) <= limit}
+        return self._find_silent(late, now) or (self._did_not_come(late) if late else None)
+
+    def _find_silent(self, ranks: dict[int, Watched], now: float) -> Verdict | None:
+        for rank, known in sorted(ranks.items()):
+            if now - known.moved_at >= SILENT_SECONDS:
+                return stuck(rank, known.beat.place, now - known.moved_at)
+        return None
+
+    def _did_not_come(self, ranks: dict[int, Watched]) -> Verdict:
+        rank = min(ranks, key=lambda r: (ranks[r].beat.num_phases, sum(ranks[r].beat.calls.values()), r))
+        return Verdict(
+            f"rank {rank} is stuck {ranks[rank].beat.place}: others wait for it in a collective, longer than "
+            f"--collective_timeout {self.collective_timeout:g} s; raise that where the work needs it",
+            rank,
+        )
+
+    # -----------------------------------------------------------------------------------------------------
+    # Leaving
+    # -----------------------------------------------------------------------------------------------------
+
+    def leave(self, verdict: Verdict) -> None:
+        """End this process, unless its main thread is about to. Rank 0 says why, or who judged rank 0."""
+        if not self._leaving.acquire(blocking=False):
+            return
+        is_speaker = verdict.rank == 0 and verdict.by == self.rank
+        if self.rank == 0 or is_speaker:
+            say(f"error: {verdict.text}")
+        if verdict.is_stuck and verdict.rank in self.watched:
+            kill(self.watched[verdict.rank].beat.process)
+        if not self.failure and not self.code:
+            self.code = OTHER_RANK_FAILED
+            self.tell_place()
+            self._wait_for_others(2 * DRAIN_SECONDS, but=verdict.rank)
+            if is_speaker:
+                time.sleep(DRAIN_SECONDS)  # those that speak only after this rank see that it is there
+            os._exit(OTHER_RANK_FAILED)
+        self._wait_for_others(2 * DRAIN_SECONDS, but=verdict.rank)
+        self.heard.set()
+
+    def _wait_for_others(self, seconds: float, but: int = 0) -> None:
+        """Let the others hear before rank 0, which holds the store, ends."""
+        deadline = time.monotonic() + seconds
+        others = set(range(1, self.world_size)) - {but}
+        while self.rank == 0 and not self.heard.is_set() and time.monotonic() < deadline:
+            beats = self._read(others)
+            if len(beats) == len(others) and all(beat.code is not None for beat in beats.values()):
+                return
+            time.sleep(BEAT_SECONDS / 5)
+
+    def _about_first(self, verdict: Verdict) -> Verdict:
+        """Return a verdict on rank 0, whose store is gone: the first rank on each machine is to tell it."""
+        before = self.watched.get(self.rank - 1)
+        is_first = self.rank == 1 or before is None or find_process(before.beat.process) is None
+        if not is_first:
+            time.sleep(DRAIN_SECONDS / 2)
+        return verdict._replace(by=self.rank if is_first else -1)
+
+
+def died(rank: int, place: str) -> Verdict:
+    """Return the verdict on a process that is gone."""
+    text = (
+        f"rank {rank} died {place}: its process is gone without a word. The launcher names the signal; the "
+    )
+    return Verdict(text + "kernel's log (dmesg) says whether memory had run out", rank)
+
+
+def stuck(rank: int, place: str, seconds: float) -> Verdict:
+    """Return the verdict on a process that stands still, or a machine that is gone."""
+    return Verdict(
+        f"rank {rank} is stuck: no sign of life for {seconds:.0f} s; last seen {place}", rank, True
+    )
+
+
+def left(rank: int, beat: Beat) -> Verdict:
+    """Return the verdict on a process that left before the others."""
+    why = f": {beat.reason}" if beat.reason else ""
+    return Verdict(f"rank {rank} left before the others, with exit code {beat.code}, {beat.place}{why}", rank)
+
+
+def this_process() -> Process:
+    """Return the process that asks. The machine's name changes with its boots and containers."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
+            "/proc/self/ns/pid"
+        )
+    except OSError:
+        machine = socket.gethostname()
+    return machine, os.getpid(), psutil.Process().create_time()
+
+
+def find_process(process: Process) -> psutil.Process | None:
+    """Return a process if it lives on this machine; a stopped one does, a zombie does not."""
+    machine, pid, started = process
+    with contextlib.suppress(psutil.Error):
+        found = psutil.Process(pid)
+        is_same = machine == this_process()[0] and abs(found.create_time() - started) < 1.0
+        return found if is_same and found.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else None
+    return None
+
+
+def is_dead(process: Process) -> bool:
+    """Return whether a process of this machine is gone."""
+    return process[0] == this_process()[0] and find_process(process) is None
+
+
+def kill(process: Process) -> None:
+    """End a process of this machine, by a signal that a stopped one obeys too."""
+    found = find_process(process)
+    if found:
+        with contextlib.suppress(psutil.Error):
+            found.kill()
+
+
+def has_launcher_store() -> bool:
+    """Return whether torchrun holds the group's store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def count_collectives() -> dict[str, int]:
+    """Return the collectives that this rank has begun, by group, of groups with the usual time limit."""
+    calls = {}
+    with contextlib.suppress(RuntimeError, ValueError):  # the main thread makes and ends groups meanwhile
+        for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+            if group is dist.group.WORLD or dist.get_backend(group) == "nccl":
+                calls[name] = group._get_sequence_number_for_group()
+    return calls
