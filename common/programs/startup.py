@@ -22,8 +22,7 @@ from common.flags.args import Problems, RunArguments, as_json
 from common.flags.flag_values import has_hub_form, no_effect_notes
 from common.flags.refusal import StepRefused, TooManyBadSteps
 from common.models.loading import linear_module_names, lora_targets
-from common.programs.build_locks import lock_note, lock_problems, needed_ops
-from common.programs.launch_environment import check_environment
+from common.programs.environment import STALE_SECONDS, check_environment, find_build_locks
 from common.ranks import distributed, watchdog
 from common.ranks.failures import first_line
 from common.runs import run_lock
@@ -31,8 +30,6 @@ from common.runs.checkpoints import SaveFailed
 from common.runs.export import ExportFailed, read_metadata
 from common.runs.stop_request import STOPPED, Stopped, say
 from common.runs.trackers import missing_trackers
-
-ROLE_PREFIXES = ("", "actor_", "critic_")
 
 
 def quiet_libraries() -> None:
@@ -77,18 +74,12 @@ def _check_ds_config(args: Any, problems: Problems) -> None:
     if not isinstance(overrides, dict):
         problems.add(f"--ds_config {name}: expected a JSON object")
         return
-    for problem in lock_problems(_kernels(args, overrides)):
-        problems.add(problem)
-
-
-def _kernels(args: Any, overrides: dict[str, Any]) -> frozenset[str]:
-    """Return the kernels that DeepSpeed compiles for a run with these keys of --ds_config."""
-    # What is frozen goes by the stage of a trained role: a run of one model has no frozen one.
-    stages = [getattr(args, f"{prefix}zero_stage", 0) for prefix in ROLE_PREFIXES if prefix]
-    zero = overrides.get("zero_optimization")
-    if any(hasattr(args, f"{prefix}zero_stage") for prefix in ROLE_PREFIXES if prefix):
-        stages.append(zero.get("stage", 0) if isinstance(zero, dict) else 0)
-    return needed_ops(overrides, frozen_is_sharded=3 in stages)
+    for lock, seconds in find_build_locks().items():
+        if seconds > STALE_SECONDS:
+            problems.add(
+                f"{lock} is the lock of a build that was killed, and a run whose --ds_config makes DeepSpeed "
+                f"compile {lock.parent.name} would wait for it for ever; delete that file"
+            )
 
 
 def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> Any:
@@ -196,12 +187,15 @@ def print_finished(text: str) -> None:
 
 
 def print_notes(args: Any, argv: list[str] | None = None) -> None:
-    """Say once, on the first process, which given flags do nothing, and what a killed build has left."""
-    locks = ""
-    if hasattr(args, "ds_config"):  # programs that only evaluate do not have it
-        locks = lock_note(_kernels(args, load_overrides(args)), distributed.kernel_names())
-    for note in [*no_effect_notes(args, argv), *filter(None, [locks])]:
-        print_note(note)
+    """Say once, on the first process, which flags do nothing, and which locks --ds_config may wait for."""
+    notes = list(no_effect_notes(args, argv))
+    if getattr(args, "ds_config", ""):  # without it nothing is compiled
+        notes += [
+            f"nobody on this machine holds {lock}: delete it, unless another machine that shares the folder "
+            f"compiles there now, or a run that needs {lock.parent.name} waits for it"
+            for lock in find_build_locks()
+        ]
+    print_note(*notes)
 
 
 def print_note(*texts: str) -> None:

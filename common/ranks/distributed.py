@@ -82,11 +82,6 @@ def _why_not_joined(error: Exception) -> str:
     )
 
 
-def kernel_names() -> frozenset[str]:
-    """Return the names of the kernels that DeepSpeed could compile on this machine."""
-    return frozenset(deepspeed.ops.__compatible_ops__)
-
-
 def stop(code: int = 0) -> None:
     """Leave the process group; `code` is what this process is about to exit with."""
     watchdog.say_goodbye(code)
