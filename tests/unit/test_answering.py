@@ -1,11 +1,8 @@
 """A saved model that answers: transformers' greedy text, prompts that fit, weights and memory kept."""
 
-import io
-
 import pytest
 from transformers import AutoModelForCausalLM
 
-import chat
 from common.data.example import Message
 from common.flags.args import Problems
 from common.generation.generate import Generator
@@ -115,22 +112,3 @@ def test_a_model_that_cannot_answer_is_named(tiny_model_folder, tmp_path):
         f"--path {folder}: --template chat: the tokenizer has no chat template"
     )
     assert several_ids.startswith("--eot_token <end>")
-
-
-def talk(monkeypatch, lines: str, *flags: str) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    monkeypatch.setattr("sys.argv", ["chat.py", *flags])
-    chat.main()
-
-
-def test_chat_answers_line_by_line(tiny_model_folder, monkeypatch, capsys, prompts_read):
-    flags = ["--path", tiny_model_folder("llama"), "--max_new_tokens", "8", "--temperature", "0"]
-    talk(monkeypatch, "Hi\nWho are you?\nclear\nHi\n\nnever read\n", *flags)
-    first, *others = capsys.readouterr().out.split("bot> ")[1:]
-    assert len(others) == 2 and others[1] == first
-    hi = "\n\nHuman: Hi\n\nAssistant:"
-    reply = f" {first.strip()}"
-    assert prompts_read[0] == prompts_read[2] == hi
-    assert prompts_read[1] == f"{hi}{reply}\n\nHuman: Who are you?\n\nAssistant:"
-    talk(monkeypatch, "", *flags)
-    assert capsys.readouterr().out == ""

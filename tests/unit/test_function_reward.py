@@ -153,14 +153,14 @@ def test_the_working_directory_is_searched(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "words", "num_processes"),
     [
-        ("fails", ["reward function:own_rewards:fails raised KeyError: 'gold'", "prompt 'prompt 0'"]),
-        ("leaves", ["raised SystemExit: bye"]),
-        ("gives_nan", ["gave 'nan' for response 2 of 2", "response 'bad'"]),
+        ("fails", ["reward function:own_rewards:fails raised KeyError: 'gold'", "prompt 'prompt 0'"], 1),
+        ("fails", ["reward function:own_rewards:fails raised KeyError: 'gold'", "prompt 'prompt 0'"], 0),
+        ("leaves", ["raised SystemExit: bye"], 1),
+        ("gives_nan", ["gave 'nan' for response 2 of 2", "response 'bad'"], 0),
     ],
 )
-@pytest.mark.parametrize("num_processes", [0, 1])
 def test_a_function_that_fails_is_named_with_its_batch(name, words, num_processes, reward_of):
     with pytest.raises(RewardError) as error:
         reward_of(name, num_processes=num_processes).score(answers_of("good", "bad"))

@@ -88,14 +88,3 @@ def test_wrong_arguments_give_one_message(flags, messages, folders, monkeypatch,
     first, *lines = err.splitlines()
     assert not out and first.startswith(f"error: {len(messages)} problem")
     assert all(message in line for message, line in zip(messages, lines, strict=True))
-
-
-def test_models_and_data_that_are_none_are_told_together(tmp_path, monkeypatch, capsys):
-    empty = tmp_path / "text.jsonl"
-    empty.write_text('{"text": "a text without a prompt"}\n')
-    with pytest.raises(SystemExit, match="2"):
-        ask(monkeypatch, str(tmp_path), "no/such-model", "--data_path", str(empty))
-    _, baseline, finetune, data = capsys.readouterr().err.splitlines()
-    assert f"--model_name_or_path_baseline {tmp_path} holds no config.json" in baseline
-    assert "--model_name_or_path_finetune no/such-model is neither" in finetune
-    assert f"--data_path {empty} has no prompts" in data

@@ -212,10 +212,9 @@ def test_an_adapter_that_runs_code_is_not_run(model_folder, proof):
     assert not proof.exists()
 
 
-@pytest.mark.parametrize("form", ["shards"])
-def test_a_pickle_of_tensors_alone_is_read(model_folder, form):
+def test_a_pickle_of_tensors_alone_is_read(model_folder):
     """Many older models of the hub are one."""
-    folder = model_folder(None, form=form)
+    folder = model_folder(None, form="shards")
     model = load_causal_lm(ModelOptions(str(folder)), 320)
     saved = torch.load(next(folder.glob("pytorch_model*.bin")), weights_only=True)
     assert torch.equal(model.state_dict()["model.norm.weight"], saved["model.norm.weight"])
