@@ -14,24 +14,30 @@ import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from hybrid_engines import build_tiny_engine
 from transformers import AutoModelForCausalLM
 
-from common.engine.ds_config import EngineOptions, build_train_config
-from common.engine.optim import build_engine
+from benchmarks.bench_reshard import SwitchMeter
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
-from common.models.loading import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
+from common.generation.reshard_plan import group_by_layers
+from common.models.loading import compute_logits
 from common.models.output_head import token_logprobs
 from common.models.trained_weights import trained_weights
 from common.ranks import distributed
 from common.ranks.zero3 import gather_whole, is_sharded, local_shard
-from step1_sft.arguments import SFTArguments
 
 VOCABULARY = 320
 NEW_TOKENS = 8
 WHENS = ("before", "after")
 LENGTHS_OF_RANK = ((3, 7, 5), (11, 2, 9, 4), (1, 6, 8), (13, 5, 10))  # of prompts: numbers and widths differ
+# tensor-parallel size -> (slots, 0: the default; whether the prompts change places)
+SLOTS_OF_SIZE = {
+    1: ((0, False), (3, True), (1, False)),
+    2: ((3, False), (0, True)),
+    4: ((1, False), (3, True)),
+}
 SAMPLED_LENGTHS = (3, 7, 5, 12, 9, 2, 8, 6)  # dealt out to the ranks
 Found = dict[str, Any]
 
@@ -60,25 +66,6 @@ def pad_left(prompts: list[torch.Tensor], pad: int) -> tuple[torch.Tensor, torch
 def texts_of(out: Generation) -> list[list[int]]:
     """Return the responses without what fills them up."""
     return [ids[mask].tolist() for ids, mask in zip(out.response_ids, out.response_mask, strict=True)]
-
-
-def build(folder: str, stage: int, *, lora_dim: int = 0, num_tokens: int = VOCABULARY) -> Any:
-    """Return an engine; stage 3 shards every parameter, however small."""
-    overrides = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
-    ds_config = build_train_config(
-        EngineOptions(zero_stage=stage, world_size=distributed.world_size(), overrides=overrides)
-    )
-    model = load_causal_lm(ModelOptions(folder, dropout=0.0, ds_config=ds_config), num_tokens)
-    engine = build_engine(
-        add_lora(model, LoraOptions(dim=lora_dim, alpha=3 * lora_dim)),
-        ds_config,
-        SFTArguments(learning_rate=1e-2, lora_learning_rate=1e-2, lr_scheduler_type="constant"),
-        100,
-    )
-    sharded = [p for p in engine.module.parameters() if is_sharded(p)]
-    assert len(sharded) == (len(list(engine.module.parameters())) if stage == 3 else 0)
-    assert all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in sharded)
-    return engine
 
 
 def train_once(engine: Any) -> None:
@@ -202,7 +189,9 @@ def compare_greedy(hybrid: HybridEngine, reference: Reference) -> Found:
 
 def check_greedy(folder: str, stage: int, tp_sizes: tuple[int, ...], lora_dim: int = 0) -> Found:
     """Hybrid engines of all sizes before and after an update; adapters only after, when they are not zero."""
-    engine, found = build(folder, stage, lora_dim=lora_dim), {}
+    engine, found = build_tiny_engine(folder, stage, lora_dim), {}
+    sharded = [p for p in engine.module.parameters() if is_sharded(p)]
+    assert len(sharded) == (len(list(engine.module.parameters())) if stage == 3 else 0)
     with ExitStack() as stack:
         hybrids = {t: stack.enter_context(hybrid_engine(engine, inference_tp_size=t)) for t in tp_sizes}
         for when in WHENS[bool(lora_dim) :]:
@@ -220,9 +209,65 @@ def check_greedy(folder: str, stage: int, tp_sizes: tuple[int, ...], lora_dim: i
     return found
 
 
+def check_slices(folder: str, num_tokens: int, smallest_sharded: int | None, **options: str) -> Found:
+    """Slices of all sizes, before and after an update, against those of the gathered weights."""
+    more = {"num_tokens": num_tokens, "smallest_sharded": smallest_sharded}
+    engine, found = build_tiny_engine(folder, 3, **more, **options), {}
+    parameters = list(engine.module.parameters())
+    with ExitStack() as stack:
+        hybrids = {
+            t: stack.enter_context(hybrid_engine(engine, inference_tp_size=t, tp_gather_partition_size=1))
+            for t in (1, 2, 4)
+        }
+        for when in WHENS:
+            if when == "after":
+                train_once(engine)
+            num_whole = sum(p.ds_status is ZeroParamStatus.AVAILABLE for p in parameters)
+            if smallest_sharded is None and when == "after":
+                found["small"] = "" if num_whole else "after an update small weights are whole on every rank"
+            loaded = {tp_size: load_slices(hybrid) for tp_size, hybrid in hybrids.items()}
+            for tp_size, hybrid in hybrids.items():  # to gather ends the time of small weights as whole ones
+                slices, one = loaded[tp_size]
+                one["slices"] = compare_slices(hybrid, slices)
+                found |= {f"{tp_size} {when} {what}": complaint for what, complaint in one.items()}
+    engine.destroy()
+    return found
+
+
+def load_slices(hybrid: HybridEngine) -> tuple[dict[str, torch.Tensor], Found]:
+    """Return the slices, and complaints about the bytes that a load says it received and held."""
+    resharder, weights = hybrid._resharder, trained_weights(hybrid.module)
+    shards = sum(w.parameter.ds_tensor.nbytes for w in weights.values())
+    # Buffers that an earlier load left behind are not new, but held all the same.
+    held = shards + sum(w.parameter.data.nbytes for w in weights.values())
+    held += sum(buffer.nbytes for buffer in resharder._staging.values())
+    with SwitchMeter() as meter:
+        slices = {name: weight.parameter for name, weight in resharder.load()}
+    received, peak = resharder.costs.received_bytes, resharder.costs.peak_bytes
+    found = {"received": "" if received == meter.received_bytes else f"{meter.received_bytes} bytes came"}
+    sizes = {name: w.parameter.ds_numel * w.parameter.element_size() for name, w in weights.items()}
+    largest = max(sum(sizes[name] for name in names) for names in group_by_layers(list(sizes), 1))
+    is_bound = held + meter.peak_bytes <= peak * 1.01 + 2048
+    bound = held + sum(part.nbytes for part in slices.values()) * 1.05 + 2 * largest
+    found["peak"] = "" if is_bound and peak <= bound else f"held {held} + {meter.peak_bytes}, said {peak}"
+    return slices, found
+
+
+def compare_slices(hybrid: HybridEngine, slices: dict[str, torch.Tensor]) -> str:
+    """Return a complaint if a slice is not that of the gathered weight."""
+    wrong = []
+    for name, weight in trained_weights(hybrid.module).items():
+        with torch.no_grad(), gather_whole([weight.parameter]):
+            whole = weight.parameter.data.clone()
+        wanted = hybrid._cuts[name].take(whole, hybrid.layout.tp_rank) if name in hybrid._cuts else whole
+        if not (torch.equal(slices[name], wanted) and slices[name].is_contiguous()):
+            wrong.append(name)
+    return f"wrong slices: {wrong}" if wrong else ""
+
+
 def check_by_layer(folder: str) -> Found:
     """Weights gathered layer by layer: ranks with few prompts keep step with those that have many."""
-    engine, found = build(folder, stage=3), {}
+    engine, found = build_tiny_engine(folder, stage=3), {}
     for num_slots in (0, 2):
         with hybrid_engine(engine, gather_by_layer=True, num_slots=num_slots) as hybrid:
             assert hybrid.gather_by_layer
@@ -254,21 +299,19 @@ def sample(
 
 def check_sampled(folder: str, tp_sizes: tuple[int, ...]) -> Found:
     """Return texts, not complaints: they are compared across worlds."""
-    engine, found = build(folder, stage=3), {}
+    engine, found = build_tiny_engine(folder, stage=3), {}
     with hybrid_engine(engine) as hybrid:
         stop = pick_stop(sample(hybrid, stop=-1))
     for tp_size in tp_sizes:
         with hybrid_engine(engine, inference_tp_size=tp_size) as hybrid:
-            found[f"once: t {tp_size}, default slots"] = sample(hybrid, stop)
+            for num_slots, permuted in SLOTS_OF_SIZE[tp_size]:
+                hybrid.generator.num_slots = num_slots
+                found[f"once: t {tp_size}, {num_slots} slots"] = sample(hybrid, stop, permuted=permuted)
             hybrid.generator.num_slots = 3
-            found[f"once: t {tp_size}, 3 slots"] = sample(hybrid, stop)
-            found[f"once: t {tp_size}, 3 slots, permuted"] = sample(hybrid, stop, permuted=True)
             found[f"thrice: t {tp_size}, 3 slots"] = sample(hybrid, stop, num_samples=3)
-            hybrid.generator.num_slots = 1
-            found[f"once: t {tp_size}, 1 slot"] = sample(hybrid, stop)
             if tp_size == 1:
                 hybrid.generator.num_slots = 0
-                found["thrice: t 1, default slots"] = sample(hybrid, stop, num_samples=3)
+                found["thrice: t 1, 0 slots"] = sample(hybrid, stop, num_samples=3)
                 found["thrice: t 1, prompts repeated"] = sample(hybrid, stop, repeat=3)
     with hybrid_engine(engine, gather_by_layer=True, num_slots=3) as hybrid:
         found["once: by layer"] = sample(hybrid, stop)
@@ -288,7 +331,7 @@ def measure_memory() -> tuple[int, int]:
 def check_switches(folder: str, stage: int, tp_size: int) -> Found:
     """Fifty switches, texts at every fifth, an update after every tenth, beside one that never switches."""
     # With so many tokens the slices are large beside what allocators and threads take as they warm up.
-    engine, never = (build(folder, stage, num_tokens=4096) for _ in range(2))
+    engine, never = (build_tiny_engine(folder, stage, num_tokens=4096) for _ in range(2))
     ids, mask = pad_left(own_prompts(), 0)
     sampling = SamplingOptions(3, stop_token_id=-1, pad_token_id=0)
     memory = []
@@ -315,7 +358,7 @@ def check_switches(folder: str, stage: int, tp_size: int) -> Found:
 
 def check_exception(folder: str, stage: int, tp_size: int) -> Found:
     """What goes wrong inside must leave a trainer that trains, and that generates again."""
-    engine, never = build(folder, stage), build(folder, stage)
+    engine, never = build_tiny_engine(folder, stage), build_tiny_engine(folder, stage)
     ids, mask = pad_left(own_prompts(), 0)
     found = {"raised": "the exception was swallowed"}
     with hybrid_engine(engine, inference_tp_size=tp_size) as hybrid:

@@ -23,25 +23,30 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE)]
 
 import hybrid_engine_checks as checks  # noqa: E402
 from hybrid_engine_checks import Found  # noqa: E402
-from tiny_configs import CONFIGS  # noqa: E402
+from tensor_parallel_checks import CASES, check_cut  # noqa: E402
 
 from common.programs import startup  # noqa: E402
 from common.ranks import distributed  # noqa: E402
 
 SECONDS_PER_GROUP = 120  # a rank that waits for another one must not wait for gloo's half hour
-ALL = tuple(CONFIGS)
-ADAPTED = ("gpt2", "llama", "falcon_new")  # Conv1D; grouped heads; those in one projection
-FEW = ("llama", "gpt2", "falcon", "gemma2")
-GREEDY = (  # (ranks, ZeRO stage, families, tensor-parallel sizes)
-    (4, 3, ALL, (1, 2, 4)),
-    (4, 0, FEW, (4,)),
-    (2, 0, ALL, (1, 2)),
-    (2, 2, ALL, (2,)),
-    (2, 3, FEW, (1, 2)),
+# (ranks, stage, families, sizes): every family once on two ranks, a third of them with each stage
+GREEDY = (
+    (4, 3, ("llama", "gpt2", "falcon", "gemma2"), (1, 2, 4)),
+    (4, 0, ("gpt2", "falcon_new"), (4,)),
+    (2, 0, ("opt", "gpt2", "gptj", "bloom", "falcon_alibi", "qwen2"), (1, 2)),
+    (2, 2, ("llama", "falcon", "mistral", "gemma", "qwen3"), (1, 2)),
+    (2, 3, ("gpt_neox", "falcon_new", "mistral_window", "gemma2", "phi"), (1, 2)),
 )
-LORA = ((2, 3, ADAPTED, (1, 2)), (2, 0, ADAPTED, (1, 2)), (4, 3, ("llama",), (2,)))  # likewise
+# Conv1D; grouped heads; those in one projection
+LORA = ((2, 3, ("gpt2", "llama"), (1, 2)), (2, 0, ("falcon_new",), (2,)), (4, 3, ("llama",), (2,)))
 SAMPLED = {1: ("llama", "gpt2"), 2: ("llama", "gpt2"), 4: ("llama",)}  # ranks -> families
 BY_LAYER = ("llama", "bloom", "gemma2")
+SLICES = {  # on four ranks: family, vocabulary, elements from which on ZeRO shards a weight, engine
+    "llama": ("llama", 320, 0, {}),
+    "gpt2, odd vocabulary": ("gpt2", 323, 0, {}),
+    "gpt2, small weights whole": ("gpt2", 320, None, {}),
+    "llama, bf16, offloaded": ("llama", 320, 99, {"dtype": "bf16", "offload": "all"}),
+}
 
 
 def list_groups(folders: dict[str, str]) -> Iterator[tuple[str, Callable[[], Found]]]:
@@ -58,6 +63,11 @@ def list_groups(folders: dict[str, str]) -> Iterator[tuple[str, Callable[[], Fou
     if world_size == 4:
         for family in BY_LAYER:
             yield f"by layer {family}", partial(checks.check_by_layer, folders[family])
+        for case, (family, num_tokens, smallest, options) in SLICES.items():
+            check = partial(checks.check_slices, folders[family], num_tokens, smallest, **options)
+            yield f"slices {case}", check
+        for case in CASES:
+            yield f"cut {case}", partial(check_cut, case)
         yield "switches", partial(checks.check_switches, folders["llama"], stage=3, tp_size=2)
         yield "exception", partial(checks.check_exception, folders["llama"], stage=3, tp_size=2)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
+from tiny_configs import tiny_config
 from torch import nn
 
 from common.generation.inference_module import cut_module
@@ -20,43 +20,22 @@ from common.generation.tp_plans import (
     Row,
     build_cuts,
     join_ranges,
-    plan_of,
     register_tp_plan,
     working_tp_sizes,
 )
 
-HEADS = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 320}
-MLP = HEADS | {"intermediate_size": 64, "max_position_embeddings": 64}
-GROUPED = MLP | {"num_key_value_heads": 2}
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 320}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "opt": ("OPT", HEADS | {"ffn_dim": 64, "max_position_embeddings": 64, "word_embed_proj_dim": 16}),
-    "gpt2": ("GPT2", GPT2),
-    "gptj": ("GPTJ", GPT2 | {"rotary_dim": 4}),
-    "gpt_neox": ("GPTNeoX", MLP),
-    "bloom": ("Bloom", HEADS),
-    "falcon grouped": ("Falcon", HEADS | {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon multi-query": ("Falcon", HEADS),
-    "falcon neither": ("Falcon", HEADS | {"multi_query": False, "bias": True}),
-    "llama": ("Llama", GROUPED),
-    "qwen2": ("Qwen2", GROUPED | {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", GROUPED | {"head_dim": 16}),
-    "phi": ("Phi", GROUPED),
-}
+MODELS = (
+    "opt", "gpt2", "gptj", "gpt_neox", "bloom", "falcon", "falcon_alibi", "falcon_new",
+    "llama", "qwen3", "phi",
+)  # fmt: skip
+GROUPED = ("llama", "qwen3")  # two key/value heads
 
 
-def has_plan(config) -> bool:
-    try:
-        return bool(plan_of(config))
-    except NoPlan:
-        return False
-
-
-def make_model(name: str, **more: Any) -> nn.Module:
+def make_model(family: str, **changes: Any) -> nn.Module:
     """Return a model on the meta device."""
-    family, options = MODELS[name]
-    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-    config = getattr(transformers, f"{family}Config")(**options | tokens | more)
+    config = tiny_config(family, 320)
+    for name, value in changes.items():
+        setattr(config, name, value)
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config)
 
@@ -67,9 +46,9 @@ def indices_of(cut: Cut, tp_rank: int) -> list[int]:
 
 def shared_of(name: str, tp_size: int) -> tuple[str, ...]:
     """Return the ends of the names of weights whose parts lie on several ranks."""
-    if name == "falcon multi-query" or (name == "falcon grouped" and tp_size == 4):
+    if name == "falcon" or (name == "falcon_new" and tp_size == 4):
         return ("query_key_value.weight", "query_key_value.bias")
-    if "num_key_value_heads" in MODELS[name][1] and tp_size == 4:
+    if name in GROUPED and tp_size == 4:
         return ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
     return ()
 
@@ -100,10 +79,6 @@ def test_the_parts_cover_every_weight(name, tp_size):
         assert parameter.ndim > 1 or is_norm or key.split(".")[-2] in after_sum, key
 
 
-def test_no_cuts_for_one_rank():
-    assert build_cuts(make_model("llama"), 1) == {}
-
-
 def test_gpt2_cuts_queries_keys_and_values_each():
     cuts = build_cuts(make_model("gpt2"), 2)
     ranges = (((0, 16), (32, 48), (64, 80)), ((16, 32), (48, 64), (80, 96)))
@@ -115,7 +90,7 @@ def test_gpt2_cuts_queries_keys_and_values_each():
     assert "transformer.wpe.weight" not in cuts
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "bloom", "falcon neither"])
+@pytest.mark.parametrize("name", ["gpt_neox", "bloom", "falcon_alibi"])
 def test_interleaved_heads_stay_together(name):
     cuts = build_cuts(make_model(name), 4)
     for key, cut in cuts.items():
@@ -124,16 +99,16 @@ def test_interleaved_heads_stay_together(name):
 
 
 def test_falcon_of_one_key_and_value_head_gives_it_to_all():
-    cuts = build_cuts(make_model("falcon multi-query"), 2)
+    cuts = build_cuts(make_model("falcon"), 2)
     cut = cuts["transformer.h.0.self_attention.query_key_value.weight"]
     assert cut == Cut(0, (((0, 16), (32, 48)), ((16, 48),)))
 
 
 def test_falcon_in_groups_of_two_queries_a_key_and_a_value():
     name = "transformer.h.0.self_attention.query_key_value.weight"
-    assert build_cuts(make_model("falcon grouped"), 2)[name] == Cut(0, (((0, 32),), ((32, 64),)))
+    assert build_cuts(make_model("falcon_new"), 2)[name] == Cut(0, (((0, 32),), ((32, 64),)))
     ranges = (((0, 8), (16, 32)), ((8, 32),), ((32, 40), (48, 64)), ((40, 64),))
-    assert build_cuts(make_model("falcon grouped"), 4)[name] == Cut(0, ranges)
+    assert build_cuts(make_model("falcon_new"), 4)[name] == Cut(0, ranges)
 
 
 def test_llama_with_fewer_key_heads_than_ranks():
@@ -150,7 +125,7 @@ def test_llama_with_fewer_key_heads_than_ranks():
 
 
 def test_a_tied_vocabulary_is_cut_once_and_untied_ones_both():
-    tied, untied = (build_cuts(make_model(name), 2) for name in ("qwen2", "llama"))
+    tied, untied = (build_cuts(make_model("llama", tie_word_embeddings=tied), 2) for tied in (True, False))
     rows = Cut(0, (((0, 160),), ((160, 320),)))
     assert tied["model.embed_tokens.weight"] == rows and "lm_head.weight" not in tied
     assert untied["model.embed_tokens.weight"] == untied["lm_head.weight"] == rows
@@ -179,7 +154,7 @@ def test_groups_are_split_between_ranks_by_their_queries():
     assert not GroupedHeads(3, 4, 1).fits(2) and GroupedHeads(3, 4, 1).fits(6)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["opt", "falcon_new", "llama"])
 def test_a_size_that_does_not_fit_names_those_that_do(name):
     model = make_model(name)
     assert working_tp_sizes(model) == [1, 2, 4]
@@ -199,16 +174,17 @@ def test_key_heads_that_are_neither_a_divisor_nor_a_multiple_are_refused():
         build_cuts(model, 2)
 
 
-@pytest.mark.parametrize("tp_size", [0, -2])
-def test_sizes_below_one_are_refused(tp_size):
-    with pytest.raises(ValueError, match=f"--inference_tp_size {tp_size}.*1, 2, 4"):
-        build_cuts(make_model("opt"), tp_size)
+def test_sizes_below_one_are_refused():
+    with pytest.raises(ValueError, match="--inference_tp_size 0.*1, 2, 4"):
+        build_cuts(make_model("opt"), 0)
 
 
 @pytest.fixture
 def codegen() -> nn.Module:
     """A model of a family without a plan."""
-    config = transformers.CodeGenConfig(**GPT2, rotary_dim=4, bos_token_id=0, eos_token_id=0)
+    config = transformers.CodeGenConfig(
+        n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=320, rotary_dim=4
+    )
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config)
 
@@ -223,7 +199,6 @@ def plans() -> Iterator[None]:
 
 
 def test_an_unknown_family_has_no_plan(codegen):
-    assert not has_plan(codegen.config)
     assert working_tp_sizes(codegen) == [1]
     assert build_cuts(codegen, 1) == {}
     with pytest.raises(
@@ -234,14 +209,13 @@ def test_an_unknown_family_has_no_plan(codegen):
 
 def test_styles_that_are_not_understood_are_no_plan():
     config = transformers.MixtralConfig()
-    assert config.base_model_tp_plan and not has_plan(config)
+    assert config.base_model_tp_plan
     with pytest.raises(NoPlan, match="'mixtral' cuts .* by '"):
         build_cuts(make_shell(config), 2)
 
 
 def test_layers_that_differ_in_their_heads_are_no_plan():
     config = transformers.Gemma4TextConfig()
-    assert not has_plan(config)
     with pytest.raises(NoPlan, match="layers of the family 'gemma4_text' differ in their heads"):
         build_cuts(make_shell(config), 2)
 
@@ -267,11 +241,6 @@ def test_a_projection_of_another_size_is_no_plan():
         build_cuts(model, 2)
 
 
-def test_a_bloom_that_slices_its_weights_has_no_plan():
-    config = make_model("bloom", slow_but_exact=True, pretraining_tp=2).config
-    assert not has_plan(config)
-
-
 def test_users_register_plans_of_their_own(plans, codegen):
     @register_tp_plan("codegen")
     def plan_mlp_only(config):
@@ -280,7 +249,7 @@ def test_users_register_plans_of_their_own(plans, codegen):
             "h.*.mlp.fc_out": Row((Part(config.n_embd * 4, 32),)),
         }
 
-    assert has_plan(codegen.config) and working_tp_sizes(codegen) == [1, 2, 4]
+    assert working_tp_sizes(codegen) == [1, 2, 4]
     assert build_cuts(codegen, 2)["transformer.h.1.mlp.fc_out.weight"] == Cut(1, (((0, 64),), ((64, 128),)))
 
 
@@ -290,22 +259,7 @@ def test_a_plan_that_names_nothing_of_the_model_is_no_plan(plans, codegen):
         build_cuts(codegen, 2)
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
-def test_column_parts_and_the_sum_of_row_parts_make_the_whole(tp_size):
-    torch.manual_seed(0)
-    up, down, hidden = nn.Linear(8, 16), nn.Linear(16, 8), torch.randn(3, 8)
-    ranges = tuple(join_ranges((Part(16, 2),), rank, tp_size) for rank in range(tp_size))
-    outputs, inputs = Cut(0, ranges), Cut(1, ranges)
-    total = sum(
-        F.gelu(F.linear(hidden, outputs.take(up.weight, rank), outputs.take(up.bias, rank)))
-        @ inputs.take(down.weight, rank).T
-        for rank in range(tp_size)
-    )
-    torch.testing.assert_close(total + down.bias, down(F.gelu(up(hidden))), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("tp_size", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "tp_size"), [("opt", 4), ("gpt2", 2), ("falcon_new", 4), ("llama", 2)])
 def test_a_cut_module_keeps_names_and_ties_and_has_local_shapes(name, tp_size):
     whole, model = make_model(name), make_model(name)
     cuts = build_cuts(model, tp_size)

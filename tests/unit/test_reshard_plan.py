@@ -21,7 +21,7 @@ from common.generation.resharder import Resharder, TPGroups
 from common.generation.tp_plans import Cut
 from common.models.trained_weights import TrainedWeight
 
-WORLDS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)]
+WORLDS = [(1, 1), (2, 2), (4, 1), (4, 2), (8, 4), (8, 8)]
 
 
 def even_cut(dim: int, size: int, tp_size: int) -> Cut:

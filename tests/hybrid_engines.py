@@ -1,0 +1,41 @@
+"""Engines of tiny models that train and generate."""
+
+from typing import Any
+
+from common.engine.ds_config import EngineOptions, build_train_config
+from common.engine.optim import build_engine
+from common.generation.hybrid_engine import HybridEngine, HybridOptions
+from common.models.loading import LoraOptions, ModelOptions, add_lora, load_causal_lm
+from common.ranks import distributed
+from step1_sft.arguments import SFTArguments
+
+
+def build_tiny_engine(
+    folder: str,
+    stage: int,
+    lora_dim: int = 0,
+    *,
+    num_tokens: int = 320,
+    smallest_sharded: int | None = 0,
+    **options: Any,
+) -> Any:
+    """Return an engine; stage 3 shards parameters from `smallest_sharded` elements on, None: by default."""
+    zero = {} if smallest_sharded is None else {"stage3_param_persistence_threshold": smallest_sharded}
+    overrides = {"zero_optimization": zero} if stage == 3 else {}
+    ds_config = build_train_config(
+        EngineOptions(zero_stage=stage, world_size=distributed.world_size(), overrides=overrides, **options)
+    )
+    dtype = options.get("dtype", "fp32")
+    model = load_causal_lm(ModelOptions(folder, dtype=dtype, dropout=0.0, ds_config=ds_config), num_tokens)
+    return build_engine(
+        add_lora(model, LoraOptions(dim=lora_dim, alpha=3 * lora_dim)),
+        ds_config,
+        SFTArguments(learning_rate=1e-2, lora_learning_rate=1e-2, lr_scheduler_type="constant"),
+        100,
+    )
+
+
+def build(folder: str, stage: int, lora_dim: int = 0, **options: Any) -> HybridEngine:
+    """Return a hybrid engine."""
+    engine = build_tiny_engine(folder, stage, lora_dim)
+    return HybridEngine(engine, HybridOptions(**({"enabled": True} | options)))
