@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from hybrid_engines import build_tiny_engine
+from plain_logits import compute_logits
 from transformers import AutoModelForCausalLM
 
 from benchmarks.bench_reshard import SwitchMeter
@@ -22,7 +23,6 @@ from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.generation.reshard_plan import group_by_layers
-from common.models.loading import compute_logits
 from common.models.output_head import token_logprobs
 from common.models.trained_weights import trained_weights
 from common.ranks import distributed

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from plain_logits import compute_logits
 
 from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.optim import build_engine
-from common.models.loading import ModelOptions, compute_logits, load_causal_lm
+from common.models.loading import ModelOptions, load_causal_lm
 from common.runs.export import gather_state_dict
 from step1_sft.arguments import SFTArguments
 from step3_ppo.ema import ExponentialMovingAverage

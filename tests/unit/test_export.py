@@ -8,12 +8,13 @@ import pytest
 import torch
 from disk_limit import files_up_to
 from families import FAMILIES
+from plain_logits import compute_logits
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from common.data.tokenizer import load_tokenizer
 from common.flags.args import Problems
-from common.models.loading import LoraOptions, ModelOptions, add_lora, compute_logits, load_causal_lm
+from common.models.loading import LoraOptions, ModelOptions, add_lora, load_causal_lm
 from common.models.lora_adapter import merge_adapter
 from common.models.model_inputs import build_model_inputs
 from common.models.value_model import load_value_model

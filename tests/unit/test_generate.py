@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 from families import DECODERS
+from plain_logits import compute_logits
 from test_sampling import NUM_DRAWS, SMALLEST_P_VALUE, p_value
 from transformers import AutoModelForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
 
 from common.generation.decode import DecodeGraphs, SamplingOptions, round_positions, round_rows
 from common.generation.generate import Generator, SlotSchedule
 from common.generation.inference_module import share_weights
-from common.models.loading import compute_logits
 from common.models.output_head import token_logprobs
 
 

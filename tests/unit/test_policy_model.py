@@ -3,10 +3,11 @@
 import pytest
 import torch
 from families import DECODERS
+from plain_logits import compute_logits
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, LlamaConfig, LlamaForCausalLM
 
-from common.models.loading import LoraOptions, add_lora, compute_logits
+from common.models.loading import LoraOptions, add_lora
 from common.models.model_inputs import build_model_inputs
 from common.models.output_head import read_logit_transform
 from common.models.policy_model import PolicyModel

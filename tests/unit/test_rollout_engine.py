@@ -51,8 +51,14 @@ def stop_token(hybrid) -> int:
     return responses(free)[1][4]
 
 
-@pytest.mark.parametrize("more", [{}, {"n_samples_per_prompt": 2}, {"continuous_batch_size": 2}])
-@pytest.mark.parametrize(("stage", "options"), [(0, {}), (3, {}), (3, {"gather_by_layer": True})])
+@pytest.mark.parametrize(
+    ("stage", "options", "more"),
+    [
+        (0, {}, {"n_samples_per_prompt": 2}),
+        (3, {}, {}),
+        (3, {"gather_by_layer": True}, {"continuous_batch_size": 2}),
+    ],
+)
 def test_greedy_sequences_are_those_of_deepspeeds_own_engine(stage, options, more, tiny_model_folder):
     hybrid = build(tiny_model_folder("llama"), stage, **options)
     stop = stop_token(hybrid)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_logits import compute_logits
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM
 
-from common.models.loading import compute_hidden, compute_logits, enable_gradient_checkpointing, set_dropout
+from common.models.loading import compute_hidden, enable_gradient_checkpointing, set_dropout
 from common.models.model_inputs import build_model_inputs
 from common.models.policy_model import PolicyModel
 from common.models.varlen_attention import NAME, choose_attention, takes_packed
