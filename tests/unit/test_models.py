@@ -144,10 +144,11 @@ def test_an_adapted_model_is_one_with_alpha_by_dim_times_the_factors_added(
 ):
     plain, model = (load_causal_lm(ModelOptions(tiny_model_folder(family), dropout=0.0), 320) for _ in "ab")
     adapted = add_lora(model, LoraOptions(dim=2, alpha=alpha))
+    torch.manual_seed(0)
     with torch.no_grad():
         for name, module in adapted.get_base_model().named_modules():
             if hasattr(module, "lora_B"):
-                a, b = module.lora_A["default"].weight, module.lora_B["default"].weight.normal_()
+                a, b = module.lora_A["default"].weight, module.lora_B["default"].weight.normal_(std=0.1)
                 delta = scaling * b @ a
                 plain.get_submodule(name).weight += delta.T if family == "gpt2" else delta
     ids = torch.arange(1, 9).view(1, 8)
