@@ -42,6 +42,7 @@ from common.ranks.failures import (
 def fresh_place(monkeypatch):
     monkeypatch.setattr(watchdog, "_place", watchdog.Place())
     monkeypatch.setattr(watchdog, "_reason", "")
+    monkeypatch.setattr(failure_detector, "count_collectives", dict)  # a World changes it
 
 
 def test_phases_are_nested():
@@ -178,8 +179,7 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch):
-    monkeypatch.setattr(failure_detector, "count_collectives", dict)  # put back at the end
+def world():
     world = World()
     assert world.wait(5) == [None, None, None]
     return world
@@ -204,8 +204,9 @@ def test_a_process_that_is_gone(world, rank):
     """It is looked for twice: all may be about to end, by Ctrl-C."""
     machine, pid, started = world.ranks[rank].process
     world.ranks[rank].process = (machine, pid, started - 100.0)  # the number belongs to another one now
-    world.wait(0)
+    world.ranks[rank].tell_place()
     world.silent.add(rank)
+    assert world.wait(0) == [None, None]
     assert text_of(world.wait(2)).startswith(f"rank {rank} died at step 3 in the rollout")
 
 
@@ -217,6 +218,7 @@ def test_a_process_of_another_machine_is_not_looked_for(world):
 @pytest.mark.parametrize("code", [0, 2])
 def test_a_rank_that_leaves(world, code):
     """With an exit code it ends the others, which have time to follow; without one if it is missed."""
+    world.calls[1]["world"] = 8  # nobody waits for the others in what it began
     world.ranks[1].code, world.ranks[1].reason = code, "no such file"
     world.wait(1)
     world.silent.add(1)
@@ -231,22 +233,35 @@ def test_a_rank_that_leaves(world, code):
 
 
 def test_a_rank_that_is_silent_is_killed_by_the_others(world):
-    world.silent.add(2)
-    assert world.wait(3 * SILENT_SECONDS) == [None] * 2  # it may hold the interpreter's lock
+    world = World(4)
+    world.wait(1)
+    world.silent.add(1)
+    assert world.wait(3 * SILENT_SECONDS) == [None] * 3  # it may hold the interpreter's lock
+    world.lose(3, TIMEOUT)  # it looks at all ranks then
+    verdicts = world.wait(SETTLE_SECONDS + 1)
+    assert text_of(verdicts).startswith("rank 1 is stuck: no sign of life for ") and verdicts[0].is_stuck
+
+
+def test_of_ranks_that_left_the_one_with_an_exit_code_is_told():
+    world = World(4)
+    world.wait(1)
+    world.ranks[1].code, world.ranks[2].code = 0, 2
+    world.wait(1)
+    world.silent |= {1, 2}
+    world.lose(3, CLOSED)
+    assert text_of(world.wait(SETTLE_SECONDS + 1)).startswith("rank 2 left before the others")
+
+
+def test_a_rank_that_does_not_come():
+    """Of those that wait for nobody it is the one that has begun the fewest phases and collectives."""
+    world = World(4)
+    world.wait(1)
+    world.calls = [{"world": 8}, {"world": 6}, {"world": 7, "tensor parallel": 1}, {"world": 7}]
+    world.places[3] = "at step 2 after the update"
     for rank in (0, 1):
         world.lose(rank, TIMEOUT)
-    verdicts = world.wait(SETTLE_SECONDS + SILENT_SECONDS)
-    assert text_of(verdicts).startswith("rank 2 is stuck: no sign of life for ") and verdicts[0].is_stuck
-
-
-def test_a_rank_that_does_not_come(world):
-    """Of those that wait for nobody it is the one that has begun the fewest phases and collectives."""
-    world.calls[0]["world"] = 8
-    world.calls[2]["tensor parallel"] = 1
-    world.places[1] = "at step 2 after the update"
-    world.lose(0, TIMEOUT)
     verdicts = world.wait(SETTLE_SECONDS + 1)
-    assert text_of(verdicts).startswith("rank 1 is stuck at step 2 after the update: others wait for it")
+    assert text_of(verdicts).startswith("rank 3 is stuck at step 2 after the update: others wait for it")
     assert f"--collective_timeout {LIMIT:g} s" in verdicts[0].text and not verdicts[0].is_stuck
 
 
@@ -275,7 +290,7 @@ def test_processes():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = (this_process()[0], child.pid, failure_detector.psutil.Process(child.pid).create_time())
     child.send_signal(signal.SIGSTOP)
-    kill(("another", *process[1:]))
+    assert find_process(("another", *process[1:])) is None and not is_dead(("another", *process[1:]))
     kill((*process[:2], 1.0))
     assert find_process(process) is not None and not is_dead(process)
     kill(process)
