@@ -15,6 +15,7 @@ from program_runs import as_flags, run_here
 
 import chat
 import train
+from serving import prompt_eval, reward_server
 from serving.arena_programs import ArenaArguments, serve
 from serving.prompt_eval import PromptEvalArguments
 from serving.reward_server import ServeArguments
@@ -38,7 +39,7 @@ def said(main: Callable[[], None], capsys: pytest.CaptureFixture) -> str:
 
 
 def run_top(program: Any, words: list[str]) -> None:
-    """Run chat.py or train.py."""
+    """Run a program that trains nothing."""
     with (
         mock.patch.object(sys, "argv", ["program", *words]),
         mock.patch.object(sys, "stdin", io.StringIO("How are you?\n")),
@@ -66,9 +67,9 @@ def _without_places(*words: Any, **more: Any) -> None:
 
 RUNS: dict[type, Callable[[list[str]], None]] = {
     RewardEvalArguments: lambda words: run_here(2, words, module="rw_eval"),
-    PromptEvalArguments: lambda words: run_here(1, words, module="prompt_eval"),
+    PromptEvalArguments: lambda words: run_top(prompt_eval, words),
     chat.ChatArguments: lambda words: run_top(chat, words),
-    ServeArguments: lambda words: answers(lambda: run_here(2, words, module="serve"), "/score", TEXTS),
+    ServeArguments: lambda words: answers(lambda: run_top(reward_server, words), "/score", TEXTS),
     ArenaArguments: lambda words: answers(lambda: serve(words), "/v1/chat/completions", MESSAGES),
     train.TrainArguments: lambda words: run_top(train, words),
 }
