@@ -30,10 +30,10 @@ class SFTArguments(
     """Supervised fine-tuning."""
 
     model_name_or_path: str = flag(REQUIRED, "base model: a folder or a hub name")
-    sft_only_data_path: list[str] = flag([], "data sets that only step 1 uses, whole")
+    sft_only_data_path: list[str] = flag([], "data sets used whole, by step 1 only")
     loss_on: str = flag(
         "response",
-        "which tokens are learned: the response, or all (DeepSpeed-Chat's)",
+        "tokens in the loss: the response, or all (as DeepSpeed-Chat)",
         choices=("response", "all"),
     )
     learning_rate: float = flag(1e-5, "peak learning rate", low=0)

@@ -35,17 +35,26 @@ class RewardArguments(
     model_name_or_path: str = flag(REQUIRED, "base, SFT or reward model: a folder or a hub name")
     loss: str = flag(
         "end_score",
-        "a reward model by Bradley-Terry on the score at the last token, or on every token from the first "
-        "difference on; dpo: a chat model from the pairs alone",
+        "end_score: Bradley-Terry on the last token's score; token_wise: on every token from the first "
+        "difference on; dpo: train a chat model on the pairs, without a reward model",
         choices=("end_score", "token_wise", "dpo"),
     )
-    use_margin: bool = flag(False, "require a pair's margin: the row's `margin`, or its scores' difference")
-    center_coef: float = flag(0.0, "weight of (chosen + rejected)^2, which keeps scores around 0", low=0)
+    use_margin: bool = flag(
+        False,
+        "Bradley-Terry with a margin: the row's `margin`, or the difference of its scores",
+        only_with="loss!=dpo",
+    )
+    center_coef: float = flag(
+        0.0, "weight of (chosen + rejected)^2, which keeps scores around 0", low=0, only_with="loss!=dpo"
+    )
     beta: float = flag(
-        0.1, "--loss dpo: how dear it is to leave the reference, the model of the beginning", above=0
+        0.1,
+        "DPO: weight of the KL penalty to the reference, the initial model",
+        above=0,
+        only_with="loss=dpo",
     )
     label_smoothing: float = flag(
-        0.0, "--loss dpo: share of pairs taken to be labelled the wrong way round", low=0, below=0.5
+        0.0, "DPO: assumed share of pairs with swapped labels", low=0, below=0.5, only_with="loss=dpo"
     )
     learning_rate: float = flag(5e-5, "peak learning rate", low=0)
 
@@ -56,14 +65,14 @@ class RewardEvalArguments(SourceArguments, PairArguments, TokenizerArguments):
 
     model_name_or_path: str = flag(REQUIRED, "reward model: the export/ folder of step 2, or a hub name")
     max_seq_len: int = flag(
-        512, "tokens of prompt and response at most; longer rows are truncated and counted", low=4
+        512, "maximum tokens of prompt and response; longer rows are truncated and counted", low=4
     )
     per_device_eval_batch_size: int = flag(16, "pairs per batch", may_change=True, low=1)
     dtype: str = flag(
         "",
-        "weights and activations; empty: bf16 on a GPU that has it, else fp32",
+        "dtype of weights and activations; empty: bf16 on a GPU that has it, else fp32",
         choices=("fp32", "bf16", "fp16"),
     )
-    plugins: list[str] = flag([], "modules to import first: the data sets that they register can be named")
+    plugins: list[str] = flag([], "modules to import first; what they register can be named by flags")
     num_samples: int = flag(5, "pairs printed with their scores", low=0)
-    seed: int = flag(1234, "seed of the choice of printed pairs", low=-(2**32), high=2**32)
+    seed: int = flag(1234, "seed of shuffling, dropout, new weights and sampling", low=-(2**32), high=2**32)

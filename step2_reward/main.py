@@ -40,8 +40,6 @@ COLUMNS = {
     "reward": ("reward/loss", "reward/accuracy", "reward/margin", "reward/learning_rate"),
     "dpo": ("dpo/loss", "dpo/accuracy", "dpo/margin", "dpo/learning_rate"),
 }
-RANKING_ONLY = ("use_margin", "center_coef")
-DPO_ONLY = ("beta", "label_smoothing")
 
 
 class Learner(NamedTuple):
@@ -73,14 +71,6 @@ def pair_lengths(table: Any) -> list[tuple[int, int]]:
     """Return the tokens of each pair's two answers, prompt included."""
     chosen, rejected = table.lengths("chosen_ids"), table.lengths("rejected_ids")
     return list(zip(chosen.tolist(), rejected.tolist(), strict=True))
-
-
-def check_loss(args: RewardArguments, problems: Problems) -> None:
-    """Add the problems of the flags that belong to one loss."""
-    default = {name: field.default for name, field in RewardArguments.__dataclass_fields__.items()}
-    for name in RANKING_ONLY if args.loss == "dpo" else DPO_ONLY:
-        if getattr(args, name) != default[name]:
-            problems.add(f"--{name} {getattr(args, name)} does nothing with --loss {args.loss}; leave it out")
 
 
 def build_ranking(
@@ -152,7 +142,6 @@ def main() -> None:
     problems = Problems()
     args = parse_args(RewardArguments, description=__doc__.splitlines()[0], problems=problems)
     options = build_data_options(args)
-    check_loss(args, problems)
     tokenizer, template, earlier = training_loop.check_single_model(args, options, problems)
     ds_config = training_loop.build_single_model_config(args)
     if args.dry_run:

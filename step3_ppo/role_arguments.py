@@ -27,8 +27,8 @@ class RoleArguments:
     actor_model_name_or_path: str = flag(REQUIRED, "SFT model; also the reference")
     critic_model_name_or_path: str = flag(
         "",
-        "what the critic begins as: a reward model, or with --reward also a language model, which gets a new "
-        "head; empty with --reward: the actor's; algorithms without a critic need none",
+        "initial critic: a reward model, or with --reward a language model too (new head); empty with "
+        "--reward: the actor's",
     )
     actor_learning_rate: float = flag(9.65e-6, "peak learning rate of the actor", low=0)
     critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", low=0)

@@ -81,15 +81,17 @@ class SourceArguments:
         "model's triptych.json says, else human_assistant",
         choices=("human_assistant", "chat", "plain"),
     )
-    max_bad_rows: int = flag(100, "stop when more rows than this cannot be read", may_change=True, low=0)
-    score_column: str = flag("helpfulness", "orders the answers to a prompt, where each row is one of them")
+    max_bad_rows: int = flag(100, "stop when more than N rows cannot be read", may_change=True, low=0)
+    score_column: str = flag(
+        "helpfulness", "column that ranks the answers of a prompt, for data with one answer a row"
+    )
 
 
 @dataclass
 class DataArguments(SourceArguments):
     """How the data are shared between the steps, and what is held out."""
 
-    data_split: str = flag("2,4,4", "shares of every data set for steps 1, 2 and 3; disjoint and stable")
+    data_split: str = flag("2,4,4", "share of each data set for steps 1, 2 and 3; disjoint and stable")
     eval_fraction: float = flag(
         0.05, "held-out share of a data set that brings no evaluation part", low=0, below=1
     )
@@ -99,16 +101,16 @@ class DataArguments(SourceArguments):
 class PairArguments:
     """Pairs of answers."""
 
-    max_pairs_per_prompt: int = flag(10, "pairs made at most of one prompt's answers", low=1)
+    max_pairs_per_prompt: int = flag(10, "maximum pairs made of one prompt's answers", low=1)
 
 
 @dataclass
 class TokenizerArguments:
     """The end-of-turn token, one across all steps."""
 
-    add_eot_token: bool = flag(False, "add --eot_token to the vocabulary when the tokenizer lacks it")
+    add_eot_token: bool = flag(False, "add --eot_token to the vocabulary if the tokenizer lacks it")
     eot_token: str = flag("", "text of the end-of-turn token; empty: the tokenizer's EOS")
-    trust_remote_code: bool = flag(False, "run code that comes with a hub model", may_change=True)
+    trust_remote_code: bool = flag(False, "run the code of a hub model", may_change=True)
 
 
 @dataclass
@@ -121,7 +123,7 @@ class LoraArguments:
     )
     lora_module_name: str = flag(
         "auto",
-        "adapt the linear layers whose name contains this; auto: all of them but the head",
+        "adapt linear layers whose name contains this; auto: all but the head",
         only_with="lora_dim",
     )
     only_optimize_lora: bool = flag(
@@ -138,7 +140,7 @@ class ScheduleArguments:
 
     gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step", may_change=True, low=1)
     num_train_epochs: int = flag(1, "passes over the data", may_change=True, low=1)
-    max_train_steps: int = flag(0, "stop after this many steps; 0: whole epochs", may_change=True, low=0)
+    max_train_steps: int = flag(0, "stop after N steps; 0: whole epochs", may_change=True, low=0)
     lr_scheduler_type: str = flag(
         "cosine",
         "learning-rate schedule",
@@ -159,12 +161,12 @@ class PackingArguments:
 
     packed: bool = flag(
         False,
-        "no padding: sequences end to end (GPU), or micro-batches of like lengths (CPU)",
+        "pack sequences without padding (GPU), or group rows of similar length (CPU)",
         may_change=True,
     )
     max_tokens_per_micro_batch: int = flag(
         0,
-        "cut micro-batches by tokens, padding included, in place of rows; 0: by rows",
+        "size micro-batches by tokens, padding included, not by rows; 0: by rows",
         may_change=True,
         low=0,
     )
@@ -175,11 +177,11 @@ class TrainArguments:
     """Batches, optimizer and memory of a single-model program."""
 
     max_seq_len: int = flag(
-        512, "tokens of prompt and response at most; longer rows are truncated and counted", low=4
+        512, "maximum tokens of prompt and response; longer rows are truncated and counted", low=4
     )
     per_device_train_batch_size: int = flag(16, "rows per rank and micro-batch", may_change=True, low=1)
     per_device_eval_batch_size: int = flag(16, "rows per rank and evaluation batch", may_change=True, low=1)
-    group_by_length: bool = flag(False, "let rows of like length meet in a batch: less padding to compute")
+    group_by_length: bool = flag(False, "batch rows of similar length together: less padding")
     weight_decay: float = flag(0.0, "AdamW weight decay of matrices (biases and norms have none)", low=0)
     num_warmup_steps: int = flag(
         0, "optimizer steps of linear warm-up", low=0, only_with="lr_scheduler_type!=constant"
@@ -193,7 +195,7 @@ class TrainArguments:
         0, "evaluate every so many steps too; 0: only before, and after each epoch", may_change=True, low=0
     )
     eval_iters: int = flag(
-        100, "evaluation batches per rank at most; 0: the whole held-out part", may_change=True, low=0
+        100, "maximum evaluation batches per rank; 0: the whole held-out part", may_change=True, low=0
     )
 
 
@@ -201,39 +203,43 @@ class TrainArguments:
 class RunArguments:
     """Precision, offload, seeds, output and launcher."""
 
-    output_dir: str = flag("", "folder of all that is saved; empty: nothing is", may_change=True)
+    output_dir: str = flag("", "folder of everything that is saved; empty: nothing is saved", may_change=True)
     overwrite_output_dir: bool = flag(
-        False, "let a new run replace what an earlier one left in --output_dir", may_change=True
+        False, "replace what an earlier run left in --output_dir", may_change=True
     )
     dtype: str = flag(
         "",
-        "weights and activations; empty: bf16 on a GPU that has it, else fp32",
+        "dtype of weights and activations; empty: bf16 on a GPU that has it, else fp32",
         choices=("fp32", "bf16", "fp16"),
     )
     offload: str = flag(
         "none",
-        "keep on the CPU: optimizer state, parameters (ZeRO-3 only), or all that can be; alone: all",
+        "offload to the CPU: optimizer state, parameters (ZeRO-3 only), or all; without a value: all",
         choices=("none", "optimizer", "param", "all"),
         const="all",
         may_change=True,
     )
-    gradient_clipping: float = flag(1.0, "largest global gradient norm; 0 turns clipping off", low=0)
+    gradient_clipping: float = flag(1.0, "maximum global gradient norm; 0: no clipping", low=0)
     adam_beta2: float = flag(0.95, "AdamW beta2", low=0, below=1)
     pad_vocab_multiple: int = flag(
-        1, "pad the embeddings to a multiple of this while training", low=1, high=2**16
+        1, "pad the vocabulary to a multiple of this during training", low=1, high=2**16
     )
     seed: int = flag(1234, "seed of shuffling, dropout, new weights and sampling", low=-(2**32), high=2**32)
-    trackers: list[str] = flag([], "send the numbers to these too", choices=TRACKERS, may_change=True)
+    trackers: list[str] = flag(
+        [], "experiment trackers that get the metrics too", choices=TRACKERS, may_change=True
+    )
     tensorboard_path: str = flag(
         "",
         "folder of TensorBoard's event files; empty: OUTPUT_DIR/tensorboard",
         may_change=True,
         only_with="trackers=tensorboard",
     )
-    log_interval: int = flag(1, "print a line every so many steps (files have all)", may_change=True, low=1)
+    log_interval: int = flag(
+        1, "print a line every N steps; metrics.jsonl has every step", may_change=True, low=1
+    )
     ds_config: str = flag("", "JSON file merged over the DeepSpeed configuration that the flags make")
     plugins: list[str] = flag(
-        [], "modules to import first: what they register can be named by flags", may_change=True
+        [], "modules to import first; what they register can be named by flags", may_change=True
     )
     dry_run: bool = flag(
         False,
@@ -256,21 +262,19 @@ class CheckpointArguments:
     save_total_limit: int = flag(2, "checkpoints that are kept, the newest; 0: all", may_change=True, low=0)
     resume: str = flag(
         "auto",
-        "go on from the newest whole checkpoint in --output_dir, from none (never), or from this one",
+        "auto: resume from the newest valid checkpoint in --output_dir; never; or a checkpoint's path",
         may_change=True,
     )
     on_save_error: str = flag(
         "go_on",
-        "when a checkpoint cannot be written: train on and try again when the next is due, or stop",
+        "when a checkpoint cannot be written: go_on trains on and retries at the next save, stop exits",
         choices=("go_on", "stop"),
         may_change=True,
     )
-    max_bad_steps: int = flag(
-        3, "stop after refusing more steps than this for numbers that are not finite", may_change=True, low=0
-    )
+    max_bad_steps: int = flag(3, "skip at most this many non-finite steps, then stop", may_change=True, low=0)
     collective_timeout: float = flag(
         1800.0,
-        "seconds after which a rank that does not come ends all of them",
+        "seconds to wait for a rank before all ranks are stopped",
         may_change=True,
         low=1,
         high=1e7,

@@ -21,7 +21,6 @@ from bad_inputs import (
     flip_bit,
     good_rows,
     open_place,
-    torn_gzip,
     weights_file,
 )
 from program_runs import ROOT, STEPS, as_flags, environment, files_in
@@ -92,11 +91,9 @@ ALL_BAD = {"data_split": "1,0,0", "max_bad_rows": 0}
 DATA = [
     Row("UTF-16", 1, rows(good_rows().encode("utf-16")), ["rows.jsonl:1", "not UTF-8"]),
     Row("binary", 1, rows(bytes(range(256)) * 40), ["--data_path", "rows.jsonl:1", "not"]),
-    Row("torn gzip", 1, rows(torn_gzip(), "rows.jsonl.gz"), ["rows.jsonl.gz", "cannot be read as .jsonl.gz"]),
     Row("torn parquet", 2, rows(b"PAR1 and no more", "rows.parquet"), ["rows.parquet", "cannot be read"]),
     Row("torn list", 2, rows(f"[{good_rows(1)}", "rows.json"), ["rows.json", "not a JSON list"]),
     Row("open quote", 1, rows('prompt,answer\n"a,b\n', "rows.csv"), ["rows.csv:", "not CSV"]),
-    Row("other columns", 3, rows('{"question": "a"}\n' * 9), ["'question'", "step 3 reads"]),
     Row("no object", 1, rows("[1, 2]\n3\n"), ["rows.jsonl:1", "JSON list"]),
     Row("nested", 1, rows('{"prompt":' + "[" * 9000 + "\n"), ["rows.jsonl:1", "nested too deeply"]),
     Row("half a character", 1, rows(json.dumps({"prompt": "\ud800", "answer": "b"}) + "\n", **ALL_BAD),
@@ -105,9 +102,6 @@ DATA = [
     Row("text for step 3", 3, rows('{"text": "a"}\n' * 9), ["rows.jsonl:1", "no prompt"]),
     Row("all alike", 2, rows('{"prompt": "a", "chosen": "b", "rejected": "b"}\n' * 9),
         ["none of its 9 rows"]),
-    Row("one bad row too many", 1,
-        rows(good_rows(40) + '{"prompt": 3}\n' * 9, data_split="1,0,0", max_bad_rows=8),
-        ["--max_bad_rows 8", "rows.jsonl:41"]),
     Row("no train file", 1, lambda p: p.rows(good_rows(), "notes.jsonl") | {"data_path": p.folder},
         ["no train* file", "notes.jsonl"]),
     Row("torn saved data set", 1, lambda p: p.file("x", "{", "dataset_dict.json") and {"data_path": p.folder},

@@ -62,21 +62,6 @@ def test_more_pairs_than_were_asked_about(flags, tmp_path, capsys, lone_process,
     assert len(read_curve(tmp_path / "output", "dpo/loss")) == 3
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"center_coef": 0.1}, "--center_coef 0.1 does nothing with --loss dpo; leave it out"),
-        ({"use_margin": True}, "--use_margin True does nothing with --loss dpo"),
-        ({"loss": "end_score", "beta": 0.5}, "--beta 0.5 does nothing with --loss end_score"),
-    ],
-    ids=str,
-)
-def test_flags_of_the_other_loss(flags, capsys, more, message):
-    with pytest.raises(SystemExit) as left:
-        run_here(2, flags | more)
-    assert left.value.code == 2 and message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_two_ranks_learn_the_same(flags, forks, tmp_path, lone_process, no_pictures):
     run_here(2, flags)
