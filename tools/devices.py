@@ -124,7 +124,6 @@ class PPOPlanArguments:
     generation_slots: int = flag(
         0, "sequences that are generated at a time on a replica; 0: up to 128", low=0
     )
-    max_out_tokens: int = flag(0, "tokens a slot has room for; 0: what the lengths need", low=0)
     tp_gather_partition_size: int = flag(8, "layers that are gathered at a time under ZeRO 3", low=1)
     unpin_actor_parameters: bool = flag(False, "under ZeRO 3 gather layer by layer in every pass")
     release_inference_cache: bool = flag(False, "free keys, values and buffers after generation")

@@ -389,8 +389,7 @@ def _generation(run: Run, role: Role, verb: str) -> Iterator[tuple[str, float, f
     args, b = run.args, run.num_bytes
     is_on = verb == "generate"
     stays = is_on or (args.enable_hybrid_engine and not args.release_inference_cache)
-    length = max(args.max_out_tokens if args.enable_hybrid_engine else 0, run.length)
-    keys = float(run.num_slots * length * kv_bytes_per_token(role.model.config, b, run.tp_size))
+    keys = float(run.num_slots * run.length * kv_bytes_per_token(role.model.config, b, run.tp_size))
     if not args.enable_hybrid_engine:  # transformers' cache grows by copying, a layer at a time
         keys *= 1 + 1 / role.model.num_layers
     if stays:

@@ -352,8 +352,7 @@ def assumption_lines(run: Run) -> list[str]:
         again = "are computed again" if is_recomputed(run) else "are the sampler's"
         how = "gathered layer by layer" if run.gathers_by_layer else f"by replicas of {run.tp_size}"
         lines += [
-            f"generation {how}: {run.num_slots} sequences at a time, "
-            f"slots of {max(args.max_out_tokens, run.length)} tokens",
+            f"generation {how}: {run.num_slots} sequences at a time, slots of {run.length} tokens",
             f"log-probabilities at rollout {again} (--old_logprobs {args.old_logprobs})",
             "no text for --unsupervised_dataset_name, no evaluation, no reward but the model's",
         ]

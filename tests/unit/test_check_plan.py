@@ -18,7 +18,9 @@ from tools.memory_plan import plan_memory
 from tools.plan import build_run, find_suggestion
 from tools.plan import main as check
 
-OWN_FLAGS = {"stage", "no_critic", "json"} | {f.name for f in dataclasses.fields(HardwareArguments)}
+OWN_FLAGS = {"stage", "no_critic", "reward_model_name_or_path", "json"} | {
+    f.name for f in dataclasses.fields(HardwareArguments)
+}
 STEPS = (SFTArguments, RewardArguments, PPOArguments)
 LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 6, "num_attention_heads": 16}
 

@@ -62,7 +62,7 @@ def build(score_of=lambda sample: sample, *, num_samples=2, rounds=0, source="ro
     return Rollout(
         roles,
         PromptPlace(PROMPTS, 1),
-        OldLogprobs(source, 1e-3),
+        OldLogprobs(source),
         TokenCap(64),
         ScoreSum(specs, {"function_f": texts} if texts else {}, lambda ids: f"<{len(ids)}>"),
         num_samples_per_prompt=num_samples,
@@ -170,6 +170,6 @@ def test_the_support_of_each_token_is_packed_beside_it():
 
 
 def test_stale_rollouts_are_always_rescored():
-    stale = OldLogprobs("auto", 1e-3, is_stale=True)
+    stale = OldLogprobs("auto", is_stale=True)
     assert stale.judge(1e-9) is None and stale.recomputes
     assert dataclasses.is_dataclass(Rollout)
