@@ -15,134 +15,16 @@ arXiv:1910.02054 section 3, and counted on engines of DeepSpeed 0.19; bf16 runs 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-from common.engine.ds_config import EngineOptions, build_frozen_config, build_train_config
-from common.generation.generate import DEFAULT_SLOTS
+from common.generation.generate import PREFILL_TOKENS
 from common.generation.kv_cache import kv_bytes_per_token
-from common.models.loading import LoraOptions
-from tools.devices import Hardware
-from tools.model_sizes import Activations, ModelSizes, SwitchSizes, head_bytes, trace_activations
+from common.models.output_head import CPU_CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS
+from tools.planned_run import Hardware, Role, Run
 
-PREFILL_TOKENS = 4096  # of prompts that common/generation/generate.py reads together
-LOGIT_CHUNK = {True: 2**22, False: 2**26}  # elements, by is_cpu: common/models/output_head.py
-RECORD_BYTES = 44  # of a response token in step 3's record, on every rank
-
+RECORD_BYTES = 44  # of a response token in step 3's rollout batch
 TRAINING = ("backward", "reduce", "step")  # all activations, all gradients, the optimizer's copies
 
 Holdings = dict[tuple[str, str], float]  # (role, item) -> bytes
-
-
-@dataclass(frozen=True)
-class Role:
-    """One model of a run."""
-
-    name: str
-    model: ModelSizes
-    zero_stage: int  # as it is run
-    is_trained: bool = True
-    lora: LoraOptions = LoraOptions()
-    is_checkpointed: bool = False
-    offload: str = "none"  # a frozen model's: none | param
-    is_adapter_off: bool = False  # the actor without its adapters: no weights of its own
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank holds a part of the weights."""
-        return self.zero_stage == 3
-
-    @property
-    def params_on_cpu(self) -> bool:
-        """Whether its weights are kept on the CPU."""
-        return self.offload in ("param", "all") and (self.is_sharded or not self.is_trained)
-
-    @property
-    def states_on_cpu(self) -> bool:
-        """Whether its optimizer is kept on the CPU."""
-        return self.offload in ("optimizer", "all") and self.is_trained
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything that a plan depends on."""
-
-    args: Any  # the flags: PlanArguments
-    hardware: Hardware
-    dtype: str
-    roles: tuple[Role, ...]
-    length: int  # tokens of a sequence
-    tokens_per_pass: int  # of a training micro-batch, and of step 3's scoring
-    tokens_per_evaluation: int
-    sequences_per_update: int  # of a rank and optimizer step
-    num_micro_batches: int  # of an optimizer step
-    num_samples: int  # responses of a rank in a PPO step
-    num_ranks: int
-    num_bytes: int  # of a weight
-    ds_overrides: dict[str, Any]
-
-    @property
-    def actor(self) -> Role | None:
-        """The role that generates, None in steps 1 and 2."""
-        return next((role for role in self.roles if role.name == "actor"), None)
-
-    @property
-    def tp_size(self) -> int:
-        """Ranks that generate together: 1 without a plan for the family, as in the hybrid engine."""
-        asked = self.args.inference_tp_size if self.args.enable_hybrid_engine and self.actor else 1
-        return asked if asked > 1 and self.actor.model.cuts(asked) else 1
-
-    @property
-    def gathers_by_layer(self) -> bool:
-        """Whether generation gathers ZeRO-3 weights in every pass."""
-        args = self.args
-        return args.enable_hybrid_engine and args.unpin_actor_parameters and self.actor.is_sharded
-
-    @property
-    def num_slots(self) -> int:
-        """Sequences that a replica runs at a time; transformers' generate runs all of a batch."""
-        waiting = self.args.per_device_generation_batch_size * self.args.num_samples_per_prompt * self.tp_size
-        if not self.args.enable_hybrid_engine:
-            return waiting
-        return min(self.args.generation_slots or DEFAULT_SLOTS, waiting)
-
-    def zero(self, role: Role) -> "ZeroSettings":
-        """Return what the role's DeepSpeed configuration says."""
-        build = build_train_config if role.is_trained else build_frozen_config
-        options = EngineOptions(role.zero_stage, self.dtype, role.offload, overrides=self.ds_overrides)
-        section = build(options)["zero_optimization"]
-        return ZeroSettings(**{key: section[key] for key in ZeroSettings._fields if key in section})
-
-    @property
-    def is_flash(self) -> bool:
-        """Whether attention keeps no mask: packed sequences, or flash-attn; both want a GPU and 16 bits."""
-        is_usable = not self.hardware.is_cpu and self.dtype != "fp32"
-        return is_usable and (self.args.flash_attention or self.args.packed)
-
-    def activations(self, role: Role) -> Activations:
-        """Return those of one sequence."""
-        return trace_activations(role.model, self.dtype, self.length, is_flash=self.is_flash)
-
-    def switch_sizes(self) -> SwitchSizes:
-        """Return what the change to generate mode moves and holds."""
-        actor = self.actor
-        return actor.model.switch_sizes(
-            num_ranks=self.num_ranks,
-            tp_size=self.tp_size,
-            is_sharded=actor.is_sharded,
-            layers_per_group=self.args.tp_gather_partition_size,
-            lora=actor.lora,
-        )
-
-
-class ZeroSettings(NamedTuple):
-    """Keys of DeepSpeed's zero_optimization, in elements, and their defaults there."""
-
-    reduce_bucket_size: float = 5e8
-    stage3_prefetch_bucket_size: float = 5e7
-    stage3_max_reuse_distance: float = 1e9
-    stage3_param_persistence_threshold: float = 1e5
-    sub_group_size: float = 1e9
-    memory_efficient_linear: bool = True
 
 
 @dataclass(frozen=True)
@@ -187,8 +69,14 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         """Whether everything has room; the CPU's is checked where it is known."""
+        return self.lacking == 0
+
+    @property
+    def lacking(self) -> float:
+        """Bytes that are too many, of the device and of the CPU's memory; 0 where it fits."""
         known = self.hardware.cpu_memory_bytes
-        return self.left >= 0 and (not known or max(self.cpu_peak, self.loading_bytes) <= known)
+        on_cpu = max(self.cpu_peak, self.loading_bytes) - known if known else 0.0
+        return max(-self.left, 0.0) + max(on_cpu, 0.0)
 
     def of_phase(self, phase: str) -> Moment:
         """Return the moment of a phase that holds most."""
@@ -197,19 +85,17 @@ class MemoryPlan:
 
 def plan_memory(run: Run) -> MemoryPlan:
     """Return the plan of a run."""
-    moments = [_moment(run, "idle", "", "idle")]
-    if run.actor:
-        moments.append(_moment(run, "generate", "actor", "generate"))
-    moments += [_moment(run, "score" if run.actor else "evaluate", r.name, "score") for r in run.roles]
-    for role in run.roles:
-        if role.is_trained:
-            moments += [_moment(run, f"train {role.name}", role.name, verb) for verb in TRAINING]
+    turns = [("idle", "", "idle")] + ([("generate", "actor", "generate")] if run.actor else [])
+    turns += [("score" if run.actor else "evaluate", role.name, "score") for role in run.roles]
+    trained = [role.name for role in run.roles if role.is_trained]
+    turns += [(f"train {name}", name, verb) for name in trained for verb in TRAINING]
+    moments = tuple(_moment(run, *turn) for turn in turns)
     # Each rank reads all weights and then moves them; under ZeRO 3 the first rank hands them out.
     loading = [
         run.num_bytes * role.model.num_params * (1 if role.is_sharded else run.hardware.num_gpus)
         for role in run.roles
     ]
-    return MemoryPlan(tuple(moments), run.hardware, float(max(loading)))
+    return MemoryPlan(moments, run.hardware, float(max(loading)))
 
 
 def _moment(run: Run, phase: str, busy: str, verb: str) -> Moment:
@@ -224,7 +110,7 @@ def _moment(run: Run, phase: str, busy: str, verb: str) -> Moment:
     if run.actor:
         args = run.args
         by_sample = RECORD_BYTES * args.max_answer_seq_len + 8 * args.max_prompt_seq_len
-        cpu["all", "record of a step, of all ranks"] = float(run.num_samples * run.num_ranks * by_sample)
+        cpu["all", "rollout batch"] = float(run.num_samples * run.num_ranks * by_sample)
     gpu["all", "reserved"] = run.hardware.reserved_bytes
     if run.hardware.is_cpu:  # one and the same memory
         gpu |= {key: gpu.get(key, 0.0) + num_bytes for key, num_bytes in cpu.items()}
@@ -262,7 +148,7 @@ def role_holdings(run: Run, role: Role, verb: str, phase: str) -> Iterator[tuple
     if role is run.actor:
         yield from _generation(run, role, verb)
         if run.args.ema_decay:
-            average = 4.0 * role.model.counts(role.lora).num_trained / _shards(run, role, from_stage=3)
+            average = 4.0 * role.num_trained / _shards(run, role, from_stage=3)
             yield _placed("EMA", average, on_cpu=role.params_on_cpu)
 
 
@@ -271,7 +157,7 @@ def _placed(item: str, num_bytes: float, *, on_cpu: bool) -> tuple[str, float, f
 
 
 def _shards(run: Run, role: Role, *, from_stage: int) -> int:
-    return run.num_ranks if role.zero_stage >= from_stage else 1
+    return run.num_ranks if role.zero.stage >= from_stage else 1
 
 
 def _weights(run: Run, role: Role, verb: str) -> Iterator[tuple[str, float, float]]:
@@ -283,21 +169,20 @@ def _weights(run: Run, role: Role, verb: str) -> Iterator[tuple[str, float, floa
     if not role.is_sharded:
         yield _placed("weights", float(b * counts.num_params), on_cpu=role.params_on_cpu and verb == "idle")
         return
-    small = role.model.num_small(run.zero(role).stage3_param_persistence_threshold)
+    small = role.model.num_small(role.zero.param_persistence_threshold)
     yield "weights", float(b * small), 0.0
     yield _placed("weights", b * (counts.num_params - small) / run.num_ranks, on_cpu=role.params_on_cpu)
 
 
 def _training_state(run: Run, role: Role, verb: str) -> Iterator[tuple[str, float, float]]:
     """Yield gradients, optimizer states and buffers: see the table above."""
-    b, n, stage = run.num_bytes, run.num_ranks, role.zero_stage
-    trained = role.model.counts(role.lora).num_trained
+    b, n, stage, trained = run.num_bytes, run.num_ranks, role.zero.stage, role.num_trained
     shard = trained / _shards(run, role, from_stage=1)
     has_copy = run.dtype != "fp32" or stage > 0
     states = (8 + (4 if has_copy else 0)) * shard
     is_away = verb == "generate" and run.args.offload_states_for_generation
     yield _placed("optimizer", states, on_cpu=role.states_on_cpu or is_away)
-    bucket = run.zero(role).reduce_bucket_size
+    bucket = role.zero.reduce_bucket_size
     bucket = min(bucket, trained) if run.hardware.is_cpu else bucket  # pages nobody writes take no memory
     if role.states_on_cpu:  # fp32 gradients there, and the weights or gradients on their way
         yield "gradients", 0.0, (4 + b) * shard
@@ -321,7 +206,7 @@ def _training_state(run: Run, role: Role, verb: str) -> Iterator[tuple[str, floa
     if verb in ("wait", "step") and stage < 3 and not role.states_on_cpu:
         yield "gradients", b * shard, 0.0
     if verb == "step" and not role.states_on_cpu and has_copy:
-        at_once = min(shard, run.zero(role).sub_group_size) if stage == 3 else shard
+        at_once = min(shard, role.zero.sub_group_size) if stage == 3 else shard
         flat = b if run.dtype != "fp32" and stage > 0 else 0
         yield "step's buffers", (4 + flat) * at_once, 0.0
 
@@ -333,33 +218,37 @@ def _gathered(run: Run, role: Role, verb: str) -> float:
     saves a view of its weight, unless layers are recomputed; then what the backward pass will need within the
     reuse distance, which a layer's forward, recomputation and backward each count for.
     """
-    settings, model = run.zero(role), role.model
-    ahead = min(settings.stage3_prefetch_bucket_size, model.num_params)
+    settings, model = role.zero, role.model
+    ahead = min(settings.prefetch_bucket_size, model.num_params)
     held = model.largest_module + 2 * ahead  # fetched together and then copied apart
     if verb == "reduce":
         held += model.largest_module  # its gradient
     if verb == "backward":
         if role.is_checkpointed or settings.memory_efficient_linear:
-            held += settings.stage3_max_reuse_distance / (3 if role.is_checkpointed else 2)
+            held += settings.max_reuse_distance / (3 if role.is_checkpointed else 2)
         else:
             held += model.num_params
     return run.num_bytes * min(held, 2 * model.num_params)
 
 
-def head_work(run: Run, role: Role, num_tokens: float, *, is_training: bool) -> float:
-    """Return what the head holds for the scored ones among a pass's tokens."""
-    return head_bytes(
-        role.model,
-        scored_tokens(run, role, num_tokens),
-        run.num_bytes,
-        chunk=LOGIT_CHUNK[run.hardware.is_cpu],
-        is_training=is_training,
-        has_entropy=run.actor is not None,
-        is_trained=not (role.lora.dim and role.lora.only_optimize_lora),
-    )
+def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) -> float:
+    """Return what the head holds for the scored ones among a pass's tokens: a chunk of logits, their
+    gradients and what is upcast of them (measured); for a value model the values' inputs in fp32.
+    """
+    b, model, num_scored = run.num_bytes, role.model, scored_tokens(run, num_tokens)
+    if model.is_value_model:
+        return num_scored * model.hidden_size * 4 * (2 if is_training else 1)
+    chunk = CPU_CHUNK_ELEMENTS if run.hardware.is_cpu else GPU_CHUNK_ELEMENTS
+    logits = min(chunk, num_scored * model.vocabulary)
+    if not is_training:
+        return logits * (b + (8 if run.actor else 4))  # step 3 wants the entropy too
+    work = logits * ((2 * b + 8) if run.actor else (b + 8))
+    work += num_scored * model.hidden_size * b
+    is_trained = not (role.lora.dim and role.lora.only_optimize_lora)
+    return work + (model.num_head * (4 + b) if is_trained else 0)  # its gradient is added up in fp32
 
 
-def scored_tokens(run: Run, role: Role, num_tokens: float) -> float:
+def scored_tokens(run: Run, num_tokens: float) -> float:
     """Return how many of a pass's tokens reach the head: the responses in step 3."""
     return num_tokens * run.args.max_answer_seq_len / run.length if run.actor else num_tokens
 
@@ -367,7 +256,7 @@ def scored_tokens(run: Run, role: Role, num_tokens: float) -> float:
 def _training_activations(run: Run, role: Role) -> float:
     found, model = run.activations(role), role.model
     num_sequences = run.tokens_per_pass / run.length
-    head = head_work(run, role, run.tokens_per_pass, is_training=True)
+    head = head_bytes(run, role, run.tokens_per_pass, is_training=True)
     layer_work = num_sequences * found.backward_work
     if role.is_checkpointed:
         kept = num_sequences * model.num_layers * run.length * model.hidden_size * run.num_bytes
@@ -379,7 +268,7 @@ def _training_activations(run: Run, role: Role) -> float:
 
 def _scoring_activations(run: Run, role: Role, num_tokens: int) -> float:
     found = run.activations(role)
-    head = head_work(run, role, num_tokens, is_training=False)
+    head = head_bytes(run, role, num_tokens, is_training=False)
     states = num_tokens * role.model.hidden_size * run.num_bytes * 2
     return max(num_tokens / run.length * found.forward_peak, states + head)
 
@@ -402,11 +291,11 @@ def _generation(run: Run, role: Role, verb: str) -> Iterator[tuple[str, float, f
         if stays:
             yield "gather buffers", float(b * sizes.staged), 0.0
         if is_on:
-            yield "slices of weights", float(b * sizes.held), 0.0
+            yield "slices of weights", float(b * sizes.new), 0.0
     if is_on:
         prompts = run.num_slots * args.max_prompt_seq_len
         most = PREFILL_TOKENS if args.enable_hybrid_engine else prompts
         prefill = max(min(prompts, most), args.max_prompt_seq_len) / run.length
-        # Logits of a token step, their fp32 weights for the draw, the integers these are added up as.
+        # Logits of a token step, their fp32 weights for the sampling, the integers these are added up as.
         draw = run.num_slots * role.model.vocabulary * (b + 20)
         yield "activations", max(prefill * run.activations(role).forward_peak / run.tp_size, draw), 0.0

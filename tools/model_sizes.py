@@ -7,12 +7,9 @@ autograd saves, and the most that a pass holds, of one and of two layers run on 
 """
 
 import copy
-import re
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -28,6 +25,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from common.generation.reshard_plan import group_by_layers, plan_move
 from common.generation.tp_plans import Cut, NoPlan, build_cuts, working_tp_sizes
 from common.models.loading import DTYPES, LoraOptions, linear_module_names, lora_targets, set_dropout
 
@@ -48,11 +46,10 @@ class Counts:
 class SwitchSizes:
     """Elements of one rank, the mean over ranks, when training weights become slices for generation."""
 
-    received_from_neighbours: float  # ranks that hold the same slice
-    received_from_all: float
-    held: int  # in new memory; what is a view of the trainer's costs nothing
+    from_gather_group: float  # received from ranks that hold the same slice
+    from_all: float  # received
+    new: int  # in new memory; what is a view of the trainer's costs nothing
     staged: int  # buffers of the largest group of layers that is moved at a time
-    slice: int  # what a token step reads
 
 
 class ModelSizes:
@@ -61,7 +58,7 @@ class ModelSizes:
     Raises ValueError for a family without a score head.
     """
 
-    def __init__(self, config: Any, *, is_value_model: bool = False, trust_remote_code: bool = False) -> None:
+    def __init__(self, config: Any, is_value_model: bool = False, trust_remote_code: bool = False) -> None:
         self.config, self.is_value_model = copy.deepcopy(config), is_value_model
         if is_value_model:
             self.config.num_labels = 1
@@ -83,11 +80,6 @@ class ModelSizes:
         return sum(prod(shape) for shape in self.shapes.values())
 
     @cached_property
-    def num_embedding(self) -> int:
-        """The input embedding, of which a token reads one row."""
-        return self.model.get_input_embeddings().weight.numel()
-
-    @cached_property
     def num_head(self) -> int:
         """What a scored token is multiplied with at the end, tied to the input embedding or not."""
         head = self.model.score if self.is_value_model else self.model.get_output_embeddings()
@@ -99,7 +91,8 @@ class ModelSizes:
         is_tied = not self.is_value_model and (
             self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
         )
-        return self.num_params - self.num_embedding - (0 if is_tied else self.num_head)
+        embedding = self.model.get_input_embeddings().weight.numel()  # of which a token reads one row
+        return self.num_params - embedding - (0 if is_tied else self.num_head)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -157,94 +150,28 @@ class ModelSizes:
 
     @lru_cache  # noqa: B019
     def switch_sizes(
-        self, *, num_ranks: int, tp_size: int, is_sharded: bool, layers_per_group: int, lora: LoraOptions
+        self, num_ranks: int, tp_size: int, is_sharded: bool, layers_per_group: int, lora: LoraOptions
     ) -> SwitchSizes:
-        """Return what `common/generation/reshard_plan.py` moves and holds; it has the formulas."""
+        """Return what the hybrid engine moves and holds, by its own plan."""
         cuts = self.cuts(tp_size)
         tp_size = tp_size if cuts else 1
-        merged = {f"{name}.weight" for name in self.adapted_modules(lora.module_name)} if lora.dim else set()
-        moves = {}
-        for name, shape in self.shapes.items():
-            move = moves[name] = plan_move(shape, cuts.get(name), num_ranks, tp_size, is_sharded)
-            if name in merged:  # W + scaling B A is a new tensor, whatever W's slice was
-                moves[name] = Move(move.local, move.local, move.neighbours, move.everyone, move.staged)
+        moves = {
+            name: plan_move(shape, cuts.get(name), num_ranks, tp_size, is_sharded)
+            for name, shape in self.shapes.items()
+        }
+        for name in self.adapted_modules(lora.module_name) if lora.dim else ():
+            # W + scaling B A is a new tensor, whatever W's slice was.
+            move = moves[f"{name}.weight"]
+            moves[f"{name}.weight"] = move._replace(new=move.slice)
         num_adapter = self.counts(lora).num_adapter
         from_all = num_adapter * (num_ranks - 1) / num_ranks if is_sharded else 0.0
+        groups = group_by_layers(list(moves), layers_per_group)
         return SwitchSizes(
-            received_from_neighbours=sum(move.neighbours for move in moves.values()),
-            received_from_all=from_all + sum(move.everyone for move in moves.values()),
-            held=sum(move.held for move in moves.values()),
-            staged=max(
-                sum(moves[name].staged for name in names)
-                for names in group_by_layers(list(moves), layers_per_group)
-            ),
-            slice=sum(move.local for move in moves.values()),
+            from_gather_group=sum(move.from_gather_group for move in moves.values()),
+            from_all=from_all + sum(move.from_all for move in moves.values()),
+            new=sum(move.new for move in moves.values()),
+            staged=max(sum(moves[name].staged for name in names) for names in groups),
         )
-
-
-@dataclass(frozen=True)
-class Move:
-    """Elements of one weight on one rank: its slice, what of it is new memory, what comes from whom."""
-
-    local: int
-    held: int
-    neighbours: float = 0.0
-    everyone: float = 0.0
-    staged: int = 0
-
-
-@lru_cache(maxsize=4096)
-def plan_move(
-    shape: tuple[int, ...], cut: Cut | None, num_ranks: int, tp_size: int, is_sharded: bool
-) -> Move:
-    """Return what becomes of a weight, by the routes of `common/generation/reshard_plan.py`."""
-    numel = prod(shape)
-    shard = -(-numel // num_ranks)
-    is_even = shard * num_ranks == numel
-    ranges = cut.ranges[0] if cut else ()
-    width = sum(stop - start for start, stop in ranges) if cut else 0
-    local = numel // shape[cut.dim] * width if cut else numel
-    if not is_sharded:
-        is_view = cut is None or (cut.dim == 0 and len(ranges) == 1)
-        return Move(local, 0 if is_view else local)
-    if num_ranks == 1:
-        return Move(local, 0)
-    whole = Move(local, local, everyone=(num_ranks - 1) * shard, staged=(num_ranks + 1) * shard)
-    if cut is None or local == numel:
-        return Move(local, local, everyone=(num_ranks - 1) * shard) if len(shape) > 1 and is_even else whole
-    step = shape[cut.dim] // tp_size
-    if cut.dim == 0:
-        if is_even and all(r == ((j * step, (j + 1) * step),) for j, r in enumerate(cut.ranges)):
-            others = num_ranks // tp_size - 1
-            return Move(local, local if others else 0, neighbours=others * shard)
-        scale = numel // shape[0]
-        own = [_overlap(cut, rank, shard, scale, num_ranks // tp_size) for rank in range(num_ranks)]
-        received = local - sum(own) / num_ranks
-    elif cut.dim == 1 and shard % prod(shape[1:]) == 0:
-        received = local - local / num_ranks  # its columns of its own rows are there
-    else:
-        return whole
-    return Move(local, local, everyone=received, staged=round(2 * received))
-
-
-def _overlap(cut: Cut, rank: int, shard: int, scale: int, gather_size: int) -> int:
-    """Return how many elements of a rank's shard belong into its own slice."""
-    first, last = rank * shard, (rank + 1) * shard
-    ranges = cut.ranges[rank // gather_size]
-    return sum(max(min(stop * scale, last) - max(start * scale, first), 0) for start, stop in ranges)
-
-
-def group_by_layers(names: list[str], num_layers: int) -> Iterator[list[str]]:
-    """Yield names that are moved together, as `common/generation/reshard_plan.py` groups them."""
-    group: list[str] = []
-    in_group = 0
-    for layer, run in groupby(names, lambda name: (re.search(r"\.(\d+)\.", name) or [None, None])[1]):
-        if group and (layer is None or in_group == num_layers):
-            yield group
-            group, in_group = [], 0
-        group += run
-        in_group = num_layers if layer is None else in_group + 1
-    yield group
 
 
 @dataclass(frozen=True)
@@ -310,29 +237,6 @@ def _trace(
         before = live.peak = live.now
         hidden.backward(hidden.detach())
         return saved, (forward_peak, live.peak - before)
-
-
-def head_bytes(
-    model: ModelSizes,
-    num_scored: float,
-    num_bytes: int,
-    *,
-    chunk: float,
-    is_training: bool,
-    has_entropy: bool,
-    is_trained: bool,
-) -> float:
-    """Return what `output_head.py` holds for scored tokens: `chunk` logits at most, their gradients
-    and what is upcast of them (measured); for a value model the values' inputs in fp32.
-    """
-    if model.is_value_model:
-        return num_scored * model.hidden_size * 4 * (2 if is_training else 1)
-    logits = min(chunk, num_scored * model.vocabulary)
-    if not is_training:
-        return logits * (num_bytes + (8 if has_entropy else 4))
-    work = logits * ((2 * num_bytes + 8) if has_entropy else (num_bytes + 8))
-    work += num_scored * model.hidden_size * num_bytes
-    return work + (model.num_head * (4 + num_bytes) if is_trained else 0)  # its gradient is added up in fp32
 
 
 class LiveBytes(TorchDispatchMode):

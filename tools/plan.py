@@ -8,52 +8,57 @@ out from the models' configurations (`memory_plan.py`, `traffic_plan.py`). Exit 
 """
 
 import json
-import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
-from common.engine.ds_config import effective_zero_stage, load_overrides
-from common.flags.args import Problems, parse_args
-from common.models.loading import DTYPES, LoraOptions
+from common.engine.ds_config import load_overrides
+from common.flags.args import Problems
 from common.programs import startup
-from tools.devices import (
-    Change,
-    Models,
-    PlanArguments,
-    apply,
-    build_hardware,
-    candidate_changes,
-    dtype_of,
-    find_problems,
-    hardware_lines,
-    has_score_head,
-    more_machines,
-    read_models,
-    sequences_of_row,
-)
 from tools.findings import run_tool
-from tools.memory_plan import TRAINING, MemoryPlan, Role, Run, plan_memory
+from tools.memory_plan import TRAINING, MemoryPlan, plan_memory
+from tools.plan_changes import Change, apply, find_changes
+from tools.planned_run import (
+    ARITHMETIC,
+    HOST,
+    INTER,
+    INTRA,
+    MEMORY,
+    PlanArguments,
+    Run,
+    build_run,
+    find_problems,
+    read_models,
+)
+from tools.step_flags import STEP_NAMES, parse_step_args
 from tools.traffic_plan import TrafficPlan, is_recomputed, plan_traffic, strided_group
-
-STEPS = {1: "step 1, SFT", 2: "step 2, reward model", 3: "step 3, PPO"}
-MOST_CHANGES = 4  # of one suggestion
-
-
-class Suggestion(NamedTuple):
-    """Changes that together make a run fit, and the bytes that are then left."""
-
-    changes: list[Change]
-    left: float
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Check the flags, plan, print; exit code 1 where the run does not fit, 2 where the flags are wrong."""
     startup.quiet_libraries()
     problems = Problems()
-    args = parse_args(PlanArguments, argv, description=__doc__.splitlines()[0], problems=problems)
+    args = parse_step_args(PlanArguments, argv, description=__doc__.splitlines()[0], problems=problems)
+    run = check_run(args, problems)
+    memory, traffic = plan_memory(run), plan_traffic(run)
+    changes = None if memory.fits else find_changes(args, models_of(run))
+    left = memory.left
+    if changes:
+        left = plan_memory(build_run(apply(args, changes), models_of(run))).left
+    lines = [*head_lines(run), "", *memory_lines(run, memory), "", *verdict_lines(run, memory, changes, left)]
+    lines += ["", *traffic_lines(run, traffic), "", *assumption_lines(run)]
+    print("\n".join(lines))
+    if args.json:
+        suggestion = {"changes": [change.flags for change in changes], "left": left} if changes else None
+        print(json.dumps(as_object(run, memory, traffic) | {"suggestion": suggestion}))
+    sys.stdout.flush()
+    if not memory.fits:
+        raise SystemExit(1)
+
+
+def check_run(args: Any, problems: Problems) -> Run:
+    """Return the run that the flags describe, or leave with all that is wrong with them."""
     models = read_models(args, problems)
     try:
         load_overrides(args)
@@ -63,144 +68,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         for problem in find_problems(args, models):
             problems.add(problem)
     problems.exit_if_any()
-    run = build_run(args, models)
-    memory, traffic = plan_memory(run), plan_traffic(run)
-    suggestion = None if memory.fits else find_suggestion(args, models)
-    lines = [*head_lines(run), "", *memory_lines(run, memory), "", *verdict_lines(run, memory, suggestion)]
-    lines += ["", *traffic_lines(run, traffic), "", *assumption_lines(run)]
-    print("\n".join(lines))
-    if args.json:
-        print(json.dumps(as_object(run, memory, traffic, suggestion)))
-    sys.stdout.flush()
-    if not memory.fits:
-        raise SystemExit(1)
+    return build_run(args, models)
 
 
-# ---- the run --------------------------------------------------------------------------------------------
-
-
-def build_run(args: PlanArguments, models: Models) -> Run:
-    """Return what the flags describe."""
-    dtype = dtype_of(args)
-    of_row = sequences_of_row(args)
-    if args.stage == 3:
-        roles = _build_ppo_roles(args, models, dtype)
-        length = args.max_prompt_seq_len + args.max_answer_seq_len
-        rows, evaluated = args.per_device_training_batch_size, 0
-    else:
-        name = "reward" if has_score_head(args) else "policy"
-        lora = LoraOptions(args.lora_dim, 0.0, args.lora_module_name, args.only_optimize_lora)
-        stage = effective_zero_stage(args.zero_stage, dtype)
-        roles = [Role(name, models["model"], stage, True, lora, args.gradient_checkpointing, args.offload)]
-        length = args.max_seq_len
-        rows, evaluated = args.per_device_train_batch_size, args.per_device_eval_batch_size
-    tokens_per_pass = args.max_tokens_per_micro_batch or rows * of_row * length
-    sequences_per_update = rows * of_row * args.gradient_accumulation_steps
-    prompts = args.per_device_generation_batch_size * args.generation_batches
-    return Run(
-        args=args,
-        hardware=build_hardware(args, dtype),
-        dtype=dtype,
-        roles=tuple(roles),
-        length=length,
-        tokens_per_pass=tokens_per_pass,
-        tokens_per_evaluation=evaluated * of_row * length,
-        sequences_per_update=sequences_per_update,
-        num_micro_batches=-(-sequences_per_update * length // tokens_per_pass),
-        num_samples=prompts * args.num_samples_per_prompt,
-        num_ranks=args.num_gpus * args.num_nodes,
-        num_bytes=DTYPES[dtype].itemsize,
-        ds_overrides=load_overrides(args),
-    )
-
-
-def _build_ppo_roles(args: PlanArguments, models: Models, dtype: str) -> list[Role]:
-    """Return the roles as `step3_ppo/role_builder.py` makes them."""
-    trained = {}
-    for name in ("actor", "critic"):
-        dim, part = getattr(args, f"{name}_lora_dim"), getattr(args, f"{name}_lora_module_name")
-        trained[name] = {
-            "zero_stage": effective_zero_stage(getattr(args, f"{name}_zero_stage"), dtype),
-            "lora": LoraOptions(dim, 0.0, part, args.only_optimize_lora) if dim else LoraOptions(),
-            "is_checkpointed": getattr(args, f"{name}_gradient_checkpointing"),
-            "offload": args.offload,
-        }
-
-    def frozen(name: str, like: str, *, is_offloaded: bool) -> Role:
-        stage = 3 if getattr(args, f"{like}_zero_stage") == 3 else 0
-        model = models["actor" if name == "reference" else name]
-        return Role(name, model, stage, is_trained=False, offload="param" if is_offloaded else "none")
-
-    roles = [Role("actor", models["actor"], **trained["actor"])]
-    if args.actor_lora_dim:
-        own = trained["actor"] | {"is_trained": False, "is_adapter_off": True, "offload": "none"}
-        roles.append(Role("reference", models["actor"], **own))
-    else:
-        roles.append(frozen("reference", "actor", is_offloaded=args.offload_reference_model))
-    if "critic" in models:
-        roles.append(Role("critic", models["critic"], **trained["critic"]))
-    if "reward" in models:
-        roles.append(frozen("reward", "critic", is_offloaded=args.offload_reward_model))
-    return roles
-
-
-# ---- what to change -------------------------------------------------------------------------------------
-
-
-def find_suggestion(args: PlanArguments, models: Models) -> Suggestion | None:
-    """Return the first single change that fits, else the first of the shortest combinations, each in its
-    gentlest variant; more GPUs only where no other flags do. Every candidate's plan is really made.
-    """
-    found = _search(args, models, sizes=range(1, MOST_CHANGES + 1))
-    if found:
-        return found
-    for machines in more_machines(args):
-        found = _search(apply(args, [machines]), models, sizes=range(MOST_CHANGES))
-        if found:
-            return Suggestion([machines, *found.changes], found.left)
-    return None
-
-
-def _search(args: PlanArguments, models: Models, sizes: Iterable[int]) -> Suggestion | None:
-    """Return the first of the combinations of so many changes that fits."""
-    candidates = candidate_changes(args, models, build_run(args, models).num_slots)
-    tried: dict[tuple[str, ...], float] = {}
-
-    def left(changes: Sequence[Change]) -> float:
-        """Return the bytes left: below 0 where it does not fit, -inf where the flags exclude each other."""
-        key = tuple(str(change.flags) for change in changes)
-        if key not in tried:
-            changed = apply(args, changes)
-            plan = None if find_problems(changed, models) else plan_memory(build_run(changed, models))
-            tried[key] = -math.inf if plan is None else plan.left if plan.fits else -1.0
-        return tried[key]
-
-    def strongest_of(chosen: Sequence[list[Change]]) -> list[Change] | None:
-        return next((s for s in _strongest(chosen) if left(s) > -math.inf), None)
-
-    # Where not even everything together fits, with or without ranks that generate together, nothing does.
-    without_tp = [v for v in candidates if not v or "inference_tp_size" not in v[0].flags]
-    if all(left(strongest_of(chosen) or []) < 0 for chosen in (candidates, without_tp)):
-        return None
-    for size in sizes:
-        for chosen in combinations(candidates, size):
-            strongest = strongest_of(chosen)
-            if strongest is None or left(strongest) < 0:
-                continue
-            for i in reversed(range(size)):  # the dearest is weakened first
-                weaker = ([*strongest[:i], variant, *strongest[i + 1 :]] for variant in chosen[i])
-                strongest = next(changes for changes in weaker if left(changes) >= 0)
-            return Suggestion(strongest, left(strongest))
-    return None
-
-
-def _strongest(chosen: Sequence[list[Change]]) -> Iterator[list[Change]]:
-    """Yield the strongest variants together, then with one of them weaker: not all go with all others."""
-    strongest = [variants[-1] for variants in chosen]
-    yield strongest
-    for i, variants in enumerate(chosen):
-        for variant in reversed(variants[:-1]):
-            yield [*strongest[:i], variant, *strongest[i + 1 :]]
+def models_of(run: Run) -> dict[str, Any]:
+    """Return the models by role."""
+    return {role.name: role.model for role in run.roles}
 
 
 # ---- printing -------------------------------------------------------------------------------------------
@@ -236,9 +109,9 @@ def head_lines(run: Run) -> list[str]:
         model, counts = role.model, role.model.counts(role.lora)
         trained = count_text(counts.num_trained) if role.is_trained else "-"
         family = model.config.model_type + (", adapters off" if role.is_adapter_off else "")
-        sizes = [str(model.num_layers), str(model.hidden_size), str(role.zero_stage)]
+        sizes = [str(model.num_layers), str(model.hidden_size), str(role.zero.stage)]
         rows.append([role.name, family, count_text(counts.num_params), trained, *sizes])
-    step = "step 2, DPO" if run.args.stage == 2 and run.args.loss == "dpo" else STEPS[run.args.stage]
+    step = "step 2, DPO" if run.args.stage == 2 and run.args.loss == "dpo" else STEP_NAMES[run.args.stage]
     title = f"{step}, on {machines}{hardware.num_gpus} x {hardware.name}, {run.dtype}"
     return [title, "", *grid(rows, num_left=2)]
 
@@ -279,16 +152,8 @@ def _item_rows(run: Run, columns: Sequence[dict[tuple[str, str], float]]) -> lis
     return rows
 
 
-def change_text(changes: Sequence[Change]) -> str:
-    """Return the changes as flags."""
-    flags: dict[str, Any] = {}
-    for change in changes:
-        flags |= change.flags
-    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items())
-
-
-def verdict_lines(run: Run, memory: MemoryPlan, suggestion: Suggestion | None) -> list[str]:
-    """Say whether it fits, and what would make it."""
+def verdict_lines(run: Run, memory: MemoryPlan, changes: Sequence[Change] | None, left: float) -> list[str]:
+    """Say whether it fits, and what would make it; `left` are the bytes of the GPU after the changes."""
     peak = memory.peak
     what = f"{peak.phase}, {peak.verb}" if peak.verb in TRAINING else f"{peak.phase} {peak.role}".strip()
     if memory.fits:
@@ -301,11 +166,14 @@ def verdict_lines(run: Run, memory: MemoryPlan, suggestion: Suggestion | None) -
     else:
         known, needed = run.hardware.cpu_memory_bytes, max(memory.cpu_peak, memory.loading_bytes)
         lines = [f"does not fit: a machine's CPU memory, {gib(needed)} GiB of {gib(known)}"]
-    if suggestion is None:
-        return [*lines, f"no {MOST_CHANGES} changes together make it fit: take a smaller model"]
-    costs = "; ".join(dict.fromkeys(change.cost for change in suggestion.changes))
-    lines.append(f"change: {change_text(suggestion.changes)}")
-    return [*lines, f"        leaves {gib(suggestion.left)} GiB; {costs}"]
+    if changes is None:
+        return [*lines, "no changes together make it fit: take a smaller model"]
+    flags: dict[str, Any] = {}
+    for change in changes:
+        flags |= change.flags
+    words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items()]
+    costs = "; ".join(dict.fromkeys(change.cost for change in changes))
+    return [*lines, f"change: {' '.join(words)}", f"        leaves {gib(left)} GiB; {costs}"]
 
 
 def traffic_lines(run: Run, traffic: TrafficPlan) -> list[str]:
@@ -332,10 +200,17 @@ def traffic_lines(run: Run, traffic: TrafficPlan) -> list[str]:
 
 def assumption_lines(run: Run) -> list[str]:
     """Name everything that the figures rest on."""
-    args = run.args
+    args, hardware, rates = run.args, run.hardware, run.hardware.rates
+    known = f"{args.cpu_memory_gib:g} GiB" if args.cpu_memory_gib else "not known, so not checked"
     by_kernel = "without a mask (flash-attn)" if run.is_flash else "torch's, with a mask of length x length"
     lines = [
-        *hardware_lines(args, run.hardware),
+        f"{rates[ARITHMETIC] / 1e12:.4g} TFLOP/s of matrix products and {rates[MEMORY] / 1e9:.4g} GB/s of "
+        f"memory are reached: {args.matmul_efficiency:.0%} and {args.memory_efficiency:.0%} of what is sold",
+        f"{rates[INTRA] / 1e9:.4g} GB/s come from ranks of the machine, {rates[INTER] / 1e9:.4g} from other "
+        f"machines, {rates[HOST] / 1e9:.4g} from the CPU: {args.link_efficiency:.0%}",
+        f"a collective takes {args.intra_node_latency_us:g} us for each doubling of ranks in a machine, "
+        f"{args.inter_node_latency_us:g} us for each of machines",
+        f"reserved of a device {hardware.reserved_bytes / 2**30:g} GiB; CPU memory {known}",
         "times are what these rates allow: launches, sampling, data and stragglers come on top",
         f"sequences are full: {run.length} tokens; a pass has {run.tokens_per_pass:,}, and an optimizer step "
         f"passes: {run.num_micro_batches}",
@@ -343,23 +218,22 @@ def assumption_lines(run: Run) -> list[str]:
         "ZeRO 3 gathers and reduces beside the arithmetic, lower stages after it",
     ]
     for role in run.roles:
-        zero = run.zero(role)
-        if role.is_trained and role.zero_stage:
-            kept = f", reuse distance {zero.stage3_max_reuse_distance:.2g}" if role.is_sharded else ""
-            bucket = f"gradient bucket {zero.reduce_bucket_size:.2g}"
-            lines.append(f"ZeRO {role.zero_stage} of the {role.name}, in elements: {bucket}{kept}")
+        if role.is_trained and role.zero.stage:
+            kept = f", reuse distance {role.zero.max_reuse_distance:.2g}" if role.is_sharded else ""
+            bucket = f"gradient bucket {role.zero.reduce_bucket_size:.2g}"
+            lines.append(f"ZeRO {role.zero.stage} of the {role.name}, in elements: {bucket}{kept}")
     if run.actor:
         again = "are computed again" if is_recomputed(run) else "are the sampler's"
         how = "gathered layer by layer" if run.gathers_by_layer else f"by replicas of {run.tp_size}"
         lines += [
             f"generation {how}: {run.num_slots} sequences at a time, slots of {run.length} tokens",
             f"log-probabilities at rollout {again} (--old_logprobs {args.old_logprobs})",
-            "no text for --unsupervised_dataset_name, no evaluation, no reward but the model's",
+            "no text for --unsupervised_dataset_name, no evaluation, no reward but models'",
         ]
     return ["assumed", *(f"  {line}" for line in lines)]
 
 
-def as_object(run: Run, memory: MemoryPlan, traffic: TrafficPlan, found: Suggestion | None) -> dict[str, Any]:
+def as_object(run: Run, memory: MemoryPlan, traffic: TrafficPlan) -> dict[str, Any]:
     """Return the plan for programs; bytes of a rank, seconds of a step."""
     moments = [
         {
@@ -372,7 +246,6 @@ def as_object(run: Run, memory: MemoryPlan, traffic: TrafficPlan, found: Suggest
         for m in memory.moments
     ]
     peak = {"phase": memory.peak.phase, "role": memory.peak.role, "verb": memory.peak.verb}
-    flags = [change.flags for change in found.changes] if found else None
     return {
         "name": "plan",
         "flags": asdict(run.args),
@@ -380,7 +253,6 @@ def as_object(run: Run, memory: MemoryPlan, traffic: TrafficPlan, found: Suggest
         "hardware": asdict(run.hardware),
         "parameters": {r.name: asdict(r.model.counts(r.lora)) for r in run.roles},
         "memory": {"fits": memory.fits, "left": memory.left, "peak": peak, "moments": moments},
-        "suggestion": {"changes": flags, "left": found.left} if found else None,
         "step_seconds": traffic.seconds,
         "tokens_per_second": traffic.tokens_per_second,
         "phases": {name: asdict(cost) | {"bound": cost.bound} for name, cost in traffic.phases.items()},

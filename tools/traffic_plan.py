@@ -21,20 +21,27 @@ ZeRO 1 and 2 of DeepSpeed 0.19 all-reduce (use_multi_rank_bucket_allreduce) wher
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.generation.kv_cache import kv_bytes_per_token
-from tools.devices import Hardware
-from tools.memory_plan import RECORD_BYTES, Role, Run, scored_tokens
+from tools.memory_plan import scored_tokens
+from tools.planned_run import (
+    ARITHMETIC,
+    CPU,
+    HOST,
+    INTER,
+    INTRA,
+    LATENCY,
+    MEMORY,
+    Hardware,
+    Role,
+    Run,
+)
 
-ARITHMETIC, MEMORY, INTRA, INTER = "arithmetic", "memory", "links in a machine", "links between machines"
-HOST, LATENCY, CPU = "link to the CPU", "latency of links", "CPU"
-RESOURCES = (ARITHMETIC, MEMORY, INTRA, INTER, LATENCY, HOST, CPU)
-PICKLE_BYTES_PER_SECOND = 1e9  # of records that all ranks exchange as Python objects
 STATE_BYTES = 30  # a parameter's that Adam reads and writes: gradient, weight, moments, and weight in 16 bits
 
 
-@dataclass(frozen=True)
-class RankGroup:
+class RankGroup(NamedTuple):
     """Ranks that take part in a collective: `per_node` of them on each of `num_nodes` machines."""
 
     per_node: int
@@ -44,11 +51,6 @@ class RankGroup:
     def size(self) -> float:
         """All of them."""
         return self.per_node * self.num_nodes
-
-    @property
-    def latency_steps(self) -> tuple[float, float]:
-        """How often the ranks double, inside a machine and over machines."""
-        return math.log2(self.per_node), math.log2(self.num_nodes)
 
 
 def strided_group(hardware: Hardware, tp_size: int) -> RankGroup:
@@ -84,9 +86,9 @@ class Cost:
 
     def __add__(self, other: "Cost") -> "Cost":
         """One after the other."""
-        seconds = {r: self.seconds.get(r, 0.0) + other.seconds.get(r, 0.0) for r in RESOURCES}
-        received = self.intra_bytes + other.intra_bytes, self.inter_bytes + other.inter_bytes
-        return Cost({r: s for r, s in seconds.items() if s}, *received)
+        resources = dict.fromkeys([*self.seconds, *other.seconds])
+        seconds = {r: self.seconds.get(r, 0.0) + other.seconds.get(r, 0.0) for r in resources}
+        return Cost(seconds, self.intra_bytes + other.intra_bytes, self.inter_bytes + other.inter_bytes)
 
     def __mul__(self, times: float) -> "Cost":
         """The same several times."""
@@ -96,8 +98,9 @@ class Cost:
     def beside(self, other: "Cost") -> "Cost":
         """Both at once: the longer one's time."""
         longer = max(self, other, key=lambda cost: cost.total)
-        received = self.intra_bytes + other.intra_bytes, self.inter_bytes + other.inter_bytes
-        return Cost(longer.seconds, *received)
+        return Cost(
+            longer.seconds, self.intra_bytes + other.intra_bytes, self.inter_bytes + other.inter_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,6 @@ def plan_traffic(run: Run) -> TrafficPlan:
     phases = {
         "switch": cost_of_switch(run) * args.generation_batches,
         "generate": cost_of_generation(run) * args.generation_batches,
-        "gather records": cost_of_records(run),
     }
     for role in run.roles:
         if role.name != "actor" or is_recomputed(run):
@@ -147,23 +149,27 @@ def is_recomputed(run: Run) -> bool:
     return source == "recompute" or (source == "auto" and run.dtype != "fp32")
 
 
+def spend(hardware: Hardware, resource: str, amount: float) -> Cost:
+    """Return the cost of so many operations or bytes of one resource."""
+    return Cost({resource: amount / hardware.rates[resource]})
+
+
 def work(hardware: Hardware, flops: float, read_bytes: float = 0.0) -> Cost:
-    """Return a computation's cost."""
-    arithmetic, memory = flops / hardware.flops, read_bytes / hardware.bandwidth
-    return Cost({ARITHMETIC: arithmetic} if arithmetic >= memory else {MEMORY: memory})
+    """Return a computation's cost: the longer of its arithmetic and its reading."""
+    costs = spend(hardware, ARITHMETIC, flops), spend(hardware, MEMORY, read_bytes)
+    return max(costs, key=lambda cost: cost.total)
 
 
 def transfer(hardware: Hardware, intra_bytes: float, inter_bytes: float) -> Cost:
     """Return the cost of bytes that come over both kinds of links at once."""
-    intra, inter = intra_bytes / hardware.intra, inter_bytes / hardware.inter
-    return Cost({INTRA: intra} if intra >= inter else {INTER: inter}, intra_bytes, inter_bytes)
+    costs = spend(hardware, INTRA, intra_bytes), spend(hardware, INTER, inter_bytes)
+    return Cost(max(costs, key=lambda cost: cost.total).seconds, intra_bytes, inter_bytes)
 
 
 def latency(hardware: Hardware, group: RankGroup, count: float) -> Cost:
-    """Return what `count` collectives take however little they carry."""
-    inside, between = group.latency_steps
-    seconds = count * (inside * hardware.intra_latency + between * hardware.inter_latency)
-    return Cost({LATENCY: seconds})
+    """Return what `count` collectives take however little they carry: each time the ranks double, once."""
+    inside, between = math.log2(group.per_node), math.log2(group.num_nodes)
+    return Cost({LATENCY: count * (inside * hardware.intra_latency + between * hardware.inter_latency)})
 
 
 def all_gather(hardware: Hardware, group: RankGroup, num_bytes: float, count: float = 1) -> Cost:
@@ -185,15 +191,14 @@ def all_reduce(hardware: Hardware, group: RankGroup, num_bytes: float, count: fl
 
 def host_transfer(hardware: Hardware, num_bytes: float) -> Cost:
     """Return the cost of bytes between a device and the CPU's memory."""
-    return Cost() if hardware.is_cpu else Cost({HOST: num_bytes / hardware.host_link})
+    return Cost() if hardware.is_cpu else spend(hardware, HOST, num_bytes)
 
 
 def forward_flops(run: Run, role: Role, num_tokens: float, num_scored: float) -> float:
     """Return the operations of a pass over whole sequences of which some tokens reach the head."""
     model = role.model
-    return 2.0 * (model.num_body * num_tokens + model.num_head * num_scored) + attention_flops(
-        run, role, num_tokens
-    )
+    matrices = 2.0 * (model.num_body * num_tokens + model.num_head * num_scored)
+    return matrices + attention_flops(run, role, num_tokens)
 
 
 def attention_flops(run: Run, role: Role, num_tokens: float) -> float:
@@ -204,7 +209,7 @@ def attention_flops(run: Run, role: Role, num_tokens: float) -> float:
 
 def training_flops(run: Run, role: Role, num_tokens: float) -> float:
     """Return the operations of a forward and a backward pass."""
-    model, scored = role.model, scored_tokens(run, role, num_tokens)
+    model, scored = role.model, scored_tokens(run, num_tokens)
     counts = model.counts(role.lora)
     is_frozen = role.lora.dim and role.lora.only_optimize_lora
     trained_body = 0 if is_frozen else model.num_body - counts.num_adapted
@@ -220,14 +225,14 @@ def training_flops(run: Run, role: Role, num_tokens: float) -> float:
 
 def gathered_bytes(run: Run, role: Role) -> float:
     """Return the bytes of the weights that ZeRO 3 shards."""
-    small = role.model.num_small(run.zero(role).stage3_param_persistence_threshold)
+    small = role.model.num_small(role.zero.param_persistence_threshold)
     return run.num_bytes * (role.model.counts(role.lora).num_params - small)
 
 
 def gather_weights(run: Run, role: Role, *, share: float = 1.0) -> Cost:
     """Return the cost of gathering a ZeRO-3 model once; what lies on the CPU first comes from there."""
     num_bytes = gathered_bytes(run, role) * share
-    count = math.ceil(num_bytes / run.num_bytes / run.zero(role).stage3_prefetch_bucket_size)
+    count = math.ceil(num_bytes / run.num_bytes / role.zero.prefetch_bucket_size)
     cost = all_gather(run.hardware, neighbours(run.hardware, run.num_ranks), num_bytes, count)
     if role.params_on_cpu:
         cost += host_transfer(run.hardware, num_bytes / run.num_ranks)
@@ -241,30 +246,29 @@ def cost_of_update(run: Run, role: Role) -> Cost:
     compute = work(hardware, training_flops(run, role, num_tokens))
     counts = role.model.counts(role.lora)
     world = neighbours(hardware, run.num_ranks)
-    gradients, settings = float(b * counts.num_trained), run.zero(role)
-    buckets = math.ceil(counts.num_trained / settings.reduce_bucket_size)
+    gradients = float(b * counts.num_trained)
+    buckets = math.ceil(counts.num_trained / role.zero.reduce_bucket_size)
     if role.is_sharded:  # gathered and reduced beside the arithmetic
-        window = settings.stage3_max_reuse_distance / (3 if role.is_checkpointed else 2)
+        window = role.zero.max_reuse_distance / (3 if role.is_checkpointed else 2)
         again = 1 - min(window / counts.num_params, 1.0)
         links = gather_weights(run, role) + all_gather(hardware, world, gradients, buckets)
         links += gather_weights(run, role, share=again)
         cost = compute.beside(links) * run.num_micro_batches
     else:
-        reductions = run.num_micro_batches if role.zero_stage == 2 else 1
+        reductions = run.num_micro_batches if role.zero.stage == 2 else 1
         cost = compute * run.num_micro_batches
         cost += all_reduce(hardware, world, gradients, buckets) * reductions
-        if role.zero_stage:
+        if role.zero.stage:
             cost += all_gather(hardware, world, gradients, buckets)
     return cost + cost_of_states(run, role)
 
 
 def cost_of_states(run: Run, role: Role) -> Cost:
     """Return the cost of Adam's own arithmetic: reading and writing a rank's states."""
-    trained = role.model.counts(role.lora).num_trained
-    shard = trained / (run.num_ranks if role.zero_stage else 1)
+    shard = role.num_trained / (run.num_ranks if role.zero.stage else 1)
     if not role.states_on_cpu:
         return work(run.hardware, 0.0, STATE_BYTES * shard)
-    away = Cost({CPU: STATE_BYTES * shard / run.hardware.cpu_bandwidth})
+    away = spend(run.hardware, CPU, STATE_BYTES * shard)
     return away + host_transfer(run.hardware, 2 * run.num_bytes * shard)  # gradients there, weights back
 
 
@@ -272,7 +276,7 @@ def cost_of_scoring(run: Run, role: Role) -> Cost:
     """Return the cost of a model's numbers for all responses of a rank."""
     num_tokens = run.num_samples * run.length
     passes = math.ceil(num_tokens / run.tokens_per_pass)
-    flops = forward_flops(run, role, num_tokens, scored_tokens(run, role, num_tokens))
+    flops = forward_flops(run, role, num_tokens, scored_tokens(run, num_tokens))
     compute = work(run.hardware, flops)
     if role.is_sharded:
         return compute.beside(gather_weights(run, role) * passes)
@@ -285,15 +289,15 @@ def cost_of_switch(run: Run) -> Cost:
     b, hardware, role = run.num_bytes, run.hardware, run.actor
     cost = Cost()
     if run.args.offload_states_for_generation:
-        shard = role.model.counts(role.lora).num_trained / (run.num_ranks if role.zero_stage else 1)
-        cost += host_transfer(run.hardware, 2 * 12 * shard)
+        shard = role.num_trained / (run.num_ranks if role.zero.stage else 1)
+        cost += host_transfer(hardware, 2 * 12 * shard)
     if run.gathers_by_layer:
         return cost
     sizes, num_ranks = run.switch_sizes(), run.num_ranks
-    from_all = sizes.received_from_all * b
+    from_all = sizes.from_all * b
     local_share = (hardware.num_gpus - 1) / max(num_ranks - 1, 1)
     group = neighbours(hardware, num_ranks // run.tp_size)
-    received = sizes.received_from_neighbours * b
+    received = sizes.from_gather_group * b
     inter = received * group.size / max(group.size - 1, 1) * (group.num_nodes - 1) / group.num_nodes
     inter /= group.per_node
     cost += transfer(
@@ -302,7 +306,7 @@ def cost_of_switch(run: Run) -> Cost:
     if received or from_all:
         count = sum(len(shape) > 1 for shape in role.model.shapes.values())
         cost += latency(hardware, neighbours(hardware, num_ranks), count)
-    return cost + work(hardware, 0.0, 2.0 * b * sizes.held)
+    return cost + work(hardware, 0.0, 2.0 * b * sizes.new)
 
 
 def cost_of_generation(run: Run) -> Cost:
@@ -332,14 +336,3 @@ def cost_of_token_step(run: Run, role: Role) -> Cost:
     sums = all_reduce(hardware, group, reductions * rows * model.hidden_size * b, reductions)
     logits = all_gather(hardware, group, float(rows * model.vocabulary * b))
     return work(hardware, flops, weights + keys) + sums + logits
-
-
-def cost_of_records(run: Run) -> Cost:
-    """Return the cost of making every rank know all responses: once as sampled, once as scored."""
-    args, samples = run.args, run.num_samples
-    prompts, responses = 8 * args.max_prompt_seq_len, args.max_answer_seq_len
-    num_bytes = samples * run.num_ranks * (2 * prompts + (20 + RECORD_BYTES) * responses)
-    if run.num_ranks == 1:
-        return Cost()
-    world = neighbours(run.hardware, run.num_ranks)
-    return all_gather(run.hardware, world, num_bytes, 4) + Cost({CPU: num_bytes / PICKLE_BYTES_PER_SECOND})

@@ -92,9 +92,12 @@ def step_flags(step: str, row: Row) -> list[str]:
 
 
 def _ppo_flags(row: Row) -> list[str]:
-    batch = str(min(int(row.batch), int(row.generation_batch)))
+    batch = min(int(row.batch), int(row.generation_batch))
+    # A PPO step has the samples of an optimizer step at least.
+    generation_batches = max(batch * int(row.accumulation) // int(row.generation_batch), 1)
     words = ["--per_device_generation_batch_size", row.generation_batch]
-    words += ["--per_device_training_batch_size", batch]
+    words += ["--generation_batches", str(generation_batches)]
+    words += ["--per_device_training_batch_size", str(batch)]
     words += ["--max_prompt_seq_len", "256", "--max_answer_seq_len", "256"]
     words += ["--actor_learning_rate", row.ppo_rate, "--critic_learning_rate", "5e-6"]
     words += ["--num_warmup_steps", "100", "--enable_hybrid_engine"]

@@ -10,27 +10,27 @@ hardware of its header, with models of the shapes in model_shapes.json: nothing 
 
 import argparse
 import contextlib
-import dataclasses
-import importlib
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 if not __package__:  # run as a script: import from the repository root
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from common.flags.args import Problems, parse_args
+from common.flags.args import Problems
 from common.programs import startup
-from tools.devices import PlanArguments, known_config, read_models
 from tools.memory_plan import MemoryPlan, plan_memory
-from tools.plan import build_run
+from tools.plan import check_run
+from tools.planned_run import PlanArguments, known_config
+from tools.step_flags import parse_step_args
 from training_scripts.launch_table import (
     FOLDER,
     FOLDER_OF_STEP,
+    STEPS,
     TABLE,
     Row,
     all_scripts,
@@ -39,11 +39,6 @@ from training_scripts.launch_table import (
     step_flags,
 )
 
-STEPS = {
-    "step1_sft": ("step1_sft.arguments", "SFTArguments"),
-    "step2_reward": ("step2_reward.arguments", "RewardArguments"),
-    "step3_ppo": ("step3_ppo.arguments", "PPOArguments"),
-}
 NUMBERS = {"one": 1, "two": 2, "four": 4, "eight": 8}
 HARDWARE = re.compile(
     r"^# Hardware: (?:(?P<nodes>\w+) machines of )?(?P<gpus>\w+) GPUs? of (?P<gib>\d+) GB", re.MULTILINE
@@ -87,22 +82,17 @@ def program_words(script: Path) -> list[str]:
 
 def plan_run(step: str, words: list[str], hardware: Hardware) -> MemoryPlan:
     """Return the plan of a step's program with these flags; ValueError when a model's shape is not known."""
-    module, name = STEPS[step]
-    problems = Problems()
-    args = parse_args(getattr(importlib.import_module(module), name), words, problems=problems)
-    problems.exit_if_any()
-    known = {field.name for field in dataclasses.fields(PlanArguments)}
-    values = {name: value for name, value in vars(args).items() if name in known}
-    for key in [key for key in values if key.endswith("model_name_or_path") and values[key]]:
-        values[key] = hub_name(values[key])
-        if known_config(values[key]) is None:
-            raise ValueError(f"{values[key]} is not in model_shapes.json; add what its config.json says")
-    nodes, gpus, gib = hardware
-    machines = {"num_nodes": nodes, "num_gpus": gpus, "gpu_memory_gib": float(gib), "gpu": "a100-80g"}
-    planned = PlanArguments(**values | machines | {"stage": list(STEPS).index(step) + 1})
-    models: Any = read_models(planned, problems)
-    problems.exit_if_any()
-    return plan_memory(build_run(planned, models))
+    words = list(words)
+    for i, word in enumerate(words):
+        if word.endswith("model_name_or_path"):
+            words[i + 1] = hub_name(words[i + 1])
+            if known_config(words[i + 1]) is None:
+                raise ValueError(f"{words[i + 1]} is not in model_shapes.json; add what its config.json says")
+    nodes, gpus, gib = map(str, hardware)
+    words += ["--num_nodes", nodes, "--num_gpus", gpus, "--gpu_memory_gib", gib, "--gpu", "a100-80g"]
+    problems, stage = Problems(), str(STEPS.index(step) + 1)
+    args = parse_step_args(PlanArguments, ["--stage", stage, *words], problems=problems)
+    return plan_memory(check_run(args, problems))
 
 
 def planned_gib(step: str, row: Row) -> float:

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from common.models.sampling import sampling_mask
 
 # Logits of one chunk. On a CPU they stay near the cache (16 MiB in fp32); on a GPU they fill the device.
-_CPU_CHUNK_ELEMENTS = 2**22
-_GPU_CHUNK_ELEMENTS = 2**26
+CPU_CHUNK_ELEMENTS = 2**22
+GPU_CHUNK_ELEMENTS = 2**26
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -367,7 +367,7 @@ class _Gradients:
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor, options: LogitOptions) -> Iterator[slice]:
-    elements = _CPU_CHUNK_ELEMENTS if hidden.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
+    elements = CPU_CHUNK_ELEMENTS if hidden.device.type == "cpu" else GPU_CHUNK_ELEMENTS
     size = options.chunk_tokens or max(1, elements // len(weight))
     for first in range(0, len(hidden), size):
         yield slice(first, min(first + size, len(hidden)))

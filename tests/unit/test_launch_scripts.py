@@ -3,7 +3,6 @@
 The scripts run for real, with a fake `deepspeed` first on PATH that writes down its arguments.
 """
 
-import importlib
 import os
 import re
 import subprocess
@@ -17,8 +16,9 @@ import pytest
 from common.data.registry import registered_names
 from common.flags.args import Problems, parse_args
 from common.flags.flag_values import no_effect_notes
-from training_scripts.launch_table import FOLDER_OF_STEP, Row, find_row, read_rows, step_flags
-from training_scripts.plan_memory import STEPS, planned_gib
+from tools.step_flags import STEPS as STEP_FLAGS
+from training_scripts.launch_table import FOLDER_OF_STEP, STEPS, Row, find_row, read_rows, step_flags
+from training_scripts.plan_memory import planned_gib
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "training_scripts"
@@ -101,9 +101,8 @@ def test_every_script_is_in_the_table_and_every_row_has_a_script():
 
 def check_flags(step: str, words: list[str]) -> Any:
     """The arguments that a step's program makes of these words; none twice, none without effect."""
-    module, name = STEPS[step]
     problems = Problems()
-    args = parse_args(getattr(importlib.import_module(module), name), words, problems=problems)
+    args = parse_args(STEP_FLAGS[STEPS.index(step) + 1], words, problems=problems)
     assert problems.messages == []
     assert args.data_path and set(args.data_path) <= set(registered_names())
     flags = [word for word in words if word.startswith("--")]

@@ -14,18 +14,16 @@ from transformers import AutoModelForCausalLM
 
 from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.optim import build_optimizer
-from common.flags.args import Problems, parse_args
-from common.generation import generate
+from common.flags.args import Problems
 from common.generation.kv_cache import kv_bytes_per_token
-from common.models import output_head
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.model_inputs import build_model_inputs
+from common.models.output_head import LogitOptions, token_scores
 from common.models.policy_model import PolicyModel
-from tools import memory_plan
-from tools.devices import Models, PlanArguments, find_problems, read_models
-from tools.memory_plan import MemoryPlan, plan_memory
+from tools.memory_plan import MemoryPlan, head_bytes, plan_memory
 from tools.model_sizes import LiveBytes
-from tools.plan import build_run
+from tools.planned_run import Models, PlanArguments, Run, build_run, find_problems, read_models
+from tools.step_flags import parse_step_args
 
 GIB = 2**30
 OPT = {"vocab_size": 50272, "max_position_embeddings": 2048}
@@ -56,22 +54,22 @@ def saved(tmp_path_factory) -> Callable[[str], str]:
 MODELS: dict[tuple[str, ...], Models] = {}  # by their flags: to read them takes longest
 
 
-def make_plan(models: tuple[str, ...], flags: tuple[str, ...]) -> MemoryPlan:
+def make_run(models: tuple[str, ...], flags: tuple[str, ...]) -> Run:
     problems = Problems()
-    args = parse_args(PlanArguments, [*models, *flags], problems=problems)
+    args = parse_step_args(PlanArguments, [*models, *flags], problems=problems)
     if models not in MODELS:
         MODELS[models] = read_models(args, problems)
     assert not problems.messages and not find_problems(args, MODELS[models])
-    return plan_memory(build_run(args, MODELS[models]))
+    return build_run(args, MODELS[models])
 
 
 def single(folder: str, *flags: str) -> MemoryPlan:
-    return make_plan(("--stage", "1", "--model_name_or_path", folder), flags)
+    return plan_memory(make_run(("--stage", "1", "--model_name_or_path", folder), flags))
 
 
 def ppo(actor: str, critic: str, *flags: str) -> MemoryPlan:
     models = ("--actor_model_name_or_path", actor, "--critic_model_name_or_path", critic)
-    return make_plan(("--stage", "3", *models), flags)
+    return plan_memory(make_run(("--stage", "3", *models), flags))
 
 
 def items(plan: MemoryPlan, phase: str, verb: str) -> dict[str, float]:
@@ -86,14 +84,10 @@ def items(plan: MemoryPlan, phase: str, verb: str) -> dict[str, float]:
     ("dtype", "stage", "num_ranks", "weights", "optimizer", "gradients", "copies"),
     [  # bytes a parameter: 16 with 16-bit weights on one rank, whatever the stage
         ("fp32", 0, 1, 4, 8, 4, 0),
-        ("fp32", 0, 4, 4, 8, 4, 0),
-        ("fp16", 0, 4, 2, 12 / 4, 2 / 4, 6 / 4),  # so does this
         ("bf16", 0, 4, 2, 12 / 4, 2 / 4, 6 / 4),  # runs at stage 1
         ("bf16", 1, 1, 2, 12, 2, 6),
-        ("bf16", 1, 4, 2, 12 / 4, 2 / 4, 6 / 4),
         ("bf16", 2, 4, 2, 12 / 4, 2 / 4, 6 / 4),
         ("fp32", 2, 4, 4, 12 / 4, 4 / 4, 4 / 4),
-        ("bf16", 3, 1, 2, 12, 2, 6),
         ("bf16", 3, 4, 2 / 4, 12 / 4, 2 / 4, 6 / 4),
         ("bf16", 3, 1024, 2 / 1024, 12 / 1024, 2 / 1024, 6 / 1024),
     ],
@@ -120,30 +114,19 @@ def test_gradients_are_whole_under_stage_1_and_a_part_under_stage_2(saved):
     assert items(more, "train policy", "backward")["gradients"] == 2 * num_params
 
 
-@pytest.mark.parametrize(
-    ("dtype", "stage", "share"), [("fp32", "0", 4), ("bf16", "2", 2 / 4), ("bf16", "3", 2 / 4)]
-)
-def test_the_gradients_of_actor_and_critic_wait_for_one_another(saved, dtype, stage, share):
-    flags = ("--dtype", dtype, "--actor_zero_stage", stage, "--critic_zero_stage", stage, "--num_gpus", "4")
-    plan = ppo(saved("opt-1.3b"), saved("opt-350m"), *flags)
+def test_the_gradients_of_actor_and_critic_wait_for_one_another(saved):
+    models = saved("opt-1.3b"), saved("opt-350m")
+    plan = ppo(*models, "--actor_zero_stage", "2", "--critic_zero_stage", "2", "--num_gpus", "4")
     waiting = {
-        (m.role, m.verb): [
-            m.gpu.get((role, "gradients"), 0.0) for role in ("actor", "critic") if role != m.role
-        ]
+        (m.role, m.verb): m.gpu.get(("critic" if m.role == "actor" else "actor", "gradients"), 0.0)
         for m in plan.moments
         if m.phase.startswith("train")
     }
-    actor, critic = (
-        share * 1_315_758_080,
-        share * plan.moments[0].gpu["critic", "weights"] / ({"fp32": 4, "bf16": 2}[dtype]),
-    )
-    stays = stage == "3"  # its buffers are there all the time
-    if stays:
-        critic = plan.moments[0].gpu["critic", "gradients"]
+    # bf16, a quarter each: both are made before the actor steps, then the critic
+    actor, critic = 2 / 4 * 1_315_758_080, plan.moments[0].gpu["critic", "weights"] / 4
     assert waiting == {
-        ("actor", "backward"): [critic * stays], ("actor", "reduce"): [critic * stays],
-        ("actor", "step"): [critic],
-        ("critic", "backward"): [actor], ("critic", "reduce"): [actor], ("critic", "step"): [actor * stays],
+        ("actor", "backward"): 0, ("actor", "reduce"): 0, ("actor", "step"): critic,
+        ("critic", "backward"): actor, ("critic", "reduce"): actor, ("critic", "step"): 0,
     }  # fmt: skip
 
 
@@ -222,19 +205,13 @@ def test_the_engines_own_keys_count(saved, tmp_path):
     assert items(small, "idle", "idle")["buckets"] == 2 * 1e6
 
 
-def test_constants_are_those_of_the_code_they_stand_for():
-    assert memory_plan.PREFILL_TOKENS == generate._MAX_TOKENS_PER_PASS
-    assert memory_plan.LOGIT_CHUNK[True] == output_head._CPU_CHUNK_ELEMENTS
-    assert memory_plan.LOGIT_CHUNK[False] == output_head._GPU_CHUNK_ELEMENTS
-
-
 # ---- what must hold for any run -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["1", "2", "3"])
-def test_more_ranks_never_need_more_memory(saved, stage):
+def test_more_ranks_never_need_more_memory(saved):
+    stage = "3"
     totals = []
-    for num_ranks in (2, 4, 8, 16, 64, 1024):
+    for num_ranks in (2, 8, 1024):
         machines = ("--num_gpus", str(min(num_ranks, 8)), "--num_nodes", str(max(num_ranks // 8, 1)))
         zero = ("--actor_zero_stage", stage, "--critic_zero_stage", stage, "--enable_hybrid_engine")
         plan = ppo(saved("opt-1.3b"), saved("opt-350m"), *zero, *machines)
@@ -245,9 +222,7 @@ def test_more_ranks_never_need_more_memory(saved, stage):
 
 def test_smaller_passes_and_higher_stages_never_need_more(saved):
     folder = saved("opt-350m")
-    batches = [
-        single(folder, "--per_device_train_batch_size", str(n)).peak.total for n in (1, 2, 4, 8, 16, 32)
-    ]
+    batches = [single(folder, "--per_device_train_batch_size", str(n)).peak.total for n in (1, 8, 32)]
     assert batches == sorted(batches)
     idle = [single(folder, "--zero_stage", s, "--num_gpus", "8").moments[0] for s in "0123"]
     without_buckets = [m.total - m.gpu.get(("policy", "buckets"), 0.0) for m in idle]
@@ -257,16 +232,22 @@ def test_smaller_passes_and_higher_stages_never_need_more(saved):
 # ---- against reality ------------------------------------------------------------------------------------
 
 
-def test_a_plain_step_of_torch_holds_16_bytes_a_parameter(saved):
-    model = AutoModelForCausalLM.from_config(tiny_config("llama", 320))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(input_ids=torch.zeros(2, 8, dtype=torch.int64)).logits.sum().backward()
-    optimizer.step()
-    held = [*model.parameters(), *(p.grad for p in model.parameters())]
-    held += [x for state in optimizer.state.values() for x in state.values() if x.dim()]
-    flags = ("--dtype", "fp32", "--gpu", "cpu", "--max_seq_len", "64")
-    found = items(single(saved("llama"), *flags), "train policy", "step")
-    assert sum(x.nbytes for x in held) == sum(found[i] for i in ("weights", "gradients", "optimizer"))
+def test_the_head_holds_what_is_planned(tmp_path, monkeypatch):
+    monkeypatch.setattr("tools.memory_plan.CPU_CHUNK_ELEMENTS", 250 * 3000)
+    config = transformers.LlamaConfig(
+        vocab_size=3000, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.save_pretrained(tmp_path)
+    hidden, weight = (torch.nn.Parameter(torch.randn(n, 64, dtype=torch.bfloat16)) for n in (1000, 3000))
+    ids = torch.zeros(1000, dtype=torch.int64)
+    with LiveBytes(torch.nn.ParameterList([hidden, weight])) as live:
+        scores = token_scores(hidden, weight, None, ids, LogitOptions(chunk_tokens=250), with_entropy=True)
+        (scores.logprobs + scores.entropies).sum().backward()
+    models = ("--actor_model_name_or_path", str(tmp_path), "--algorithm", "rloo", "--reward", "http://a/b")
+    run = make_run(("--stage", "3", *models), ("--gpu", "cpu", "--dtype", "bf16"))
+    assert [role.name for role in run.roles] == ["actor", "reference"]  # who scores is not here
+    planned = head_bytes(run, run.actor, 2 * 1000, is_training=True)  # half of the tokens are responses
+    assert planned == pytest.approx(live.peak, rel=0.15)
 
 
 class Everything(LiveBytes):

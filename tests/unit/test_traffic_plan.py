@@ -8,16 +8,24 @@ import pytest
 import transformers
 from tiny_configs import tiny_config
 
-from common.flags.args import Problems, parse_args
-from common.generation.reshard_plan import TPLayout, plan_weight
-from tools.devices import Models, PlanArguments, build_hardware, find_problems, read_models
-from tools.memory_plan import Run, plan_memory
-from tools.plan import build_run
-from tools.traffic_plan import (
+from common.flags.args import Problems
+from common.generation.reshard_plan import TPLayout
+from tools.memory_plan import plan_memory
+from tools.planned_run import (
     ARITHMETIC,
     INTER,
     LATENCY,
     MEMORY,
+    Models,
+    PlanArguments,
+    Run,
+    build_hardware,
+    build_run,
+    find_problems,
+    read_models,
+)
+from tools.step_flags import parse_step_args
+from tools.traffic_plan import (
     RankGroup,
     all_gather,
     all_reduce,
@@ -59,7 +67,7 @@ def saved(tmp_path_factory) -> Callable[[str], str]:
 
 def make_run(models: tuple[str, ...], flags: tuple[str, ...]) -> Run:
     problems = Problems()
-    args = parse_args(PlanArguments, [*models, *flags], problems=problems)
+    args = parse_step_args(PlanArguments, [*models, *flags], problems=problems)
     if models not in MODELS:
         MODELS[models] = read_models(args, problems)
     assert not problems.messages and not find_problems(args, MODELS[models])
@@ -71,12 +79,11 @@ def single(folder: str, *flags: str) -> Run:
 
 
 def ppo(folder: str, *flags: str) -> Run:
-    return make_run(("--stage", "3", "--actor_model_name_or_path", folder, "--no_critic"), flags)
+    return make_run(("--stage", "3", "--actor_model_name_or_path", folder, "--algorithm", "rloo"), flags)
 
 
 def machines(num_gpus: int, num_nodes: int):
-    flags = ["--stage", "1", "--num_gpus", str(num_gpus), "--num_nodes", str(num_nodes)]
-    return build_hardware(parse_args(PlanArguments, flags, problems=Problems()), "bf16")
+    return build_hardware(PlanArguments(num_gpus=num_gpus, num_nodes=num_nodes), "bf16")
 
 
 # ---- collectives ----------------------------------------------------------------------------------------
@@ -139,13 +146,6 @@ def test_training_takes_6_operations_a_parameter_and_token_and_8_with_recomputat
         assert model.num_body + model.num_head == pytest.approx(6.607e9, rel=1e-3)
 
 
-def test_frozen_matrices_get_no_gradient_of_their_own(saved):
-    flags = ("--lora_dim", "8")
-    plain, adapted = single(saved("7b")), single(saved("7b"), *flags)
-    ratio = training_flops(adapted, adapted.roles[0], 1) / training_flops(plain, plain.roles[0], 1)
-    assert ratio == pytest.approx(4 / 6, abs=0.02)
-
-
 def received(run: Run) -> float:
     cost = cost_of_update(run, run.roles[0])
     return cost.intra_bytes + cost.inter_bytes
@@ -172,22 +172,17 @@ def test_stage_3_gathers_twice_and_scatters_once(saved, tmp_path):
     assert received(run) - kept == pytest.approx(2 * 2 * 5e8 * 7 / 8, rel=1e-3)
 
 
-@pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 2), (4, 2), (8, 2), (8, 4)])
-def test_the_switchs_bytes_are_the_reshard_plans(saved, num_ranks, tp_size):
+def test_the_switchs_bytes_cross_machines_where_ranks_do(saved):
     flags = ("--actor_zero_stage", "3", "--enable_hybrid_engine", "--max_prompt_seq_len", "32")
-    flags += ("--max_answer_seq_len", "32", "--inference_tp_size", str(tp_size), "--num_gpus", str(num_ranks))
-    run = ppo(saved("llama"), *flags)
-    model = run.actor.model
-    cuts, elements = model.cuts(tp_size), 0
-    for rank in range(num_ranks):
-        layout = TPLayout(num_ranks, tp_size, rank)
-        plans = [plan_weight(shape, cuts.get(name), layout) for name, shape in model.shapes.items()]
-        elements += sum(plan.count_received() for plan in plans)
+    run = ppo(
+        saved("llama"), *flags, "--max_answer_seq_len", "32", "--inference_tp_size", "2", "--num_gpus", "4"
+    )
+    sizes = run.switch_sizes()
+    received = 2 * (sizes.from_gather_group + sizes.from_all)
     cost = cost_of_switch(run)
-    assert cost.intra_bytes == pytest.approx(2 * elements / num_ranks) and cost.inter_bytes == 0
-    over_machines = replace(run.hardware, num_gpus=1, num_nodes=num_ranks)
-    cost = cost_of_switch(replace(run, hardware=over_machines))
-    assert cost.inter_bytes == pytest.approx(2 * elements / num_ranks) and cost.intra_bytes == 0
+    assert cost.intra_bytes == pytest.approx(received) and cost.inter_bytes == 0 < received
+    cost = cost_of_switch(replace(run, hardware=replace(run.hardware, num_gpus=1, num_nodes=4)))
+    assert cost.inter_bytes == pytest.approx(received) and cost.intra_bytes == 0
 
 
 def test_weights_that_are_whole_are_not_sent(saved):
@@ -197,9 +192,9 @@ def test_weights_that_are_whole_are_not_sent(saved):
 
 def test_a_token_step_of_few_sequences_reads_the_weights(saved):
     flags = ("--enable_hybrid_engine", "--per_device_training_batch_size", "1", "--max_answer_seq_len", "2")
-    one = ppo(saved("7b"), *flags, "--per_device_generation_batch_size", "1", "--max_prompt_seq_len", "2")
+    one = ppo(saved("7b"), *flags, "--per_device_generation_batch_size", "1", "--max_prompt_seq_len", "4")
     cost = cost_of_token_step(one, one.actor)
-    read = 2 * 6.607e9 + 3 * 2 * 32 * 4096 * 2  # all but the input embedding, and three tokens' keys
+    read = 2 * 6.607e9 + 5 * 2 * 32 * 4096 * 2  # all but the input embedding, and five tokens' keys
     assert cost.seconds == {MEMORY: pytest.approx(read / (3350e9 * 0.6), rel=1e-3)}
     many = ppo(
         saved("7b"), *flags, "--per_device_generation_batch_size", "4096", "--generation_slots", "4096"
@@ -239,20 +234,13 @@ def test_an_offloaded_reference_crosses_the_link_to_the_cpu_and_back(saved):
 def test_phases_and_tokens_add_up(saved):
     flags = ("--num_gpus", "8", "--num_samples_per_prompt", "4", "--generation_batches", "2")
     plan = plan_traffic(ppo(saved("7b"), *flags, "--enable_hybrid_engine", "--actor_zero_stage", "3"))
-    names = ["switch", "generate", "gather records", "score actor", "score reference", "train actor"]
+    names = ["switch", "generate", "score actor", "score reference", "train actor"]
     assert list(plan.phases) == names
     assert plan.seconds == pytest.approx(sum(cost.total for cost in plan.phases.values()))
     assert plan.num_tokens == 8 * 16 * 2 * 4 * 256
     assert plan.tokens_per_second == plan.num_tokens / plan.seconds
     trained = plan_traffic(ppo(saved("7b"), "--old_logprobs", "rollout"))
     assert "score actor" not in trained.phases
-
-
-def test_faster_machines_are_never_slower(saved):
-    flags = ("--enable_hybrid_engine", "--actor_zero_stage", "3", "--num_gpus", "8", "--num_nodes", "2")
-    plain = plan_traffic(ppo(saved("7b"), *flags)).seconds
-    for faster in ("--gpu_tflops", "--gpu_bandwidth_gb_s", "--intra_node_gb_s", "--inter_node_gb_s"):
-        assert plan_traffic(ppo(saved("7b"), *flags, faster, "5000")).seconds <= plain
 
 
 def test_1024_ranks_are_planned_at_once(saved):

@@ -25,7 +25,7 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --data_split 2,4,4 \
     --per_device_generation_batch_size 16 \
     --per_device_training_batch_size 16 \
-    --generation_batches 1 \
+    --generation_batches 2 \
     --ppo_epochs 1 \
     --max_prompt_seq_len 256 \
     --max_answer_seq_len 256 \

@@ -24,7 +24,7 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --data_split 2,4,4 \
     --per_device_generation_batch_size 8 \
     --per_device_training_batch_size 8 \
-    --generation_batches 1 \
+    --generation_batches 16 \
     --ppo_epochs 1 \
     --max_prompt_seq_len 256 \
     --max_answer_seq_len 256 \
