@@ -1,4 +1,4 @@
-"""A PPO update of actor and critic on made-up records, as step 3 does it, for bench_train.py."""
+"""A PPO update of actor and critic on a made-up rollout batch, as step 3 does it, for bench_train.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from common.models.value_model import ScoreHead, ValueModel
 from step1_sft.arguments import SFTArguments
 from step3_ppo.algorithms import fill_defaults, find_algorithm
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.experience import MinibatchPlan, TokenCap
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.roles import Actor, Critic, Roles
+from step3_ppo.rollout_batch import MinibatchPlan, TokenCap
 
 NUM_RESPONSES, ROWS_PER_STEP = 64, 16
 
 
 @dataclass(frozen=True)
 class Update:
-    """One pass over the record, in four optimizer steps."""
+    """One pass over the batch, in four optimizer steps."""
 
     run: Callable[[], None]
     num_tokens: int  # of prompts and responses
@@ -46,20 +46,20 @@ def build_ppo_update(is_packed: bool, config: LlamaConfig) -> Update:
     losses = PPOLosses(args, Roles(actor, None, critic, {}))  # type: ignore[arg-type]
     cap = TokenCap(ROWS_PER_STEP * 512) if is_packed else None
     plan = MinibatchPlan(ROWS_PER_STEP, 1, epochs=1, seed=1, cap=cap)
-    record = build_record()
+    batch = build_batch()
     steps = iter(range(1, 10**6))
 
     def run() -> None:
         losses.begin_step(kl_coef=0.1)
-        for micro_batches in plan.minibatches(record, next(steps)):
+        for micro_batches in plan.minibatches(batch, next(steps)):
             gradients = [losses.compute_actor_gradients(micro_batches)]
             losses.take_steps([*gradients, losses.compute_critic_gradients(micro_batches)])
 
-    return Update(run, len(record.data["prompt_ids"]) + len(record.data["response_ids"]))
+    return Update(run, len(batch.data["prompt_ids"]) + len(batch.data["response_ids"]))
 
 
-def build_record() -> PackedBatch:
-    """Return a record of responses as long as a chat data set's; its numbers mean nothing."""
+def build_batch() -> PackedBatch:
+    """Return responses as long as a chat data set's; its numbers mean nothing."""
     generator = torch.Generator().manual_seed(1)
     parts = []
     for number, row in enumerate(sft_rows(NUM_RESPONSES, seed=2)):

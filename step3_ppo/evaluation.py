@@ -8,6 +8,7 @@ by the weights alone. Without held-out prompts the data's first ones are answere
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,11 +26,11 @@ from common.ranks import distributed, watchdog
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import kept_random_numbers
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.experience import gather_records
+from step3_ppo.metrics import response_rows
 from step3_ppo.rewards.reward_specs import RewardSpec
-from step3_ppo.rewards.score_sum import PREFIX
-from step3_ppo.rollout import Rollout, gather_scored
-from step3_ppo.step_metrics import response_rows
+from step3_ppo.rewards.score_sum import PREFIX, PromptTexts
+from step3_ppo.rollout import Rollout, join_scores
+from step3_ppo.rollout_batch import gather_numbers, in_order, send_to_main, tokens
 
 NUM_SHOWN = 4  # prompts whose answers are in samples.jsonl
 # The rollouts number their prompts from 0 on; these have numbers of their own, the same ones every time.
@@ -93,12 +94,21 @@ class Judged:
     answers: list[str]  # a digest of each answer's tokens
 
 
-def judge(record: PackedBatch, is_counted: torch.Tensor) -> Judged:
-    """Return the scores of a record with the digests of its answers; is_counted (B,) bool."""
-    tokens = [sequence.tolist() for sequence in record.sequences("response_ids")]
-    digests = [hashlib.blake2b(str(ids).encode(), digest_size=8).hexdigest() for ids in tokens]
-    scores = zip(record.numbers("scores").tolist(), is_counted.tolist(), strict=True)
-    return Judged([score if counts else None for score, counts in scores], digests)
+def judge(batch: PackedBatch, scores: torch.Tensor, ids: Sequence[int]) -> Judged:
+    """Return the scores with the digests of the answers, in the order of the sample ids `ids`, of all ranks.
+
+    scores (b,), NaN for an answer that has none. Every rank must call this.
+    """
+    answers = [sequence.tolist() for sequence in batch.sequences("response_ids")]
+    digests = [hashlib.blake2b(str(answer).encode(), digest_size=8).hexdigest() for answer in answers]
+    own = dict(zip(batch.ids, zip(scores.tolist(), digests, strict=True), strict=True))
+    everyone = {
+        sample: judged for of_rank in distributed.gather_objects(own) for sample, judged in of_rank.items()
+    }
+    ordered = [everyone[sample] for sample in ids]
+    return Judged(
+        [None if math.isnan(score) else score for score, _ in ordered], [digest for _, digest in ordered]
+    )
 
 
 def compare(mine: Judged, before: Judged) -> dict[str, float]:
@@ -117,24 +127,34 @@ def compare(mine: Judged, before: Judged) -> dict[str, float]:
     return {"eval/win_rate": rate.value, "eval/win_rate_low": rate.low, "eval/win_rate_high": rate.high}
 
 
-def measure(record: PackedBatch, checks: Sequence[str]) -> dict[str, float]:
-    """Return the means of scored answers; `checks` are the rewards that all have to be above 0 for a pass."""
+def measure(batch: PackedBatch, checks: Sequence[str]) -> dict[str, float]:
+    """Return the means of scored answers; `checks` are the rewards that all have to be above 0 for a pass.
+
+    Every rank must call this.
+    """
+    names = [key for key in batch.data if key.startswith(PREFIX)]
+    everyone = gather_numbers(
+        batch,
+        scores=batch.numbers("scores"),
+        kl=(tokens(batch, "old_logprobs") - tokens(batch, "ref_logprobs")).double().sum(1),
+        lengths=batch.lengths["response_ids"],
+        is_finished=batch.numbers("is_finished"),
+        **{key: batch.numbers(key) for key in names},
+    )
 
     def mean(values: torch.Tensor) -> float:
         return float(values.double().nanmean())  # NaN: a reward whose failure is borne
 
-    kl = (record.data["old_logprobs"] - record.data["ref_logprobs"]).double()
-    found = {"eval/score": mean(record.numbers("scores"))}
-    names = [key for key in record.data if key.startswith(PREFIX)]
+    metrics = {"eval/score": mean(everyone["scores"])}
     if len(names) > 1:
-        found |= {f"eval/score_{key.removeprefix(PREFIX)}": mean(record.numbers(key)) for key in names}
+        metrics |= {f"eval/score_{key.removeprefix(PREFIX)}": mean(everyone[key]) for key in names}
     if checks:
-        passed = torch.stack([record.numbers(PREFIX + name) > 0 for name in checks]).all(0)
-        found["eval/pass_rate"] = mean(passed)
-    return found | {
-        "eval/kl": float(kl.sum()) / len(record),
-        "eval/response_tokens": mean(record.lengths["response_ids"]),
-        "eval/finished_fraction": mean(record.numbers("is_finished")),
+        passed = torch.stack([everyone[PREFIX + name] > 0 for name in checks]).all(0)
+        metrics["eval/pass_rate"] = mean(passed)
+    return metrics | {
+        "eval/kl": mean(everyone["kl"]),
+        "eval/response_tokens": mean(everyone["lengths"]),
+        "eval/finished_fraction": mean(everyone["is_finished"]),
     }
 
 
@@ -155,6 +175,7 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict, init=False)  # its numbers
     before: Judged | None = field(default=None, init=False)  # of the policy before training
     best: dict[str, Any] = field(default_factory=dict, init=False)  # metric, value, step of --keep_best
+    _texts: PromptTexts = field(default_factory=dict, init=False)  # of this rank's prompts
 
     def state_dict(self) -> dict[str, Any]:
         """Return what lasts from one evaluation to the next."""
@@ -199,56 +220,58 @@ class Evaluation:
         return {}
 
     def _judge(self, step: int) -> dict[str, float]:
-        record = self._score(self._answer(len(self.rows), step))
-        checks = [spec.name for spec in self.rollout.scores.specs if spec.kind in VERIFIABLE]
-        scores = self.rollout.scores
-        is_counted = scores.counts(record)
-        judged = judge(record, is_counted)
+        batch, scores = self._score(self._answer(len(self.rows), step)), self.rollout.scores
+        self.rollout.refuse_if_not_finite(batch)
+        ids = range(FIRST_NUMBER, FIRST_NUMBER + len(self.rows))
+        batch = in_order(batch, [sample for sample in batch.ids if sample in ids])
+        has_score = scores.counts(batch)
+        judged = judge(batch, torch.where(has_score, batch.numbers("scores"), torch.nan), ids)
         if step == 0:
             self.before = judged
-        found = measure(record.select(is_counted.nonzero()[:, 0]), checks)
-        found |= compare(judged, self.before) if self.before else {}
+        checks = [spec.name for spec in scores.specs if spec.kind in VERIFIABLE]
+        metrics = measure(batch.select(has_score.nonzero()[:, 0]), checks)
+        metrics |= compare(judged, self.before) if self.before else {}
         if scores.failures.are_borne:
-            found["eval/failed_fraction"] = float((~scores.has_scores(record)).double().mean())
-        self.step, self.metrics = step, found
-        self.logger.log_event(step, found)
-        self._show(step, record.select(range(min(NUM_SHOWN, len(record)))))
-        return found
+            failed = gather_numbers(batch, failed=~scores.has_scores(batch))["failed"]
+            metrics["eval/failed_fraction"] = float(failed.double().mean())
+        self.step, self.metrics = step, metrics
+        self.logger.log_event(step, metrics)
+        self._show(step, batch)
+        return metrics
 
     def _answer(self, num_prompts: int, step: int) -> PackedBatch:
-        """Return the answers to the first prompts, and a few more: as many for each rank. All ranks have all.
+        """Return this rank's answers to the first prompts, and a few more: as many on each rank.
 
         A prompt has the same number, and so the same answer, for any number of ranks.
         """
-        world_size = distributed.world_size()
+        world_size, rank = distributed.world_size(), distributed.rank()
         size = min(self.args.per_device_generation_batch_size, -(-num_prompts // world_size))
         batches = evaluation_batches(
-            self.rows[:num_prompts], collate_prompts, rows_per_batch=size, rank=distributed.rank(),
-            world_size=world_size,
-        )  # fmt: skip
-        parts = []
+            self.rows[:num_prompts], collate_prompts, rows_per_batch=size, rank=rank, world_size=world_size
+        )
+        parts, num_kept = [], 0
         for index, (prompts, is_real) in enumerate(batches):
-            first = FIRST_NUMBER + (index * world_size + distributed.rank()) * size
-            parts.append(self.rollout.sample(prompts, torch.arange(first, first + len(is_real)), step)[0])
-        record = gather_records(PackedBatch.concat(parts))
-        return record.select(range(-(-num_prompts // world_size) * world_size))
+            first = FIRST_NUMBER + (index * world_size + rank) * size
+            numbers = torch.arange(first, first + len(is_real))
+            self._texts |= zip(numbers.tolist(), prompt_texts(prompts), strict=True)
+            parts.append(self.rollout.sample(prompts, numbers, step))
+            num_kept += max(
+                min(size, num_prompts - index * world_size * size), 0
+            )  # the first rank's real ones
+        return PackedBatch.concat(parts).select(range(num_kept))
 
-    def _score(self, record: PackedBatch) -> PackedBatch:
-        """Return the record, without what is too many, with log-probabilities and scores."""
+    def _score(self, batch: PackedBatch) -> PackedBatch:
+        """Return the answers with log-probabilities and scores."""
         rollout, roles = self.rollout, self.rollout.roles
-        records = rollout.cap.cut(record)
-        columns = {"old_logprobs": roles.actor.score(records), "ref_logprobs": roles.reference.score(records)}
-        texts = prompt_texts(collate_prompts(self.rows))
-        num_filled = len(record) - len(texts)  # the first prompt fills up the last batches
-        numbers = range(FIRST_NUMBER, FIRST_NUMBER + len(record))
-        by_number = dict(zip(numbers, texts + texts[:1] * num_filled, strict=True))
-        scores = rollout.scores.score(roles.rewards, records, by_number)
-        whole = gather_scored(records, columns, scores)
-        rollout.refuse_if_not_finite(whole)
-        return whole.select(range(len(self.rows)))
+        parts = rollout.cap.cut(batch)
+        columns = {"old_logprobs": roles.actor.score(parts), "ref_logprobs": roles.reference.score(parts)}
+        scored = join_scores(parts, columns, rollout.scores.score(roles.rewards, parts, self._texts))
+        return in_order(scored, batch.ids)
 
-    def _show(self, step: int, record: PackedBatch) -> None:
-        for row in response_rows(record.select(range(min(NUM_SHOWN, len(self.rows)))), self.decode):
+    def _show(self, step: int, batch: PackedBatch) -> None:
+        """Write the answers to the first prompts to samples.jsonl. Every rank must call this."""
+        ids = range(FIRST_NUMBER, FIRST_NUMBER + min(NUM_SHOWN, len(self.rows)))
+        for row in response_rows(send_to_main(batch, ids), self.decode):
             self.logger.sample(step, **row, is_fixed=True)
 
     def is_best(self, metrics: dict[str, float]) -> bool:

@@ -17,6 +17,8 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
+import torch
+
 from common.data.collators import collate_prompts, collate_texts
 from common.data.data_options import DataOptions
 from common.data.global_batches import BatchStream, GlobalBatches
@@ -37,7 +39,6 @@ from common.runs.saved_state import Progress
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage
 from step3_ppo.evaluation import NUM_SHOWN, Evaluation, choose_prompts
-from step3_ppo.experience import MinibatchPlan, TokenCap
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController
 from step3_ppo.ppo_trainer import PPOTrainer
@@ -46,9 +47,10 @@ from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.rewards.text_rewards import Failures
 from step3_ppo.role_builder import RoleBuilder
 from step3_ppo.roles import Roles
-from step3_ppo.rollout import OldLogprobs, PromptPlace, Rollout
+from step3_ppo.rollout import OldLogprobs, PromptNumbers, Rollout
+from step3_ppo.rollout_batch import MinibatchPlan, TokenCap
 from step3_ppo.start_up import StartUp, check_start_up, samples_per_rank
-from step3_ppo.trainer_state import TrainerState
+from step3_ppo.trainer_state import SavingHooks, TrainerState
 from step3_ppo.value_norm import ValueNormaliser
 
 EXPORT_BEST = "export_best"
@@ -105,14 +107,14 @@ def build_pretraining_batches(args: PPOArguments, tokenizer: Any, ranks: dict[st
 
 
 def build_rollout(args: PPOArguments, roles: Roles, specs: list[RewardSpec], tokenizer: Any) -> Rollout:
-    """Return what collects the records of the steps."""
+    """Return what collects the rollout batches of the steps."""
     most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
     failures = Failures.parse(args.reward_on_error)
     texts = {s.name: build_text_reward(s, args, failures) for s in specs if s.kind != "model"}
     old_logprobs = "recompute" if args.replay_sampling_support else args.old_logprobs
     return Rollout(
         roles,
-        PromptPlace(args.per_device_generation_batch_size, args.generation_batches),
+        PromptNumbers(args.per_device_generation_batch_size, args.generation_batches),
         OldLogprobs(old_logprobs, is_stale=args.rollout_staleness > 0),
         TokenCap(args.max_tokens_per_micro_batch or most, roles.actor.is_packed),
         ScoreSum(specs, texts, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), failures),
@@ -155,7 +157,18 @@ def build_trainer(
         rollout.cap if is_cut_by_tokens else None,
     )
     has_norm = args.value_norm != "none" and roles.critic
-    trainer = PPOTrainer(
+    logger = build_logger(args, COLUMNS, num_steps)
+
+    def decode(ids: torch.Tensor) -> str:
+        return start.tokenizer.decode(ids, skip_special_tokens=True)
+
+    rows = held_out
+    if not rows and args.sample_interval:  # shown, not judged
+        rows = [prompts.dataset[row] for row in range(min(NUM_SHOWN, len(prompts.dataset)))]
+    evaluation = None
+    if rows:
+        evaluation = Evaluation(args, rollout, logger, decode, rows, is_held_out=bool(held_out))
+    return PPOTrainer(
         args,
         roles,
         BatchStream(prompts),
@@ -164,24 +177,12 @@ def build_trainer(
         PPOLosses(args, roles, pretraining),
         plan,
         KLController(args.kl_coef, target=args.kl_target or None),
-        build_logger(args, COLUMNS, num_steps),
-        decode=lambda ids: start.tokenizer.decode(ids, skip_special_tokens=True),
+        logger,
+        decode,
         value_normaliser=ValueNormaliser(args.value_norm, args.value_norm_beta) if has_norm else None,
         ema=ExponentialMovingAverage(roles.actor.engine.module, args.ema_decay) if args.ema_decay else None,
+        evaluation=evaluation,
     )
-    trainer.evaluation = build_evaluation(trainer, prompts, held_out)
-    return trainer
-
-
-def build_evaluation(trainer: PPOTrainer, prompts: GlobalBatches, held_out: list[Any]) -> Evaluation | None:
-    """Return what judges the held-out prompts, or shows the data's first ones; None without either."""
-    args, rows = trainer.args, held_out
-    if not rows and args.sample_interval:
-        rows = [prompts.dataset[row] for row in range(min(NUM_SHOWN, len(prompts.dataset)))]
-    if not rows:
-        return None
-    parts = (trainer.rollout, trainer.logger, trainer.decode)
-    return Evaluation(args, *parts, rows, is_held_out=bool(held_out))
 
 
 def build_run(args: PPOArguments, start: StartUp, trainer: PPOTrainer, progress: Progress) -> Run:
@@ -193,24 +194,12 @@ def build_run(args: PPOArguments, start: StartUp, trainer: PPOTrainer, progress:
     if trainer.ema:
         parts["ema"] = ShardState(trainer.ema.parameters, trainer.ema.averages)
     parts["trainer"] = TrainerState(trainer)
-    run = Run(args, start.earlier, trainer.logger, progress, parts)
-    places = {"step": (), "rollout": ("rollout",), "minibatch": ("rollout", "update")}[args.save_points]
-
-    def name(step: int, place: str) -> str:
-        return checkpoint_name(step - 1, place)
-
-    def pause(step: int, place: str) -> None:
-        is_due = place.startswith(places) and run.saver.is_due(step, trainer.logger.num_steps)
-        run.saver.point(name(step, place), is_due=is_due)
-
-    trainer.pause = pause
-    trainer.refuse = lambda step, error, place: run.refuse(step, error, name(step, place))
-    return run
+    return Run(args, start.earlier, trainer.logger, progress, parts)
 
 
 def train(trainer: PPOTrainer, run: Run, num_steps: int, tokenizer: Any) -> None:
     """Do the steps that are left. Raises Stopped, and TooManyBadSteps with the state saved."""
-    progress = run.progress
+    progress, hooks = run.progress, SavingHooks(run, trainer.args.save_points)
     if progress.step == 0:
         if trainer.evaluation is None or trainer.evaluation.step < 0:
             remove_exports(trainer.args)
@@ -220,7 +209,7 @@ def train(trainer: PPOTrainer, run: Run, num_steps: int, tokenizer: Any) -> None
     while progress.step < num_steps:
         step, refusal = progress.step + 1, None
         try:
-            metrics = trainer.train_step(step)
+            metrics = trainer.train_step(step, hooks)
             progress.facts = {name: metrics[name] for name in ("objective/score", "objective/kl")}
         except StepRefused as error:
             refusal = error

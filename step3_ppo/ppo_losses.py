@@ -1,4 +1,4 @@
-"""The losses of a minibatch, and the optimizer steps on them: from records to `take_steps`.
+"""The losses of a minibatch, and the optimizer steps on them.
 
 # S responses of a micro-batch, total response tokens of all
 """
@@ -29,13 +29,13 @@ Sums = tuple[torch.Tensor, dict[str, Stat]]
 
 @dataclass
 class PPOLosses:
-    """Updates the actor and the critic by records that have advantages, returns and loss_weights."""
+    """The losses of rollout batches that have advantages, returns and loss_weights."""
 
     args: PPOArguments
     roles: Roles
     pretraining: BatchStream | None = None
     first_gap: float = field(default=0.0, init=False)  # of the sampler, mean over the first minibatch
-    first_gap_max: float = field(default=0.0, init=False)  # of this rank's tokens
+    first_gap_max: float = field(default=0.0, init=False)  # of its tokens
     _kl_coef: float = field(default=0.0, init=False)
     _in_first_minibatch: bool = field(default=False, init=False)
 
@@ -47,14 +47,14 @@ class PPOLosses:
         """Return what lasts from one minibatch to the next."""
         return {
             "first_gap": self.first_gap,
-            "first_gap_max": distributed.max_float(self.first_gap_max),
+            "first_gap_max": self.first_gap_max,
             "kl_coef": self._kl_coef,
             "in_first_minibatch": self._in_first_minibatch,
             "num_texts": self.pretraining.num_drawn if self.pretraining else 0,
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on with what `state_dict` gave."""
+        """Resume from what `state_dict` gave."""
         self.first_gap, self.first_gap_max = state["first_gap"], state["first_gap_max"]
         self._kl_coef, self._in_first_minibatch = state["kl_coef"], bool(state["in_first_minibatch"])
         if self.pretraining:
@@ -81,9 +81,11 @@ class PPOLosses:
 
         Every rank must call this. Raises StepRefused.
         """
+        if self._in_first_minibatch:
+            self.first_gap_max = distributed.max_float(self.first_gap_max)
         means = {}
-        for prefix, found in zip(("policy", "value"), take_steps(gradients), strict=False):
-            means |= {name if "/" in name else f"{prefix}/{name}": value for name, value in found.items()}
+        for prefix, of_engine in zip(("policy", "value"), take_steps(gradients), strict=False):
+            means |= {name if "/" in name else f"{prefix}/{name}": value for name, value in of_engine.items()}
         if self._in_first_minibatch:
             self.first_gap, self._in_first_minibatch = means["policy/rollout_gap"], False
         return means

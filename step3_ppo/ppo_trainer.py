@@ -1,13 +1,11 @@
-"""The PPO loop: collect, advantages, minibatches, update, log.
+"""The PPO loop: rollout, advantages, minibatches, updates, log.
 
-# S responses of a micro-batch, total response tokens of all, B responses of a step, R tokens of the longest
+# b responses of this rank, total their tokens, R tokens of the longest
 """
 
-import dataclasses
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 
 import torch
 
@@ -17,45 +15,31 @@ from common.flags.refusal import StepRefused
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
 from common.runs.run_logger import RunLogger
+from step3_ppo import metrics
 from step3_ppo.algorithms import Algorithm
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage
 from step3_ppo.evaluation import Evaluation
-from step3_ppo.experience import (
-    Experience,
-    MinibatchPlan,
-    add_results,
-    gather_records,
-    put_back,
-    read_experience,
-)
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController, loss_weights
 from step3_ppo.roles import Roles
-from step3_ppo.rollout import Rollout
-from step3_ppo.step_metrics import (
-    response_rows,
-    summarise,
-    summarise_failures,
-    summarise_gap,
-    summarise_scores,
+from step3_ppo.rollout import Rollout, join_scores
+from step3_ppo.rollout_batch import (
+    MinibatchPlan,
+    gather_numbers,
+    in_order,
+    put_back,
+    send_to_main,
+    tokens,
+    with_tokens,
 )
-from step3_ppo.trainer_state import OpenStep
+from step3_ppo.trainer_state import OpenStep, StepHooks
 from step3_ppo.value_norm import ValueNormaliser
-
-
-def no_pause(step: int, place: str) -> None:
-    """Go on: nobody saves this run."""
-
-
-def raise_refused(step: int, error: StepRefused, place: str) -> None:
-    """Raise the error: nobody counts the minibatches of this run that are refused."""
-    raise error
 
 
 @dataclass
 class PPOTrainer:
-    """Everything a PPO step needs; `train_step` reads like the paper."""
+    """Everything a PPO step needs; `train_step` reads like the paper. Every rank must call all methods."""
 
     args: PPOArguments
     roles: Roles
@@ -70,162 +54,153 @@ class PPOTrainer:
     value_normaliser: ValueNormaliser | None = None
     ema: ExponentialMovingAverage | None = None
     evaluation: Evaluation | None = None
-    # Called between the rollouts and the minibatches of a step, with the name of the place: a checkpoint can
-    # be written there. Called with a minibatch that was refused.
-    pause: Callable[[int, str], None] = no_pause
-    refuse: Callable[[int, StepRefused, str], None] = raise_refused
-    # Records that wait to be used, the oldest first: --rollout_staleness of them between steps.
+    # Rollout batches that wait to be used, the oldest first: --rollout_staleness of them between steps.
     waiting: deque[PackedBatch] = field(default_factory=deque, init=False)
     open_step: OpenStep | None = field(default=None, init=False)
 
-    def train_step(self, step: int) -> dict[str, float]:
+    def train_step(self, step: int, hooks: StepHooks | None = None) -> dict[str, float]:
         """Do PPO step `step` (from 1), or what is left of it, log it, return its numbers.
-
-        Every rank must call this.
 
         Raises StepRefused when nothing can be learned from its rollout.
         """
         COSTS.begin_step()
+        hooks = hooks or StepHooks()
         if self.open_step is None:
-            while len(self.waiting) <= self.args.rollout_staleness:
-                with watchdog.phase("the rollout", step):
-                    self.waiting.append(self._collect(step))
-                self.pause(step, "rollout")
-            with watchdog.phase("the advantages", step, clock="advantages"):
-                self.open_step = self._begin_step(step, self.waiting.popleft())
-        current, record = self.open_step, self.open_step.record
-        self._update(current)
-        metrics = current.summary | self._means(current) | self.roles.actor.hybrid_engine.costs.metrics()
-        if "policy/logprob_gap" not in metrics:
-            metrics |= {
-                "policy/logprob_gap": self.losses.first_gap,
-                "policy/logprob_gap_max": distributed.max_float(self.losses.first_gap_max),
-            }
-        metrics["objective/kl_coef"] = self.kl_controller.coef
-        self.kl_controller.update(metrics["objective/kl"], len(record))
-        if self.args.dynamic_sampling_rounds:
-            metrics["rollout/refilled_fraction"] = self.rollout.refilled_fraction
-        metrics |= COSTS.end_step(distributed.world_size())
-        self.logger.log(step, metrics)
-        advice = self.rollout.old_logprobs.judge(metrics["policy/logprob_gap"])
-        if advice:
-            self.logger.note(f"step {step}: {advice}")
-        self._write_responses(step, record)
-        self.open_step = None
-        return metrics
+            batch = self.collect(step, hooks)  # generate, score
+            self.open_step = self.add_advantages(step, batch)  # rewards, advantages, returns
+        for micro_batches in self.minibatches(self.open_step):  # ppo_epochs passes
+            try:
+                self.update(self.open_step, micro_batches)
+            except StepRefused as error:
+                hooks.refuse(step, error, self.open_step.position)
+            hooks.pause(step, self.open_step.position)
+        return self.finish_step(self.open_step)
 
-    def _collect(self, step: int) -> PackedBatch:
-        """Return a record whose values are in real units: statistics may move before it is learned from."""
-        record = self.rollout.collect(self.prompts, version=step - 1)
-        for name in ("old_values", "next_values") if self.value_normaliser else ():
-            record = record.with_key(name, self.value_normaliser.denormalise(record.data[name]), like=name)
-        return record
+    def collect(self, step: int, hooks: StepHooks) -> PackedBatch:
+        """Return the rollout batch of a step, values in real units: statistics may move before it is used."""
+        while len(self.waiting) <= self.args.rollout_staleness:
+            with watchdog.phase("the rollout", step):
+                batch = self.rollout.collect(self.prompts, version=step - 1)
+                for name in ("old_values", "next_values") if self.value_normaliser else ():
+                    values = self.value_normaliser.denormalise(batch.data[name])
+                    batch = batch.with_key(name, values, like=name)
+                self.waiting.append(batch)
+            hooks.pause(step, "rollout")
+        return self.waiting.popleft()
 
-    def _begin_step(self, step: int, record: PackedBatch) -> OpenStep:
-        """Return the step with advantages, and with the numbers that are known before its updates."""
-        record, experience = self._add_advantages(record)
-        summary = summarise(experience) | summarise_scores(record)
-        scores = self.rollout.scores
-        if scores.failures.are_borne:
-            summary |= summarise_failures(record)
+    def add_advantages(self, step: int, batch: PackedBatch) -> OpenStep:
+        """Return the step with all that its losses read, and the numbers that are known before its updates.
+
+        Responses without a score under --reward_on_error mask are in no mean, baseline or normaliser: the
+        algorithm does not see them. Their loss_mask is empty, and their score is shown as NaN.
+        """
+        with watchdog.phase("the advantages", step, clock="advantages"):
+            has_score = self.rollout.scores.counts(batch)
+            scored = batch.select(has_score.nonzero()[:, 0])
+            scored = self.algorithm.add_advantages(scored, self.args, self.kl_controller.coef)
+            summary = metrics.summarise(scored)
+            if self.rollout.old_logprobs.recomputes:
+                summary |= metrics.summarise_gap(scored)
+            batch = put_back(self._normalise_values(scored), batch)
+            batch = batch.with_numbers("scores", torch.where(has_score, batch.numbers("scores"), torch.nan))
+            summary |= metrics.summarise_scores(batch, self.rollout.scores)
+            if self.args.rollout_staleness:
+                summary |= metrics.summarise_staleness(batch, step)
+            self._tell_failures(step, summary)
+            batch = self._add_loss_weights(batch, has_score)
+            if self.args.use_decoupled_loss:
+                batch = self._add_prox_logprobs(batch)
+            self.losses.begin_step(self.kl_controller.coef)
+            return OpenStep(step, batch, summary)
+
+    def _normalise_values(self, batch: PackedBatch) -> PackedBatch:
+        """Return the batch with values and returns in the units of the critic, as the losses compare them."""
+        normaliser = self.value_normaliser
+        if normaliser is None:
+            return batch
+        old_values = normaliser.normalise(batch.data["old_values"])  # of the critic before its update
+        normaliser.update(batch.data["returns"], batch.data["loss_mask"])
+        returns = normaliser.normalise(batch.data["returns"])
+        batch = batch.with_key("old_values", old_values, like="response_ids")
+        return batch.with_key("returns", returns, like="response_ids")
+
+    def _add_loss_weights(self, batch: PackedBatch, has_score: torch.Tensor) -> PackedBatch:
+        mask = tokens(batch, "loss_mask")
+        weights, counts = loss_weights(mask, self.args.loss_aggregation, self.args.max_answer_seq_len)
+        return with_tokens(batch, loss_weights=weights).with_numbers("loss_counts", counts * has_score)
+
+    def _add_prox_logprobs(self, batch: PackedBatch) -> PackedBatch:
+        """Return the batch with the log-probabilities of the policy before the updates."""
+        if self.rollout.old_logprobs.recomputes and not self.args.rollout_staleness:
+            return batch.with_key("prox_logprobs", batch.data["old_logprobs"], like="response_ids")
+        parts = self.rollout.cap.cut(batch)
+        scored = join_scores(parts, {"prox_logprobs": self.roles.actor.score(parts)}, {})
+        return in_order(scored, batch.ids)
+
+    def _tell_failures(self, step: int, summary: dict[str, float]) -> None:
         share = summary.get("objective/failed_fraction")
         if share and step % self.logger.log_interval == 0:
-            told = f"{share:.1%} of the responses have no score, the first failure: {scores.first_failure}"
-            self.logger.note(f"step {step}: {told}")
-        if self.rollout.old_logprobs.recomputes:
-            summary |= summarise_gap(experience)
-        if self.args.rollout_staleness:
-            summary["rollout/staleness"] = step - 1 - float(record.data["versions"].double().mean())
-        self.losses.begin_step(self.kl_controller.coef)
-        return OpenStep(step, record, summary)
+            first = self.rollout.scores.first_failure
+            self.logger.note(
+                f"step {step}: {share:.1%} of the responses have no score, the first failure: {first}"
+            )
 
-    def _add_advantages(self, whole: PackedBatch) -> tuple[PackedBatch, Experience]:
-        """Return the record with all that the losses read, and the experience in real units.
-
-        The losses compare values and returns in the units of the critic. Responses without a score under
-        --reward_on_error mask are not in the experience: no algorithm, mean or normaliser sees them. In the
-        record their loss_mask is empty, and their score NaN.
-        """
-        args, normaliser = self.args, self.value_normaliser
-        is_counted = self.rollout.scores.counts(whole)
-        record = whole if bool(is_counted.all()) else whole.select(is_counted.nonzero()[:, 0])
-        experience = self.algorithm.add_advantages(read_experience(record), args, self.kl_controller.coef)
-        results = experience
-        mask = experience.response_mask if experience.loss_mask is None else experience.loss_mask
-        if normaliser:
-            old_values = normaliser.normalise(record.data["old_values"])  # of the critic before its update
-            record = record.with_key("old_values", old_values, like="old_values")
-            normaliser.update(experience.returns, mask)
-            results = dataclasses.replace(experience, returns=normaliser.normalise(experience.returns))
-        record = add_results(record, results)
-        weights, counts = loss_weights(mask, args.loss_aggregation, args.max_answer_seq_len)
-        record = record.with_key("loss_weights", weights[experience.response_mask], like="response_ids")
-        record = record.with_numbers("loss_counts", counts)
-        if len(record) < len(whole):
-            shown = torch.where(is_counted, whole.numbers("scores"), torch.nan)
-            record = put_back(record, whole).with_numbers("scores", shown)
-        if args.use_decoupled_loss:
-            record = self._add_prox(record)
-        return record, experience
-
-    def _add_prox(self, record: PackedBatch) -> PackedBatch:
-        """Return the record with the log-probabilities of the policy before the updates."""
-        if self.rollout.old_logprobs.recomputes and not self.args.rollout_staleness:
-            return record.with_key("prox_logprobs", record.data["old_logprobs"], like="response_ids")
-        mine = self.rollout.cap.cut(record)
-        scored = zip(mine, self.roles.actor.score(mine), strict=True)
-        return gather_records(
-            PackedBatch.concat([r.with_key("prox_logprobs", x.cpu(), like="response_ids") for r, x in scored])
-        )
-
-    def _update(self, current: OpenStep) -> None:
-        """Make the optimizer steps that a PPO step still has before it."""
-        args, step = self.args, current.step
-        minibatches = self.plan.minibatches(current.record, step)
-        left = islice(minibatches, current.num_minibatches, None)
+    def minibatches(self, current: OpenStep) -> Iterator[list[PackedBatch]]:
+        """Yield this rank's micro-batches of the optimizer steps that a PPO step still has before it."""
+        left = self.plan.minibatches(current.batch, current.step, first=current.num_minibatches)
         while not current.is_done:
             with watchdog.phase("the cut into minibatches", clock="actor_update"):
                 micro_batches = next(left, None)
             if micro_batches is None:
                 return
             current.num_minibatches += 1
-            place = f"update-{current.num_minibatches:04d}"
-            try:
-                self._learn(current, micro_batches)
-            except StepRefused as error:
-                self.refuse(step, error, place)
-            else:
-                means = current.means
-                current.is_done = 0 < args.early_stop_kl < means["policy/approx_kl"][-1]
-            self.pause(step, place)
+            yield micro_batches
 
-    def _learn(self, current: OpenStep, micro_batches: list[PackedBatch]) -> None:
+    def update(self, current: OpenStep, micro_batches: list[PackedBatch]) -> None:
+        """Make an optimizer step of actor and critic, or of neither: StepRefused leaves all as it was."""
         with watchdog.phase("the updates", current.step):
             gradients = [self.losses.compute_actor_gradients(micro_batches)]
             if self.roles.critic:
                 gradients.append(self.losses.compute_critic_gradients(micro_batches))
-            found = self.losses.take_steps(gradients)
-        for name, value in found.items():
+            means = self.losses.take_steps(gradients)
+        for name, value in means.items():
             current.means.setdefault(name, []).append(value)
         if self.ema:
             self.ema.update()
+        current.is_done = 0 < self.args.early_stop_kl < means["policy/approx_kl"]
 
-    def _means(self, current: OpenStep) -> dict[str, float]:
-        """Return the means over the optimizer steps of a PPO step."""
-        result = {name: sum(values) / len(values) for name, values in current.means.items()}
-        result.pop("policy/rollout_gap", None)  # only the first minibatch's tells the sampler's: logprob_gap
-        if self.args.early_stop_kl:
-            result["policy/num_updates"] = current.num_minibatches
-        return result
+    def finish_step(self, current: OpenStep) -> dict[str, float]:
+        """Log the step, let the controllers move, write responses; return the step's numbers."""
+        step, args = current.step, self.args
+        num_minibatches = current.num_minibatches if args.early_stop_kl else None
+        numbers = current.summary | metrics.summarise_updates(current.means, num_minibatches)
+        numbers |= self.roles.actor.hybrid_engine.costs.metrics()
+        if "policy/logprob_gap" not in numbers:
+            numbers["policy/logprob_gap"] = self.losses.first_gap
+            numbers["policy/logprob_gap_max"] = self.losses.first_gap_max
+        numbers["objective/kl_coef"] = self.kl_controller.coef
+        self.kl_controller.update(numbers["objective/kl"], len(current.batch) * distributed.world_size())
+        if args.dynamic_sampling_rounds:
+            numbers["rollout/refilled_fraction"] = self.rollout.refilled_fraction
+        numbers |= COSTS.end_step(distributed.world_size())
+        self.logger.log(step, numbers)
+        advice = self.rollout.old_logprobs.judge(numbers["policy/logprob_gap"])
+        if advice:
+            self.logger.note(f"step {step}: {advice}")
+        self._write_responses(step, current.batch)
+        self.open_step = None
+        return numbers
 
-    def _write_responses(self, step: int, record: PackedBatch) -> None:
-        if not distributed.is_main():
-            return
-        shown = list(response_rows(record.select(range(min(2, len(record)))), self.decode))
+    def _write_responses(self, step: int, batch: PackedBatch) -> None:
+        """Show the first responses of the step, and write all of them where --save_rollouts asks for it."""
+        args, ids = self.args, gather_numbers(batch)["ids"].tolist()
+        shown = list(metrics.response_rows(send_to_main(batch, ids[:2]), self.decode))
         for row in shown:
             self.logger.sample(step, **row)
-        if self.args.print_answers_interval and step % self.args.print_answers_interval == 0:
+        if shown and args.print_answers_interval and step % args.print_answers_interval == 0:
             text = "  prompt {prompt!r}\n  answer {answer!r}  score {score:.4f}"
             self.logger.note(text.format(**shown[0]))
-        if self.args.save_rollouts and step % self.args.save_rollouts == 0:
-            self.logger.rollout(step, response_rows(record, self.decode))
+        if args.save_rollouts and step % args.save_rollouts == 0:
+            chunks = (send_to_main(batch, ids[i : i + len(batch)]) for i in range(0, len(ids), len(batch)))
+            rows = [row for chunk in chunks for row in metrics.response_rows(chunk, self.decode)]
+            self.logger.rollout(step, rows)

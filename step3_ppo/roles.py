@@ -1,5 +1,5 @@
 """The four roles: actor, reference, critic, reward. Each answers `score`; the actor `generate`s, two
-`compute_gradients`. They read records (PackedBatch) of prompts and responses, see `step3_ppo.experience`.
+`compute_gradients`. They read rollout batches, see `step3_ppo.rollout_batch`.
 
 # S responses of a record, total response tokens of all
 """

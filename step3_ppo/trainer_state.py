@@ -6,8 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from common.data.packed_batch import PackedBatch
+from common.flags.refusal import StepRefused
 from common.ranks import distributed
+from common.runs.checkpoints import checkpoint_name
+from common.runs.run_saver import Run
 from common.runs.saved_state import Stateful, TensorReader, TensorSlice
 
 OPEN = "open"
@@ -18,11 +23,45 @@ class OpenStep:
     """A PPO step that is being made: all of it that lasts from one minibatch to the next."""
 
     step: int
-    record: PackedBatch  # with all that the losses read
+    batch: PackedBatch  # with all that the losses read
     summary: dict[str, float]  # what the step's numbers were before its updates
     means: dict[str, list[float]] = field(default_factory=dict)  # one a minibatch that was learned from
     num_minibatches: int = 0  # that are done, refused ones too
     is_done: bool = False  # an early stop
+
+    @property
+    def position(self) -> str:
+        """Return the name of where the step is: after its last minibatch."""
+        return f"update-{self.num_minibatches:04d}"
+
+
+class StepHooks:
+    """What happens between the minibatches of a step, in a run that nobody saves: nothing."""
+
+    def pause(self, step: int, position: str) -> None:
+        """Save the state here, where that is due."""
+
+    def refuse(self, step: int, error: StepRefused, position: str) -> None:
+        """Count a minibatch that was refused, or raise."""
+        raise error
+
+
+class SavingHooks(StepHooks):
+    """Checkpoints between the minibatches of a step, as --save_points asks for."""
+
+    def __init__(self, run: Run, save_points: str) -> None:
+        self.run = run
+        self.prefixes = {"step": (), "rollout": ("rollout",), "minibatch": ("rollout", "update")}[save_points]
+
+    def pause(self, step: int, position: str) -> None:
+        """Save where it is due, or leave where the run was asked to stop. Every rank must call this."""
+        saver = self.run.saver
+        is_due = position.startswith(self.prefixes) and saver.is_due(step, self.run.logger.num_steps)
+        saver.point(checkpoint_name(step - 1, position), is_due=is_due)
+
+    def refuse(self, step: int, error: StepRefused, position: str) -> None:
+        """Count it; TooManyBadSteps, with the state saved, when it is one too many."""
+        self.run.refuse(step, error, checkpoint_name(step - 1, position))
 
 
 class TrainerState(Stateful):
@@ -31,52 +70,78 @@ class TrainerState(Stateful):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def _records(self) -> dict[str, PackedBatch]:
+    def _batches(self) -> dict[str, PackedBatch]:
         trainer = self.trainer
-        records = {f"waiting{i}": record for i, record in enumerate(trainer.waiting)}
-        return records | ({OPEN: trainer.open_step.record} if trainer.open_step else {})
+        batches = {f"waiting{i}": batch for i, batch in enumerate(trainer.waiting)}
+        return batches | ({OPEN: trainer.open_step.batch} if trainer.open_step else {})
 
     def _owners(self) -> Mapping[str, Any]:
         trainer = self.trainer
-        owners: dict[str, Any] = {"rollout": trainer.rollout, "losses": trainer.losses}
-        owners["kl"] = trainer.kl_controller
+        owners: dict[str, Any] = {
+            "rollout": trainer.rollout,
+            "losses": trainer.losses,
+            "kl": trainer.kl_controller,
+            "switch_costs": trainer.roles.actor.hybrid_engine.costs,
+        }
         if trainer.evaluation and trainer.evaluation.is_held_out:
             owners["evaluation"] = trainer.evaluation
-        return owners | ({"value_norm": trainer.value_normaliser} if trainer.value_normaliser else {})
+        if trainer.value_normaliser:
+            owners["value_norm"] = trainer.value_normaliser
+        return owners
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Give the records; every rank holds all of them, the first one writes."""
-        for name, record in self._records().items() if distributed.is_main() else ():
-            for key in record.data:
-                # Keys share tensors, and a file of safetensors must hold each once.
-                yield TensorSlice(f"{name}:{key}:data", 0, record.data[key].clone())
-                yield TensorSlice(f"{name}:{key}:lengths", 0, record.lengths[key].clone())
+        """Give the rows that this rank holds."""
+        for name, batch in self._batches().items():
+            prefix = f"{name}:{distributed.rank()}"
+            yield TensorSlice(f"{prefix}:ids", 0, torch.tensor(batch.ids, dtype=torch.int64))
+            for key in batch.data:
+                yield TensorSlice(f"{prefix}:{key}:data", 0, batch.data[key])
+                yield TensorSlice(f"{prefix}:{key}:lengths", 0, batch.lengths[key])
 
     def json_state(self) -> dict[str, Any]:
         """Return the rest."""
         trainer = self.trainer
-        records = {name: {"ids": r.ids, "keys": list(r.data)} for name, r in self._records().items()}
-        found = {name: owner.state_dict() for name, owner in self._owners().items()}
-        found |= {"records": records, "num_prompts": trainer.prompts.num_drawn}
+        keys = {name: list(batch.data) for name, batch in self._batches().items()}
+        state = {name: owner.state_dict() for name, owner in self._owners().items()}
+        state |= {"keys": keys, "num_ranks": distributed.world_size()}
+        state["num_prompts"] = trainer.prompts.num_drawn
         if trainer.open_step:
             kept = dataclasses.fields(OpenStep)
-            found[OPEN] = {f.name: getattr(trainer.open_step, f.name) for f in kept if f.name != "record"}
-        return found
+            state[OPEN] = {f.name: getattr(trainer.open_step, f.name) for f in kept if f.name != "batch"}
+        return state
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Go on with what was saved."""
+        """Take what was saved, rows by any number of ranks."""
         trainer = self.trainer
         for name, owner in self._owners().items():
             owner.load_state_dict(state[name])
-        records = {name: _read_record(reader, name, told) for name, told in state["records"].items()}
-        is_open = OPEN in records
-        trainer.open_step = OpenStep(record=records.pop(OPEN), **state[OPEN]) if is_open else None
-        trainer.waiting = deque(records.values())
+        batches = {
+            name: _read_rows(reader, name, keys, state["num_ranks"]) for name, keys in state["keys"].items()
+        }
+        is_open = OPEN in batches
+        trainer.open_step = OpenStep(batch=batches.pop(OPEN), **state[OPEN]) if is_open else None
+        trainer.waiting = deque(batches.values())
         trainer.prompts.skip_to(state["num_prompts"])
 
 
-def _read_record(reader: TensorReader, name: str, told: dict[str, Any]) -> PackedBatch:
-    parts = [
-        {key: reader.read(f"{name}:{key}:{part}") for key in told["keys"]} for part in ("data", "lengths")
-    ]
-    return PackedBatch(tuple(told["ids"]), *parts)
+def _read_rows(reader: TensorReader, name: str, keys: list[str], num_ranks: int) -> PackedBatch:
+    """Return this rank's share of the rows that `num_ranks` have saved: as many on each, groups whole."""
+    parts, first = [], 0
+    num_rows = sum(reader.numel(f"{name}:{rank}:ids") for rank in range(num_ranks))
+    share = num_rows // distributed.world_size()
+    begin, end = distributed.rank() * share, (distributed.rank() + 1) * share
+    for rank in range(num_ranks):
+        num_here = reader.numel(f"{name}:{rank}:ids")
+        rows = range(max(begin - first, 0), max(min(end - first, num_here), 0))
+        first += num_here
+        if len(rows):
+            parts.append(_read_batch(reader, f"{name}:{rank}", keys).select(rows))
+    return PackedBatch.concat(parts)
+
+
+def _read_batch(reader: TensorReader, prefix: str, keys: list[str]) -> PackedBatch:
+    ids = reader.read(f"{prefix}:ids").tolist()
+    data, lengths = (
+        {key: reader.read(f"{prefix}:{key}:{part}") for key in keys} for part in ("data", "lengths")
+    )
+    return PackedBatch(tuple(ids), data, lengths)

@@ -1,11 +1,14 @@
-"""PURE: returns scaled by their running mean and deviation, so that the critic learns numbers near 1.
+"""Returns scaled by their running mean and deviation, so that the critic learns numbers near 1.
 
 # N tokens of any layout, flat or (B, R); mask (N) bool, tokens that count
 """
 
+import math
 from typing import Literal
 
 import torch
+
+from common.ranks import distributed
 
 ValueNorm = Literal["exp", "ma"]
 
@@ -16,7 +19,7 @@ class ValueNormaliser:
     The critic's output is in normalised units; `denormalise` brings it back. "exp" is the debiased average of
     MAPPO's ValueNorm (arXiv:2103.01955) and of ReaL: an update keeps `beta` of what was. "ma" weighs every
     token alike and ignores `beta`. Without an update both directions change nothing. Variances below `eps`
-    count as `eps`. Every rank must give the same returns; then no reduction is needed.
+    count as `eps`.
     """
 
     def __init__(self, kind: ValueNorm, beta: float = 0.99995, *, eps: float = 1e-5) -> None:
@@ -32,25 +35,26 @@ class ValueNormaliser:
         self.variance = 0.0
 
     def update(self, returns: torch.Tensor, mask: torch.Tensor) -> None:
-        """Take in the returns (N) that count, in real units; none of them changes nothing.
+        """Take in the returns (N) of all ranks that count, in real units; none of them changes nothing.
 
-        Raises ValueError when one is not finite: it would spoil all later ones.
+        Every rank must call this. Raises ValueError when one is not finite: it would spoil all later ones.
         """
         kept = returns[mask.bool()].double()
-        if not len(kept):
+        own = (len(kept), float(kept.mean()), float(kept.var(correction=0))) if len(kept) else (0, 0.0, 0.0)
+        count, mean, variance = 0, 0.0, 0.0
+        for num, mean_there, variance_there in distributed.gather_objects(own):
+            if num:
+                count += num
+                mean, variance = _merge(mean, variance, mean_there, variance_there, num / count)
+        if not count:
             return
-        mean, variance = float(kept.mean()), float(kept.var(correction=0))
-        if not torch.isfinite(kept).all():
+        if not math.isfinite(mean + variance):
             raise ValueError(f"returns of mean {mean} are not finite: --value_norm cannot take them in")
         kept_weight = self.weight * (self.beta if self.kind == "exp" else 1.0)
-        new_weight = 1.0 - self.beta if self.kind == "exp" else float(len(kept))
-        # Two weighted sets become one: the same as running means of x and x^2, whose difference would lose
-        # its digits, or its sign, for returns far from 0.
-        total = kept_weight + new_weight
-        share, distance = new_weight / total, mean - self.mean
-        self.variance += share * (variance - self.variance) + share * (1 - share) * distance**2
-        self.mean += share * distance
-        self.weight = total
+        new_weight = 1.0 - self.beta if self.kind == "exp" else float(count)
+        self.weight = kept_weight + new_weight
+        share = new_weight / self.weight
+        self.mean, self.variance = _merge(self.mean, self.variance, mean, variance, share)
 
     @property
     def std(self) -> float:
@@ -73,3 +77,15 @@ class ValueNormaliser:
         """Continue with the numbers of `state_dict`."""
         self.weight, self.mean = float(state["weight"]), float(state["mean"])
         self.variance = float(state["variance"])
+
+
+def _merge(
+    mean: float, variance: float, new_mean: float, new_variance: float, share: float
+) -> tuple[float, float]:
+    """Return mean and variance of two sets as one, of which the new one has this share.
+
+    The same as means of x and x^2, whose difference would lose its digits, or its sign, far from 0.
+    """
+    distance = new_mean - mean
+    variance += share * (new_variance - variance) + share * (1 - share) * distance**2
+    return mean + share * distance, variance

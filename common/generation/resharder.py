@@ -62,6 +62,14 @@ class SwitchCosts:
             "hybrid/peak_gib": self.peak_bytes / 2**30,
         }
 
+    def state_dict(self) -> dict[str, int]:
+        """Return all of it, for a checkpoint: a resumed step logs the switch that was made before."""
+        return {"received_bytes": self.received_bytes, "peak_bytes": self.peak_bytes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take what `state_dict` gave."""
+        self.received_bytes, self.peak_bytes = state["received_bytes"], state["peak_bytes"]
+
 
 class _Source(NamedTuple):
     """A parameter of the trainer and how it gets to its slices."""

@@ -213,6 +213,22 @@ def make_on_first_rank(make: Callable[[], Path]) -> Path:
         dist.destroy_process_group(group)
 
 
+def all_to_all(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what each rank has sent to this one; parts[rank] (n,) goes to `rank`. All on the CPU, one dtype.
+
+    Every rank must call this.
+    """
+    if world_size() == 1:
+        return parts
+    sizes = torch.tensor([len(part) for part in parts], device=device())
+    received_sizes = torch.empty_like(sizes)
+    dist.all_to_all_single(received_sizes, sizes)
+    counts = received_sizes.tolist()
+    received = torch.empty(sum(counts), dtype=parts[0].dtype, device=device())
+    dist.all_to_all_single(received, torch.cat(parts).to(device()), counts, sizes.tolist())
+    return list(received.cpu().split(counts))
+
+
 def seed_everything(seed: int) -> None:
     """Seed python, numpy and torch alike on all ranks: new weights must be equal everywhere."""
     random.seed(seed)

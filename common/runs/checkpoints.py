@@ -20,7 +20,7 @@ from common.runs.durable_files import WRITING, digest, publish_folder, remove_fo
 from common.runs.saved_state import Stateful, TensorReader, write_slices
 
 FOLDER, META = "checkpoints", "meta.json"
-FORMAT = 2  # raise it when an older reader would misread the files
+FORMAT = 3  # raise it when an older reader would misread the files
 _NAME = re.compile(r"step-(\d+)(?:-rollout|-update-(\d+))?")
 
 

@@ -1,39 +1,36 @@
 """An algorithm of your own: how many of the other responses to its prompt a response beats.
 
-# B responses
+# b responses of this rank
 """
-
-import dataclasses
 
 import torch
 
-from step3_ppo.algorithms import ALGORITHMS, fill_defaults, register_algorithm
-from step3_ppo.algorithms.shared_steps import (
-    counted,
+from common.data.packed_batch import PackedBatch
+from step3_ppo.algorithms import (
+    ALGORITHMS,
+    fill_defaults,
+    loss_tokens,
     normalised,
     on_every_token,
+    register_algorithm,
     shaped_scores,
     token_rewards,
 )
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.experience import Experience
+from step3_ppo.rollout_batch import with_tokens
 
 
 @register_algorithm("win_rate", needs_group=True, kl_in="loss", ignores=("gamma", "gae_lambda"))
 @torch.no_grad()
-def add_advantages(experience: Experience, args: PPOArguments, kl_coef: float) -> Experience:
-    """Return the experience with (won - lost) / others on every token of a response, from -1 to 1.
+def add_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
+    """Return the batch with (won - lost) / others on every token of a response, from -1 to 1.
 
     Only the order of scores counts, so no scale of a reward can blow an update up.
     """
     args = fill_defaults(args, ALGORITHMS["win_rate"])
-    scores = shaped_scores(experience, args)  # (B,) as the flags of the score group leave them
-    is_rival = experience.group_ids[:, None] == experience.group_ids[None]  # (B, B), itself included
-    won = torch.sign(scores[:, None] - scores[None]) * is_rival  # (B, B) 1 won, -1 lost, 0 a tie
-    advantages = won.sum(1) / (is_rival.sum(1) - 1).clamp(min=1)
-    return dataclasses.replace(
-        experience,
-        rewards=token_rewards(experience, scores, args, kl_coef),
-        advantages=normalised(on_every_token(advantages, experience), experience, args),
-        loss_mask=counted(experience, args),
-    )
+    scores, group_ids = shaped_scores(batch, args), batch.numbers("group_ids")  # (b,), shaped by the flags
+    is_rival = group_ids[:, None] == group_ids[None]  # (b, b), itself included; groups are whole on a rank
+    won = torch.sign(scores[:, None] - scores[None]) * is_rival  # (b, b) 1 won, -1 lost, 0 a tie
+    advantages = on_every_token(won.sum(1) / (is_rival.sum(1) - 1).clamp(min=1), batch)
+    rewards, mask = token_rewards(batch, scores, args, kl_coef), loss_tokens(batch, args)
+    return with_tokens(batch, rewards=rewards, advantages=normalised(advantages, batch, args), loss_mask=mask)

@@ -3,6 +3,8 @@
 # B sequences
 """
 
+from collections.abc import Callable
+
 import torch
 
 from common.models.tensor_ops import whiten
@@ -47,17 +49,19 @@ def shape_scores(
     overlong_buffer_tokens: int = 0,
     max_response_tokens: int = 0,
     whiten_scores: bool = False,
+    reduce_sum: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return scores (B,) fp32 after, in this order: whitening, clipping, `truncated_penalty` in place of the
     score of a cut response, the two length terms.
 
     Those come after clipping, else a response at the clip could be shortened, or drawn out, for nothing. Of
     the choices of `truncated` only "penalty" changes a score; under "mask" it still is what its group is
-    compared with. scores, response_lengths, is_finished (B,).
+    compared with. scores, response_lengths, is_finished (B,). `reduce_sum` adds a float64 vector up over
+    ranks that each have some of the scores; with it every rank must call this.
     """
     shaped = scores.float()
     if whiten_scores:
-        shaped = whiten(shaped, torch.ones_like(shaped, dtype=torch.bool))
+        shaped = whiten(shaped, torch.ones_like(shaped, dtype=torch.bool), reduce_sum=reduce_sum)
     if reward_clip:
         shaped = shaped.clamp(-reward_clip, reward_clip)
     if truncated == "penalty":

@@ -135,7 +135,7 @@ def last_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     numbers = json.loads(json.dumps(found[0].meta["numbers"]))
     numbers["log"] = {"step": numbers["log"]["step"]}
     if "trainer" in numbers:
-        numbers["trainer"]["rollout"]["costs"] |= {"seconds": 0.0, "peak_bytes": 0}
+        numbers["trainer"]["switch_costs"] |= {"peak_bytes": 0}
     return tensors, numbers
 
 
@@ -215,10 +215,10 @@ PPO_POINTS = {
     "in the export of the best": ("common.runs.export:_write_model", 1),
     "generation": ("step3_ppo.roles:Actor.generate", 8),
     "scoring by the reward model": ("step3_ppo.roles:Reward.score", 3),
-    "between rollout and advantages": ("step3_ppo.ppo_trainer:PPOTrainer._begin_step", 2),
+    "between rollout and advantages": ("step3_ppo.ppo_trainer:PPOTrainer.add_advantages", 2),
     "between two accumulation steps": ("step3_ppo.ppo_losses:PPOLosses._policy_sums", 12),
     "between actor and critic": ("step3_ppo.ppo_losses:PPOLosses.compute_critic_gradients", 6),
-    "between two minibatches": ("step3_ppo.ppo_trainer:PPOTrainer._learn", 7),
+    "between two minibatches": ("step3_ppo.ppo_trainer:PPOTrainer.update", 7),
     "in the average": ("step3_ppo.ema:ExponentialMovingAverage.update", 6),
     "steering the KL": ("step3_ppo.ppo_math:KLController.update", 2),
     "in the log": ("common.runs.run_logger:RunLogger.log", 2),

@@ -1,4 +1,4 @@
-"""Records of a PPO step whose numbers depend on the sample id alone."""
+"""Rollout batches whose numbers depend on the sample id alone, or are given."""
 
 import torch
 
@@ -6,7 +6,7 @@ from common.data.packed_batch import PackedBatch
 
 
 def make_record(sample_ids, prompt_lengths, response_lengths, *, num_samples: int = 1) -> PackedBatch:
-    """A scored record; responses shorter than 5 tokens are finished."""
+    """A scored rollout batch; responses shorter than 5 tokens are finished."""
     parts = []
     for sample, num_prompt, num_response in zip(sample_ids, prompt_lengths, response_lengths, strict=True):
         g = torch.Generator().manual_seed(sample)
@@ -27,8 +27,34 @@ def make_record(sample_ids, prompt_lengths, response_lengths, *, num_samples: in
                     "prompt_ids": [torch.randint(1, 50, (num_prompt,), generator=g)],
                     "response_ids": [torch.randint(1, 50, (num_response,), generator=g)],
                     "versions": [torch.zeros(num_response, dtype=torch.int64)],
+                    "loss_mask": [torch.ones(num_response, dtype=torch.bool)],
                     **{key: [values] for key, values in (logprobs | numbers).items()},
                 },
             )
         )
     return PackedBatch.concat(parts)
+
+
+def make_batch(lengths, **columns) -> PackedBatch:
+    """A rollout batch of responses with these lengths; columns are padded (b, R) or numbers (b,).
+
+    What is not given is zero; all are finished, each is a group of its own, and all tokens count.
+    """
+    num, width = len(lengths), max([2, *lengths])
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    zeros, ids = torch.zeros(num, width), torch.zeros(num, width, dtype=torch.int64)
+    made = {name: zeros for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs")}
+    made |= {"response_ids": ids, "versions": ids, "prompt_ids": ids, "loss_mask": mask}
+    made |= {
+        "group_ids": torch.arange(num),
+        "is_finished": torch.ones(num).bool(),
+        "scores": torch.zeros(num),
+    }
+    batch = PackedBatch(tuple(range(num)), {}, {})
+    for name, values in (made | columns).items():
+        if values.dim() == 1:
+            batch = batch.with_numbers(name, values)
+        else:
+            kept = mask[:, : values.shape[1]]
+            batch = batch.with_key(name, values[:, :width][kept], lengths=kept.sum(1))
+    return batch

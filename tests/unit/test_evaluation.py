@@ -16,9 +16,9 @@ from common.data.stage_datasets import build_prompts
 from common.flags.args import Problems
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import Evaluation, Judged, choose_prompts, compare, judge, measure
+from step3_ppo.metrics import response_rows
 from step3_ppo.rewards.reward_specs import parse_rewards
 from step3_ppo.start_up import check_evaluation
-from step3_ppo.step_metrics import response_rows
 
 
 def test_a_win_rate_by_hand():
@@ -177,7 +177,8 @@ def test_what_a_reward_draws_is_not_missing_in_the_training(monkeypatch):
 
 def test_a_resumed_run_knows_what_it_compares_with_and_its_best():
     first, second = (evaluation(keep_best="eval/score") for _ in range(2))
-    first.before = judge(scored_record(), torch.ones(len(scored_record()), dtype=torch.bool))
+    first.before = judge(scored_record(), torch.tensor([1.0, float("nan"), 3.0]), [2, 0, 1])
+    assert first.before.scores == [3.0, 1.0, None]
     first.step = 20
     first.best = {"metric": "eval/score", "value": 1.0, "step": 10}
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))

@@ -1,18 +1,18 @@
 """The examples' functions, by numbers worked out by hand. tests/programs/test_examples.py runs them."""
 
-import dataclasses
 import importlib
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from records import make_batch
 
 from common.data.registry import load_source
 from examples.own_reward.keyword import says_keyword
 from step3_ppo.algorithms import ALGORITHMS
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.experience import Experience
+from step3_ppo.rollout_batch import tokens
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 
@@ -51,26 +51,18 @@ def add_advantages():
 
 def test_advantages_are_what_was_won_of_each_group(add_advantages):
     lengths, scores, groups = [2, 1, 2, 1, 2], [3.0, 1.0, 1.0, 7.0, 2.0], [0, 0, 0, 1, 1]
-    mask = torch.arange(2) < torch.tensor(lengths)[:, None]
-    zeros, ids = torch.zeros(5, 2), torch.zeros(5, 2, dtype=torch.int64)
-    experience = Experience(
-        sample_ids=torch.arange(5),
-        group_ids=torch.tensor(groups),
-        response_ids=ids,
-        response_mask=mask,
-        is_finished=torch.ones(5).bool(),
-        versions=ids,
-        rollout_logprobs=zeros,
-        old_logprobs=zeros,
+    zeros = torch.zeros(5, 2)
+    batch = make_batch(
+        lengths, group_ids=torch.tensor(groups), scores=torch.tensor(scores), old_logprobs=zeros,
         ref_logprobs=zeros - 1,
-        scores=torch.tensor(scores),
-    )
-    done = add_advantages(experience, PPOArguments(), 0.1)
+    )  # fmt: skip
+    done = add_advantages(batch, PPOArguments(), 0.1)
     # 3 beats both others; each 1 ties with the other and loses to 3: (0 - 1) / 2; 7 is clipped to 5.
-    assert done.advantages.tolist() == [[1.0, 1.0], [-0.5, 0.0], [-0.5, -0.5], [1.0, 0.0], [-1.0, -1.0]]
-    assert done.rewards.sum(1).tolist() == [3.0, 1.0, 1.0, 5.0, 2.0]
-    scaled = dataclasses.replace(experience, scores=experience.scores * 0.01)
-    assert torch.equal(add_advantages(scaled, PPOArguments(), 0.1).advantages, done.advantages)
+    advantages = tokens(done, "advantages")
+    assert advantages.tolist() == [[1.0, 1.0], [-0.5, 0.0], [-0.5, -0.5], [1.0, 0.0], [-1.0, -1.0]]
+    assert tokens(done, "rewards").sum(1).tolist() == [3.0, 1.0, 1.0, 5.0, 2.0]
+    scaled = batch.with_numbers("scores", batch.numbers("scores") * 0.01)
+    assert torch.equal(tokens(add_advantages(scaled, PPOArguments(), 0.1), "advantages"), advantages)
 
 
 def test_they_are_small():

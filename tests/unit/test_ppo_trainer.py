@@ -1,4 +1,4 @@
-"""The loop of step 3 without engines: what it makes of records, when roles say what they are told to."""
+"""The loop of step 3 without engines: what it makes of rollout batches, when roles say what they are told."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ class KnowingCritic:
 
     old_logprobs = SimpleNamespace(recomputes=False, judge=lambda gap: None)
     scores = SimpleNamespace(
-        counts=lambda record: torch.ones(len(record), dtype=torch.bool),
+        counts=lambda batch: torch.ones(len(batch), dtype=torch.bool),
         failures=SimpleNamespace(are_borne=False),
     )
 
@@ -39,7 +39,7 @@ class KnowingCritic:
         self.normaliser, self.num_rollouts = normaliser, 0
 
     def collect(self, prompts, version):
-        """A record of three responses, of which the last was cut."""
+        """Three responses, of which the last was cut."""
         self.num_rollouts += 1
         record, says = make_record([0, 1, 2], [2, 1, 1], [3, 1, 6]), self.normaliser.normalise
         scores = torch.tensor([1.0, 2.0, 4.0]) * 3**self.num_rollouts
@@ -65,7 +65,7 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
         rollout=KnowingCritic(normaliser),
         algorithm=algorithm,
         losses=SimpleNamespace(begin_step=lambda coef: None, first_gap=0.0, first_gap_max=0.0),
-        plan=SimpleNamespace(minibatches=lambda record, step: learned.append(record) or iter(())),
+        plan=SimpleNamespace(minibatches=lambda batch, step, first: learned.append(batch) or iter(())),
         kl_controller=KLController(0.0),
         logger=SimpleNamespace(log=lambda *_: None),
         decode=str,

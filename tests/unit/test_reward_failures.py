@@ -17,13 +17,13 @@ from step3_ppo.algorithms import ALGORITHMS
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import Judged, compare, judge, measure
 from step3_ppo.group_math import constant_groups
+from step3_ppo.metrics import summarise_scores
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.function_reward import FunctionReward
 from step3_ppo.rewards.http_reward import HttpReward
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
 from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError
-from step3_ppo.step_metrics import summarise, summarise_failures, summarise_scores
 from step3_ppo.value_norm import ValueNormaliser
 
 MODULE = """
@@ -149,11 +149,11 @@ def test_an_answer_without_a_score_has_the_default_or_does_not_count(on_error, t
     scores, record = scores_of(on_error, texts=[1.0, None, 2.0, math.nan])
     assert record.numbers("scores").tolist() == total and scores.counts(record).tolist() == counts
     assert "function_f gave 'None'" in scores.first_failure and not scores.failures.first
-    assert summarise_failures(record) == {
+    found = summarise_scores(record, scores)
+    assert {k: v for k, v in found.items() if "failed" in k} == {
         "objective/failed_fraction": 0.5, "objective/failed_fraction_function_f": 0.5,
         "objective/failed_fraction_model": 0.0,
     }  # fmt: skip
-    found = summarise_scores(record)
     assert found["objective/score_function_f"] == 1.5 and found["objective/score_model"] == 0.5
 
 
@@ -162,14 +162,15 @@ def test_a_models_nan_is_a_failure_and_one_of_a_reward_without_weight_masks_nobo
     scores, record = scores_of("mask", texts=texts, model=[0.0, 0.0, math.inf, 0.0], weights=(0.0, 1.0))
     assert scores.counts(record).tolist() == [True, True, False, True]
     assert record.numbers("scores").isfinite().all()
-    assert summarise_failures(record)["objective/failed_fraction"] == 0.5
+    assert summarise_scores(record, scores)["objective/failed_fraction"] == 0.5
     with pytest.raises(RewardError, match="function_f gave 'None'"):
         scores_of("refuse", texts=texts)
 
 
 def test_held_out_answers_without_a_score_are_in_no_mean_and_tie():
     scores, record = scores_of("mask", texts=[1.0, None, 2.0, math.nan], weights=(1.0, 0.0))
-    judged = judge(record, scores.counts(record))
+    shown = torch.where(scores.counts(record), record.numbers("scores"), math.nan)
+    judged = judge(record, shown, record.ids)
     assert judged.scores == [1.0, None, 2.0, None]
     before = Judged([0.0, 5.0, None, None], ["another"] * 4)
     assert compare(judged, before)["eval/win_rate"] == (1 + 0.5 + 0.5 + 0.5) / 4
@@ -182,23 +183,31 @@ def test_held_out_answers_without_a_score_are_in_no_mean_and_tie():
 
 
 def learned(name, record, on_error, **flags):
-    """Return (the record with what the losses read, the step's numbers) of a PPO step without engines."""
+    """Return (the batch with what the losses read, the numbers) of a PPO step without engines."""
     algorithm = ALGORITHMS[name]
     flags = {"algorithm": name, "kl_in": algorithm.kl_in, "kl_estimator": "k1", "adv_norm": "batch"} | flags
     args = dataclasses.replace(PPOArguments(), whiten_scores=True, **flags)
     specs = [RewardSpec("function", "m:f", 1.0, "f")]
-    rollout = SimpleNamespace(scores=ScoreSum(specs, failures=Failures.parse(on_error)))
     trainer = PPOTrainer(
-        args, None, None, rollout, algorithm, None, None, SimpleNamespace(coef=0.1), None, None,
-        value_normaliser=ValueNormaliser("exp", 0.9),
-    )  # fmt: skip
-    if not algorithm.needs_critic:
-        trainer.value_normaliser = None
-    found, experience = trainer._add_advantages(record)
-    if not algorithm.needs_critic:
-        experience = dataclasses.replace(experience, old_values=None)
+        args,
+        roles=None,
+        prompts=None,
+        rollout=SimpleNamespace(
+            scores=ScoreSum(specs, failures=Failures.parse(on_error)),
+            old_logprobs=SimpleNamespace(recomputes=False),
+        ),
+        algorithm=algorithm,
+        losses=SimpleNamespace(begin_step=lambda coef: None),
+        plan=None,
+        kl_controller=SimpleNamespace(coef=0.1),
+        logger=SimpleNamespace(log_interval=100),
+        decode=None,
+        value_normaliser=ValueNormaliser("exp", 0.9) if algorithm.needs_critic else None,
+    )
+    done = trainer.add_advantages(1, record)
     state = trainer.value_normaliser.state_dict() if trainer.value_normaliser else {}
-    return found, summarise(experience) | {k: float(v) for k, v in state.items()}
+    summary = {name: value for name, value in done.summary.items() if "failed" not in name}
+    return done.batch, summary | {k: float(v) for k, v in state.items()}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
-"""Collecting a step's record: ids, groups, versions, refilled groups, and what each role says of it."""
+"""Collecting a rollout batch: ids, groups, versions, refilled groups, and what each role says of it."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +10,11 @@ from common.data.collators import collate_prompts
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.generation.generate import Generation
 from common.models.output_head import Support
-from step3_ppo.experience import TokenCap
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.rewards.text_rewards import RewardError
-from step3_ppo.rollout import OldLogprobs, PromptPlace, Rollout, add_support
+from step3_ppo.rollout import OldLogprobs, PromptNumbers, Rollout, add_support
+from step3_ppo.rollout_batch import TokenCap
 
 PROMPTS = 3  # of a generation batch
 
@@ -31,8 +30,8 @@ class FakeActor:
         logprobs = torch.where(mask, -0.5, 0.0)
         return Generation(ids, mask, logprobs, logprobs + 0.25, lengths < num_samples)
 
-    def score(self, records):
-        return [record.data["rollout_logprobs"] - 0.125 for record in records]
+    def score(self, batches):
+        return [batch.data["rollout_logprobs"] - 0.125 for batch in batches]
 
 
 class FakeReward:
@@ -41,18 +40,18 @@ class FakeReward:
     def __init__(self, score_of):
         self.score_of = score_of
 
-    def score(self, records):
-        return [torch.tensor([float(self.score_of(i)) for i in record.ids]) for record in records]
+    def score(self, batches):
+        return [torch.tensor([float(self.score_of(i)) for i in batch.ids]) for batch in batches]
 
 
 def build(score_of=lambda sample: sample, *, num_samples=2, rounds=0, source="rollout", texts=None):
     values = SimpleNamespace(
-        score=lambda records: [
+        score=lambda batches: [
             SimpleNamespace(values=r.data["rollout_logprobs"] * 2, last_values=torch.zeros(len(r)))
-            for r in records
+            for r in batches
         ]
     )
-    reference = SimpleNamespace(score=lambda records: [r.data["rollout_logprobs"] - 1 for r in records])
+    reference = SimpleNamespace(score=lambda batches: [r.data["rollout_logprobs"] - 1 for r in batches])
     roles = SimpleNamespace(
         actor=FakeActor(), reference=reference, critic=values, rewards={"model": FakeReward(score_of)}
     )
@@ -61,7 +60,7 @@ def build(score_of=lambda sample: sample, *, num_samples=2, rounds=0, source="ro
         specs.append(RewardSpec("function", "m:f", 0.5, "0.5*function:m:f"))
     return Rollout(
         roles,
-        PromptPlace(PROMPTS, 1),
+        PromptNumbers(PROMPTS, 1),
         OldLogprobs(source),
         TokenCap(64),
         ScoreSum(specs, {"function_f": texts} if texts else {}, lambda ids: f"<{len(ids)}>"),
@@ -85,7 +84,7 @@ def endless_prompts():
         yield [collate_prompts(rows)]
 
 
-def test_a_record_has_a_response_an_item_in_the_order_of_the_samples():
+def test_a_rollout_batch_has_a_response_an_item_in_the_order_of_the_samples():
     rollout, prompts = build(num_samples=2), endless_prompts()
     first, second = rollout.collect(prompts, version=0), rollout.collect(prompts, version=4)
     first.check()
@@ -102,23 +101,23 @@ def test_a_record_has_a_response_an_item_in_the_order_of_the_samples():
 
 
 def test_old_logprobs_are_the_trainers_where_they_are_recomputed():
-    record = build(source="recompute").collect(endless_prompts(), 0)
-    assert record.data["old_logprobs"].eq(-0.625).all() and record.data["rollout_logprobs"].eq(-0.5).all()
+    batch = build(source="recompute").collect(endless_prompts(), 0)
+    assert batch.data["old_logprobs"].eq(-0.625).all() and batch.data["rollout_logprobs"].eq(-0.5).all()
 
 
 def test_groups_of_one_score_are_replaced_by_groups_of_further_prompts():
     # Prompts 0 and 2 have one score; of the next draw prompt 3 has one too, 4 and 5 have not.
     scores = {0: 1, 1: 1, 2: 0, 3: 1, 4: 2, 5: 2, 6: 7, 7: 7, 8: 0, 9: 1, 10: 5, 11: 6}
     rollout = build(scores.__getitem__, rounds=3)
-    record = rollout.collect(endless_prompts(), 0)
-    assert record.ids == (2, 3, 8, 9, 10, 11) and rollout.num_draws == 2
+    batch = rollout.collect(endless_prompts(), 0)
+    assert batch.ids == (2, 3, 8, 9, 10, 11) and rollout.num_draws == 2
     assert rollout.refilled_fraction == pytest.approx(4 / 6)
 
 
 def test_after_the_last_round_a_group_of_one_score_stays():
     rollout = build(lambda sample: 1.0 if sample < 12 else sample, rounds=1)
-    record = rollout.collect(endless_prompts(), 0)
-    assert record.ids == tuple(range(6)) and rollout.num_draws == 2 and rollout.refilled_fraction == 0
+    batch = rollout.collect(endless_prompts(), 0)
+    assert batch.ids == tuple(range(6)) and rollout.num_draws == 2 and rollout.refilled_fraction == 0
     assert len(build(lambda sample: 1.0, rounds=0).collect(endless_prompts(), 0)) == 6
 
 
@@ -133,9 +132,9 @@ def test_texts_and_row_fields_reach_the_rewards_that_read_them():
         def close(self):
             pass
 
-    record = build(texts=Text()).collect(endless_prompts(), 0)
-    assert record.numbers("score/function_f").tolist() == [0, 0, 10, 10, 20, 20]
-    assert record.numbers("scores").tolist() == [0, 1, 7, 8, 14, 15]  # sample + half of the function's
+    batch = build(texts=Text()).collect(endless_prompts(), 0)
+    assert batch.numbers("score/function_f").tolist() == [0, 0, 10, 10, 20, 20]
+    assert batch.numbers("scores").tolist() == [0, 1, 7, 8, 14, 15]  # sample + half of the function's
     (answers,) = seen
     by_prompt = sorted(zip(answers.prompts, answers.responses, strict=True))
     assert by_prompt == sorted((f"prompt {i}", f"<{k}>") for i in range(3) for k in (1, 2))
@@ -153,23 +152,22 @@ def test_a_failing_reward_is_told_on_every_rank(monkeypatch):
     monkeypatch.setattr("common.ranks.distributed.gather_objects", lambda mine, group=None: [mine, of_other])
     text = SimpleNamespace(score=lambda answers: [0.0] * len(answers), close=lambda: None)
     rollout = build(texts=text)
-    records = [make_record([0, 1], [1, 1], [2, 1], num_samples=2)]
+    batches = [make_record([0, 1], [1, 1], [2, 1], num_samples=2)]
     with pytest.raises(RewardError, match="gave nothing"):
-        rollout.scores.score(rollout.roles.rewards, records, {0: ("p", {})})
+        rollout.scores.score(rollout.roles.rewards, batches, {0: ("p", {})})
 
 
 def test_the_support_of_each_token_is_packed_beside_it():
-    record = make_record([4, 7], [1, 2], [2, 1])
+    batch = make_record([4, 7], [1, 2], [2, 1])
     support = Support(torch.tensor([5, 6, 9, 1, 2, 3]), torch.tensor([0, 2, 3, 6]))
-    found = add_support(record, support)
+    found = add_support(batch, support)
     found.check()
     assert found.data["support_counts"].tolist() == [2, 1, 3]
     assert found.lengths["support_ids"].tolist() == [3, 3]
     assert found.select([1]).data["support_ids"].tolist() == [1, 2, 3]
-    assert isinstance(found, PackedBatch) and found.ids == record.ids
+    assert isinstance(found, PackedBatch) and found.ids == batch.ids
 
 
 def test_stale_rollouts_are_always_rescored():
     stale = OldLogprobs("auto", is_stale=True)
     assert stale.judge(1e-9) is None and stale.recomputes
-    assert dataclasses.is_dataclass(Rollout)

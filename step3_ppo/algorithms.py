@@ -1,0 +1,329 @@
+"""Algorithms: plain functions that make advantages of a rollout batch. None of them knows an engine.
+
+An algorithm is called as `add_advantages(batch, args, kl_coef) -> batch`; `batch` has this rank's responses
+(`step3_ppo/rollout_batch.py`), groups whole. Every rank calls it: statistics of the step come from
+`step_mean` and `normalised`. It is registered by name, with what it needs and what it usually does:
+
+    @register_algorithm("mine", ignores=("gae_lambda",))
+    def add_advantages(batch, args, kl_coef):
+        ...
+        return with_tokens(batch, rewards=rewards, advantages=advantages)
+
+# b responses of this rank, R tokens of the longest
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from common.data.packed_batch import PackedBatch
+from common.data.plugins import get_from, import_own_module
+from common.models.tensor_ops import masked_sum, whiten
+from common.ranks import distributed
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.group_math import group_baselines, group_whiten
+from step3_ppo.ppo_math import (
+    discounted_returns,
+    generalized_advantages,
+    kl_estimate,
+    kl_penalised_rewards,
+)
+from step3_ppo.rewards.score_shaping import shape_scores
+from step3_ppo.rollout_batch import response_mask, tokens, with_tokens
+
+AddAdvantages = Callable[[PackedBatch, PPOArguments, float], PackedBatch]
+
+# As in TRL: what keeps the rounding of nearly equal scores from becoming an advantage.
+STD_EPSILON = 1e-4
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How advantages are made, and the defaults of the flags that are empty."""
+
+    name: str
+    add_advantages: AddAdvantages
+    needs_critic: bool = False  # its batch has old_values, and it fills in returns
+    needs_group: bool = False  # compares responses to one prompt: --num_samples_per_prompt above 1
+    kl_in: str = "reward"
+    adv_norm: str = "none"
+    loss_aggregation: str = "token"
+    ignores: tuple[str, ...] = ()  # flags that it does not read
+
+
+ALGORITHMS: dict[str, Algorithm] = {}
+
+
+def register_algorithm(name: str, **traits: object) -> Callable[[AddAdvantages], AddAdvantages]:
+    """Make `--algorithm name` call the decorated function; `traits` are the other fields of `Algorithm`.
+
+    Raises ValueError when another function has the name already.
+    """
+
+    def register(add_advantages: AddAdvantages) -> AddAdvantages:
+        known = ALGORITHMS.get(name)
+        if known and _qualified_name(known.add_advantages) != _qualified_name(add_advantages):
+            raise ValueError(f"algorithm {name!r} is registered twice")
+        ALGORITHMS[name] = Algorithm(name, add_advantages, **traits)  # type: ignore[arg-type]
+        return add_advantages
+
+    return register
+
+
+def _qualified_name(function: AddAdvantages) -> tuple[str, str]:
+    """Return what stays the same when a module is imported again."""
+    return function.__module__, function.__qualname__
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """Return what `--algorithm` names: a registered name, or MODULE:FUNCTION, which is imported.
+
+    A function that its module registers comes with its traits; a plain one has the defaults of `Algorithm`.
+
+    Raises ValueError for anything else; the message names the nearest algorithm, or why the import failed.
+    """
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(name, ALGORITHMS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        known = ", ".join(sorted(ALGORITHMS))
+        raise ValueError(f"--algorithm {name} is unknown{hint} (known: {known}; or MODULE:FUNCTION)")
+    try:
+        function = get_from(import_own_module(module_name), function_name)
+    except ImportError as error:
+        raise ValueError(f"--algorithm {name}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"--algorithm {name}: {function_name} is no function; name one")
+    registered = (known for known in ALGORITHMS.values() if known.add_advantages is function)
+    return next(registered, None) or Algorithm(name, function)
+
+
+def fill_defaults(args: PPOArguments, algorithm: Algorithm) -> PPOArguments:
+    """Return `args` with the flags that are empty, and mean "as the algorithm does", filled in."""
+    kl_in = args.kl_in or algorithm.kl_in
+    return dataclasses.replace(
+        args,
+        kl_in=kl_in,
+        kl_estimator=args.kl_estimator or {"reward": "k1", "loss": "k3"}[kl_in],
+        adv_norm=args.adv_norm or algorithm.adv_norm,
+        loss_aggregation=args.loss_aggregation or algorithm.loss_aggregation,
+    )
+
+
+def unused_flags(algorithm: Algorithm, given: set[str]) -> list[str]:
+    """Return those of the given flags, names without dashes, that the algorithm does not read, sorted."""
+    unused = set(algorithm.ignores)
+    if not algorithm.needs_critic:
+        unused |= {name for name in given if name.startswith(("critic_", "value_")) or name == "gae_lambda"}
+        # Reward models are sharded like the critic; without --reward it is the one that scores.
+        unused -= {"critic_zero_stage"}
+        if "reward" not in given:
+            unused -= {"critic_model_name_or_path"}
+    return sorted(unused & given)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Steps that several algorithms take. `args` have their empty flags filled in (`fill_defaults`)
+# ---------------------------------------------------------------------------------------------------------
+
+
+def shaped_scores(batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
+    """Return the scores (b,) fp32 as the flags of the score group leave them. Every rank must call this."""
+    return shape_scores(
+        batch.numbers("scores"),
+        batch.lengths["response_ids"],
+        batch.numbers("is_finished"),
+        reward_clip=args.reward_clip,
+        truncated=args.truncated,
+        truncated_penalty=args.truncated_penalty,
+        length_reward_coef=args.length_reward_coef,
+        length_reward_tokens=args.length_reward_tokens,
+        overlong_penalty=args.overlong_penalty,
+        overlong_buffer_tokens=args.overlong_buffer_tokens,
+        max_response_tokens=args.max_answer_seq_len,
+        whiten_scores=args.whiten_scores,
+        reduce_sum=distributed.reduce_sum,
+    )
+
+
+def step_mean(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the mean of a number a response (b,) over all ranks: fp64 scalar. Every rank must call this."""
+    sums = torch.stack([numbers.double().sum(), torch.tensor(float(len(numbers)), dtype=torch.float64)])
+    total, count = distributed.reduce_sum(sums)
+    return total / count.clamp(min=1)
+
+
+def loss_tokens(batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
+    """Return the tokens (b, R) bool that losses and normalisation count.
+
+    Those of the batch's loss_mask; under `--truncated mask` none of a cut response, whose score still counts
+    in its group (DAPO's overlong filtering, arXiv:2503.14476).
+    """
+    mask = tokens(batch, "loss_mask")
+    return mask & batch.numbers("is_finished")[:, None] if args.truncated == "mask" else mask
+
+
+def token_rewards(
+    batch: PackedBatch, scores: torch.Tensor, args: PPOArguments, kl_coef: float
+) -> torch.Tensor:
+    """Return rewards (b, R) fp32: the score (b,) at the last token, KL taken off each if it goes there."""
+    kl = _kl_in_reward(batch, args)
+    return kl_penalised_rewards(scores, kl, response_mask(batch), kl_coef=kl_coef, reward_clip=None)
+
+
+def sequence_rewards(
+    batch: PackedBatch, scores: torch.Tensor, args: PPOArguments, kl_coef: float
+) -> torch.Tensor:
+    """Return rewards (b,) fp32: the score (b,), the KL of all its tokens taken off if it goes there."""
+    return scores - kl_coef * masked_sum(_kl_in_reward(batch, args), response_mask(batch), dim=1)
+
+
+def _kl_in_reward(batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
+    """Return the KL estimate (b, R) that rewards pay for: zeros where the loss has the penalty."""
+    old_logprobs = tokens(batch, "old_logprobs")
+    if args.kl_in != "reward":
+        return torch.zeros_like(old_logprobs)
+    return kl_estimate(old_logprobs, tokens(batch, "ref_logprobs"), args.kl_estimator)
+
+
+def on_every_token(advantages: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """Return the advantage (b,) of a response at each of its tokens: (b, R) fp32."""
+    return torch.where(response_mask(batch), advantages.float()[:, None], 0.0)
+
+
+def normalised(advantages: torch.Tensor, batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
+    """Return the advantages (b, R) fp32 after `--adv_norm`, 0 where `loss_tokens` is False.
+
+    The statistics are those of the tokens that count: of the whole step, or of each prompt's responses. Every
+    rank must call this.
+    """
+    mask = loss_tokens(batch, args)
+    if args.adv_norm == "batch":
+        return whiten(advantages, mask, reduce_sum=distributed.reduce_sum)
+    if args.adv_norm == "group":
+        return group_whiten(advantages, mask, batch.numbers("group_ids"))
+    return torch.where(mask, advantages.float(), 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The algorithms
+# ---------------------------------------------------------------------------------------------------------
+
+
+@register_algorithm("ppo", needs_critic=True, adv_norm="batch")
+@torch.no_grad()
+def add_ppo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
+    """Return the batch with KL-penalised rewards, generalised advantages and returns.
+
+    PPO, arXiv:1707.06347; for language models arXiv:2203.02155. Values are in the units of the scores.
+    """
+    args = fill_defaults(args, ALGORITHMS["ppo"])
+    rewards = token_rewards(batch, shaped_scores(batch, args), args, kl_coef)
+    # A finished response ends in a terminal state of value 0; the critic values what follows a cut one.
+    is_bootstrapped = ~batch.numbers("is_finished") & (args.truncated == "bootstrap")
+    advantages, returns = generalized_advantages(
+        rewards,
+        tokens(batch, "old_values"),
+        response_mask(batch),
+        gamma=args.gamma,
+        gae_lambda=args.gae_lambda,
+        bootstrap_values=torch.where(is_bootstrapped, batch.numbers("next_values"), 0.0),
+    )
+    return _with_results(batch, args, rewards, advantages, returns=returns)
+
+
+@register_algorithm(
+    "grpo", needs_group=True, kl_in="loss", loss_aggregation="sequence", ignores=("gamma", "gae_lambda")
+)
+@torch.no_grad()
+def add_grpo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
+    """Return the batch with (score - group mean) / (group std + eps) on every token of a response.
+
+    GRPO, DeepSeekMath, arXiv:2402.03300. With `--kl_in reward` the score has the KL of its tokens taken off.
+    """
+    args = fill_defaults(args, ALGORITHMS["grpo"])
+    scores = shaped_scores(batch, args)
+    compared = sequence_rewards(batch, scores, args, kl_coef)  # (b,)
+    group = group_baselines(compared, batch.numbers("group_ids"))
+    advantages = on_every_token((compared.double() - group.mean) / (group.std + STD_EPSILON), batch)
+    return _with_results(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
+
+
+@register_algorithm(
+    "dr_grpo", needs_group=True, kl_in="loss", loss_aggregation="constant", ignores=("gamma", "gae_lambda")
+)
+@torch.no_grad()
+def add_dr_grpo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
+    """Return the batch with score - group mean on every token of a response.
+
+    Dr. GRPO, arXiv:2503.20783: the deviation favours prompts that are nearly solved or nearly hopeless, and
+    the mean over a response's tokens favours long wrong answers; both are left out.
+    """
+    args = fill_defaults(args, ALGORITHMS["dr_grpo"])
+    scores = shaped_scores(batch, args)
+    compared = sequence_rewards(batch, scores, args, kl_coef)  # (b,)
+    group = group_baselines(compared, batch.numbers("group_ids"))
+    advantages = on_every_token(compared.double() - group.mean, batch)
+    return _with_results(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
+
+
+@register_algorithm("rloo", needs_group=True, ignores=("gamma", "gae_lambda"))
+@torch.no_grad()
+def add_rloo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
+    """Return the batch with reward - mean reward of the others on every token of a response.
+
+    The reward of a response is its score less kl_coef times the KL summed over its tokens: a response is one
+    action. Ahmadian et al. 2024, arXiv:2402.14740.
+    """
+    args = fill_defaults(args, ALGORITHMS["rloo"])
+    scores = shaped_scores(batch, args)
+    compared = sequence_rewards(batch, scores, args, kl_coef)  # (b,)
+    group = group_baselines(compared, batch.numbers("group_ids"))
+    advantages = on_every_token(compared.double() - group.leave_one_out_mean, batch)
+    return _with_results(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
+
+
+@register_algorithm("reinforce++", adv_norm="batch", ignores=("gae_lambda",))
+@torch.no_grad()
+def add_reinforce_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
+    """Return the batch with the discounted rewards from each token on, normalised as `--adv_norm` says.
+
+    REINFORCE++, arXiv:2501.03262.
+    """
+    args = fill_defaults(args, ALGORITHMS["reinforce++"])
+    rewards = token_rewards(batch, shaped_scores(batch, args), args, kl_coef)
+    advantages = discounted_returns(rewards, response_mask(batch), gamma=args.gamma)
+    return _with_results(batch, args, rewards, advantages)
+
+
+@register_algorithm("reinforce++-baseline", needs_group=True, adv_norm="batch", ignores=("gae_lambda",))
+@torch.no_grad()
+def add_reinforce_baseline_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
+    """Return the same after the group's mean was taken off each score.
+
+    The normalisation stays that of the step, so a prompt whose scores hardly differ is not blown up.
+    REINFORCE++ with baseline, arXiv:2501.03262.
+    """
+    args = fill_defaults(args, ALGORITHMS["reinforce++-baseline"])
+    scores = shaped_scores(batch, args)
+    group = group_baselines(scores, batch.numbers("group_ids"))
+    compared = token_rewards(batch, (scores.double() - group.mean).float(), args, kl_coef)
+    advantages = discounted_returns(compared, response_mask(batch), gamma=args.gamma)
+    return _with_results(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
+
+
+def _with_results(
+    batch: PackedBatch,
+    args: PPOArguments,
+    rewards: torch.Tensor,
+    advantages: torch.Tensor,
+    **more: torch.Tensor,
+) -> PackedBatch:
+    """Return the batch with rewards and normalised advantages, both (b, R), and the tokens that count."""
+    advantages, mask = normalised(advantages, batch, args), loss_tokens(batch, args)
+    return with_tokens(batch, rewards=rewards, advantages=advantages, loss_mask=mask, **more)

@@ -1,0 +1,152 @@
+"""What a rollout batch says of the policy, by the names of the logs; and its responses, a row each.
+
+Every rank holds its share of a step. What is logged is of all ranks, the same for any number of them.
+
+# b responses of this rank, B of all, R tokens of the longest
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from common.data.packed_batch import ROW_IDS, PackedBatch
+from common.models.tensor_ops import correlation, masked_sum
+from common.ranks import distributed
+from step3_ppo.ppo_math import explained_variance
+from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
+from step3_ppo.rollout_batch import gather_numbers, response_mask, tokens
+
+
+def summarise(batch: PackedBatch) -> dict[str, float]:
+    """Return the means of a batch with rewards; `objective/kl` is in nats a response (k1).
+
+    Every rank must call this.
+    """
+    mask = response_mask(batch)
+    difference = tokens(batch, "old_logprobs") - tokens(batch, "ref_logprobs")
+    everyone = gather_numbers(
+        batch,
+        scores=batch.numbers("scores"),
+        kl=masked_sum(difference, mask, dim=1),
+        rewards=masked_sum(tokens(batch, "rewards"), mask, dim=1),
+        lengths=batch.lengths["response_ids"].float(),
+        is_finished=batch.numbers("is_finished").float(),
+    )
+    metrics = {
+        "objective/score": float(everyone["scores"].mean()),
+        "objective/score_std": float(everyone["scores"].std(correction=0)),
+        "objective/kl": float(everyone["kl"].mean()),
+        "objective/reward": float(everyone["rewards"].mean()),
+        "objective/score_length_correlation": float(correlation(everyone["scores"], everyone["lengths"])),
+        "rollout/response_tokens": float(everyone["lengths"].mean()),
+        "rollout/finished_fraction": float(everyone["is_finished"].mean()),
+        "rollout/distinct_1": distinct_ngrams(batch.sequences("response_ids"), 1),
+        "rollout/distinct_2": distinct_ngrams(batch.sequences("response_ids"), 2),
+    }
+    if "old_values" in batch.data and "returns" in batch.data:
+        values, returns = batch.data["old_values"], batch.data["returns"]
+        everything = torch.ones_like(returns, dtype=torch.bool)
+        variance = explained_variance(values, returns, everything, distributed.reduce_sum)
+        metrics["value/explained_variance"] = float(variance)
+    return metrics
+
+
+def summarise_scores(batch: PackedBatch, scores: ScoreSum) -> dict[str, float]:
+    """Return the mean of each of several rewards, and how far each goes along with what is maximised.
+
+    Where failures are borne, the share of responses without a score too. Every rank must call this.
+    """
+    keys = [key for key in batch.data if key.startswith(PREFIX)]
+    if len(keys) < 2 and not scores.failures.are_borne:
+        return {}
+    everyone = gather_numbers(batch, **{key: batch.numbers(key) for key in ["scores", *keys]})
+    metrics = {}
+    for key in keys if len(keys) > 1 else ():
+        one, name = everyone[key], key.removeprefix(PREFIX)
+        is_scored = ~(one.isnan() | everyone["scores"].isnan())  # failures that are borne, or masked
+        if bool(is_scored.any()):
+            metrics[f"objective/score_{name}"] = float(one[is_scored].mean())
+            agreement = correlation(one[is_scored], everyone["scores"][is_scored])
+            metrics[f"objective/agreement_{name}"] = float(agreement)
+    if scores.failures.are_borne:
+        failed = {key: everyone[key].isnan() for key in keys}
+        has_failed = torch.stack(list(failed.values())).any(0)
+        metrics["objective/failed_fraction"] = float(has_failed.double().mean())
+        for key, of_reward in failed.items() if len(failed) > 1 else ():
+            name = f"objective/failed_fraction_{key.removeprefix(PREFIX)}"
+            metrics[name] = float(of_reward.double().mean())
+    return metrics
+
+
+def summarise_gap(batch: PackedBatch) -> dict[str, float]:
+    """Return how far the sampler's log-probabilities are from recomputed ones, mean and largest.
+
+    Every rank must call this.
+    """
+    gap = (batch.data["rollout_logprobs"] - batch.data["old_logprobs"]).abs()
+    total, count = distributed.reduce_sum(torch.tensor([float(gap.sum()), len(gap)], dtype=torch.float64))
+    largest = float(gap.max()) if len(gap) else 0.0
+    return {
+        "policy/logprob_gap": float(total / count.clamp(min=1)),
+        "policy/logprob_gap_max": distributed.max_float(largest),
+    }
+
+
+def summarise_staleness(batch: PackedBatch, step: int) -> dict[str, float]:
+    """Return the steps that the policy has made since it sampled a token, on average.
+
+    Every rank must call this.
+    """
+    versions = batch.data["versions"].double()
+    sums = torch.tensor([float(versions.sum()), len(versions)], dtype=torch.float64)
+    total, count = distributed.reduce_sum(sums)
+    return {"rollout/staleness": step - 1 - float(total / count)}
+
+
+def summarise_updates(means: dict[str, list[float]], num_minibatches: int | None) -> dict[str, float]:
+    """Return the means over the optimizer steps of a PPO step; `num_minibatches` is logged unless None."""
+    metrics = {name: sum(values) / len(values) for name, values in means.items()}
+    metrics.pop("policy/rollout_gap", None)  # only the first minibatch's tells the sampler's: logprob_gap
+    return metrics if num_minibatches is None else metrics | {"policy/num_updates": num_minibatches}
+
+
+def distinct_ngrams(sequences: Sequence[torch.Tensor], n: int) -> float:
+    """Return different n-grams by all n-grams of all responses: 1 when none comes twice, 0 without any.
+
+    Li et al. 2016, arXiv:1510.03055. Every rank must call this.
+    """
+    windows = [ids.unfold(0, n, 1) for ids in sequences if len(ids) >= n]
+    grams = torch.cat(windows) if windows else torch.zeros(0, n, dtype=torch.int64)
+    unique = grams.unique(dim=0)
+    if distributed.world_size() > 1:  # each rank counts its share of them, told by a number
+        codes = torch.zeros(len(unique), dtype=torch.int64)
+        for column in unique.unbind(1):
+            codes = codes * 1_000_003 + column  # 64 bits: another n-gram has the same number as good as never
+        owners = codes % distributed.world_size()
+        parts = distributed.all_to_all([codes[owners == r] for r in range(distributed.world_size())])
+        unique = torch.cat(parts).unique()
+    sums = torch.tensor([len(unique), len(grams)], dtype=torch.float64)
+    num_unique, num_grams = distributed.reduce_sum(sums).tolist()
+    return num_unique / num_grams if num_grams else 0.0
+
+
+def response_rows(batch: PackedBatch, decode: Callable[[torch.Tensor], str]) -> Iterator[dict[str, Any]]:
+    """Yield each response as samples.jsonl and rollouts.jsonl.gz have it, as far as the batch knows it.
+
+    `kl` is in nats a response (k1), `version` counts the PPO steps of the policy that gave it, and
+    `advantage_sum` is the sum of its tokens' advantages.
+    """
+    scores = [key for key in batch.data if key == "scores" or key.startswith(PREFIX)]
+    for index, row_id in enumerate(batch.texts(ROW_IDS)):
+        data = batch.select([index]).data
+        row: dict[str, Any] = {"row_id": row_id}
+        row |= {"prompt": decode(data["prompt_ids"]), "answer": decode(data["response_ids"])}
+        row |= {("score" if key == "scores" else key): round(float(data[key]), 6) for key in scores}
+        row |= {"response_tokens": len(data["response_ids"]), "is_finished": bool(data["is_finished"])}
+        row["version"] = int(data["versions"][0])
+        if "ref_logprobs" in data:
+            row["kl"] = round(float((data["old_logprobs"] - data["ref_logprobs"]).sum()), 6)
+        if "advantages" in data:
+            row["advantage_sum"] = round(float(data["advantages"].sum()), 6)
+        yield row

@@ -1,0 +1,254 @@
+"""The responses of a PPO step: one container from sampling to the loss; how its rows move between ranks.
+
+A rollout batch is a PackedBatch with one item a response; its ids are the sample ids, the response's position
+in the run's sequence of responses, whatever the number of ranks. A rank holds the responses that it has
+sampled, groups whole, as many as any other rank, and tells the others only numbers of them. Rows travel to
+the rank that trains on them, a minibatch at a time.
+
+    prompt_ids        a prompt    int64
+    response_ids      a response  int64, stop token included
+    versions          a token     int64, PPO steps that the policy had made when it sampled the token
+    rollout_logprobs  a token     fp32, the sampler's own
+    old_logprobs      a token     fp32, of the policy that sampled: what the ratio is taken to
+    ref_logprobs      a token     fp32, of the frozen reference
+    prox_logprobs     a token     fp32, of the policy before the step's updates (--use_decoupled_loss)
+    old_values        a token     fp32, of the state before the token; with a critic
+    next_values       a number    fp32, of the state after the last token; with a critic
+    loss_mask         a token     bool, True counts in losses; all of them until something leaves tokens out
+    group_ids         a number    int64, one for all responses to a prompt
+    is_finished       a number    bool, False where the length limit cut the response
+    scores            a number    fp32, the weighted sum of the rewards; score/NAME has each of them
+    rewards, advantages, returns  a token  fp32, filled in by the algorithm
+
+# b responses of this rank, B of all, R tokens of the longest of this rank
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from common.data.micro_batches import plan_micro_batches
+from common.data.packed_batch import PackedBatch
+from common.ranks import distributed
+
+
+def response_mask(batch: PackedBatch) -> torch.Tensor:
+    """Return which positions hold a response token, stop token included: (b, R) bool."""
+    return batch.pad("response_ids")[1]
+
+
+def tokens(batch: PackedBatch, key: str) -> torch.Tensor:
+    """Return a number a response token, right-padded with zeros: (b, R)."""
+    return batch.pad(key)[0]
+
+
+def with_tokens(batch: PackedBatch, **columns: torch.Tensor) -> PackedBatch:
+    """Return the batch with a number a response token for each key, given as (b, R)."""
+    mask = response_mask(batch)
+    for key, padded in columns.items():
+        batch = batch.with_key(key, padded[mask], like="response_ids")
+    return batch
+
+
+def num_tokens(batch: PackedBatch) -> torch.Tensor:
+    """Return the tokens (b,) int64 of each prompt with its response."""
+    return batch.lengths["prompt_ids"] + batch.lengths["response_ids"]
+
+
+def put_back(kept: PackedBatch, batch: PackedBatch) -> PackedBatch:
+    """Return `batch` with what an algorithm has added to some of its rows; zeros for the others, which count
+    in no loss.
+    """
+    if len(kept) == len(batch):
+        return kept
+    is_kept = set(kept.ids)
+    rest = batch.select([row for row, sample in enumerate(batch.ids) if sample not in is_kept])
+    for key in [*(key for key in kept.data if key not in batch.data), "loss_mask"]:
+        zeros = kept.data[key].new_zeros(len(rest.data["response_ids"]))
+        rest = rest.with_key(key, zeros, like="response_ids")
+    return in_order(PackedBatch.concat([kept, rest]), batch.ids)
+
+
+def in_order(batch: PackedBatch, ids: Sequence[int]) -> PackedBatch:
+    """Return the rows with these sample ids, in this order."""
+    row_of = {sample: row for row, sample in enumerate(batch.ids)}
+    return batch.select([row_of[sample] for sample in ids])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What ranks tell each other
+# ---------------------------------------------------------------------------------------------------------
+
+
+def gather_numbers(batch: PackedBatch, **columns: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return columns (b,) of all ranks as (B,), in the order of the sample ids, which "ids" are.
+
+    Every rank must call this.
+    """
+    columns = {"ids": torch.tensor(batch.ids, dtype=torch.int64), **columns}
+    everyone = distributed.gather_objects(columns)
+    found = {name: torch.cat([of_rank[name] for of_rank in everyone]) for name in columns}
+    order = found["ids"].argsort()
+    return {name: column[order] for name, column in found.items()}
+
+
+def gather_ids(batch: PackedBatch, is_chosen: torch.Tensor) -> list[int]:
+    """Return the sample ids of all ranks' chosen rows, in rising order; is_chosen (b,) bool.
+
+    Every rank must call this.
+    """
+    found = gather_numbers(batch, is_chosen=is_chosen)
+    return found["ids"][found["is_chosen"]].tolist()
+
+
+def exchange_rows(batch: PackedBatch, wanted: Sequence[Sequence[int]]) -> PackedBatch:
+    """Return the rows that this rank wants, in its order: wanted[rank] are sample ids, each held by one rank.
+
+    Only these rows travel, as one tensor of bytes. Every rank must call this with the same `wanted`.
+    """
+    mine = wanted[distributed.rank()]
+    if distributed.world_size() == 1:
+        return in_order(batch, mine)
+    held = set(batch.ids)
+    parts = [in_order(batch, [sample for sample in ids if sample in held]) for ids in wanted]
+    received = distributed.all_to_all([_to_bytes(part) for part in parts])
+    return in_order(PackedBatch.concat([_from_bytes(part, batch) for part in received]), mine)
+
+
+def send_to_main(batch: PackedBatch, ids: Sequence[int]) -> PackedBatch:
+    """Return the rows with these sample ids on the first rank, none on others. Every rank must call this."""
+    return exchange_rows(batch, [ids if rank == 0 else () for rank in range(distributed.world_size())])
+
+
+def _to_bytes(batch: PackedBatch) -> torch.Tensor:
+    """Return a batch as (n,) uint8: number of rows, ids, lengths and data by key."""
+    header = torch.tensor([len(batch), *batch.ids])
+    keys = sorted(batch.data)
+    columns = [header, *(batch.lengths[key] for key in keys), *(batch.data[key] for key in keys)]
+    return torch.cat([column.contiguous().view(torch.uint8) for column in columns])
+
+
+def _from_bytes(data: torch.Tensor, like: PackedBatch) -> PackedBatch:
+    """Undo `_to_bytes` of a batch that has the keys and dtypes of `like`."""
+    position = 0
+
+    def take(count: int, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal position
+        start, position = position, position + count * dtype.itemsize
+        return data[start:position].clone().view(dtype)
+
+    num_rows = int(take(1, torch.int64))
+    ids, keys = take(num_rows, torch.int64).tolist(), sorted(like.data)
+    lengths = {key: take(num_rows, torch.int64) for key in keys}
+    columns = {key: take(int(lengths[key].sum()), like.data[key].dtype) for key in keys}
+    return PackedBatch(tuple(ids), {key: columns[key] for key in like.data}, lengths)
+
+
+def replace_rows(
+    batch: PackedBatch, dropped: Sequence[int], fresh: PackedBatch, taken: Sequence[int]
+) -> PackedBatch:
+    """Return the batch without the dropped sample ids, and with the rows `taken` of `fresh`; as many on each
+    rank again: those above the average move.
+
+    Dropped and taken are as many, of all ranks, whole groups. Every rank must call this.
+    """
+    is_dropped, is_taken = set(dropped), set(taken)
+    kept = batch.select([row for row, sample in enumerate(batch.ids) if sample not in is_dropped])
+    more = fresh.select([row for row, sample in enumerate(fresh.ids) if sample in is_taken])
+    changed = PackedBatch.concat([kept, more])
+    wanted = [list(ids) for ids in distributed.gather_objects(changed.ids)]
+    quota = sum(map(len, wanted)) // len(wanted)
+    spare = [sample for ids in wanted for sample in ids[quota:]]
+    for ids in wanted:
+        del ids[quota:]
+        missing = quota - len(ids)
+        ids += spare[:missing]
+        del spare[:missing]
+    return exchange_rows(changed, wanted)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Micro-batches and minibatches
+# ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenCap:
+    """How many tokens a forward pass may take; `is_packed`: sequences stand end to end there."""
+
+    max_tokens: int
+    is_packed: bool = False
+
+    def plan(self, lengths: torch.Tensor, num_ranks: int = 1) -> list[list[list[int]]]:
+        """Return plan[rank][micro_batch] = rows, of sequences with `lengths` (B,)."""
+        return plan_micro_batches(
+            [(length,) for length in lengths.tolist()],
+            num_ranks=num_ranks,
+            max_tokens=self.max_tokens,
+            is_packed=self.is_packed,
+        )
+
+    def cut(self, batch: PackedBatch) -> list[PackedBatch]:
+        """Return the micro-batches of this rank's rows, as many on every rank. Every rank must call this."""
+        lengths = num_tokens(batch)
+        (plan,) = self.plan(lengths)
+        most = int(distributed.max_float(len(plan)))
+        if len(plan) < most:  # cut as for so many ranks, of one micro-batch each
+            plan = [rows for (rows,) in self.plan(lengths, most)]
+        return [batch.select(rows) for rows in plan]
+
+
+@dataclass(frozen=True)
+class MinibatchPlan:
+    """How a step's responses are cut: `rows` a rank and micro-batch, `accumulation` of those an update.
+
+    With a `cap` an update has as many responses, but its micro-batches are cut by tokens.
+    """
+
+    rows: int
+    accumulation: int
+    epochs: int
+    seed: int
+    cap: TokenCap | None = None
+
+    @property
+    def global_rows(self) -> int:
+        """Return the responses of an optimizer step, over all ranks."""
+        return self.rows * self.accumulation * distributed.world_size()
+
+    def minibatches(self, batch: PackedBatch, step: int, first: int = 0) -> Iterator[list[PackedBatch]]:
+        """Yield this rank's micro-batches of every optimizer step from `first` on.
+
+        Every rank must use these together.
+        """
+        everyone = gather_numbers(batch, num_tokens=num_tokens(batch))
+        ids = everyone["ids"].tolist()
+        for number, plan in enumerate(self.plans(everyone["num_tokens"], step)):
+            if number < first:
+                continue
+            wanted = [[ids[row] for rows in of_rank for row in rows] for of_rank in plan]
+            minibatch, end = exchange_rows(batch, wanted), 0
+            micro_batches = []
+            for rows in plan[distributed.rank()]:
+                start, end = end, end + len(rows)
+                micro_batches.append(minibatch.select(range(start, end)))
+            yield micro_batches
+
+    def plans(self, lengths: torch.Tensor, step: int) -> Iterator[list[list[list[int]]]]:
+        """Yield plan[rank][micro_batch] = rows for every optimizer step, reshuffled by (seed, step, epoch).
+
+        `lengths` (B,) are those of all sequences. The responses of an optimizer step do not depend on the
+        number of ranks, on the accumulation or on the cut into micro-batches.
+        """
+        num_ranks, size = distributed.world_size(), self.global_rows
+        for epoch in range(self.epochs):
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) * 101 + epoch)
+            order = torch.randperm(len(lengths), generator=generator)
+            for chosen in order[: len(order) // size * size].split(size):
+                if self.cap:
+                    plan = self.cap.plan(lengths[chosen], num_ranks)
+                    yield [[chosen[rows].tolist() for rows in of_rank] for of_rank in plan]
+                else:
+                    parts = chosen.view(self.accumulation, num_ranks, self.rows)
+                    yield [parts[:, rank].tolist() for rank in range(num_ranks)]

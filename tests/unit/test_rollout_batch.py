@@ -1,0 +1,214 @@
+"""The rollout batch: what algorithms see, its cut into minibatches, and who holds what on four ranks."""
+
+import multiprocessing
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from records import make_batch, make_record
+
+from common.data.packed_batch import PackedBatch
+from common.models.tensor_ops import correlation
+from common.ranks import distributed
+from step3_ppo import metrics
+from step3_ppo.algorithms import ALGORITHMS, step_mean
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.response_inputs import build_response_inputs
+from step3_ppo.rewards.score_sum import ScoreSum
+from step3_ppo.rollout_batch import (
+    MinibatchPlan,
+    TokenCap,
+    exchange_rows,
+    gather_ids,
+    num_tokens,
+    put_back,
+    replace_rows,
+    response_mask,
+    tokens,
+    with_tokens,
+)
+
+LENGTHS = ([2, 5, 9, 3] * 6, [3, 1, 2, 8] * 6)  # of 24 prompts and responses
+
+
+def test_tokens_are_padded_and_packed_again():
+    batch = make_record([3, 5], [2, 1], [2, 6])
+    assert response_mask(batch).sum(1).tolist() == [2, 6] and tokens(batch, "versions").shape == (2, 6)
+    changed = with_tokens(batch, old_logprobs=tokens(batch, "old_logprobs") * 2)
+    assert changed.data["old_logprobs"].equal(batch.data["old_logprobs"] * 2)
+    assert changed.lengths["old_logprobs"].tolist() == [2, 6]
+
+
+def test_rows_that_no_algorithm_saw_count_in_no_loss():
+    batch = make_record([0, 1, 2], [1, 1, 1], [2, 3, 1])
+    kept = batch.select([2, 0])
+    kept = with_tokens(kept, advantages=torch.ones(2, 2))
+    whole = put_back(kept, batch)
+    assert whole.ids == (0, 1, 2)
+    assert tokens(whole, "advantages").tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 0]]
+    assert tokens(whole, "loss_mask").sum(1).tolist() == [2, 0, 1]
+
+
+def test_responses_stand_behind_their_prompts():
+    batch = make_record([0, 1, 2], [3, 1, 2], [2, 4, 1])
+    padded, packed = (build_response_inputs(batch, is_packed=is_packed) for is_packed in (False, True))
+    wholes = [
+        torch.cat(pair)
+        for pair in zip(batch.sequences("prompt_ids"), batch.sequences("response_ids"), strict=True)
+    ]
+    for row, whole in enumerate(wholes):
+        assert padded.inputs.input_ids[row, : len(whole)].equal(whole)
+        assert padded.inputs.is_token[row].sum() == len(whole)
+    assert padded.inputs.input_ids.flatten()[padded.slots].equal(batch.data["response_ids"])
+    assert packed.inputs.input_ids.equal(torch.cat(wholes)[None])
+    assert packed.inputs.cu_seqlens.tolist() == [0, 5, 10, 13]
+    assert packed.inputs.input_ids[0, packed.slots].equal(batch.data["response_ids"])
+
+
+@pytest.mark.parametrize("cap", [None, TokenCap(24), TokenCap(24, is_packed=True)])
+@pytest.mark.parametrize(("rows", "accumulation", "world_size"), [(4, 2, 1), (4, 1, 2), (2, 2, 2)])
+def test_an_update_has_the_same_samples_however_they_are_dealt(
+    rows, accumulation, world_size, cap, monkeypatch
+):
+    lengths = torch.tensor(LENGTHS).sum(0)
+    expected = [sorted(sum(u[0], [])) for u in MinibatchPlan(8, 1, 2, 5).plans(lengths, 7)]
+    monkeypatch.setattr(distributed, "world_size", lambda: world_size)
+    plans = list(MinibatchPlan(rows, accumulation, epochs=2, seed=5, cap=cap).plans(lengths, 7))
+    assert [sorted(sum(sum(update, []), [])) for update in plans] == expected
+    for epoch in (expected[:3], expected[3:]):
+        assert sorted(sum(epoch, [])) == list(range(24)), "each sample once an epoch"
+    assert expected[:3] != expected[3:], "epochs are shuffled apart"
+    for update in plans:
+        assert len({len(of_rank) for of_rank in update}) == 1, "as many micro-batches on each rank"
+        for micro_batch in (m for of_rank in update for m in of_rank):
+            of_rows = lengths[micro_batch].tolist()
+            assert cap is None or (sum(of_rows) if cap.is_packed else len(of_rows) * max(of_rows)) <= 24
+
+
+# --- four ranks ---
+
+
+def share_of(world_size: int, rank: int) -> PackedBatch:
+    """The rows that a rank has sampled: every so-manieth group of two."""
+    ids = [i for i in range(24) if (i // 2) % world_size == rank]
+    prompts, responses = ([of_all[i] for i in ids] for of_all in LENGTHS)
+    return make_record(ids, prompts, responses, num_samples=2)
+
+
+def look(rank: int, world_size: int) -> dict:
+    """What a rank sees of the steps that ranks take together."""
+    batch, sent = share_of(world_size, rank), []
+    if world_size > 1:
+        plain = dist.all_gather_object
+        dist.all_gather_object = lambda values, value, group=None: (
+            sent.append(value),
+            plain(values, value, group=group),
+        )
+    found = {"micro_batches": [], "received": 0, "trained": 0}
+    plan = MinibatchPlan(8 // world_size, 1, epochs=2, seed=5)
+    own = set(batch.ids)
+    for (micro_batch,) in plan.minibatches(batch, 7):
+        expected = make_record(
+            micro_batch.ids, *([of[i] for i in micro_batch.ids] for of in LENGTHS), num_samples=2
+        )
+        assert all(micro_batch.data[key].equal(data) for key, data in expected.data.items())
+        of_rows = dict(zip(micro_batch.ids, num_tokens(micro_batch).tolist(), strict=True))
+        found["received"] += sum(n for i, n in of_rows.items() if i not in own)
+        found["trained"] += sum(of_rows.values())
+        found["micro_batches"].append(micro_batch.ids)
+    args = PPOArguments(kl_in="reward", kl_estimator="k1", adv_norm="batch", whiten_scores=True)
+    done = ALGORITHMS["ppo"].add_advantages(batch, args, 0.1)
+    found["advantages"] = dict(zip(done.ids, done.sequences("advantages"), strict=True))
+    found["summary"] = metrics.summarise(done) | metrics.summarise_gap(done)
+    found["mean"] = float(step_mean(batch.numbers("scores")))
+    # Rows 0 to 7 are dropped, of all ranks, and fresh ones taken that the last rank has most of.
+    fresh = share_of(world_size, rank)
+    fresh = PackedBatch(tuple(i + 24 for i in fresh.ids), fresh.data, fresh.lengths)
+    taken = gather_ids(fresh, torch.tensor([i % 8 > 3 for i in fresh.ids]))[:8]
+    changed = replace_rows(batch, range(8), fresh, taken)
+    found["changed"] = changed.ids
+    found["shown"] = exchange_rows(changed, [[31, 8]] + [[]] * (world_size - 1)).ids
+    found["objects"] = [
+        value
+        for value in sent
+        if isinstance(value, PackedBatch) or "_ids'" in str(getattr(value, "keys", list)())
+    ]
+    return found
+
+
+def be_a_rank(rank: int, world_size: int, port: int, answers) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    distributed.start()
+    answers.put((rank, look(rank, world_size)))
+    distributed.barrier()
+    distributed.stop()
+
+
+@pytest.mark.slow
+def test_four_ranks_hold_what_they_sampled_and_receive_what_they_train_on():
+    alone = look(0, 1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = [context.Process(target=be_a_rank, args=(r, 4, port, answers)) for r in range(4)]
+    for process in ranks:
+        process.start()
+    found = [answer for _, answer in sorted((answers.get(timeout=240) for _ in ranks), key=lambda a: a[0])]
+    for process in ranks:
+        process.join(60)
+    for update, expected in enumerate(alone["micro_batches"]):
+        assert sum((f["micro_batches"][update] for f in found), ()) == expected
+    for f in found:
+        assert 0 < f["received"] <= f["trained"]
+        assert not f["objects"], "no pickle carries tokens"
+        assert f["summary"] == pytest.approx(alone["summary"], abs=1e-6) and f["mean"] == alone["mean"]
+        for sample, advantages in f["advantages"].items():
+            torch.testing.assert_close(advantages, alone["advantages"][sample], rtol=0, atol=1e-6)
+    assert sorted(sum((f["changed"] for f in found), ())) == sorted(alone["changed"])
+    assert {len(f["changed"]) for f in found} == {6}, "as many on each rank"
+    for f in found:
+        assert all(f["changed"].count(i ^ 1) == 1 for i in f["changed"]), "groups stay whole"
+    assert found[0]["shown"] == (31, 8) == alone["shown"] and not any(f["shown"] for f in found[1:])
+
+
+# --- metrics ---
+
+
+def test_the_summary_by_hand():
+    batch = make_batch(
+        [1, 2],
+        old_logprobs=torch.tensor([[-1.0, 9.0], [-1.0, -2.0]]),
+        ref_logprobs=torch.tensor([[-2.0, 0.0], [-1.0, -1.0]]),
+        rollout_logprobs=torch.tensor([[-1.5, 0.0], [-1.0, -2.0]]),
+        rewards=torch.tensor([[1.0, 0.0], [1.0, 2.0]]),
+        scores=torch.tensor([1.0, 3.0]),
+    )
+    found = metrics.summarise(batch) | metrics.summarise_gap(batch)
+    assert found["objective/kl"] == pytest.approx((1.0 + (0.0 - 1.0)) / 2)
+    assert found["objective/score"] == 2.0 and found["objective/score_std"] == 1.0
+    assert found["objective/reward"] == 2.0 and found["rollout/response_tokens"] == 1.5
+    assert found["policy/logprob_gap"] == pytest.approx(0.5 / 3) and found["policy/logprob_gap_max"] == 0.5
+    assert found["objective/score_length_correlation"] == pytest.approx(1.0)
+
+
+def test_distinct_ngrams_by_hand():
+    responses = [torch.tensor([1, 2, 1, 2]), torch.tensor([1, 2])]
+    assert metrics.distinct_ngrams(responses, 1) == pytest.approx(2 / 6)
+    assert metrics.distinct_ngrams(responses, 2) == pytest.approx(2 / 4)  # 12 21 12 | 12
+    assert metrics.distinct_ngrams(responses, 5) == 0.0
+
+
+def test_each_reward_is_told_apart_with_how_it_agrees():
+    scores = torch.tensor([0.0, 1.0, 2.0])
+    batch = make_batch([2] * 3, scores=scores).with_numbers("score/a", scores)
+    assert metrics.summarise_scores(batch, ScoreSum([])) == {}  # one is what objective/score says already
+    found = metrics.summarise_scores(batch.with_numbers("score/b", -2 * scores), ScoreSum([]))
+    assert found["objective/score_b"] == -2.0 and found["objective/agreement_b"] == pytest.approx(-1.0)
+    assert found["objective/agreement_a"] == pytest.approx(1.0)
+    assert correlation(scores, torch.ones(3)) == 0.0
