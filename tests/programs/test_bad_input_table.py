@@ -223,7 +223,7 @@ PLUG_INS = [
         ["function:mine:f", "ZeroDivisionError"], CANNOT_GO_ON, may_write=True),
     Row("a reward of NaN", 3,
         module(f"{SCORES} [float('nan')] * len(prompts)", reward="function:mine:f", max_bad_steps=1),
-        ["function:mine:f", "'nan'", "finite", "--max_bad_steps 1"], CANNOT_GO_ON, may_write=True),
+        ["function:mine:f", "'nan'", "finite", "--max_bad_steps allows 1"], CANNOT_GO_ON, may_write=True),
 ]  # fmt: skip
 
 TIGHT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
