@@ -125,15 +125,17 @@ class Rollout:
             parts.append(self.sample(prompt_batch, numbers, version, self.num_samples_per_prompt))
             texts |= zip(numbers.tolist(), prompt_texts(prompt_batch), strict=True)
         self.num_draws += 1
-        batch = PackedBatch.concat(parts)
-        micro_batches = self.cap.cut(batch)
+        with watchdog.phase("the cut into micro-batches", clock="gather"):
+            batch = PackedBatch.concat(parts)
+            micro_batches = self.cap.cut(batch)
         try:
             scored = self._score(micro_batches, texts)
         except StepRefused as error:
             error.batches = micro_batches
             raise
-        self.refuse_if_not_finite(scored)
-        return in_order(scored, batch.ids)
+        with watchdog.phase("the check of the scores", clock="gather"):
+            self.refuse_if_not_finite(scored)
+            return in_order(scored, batch.ids)
 
     def refuse_if_not_finite(self, batch: PackedBatch) -> None:
         """Raise StepRefused on every rank when one has NaN or infinity in its batch, or none has a score.
@@ -163,9 +165,10 @@ class Rollout:
         A prompt's number, `numbers` (rows,) int64, is its group's id and names its random numbers. Every rank
         must call this.
         """
-        prompt_ids, prompt_mask = prompts.pad("prompt_ids", on_left=True)
-        group_ids = numbers.repeat_interleave(num_samples)
-        sample_ids = group_ids * num_samples + torch.arange(num_samples).repeat(len(numbers))
+        with watchdog.phase("the padding of the prompts", clock="gather"):
+            prompt_ids, prompt_mask = prompts.pad("prompt_ids", on_left=True)
+            group_ids = numbers.repeat_interleave(num_samples)
+            sample_ids = group_ids * num_samples + torch.arange(num_samples).repeat(len(numbers))
         generation = self.roles.actor.generate(prompt_ids, prompt_mask, sample_ids, num_samples=num_samples)
         with watchdog.phase("the unpadding of the responses", clock="gather"):
             generation = type(generation)(*(x.cpu() for x in generation))
