@@ -40,14 +40,6 @@ def plan_micro_batches(
     return _deal(micro_batches, item_lengths, num_ranks, is_packed)
 
 
-def padding_fraction(plan: Sequence[Sequence[Sequence[int]]], item_lengths: Sequence[Sequence[int]]) -> float:
-    """Return the share of padding among all positions when the plan's micro-batches are padded: [0, 1)."""
-    micro_batches = [micro_batch for of_rank in plan for micro_batch in of_rank]
-    num_positions = sum(_cost(micro_batch, item_lengths, False) for micro_batch in micro_batches)
-    num_tokens = sum(_cost(micro_batch, item_lengths, True) for micro_batch in micro_batches)
-    return 1 - num_tokens / num_positions if num_positions else 0.0
-
-
 def _cost(items: Sequence[int], item_lengths: Sequence[Sequence[int]], is_packed: bool) -> int:
     lengths = [length for item in items for length in item_lengths[item]]
     return sum(lengths) if is_packed else len(lengths) * max(lengths, default=0)
