@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"note: {note}", file=sys.stderr)
     for run in runs:
         print(f"{run.name}: {run.state}")
-        for finding in seen_diagnostics(run):
-            print(f"  {finding.title}: {finding.seen}")
+        for one, seen in seen_diagnostics(run):
+            print(f"  {one.title}: {seen}")
     print(f"wrote {output}")
 
 

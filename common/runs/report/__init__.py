@@ -1,1 +1,7 @@
-"""The report on runs: one HTML file with curves, samples, diagnostics of reward hacking, time, flags."""
+"""The report on runs. `LAYOUT` is report.toml: which metrics it shows, in which words, what it looks for."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+LAYOUT: dict[str, Any] = tomllib.loads(Path(__file__).with_name("report.toml").read_text(encoding="utf-8"))

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
+from common.runs.report import LAYOUT
 from common.runs.run_files import Curve
 
 WIDTH, HEIGHT = 360, 190  # of a panel, in points: SVG's unit
@@ -29,17 +31,10 @@ _NOT_NEEDED = re.compile(
     r"|font-family:[^;]*; ",
     re.S,
 )
-MAX_HOVER_POINTS = 32
+MAX_HOVER_POINTS, MAX_TRAIL_POINTS = 32, 240
 ROUND = (1, 2, 2.5, 5, 10)  # steps of an axis, times a power of ten
 SMOOTH_FROM = 40  # values from which a mean is drawn over them
 NOISY_FROM = 3.0  # path length over range, above which a curve is noisy
-# These come first in curves.png, in this order.
-FIRST = """
-sft/loss reward/loss reward/accuracy eval/score eval/win_rate objective/score objective/kl
-objective/score_length_correlation rollout/response_tokens rollout/finished_fraction rollout/distinct_2
-policy/entropy policy/loss value/loss
-""".split()
-AGAINST = ("objective/kl", "objective/score")
 
 
 @dataclass(frozen=True)
@@ -86,32 +81,35 @@ def join_on_steps(x: Curve, y: Curve) -> tuple[list[float], list[float]]:
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
+def spread(items: Sequence[Any], most: int) -> list[Any]:
+    """Return at most `most` items, evenly spread, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
 def draw_curve(axis: Axes, line: Line) -> None:
     """Draw a curve over the steps: noisy values thin, with their mean; one or two as dots."""
-    color = COLORS[line.color % len(COLORS)]
+    style: dict[str, Any] = {"color": COLORS[line.color % len(COLORS)], "clip_on": False}
     if len(line.x) < 3:
-        axis.plot(line.x, line.y, "o-", color=color, linewidth=1, markersize=5, clip_on=False)
+        axis.plot(line.x, line.y, "o-", linewidth=1, markersize=5, **style)
     elif len(line.x) < SMOOTH_FROM or not is_noisy(line.y):
-        axis.plot(line.x, line.y, color=color, linewidth=1.6, clip_on=False)
+        axis.plot(line.x, line.y, linewidth=1.6, **style)
     else:
-        means = smooth(line.y, max(len(line.y) // 20, 5))
-        axis.plot(line.x, line.y, color=color, linewidth=0.9, alpha=0.28, clip_on=False)
-        axis.plot(line.x, means, color=color, linewidth=1.6, clip_on=False)
+        axis.plot(line.x, line.y, linewidth=0.9, alpha=0.28, **style)
+        axis.plot(line.x, smooth(line.y, max(len(line.y) // 20, 5)), linewidth=1.6, **style)
 
 
 def draw_trail(axis: Axes, line: Line) -> None:
     """Draw one metric against another: points that grow darker with time, their mean, a dot at its end."""
-    color = COLORS[line.color % len(COLORS)]
-    kept = numpy.linspace(0, len(line.x) - 1, min(len(line.x), 240)).round().astype(int)
-    x, y = (numpy.asarray(values, dtype=float)[kept] for values in (line.x, line.y))
-    axis.scatter(
-        x, y, s=16, color=color, alpha=numpy.linspace(0.15, 0.8, len(x)), linewidths=0, clip_on=False
-    )
+    style: dict[str, Any] = {"color": COLORS[line.color % len(COLORS)], "clip_on": False}
+    x, y = (spread(values, MAX_TRAIL_POINTS) for values in (line.x, line.y))
+    axis.scatter(x, y, s=16, alpha=numpy.linspace(0.15, 0.8, len(x)), linewidths=0, **style)
     if len(line.x) >= 5:
         width = max(len(line.x) // 6, 3)
         x, y = smooth(line.x, width), smooth(line.y, width)
-        axis.plot(x, y, color=color, linewidth=1.6, clip_on=False)
-        axis.plot(x[-1:], y[-1:], "o", color=color, markersize=8, markeredgecolor=CARD, clip_on=False)
+        axis.plot(x, y, linewidth=1.6, **style)
+        axis.plot(x[-1:], y[-1:], "o", markersize=8, markeredgecolor=CARD, **style)
 
 
 def _style(axis: Axes, x_name: str) -> None:
@@ -129,20 +127,17 @@ def _style(axis: Axes, x_name: str) -> None:
     axis.set_xticks([tick for tick in ticks if low <= tick < end and (not is_step or tick == int(tick))])
     axis.text(1, -5 / 156, x_name, transform=axis.transAxes, ha="right", va="top", color=QUIET)
     for one in (axis.xaxis, axis.yaxis):
-        one.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
+        one.set_major_formatter(lambda value, _: shown(value))
 
 
-def _hover(axis: Axes, line: Line, x_name: str) -> str:
-    step = max(-(-len(line.x) // MAX_HOVER_POINTS), 1)
-    kept = sorted({*range(0, len(line.x), step), len(line.x) - 1})
-    name = f"{line.name}: " if line.name else ""
-    parts = []
-    for x, y in ((line.x[i], line.y[i]) for i in kept):
+def _hover(axis: Axes, line: Line, x_name: str, name: str) -> str:
+    circles = []
+    for x, y in spread(list(zip(line.x, line.y, strict=True)), MAX_HOVER_POINTS):
         left, bottom = axis.transData.transform((x, y))
-        title = f"{escape(name)}{escape(x_name)} {shown(x)}: {shown(y)}"
+        title = escape(f"{name}{x_name} {shown(x)}: {shown(y)}")
         circle = f'<circle class="hover" cx="{left:.1f}" cy="{HEIGHT - bottom:.1f}" r="6">'
-        parts.append(f"{circle}<title>{title}</title></circle>")
-    return "".join(parts)
+        circles.append(f"{circle}<title>{title}</title></circle>")
+    return "".join(circles)
 
 
 def render_svg(lines: Sequence[Line], label: str, *, x_name: str = "step", is_trail: bool = False) -> str:
@@ -154,40 +149,36 @@ def render_svg(lines: Sequence[Line], label: str, *, x_name: str = "step", is_tr
     with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72)
         axis = figure.add_axes((46 / WIDTH, 24 / HEIGHT, 304 / WIDTH, 156 / HEIGHT))
-        for patch in (figure.patch, axis.patch):
-            patch.set_visible(False)
         for line in lines:
             (draw_trail if is_trail else draw_curve)(axis, line)
         _style(axis, x_name)
+        for patch in (figure.patch, axis.patch):
+            patch.set_visible(False)
         figure.savefig(buffer, format="svg")
     body = buffer.getvalue().partition("</metadata>")[2].rpartition("</svg>")[0]
     body = _NOT_NEEDED.sub("", body)
     body = re.sub("|".join(VARIABLES), lambda found: VARIABLES[found[0]], body)
-    hover = "".join(_hover(axis, line, x_name) for line in lines)
+    names = [f"{line.name}: " if len(lines) > 1 else "" for line in lines]
+    hover = "".join(_hover(axis, *of, x_name) for of in zip(lines, names, strict=True))
     head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label, quote=True)}">'
     return f"{head}{body}{hover}</svg>"
 
 
 def save_curves(curves: Mapping[str, Curve], picture: Path) -> None:
-    """Write every curve as a panel of one PNG, and score against KL; nothing without points."""
-    order = sorted(curves, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
-    panels = [(name, "step", draw_curve, Line(curves[name].steps, curves[name].values)) for name in order]
-    if all(name in curves for name in AGAINST):
-        # A policy that hacks its reward pays for score with ever more KL: the curve turns flat, or down.
-        trail = Line(*join_on_steps(*(curves[name] for name in AGAINST)))
-        if len(trail.x) > 1:
-            panels.insert(0, (f"{AGAINST[1]} against KL", AGAINST[0], draw_trail, trail))
-    if not panels:
+    """Write every curve as a panel of one PNG, those of the report's sections first; nothing without any."""
+    if not curves:
         return
-    num_columns = min(4, len(panels))
-    num_rows = -(-len(panels) // num_columns)
+    known = [name for names in ("overview", "hacking") for name in LAYOUT["panels"][names]]
+    names = sorted(curves, key=lambda name: (known.index(name) if name in known else len(known), name))
+    num_columns = min(4, len(names))
+    num_rows = -(-len(names) // num_columns)
     with matplotlib.rc_context({"font.size": 8}):
         figure = Figure(figsize=(3.6 * num_columns, 2.4 * num_rows), layout="tight")
         axes = figure.subplots(num_rows, num_columns, squeeze=False).flat
-        for axis, (title, x_name, draw, line) in zip(axes, panels, strict=False):
-            draw(axis, line)
-            _style(axis, x_name)
-            axis.set_title(title, parse_math=False)
+        for axis, name in zip(axes, names, strict=False):
+            draw_curve(axis, Line(curves[name].steps, curves[name].values))
+            _style(axis, "step")
+            axis.set_title(name, parse_math=False)
         for axis in list(axes):  # the panels that are left over
             axis.set_visible(False)
         figure.savefig(picture, dpi=110)

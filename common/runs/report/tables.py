@@ -5,38 +5,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from common.runs.report import LAYOUT
 from common.runs.report.charts import join_on_steps, shown
 from common.runs.run_files import RunFiles, count_gaps, is_number
 
-# What `StepCosts` counts apart, in the order of a step.
-PHASES = {
-    "data": "drawing prompts",
-    "switch": "switch to generation and back",
-    "generate": "generation",
-    "gather": "exchange with other ranks",
-    "actor_score": "actor's log-probabilities",
-    "reference": "reference",
-    "critic": "critic's values",
-    "reward": "rewards",
-    "advantages": "advantages",
-    "actor_update": "update of the actor",
-    "critic_update": "update of the critic",
-    "forward_backward": "forward and backward passes",
-    "optimizer": "optimizer",
-    "rest": "rest of the steps",
-    "evaluate": "evaluation",
-    "save": "checkpoints",
-}
-START_FACTS = {
-    "time": "started",
-    "from_step": "from step",
-    "world_size": "ranks",
-    "device": "device",
-    "dtype": "precision",
-    "data_key": "data digest",
-    "global_rows": "rows a step",
-    "code": "code",
-}
 # Where a run writes to, and how it was started: two runs always differ in these.
 NOT_COMPARED = {"output_dir", "overwrite_output_dir", "local_rank", "resume", "dry_run"}
 # What a step learns from: its tokens a second, and the seconds that they are of.
@@ -46,6 +18,7 @@ LEARNT = (
 )
 MISSING = "–"
 Cell = str | tuple[str, str]  # a text, or with a class of the style sheet
+Table = list[list[Cell]]  # the first row has the heads
 
 
 def as_duration(seconds: float) -> str:
@@ -58,41 +31,40 @@ def as_duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def find_phases(run: RunFiles) -> list[tuple[str, float]]:
+def find_phases(run: RunFiles) -> dict[str, float]:
     """Return the seconds of each phase, all of the run's clock together; phases without any are left out.
 
     A phase is any perf/PHASE_seconds but those of whole steps; "outside steps" is what no step counted: the
     start, data, exports.
     """
-    names = {match[1] for name in run.curves if (match := re.fullmatch(r"perf/(\w+)_seconds", name))} - {
-        "step"
+    found = (re.fullmatch(r"perf/(\w+)_seconds", name) for name in run.curves)
+    names = {match[1] for match in found if match} - {"step"}
+    told = LAYOUT["phases"]
+    order = [name for name in told if name in names] + sorted(names - told.keys())
+    phases = {
+        told.get(name, name.replace("_", " ")): sum(run.curves[f"perf/{name}_seconds"].values)
+        for name in order
     }
-    order = [*PHASES, *sorted(names - {*PHASES})]
-    totals = {name: sum(run.curves[f"perf/{name}_seconds"].values) for name in order if name in names}
-    phases = [(PHASES.get(name, name.replace("_", " ")), seconds) for name, seconds in totals.items()]
-    phases.append(("outside steps", run.seconds - sum(totals.values())))
+    phases["outside steps"] = run.seconds - sum(phases.values())
     # What rounding leaves over is no phase.
-    return [(name, seconds) for name, seconds in phases if seconds > 1e-3 * max(run.seconds, 1e-9)]
+    return {name: seconds for name, seconds in phases.items() if seconds > 1e-3 * max(run.seconds, 1e-9)}
 
 
-def build_phases(run: RunFiles) -> list[tuple[str, float, str]]:
-    """Return (phase, its share in percent, what the legend says)."""
+def build_phases(run: RunFiles) -> list[tuple[float, str]]:
+    """Return of each phase its share in percent, and what the legend says."""
     phases = find_phases(run)
-    total = sum(seconds for _, seconds in phases)
-    shares = [(name, 100 * seconds / total, as_duration(seconds)) for name, seconds in phases]
-    return [(name, share, f"{name} {duration}, {share:.0f} %") for name, share, duration in shares]
+    shares = {name: 100 * seconds / sum(phases.values()) for name, seconds in phases.items()}
+    return [(shares[n], f"{n} {as_duration(phases[n])}, {shares[n]:.0f} %") for n in phases]
 
 
-def last_values(runs: Sequence[RunFiles], metrics: Sequence[str]) -> list[list[Cell]]:
+def last_values(runs: Sequence[RunFiles], metrics: Sequence[str]) -> Table:
     """Return the last value of every metric, a column for each run, and how often it was not finite."""
-    gaps = [count_gaps(run.rows) for run in runs]
-    rows: list[list[Cell]] = [["last value of", *(run.name for run in runs)]]
-    for name in metrics:
-        cells: list[Cell] = [name]
-        for run, of in zip(runs, gaps, strict=True):
+    rows: Table = [["last value of", *(run.name for run in runs)], *([name] for name in metrics)]
+    for run in runs:
+        gaps = count_gaps(run.rows)
+        for name, row in zip(metrics, rows[1:], strict=True):
             value = shown(run.curves[name].last) if name in run.curves else MISSING
-            cells.append((f"{value}, {of[name]} × not finite", "bad") if of[name] else value)
-        rows.append(cells)
+            row.append((f"{value}, {gaps[name]} × not finite", "bad") if gaps[name] else value)
     return rows
 
 
@@ -103,12 +75,6 @@ def flag_value(value: Any) -> Cell:
     return (text, "code") if text else ("empty", "quiet")
 
 
-def changed_flags(run: RunFiles) -> dict[str, tuple[Any, Any]]:
-    """Return {flag: (value, default)} of those that differ; flags whose default is not known are left out."""
-    defaults = run.defaults()
-    return {n: (v, defaults[n]) for n, v in sorted(run.flags.items()) if n in defaults and v != defaults[n]}
-
-
 def differing_flags(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
     """Return {flag: its value in each run, or None} of those that are not the same in all runs."""
     names = sorted({name for run in runs for name in run.flags} - NOT_COMPARED)
@@ -116,78 +82,66 @@ def differing_flags(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
     return {name: of for name, of in values.items() if any(value != of[0] for value in of)}
 
 
-def build_configuration(run: RunFiles) -> dict[str, Any]:
-    """Return a run's flags that are not at their default, and all of them, or why they are not known."""
-    changed = [[f"--{n}", *map(flag_value, values)] for n, values in changed_flags(run).items()]
-    note = "" if changed else "All flags are at their defaults."
-    if not run.defaults():
-        note = "The folder does not say what the defaults were; all flags are below."
-    if not run.flags:
-        note = "The folder does not say with which flags it was made."
-    return {
-        "note": note,
-        "changed": [["not at its default", "value", "default"], *changed],
-        "all": [
-            ["flag", "value"],
-            *([f"--{name}", flag_value(value)] for name, value in sorted(run.flags.items())),
-        ],
-    }
+def build_configuration(run: RunFiles) -> dict[str, Table]:
+    """Return `changed`: a run's flags that are not at their default where it is known, and `all` of them."""
+    defaults = run.defaults()
+    changed: Table = [["not at its default", "value", "default"]]
+    everything: Table = [["flag", "value"]]
+    for name, value in sorted(run.flags.items()):
+        everything.append([f"--{name}", flag_value(value)])
+        if name in defaults and value != defaults[name]:
+            changed.append([f"--{name}", flag_value(value), flag_value(defaults[name])])
+    return {"changed": changed, "all": everything}
 
 
 def data_facts(run: RunFiles) -> dict[str, str]:
     """Return rows, tokens, what was cut, passes over the rows, and each model's parameters, where known."""
     start = run.starts()[-1] if run.starts() else {}
     data, models = (start[n] if isinstance(start.get(n), dict) else {} for n in ("data", "parameters"))
-    data = {name: count for name, count in data.items() if is_number(count)}
-    found = {}
-    num_train, num_rows = data.get("num_train"), start.get("global_rows")
-    if num_train:
-        num_kept = num_train + data.get("num_eval", 0)
-        num_truncated = data.get("num_truncated", 0)
-        found["rows to train on"] = f"{num_train:,} of {data.get('num_raw_rows', 0):,} raw rows"
-        found["rows held out"] = f"{data.get('num_eval', 0):,}"
-        found["tokens of these rows"] = f"{data.get('num_tokens', 0):,}"
-        found["truncated"] = f"{num_truncated:,}, {100 * num_truncated / num_kept:.1f} %"
-        if is_number(num_rows):
-            found["passes over the rows"] = f"{run.last_step * num_rows / num_train:.2f}"
-    seen = 0.0
-    for rate, seconds in LEARNT:
-        if {rate, seconds} <= run.curves.keys():
-            rates, durations = join_on_steps(run.curves[rate], run.curves[seconds])
-            seen += sum(one * other for one, other in zip(rates, durations, strict=True))
-    if seen:
-        found["tokens seen in training"] = f"{seen:,.0f}"
+    counts = {name: count for name, count in data.items() if is_number(count)}
+    facts = {}
+    if num_train := counts.get("num_train"):
+        num_eval, num_truncated = counts.get("num_eval", 0), counts.get("num_truncated", 0)
+        share = 100 * num_truncated / (num_train + num_eval)
+        facts["rows to train on"] = f"{num_train:,} of {counts.get('num_raw_rows', 0):,} raw rows"
+        facts["rows held out"] = f"{num_eval:,}"
+        facts["tokens of these rows"] = f"{counts.get('num_tokens', 0):,}"
+        facts["truncated"] = f"{num_truncated:,}, {share:.1f} %"
+        if is_number(start.get("global_rows")):
+            facts["passes over the rows"] = f"{run.last_step * start['global_rows'] / num_train:.2f}"
+    learnt = [
+        join_on_steps(*(run.curves[n] for n in names)) for names in LEARNT if {*names} <= run.curves.keys()
+    ]
+    if learnt:
+        num_tokens = sum(rate * seconds for pair in learnt for rate, seconds in zip(*pair, strict=True))
+        facts["tokens seen in training"] = f"{num_tokens:,.0f}"
     for name, count in models.items():
         if isinstance(count, dict) and is_number(count.get("all")) and is_number(count.get("trained")):
-            found[f"parameters of the {name}"] = f"{count['all']:,}, {count['trained']:,} trained"
-    return found
+            facts[f"parameters of the {name}"] = f"{count['all']:,}, {count['trained']:,} trained"
+    return facts
 
 
-def _start_facts(start: dict[str, Any]) -> dict[str, str]:
-    facts = {
-        told: str(start[name]) for name, told in START_FACTS.items() if start.get(name) not in (None, "")
-    }
-    versions = start.get("versions")
-    return facts | ({str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {})
-
-
-def build_provenance(runs: Sequence[RunFiles]) -> list[list[Cell]]:
+def build_provenance(runs: Sequence[RunFiles]) -> Table:
     """Return versions, device and data digest of each start; a change between them is marked."""
-    heads, facts = [], []
+    columns = []
     for run in runs:
         for number, start in enumerate(run.starts(), start=1):
-            which = f"start {number}" if len(run.starts()) > 1 else ""
-            heads.append(" ".join(filter(None, (run.name if len(runs) > 1 else "", which))) or "value")
-            facts.append(_start_facts(start))
-    table = join_facts(heads, facts)
+            names = [run.name] if len(runs) > 1 else []
+            names += [f"start {number}"] if len(run.starts()) > 1 else []
+            versions = start.get("versions")
+            facts = {told: start.get(name) for name, told in LAYOUT["start_facts"].items()}
+            facts |= versions if isinstance(versions, dict) else {}
+            texts = {name: str(fact) for name, fact in facts.items() if fact not in (None, "")}
+            columns.append((" ".join(names) or "value", texts))
+    table = join_facts(columns)
     for row in table[1:]:
         is_same = len({*row[1:]}) == 1 or row[0] in ("started", "from step")
         row[1:] = [(cell, "code" if is_same else "code bad") for cell in row[1:]]
     return table
 
 
-def join_facts(heads: Sequence[str], facts: Sequence[dict[str, str]]) -> list[list[Cell]]:
-    """Return a table of facts by name, a column each; [] where there are none."""
-    names = list(dict.fromkeys(name for of in facts for name in of))
-    rows: list[list[Cell]] = [[name, *(of.get(name, MISSING) for of in facts)] for name in names]
-    return [["", *heads], *rows] if rows else []
+def join_facts(columns: Sequence[tuple[str, dict[str, str]]]) -> Table:
+    """Return a table of (head, facts by name), a column each; [] where there are no facts."""
+    names = dict.fromkeys(name for _, facts in columns for name in facts)
+    rows: Table = [[name, *(facts.get(name, MISSING) for _, facts in columns)] for name in names]
+    return [["", *(head for head, _ in columns)], *rows] if rows else []
