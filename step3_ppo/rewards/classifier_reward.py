@@ -6,6 +6,7 @@ model of another family.
 # B texts, T tokens of the longest, L labels
 """
 
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from common.data.packed_batch import pad_rows
 from common.models.loading import DTYPES, load_weights
 from common.programs.reward_scorer import score_by_length
 from common.ranks.failures import first_line
-from step3_ppo.rewards.text_rewards import Answers, Failures, checked_scores
+from step3_ppo.rewards.text_rewards import REFUSE, Answers, Failures, checked_scores
 
 _ENDLESS_TOKENS = 10**9  # tokenizers without a limit say 10^30
 
@@ -32,19 +33,12 @@ class ClassifierReward:
         device: torch.device | str = "cpu",
         dtype: str = "fp32",
         trust_remote_code: bool = False,
-        failures: Failures | None = None,
+        failures: Failures = REFUSE,
     ) -> None:
-        """Load model and tokenizer; `dtype` is a key of DTYPES.
-
-        Raises:
-            ValueError: there is no classifier, no tokenizer, or no such label.
-        """
+        """Load model and tokenizer; `dtype` is a key of DTYPES. Raises ValueError, see `load_parts`."""
         self.name, self.batch_size, self.device = f"classifier:{target}", batch_size, device
         self.failures = failures
-        path, label = split_label(target)
-        config = load_classifier_config(target, trust_remote_code=trust_remote_code)
-        self.label_index = label_index(config, label, target)
-        self.tokenizer = load_classifier_tokenizer(target, trust_remote_code=trust_remote_code)
+        path, self.tokenizer, self.label_index = load_parts(target, trust_remote_code=trust_remote_code)
         self.tokenizer.truncation_side = "left"  # the end of the answer is what is judged
         model = load_weights(
             AutoModelForSequenceClassification, path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
@@ -55,20 +49,15 @@ class ClassifierReward:
     @torch.no_grad()
     def score(self, answers: Answers) -> list[float]:
         """See `TextReward.score`; the text is the prompt and the response, one behind the other."""
-        texts = [
-            prompt + response for prompt, response in zip(answers.prompts, answers.responses, strict=True)
-        ]
-        rows = self._tokenise(texts) if texts else []
+        texts = list(map(operator.add, answers.prompts, answers.responses))
+        limit = {"truncation": True, "max_length": self.max_tokens} if self.max_tokens else {}
+        rows = self.tokenizer(texts, **limit)["input_ids"] if texts else []
+        rows = [row or [self.tokenizer.eos_token_id or 0] for row in rows]  # no model reads nothing
         scores = score_by_length(rows, self.batch_size, self._score_rows)
         return checked_scores(self.name, scores, answers, self.failures)
 
     def close(self) -> None:
         """Do nothing: the model goes when this object does."""
-
-    def _tokenise(self, texts: list[str]) -> list[list[int]]:
-        limit = {"truncation": True, "max_length": self.max_tokens} if self.max_tokens else {}
-        rows = self.tokenizer(texts, **limit)["input_ids"]
-        return [row or [self.tokenizer.eos_token_id or 0] for row in rows]  # no model reads nothing
 
     def _score_rows(self, rows: list[list[int]]) -> list[float]:
         config, pad_id = self.model.config.get_text_config(), self._choose_pad_id(rows)
@@ -95,67 +84,50 @@ class ClassifierReward:
         return next(i for i in candidates if i is not None and i not in ends)
 
 
-def split_label(target: str) -> tuple[str, str | None]:
-    """Return path and label of `PATH[:LABEL]`; a path that exists is never cut."""
-    path, colon, label = target.rpartition(":")
-    return (path, label) if colon and not Path(target).exists() else (target, None)
+def load_parts(target: str, *, trust_remote_code: bool = False) -> tuple[str, Any, int]:
+    """Return path, tokenizer and the label's index among the logits, of `PATH[:LABEL]`; no weights are read.
 
-
-def load_classifier_config(target: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the configuration of the classifier that `PATH[:LABEL]` names; no weights are read.
+    A path that exists is never cut. Without a label it is the last one.
 
     Raises:
-        ValueError: there is no model, or one without a trained head: transformers would make a random one.
+        ValueError: there is no model, no tokenizer, no such label (those that there are are listed), or no
+            trained head: transformers would make a random one.
     """
-    path, _ = split_label(target)
+    flag = f"--reward classifier:{target}"
+    path, colon, label = target.rpartition(":")
+    if not colon or Path(target).exists():
+        path, label = target, ""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError ... by what is missing
         raise ValueError(
-            f"--reward classifier:{target}: {path} is neither a model folder nor a hub model at hand: "
-            f"{first_line(error)}"
+            f"{flag}: {path} is neither a model folder nor a hub model at hand: {first_line(error)}"
         ) from error
     if not any("ForSequenceClassification" in name for name in config.architectures or []):
         kind = ", ".join(config.architectures or ["bare model"])
         raise ValueError(
-            f"--reward classifier:{target}: {path} is a {kind}, not a sequence classifier; give a model that "
-            "was saved from AutoModelForSequenceClassification"
+            f"{flag}: {path} is a {kind}, not a sequence classifier; give a model that was saved from "
+            "AutoModelForSequenceClassification"
         )
-    return config
-
-
-def load_classifier_tokenizer(target: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the classifier's own tokenizer. Raises ValueError where there is none."""
-    path, _ = split_label(target)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises OSError, KeyError, TypeError ... by what is missing
-        reason = first_line(error)
-    else:
-        if len(tokenizer) > len(tokenizer.all_special_tokens):
-            return tokenizer
         reason = "it knows no word"  # what transformers makes of a configuration alone
-    raise ValueError(
-        f"--reward classifier:{target}: no tokenizer could be loaded from {path} ({reason}); save the "
-        "classifier's tokenizer beside it"
-    )
-
-
-def label_index(config: Any, label: str | None, target: str) -> int:
-    """Return the place of a label, given by name or number, among the logits; the last one for None.
-
-    Raises:
-        ValueError: there is no such label; those that there are are listed.
-    """
+    except Exception as error:  # transformers raises OSError, KeyError, TypeError ... by what is missing
+        tokenizer, reason = None, first_line(error)
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ValueError(
+            f"{flag}: no tokenizer could be loaded from {path} ({reason}); save the classifier's tokenizer "
+            "beside it"
+        )
     names = [config.id2label.get(index, f"LABEL_{index}") for index in range(config.num_labels)]
-    if label is None:
-        return config.num_labels - 1
-    if label in names:
-        return names.index(label)
-    if label.isdecimal() and int(label) < config.num_labels:
-        return int(label)
-    listed = ", ".join(f"{index} {name}" for index, name in enumerate(names))
-    raise ValueError(f"--reward classifier:{target}: there is no label {label!r}; choose from {listed}")
+    numbers = [str(index) for index in range(config.num_labels)]
+    for labels in (names, numbers):
+        if label in labels:
+            return path, tokenizer, labels.index(label)
+    if label:
+        listed = ", ".join(map(" ".join, zip(numbers, names, strict=True)))
+        raise ValueError(f"{flag}: there is no label {label!r}; choose from {listed}")
+    return path, tokenizer, config.num_labels - 1
 
 
 def _max_tokens(model: Any, tokenizer: Any) -> int | None:

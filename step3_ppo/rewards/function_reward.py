@@ -5,25 +5,26 @@
 
 A plain function is called for one batch after another in a thread of this process, which cannot be ended
 when it hangs; or, with --reward_processes, in processes of their own, which can, and in their main thread
-(some libraries need that for their time limits). An `async def` is awaited for all batches at the same time,
-always in the same event loop, so it may keep its connections.
+(see function_worker.py). An `async def` is awaited for all batches at the same time, always in the same event
+loop, so it may keep its connections.
 """
 
 import asyncio
-import concurrent.futures
 import inspect
 import multiprocessing
 import os
+import queue
+import subprocess
+import sys
 import threading
-import traceback
 from collections.abc import Callable
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
-
 from common.data.plugins import get_from, import_own_module
-from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError, checked_scores, join
+from step3_ppo.rewards.function_worker import raised, score_plainly
+from step3_ppo.rewards.text_rewards import REFUSE, Answers, Failures, RewardError, checked_scores, join
 
 LATE_SECONDS = 1.0  # an event loop that is so late is blocked
 
@@ -38,27 +39,170 @@ class FunctionReward:
         timeout_seconds: float,
         num_processes: int = 0,
         batch_size: int = 64,
-        failures: Failures | None = None,
+        failures: Failures = REFUSE,
     ) -> None:
         """Import the function; start the processes. Raises ValueError, see `import_function`."""
-        function = import_function(target)
-        call = FunctionCall(target, function, timeout_seconds, failures or Failures())
-        self.batch_size = batch_size
-        self._caller: ThreadCaller | LoopCaller | ProcessCaller
-        if is_async(function):
-            self._caller = LoopCaller(call)
-        elif num_processes:
-            self._caller = ProcessCaller(call, num_processes)
-        else:
-            self._caller = ThreadCaller(call)
+        self.target, self.function = target, import_function(target)
+        self.timeout_seconds, self.batch_size, self.failures = timeout_seconds, batch_size, failures
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._workers = [Worker(target) for _ in range(0 if is_async(self.function) else num_processes)]
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
 
     def score(self, answers: Answers) -> list[float]:
         """See `TextReward.score`; the function gets at most `batch_size` responses at a time."""
-        return join(self._caller.score_batches(list(answers.batches(self.batch_size))))
+        batches = list(answers.batches(self.batch_size))
+        if is_async(self.function):
+            return join(self._await_together(batches))
+        if not self._workers:
+            return join(map(self._score_in_thread, batches))
+        with ThreadPoolExecutor(len(self._workers)) as threads:
+            return join(threads.map(self._score_in_process, batches))
 
     def close(self) -> None:
         """See `TextReward.close`."""
-        self._caller.close()
+        for worker in self._workers:
+            worker.close()
+        self._leave_loop()
+
+    def _bear_late(self, batch: Answers, what_became: str) -> list[float]:
+        failure = RewardError(
+            f"reward function:{self.target} took more than --reward_timeout_seconds "
+            f"{self.timeout_seconds:g} for a batch of {len(batch)} (first: {batch.shown(0)}); {what_became}; "
+            "raise the limit, or lower --reward_batch_size"
+        )
+        return self.failures.bear(failure, len(batch))
+
+    # ---- a plain function
+
+    def _score_in_thread(self, batch: Answers) -> list[float]:
+        future: Future[list[float]] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(score_plainly(self.target, self.function, batch, self.failures))
+            except BaseException as error:  # handed over, and raised where it is waited for
+                future.set_exception(error)
+
+        # A daemon: the program must be able to end while the function hangs.
+        threading.Thread(target=run, name=f"reward {self.target}", daemon=True).start()
+        try:
+            return future.result(self.timeout_seconds)
+        except TimeoutError:
+            more = "its thread goes on running; with --reward_processes 1 it would have been ended"
+            return self._bear_late(batch, more)
+
+    def _score_in_process(self, batch: Answers) -> list[float]:
+        worker = self._idle.get()
+        try:
+            scores, first_failure, error = worker.ask(
+                (batch, replace(self.failures, first="")), self.timeout_seconds
+            )
+        except TimeoutError:
+            return self._bear_late(batch, "its process was ended")
+        except (EOFError, OSError):
+            died = RewardError(
+                f"reward function:{self.target}: its process died with exit code {worker.exit_code} on a "
+                f"batch of {len(batch)} (first: {batch.shown(0)}); a negative code is a signal, and -9 often "
+                "means that memory ran out: lower --reward_processes or --reward_batch_size"
+            )
+            return self.failures.bear(died, len(batch))
+        finally:
+            self._idle.put(worker)
+        if error:
+            raise RewardError(error)
+        self.failures.first = self.failures.first or first_failure
+        return scores
+
+    # ---- an async one
+
+    def _await_together(self, batches: list[Answers]) -> list[list[float]]:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            name = f"reward {self.target}"
+            threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
+        future = asyncio.run_coroutine_threadsafe(self._gather(batches), self._loop)
+        try:
+            results = future.result(self.timeout_seconds + LATE_SECONDS)
+        except TimeoutError:
+            self._loop = None  # left behind with its thread; the next call gets another one
+            more = "it blocks its event loop (await what waits, or make it a plain def) and goes on running"
+            return [self._bear_late(batch, more) for batch in batches]
+        for scores in results:
+            if isinstance(scores, BaseException):
+                raise scores
+        return results
+
+    async def _gather(self, batches: list[Answers]) -> list[Any]:
+        deadline = asyncio.get_running_loop().time() + self.timeout_seconds
+        return await asyncio.gather(*(self._await(b, deadline) for b in batches), return_exceptions=True)
+
+    async def _await(self, batch: Answers, deadline: float) -> list[float]:
+        try:
+            async with asyncio.timeout_at(deadline) as limit:
+                values = await self.function(batch.prompts, batch.responses, batch.rows)
+        except (Exception, SystemExit) as error:
+            if limit.expired():
+                return self._bear_late(batch, "it was cancelled")
+            if self.failures.are_borne and len(batch) > 1:
+                return join(await asyncio.gather(*(self._await(one, deadline) for one in batch.batches(1))))
+            return self.failures.bear(raised(self.target, error, batch), len(batch))
+        return checked_scores(f"function:{self.target}", values, batch, self.failures)
+
+    def _leave_loop(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+
+
+class Worker:
+    """A process that calls the function; after it hung or died, another one for the next batch."""
+
+    def __init__(self, target: str) -> None:
+        self.target, self.exit_code = target, 0
+        self._is_closed = False
+        self._start()  # now: it gets ready while the models load
+
+    def _start(self) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
+        words = ["-P", "-m", "step3_ppo.rewards.function_worker", str(theirs.fileno()), self.target]
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, *words], pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path}
+        )
+        theirs.close()
+        self._is_ready = False
+
+    def ask(self, question: Any, timeout_seconds: float) -> Any:
+        """Return the answer; the time to get ready does not count.
+
+        Raises TimeoutError, or EOFError or OSError when the process died, with its `exit_code`.
+        """
+        if self._process.poll() is not None and not self._is_closed:
+            self._start()
+        try:
+            if not self._is_ready:
+                self._connection.recv()
+                self._is_ready = True
+            self._connection.send(question)
+            if not self._connection.poll(timeout_seconds):
+                raise TimeoutError
+            return self._connection.recv()
+        except (EOFError, OSError):  # a TimeoutError is one, too
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        self._process.kill()  # nothing, to a process that has died
+        self.exit_code = self._process.wait()
+        self._connection.close()
+
+    def close(self) -> None:
+        """End the process for good; who waits for its answer is told that it died."""
+        self._is_closed = True
+        self._process.kill()
+        self._process.wait()
 
 
 def import_function(target: str) -> Callable[..., Any]:
@@ -90,212 +234,3 @@ def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives something to await."""
     call = getattr(function, "__call__", None)  # noqa: B004  (an object whose call is async)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-
-
-class FunctionCall:
-    """What is called, how long it may take, and what becomes of a batch that fails."""
-
-    def __init__(
-        self, target: str, function: Callable[..., Any], timeout_seconds: float, failures: Failures
-    ) -> None:
-        self.target, self.function = target, function
-        self.timeout_seconds, self.failures = timeout_seconds, failures
-
-    def __call__(self, batch: Answers) -> list[float]:
-        """Return the scores that a plain function gives a batch. Raises RewardError.
-
-        Where failures are borne, the answers of a batch that raised are tried one by one.
-        """
-        try:
-            values = self.function(batch.prompts, batch.responses, batch.rows)
-        except (Exception, SystemExit) as error:
-            if self.failures.are_borne and len(batch) > 1:
-                return join(self(one) for one in batch.batches(1))
-            return self.bear_raised(error, batch)
-        return self.check(values, batch)
-
-    def check(self, values: Any, batch: Answers) -> list[float]:
-        """Return what the function gave as floats. Raises RewardError: see `checked_scores`."""
-        return checked_scores(f"function:{self.target}", values, batch, self.failures)
-
-    def bear_raised(self, error: BaseException, batch: Answers) -> list[float]:
-        """Return the scores of a batch for which the function raised. Raises RewardError."""
-        failure = RewardError(
-            f"reward function:{self.target} raised {type(error).__name__}: {error}, in a batch of "
-            f"{len(batch)} (first: {batch.shown(0)}); let it return 0.0 for what it cannot judge"
-        )
-        failure.__cause__ = error
-        return self.failures.bear(failure, len(batch))
-
-    def bear_late(self, batch: Answers, what_became: str) -> list[float]:
-        """Return the scores of a batch that took too long. Raises RewardError."""
-        failure = RewardError(
-            f"reward function:{self.target} took more than --reward_timeout_seconds "
-            f"{self.timeout_seconds:g} for a batch of {len(batch)} (first: {batch.shown(0)}); {what_became}; "
-            "raise the limit, or lower --reward_batch_size"
-        )
-        return self.failures.bear(failure, len(batch))
-
-
-class ThreadCaller:
-    """Calls a plain function for one batch after another, each in a thread that can be left behind."""
-
-    def __init__(self, call: FunctionCall) -> None:
-        self.call = call
-
-    def score_batches(self, batches: list[Answers]) -> list[list[float]]:
-        """Return the scores of each batch. Raises RewardError."""
-        return [self._score(batch) for batch in batches]
-
-    def _score(self, batch: Answers) -> list[float]:
-        future: concurrent.futures.Future = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                future.set_result(self.call(batch))
-            except BaseException as error:  # handed over, and raised where it is waited for
-                future.set_exception(error)
-
-        # A daemon: the program must be able to end while the function hangs.
-        threading.Thread(target=run, name=f"reward {self.call.target}", daemon=True).start()
-        try:
-            return future.result(self.call.timeout_seconds)
-        except TimeoutError:
-            more = "its thread goes on running; with --reward_processes 1 it would have been ended"
-            return self.call.bear_late(batch, more)
-
-    def close(self) -> None:
-        """Do nothing: there is no thread between calls."""
-
-
-class LoopCaller:
-    """Awaits an `async def` for all batches at the same time, in one event loop in a thread of its own."""
-
-    def __init__(self, call: FunctionCall) -> None:
-        self.call = call
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def score_batches(self, batches: list[Answers]) -> list[list[float]]:
-        """Return the scores of each batch. Raises RewardError, when all of them have ended."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            name = f"reward {self.call.target}"
-            threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
-        future = asyncio.run_coroutine_threadsafe(self._gather(batches), self._loop)
-        try:
-            results = future.result(self.call.timeout_seconds + LATE_SECONDS)
-        except TimeoutError:
-            self._loop = None  # left behind with its thread; the next call gets another one
-            more = "it blocks its event loop (await what waits, or make it a plain def) and goes on running"
-            return [self.call.bear_late(batch, more) for batch in batches]
-        for scores in results:
-            if isinstance(scores, BaseException):
-                raise scores
-        return results
-
-    async def _gather(self, batches: list[Answers]) -> list[Any]:
-        deadline = asyncio.get_running_loop().time() + self.call.timeout_seconds
-        return await asyncio.gather(*(self._score(b, deadline) for b in batches), return_exceptions=True)
-
-    async def _score(self, batch: Answers, deadline: float) -> list[float]:
-        try:
-            async with asyncio.timeout_at(deadline) as limit:
-                values = await self.call.function(batch.prompts, batch.responses, batch.rows)
-        except (Exception, SystemExit) as error:
-            if limit.expired():
-                return self.call.bear_late(batch, "it was cancelled")
-            if self.call.failures.are_borne and len(batch) > 1:
-                ones = (self._score(one, deadline) for one in batch.batches(1))
-                return join(await asyncio.gather(*ones))
-            return self.call.bear_raised(error, batch)
-        return self.call.check(values, batch)
-
-    def close(self) -> None:
-        """End the loop and its thread."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
-
-
-class ProcessCaller:
-    """Calls a plain function in processes, which are killed and replaced when they die or take too long."""
-
-    def __init__(self, call: FunctionCall, num_processes: int) -> None:
-        self.call, self.num_processes = call, num_processes
-        self._pool = self._start_pool()
-
-    def _start_pool(self) -> ProcessPool:
-        spawn = multiprocessing.get_context("spawn")  # a fork of a process with CUDA and threads may hang
-        pool = ProcessPool(
-            self.num_processes, initializer=_begin_worker, initargs=(self.call.target,), context=spawn
-        )
-        assert pool.active  # its processes start now, and get ready while the models load
-        return pool
-
-    def score_batches(self, batches: list[Answers]) -> list[list[float]]:
-        """Return the scores of each batch. Raises RewardError."""
-        if not self._pool.active:
-            self._pool = self._start_pool()
-        futures = [
-            self._pool.schedule(
-                _score_in_worker,
-                args=(self.call.target, batch, self.call.failures),
-                timeout=self.call.timeout_seconds,
-            )
-            for batch in batches
-        ]
-        try:
-            return [self._wait(future, batch) for future, batch in zip(futures, batches, strict=True)]
-        finally:
-            for future in futures:  # after an error: whoever is busy still would keep the next call waiting
-                future.cancel()
-
-    def _wait(self, future: concurrent.futures.Future, batch: Answers) -> list[float]:
-        try:
-            scores, first_failure = future.result()
-        except TimeoutError:
-            return self.call.bear_late(batch, "its process was ended")
-        except ProcessExpired as error:
-            died = RewardError(
-                f"reward function:{self.call.target}: process {error.pid} died with exit code "
-                f"{error.exitcode} on a batch of {len(batch)} (first: {batch.shown(0)}); a negative code is "
-                "a signal, and -9 often means that memory ran out: lower --reward_processes or "
-                "--reward_batch_size"
-            )
-            return self.call.failures.bear(died, len(batch))
-        except BrokenProcessPool as error:
-            raise RewardError(
-                f"reward function:{self.call.target}: its processes died while they started or waited; see "
-                "what they printed, or lower --reward_processes if memory ran out"
-            ) from error
-        self.call.failures.first = self.call.failures.first or first_failure
-        return scores
-
-    def close(self) -> None:
-        """End all processes."""
-        self._pool.stop()
-        self._pool.join()
-
-
-def _begin_worker(target: str) -> None:
-    """Import the function before the first batch, for which it may take long."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    import_function(target)
-
-
-def _end_with_parent() -> None:
-    """Leave when the program is gone, even killed: a function that hangs would keep this process alive."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _score_in_worker(target: str, batch: Answers, failures: Failures) -> tuple[list[float], str]:
-    """Return the scores of a batch and the first failure that was borne; the life of a worker."""
-    failures.first = ""
-    try:
-        return FunctionCall(target, import_function(target), 0.0, failures)(batch), failures.first
-    except RewardError as error:  # only its text comes to the other side whole
-        cause = traceback.format_exception(error.__cause__) if error.__cause__ else []
-        raise RewardError("\n".join([str(error), *cause])) from None

@@ -8,140 +8,126 @@ environment (access_token.py) goes with every request.
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from common.flags.access_token import CLIENT_VARIABLE, client_token
-from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError, checked_scores, join, shortened
+from step3_ppo.rewards.text_rewards import (
+    REFUSE,
+    Answers,
+    Failures,
+    RewardError,
+    checked_scores,
+    join,
+    shortened,
+)
 
 MAX_CONNECTIONS = 8  # batches that are under way at the same time
+NUM_TRIES, BACKOFF_SECONDS = 4, 1.0  # the pause behind a try doubles each time
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # A score takes some 20 bytes; the rest leaves room for an error's page, of which the beginning is shown.
 _ANSWER_BYTES, _SCORE_BYTES = 2**20, 256
+_EXPECTED = 'a server must answer {"scores": [...]} with one number for each response'
 
 
 class HttpReward:
-    """A `TextReward` from a server; batches are sent at the same time."""
+    """A `TextReward` from a server; batches are sent at the same time.
+
+    What may pass by itself (no connection, no answer in time, a status from 500 on) is tried again.
+    """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        timeout_seconds: float,
-        batch_size: int = 64,
-        num_retries: int = 3,
-        backoff_seconds: float = 1.0,
-        failures: Failures | None = None,
+        self, url: str, *, timeout_seconds: float, batch_size: int = 64, failures: Failures = REFUSE
     ) -> None:
-        """Nothing is sent yet.
-
-        What may pass by itself (no connection, no answer in time, a status from 500 on) is tried again
-        `num_retries` times, after a pause of `backoff_seconds` that doubles each time. Raises ValueError when
-        the environment's token is none.
-        """
+        """Nothing is sent yet. Raises ValueError when the environment's token is none."""
         self.url, self.timeout_seconds, self.batch_size = url, timeout_seconds, batch_size
-        self.failures = failures or Failures()
-        self.num_retries, self.backoff_seconds = num_retries, backoff_seconds
-        # A proxy named in the environment knows no way to this machine.
-        uses_proxy = urlsplit(url).hostname not in _LOOPBACK
+        self.failures = failures
         # No compressed answers: a small one could unfold into a large one.
         headers = {"accept-encoding": "identity"}
-        token = client_token()
-        if token:
+        if token := client_token():
             headers["authorization"] = f"Bearer {token}"
-        # A redirect is not followed: the texts, and the token, are for the server that --reward names.
         self._client = httpx.Client(
-            timeout=timeout_seconds, trust_env=uses_proxy, headers=headers, follow_redirects=False
+            timeout=timeout_seconds,
+            trust_env=urlsplit(url).hostname not in _LOOPBACK,  # a proxy knows no way to this machine
+            headers=headers,
+            follow_redirects=False,  # the texts, and the token, are for the server that --reward names
         )
         self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="reward http")
 
     def score(self, answers: Answers) -> list[float]:
         """See `TextReward.score`."""
-        return join(self._threads.map(self._score_or_bear, list(answers.batches(self.batch_size))))
+        return join(self._threads.map(self._score_batch, list(answers.batches(self.batch_size))))
 
     def close(self) -> None:
         """See `TextReward.close`."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
-    def _score_or_bear(self, batch: Answers) -> list[float]:
+    def _score_batch(self, batch: Answers) -> list[float]:
+        where = f"reward {self.url}, for a batch of {len(batch)} (first: {batch.shown(0)})"
         try:
-            return self._score_batch(batch)
+            text = self._ask(batch, where)
+            try:
+                content = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise RewardError(f"{where}: no JSON: {shortened(text)}; {_EXPECTED}") from error
+            if not isinstance(content, dict) or "scores" not in content:
+                raise RewardError(f'{where}: no "scores": {shortened(text)}; {_EXPECTED}')
+            return checked_scores(self.url, content["scores"], batch, self.failures)
         except RewardError as error:
             return self.failures.bear(error, len(batch))
 
-    def _score_batch(self, batch: Answers) -> list[float]:
-        content = {"prompts": batch.prompts, "responses": batch.responses, "rows": batch.rows}
-        for attempt in range(self.num_retries + 1):
+    def _ask(self, batch: Answers, where: str) -> str:
+        """Return the text of a good answer, after some tries. Raises RewardError."""
+        for attempt in range(NUM_TRIES):
             if attempt:
-                time.sleep(self.backoff_seconds * 2 ** (attempt - 1))
+                time.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
             try:
-                status, headers, text = self._post(content, batch)
+                status, headers, text = self._post(batch, where)
             except httpx.RequestError as error:
                 failure = f"{type(error).__name__}: {error}"
                 continue
-            if status < 500:
-                return self._read(status, headers, text, batch)
+            if 200 <= status < 300:
+                return text
             failure = f"status {status}: {shortened(text)}"
+            if status < 500:
+                raise RewardError(f"{where}: {failure}; {_cure(status, headers)}")
         raise RewardError(
-            f"reward {self.url} failed {self.num_retries + 1} times for a batch of {len(batch)} (first: "
-            f"{batch.shown(0)}), the last time with {failure}; see that the server runs there and answers "
-            f"within --reward_timeout_seconds {self.timeout_seconds:g}, or lower --reward_batch_size"
+            f"{where}: failed {NUM_TRIES} times, the last time with {failure}; see that the server runs "
+            f"there and answers within --reward_timeout_seconds {self.timeout_seconds:g}, or lower "
+            "--reward_batch_size"
         )
 
-    def _post(self, content: dict[str, Any], batch: Answers) -> tuple[int, httpx.Headers, str]:
+    def _post(self, batch: Answers, where: str) -> tuple[int, httpx.Headers, str]:
         """Return status, headers and text of the answer, which is read as far as an answer may go.
 
         Raises httpx.RequestError, and RewardError for an answer that is too long or compressed.
         """
+        content = {"prompts": batch.prompts, "responses": batch.responses, "rows": batch.rows}
         deadline = time.monotonic() + self.timeout_seconds
         limit, data = _ANSWER_BYTES + _SCORE_BYTES * len(batch), bytearray()
         with self._client.stream("POST", self.url, json=content) as answer:
             encoding = answer.headers.get("content-encoding", "identity")
             if encoding != "identity":
                 raise RewardError(
-                    f"{self._where(batch)}: its answer is compressed ({shortened(encoding)}), which was not "
-                    "asked for; let the server answer plainly"
+                    f"{where}: its answer is compressed ({shortened(encoding)}), which was not asked for; "
+                    "let the server answer plainly"
                 )
             for part in answer.iter_raw():
                 data += part
                 if len(data) > limit:
-                    raise RewardError(
-                        f"{self._where(batch)}: its answer has more than {limit} bytes; "
-                        'a server must answer {"scores": [...]} with one number for each response'
-                    )
+                    raise RewardError(f"{where}: its answer has more than {limit} bytes; {_EXPECTED}")
                 if time.monotonic() > deadline:
                     raise httpx.ReadTimeout("the answer came too slowly", request=answer.request)
             return answer.status_code, answer.headers, data.decode("utf-8", "replace")
-
-    def _where(self, batch: Answers) -> str:
-        return f"reward {self.url}, for a batch of {len(batch)} (first: {batch.shown(0)})"
-
-    def _read(self, status: int, headers: httpx.Headers, text: str, batch: Answers) -> list[float]:
-        beginning, where = f"it answered {shortened(text)}", self._where(batch)
-        if not 200 <= status < 300:
-            raise RewardError(f"{where}: status {status}; {beginning}; {_cure(status, headers)}")
-        try:
-            content: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise RewardError(
-                f'{where}: no JSON; {beginning}; a server must answer {{"scores": [...]}}'
-            ) from error
-        if not isinstance(content, dict) or "scores" not in content:
-            raise RewardError(f'{where}: no "scores"; {beginning}; a server must answer {{"scores": [...]}}')
-        try:
-            return checked_scores(self.url, content["scores"], batch, self.failures)
-        except RewardError as error:
-            raise RewardError(f"{error}; {beginning}") from None
 
 
 def _cure(status: int, headers: httpx.Headers) -> str:
     """Return what a user can do about a status that is no answer."""
     if "location" in headers:
-        place = shortened(headers["location"])
-        return f"it sends us on to {place}; give that address to --reward, if you trust it"
+        target = shortened(headers["location"])
+        return f"it sends us on to {target}; give that address to --reward, if you trust it"
     if status in (401, 403):
         return f"it wants a token: set {CLIENT_VARIABLE} to the server's"
     return "correct the address or what the server takes"

@@ -18,16 +18,10 @@ from common.flags.args import Problems
 from common.models.value_model import has_saved_head
 from common.programs import startup
 from common.ranks import distributed
-from step3_ppo.rewards.classifier_reward import (
-    ClassifierReward,
-    label_index,
-    load_classifier_config,
-    load_classifier_tokenizer,
-    split_label,
-)
+from step3_ppo.rewards.classifier_reward import ClassifierReward, load_parts
 from step3_ppo.rewards.function_reward import FunctionReward, import_function, is_async
 from step3_ppo.rewards.http_reward import HttpReward
-from step3_ppo.rewards.text_rewards import Failures, TextReward
+from step3_ppo.rewards.text_rewards import REFUSE, Failures, TextReward
 
 FORMS = {
     "model": "model:PATH",
@@ -90,14 +84,8 @@ def parse_reward(text: str) -> RewardSpec:
         near = difflib.get_close_matches(kind, FORMS, n=1)
         hint = f"did you mean {FORMS[near[0]]}?" if near else f"use one of {', '.join(FORMS.values())}"
         raise ValueError(f"--reward {text}: {kind!r} is no kind of reward; {hint}")
-    weight = _parse_weight(text, weight_text) if star else 1.0
-    _check_target(text, kind, target)
-    return RewardSpec(kind, target, weight, text)
-
-
-def _parse_weight(text: str, weight_text: str) -> float:
     try:
-        weight = float(weight_text)
+        weight = float(weight_text) if star else 1.0
     except ValueError:
         weight = math.nan
     if not math.isfinite(weight):
@@ -105,11 +93,11 @@ def _parse_weight(text: str, weight_text: str) -> float:
             f"--reward {text}: the weight {weight_text!r} is no number; write it as in 0.5*model:PATH, or "
             "leave it out for 1"
         )
-    return weight
+    _check_target(text, kind, target)
+    return RewardSpec(kind, target, weight, text)
 
 
 def _check_target(text: str, kind: str, target: str) -> None:
-    form = FORMS[kind]
     if kind == "http":
         _, at, host = target.partition("//")[2].partition("/")[0].rpartition("@")
         if at:
@@ -118,17 +106,16 @@ def _check_target(text: str, kind: str, target: str) -> None:
                 "in messages; leave it out and set TRIPTYCH_REWARD_TOKEN"
             )
         try:
-            is_address = bool(urlsplit(target).hostname) and urlsplit(target).port != 0
+            is_good = bool(urlsplit(target).hostname) and urlsplit(target).port != 0
         except ValueError:  # a port that is no number
-            is_address = False
-        if not is_address:
-            raise ValueError(f"--reward {text}: {target} is no address; write {form}")
-    elif not target.partition(":")[0]:
-        raise ValueError(f"--reward {text}: nothing stands behind {kind}:; write {form}")
-    elif kind == "function" and not _FUNCTION.fullmatch(target):
-        raise ValueError(
-            f"--reward {text}: {target} names no function; write {form}, such as function:my_rewards:polite"
-        )
+            is_good = False
+        what = "no address"
+    elif kind == "function":
+        is_good, what = bool(_FUNCTION.fullmatch(target)), "no function of a module"
+    else:
+        is_good, what = bool(target.partition(":")[0]), "no path"
+    if not is_good:
+        raise ValueError(f"--reward {text}: {target!r} is {what}; write {FORMS[kind]}")
 
 
 def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
@@ -140,12 +127,8 @@ def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
     if len(good) < len(args.reward):
         return []
     specs = _tell(problems, parse_rewards, good) or []
-    checks = {"model": _check_model, "classifier": _check_classifier, "http": _check_http}
-    for spec in specs:
-        if spec.kind in checks:
-            _tell(problems, checks[spec.kind], spec, args, problems)
-    functions = [_tell(problems, import_function, s.target) for s in specs if s.kind == "function"]
-    if args.reward_processes > 0 and all(f is not None and is_async(f) for f in functions):
+    kinds = [_tell(problems, _check, spec, args, problems) for spec in specs]
+    if args.reward_processes > 0 and "plain function" not in kinds:
         problems.add(
             f"--reward_processes {args.reward_processes} is for a plain function, and --reward names none; "
             "leave it out"
@@ -153,27 +136,21 @@ def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
     return specs
 
 
-def build_text_reward(spec: RewardSpec, args: Any, failures: Failures | None = None) -> TextReward:
+def build_text_reward(spec: RewardSpec, args: Any, failures: Failures = REFUSE) -> TextReward:
     """Return the reward of a spec that reads text; a reward model reads token ids and is not built here.
 
     Raises:
         ValueError: what `check_rewards` tells too.
     """
-    limits = {"timeout_seconds": args.reward_timeout_seconds, "batch_size": args.reward_batch_size}
-    limits["failures"] = failures
+    options = {"batch_size": args.reward_batch_size, "failures": failures}
+    if spec.kind == "classifier":
+        dtype, device = distributed.dtype_name(args.dtype), distributed.device()
+        trust = args.trust_remote_code
+        return ClassifierReward(spec.target, device=device, dtype=dtype, trust_remote_code=trust, **options)
+    options["timeout_seconds"] = args.reward_timeout_seconds
     if spec.kind == "function":
-        return FunctionReward(spec.target, num_processes=args.reward_processes, **limits)
-    if spec.kind == "http":
-        return HttpReward(spec.target, **limits)
-    assert spec.kind == "classifier", spec
-    return ClassifierReward(
-        spec.target,
-        batch_size=args.reward_batch_size,
-        device=distributed.device(),
-        dtype=distributed.dtype_name(args.dtype),
-        trust_remote_code=args.trust_remote_code,
-        failures=failures,
-    )
+        return FunctionReward(spec.target, num_processes=args.reward_processes, **options)
+    return HttpReward(spec.target, **options)
 
 
 def _tell(problems: Problems, check: Callable[..., Any], *inputs: Any) -> Any:
@@ -185,20 +162,19 @@ def _tell(problems: Problems, check: Callable[..., Any], *inputs: Any) -> Any:
         return None
 
 
-def _check_model(spec: RewardSpec, args: Any, problems: Problems) -> None:
-    config = startup.check_model("--reward model:", spec.target, args, problems)
-    if config and not has_saved_head(spec.target):
-        raise ValueError(
-            f"--reward {spec.text} is no reward model (it has no score head); give the export/ of step 2, or "
-            "say classifier: for a model of several labels"
-        )
-
-
-def _check_classifier(spec: RewardSpec, args: Any, problems: Problems) -> None:
-    config = load_classifier_config(spec.target, trust_remote_code=args.trust_remote_code)
-    label_index(config, split_label(spec.target)[1], spec.target)
-    load_classifier_tokenizer(spec.target, trust_remote_code=args.trust_remote_code)
-
-
-def _check_http(spec: RewardSpec, args: Any, problems: Problems) -> None:
-    client_token()
+def _check(spec: RewardSpec, args: Any, problems: Problems) -> str:
+    """Return a reward's kind, after adding what is wrong with it. Raises ValueError."""
+    if spec.kind == "function":
+        return "async function" if is_async(import_function(spec.target)) else "plain function"
+    if spec.kind == "http":
+        client_token()
+    elif spec.kind == "classifier":
+        load_parts(spec.target, trust_remote_code=args.trust_remote_code)
+    else:
+        config = startup.check_model("--reward model:", spec.target, args, problems)
+        if config and not has_saved_head(spec.target):
+            raise ValueError(
+                f"--reward {spec.text} is no reward model (it has no score head); give the export/ of step "
+                "2, or say classifier: for a model of several labels"
+            )
+    return spec.kind

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +18,8 @@ from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError, TextR
 
 # The prompt's text and the fields of its row, by the prompt's number.
 PromptTexts = dict[int, tuple[str, dict[str, Any]]]
-PREFIX = "score/"  # of a record's key for one reward's scores
-
-
-Scores = dict[str, list[torch.Tensor]]  # "scores" and "score/NAME", for each record (B,) fp32
+PREFIX = "score/"  # of a rollout batch's key for one reward's scores
+Scores = dict[str, list[torch.Tensor]]  # "scores" and "score/NAME", for each batch (B,) fp32
 
 
 @dataclass
@@ -35,50 +32,50 @@ class ScoreSum:
     failures: Failures = field(default_factory=Failures)
     first_failure: str = field(default="", init=False)  # of all ranks, in the last call of `score`
 
-    @property
-    def reads_texts(self) -> bool:
-        """Whether a reward wants the prompts' texts."""
-        return bool(self.texts)
+    def score(self, models: dict[str, Any], batches: Sequence[PackedBatch], texts: PromptTexts) -> Scores:
+        """Return {"scores": the weighted sum, "score/NAME": one reward's}: for each batch (B,) fp32.
 
-    def score(self, models: dict[str, Any], records: Sequence[PackedBatch], texts: PromptTexts) -> Scores:
-        """Return {"scores": the weighted sum, "score/NAME": one reward's}: for each record (B,) fp32.
-
-        `models` are the Reward roles by name. Every rank must call this with as many records. Raises
+        `models` are the Reward roles by name. Every rank must call this with as many batches. Raises
         RewardError, naming the reward, when one gives something other than a finite number a response. Where
         failures are borne, "score/NAME" is NaN for such a response, and counts as the default, or 0, in the
         sum: see `counts`.
         """
-        with self.asked(records, texts) as get_scores:
+        with self.asked(batches, texts) as get_scores:
             return get_scores(models)
 
     @contextmanager
     def asked(
-        self, records: Sequence[PackedBatch], texts: PromptTexts
+        self, batches: Sequence[PackedBatch], texts: PromptTexts
     ) -> Iterator[Callable[[dict[str, Any]], Scores]]:
         """Ask functions and servers in a thread, beside what the block does; give what waits for them and
         returns `score` of the models.
         """
         found: dict[str, Future] = {name: Future() for name in self.texts}
-        beside = [n for n, reward in self.texts.items() if not isinstance(reward, ClassifierReward)]
 
-        def ask(names: Sequence[str]) -> None:
-            for name in names:
-                try:
-                    found[name].set_result(self._score_texts(name, self.texts[name], answers))
-                except BaseException as error:  # raised where it is waited for
-                    found[name].set_exception(error)
-                    return
+        def ask(is_classifier: bool) -> None:
+            for name, reward in self.texts.items():
+                if isinstance(reward, ClassifierReward) == is_classifier:
+                    try:
+                        found[name].set_result(self._score_texts(name, answers, sizes))
+                    except BaseException as error:  # raised where it is waited for
+                        found[name].set_exception(error)
+                        return
+
+        def wait() -> None:
+            ask(is_classifier=True)  # on this rank's device, which a thread would take from the other roles
+            for future in found.values():
+                future.result()
 
         # A daemon: the program must be able to end while a reward hangs.
-        thread = threading.Thread(target=ask, args=(beside,), name="rewards", daemon=True)
-        with watchdog.phase("the texts of the responses", clock="reward"):
-            answers = [self._read(record, texts) for record in records] if self.texts else []
-            if beside:
+        thread = threading.Thread(target=ask, args=(False,), name="rewards", daemon=True)
+        if self.texts:
+            with watchdog.phase("the texts of the responses", clock="reward"):
+                answers, sizes = self._read(batches, texts), [len(batch) for batch in batches]
                 thread.start()
         try:
-            yield lambda models: self._add_up(models, records, found, ask)
+            yield lambda models: self._add_up(models, batches, found, wait)
         except StepRefused:
-            if beside:
+            if self.texts:
                 thread.join()  # the run goes on: a reward is asked by one step at a time
             raise
         except BaseException:
@@ -88,34 +85,24 @@ class ScoreSum:
     def _add_up(
         self,
         models: dict[str, Any],
-        records: Sequence[PackedBatch],
+        batches: Sequence[PackedBatch],
         asked: dict[str, Future],
-        ask: Callable[[Sequence[str]], None],
+        wait: Callable[[], None],
     ) -> Scores:
-        found = {spec.name: models[spec.name].score(records) for spec in self.specs if spec.name in models}
+        found = {spec.name: models[spec.name].score(batches) for spec in self.specs if spec.name in models}
         if self.texts:
             with watchdog.phase("the rewards", clock="reward"):
-                distributed.run_together(partial(self._await_texts, found, asked, ask), RewardError)
+                distributed.run_together(wait, RewardError)
+        found |= {name: future.result() for name, future in asked.items()}
         if self.failures.are_borne:
             found = {n: [torch.where(x.isfinite(), x, torch.nan) for x in of] for n, of in found.items()}
             messages = distributed.gather_objects(self.failures.first)
             self.first_failure, self.failures.first = next(filter(None, messages), ""), ""
         total = [
             sum(spec.weight * self._real(found[spec.name][index]) for spec in self.specs).float()
-            for index in range(len(records))
+            for index in range(len(batches))
         ]
         return {"scores": total} | {PREFIX + name: scores for name, scores in found.items()}
-
-    def _await_texts(
-        self,
-        found: dict[str, list[torch.Tensor]],
-        asked: dict[str, Future],
-        ask: Callable[[Sequence[str]], None],
-    ) -> None:
-        for name, reward in self.texts.items():
-            if isinstance(reward, ClassifierReward):
-                ask([name])  # on this rank's device, which a thread would take from the other roles
-            found[name] = asked[name].result()
 
     def _real(self, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.double().cpu()
@@ -123,33 +110,30 @@ class ScoreSum:
             return scores
         return torch.where(scores.isnan(), self.failures.default or 0.0, scores)
 
-    def has_scores(self, record: PackedBatch) -> torch.Tensor:
+    def has_scores(self, batch: PackedBatch) -> torch.Tensor:
         """Return (B,) bool: every reward that has a weight gave this response a score."""
-        found = torch.ones(len(record), dtype=torch.bool)
+        found = torch.ones(len(batch), dtype=torch.bool)
         for spec in self.specs:
-            if spec.weight and PREFIX + spec.name in record.data:
-                found &= ~record.numbers(PREFIX + spec.name).isnan()
+            if spec.weight and PREFIX + spec.name in batch.data:
+                found &= ~batch.numbers(PREFIX + spec.name).isnan()
         return found
 
-    def counts(self, record: PackedBatch) -> torch.Tensor:
+    def counts(self, batch: PackedBatch) -> torch.Tensor:
         """Return (B,) bool: False for responses without a score that no loss, mean or baseline may count."""
         is_masked = self.failures.are_borne and self.failures.default is None
-        return self.has_scores(record) if is_masked else torch.ones(len(record), dtype=torch.bool)
+        return self.has_scores(batch) if is_masked else torch.ones(len(batch), dtype=torch.bool)
 
     def close(self) -> None:
         """End processes and connections."""
         for reward in self.texts.values():
             reward.close()
 
-    def _read(self, record: PackedBatch, texts: PromptTexts) -> Answers:
+    def _read(self, batches: Sequence[PackedBatch], texts: PromptTexts) -> Answers:
         assert self.decode is not None
-        of_prompts = [texts[number] for number in record.numbers("group_ids").tolist()]
-        responses = [self.decode(ids) for ids in record.sequences("response_ids")]
-        return Answers([text for text, _ in of_prompts], responses, [row for _, row in of_prompts])
+        numbers = [number for batch in batches for number in batch.numbers("group_ids").tolist()]
+        responses = [self.decode(ids) for batch in batches for ids in batch.sequences("response_ids")]
+        return Answers([texts[n][0] for n in numbers], responses, [texts[n][1] for n in numbers])
 
-    def _score_texts(self, name: str, reward: TextReward, answers: Sequence[Answers]) -> list[torch.Tensor]:
-        whole = Answers(
-            *([x for part in answers for x in getattr(part, f)] for f in ("prompts", "responses", "rows"))
-        )
-        checked = checked_scores(name, reward.score(whole), whole, self.failures)
-        return list(torch.tensor(checked, dtype=torch.float32).split([len(part) for part in answers]))
+    def _score_texts(self, name: str, answers: Answers, sizes: list[int]) -> list[torch.Tensor]:
+        checked = checked_scores(name, self.texts[name].score(answers), answers, self.failures)
+        return list(torch.tensor(checked, dtype=torch.float32).split(sizes))

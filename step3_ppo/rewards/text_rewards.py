@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,11 +35,8 @@ class Failures:
         if text in ("refuse", "mask"):
             return cls(are_borne=text == "mask")
         kind, _, value = text.partition(":")
-        try:
-            default = float(value) if kind == "default" else math.nan
-        except ValueError:
-            default = math.nan
-        if not math.isfinite(default):
+        default = _as_float(value, reads_text=True)
+        if kind != "default" or not math.isfinite(default):
             raise ValueError(
                 f"--reward_on_error {text}: use refuse, mask, or default:VALUE with a number, as in default:0"
             )
@@ -51,6 +48,9 @@ class Failures:
             raise error
         self.first = self.first or str(error)
         return [math.nan] * num_answers
+
+
+REFUSE = Failures()
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def shortened(text: str) -> str:
     return repr(text)
 
 
-def checked_scores(name: str, values: Any, answers: Answers, failures: Failures | None = None) -> list[float]:
+def checked_scores(name: str, values: Any, answers: Answers, failures: Failures = REFUSE) -> list[float]:
     """Return what the reward called `name` gave as one finite float for each answer.
 
     `values` is a list, an array or a tensor of one dimension; True and False count as 1 and 0. Where
@@ -108,35 +108,33 @@ def checked_scores(name: str, values: Any, answers: Answers, failures: Failures 
     Raises:
         RewardError: it is none of these, of another length, or holds None, NaN, an infinity or no number.
     """
-    failures = failures or Failures()
-
-    def bear(problem: str, cure: str, num_answers: int) -> list[float]:
-        return failures.bear(RewardError(f"reward {name} gave {problem}; {cure}"), num_answers)
-
     if hasattr(values, "tolist"):  # an array or a tensor: one copy, not one for each element
         values = values.tolist()
+    problem = ""
     # The keys of a mapping and the order of a set would make scores of the right count and no sense.
     if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping | Set):
-        shown = f"{shortened(str(values))} in place of a list of {len(answers)} numbers"
-        cure = "return one number for each response"
-        return bear(f"{shown} (first: {answers.shown(0)})", cure, len(answers))
-    values = list(values)
-    if len(values) != len(answers):
-        shown = f"{len(values)} scores for {len(answers)} responses"
+        problem = f"{shortened(str(values))} in place of a list of {len(answers)} numbers"
+    elif len(values := list(values)) != len(answers):
+        problem = f"{len(values)} scores for {len(answers)} responses"
+    if problem:
         cure = "return one number for each response, in their order"
-        return bear(f"{shown} (first: {answers.shown(0)})", cure, len(answers))
+        error = RewardError(f"reward {name} gave {problem} (first: {answers.shown(0)}); {cure}")
+        return failures.bear(error, len(answers))
     scores = [_as_float(value) for value in values]
     for index, score in enumerate(scores):
         if not math.isfinite(score):
-            shown = f"{shortened(str(values[index]))} for response {index + 1} of {len(answers)}"
-            cure = "every score must be a finite number, so return 0.0 where there is nothing to say"
-            [scores[index]] = bear(f"{shown}: {answers.shown(index)}", cure, 1)
+            error = RewardError(
+                f"reward {name} gave {shortened(str(values[index]))} for response {index + 1} of "
+                f"{len(answers)}: {answers.shown(index)}; every score must be a finite number, so return 0.0 "
+                "where there is nothing to say"
+            )
+            [scores[index]] = failures.bear(error, 1)
     return scores
 
 
-def _as_float(value: Any) -> float:
+def _as_float(value: Any, *, reads_text: bool = False) -> float:
     """Return a number as a float, NaN for anything else: "1.5" is a text, and a list no score."""
-    if isinstance(value, str | bytes | bytearray):
+    if isinstance(value, str | bytes | bytearray) and not reads_text:
         return math.nan
     try:
         return float(value)
@@ -144,6 +142,6 @@ def _as_float(value: Any) -> float:
         return math.nan
 
 
-def join(batches: Iterable[Sequence[float]]) -> list[float]:
+def join(batches: Iterable[Iterable[float]]) -> list[float]:
     """Return the scores of batches as one list."""
     return [score for batch in batches for score in batch]

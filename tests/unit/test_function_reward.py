@@ -1,7 +1,11 @@
-"""Reward functions: plain in a thread, plain in processes, async; wrong ones, slow ones, ones that die."""
+"""Reward functions: plain in a thread, in processes, async; wrong ones, slow ones, ones that die, and what
+--reward_on_error makes of those.
+"""
 
+import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -9,8 +13,8 @@ import time
 import psutil
 import pytest
 
-from step3_ppo.rewards.function_reward import FunctionReward, import_function
-from step3_ppo.rewards.text_rewards import Answers, RewardError
+from step3_ppo.rewards.function_reward import FunctionReward, Worker, import_function
+from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError
 
 MODULE = """
 import asyncio, os, sys, threading, time
@@ -22,31 +26,37 @@ def length(prompts, responses, rows):
 def batch_size(prompts, responses, rows):
     return [len(responses)] * len(responses)
 
-def fails(prompts, responses, rows):
-    raise KeyError("gold")
-
-def leaves(prompts, responses, rows):
-    sys.exit("bye")
-
-def gives_nan(prompts, responses, rows):
-    return [float("nan") if response == "bad" else 1.0 for response in responses]
-
-def sleeps(prompts, responses, rows):
-    time.sleep(max(float(response) for response in responses))
-    return [1.0] * len(responses)
-
-def process_id(prompts, responses, rows):
+def behave(responses):
+    if "raise" in responses:
+        raise KeyError("gold")
+    if "leave" in responses:
+        sys.exit("bye")
     if "die" in responses:
         os._exit(7)
-    if "slow" in responses:
-        time.sleep(60)
-    if "fail" in responses:
-        raise KeyError("gold")
+    return [float("nan") if r == "nan" else None if r == "none" else 1.0 for r in responses]
+
+def plain(prompts, responses, rows):
+    if "late" in responses:
+        time.sleep(30)
+    return behave(responses)
+
+async def judge(prompts, responses, rows):
+    if "late" in responses:
+        await asyncio.sleep(30)
+    return behave(responses)
+
+async def slow_judge(prompts, responses, rows):
+    await asyncio.sleep(0.6)
+    return [1.0 if len(responses) == 1 else 0.0 for _ in behave(responses)]
+
+def process_id(prompts, responses, rows):
+    plain(prompts, responses, rows)
     time.sleep(0.05)  # so that every process gets a batch
     return [os.getpid()] * len(responses)
 
 def on_main_thread(prompts, responses, rows):
-    return [float(threading.current_thread() is threading.main_thread())] * len(responses)
+    light = "torch" not in sys.modules
+    return [float(threading.current_thread() is threading.main_thread() and light)] * len(responses)
 
 running = most = 0
 loops = set()
@@ -65,9 +75,6 @@ async def blocks(prompts, responses, rows):
     time.sleep(float(responses[0]))
     return [1.0] * len(responses)
 
-async def own_timeout(prompts, responses, rows):
-    raise TimeoutError("the judge did not answer")
-
 class Object:
     async def __call__(self, prompts, responses, rows):
         return [2.0] * len(responses)
@@ -76,7 +83,6 @@ an_object = Object()
 
 def two(prompts, responses): ...
 def keyword(prompts, responses, rows, *, weight): ...
-def optional(prompts, responses, rows, weight=1.0): ...
 number = 3
 """
 
@@ -93,7 +99,7 @@ def own_module(tmp_path, monkeypatch):
 def reward_of():
     made = []
 
-    def make(name: str, *, timeout_seconds: float = 10.0, **options) -> FunctionReward:
+    def make(name: str, *, timeout_seconds: float = 20.0, **options) -> FunctionReward:
         made.append(FunctionReward(f"own_rewards:{name}", timeout_seconds=timeout_seconds, **options))
         return made[-1]
 
@@ -125,67 +131,78 @@ def test_a_function_sees_prompts_responses_and_rows_and_at_most_a_batch(reward_o
         ("own_rewards:Object", ["Object is no function but a type"]),
         ("own_rewards:two", ["two(prompts, responses) cannot be called", "two(prompts, responses, rows)"]),
         ("own_rewards:keyword", ["missing a required", "'weight'"]),
-        ("broken_rewards:f", ["importing it raised ZeroDivisionError"]),
-        ("needy_rewards:f", ["absent_library"]),
     ],
 )
-def test_what_is_no_reward_function_is_told_at_start_up(target, words, tmp_path):
-    (tmp_path / "broken_rewards.py").write_text("1 / 0\n")
-    (tmp_path / "needy_rewards.py").write_text("import absent_library\n")
+def test_what_is_no_reward_function_is_told_at_start_up(target, words):
     with pytest.raises(ValueError) as error:
-        FunctionReward(target, timeout_seconds=1.0)
+        import_function(target)
     assert [word for word in words if word not in str(error.value)] == []
 
 
-def test_the_working_directory_is_searched(tmp_path, monkeypatch):
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    (folder / "nearby_rewards.py").write_text("def f(prompts, responses, rows): ...\n")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(ValueError):
-        import_function("nearby_rewards:f")
-    monkeypatch.chdir(folder)
-    assert import_function("nearby_rewards:f").__name__ == "f"
-    sys.modules.pop("nearby_rewards")
-
-
-# ---- plain, in this process
+# ---- failures
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "num_processes"),
+    ("name", "bad", "words", "num_processes"),
     [
-        ("fails", ["reward function:own_rewards:fails raised KeyError: 'gold'", "prompt 'prompt 0'"], 1),
-        ("fails", ["reward function:own_rewards:fails raised KeyError: 'gold'", "prompt 'prompt 0'"], 0),
-        ("leaves", ["raised SystemExit: bye"], 1),
-        ("gives_nan", ["gave 'nan' for response 2 of 2", "response 'bad'"], 0),
+        ("plain", "raise", ["plain raised KeyError: 'gold'", "prompt 'prompt 0'", "in behave"], 1),
+        ("plain", "raise", ["plain raised KeyError: 'gold'", "prompt 'prompt 0'"], 0),
+        ("plain", "leave", ["raised SystemExit: bye"], 1),
+        ("plain", "nan", ["gave 'nan' for response 2 of 2", "response 'nan'"], 0),
     ],
 )
-def test_a_function_that_fails_is_named_with_its_batch(name, words, num_processes, reward_of):
+def test_a_function_that_fails_is_named_with_its_batch(name, bad, words, num_processes, reward_of):
     with pytest.raises(RewardError) as error:
-        reward_of(name, num_processes=num_processes).score(answers_of("good", "bad"))
+        reward_of(name, num_processes=num_processes).score(answers_of("good", bad))
+    words = ["reward function:own_rewards", *words]
     assert [word for word in words if word not in str(error.value)] == []
-    if name == "fails":
-        trace = str(error.value) if num_processes else repr(error.value.__cause__)
-        assert ("line" in trace and "in fails" in trace) if num_processes else trace == "KeyError('gold')"
 
 
-def test_a_slow_function_is_left_behind_and_the_message_says_so(reward_of):
-    reward = reward_of("sleeps", timeout_seconds=0.1)
+@pytest.mark.parametrize(
+    ("name", "bad", "num_processes"),
+    [
+        ("plain", "raise", 0),
+        ("plain", "nan", 0),
+        ("judge", "raise", 0),
+        ("judge", "none", 0),
+        ("plain", "raise", 1),
+    ],
+)
+def test_only_the_answers_that_fail_have_no_score(name, bad, num_processes, reward_of):
+    """Where --reward_on_error bears it; a batch that raised is tried one by one."""
+    reward = reward_of(name, num_processes=num_processes, failures=Failures(are_borne=True))
+    found = reward.score(answers_of("a", bad, "b", bad))
+    assert [score == 1.0 for score in found] == [True, False, True, False] and math.isnan(found[1])
+    assert ("gold" if bad == "raise" else bad) in reward.failures.first.lower()
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "num_processes", "words"),
+    [
+        ("plain", "late", 0, "goes on running; with --reward_processes 1"),
+        ("judge", "late", 0, "it was cancelled"),
+        ("plain", "late", 1, "its process was ended"),
+        ("plain", "die", 1, "died with exit code 7"),
+    ],
+)
+def test_a_batch_that_is_late_or_dies_fails_and_no_other(name, bad, num_processes, words, reward_of):
+    options = {"timeout_seconds": 0.5, "num_processes": num_processes, "batch_size": 1}
+    reward = reward_of(name, failures=Failures(are_borne=True), **options)
     started = time.monotonic()
-    with pytest.raises(RewardError) as error:
-        reward.score(answers_of("1"))
-    assert time.monotonic() - started < 0.8
-    for words in (
-        "own_rewards:sleeps",
-        "--reward_timeout_seconds 0.1",
-        "goes on running",
-        "--reward_processes",
-    ):
-        assert words in str(error.value)
-    left = [thread for thread in threading.enumerate() if "own_rewards:sleeps" in thread.name]
-    assert [thread.daemon for thread in left] == [True], "it must not keep the program from ending"
-    assert reward.score(answers_of("0")) == [1.0], "the next batch does not wait for it"
+    assert [score == 1.0 for score in reward.score(answers_of("a", bad, "b"))] == [True, False, True]
+    assert time.monotonic() - started < 15
+    assert words in reward.failures.first and f"response '{bad}'" in reward.failures.first
+    assert reward.score(answers_of("a")) == [1.0], "the next batch does not wait for it"
+    left = [thread.daemon for thread in threading.enumerate() if thread.name == f"reward {reward.target}"]
+    assert all(left), "it must not keep the program from ending"
+    with pytest.raises(RewardError, match=words):
+        reward_of(name, **options).score(answers_of(bad))
+
+
+def test_trying_again_one_by_one_takes_no_longer_than_a_batch_may(reward_of):
+    for timeout_seconds, is_scored in ((1.0, [False, False]), (20.0, [True, False])):
+        reward = reward_of("slow_judge", timeout_seconds=timeout_seconds, failures=Failures(are_borne=True))
+        assert [score == 1.0 for score in reward.score(answers_of("a", "raise"))] == is_scored
 
 
 # ---- async
@@ -196,10 +213,7 @@ def test_batches_of_an_async_function_wait_at_the_same_time_in_one_loop(reward_o
     assert max(reward.score(answers_of(*["0.1"] * 5))) == 5.0
     reward.score(answers_of("0"))
     assert len(sys.modules["own_rewards"].loops) == 1
-
-
-def test_an_object_whose_call_is_async_is_awaited(reward_of):
-    assert reward_of("an_object").score(answers_of("a", "b")) == [2.0, 2.0]
+    assert reward_of("an_object").score(answers_of("a", "b")) == [2.0, 2.0], "its call is async"
 
 
 def test_a_slow_async_function_is_cancelled_and_named(reward_of):
@@ -218,7 +232,7 @@ def test_an_async_function_that_blocks_its_loop_is_told_to_await(reward_of, monk
     assert reward.score(answers_of("0")) == [1.0]
 
 
-# ---- plain, in processes
+# ---- processes
 
 
 def workers_of(reward: FunctionReward) -> set[int]:
@@ -230,35 +244,32 @@ def workers_of(reward: FunctionReward) -> set[int]:
     raise AssertionError("one process answers everything")
 
 
-def test_processes_share_the_batches_and_are_replaced_when_they_hang_die_or_fail(reward_of):
+def test_processes_share_the_batches_and_are_replaced_when_they_hang_or_die(reward_of):
     reward = reward_of("process_id", timeout_seconds=1.0, num_processes=2, batch_size=2)
     workers = workers_of(reward)
     assert os.getpid() not in workers
-
-    with pytest.raises(RewardError, match="--reward_timeout_seconds 1 .*response 'slow'.*process was ended"):
-        reward.score(answers_of("a", "b", "slow", "c"))
-    assert len(workers & workers_of(reward)) == 1, "who hung was replaced, the other one was not"
-
-    with pytest.raises(
-        RewardError, match=r"process \d+ died with exit code 7 on a batch of 2 .*response 'die'"
-    ):
-        reward.score(answers_of("die", "a"))
-    with pytest.raises(RewardError, match="raised KeyError: 'gold'"):
-        reward.score(answers_of("fail"))
+    with pytest.raises(RewardError, match="--reward_timeout_seconds 1 .*response 'late'.*process was ended"):
+        reward.score(answers_of("a", "b", "late", "c"))
+    after = workers_of(reward)
+    assert len(workers & after) == 1, "who hung was replaced, the other one was not"
+    for worker in after:  # between two calls
+        os.kill(worker, signal.SIGKILL)
+        psutil.wait_procs([psutil.Process(worker)], timeout=10)
     workers = workers_of(reward)
+    assert not workers & after
     reward.close()
-    assert not any(psutil.pid_exists(process_id) for process_id in workers)
+    assert not any(psutil.pid_exists(worker) for worker in workers)
 
 
-def test_processes_that_die_between_two_calls_are_told_and_started_again(reward_of):
-    reward = reward_of("process_id", num_processes=1)
-    [process_id] = reward.score(answers_of("a"))
-    os.kill(int(process_id), signal.SIGKILL)
-    with pytest.raises(RewardError, match="its processes died while they started or waited"):
-        for _ in range(100):  # until the pool has seen it
-            reward.score(answers_of("a"))
-    assert reward.score(answers_of("a")) != [process_id]
+def test_a_process_runs_the_function_in_its_main_thread_and_nothing_else(reward_of):
+    assert reward_of("on_main_thread", num_processes=1).score(answers_of("a")) == [1.0], "and no torch"
 
 
-def test_a_worker_runs_the_function_in_its_main_thread(reward_of):
-    assert reward_of("on_main_thread", num_processes=1).score(answers_of("a")) == [1.0]
+def test_a_process_that_hangs_ends_with_the_program():
+    worker = Worker("own_rewards:plain")
+    assert worker._connection.recv() == "ready"
+    worker._connection.send((answers_of("late"), Failures()))
+    with pytest.raises(subprocess.TimeoutExpired):
+        worker._process.wait(0.5)
+    worker._connection.close()  # as when the program is killed
+    assert worker._process.wait(10) == 1

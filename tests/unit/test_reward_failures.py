@@ -1,13 +1,10 @@
 """--reward_on_error: answers that a reward gives no score; rewards that are asked beside the other roles."""
 
 import dataclasses
-import json
 import math
-import sys
 import threading
 from types import SimpleNamespace
 
-import httpx
 import pytest
 import torch
 from records import make_record
@@ -19,104 +16,10 @@ from step3_ppo.evaluation import Judged, compare, judge, measure
 from step3_ppo.group_math import constant_groups
 from step3_ppo.metrics import summarise_scores
 from step3_ppo.ppo_trainer import PPOTrainer
-from step3_ppo.rewards.function_reward import FunctionReward
-from step3_ppo.rewards.http_reward import HttpReward
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
-from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError
+from step3_ppo.rewards.text_rewards import Failures, RewardError
 from step3_ppo.value_norm import ValueNormaliser
-
-MODULE = """
-import asyncio, time
-
-def plain(prompts, responses, rows):
-    if "raise" in responses:
-        raise KeyError("gold")
-    if "late" in responses:
-        time.sleep(30)
-    return [float("nan") if r == "nan" else None if r == "none" else 1.0 for r in responses]
-
-async def slow_judge(prompts, responses, rows):
-    await asyncio.sleep(0.8)
-    if "raise" in responses:
-        raise KeyError("gold")
-    return [1.0 if len(responses) == 1 else 0.0 for _ in responses]
-
-async def judge(prompts, responses, rows):
-    if "raise" in responses:
-        raise KeyError("gold")
-    if "late" in responses:
-        await asyncio.sleep(30)
-    return [float("nan") if r == "nan" else None if r == "none" else 1.0 for r in responses]
-"""
-
-
-@pytest.fixture
-def ask(tmp_path, monkeypatch):
-    """Return (whether each answer got its score, the first failure) of a reward function's answers."""
-    (tmp_path / "failing_rewards.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def score(name, responses, **options):
-        failures = Failures(are_borne=True)
-        options = {"timeout_seconds": 20.0, "failures": failures} | options
-        reward = FunctionReward(f"failing_rewards:{name}", **options)
-        try:
-            found = reward.score(Answers(responses, responses))
-            again = reward.score(Answers(["a"], ["a"]))
-        finally:
-            reward.close()
-        assert again == [1.0] and all(x == 1.0 or math.isnan(x) for x in found)
-        return [x == 1.0 for x in found], failures.first
-
-    yield score
-    sys.modules.pop("failing_rewards", None)
-
-
-@pytest.mark.parametrize(
-    ("kind", "bad"),
-    [("plain", "raise"), ("plain", "nan"), ("judge", "raise"), ("judge", "none"), ("processes", "raise")],
-)
-def test_only_the_answers_that_fail_have_no_score(ask, kind, bad):
-    options = {"num_processes": 1} if kind == "processes" else {}
-    name = "judge" if kind == "judge" else "plain"
-    found, first = ask(name, ["a", bad, "b", bad], **options)
-    assert found == [True, False, True, False]
-    assert ("gold" if bad == "raise" else bad) in first.lower()
-
-
-@pytest.mark.parametrize(("kind", "bad"), [("plain", "late"), ("judge", "late"), ("processes", "late")])
-def test_a_batch_that_is_late_or_dies_fails_and_no_other(ask, kind, bad):
-    options = (
-        {"num_processes": 1, "timeout_seconds": 3.0} if kind == "processes" else {"timeout_seconds": 0.3}
-    )
-    found, first = ask("judge" if kind == "judge" else "plain", ["a", bad, "b"], batch_size=1, **options)
-    assert found == [True, False, True]
-    assert "--reward_timeout_seconds" in first
-
-
-def test_trying_again_one_by_one_takes_no_longer_than_a_batch_may(ask):
-    found, first = ask("slow_judge", ["a", "raise"], timeout_seconds=1.4)
-    assert found == [False, False] and "it was cancelled" in first
-    assert ask("slow_judge", ["a", "raise"], timeout_seconds=20.0)[0] == [True, False]
-
-
-def test_a_server_may_answer_null_or_fail_for_a_batch(monkeypatch):
-    def answer(request):
-        responses = json.loads(request.content)["responses"]
-        if "dead" in responses:
-            return httpx.Response(500, content=iter([b"out of memory"]))
-        scores = [{"error": "?"} if r == "odd" else None if r == "none" else 1.0 for r in responses]
-        return httpx.Response(200, content=iter([json.dumps({"scores": scores}).encode()]))
-
-    failures = Failures(are_borne=True)
-    reward = HttpReward(
-        "http://127.0.0.1:9/", timeout_seconds=1.0, batch_size=2, backoff_seconds=0.0, failures=failures
-    )
-    reward._client = httpx.Client(transport=httpx.MockTransport(answer))
-    found = reward.score(Answers([""] * 6, ["a", "none", "odd", "b", "dead", "c"]))
-    reward.close()
-    assert [x == 1.0 for x in found] == [True, False, False, True, False, False] and failures.first
 
 
 @pytest.mark.parametrize("text", ["", "default:", "default:nan", "mask:1"])
