@@ -40,7 +40,7 @@ from common.generation.reshard_plan import TPLayout, group_by_layers
 from common.generation.resharder import Resharder, TPGroups
 from common.generation.tp_plans import Cut, build_cuts
 from common.models.loading import ModelOptions, load_causal_lm
-from common.models.trained_weights import TrainedWeight
+from common.models.lora import TrainedWeight
 from common.programs import startup
 from common.ranks import distributed
 from common.ranks.zero3 import gather_whole

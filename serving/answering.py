@@ -21,7 +21,7 @@ from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
 from common.models.loading import DTYPES, ModelOptions, load_causal_lm
-from common.models.lora_adapter import base_of_adapter, is_adapter, merge_adapter
+from common.models.lora import base_of_adapter, is_adapter, merge_adapter
 from common.programs import startup
 from common.ranks import distributed
 from serving.text_stream import TIDIED_CHARACTERS, TextStream

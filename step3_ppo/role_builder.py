@@ -9,7 +9,8 @@ from common.engine.ds_config import EngineOptions, build_frozen_config, build_tr
 from common.engine.optim import build_engine
 from common.generation.decode import SamplingOptions
 from common.generation.hybrid_engine import HybridEngine
-from common.models.loading import LoraOptions, ModelOptions, add_lora, load_causal_lm, plain_model
+from common.models.loading import ModelOptions, load_causal_lm, plain_model
+from common.models.lora import LoraOptions, add_lora
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ValueModel, load_value_model
 from common.models.varlen_attention import takes_packed

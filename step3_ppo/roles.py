@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 import deepspeed
 import torch
 from torch import nn
-from torch.nn.functional import pad as pad_ends
 
 from common.data.packed_batch import PackedBatch
 from common.engine.engine_step import Gradients, LossTerm, compute_gradients
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
 from common.generation.hybrid_engine import HybridEngine
-from common.models.output_head import Support, Truncation
+from common.models.output_head import SamplingMask, kept_tokens
 from common.models.policy_model import language_model
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
@@ -99,12 +98,11 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprobs (total,) fp32 of the response tokens and, if asked for, their entropies."""
         batch = build_response_inputs(record, is_packed=self.is_packed)
-        support = None
+        mask = None
         if "support_ids" in record.data:
-            device = distributed.device()
-            offsets = pad_ends(record.data["support_counts"].cumsum(0), (1, 0))
-            support = Support(record.data["support_ids"].to(device), offsets)
-        return model(batch.inputs, batch.slots, batch.token_ids, with_entropy=with_entropy, support=support)
+            token_ids = record.data["support_ids"].to(distributed.device())
+            mask = SamplingMask(token_ids, record.data["support_counts"])
+        return model(batch.inputs, batch.slots, batch.token_ids, with_entropy=with_entropy, mask=mask)
 
 
 class Reference(Policy):
@@ -163,17 +161,17 @@ class Actor(Policy):
             return [self.compute_logprobs(self.engine, record)[0] for record in records]
 
     @torch.no_grad()
-    def find_support(self, records: Sequence[PackedBatch]) -> list[Support]:
+    def find_sampling_masks(self, records: Sequence[PackedBatch]) -> list[SamplingMask]:
         """Return the tokens that the sampler could draw, for each record. Every rank must call this."""
         self.engine.eval()
-        truncation = Truncation(self.sampling.top_k, self.sampling.top_p)
-        found = []
+        how = {"score": kept_tokens, "top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
+        masks = []
         with watchdog.phase("the scores of the actor", clock="actor_score"):
             for record in records:
                 batch = build_response_inputs(record, is_packed=self.is_packed)
-                support = self.engine(batch.inputs, batch.slots, batch.token_ids, truncation=truncation)
-                found.append(Support(*support))
-        return found
+                mask = self.engine(batch.inputs, batch.slots, batch.token_ids, **how)
+                masks.append(SamplingMask(*mask))
+        return masks
 
     def compute_gradients(self, terms: Sequence[LossTerm]) -> Gradients:
         """Return the gradients of an optimizer step. Every rank must call this."""

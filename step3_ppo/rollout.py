@@ -12,6 +12,7 @@ import torch
 from common.data.collators import prompt_texts
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.flags.refusal import StepRefused
+from common.models.output_head import SamplingMask
 from common.ranks import distributed, watchdog
 from step3_ppo.group_math import constant_groups
 from step3_ppo.rewards.score_sum import PromptTexts, ScoreSum
@@ -195,8 +196,8 @@ class Rollout:
     def _score_beside(self, micro_batches: list[PackedBatch], get_scores: Callable) -> PackedBatch:
         roles = self.roles
         if self.replays_support:
-            supports = roles.actor.find_support(micro_batches)
-            micro_batches = [add_support(m, s) for m, s in zip(micro_batches, supports, strict=True)]
+            masks = roles.actor.find_sampling_masks(micro_batches)
+            micro_batches = [add_sampling_mask(m, mask) for m, mask in zip(micro_batches, masks, strict=True)]
         if self.old_logprobs.recomputes:
             old_logprobs = roles.actor.score(micro_batches)
         else:
@@ -230,9 +231,8 @@ def join_scores(
     return PackedBatch.concat(parts)
 
 
-def add_support(batch: PackedBatch, support: Any) -> PackedBatch:
+def add_sampling_mask(batch: PackedBatch, mask: SamplingMask) -> PackedBatch:
     """Return the batch with the tokens that the sampler could draw at each response token."""
-    counts = support.offsets.cpu().diff()
-    batch = batch.with_key("support_counts", counts, like="response_ids")
+    batch = batch.with_key("support_counts", mask.counts, like="response_ids")
     of_responses = torch.stack([part.sum() for part in batch.sequences("support_counts")])
-    return batch.with_key("support_ids", support.token_ids.cpu().int(), lengths=of_responses)
+    return batch.with_key("support_ids", mask.token_ids.cpu().int(), lengths=of_responses)

@@ -5,7 +5,8 @@ from typing import Any
 from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.optim import build_engine
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
-from common.models.loading import LoraOptions, ModelOptions, add_lora, load_causal_lm
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.lora import LoraOptions, add_lora
 from common.ranks import distributed
 from step1_sft.arguments import SFTArguments
 

@@ -5,7 +5,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from common.models.varlen_attention import FLASH_ATTENTION, NAME, takes_packed
 from tools.findings import Finding, compare, guarded, tolerance_of
 
 TIE = 1e-3  # logits closer than this change places with the order of additions
-_CHUNK_TOKENS = 8  # few enough that a small vocabulary too is scored in several chunks
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,6 @@ def find_causal(subject: Subject) -> Iterator[Finding]:
 def score(subject: Subject, *, is_packed: bool) -> torch.Tensor:
     """Return (N,) log-probabilities in one pass of ours, of all tokens but each row's first."""
     policy = PolicyModel(subject.model, num_valid_tokens=subject.num_valid_tokens).eval()
-    policy.options = replace(policy.options, chunk_tokens=_CHUNK_TOKENS)
     inputs = subject.inputs(is_packed=is_packed)
     token_ids, lengths = pack_rows(subject.rows)
     is_scored = token_positions(lengths) > 0

@@ -27,7 +27,8 @@ from transformers import (
 
 from common.generation.reshard_plan import group_by_layers, plan_move
 from common.generation.tp_plans import Cut, NoPlan, build_cuts, working_tp_sizes
-from common.models.loading import DTYPES, LoraOptions, linear_module_names, lora_targets, set_dropout
+from common.models.loading import DTYPES, set_dropout
+from common.models.lora import LoraOptions, linear_module_names, lora_targets
 
 FLASH = "triptych_counted"
 

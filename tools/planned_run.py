@@ -16,8 +16,9 @@ from common.data.plugins import import_plugins
 from common.engine.ds_config import EngineOptions, build_frozen_config, build_train_config, load_overrides
 from common.flags.args import Problems, flag
 from common.generation.generate import DEFAULT_SLOTS
-from common.models.device_peaks import DEVICES
-from common.models.loading import DTYPES, LoraOptions
+from common.models.loading import DTYPES
+from common.models.lora import LoraOptions
+from common.models.model_flops import DEVICES
 from common.programs import startup
 from step3_ppo.algorithms import find_algorithm
 from step3_ppo.rewards.reward_specs import parse_rewards

@@ -25,8 +25,8 @@ from common.generation.resharder import Resharder, SwitchCosts, TPGroups
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
 from common.generation.transformers_generate import TransformersGenerator
 from common.models.loading import plain_model
+from common.models.lora import TrainedWeight, trained_weights
 from common.models.policy_model import language_model
-from common.models.trained_weights import TrainedWeight, trained_weights
 from common.ranks import distributed, watchdog
 from common.ranks.zero3 import is_sharded
 

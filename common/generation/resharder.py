@@ -25,7 +25,7 @@ from common.generation.reshard_plan import (
     unpack_whole,
 )
 from common.generation.tp_plans import Cut
-from common.models.trained_weights import TrainedWeight
+from common.models.lora import TrainedWeight
 from common.ranks import distributed
 from common.ranks.zero3 import is_sharded
 

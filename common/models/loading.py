@@ -1,5 +1,4 @@
-"""Causal language models: loading, dropout, vocabulary padding, LoRA, and the forward pass that all steps
-share.
+"""Causal language models: loading, dropout, vocabulary padding, and the forward pass that all steps share.
 
 # B sequences, T positions, V vocabulary
 """
@@ -11,12 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
-from transformers.pytorch_utils import Conv1D
 
 from common.models.model_inputs import ModelInputs
 from common.models.varlen_attention import choose_attention
@@ -56,21 +53,6 @@ class ModelOptions:
             ds_config=ds_config,
             is_packed=args.packed,
         )
-
-
-@dataclass(frozen=True)
-class LoraOptions:
-    """Low-rank adapters; `dim` 0 means none, `alpha` 0 means alpha = dim (scaling 1)."""
-
-    dim: int = 0
-    alpha: float = 0.0
-    module_name: str = "auto"
-    only_optimize_lora: bool = True
-
-    @classmethod
-    def of(cls, args: Any, role: Any) -> Self:
-        """Return the adapters that a program's flags ask for; `role` as in `ModelOptions.of`."""
-        return cls(role.lora_dim, role.lora_alpha, role.lora_module_name, args.only_optimize_lora)
 
 
 def zero_stage_of(ds_config: dict[str, Any] | None) -> int:
@@ -154,7 +136,7 @@ def load_pretrained(
     shard.
 
     Embeddings only ever grow: a model that has more rows than its tokenizer has tokens keeps them. Rows past
-    `num_tokens` must be masked out of every softmax (`num_valid_tokens` of tensor_ops). Every rank must
+    `num_tokens` must be masked out of every softmax (`num_valid_tokens`). Every rank must
     call this. Raises ValueError: see `load_weights`.
     """
     config = load_config(options)
@@ -217,57 +199,6 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 def load_causal_lm(options: ModelOptions, num_tokens: int) -> PreTrainedModel:
     """Return a causal LM with room for `num_tokens` (see `load_pretrained`). Every rank must call this."""
     return load_pretrained(AutoModelForCausalLM, options, num_tokens)
-
-
-def linear_module_names(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers that LoRA can adapt (the output head and score head left out)."""
-    heads = {id(model.get_output_embeddings())} if hasattr(model, "get_output_embeddings") else set()
-    names = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and id(m) not in heads]
-    return [n for n in names if n.rsplit(".", 1)[-1] not in ("score", "lm_head", "embed_out")]
-
-
-def lora_targets(names: list[str], module_name: str) -> list[str]:
-    """Return those of the linear layers' `names` that contain `module_name`; all of them for `auto`.
-
-    Raises ValueError with the candidates when nothing matches: an adapter that silently matches nothing would
-    train nothing.
-    """
-    targets = names if module_name == "auto" else [n for n in names if module_name in n]
-    if not targets:
-        candidates = sorted(
-            {n.rsplit(".", 1)[-1] for n in names} | {n.split(".0.")[0] + "." for n in names if ".0." in n}
-        )
-        raise ValueError(
-            f"--lora_module_name {module_name!r} matches no linear layer; use auto, or a part of a name: "
-            + ", ".join(candidates)
-        )
-    return targets
-
-
-def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.Module:
-    """Return the model with PEFT adapters, or the model itself when `options.dim` is 0.
-
-    The adapters train, and the score head of a value model; without `only_optimize_lora` all but the adapted
-    matrices, as in DeepSpeed-Chat.
-    """
-    if options.dim == 0:
-        return model
-    targets = lora_targets(linear_module_names(model), options.module_name)
-    alpha = options.alpha or float(options.dim)
-    config = LoraConfig(
-        r=options.dim, lora_alpha=alpha, target_modules=targets, bias="none", lora_dropout=0.0
-    )
-    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
-    # PEFT makes a set of it, which every process writes in another order.
-    adapted.peft_config["default"].target_modules = sorted(targets)
-    for name, parameter in adapted.named_parameters():
-        is_frozen_matrix = ".base_layer." in name
-        if "lora_" not in name and not is_frozen_matrix:
-            parameter.requires_grad = not options.only_optimize_lora or name.endswith("score.weight")
-        if "lora_A" in name:  # PEFT's own would depend on the ZeRO stage; B stays zero
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            init_weight(parameter, name, std=shape[-1] ** -0.5, seed=seed)
-    return adapted
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:

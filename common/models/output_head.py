@@ -34,7 +34,6 @@ class LogitOptions:
     cap: float | None = None
     temperature: float = 1.0
     num_valid_tokens: int | None = None
-    chunk_tokens: int | None = None  # tokens whose logits are held at a time; None: by device
 
     def transform(self, logits: torch.Tensor) -> torch.Tensor:
         """Return what the model makes of its raw logits."""
@@ -55,10 +54,11 @@ def read_logit_transform(config: Any) -> LogitOptions:
     Raises ValueError, naming the field, where the configuration asks for another treatment of logits.
     """
     config = config.get_text_config()
-    found = {name: getattr(config, name, None) for name in (*_CAPS, *_FACTORS, *_UNKNOWN)}
-    found = {name: value for name, value in found.items() if value not in (None, 1)}
     multiplier, cap = 1.0, None
-    for name, value in found.items():
+    for name in (*_CAPS, *_FACTORS, *_UNKNOWN):
+        value = getattr(config, name, None)
+        if value in (None, 1):
+            continue
         if name in _CAPS:
             cap = float(value)
         elif name in _FACTORS:
@@ -73,34 +73,21 @@ def read_logit_transform(config: Any) -> LogitOptions:
     return LogitOptions(multiplier=multiplier, cap=cap)
 
 
-class Support(NamedTuple):
-    """The tokens that could be sampled at each scored slot, one slot after the other."""
+class SamplingMask(NamedTuple):
+    """The tokens that the sampler could choose at each scored slot, one slot after the other."""
 
     token_ids: torch.Tensor  # (total,) int64
-    offsets: torch.Tensor  # (N + 1,) int64 on the CPU, slot i has token_ids[offsets[i] : offsets[i + 1]]
+    counts: torch.Tensor  # (N,) int64 on the CPU, tokens of each slot
 
-    def mask(self, rows: slice, num_tokens: int) -> torch.Tensor:
+    def of_rows(self, rows: slice, num_tokens: int) -> torch.Tensor:
         """Return (n, V) bool, True for the tokens of the slots in `rows`."""
-        offsets, device = self.offsets[rows.start : rows.stop + 1], self.token_ids.device
-        slots = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff()).to(device)
-        mask = torch.zeros(len(offsets) - 1, num_tokens, dtype=torch.bool, device=device)
-        mask[slots, self.token_ids[int(offsets[0]) : int(offsets[-1])].long()] = True
+        counts, device = self.counts[rows], self.token_ids.device
+        first = int(self.counts[: rows.start].sum())
+        token_ids = self.token_ids[first : first + int(counts.sum())].long()
+        slots = torch.arange(len(counts)).repeat_interleave(counts).to(device)
+        mask = torch.zeros(len(counts), num_tokens, dtype=torch.bool, device=device)
+        mask[slots, token_ids] = True
         return mask
-
-
-@dataclass(frozen=True)
-class Truncation:
-    """How the sampler cut the distribution."""
-
-    top_k: int = 0
-    top_p: float = 1.0
-
-
-class TokenScores(NamedTuple):
-    """One entry for each scored token."""
-
-    logprobs: torch.Tensor  # (N,) fp32
-    entropies: torch.Tensor  # (N,) fp32, in nats; zeros where nobody asked
 
 
 def token_scores(
@@ -111,15 +98,15 @@ def token_scores(
     options: LogitOptions,
     *,
     with_entropy: bool = False,
-    support: Support | None = None,
-) -> TokenScores:
-    """Return log-probabilities of `token_ids` (N,), each predicted from its row of `hidden` (N, H).
+    mask: SamplingMask | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities (N,) and entropies (N,) in nats, both fp32, where `token_ids` (N,) are
+    predicted from `hidden` (N, H); entropies are zeros unless `with_entropy`.
 
-    weight (V, H), bias (V,). Differentiable in hidden, weight and bias. With `support` the softmax is taken
-    among those tokens, which must hold the scored one.
+    weight (V, H), bias (V,). Differentiable in hidden, weight and bias. With `mask` the softmax is taken
+    among its tokens, which must hold the scored one.
     """
-    scores = _TokenScores.apply(hidden, weight, bias, token_ids, options, with_entropy, support)
-    return TokenScores(*scores)
+    return _TokenScores.apply(hidden, weight, bias, token_ids, options, with_entropy, mask)
 
 
 def summed_logprobs(
@@ -129,7 +116,7 @@ def summed_logprobs(
     token_ids: torch.Tensor,
     options: LogitOptions,
 ) -> torch.Tensor:
-    """Return the sum of `token_scores(...).logprobs`, a scalar in fp32.
+    """Return the sum of `token_scores(...)[0]`, a scalar in fp32.
 
     Every token has the same gradient, so it is made in the forward pass: a quarter less arithmetic than
     making the logits twice.
@@ -138,30 +125,30 @@ def summed_logprobs(
 
 
 @torch.no_grad()
-def sampling_support(
+def kept_tokens(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     token_ids: torch.Tensor,
     options: LogitOptions,
-    truncation: Truncation,
-) -> Support:
-    """Return the tokens that the sampler could draw at each slot; the one that it drew, in any case."""
-    found, counts = [], []
-    for rows in _chunks(hidden, weight, options):
-        logits = options.transform(F.linear(hidden[rows], weight, bias))
+    *,
+    top_k: int,
+    top_p: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the fields of a SamplingMask: what top_k and top_p left at each slot, and the sampled token."""
+    kept, counts = [], []
+    for rows in _chunks(hidden, weight):
         is_kept = sampling_mask(
-            logits,
+            options.transform(F.linear(hidden[rows], weight, bias)),
             temperature=options.temperature,
             num_valid_tokens=options.num_valid_tokens,
-            top_k=truncation.top_k,
-            top_p=truncation.top_p,
+            top_k=top_k,
+            top_p=top_p,
         )
         is_kept.scatter_(1, token_ids[rows].unsqueeze(1), True)  # rounding may put it just outside
-        found.append(is_kept.nonzero()[:, 1])
+        kept.append(is_kept.nonzero()[:, 1])
         counts.append(is_kept.sum(1))
-    offsets = F.pad(torch.cat(counts).cumsum(0), (1, 0))
-    return Support(torch.cat(found), offsets.cpu())
+    return torch.cat(kept), torch.cat(counts).cpu()
 
 
 def token_logprobs(
@@ -176,21 +163,16 @@ def token_logprobs(
     logits (..., V), token_ids (...) int64; the numbers are those of `token_scores` to the bit.
     """
     options = LogitOptions(temperature=temperature, num_valid_tokens=num_valid_tokens)
-    scores = _softmax_scores(logits.flatten(0, -2), token_ids.flatten(), options, with_entropy=False)
-    return scores.logprobs.view(token_ids.shape)
-
-
-class _SoftmaxScores(NamedTuple):
-    logprobs: torch.Tensor  # (n,) fp32
-    entropies: torch.Tensor | None  # (n,) fp32
-    normalisers: torch.Tensor  # (n,) fp32, so that log p = (logit - normaliser) / temperature
+    logprobs, _, _ = _softmax_scores(logits.flatten(0, -2), token_ids.flatten(), options, with_entropy=False)
+    return logprobs.view(token_ids.shape)
 
 
 @torch.no_grad()
 def _softmax_scores(
     logits: torch.Tensor, token_ids: torch.Tensor, options: LogitOptions, *, with_entropy: bool
-) -> _SoftmaxScores:
-    """Return what softmax(logits / temperature) gives the tokens (n,), for logits (n, V) of any float dtype.
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return log-probabilities of the tokens (n,), entropies (n,) if asked for, and normalisers (n,), all
+    fp32: log p = (logit - normaliser) / temperature, for logits (n, V) of any float dtype.
 
     Ids from `num_valid_tokens` on do not take part: their own log-probability is -inf.
     """
@@ -210,28 +192,29 @@ def _softmax_scores(
         # A logit of -inf has weight 0, and 0 * -inf would be NaN.
         mean_scaled = weights.mul_(scaled.clamp_(min=_LOWEST)).sum(-1).double() / weight_sum
         entropies = (weight_sum.log() - mean_scaled).float()
-    return _SoftmaxScores(logprobs, entropies, normalisers)
+    return logprobs, entropies, normalisers
 
 
 def _softmax_gradient(
     logits: torch.Tensor,
     token_ids: torch.Tensor,
-    scores: _SoftmaxScores,
+    normalisers: torch.Tensor,
     options: LogitOptions,
     grad_logprobs: torch.Tensor,
+    entropies: torch.Tensor | None = None,
     grad_entropies: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the gradient (n, V) of logits (n, V), in their dtype; 0 at ids that do not take part."""
     valid, temperature = logits[:, : options.num_valid_tokens], options.temperature
     num_valid = valid.shape[1]
-    log_p = _scale(_upcast(valid).sub_(scores.normalisers[:, None]), temperature)
+    log_p = _scale(_upcast(valid).sub_(normalisers[:, None]), temperature)
     # d logprob / d logit_j = ([j == id] - p_j) / temperature
     scale = grad_logprobs[:, None] / temperature
     at_chosen = torch.where(token_ids[:, None] < num_valid, scale, 0.0).to(log_p.dtype)
     p = log_p.exp_() if grad_entropies is None else log_p.clamp_(min=_LOWEST).exp()
     if grad_entropies is not None:
         # d H / d logit_j = -p_j (log p_j + H) / temperature
-        log_p.add_(scores.entropies[:, None]).mul_(p).mul_(-grad_entropies[:, None] / temperature)
+        log_p.add_(entropies[:, None]).mul_(p).mul_(-grad_entropies[:, None] / temperature)
     gradient = p.mul_(-scale).scatter_add_(-1, token_ids[:, None].clamp(max=num_valid - 1), at_chosen)
     if grad_entropies is not None:
         gradient += log_p
@@ -255,18 +238,16 @@ class _TokenScores(torch.autograd.Function):
     """Keeps inputs and two numbers a token; the backward pass makes each chunk's logits again."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, token_ids, options, with_entropy, support):
+    def forward(ctx, hidden, weight, bias, token_ids, options, with_entropy, mask):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropies, normalisers = torch.zeros_like(logprobs), torch.empty_like(logprobs)
-        for rows in _chunks(hidden, weight, options):
-            logits = _among(options.transform(F.linear(hidden[rows], weight, bias)), support, rows)
-            found = _softmax_scores(logits, token_ids[rows], options, with_entropy=with_entropy)
-            logprobs[rows], normalisers[rows] = found.logprobs, found.normalisers
+        for rows in _chunks(hidden, weight):
+            logits = _masked(options.transform(F.linear(hidden[rows], weight, bias)), mask, rows)
+            of_rows = _softmax_scores(logits, token_ids[rows], options, with_entropy=with_entropy)
+            logprobs[rows], normalisers[rows] = of_rows[0], of_rows[2]
             if with_entropy:
-                entropies[rows] = found.entropies
-        ctx.save_for_backward(
-            hidden, weight, bias, token_ids, logprobs, entropies, normalisers, *(support or ())
-        )
+                entropies[rows] = of_rows[1]
+        ctx.save_for_backward(hidden, weight, bias, token_ids, entropies, normalisers, *(mask or ()))
         ctx.options = options
         ctx.set_materialize_grads(False)  # an entropy that is only reported costs nothing backwards
         return logprobs, entropies
@@ -274,19 +255,17 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
-        hidden, weight, bias, token_ids, logprobs, entropies, normalisers, *rest = ctx.saved_tensors
-        support = Support(*rest) if rest else None
+        hidden, weight, bias, token_ids, entropies, normalisers, *rest = ctx.saved_tensors
+        mask = SamplingMask(*rest) if rest else None
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(logprobs)
-        for rows in _chunks(hidden, weight, ctx.options):
-            leaf, logits = _differentiable_logits(hidden, weight, bias, ctx.options, support, rows)
-            scores = _SoftmaxScores(logprobs[rows], entropies[rows], normalisers[rows])
-            of_entropies = None if grad_entropies is None else grad_entropies[rows]
-            of_logits = _softmax_gradient(
-                logits.detach(), token_ids[rows], scores, ctx.options, grad_logprobs[rows], of_entropies
-            )
-            gradients.add(rows, _chain(leaf, logits, of_logits))
+            grad_logprobs = torch.zeros_like(normalisers)
+        for rows in _chunks(hidden, weight):
+            leaf, logits = _differentiable_logits(hidden, weight, bias, ctx.options, mask, rows)
+            of_entropies = (entropies[rows], grad_entropies[rows]) if grad_entropies is not None else ()
+            scored = logits.detach(), token_ids[rows], normalisers[rows]
+            of_logits = _softmax_gradient(*scored, ctx.options, grad_logprobs[rows], *of_entropies)
+            gradients.add(rows, leaf, logits, of_logits)
         return *gradients.result(), None, None, None, None
 
 
@@ -298,14 +277,14 @@ class _SummedLogprobs(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         needs = ctx.needs_input_grad[:3]
         gradients = _Gradients(hidden, weight, bias, needs) if any(needs) else None
-        for rows in _chunks(hidden, weight, options):
+        for rows in _chunks(hidden, weight):
             leaf, logits = _differentiable_logits(hidden, weight, bias, options, None, rows)
-            scores = _softmax_scores(logits.detach(), token_ids[rows], options, with_entropy=False)
-            total += scores.logprobs.double().sum()
+            scored = logits.detach(), token_ids[rows]
+            logprobs, _, normalisers = _softmax_scores(*scored, options, with_entropy=False)
+            total += logprobs.double().sum()
             if gradients:
-                ones = torch.ones_like(scores.logprobs)
-                of_logits = _softmax_gradient(logits.detach(), token_ids[rows], scores, options, ones)
-                gradients.add(rows, _chain(leaf, logits, of_logits))
+                ones = torch.ones_like(logprobs)
+                gradients.add(rows, leaf, logits, _softmax_gradient(*scored, normalisers, options, ones))
         ctx.gradients = gradients.result() if gradients else None
         return total.float()
 
@@ -317,25 +296,20 @@ class _SummedLogprobs(torch.autograd.Function):
         return *scaled, None, None
 
 
-def _differentiable_logits(hidden, weight, bias, options, support, rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return raw logits (n, V), and what transform and support make of them, which autograd has followed."""
+def _differentiable_logits(hidden, weight, bias, options, mask, rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return raw logits (n, V), and what transform and mask make of them, which autograd has followed."""
     leaf = F.linear(hidden[rows], weight, bias)
-    if options.multiplier == 1.0 and options.cap is None and support is None:
+    if options.multiplier == 1.0 and options.cap is None and mask is None:
         return leaf, leaf
     with torch.enable_grad():
-        return leaf, _among(options.transform(leaf.requires_grad_()), support, rows)
+        return leaf, _masked(options.transform(leaf.requires_grad_()), mask, rows)
 
 
-def _chain(leaf: torch.Tensor, logits: torch.Tensor, of_logits: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of raw logits, from that of what was made of them."""
-    return of_logits if logits is leaf else torch.autograd.grad(logits, leaf, of_logits)[0]
-
-
-def _among(logits: torch.Tensor, support: Support | None, rows: slice) -> torch.Tensor:
-    """Return logits of -inf outside the support."""
-    if support is None:
+def _masked(logits: torch.Tensor, mask: SamplingMask | None, rows: slice) -> torch.Tensor:
+    """Return logits of -inf outside the mask."""
+    if mask is None:
         return logits
-    return logits.masked_fill(~support.mask(rows, logits.shape[1]), -torch.inf)
+    return logits.masked_fill(~mask.of_rows(rows, logits.shape[1]), -torch.inf)
 
 
 class _Gradients:
@@ -350,7 +324,10 @@ class _Gradients:
         self.of_weight = torch.zeros(weight.shape, dtype=summed, device=device) if needs[1] else None
         self.of_bias = torch.zeros(len(weight), dtype=summed, device=device) if needs[2] else None
 
-    def add(self, rows: slice, of_logits: torch.Tensor) -> None:
+    def add(self, rows: slice, leaf: torch.Tensor, logits: torch.Tensor, of_logits: torch.Tensor) -> None:
+        """Add a chunk's: `of_logits` is the gradient of what transform and mask made of raw ones (leaf)."""
+        if logits is not leaf:
+            (of_logits,) = torch.autograd.grad(logits, leaf, of_logits)
         if self.of_hidden is not None:
             torch.mm(of_logits, self.weight, out=self.of_hidden[rows])
         if self.of_weight is not None:
@@ -366,8 +343,8 @@ class _Gradients:
         return [g if g is None else g.to(dtype) for g, dtype in zip(found, self.dtypes, strict=True)]
 
 
-def _chunks(hidden: torch.Tensor, weight: torch.Tensor, options: LogitOptions) -> Iterator[slice]:
+def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
     elements = CPU_CHUNK_ELEMENTS if hidden.device.type == "cpu" else GPU_CHUNK_ELEMENTS
-    size = options.chunk_tokens or max(1, elements // len(weight))
+    size = max(1, elements // len(weight))
     for first in range(0, len(hidden), size):
         yield slice(first, min(first + size, len(hidden)))

@@ -3,7 +3,9 @@
 # S sequences, T positions, N scored tokens, V vocabulary
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,55 +15,19 @@ from common.data.packed_batch import PackedBatch
 from common.models.loading import compute_hidden, plain_model
 from common.models.model_flops import ModelFlops
 from common.models.model_inputs import ModelInputs, build_model_inputs
-from common.models.output_head import (
-    LogitOptions,
-    Support,
-    Truncation,
-    read_logit_transform,
-    sampling_support,
-    summed_logprobs,
-    token_scores,
-)
+from common.models.output_head import read_logit_transform, summed_logprobs, token_scores
 from common.ranks import distributed
 
 
 class ScoringHead(nn.Linear):
-    """The output head: logits as ever, or with `token_ids` the scores of these tokens.
+    """The output head: logits as ever, or what a function of output_head.py makes of hidden states.
 
     It is called as a module, once a pass, so ZeRO 3 gathers its weight once however many chunks there are.
     """
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        token_ids: torch.Tensor | None = None,
-        options: LogitOptions | None = None,
-        *,
-        is_summed: bool = False,
-        with_entropy: bool = False,
-        support: Support | None = None,
-        truncation: Truncation | None = None,
-    ) -> Any:
-        """Return logits (..., V), the scores of (N,) tokens, the sum of their log-probabilities, or the
-        support that a sampler with this truncation had.
-        """
-        if token_ids is None or options is None:
-            return super().forward(hidden)
-        if truncation is not None:
-            return tuple(sampling_support(hidden, self.weight, self.bias, token_ids, options, truncation))
-        if is_summed:
-            return summed_logprobs(hidden, self.weight, self.bias, token_ids, options)
-        return tuple(
-            token_scores(
-                hidden,
-                self.weight,
-                self.bias,
-                token_ids,
-                options,
-                with_entropy=with_entropy,
-                support=support,
-            )
-        )
+    def forward(self, hidden: torch.Tensor, score: Callable[..., Any] | None = None) -> Any:
+        """Return logits (..., V), or `score(hidden, weight, bias)`."""
+        return super().forward(hidden) if score is None else score(hidden, self.weight, self.bias)
 
 
 class PolicyModel(nn.Module):
@@ -80,15 +46,11 @@ class PolicyModel(nn.Module):
         self.options = replace(own, num_valid_tokens=num_valid_tokens, temperature=temperature)
         # The class is swapped in place so that the parameter, sharded or tied, keeps its identity.
         head.__class__ = ScoringHead
-        self._flops: ModelFlops | None = None
 
-    @property
+    @cached_property
     def flops(self) -> ModelFlops:
-        """Return what passes cost, by what is trained when it is asked for first."""
-        if self._flops is None:
-            plain = plain_model(self.causal_lm)
-            self._flops = ModelFlops(self.causal_lm, plain, plain.get_output_embeddings())
-        return self._flops
+        """What passes cost, by what is trained when it is asked for first."""
+        return ModelFlops(self.causal_lm, plain_model(self.causal_lm).get_output_embeddings())
 
     def forward(
         self,
@@ -96,32 +58,24 @@ class PolicyModel(nn.Module):
         slots: torch.Tensor,
         token_ids: torch.Tensor,
         *,
-        is_summed: bool = False,
-        with_entropy: bool = False,
-        support: Support | None = None,
-        truncation: Truncation | None = None,
+        score: Callable[..., Any] = token_scores,
         temperature: float | None = None,
+        **how: Any,
     ) -> Any:
-        """Return (logprobs, entropies) of `token_ids` (N,); with `is_summed` the sum of the former.
+        """Return what `score`, a function of output_head.py, says of `token_ids` (N,), by default
+        log-probabilities and entropies; it gets `how`.
 
         `slots` (N,) int64 are those of the tokens themselves in the inputs, rows end to end; each is
-        predicted from the slot before it. Slots and ids may be on the CPU. With `truncation` return the
-        fields of the Support that the sampler had there. `temperature` takes the place of the model's own.
+        predicted from the slot before it. Slots and ids may be on the CPU. `temperature` takes the place of
+        the model's own.
         """
         plain = plain_model(self.causal_lm)
         options = self.options if temperature is None else replace(self.options, temperature=temperature)
         self.flops.count(inputs, len(slots))
         hidden = compute_hidden(plain, inputs).flatten(0, 1)  # (S x T, H)
         hidden = hidden[slots.to(hidden.device) - 1]  # (N, H)
-        return plain.get_output_embeddings()(
-            hidden,
-            token_ids.to(hidden.device),
-            options,
-            is_summed=is_summed,
-            with_entropy=with_entropy,
-            support=support,
-            truncation=truncation,
-        )
+        score = partial(score, token_ids=token_ids.to(hidden.device), options=options, **how)
+        return plain.get_output_embeddings()(hidden, score)
 
 
 def compute_nll_sum(
@@ -135,7 +89,7 @@ def compute_nll_sum(
     lengths, device = batch.lengths["input_ids"], distributed.device()
     inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed, device=device)
     slots = inputs.token_slots[is_target]
-    return -engine(inputs, slots, token_ids[is_target], is_summed=True, temperature=temperature)
+    return -engine(inputs, slots, token_ids[is_target], score=summed_logprobs, temperature=temperature)
 
 
 def count_targets(batch: PackedBatch) -> float:

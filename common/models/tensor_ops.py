@@ -1,4 +1,4 @@
-"""Masked means, whitening, correlation, the interval of a share. PURE: imports torch only."""
+"""Masked sums, whitening, correlation, the interval of a share. PURE: imports torch only."""
 
 import math
 from collections.abc import Callable
@@ -9,19 +9,9 @@ import torch
 Z_95 = 1.959963984540054  # standard normal quantile at 0.975
 
 
-def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return the sum of `x` where `mask` (same shape, True = counts), fp32 or better."""
-    kept = torch.where(mask.bool(), _at_least_fp32(x), 0.0)
-    return kept.sum() if dim is None else kept.sum(dim)
-
-
-def masked_mean(
-    x: torch.Tensor, mask: torch.Tensor, dim: int | tuple[int, ...] | None = None, empty: float = 0.0
-) -> torch.Tensor:
-    """Return the mean of `x` where `mask` (same shape, True = counts), or `empty` where none does."""
-    total = masked_sum(x, mask, dim)
-    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
-    return torch.where(count > 0, total / count.clamp(min=1), empty)
+def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the sum of `x` over `dim` where `mask` (same shape, True = counts), fp32 or better."""
+    return torch.where(mask.bool(), x if x.dtype == torch.float64 else x.float(), 0.0).sum(dim)
 
 
 def whiten(
@@ -73,7 +63,3 @@ def wilson_interval(wins: float, total: int) -> Rate:
     centre = (share + z2 / (2 * total)) / (1 + z2 / total)
     half = Z_95 / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
     return Rate(share, max(centre - half, 0.0), min(centre + half, 1.0))
-
-
-def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()

@@ -6,20 +6,15 @@ plain `from_pretrained` and an SFT model, a base model or a reward model can all
 # N slots
 """
 
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
-from common.models.loading import (
-    LoraOptions,
-    ModelOptions,
-    add_lora,
-    compute_hidden,
-    init_weight,
-    load_pretrained,
-    plain_model,
-)
+from common.models.loading import ModelOptions, compute_hidden, init_weight, load_pretrained, plain_model
+from common.models.lora import LoraOptions, add_lora
 from common.models.model_flops import ModelFlops
 from common.models.model_inputs import ModelInputs
 
@@ -38,7 +33,11 @@ class ValueModel(nn.Module):
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
         self.classifier = classifier
-        self._flops: ModelFlops | None = None
+
+    @cached_property
+    def flops(self) -> ModelFlops:
+        """What passes cost, by what is trained when it is asked for first."""
+        return ModelFlops(self.classifier, plain_model(self.classifier).score)
 
     def forward(self, inputs: ModelInputs, slots: torch.Tensor | None = None) -> torch.Tensor:
         """Return values (N,) fp32 at `slots` (N,) int64 of the inputs, rows end to end; by default those of
@@ -49,9 +48,7 @@ class ValueModel(nn.Module):
         """
         plain = plain_model(self.classifier)
         slots = inputs.token_slots if slots is None else slots
-        if self._flops is None:
-            self._flops = ModelFlops(self.classifier, plain, plain.score)
-        self._flops.count(inputs, len(slots))
+        self.flops.count(inputs, len(slots))
         hidden = compute_hidden(plain, inputs).flatten(0, 1)  # (S x T, H)
         return plain.score(hidden[slots.to(hidden.device)]).squeeze(-1)
 

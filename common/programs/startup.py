@@ -21,7 +21,7 @@ from common.engine.ds_config import effective_zero_stage, load_overrides
 from common.flags.args import Problems, RunArguments, as_json
 from common.flags.flag_values import has_hub_form, no_effect_notes
 from common.flags.refusal import StepRefused, TooManyBadSteps
-from common.models.loading import linear_module_names, lora_targets
+from common.models.lora import linear_module_names, lora_targets
 from common.programs.environment import STALE_SECONDS, check_environment, find_build_locks
 from common.ranks import distributed, watchdog
 from common.ranks.failures import first_line

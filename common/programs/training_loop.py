@@ -15,8 +15,9 @@ from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.engine_step import LossTerm, update_engine
 from common.flags.args import Problems
 from common.flags.refusal import StepRefused
-from common.models.device_peaks import own_peak_flops
-from common.models.loading import DTYPES, LoraOptions, ModelOptions, add_lora, load_causal_lm, plain_model
+from common.models.loading import DTYPES, ModelOptions, load_causal_lm, plain_model
+from common.models.lora import LoraOptions, add_lora
+from common.models.model_flops import own_peak_flops
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ValueModel, load_value_model
 from common.models.varlen_attention import takes_packed

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from common.models.loading import plain_model
-from common.models.trained_weights import trained_weights
+from common.models.lora import trained_weights
 from common.ranks import distributed, watchdog
 from common.ranks.zero3 import gather_whole
 from common.runs.durable_files import WRITING, publish_folder, without_nan

@@ -23,8 +23,8 @@ from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.generation.reshard_plan import group_by_layers
+from common.models.lora import trained_weights
 from common.models.output_head import token_logprobs
-from common.models.trained_weights import trained_weights
 from common.ranks import distributed
 from common.ranks.zero3 import gather_whole, is_sharded, local_shard
 

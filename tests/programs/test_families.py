@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from common.data.example import Message
 from common.flags.args import Problems
 from common.models.loading import ModelOptions, load_causal_lm
-from common.models.lora_adapter import base_of_adapter, merge_adapter
+from common.models.lora import base_of_adapter, merge_adapter
 from common.models.value_model import load_value_model
 from serving.answering import AnsweringArguments, load_answerer, load_template
 

@@ -7,7 +7,8 @@ from records import make_record
 from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.engine_step import LossTerm, update_engine
 from common.engine.optim import build_engine
-from common.models.loading import LoraOptions, ModelOptions, add_lora, load_causal_lm
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.lora import LoraOptions, add_lora
 from common.models.policy_model import PolicyModel
 from step1_sft.arguments import SFTArguments
 from step3_ppo.response_inputs import build_response_inputs

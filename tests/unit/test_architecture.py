@@ -286,7 +286,7 @@ SOUND = {
     "step1_sft/main.py": 'from step1_sft.sft_trainer import T\n\nif __name__ == "__main__":\n    T()\n',
     "step1_sft/sft_trainer.py": "from common.models import load\n\nfrom .arguments import SFTArguments\n",
     "step1_sft/arguments.py": "from dataclasses import dataclass\n",
-    "step3_ppo/ppo_math.py": '"""PURE: PPO."""\nfrom common.models.tensor_ops import masked_mean\n',
+    "step3_ppo/ppo_math.py": '"""PURE: PPO."""\nfrom common.models.tensor_ops import masked_sum\n',
     "step3_ppo/rewards/http.py": "import urllib.request\n",
     "benchmarks/make_peer_env.sh": 'pip install "trl==1.16.0"\n',
     "benchmarks/trl_train_peer.py": "import trl\n",

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from common.flags.args import Problems
-from common.models.device_peaks import DEVICES
+from common.models.model_flops import DEVICES
 from tools import plan as check_plan
 from tools import plan_changes
 from tools.memory_plan import plan_memory

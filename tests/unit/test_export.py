@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from common.data.tokenizer import load_tokenizer
 from common.flags.args import Problems
-from common.models.loading import LoraOptions, ModelOptions, add_lora, load_causal_lm
-from common.models.lora_adapter import merge_adapter
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.lora import LoraOptions, add_lora, merge_adapter
 from common.models.model_inputs import build_model_inputs
 from common.models.value_model import load_value_model
 from common.runs import durable_files, export

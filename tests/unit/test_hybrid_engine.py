@@ -12,8 +12,8 @@ from common.generation.decode import SamplingOptions
 from common.generation.hybrid_engine import HybridEngine, named_out_of_memory
 from common.generation.tp_plans import NoPlan
 from common.models.loading import plain_model
+from common.models.lora import trained_weights
 from common.models.output_head import token_logprobs
-from common.models.trained_weights import trained_weights
 from common.ranks.zero3 import local_shard
 
 pytestmark = pytest.mark.usefixtures("process_group")

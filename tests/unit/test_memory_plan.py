@@ -18,7 +18,7 @@ from common.flags.args import Problems
 from common.generation.kv_cache import kv_bytes_per_token
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.model_inputs import build_model_inputs
-from common.models.output_head import LogitOptions, token_scores
+from common.models.output_head import LogitOptions, summed_logprobs, token_scores
 from common.models.policy_model import PolicyModel
 from tools.memory_plan import MemoryPlan, head_bytes, plan_memory
 from tools.model_sizes import LiveBytes
@@ -233,7 +233,8 @@ def test_smaller_passes_and_higher_stages_never_need_more(saved):
 
 
 def test_the_head_holds_what_is_planned(tmp_path, monkeypatch):
-    monkeypatch.setattr("tools.memory_plan.CPU_CHUNK_ELEMENTS", 250 * 3000)
+    for module in ("tools.memory_plan", "common.models.output_head"):
+        monkeypatch.setattr(f"{module}.CPU_CHUNK_ELEMENTS", 250 * 3000)
     config = transformers.LlamaConfig(
         vocab_size=3000, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )
@@ -241,8 +242,8 @@ def test_the_head_holds_what_is_planned(tmp_path, monkeypatch):
     hidden, weight = (torch.nn.Parameter(torch.randn(n, 64, dtype=torch.bfloat16)) for n in (1000, 3000))
     ids = torch.zeros(1000, dtype=torch.int64)
     with LiveBytes(torch.nn.ParameterList([hidden, weight])) as live:
-        scores = token_scores(hidden, weight, None, ids, LogitOptions(chunk_tokens=250), with_entropy=True)
-        (scores.logprobs + scores.entropies).sum().backward()
+        logprobs, entropies = token_scores(hidden, weight, None, ids, LogitOptions(), with_entropy=True)
+        (logprobs + entropies).sum().backward()
     models = ("--actor_model_name_or_path", str(tmp_path), "--algorithm", "rloo", "--reward", "http://a/b")
     run = make_run(("--stage", "3", *models), ("--gpu", "cpu", "--dtype", "bf16"))
     assert [role.name for role in run.roles] == ["actor", "reference"]  # who scores is not here
@@ -279,7 +280,7 @@ def measure_engine(folder: str, stage: int, dtype: str, is_checkpointed: bool) -
             live.peak = live.now
             for is_last in (False, True):
                 engine.set_gradient_accumulation_boundary(is_last)
-                engine.backward(-engine(inputs, slots, ids[slots], is_summed=True))
+                engine.backward(-engine(inputs, slots, ids[slots], score=summed_logprobs))
             peaks["backward"] = live.peak
             live.peak = live.now
             engine.step()

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from common.generation.reshard_plan import plan_move
 from common.generation.tp_plans import Cut
-from common.models.loading import LoraOptions, add_lora
+from common.models.lora import LoraOptions, add_lora
 from tools.model_sizes import LiveBytes, ModelSizes, trace_activations
 
 NO_LORA = LoraOptions()

@@ -9,17 +9,8 @@ from tiny_configs import CONFIGS, NOISY, tiny_config
 from transformers import AutoModelForCausalLM, DbrxConfig, PreTrainedConfig
 
 from common.engine.optim import build_optimizer
-from common.models.loading import (
-    LoraOptions,
-    ModelOptions,
-    add_lora,
-    build_position_ids,
-    init_weight,
-    linear_module_names,
-    load_causal_lm,
-    lora_targets,
-    set_dropout,
-)
+from common.models.loading import ModelOptions, build_position_ids, init_weight, load_causal_lm, set_dropout
+from common.models.lora import LoraOptions, add_lora, linear_module_names, lora_targets
 from common.models.model_inputs import build_model_inputs
 from common.models.value_model import ScoreHead, has_saved_head, load_value_model
 from step1_sft.arguments import SFTArguments

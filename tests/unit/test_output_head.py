@@ -8,7 +8,14 @@ from right_or_wrong import close, forms, judge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.models.output_head import LogitOptions, Support, summed_logprobs, token_logprobs, token_scores
+from common.models import output_head
+from common.models.output_head import (
+    LogitOptions,
+    SamplingMask,
+    summed_logprobs,
+    token_logprobs,
+    token_scores,
+)
 
 N, H, V = 23, 8, 40
 CASES = {
@@ -27,41 +34,44 @@ def make(dtype=torch.float64, seed=0):
     return hidden, weight, bias, torch.randint(0, 33, (N,), generator=g)
 
 
-def plain(hidden, weight, bias, ids, options, support=None):
+def plain(hidden, weight, bias, ids, options, is_kept=None):
     """All logits at once, in float64."""
     logits = hidden.double() @ weight.double().T + bias.double()
     logits = options.transform(logits)[:, : options.num_valid_tokens] / options.temperature
-    if support is not None:
-        logits = logits.masked_fill(~support, -torch.inf)
+    if is_kept is not None:
+        logits = logits.masked_fill(~is_kept, -torch.inf)
     logprobs = torch.log_softmax(logits, -1)
     entropy = -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)
     return logprobs.gather(1, ids[:, None])[:, 0], entropy
 
 
-def gradients(outputs, upstream, inputs):
-    return torch.autograd.grad(outputs, inputs, upstream)
+@pytest.fixture(params=[1, 5, 100])
+def chunk(request, monkeypatch):
+    """Tokens of a chunk."""
+    monkeypatch.setattr(output_head, "CPU_CHUNK_ELEMENTS", request.param * V)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 23, 100])
-@pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_equal_plain_float64_logits(case, chunk):
+def compare(options, upstream, atol, is_kept=None, mask=None):
     inputs = make()
-    options = LogitOptions(**CASES[case], chunk_tokens=chunk)
-    upstream = tuple(torch.linspace(-1, 2, N) + i for i in range(2))
-    expected = plain(*inputs, options)
-    found = token_scores(*inputs, options, with_entropy=True)
+    expected = plain(*inputs, options, is_kept)
+    found = token_scores(*inputs, options, with_entropy=True, mask=mask)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.double(), b, atol=1e-6, rtol=1e-6)
-    slow = gradients(expected, [u.double() for u in upstream], inputs[:3])
-    for a, b in zip(gradients(tuple(found), upstream, inputs[:3]), slow, strict=True):
-        torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-6)  # upstream gradients come in fp32
+    slow = torch.autograd.grad(expected, inputs[:3], [u.double() for u in upstream])
+    for a, b in zip(torch.autograd.grad(found, inputs[:3], upstream), slow, strict=True):
+        torch.testing.assert_close(a, b, atol=atol, rtol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [4, 100])
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_equal_plain_float64_logits(case, chunk):
+    compare(
+        LogitOptions(**CASES[case]), [torch.linspace(-1, 2, N) + i for i in range(2)], 2e-6
+    )  # these come in fp32
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_sum_has_the_gradient_of_its_parts(case, chunk):
-    inputs = make()
-    options = LogitOptions(**CASES[case], chunk_tokens=chunk)
+    inputs, options = make(), LogitOptions(**CASES[case])
     total = summed_logprobs(*inputs, options)
     expected = plain(*inputs, options)[0].sum()
     torch.testing.assert_close(total.double(), expected, atol=1e-4, rtol=1e-6)
@@ -72,7 +82,7 @@ def test_the_sum_has_the_gradient_of_its_parts(case, chunk):
 
 def test_chunks_and_neighbours_change_no_bit_and_the_sampler_computes_the_same():
     hidden, weight, bias, ids = make(torch.float32)
-    whole = token_scores(hidden, weight, bias, ids, LogitOptions(temperature=0.9, chunk_tokens=23)).logprobs
+    whole, _ = token_scores(hidden, weight, bias, ids, LogitOptions(temperature=0.9))
     logits = torch.nn.functional.linear(hidden, weight, bias)
     assert torch.equal(token_logprobs(logits, ids, temperature=0.9), whole)
     for rows in (slice(2, 3), slice(4, 11)):
@@ -123,8 +133,7 @@ def identity_scores(logits, ids, **options):
 def test_entropy_by_hand():
     # p = 1/2, 1/4, 1/4: 1/2 log 2 + 2 * 1/4 log 4 = 3/2 log 2; half the log weights, at temperature 1/2
     logits = torch.tensor([[0.5, 0.25, 0.25]]).log() / 2
-    found = identity_scores(logits, torch.tensor([0]), temperature=0.5)
-    close(found.entropies, [1.5 * math.log(2)])
+    close(identity_scores(logits, torch.tensor([0]), temperature=0.5)[1], [1.5 * math.log(2)])
 
 
 @pytest.mark.parametrize("padding", [0.0, 1e4, torch.nan])
@@ -137,16 +146,16 @@ def test_vocabulary_padding_is_out_of_the_softmax_and_gets_no_gradient(padding):
     short = identity_scores(hidden[:, :50].contiguous(), ids)
     leaf = bias.requires_grad_()
     found = token_scores(hidden, weight, leaf, ids, LogitOptions(num_valid_tokens=50), with_entropy=True)
-    (found.logprobs + found.entropies).sum().backward()
-    assert torch.equal(found.logprobs, short.logprobs) and torch.equal(found.entropies, short.entropies)
+    (found[0] + found[1]).sum().backward()
+    assert torch.equal(found[0], short[0]) and torch.equal(found[1], short[1])
     assert leaf.grad[50:].eq(0).all() and leaf.grad.isfinite().all()
 
 
 def test_an_id_of_the_vocabulary_padding_is_impossible():
     leaf = torch.randn(2, 60, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    found = identity_scores(leaf, torch.tensor([3, 55]), num_valid_tokens=50)
-    assert found.logprobs[0].isfinite() and found.logprobs[1] == -torch.inf
-    found.logprobs.sum().backward()
+    logprobs, _ = identity_scores(leaf, torch.tensor([3, 55]), num_valid_tokens=50)
+    assert logprobs[0].isfinite() and logprobs[1] == -torch.inf
+    logprobs.sum().backward()
     expected = -leaf.detach()[:, :50].softmax(-1)  # (1 at the id, if it takes part) - p
     expected[0, 3] += 1
     close(leaf.grad[:, :50], expected)
@@ -165,47 +174,38 @@ class LargestFloat(TorchDispatchMode):
         return result
 
 
-def test_no_more_logits_than_a_chunks_are_ever_held_or_saved():
+def test_no_more_logits_than_a_chunks_are_ever_held_or_saved(monkeypatch):
+    monkeypatch.setattr(output_head, "CPU_CHUNK_ELEMENTS", 5 * 300)
     hidden, weight = torch.randn(64, 4).requires_grad_(), torch.randn(300, 4).requires_grad_()
     ids, saved = torch.zeros(64, dtype=torch.int64), []
     with (
         LargestFloat() as largest,
         torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
     ):
-        found = token_scores(hidden, weight, None, ids, LogitOptions(chunk_tokens=5), with_entropy=True)
-        (found.logprobs + found.entropies).sum().backward()
+        logprobs, entropies = token_scores(hidden, weight, None, ids, LogitOptions(), with_entropy=True)
+        (logprobs + entropies).sum().backward()
     assert largest.num_elements == 5 * 300 and max(x.numel() for x in saved) == weight.numel()
 
 
-def test_the_softmax_is_taken_among_the_support():
-    inputs = make()
-    hidden, weight, bias, ids = inputs
-    g = torch.Generator().manual_seed(3)
-    mask = torch.rand(N, V, generator=g) < 0.3
-    mask[torch.arange(N), ids] = True
-    support = Support(mask.nonzero()[:, 1], torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)))
-    options = LogitOptions(temperature=0.9, chunk_tokens=5)
-    expected = plain(*inputs, options, mask)
-    found = token_scores(*inputs, options, with_entropy=True, support=support)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a.double(), b, atol=1e-6, rtol=1e-6)
-    upstream = [torch.linspace(0.5, 1, N)] * 2
-    slow = gradients(expected, [u.double() for u in upstream], inputs[:3])
-    for a, b in zip(gradients(tuple(found), upstream, inputs[:3]), slow, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+def test_the_softmax_is_taken_among_the_sampling_mask(chunk):
+    is_kept = torch.rand(N, V, generator=torch.Generator().manual_seed(3)) < 0.3
+    is_kept[torch.arange(N), make()[3]] = True
+    mask = SamplingMask(is_kept.nonzero()[:, 1], is_kept.sum(1))
+    compare(LogitOptions(temperature=0.9), [torch.linspace(0.5, 1, N)] * 2, 1e-6, is_kept, mask)
 
 
-def test_bf16_gradients_of_the_weight_are_summed_in_fp32():
+def test_bf16_gradients_of_the_weight_are_summed_in_fp32(monkeypatch):
+    monkeypatch.setattr(output_head, "CPU_CHUNK_ELEMENTS", V)
     inputs = make(torch.bfloat16)
     exact = torch.autograd.grad(plain(*inputs, LogitOptions())[0].sum(), inputs[1])[0]
-    found = token_scores(*inputs, LogitOptions(chunk_tokens=1)).logprobs.sum()
+    found = token_scores(*inputs, LogitOptions())[0].sum()
     error = (torch.autograd.grad(found, inputs[1])[0].double() - exact.double()).abs().max()
     assert error < 0.06  # one rounding of logits and one of the sum; rounding each of 23 sums reads above 0.1
 
 
 def test_a_frozen_weight_gets_no_gradient_and_none_is_made_without_need():
     hidden, weight, bias, ids = make()
-    loss = token_scores(hidden, weight.detach(), None, ids, LogitOptions()).logprobs.sum()
+    loss = token_scores(hidden, weight.detach(), None, ids, LogitOptions())[0].sum()
     assert torch.autograd.grad(loss, hidden)[0].abs().sum() > 0
     with torch.no_grad():
         assert not summed_logprobs(hidden, weight, bias, ids, LogitOptions()).requires_grad
@@ -214,6 +214,6 @@ def test_a_frozen_weight_gets_no_gradient_and_none_is_made_without_need():
 
 def test_no_tokens_give_no_scores_and_zero_gradients():
     hidden, weight, bias, ids = make()
-    scores = token_scores(hidden[:0], weight, bias, ids[:0], LogitOptions(), with_entropy=True)
-    assert scores.logprobs.shape == scores.entropies.shape == (0,)
-    assert not torch.autograd.grad(scores.logprobs.sum(), weight)[0].any()
+    logprobs, entropies = token_scores(hidden[:0], weight, bias, ids[:0], LogitOptions(), with_entropy=True)
+    assert logprobs.shape == entropies.shape == (0,)
+    assert not torch.autograd.grad(logprobs.sum(), weight)[0].any()

@@ -7,9 +7,9 @@ from plain_logits import compute_logits
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, LlamaConfig, LlamaForCausalLM
 
-from common.models.loading import LoraOptions, add_lora
+from common.models.lora import LoraOptions, add_lora
 from common.models.model_inputs import build_model_inputs
-from common.models.output_head import read_logit_transform
+from common.models.output_head import read_logit_transform, summed_logprobs
 from common.models.policy_model import PolicyModel
 
 LENGTHS = (5, 1, 9, 3)
@@ -57,7 +57,7 @@ def test_scores_equal_the_models_own_logits(family):
     slots, token_ids = scored_slots(rows, inputs)
     with torch.no_grad():
         logprobs, entropies = policy(inputs, slots, token_ids, with_entropy=True)
-        total = policy(inputs, slots, token_ids, is_summed=True)
+        total = policy(inputs, slots, token_ids, score=summed_logprobs)
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(total.double(), expected.sum(), atol=1e-4, rtol=1e-5)
     assert (entropies > 0).all()

@@ -19,7 +19,7 @@ from common.generation.reshard_plan import (
 )
 from common.generation.resharder import Resharder, TPGroups
 from common.generation.tp_plans import Cut
-from common.models.trained_weights import TrainedWeight
+from common.models.lora import TrainedWeight
 
 WORLDS = [(1, 1), (2, 2), (4, 1), (4, 2), (8, 4), (8, 8)]
 

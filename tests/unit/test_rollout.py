@@ -9,11 +9,11 @@ from records import make_record
 from common.data.collators import collate_prompts
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.generation.generate import Generation
-from common.models.output_head import Support
+from common.models.output_head import SamplingMask
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.rewards.text_rewards import RewardError
-from step3_ppo.rollout import OldLogprobs, PromptNumbers, Rollout, add_support
+from step3_ppo.rollout import OldLogprobs, PromptNumbers, Rollout, add_sampling_mask
 from step3_ppo.rollout_batch import TokenCap
 
 PROMPTS = 3  # of a generation batch
@@ -157,10 +157,10 @@ def test_a_failing_reward_is_told_on_every_rank(monkeypatch):
         rollout.scores.score(rollout.roles.rewards, batches, {0: ("p", {})})
 
 
-def test_the_support_of_each_token_is_packed_beside_it():
+def test_the_sampling_mask_of_each_token_is_packed_beside_it():
     batch = make_record([4, 7], [1, 2], [2, 1])
-    support = Support(torch.tensor([5, 6, 9, 1, 2, 3]), torch.tensor([0, 2, 3, 6]))
-    found = add_support(batch, support)
+    mask = SamplingMask(torch.tensor([5, 6, 9, 1, 2, 3]), torch.tensor([2, 1, 3]))
+    found = add_sampling_mask(batch, mask)
     found.check()
     assert found.data["support_counts"].tolist() == [2, 1, 3]
     assert found.lengths["support_ids"].tolist() == [3, 3]

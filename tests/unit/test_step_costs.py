@@ -8,9 +8,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
-from common.models import device_peaks, model_flops
-from common.models.loading import LoraOptions, add_lora
+from common.models import model_flops
+from common.models.lora import LoraOptions, add_lora
 from common.models.model_inputs import build_model_inputs
+from common.models.output_head import summed_logprobs
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ScoreHead, ValueModel
 from common.ranks import step_costs, watchdog
@@ -114,7 +115,7 @@ def test_flops_of_a_pass_are_those_that_torch_counts(kind, family, lora_dim, is_
         if kind == "value":
             found = model(inputs, slots).sum()
         else:
-            found = model(inputs, slots, inputs.input_ids.flatten()[slots], is_summed=True)
+            found = model(inputs, slots, inputs.input_ids.flatten()[slots], score=summed_logprobs)
         if is_training:
             found.backward()
     (cost,) = costs._step.values()
@@ -136,12 +137,12 @@ def test_flops_of_a_generation_are_those_that_torch_counts(costs):
 
 
 def test_a_gpu_has_its_data_sheets_peak_and_a_cpu_is_measured(monkeypatch):
-    assert 1e8 < device_peaks.own_peak_flops(torch.float32) < 1e14
+    assert 1e8 < model_flops.own_peak_flops(torch.float32) < 1e14
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, of_fp32, of_bf16 in (
         ("NVIDIA A100-SXM4-80GB", 19.5e12, 312e12),
         ("NVIDIA H200", 67e12, 989e12),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
-        assert device_peaks.own_peak_flops(torch.float32) == of_fp32
-        assert device_peaks.own_peak_flops(torch.bfloat16) == of_bf16
+        assert model_flops.own_peak_flops(torch.float32) == of_fp32
+        assert model_flops.own_peak_flops(torch.bfloat16) == of_bf16

@@ -1,4 +1,4 @@
-"""common/models/tensor_ops.py: masked means and whitening, by hand, against float64 and wrong forms."""
+"""common/models/tensor_ops.py: masked sums and whitening, by hand, against float64 and wrong forms."""
 
 import functools
 import math
@@ -7,7 +7,7 @@ import pytest
 import torch
 from right_or_wrong import close, forms, judge, play_ranks
 
-from common.models.tensor_ops import masked_mean, masked_sum, whiten
+from common.models.tensor_ops import masked_sum, whiten
 
 
 def random_entries(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,37 +91,17 @@ def whiten_share(x, mask, reduce_sum):
 
 
 @forms(
-    masked_mean,
-    padded_positions=lambda x, mask, dim=None: x.nan_to_num(0).sum(dim) / x.shape[-1],
-    times_mask=lambda x, mask, dim=None: (x * mask).sum(dim) / mask.sum(dim),
-    opposite_mask=lambda x, mask, dim=None: masked_mean(x, ~mask, dim),
+    masked_sum,
+    times_mask=lambda x, mask, dim: (x * mask).sum(dim),
+    opposite_mask=lambda x, mask, dim: masked_sum(x, ~mask, dim),
+    in_bf16=lambda x, mask, dim: torch.where(mask, x, 0.0).bfloat16().sum(dim),
 )
-def test_masked_mean_by_hand(form, is_right):
+def test_masked_sum_by_hand(form, is_right):
     def check(form):
-        x = torch.tensor([[1.0, 2.0, 6.0, torch.nan], [5.0, torch.inf, 9.0, -9.0]])
-        mask = torch.tensor([[True, True, True, False], [True, False, False, False]])
-        torch.testing.assert_close(form(x, mask, 1), torch.tensor([3.0, 5.0]))  # (1 + 2 + 6) / 3, 5 / 1
+        x = torch.tensor([[1.0, 2.0, 6.0, torch.nan], [5.0, torch.inf, 9.0, -9.0], [7.0] * 4])
+        mask = torch.tensor([[True, True, True, False], [True, False, False, False], [False] * 4])
+        assert form(x, mask, 1).tolist() == [9.0, 5.0, 0.0]  # 1 + 2 + 6, 5, nothing
+        ones = torch.ones(1, 1001, dtype=torch.bfloat16)  # bf16 knows 1000 and 1004
+        assert form(ones, ones > 0, 1).tolist() == [1001.0]
 
     judge(check, form, is_right)
-
-
-def test_masked_sum_and_mean_over_everything_and_nothing():
-    x = torch.tensor([[1.0, 2.0], [4.0, torch.nan]])
-    mask = torch.tensor([[True, True], [True, False]])
-    assert masked_sum(x, mask).item() == 7.0  # 1 + 2 + 4
-    assert masked_mean(x, mask).item() == pytest.approx(7 / 3)
-    assert masked_sum(x, mask, 0).tolist() == [5.0, 2.0]
-    nothing = torch.zeros_like(mask)
-    assert masked_mean(x, nothing).item() == 0.0
-    assert masked_mean(x, nothing, dim=1, empty=-1.0).tolist() == [-1.0, -1.0]
-
-
-def test_masked_mean_of_bf16_is_added_up_in_fp32():
-    x = torch.ones(1000, dtype=torch.bfloat16)  # bf16 counts to 256 and stays there
-    assert masked_mean(x, x > 0).item() == 1.0 and masked_sum(x, x > 0).dtype == torch.float32
-
-
-def test_masked_mean_gives_no_gradient_to_masked_entries():
-    x = torch.tensor([1.0, 2.0, torch.nan], requires_grad=True)
-    masked_mean(x, torch.tensor([True, True, False])).backward()
-    assert x.grad.tolist() == [0.5, 0.5, 0.0]

@@ -5,7 +5,8 @@ import torch
 import transformers
 from families import FAMILIES
 
-from common.models.loading import LoraOptions, ModelOptions, plain_model
+from common.models.loading import ModelOptions, plain_model
+from common.models.lora import LoraOptions
 from common.models.model_inputs import build_model_inputs
 from common.models.value_model import has_saved_head, load_value_model
 

@@ -1,0 +1,193 @@
+"""LoRA: adapters that train, the weights that they adapt under plain transformers' names, saved adapters.
+
+# O output rows, I input columns, r rank of an adapter
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from common.models.loading import init_weight, plain_model
+from common.ranks.failures import first_line
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Low-rank adapters; `dim` 0 means none, `alpha` 0 means alpha = dim (scaling 1)."""
+
+    dim: int = 0
+    alpha: float = 0.0
+    module_name: str = "auto"
+    only_optimize_lora: bool = True
+
+    @classmethod
+    def of(cls, args: Any, role: Any) -> Self:
+        """Return the adapters that a program's flags ask for; `role` as in `ModelOptions.of`."""
+        return cls(role.lora_dim, role.lora_alpha, role.lora_module_name, args.only_optimize_lora)
+
+
+def linear_module_names(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers that LoRA can adapt (the output head and score head left out)."""
+    heads = {id(model.get_output_embeddings())} if hasattr(model, "get_output_embeddings") else set()
+    names = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and id(m) not in heads]
+    return [n for n in names if n.rsplit(".", 1)[-1] not in ("score", "lm_head", "embed_out")]
+
+
+def lora_targets(names: list[str], module_name: str) -> list[str]:
+    """Return those of the linear layers' `names` that contain `module_name`; all of them for `auto`.
+
+    Raises ValueError with the candidates when nothing matches: an adapter that silently matches nothing would
+    train nothing.
+    """
+    targets = names if module_name == "auto" else [n for n in names if module_name in n]
+    if not targets:
+        candidates = sorted(
+            {n.rsplit(".", 1)[-1] for n in names} | {n.split(".0.")[0] + "." for n in names if ".0." in n}
+        )
+        raise ValueError(
+            f"--lora_module_name {module_name!r} matches no linear layer; use auto, or a part of a name: "
+            + ", ".join(candidates)
+        )
+    return targets
+
+
+def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.Module:
+    """Return the model with PEFT adapters, or the model itself when `options.dim` is 0.
+
+    The adapters train, and the score head of a value model; without `only_optimize_lora` all but the adapted
+    matrices, as in DeepSpeed-Chat.
+    """
+    if options.dim == 0:
+        return model
+    targets = lora_targets(linear_module_names(model), options.module_name)
+    alpha = options.alpha or float(options.dim)
+    config = LoraConfig(
+        r=options.dim, lora_alpha=alpha, target_modules=targets, bias="none", lora_dropout=0.0
+    )
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    # PEFT makes a set of it, which every process writes in another order.
+    adapted.peft_config["default"].target_modules = sorted(targets)
+    for name, parameter in adapted.named_parameters():
+        is_frozen_matrix = ".base_layer." in name
+        if "lora_" not in name and not is_frozen_matrix:
+            parameter.requires_grad = not options.only_optimize_lora or name.endswith("score.weight")
+        if "lora_A" in name:  # PEFT's own would depend on the ZeRO stage; B stays zero
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            init_weight(parameter, name, std=shape[-1] ** -0.5, seed=seed)
+    return adapted
+
+
+class TrainedWeight(NamedTuple):
+    """A weight and, where LoRA adapts it, the factors and the scaling of its adapter."""
+
+    parameter: torch.Tensor
+    lora_a: torch.Tensor | None = None  # (r, I)
+    lora_b: torch.Tensor | None = None  # (O, r)
+    scaling: float = 0.0
+    is_stored_transposed: bool = False  # GPT-2's Conv1D keeps (I, O)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the weight and, if it has an adapter, the adapter's factors A and B."""
+        return [self.parameter] if self.lora_a is None else [self.parameter, self.lora_a, self.lora_b]
+
+    def replace_tensors(self, tensors: list[torch.Tensor]) -> "TrainedWeight":
+        """Return the same with others in the place of `tensors()`, such as gathered ones."""
+        return self._replace(**dict(zip(("parameter", "lora_a", "lora_b"), tensors, strict=False)))
+
+    def merged(
+        self, take: Callable[[torch.Tensor, int], torch.Tensor] = lambda factor, dim: factor
+    ) -> torch.Tensor:
+        """Return weight + scaling B A in the weight's dtype, added in fp32; without adapter itself.
+
+        Nothing is edited. Where the weight is a part of the whole one, `take(factor, dim)` must return the
+        same part along dimension `dim` (of the weight as it is stored) of a factor that has that dimension.
+        """
+        if self.lora_a is None:
+            return self.parameter
+        left, right = self.lora_b.float(), self.lora_a.float()
+        if self.is_stored_transposed:
+            left, right = right.T, left.T
+        delta = self.scaling * (take(left, 0) @ take(right, 1))
+        return (self.parameter.float() + delta).to(self.parameter.dtype)
+
+
+def trained_weights(model: nn.Module) -> dict[str, TrainedWeight]:
+    """Return {plain name: weight} of a transformers model or its PEFT wrapper; tied weights appear once."""
+    plain = plain_model(model)
+    layers = {name: module for name, module in plain.named_modules() if isinstance(module, LoraLayer)}
+    weights = {}
+    for name, parameter in plain.named_parameters():
+        if ".lora_" in name:
+            continue
+        layer = layers.get(name.removesuffix(".base_layer.weight")) if ".base_layer.weight" in name else None
+        weights[name.replace(".base_layer.", ".")] = TrainedWeight(parameter, *_adapter_of(layer))
+    return weights
+
+
+def _adapter_of(layer: Any) -> tuple[Any, ...]:
+    if layer is None:
+        return ()
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    return a, b, layer.scaling["default"], bool(getattr(layer, "fan_in_fan_out", False))
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a folder holds an adapter alone, without the model that it belongs to."""
+    return (Path(path) / _CONFIG).is_file() and not (Path(path) / "config.json").exists()
+
+
+def base_of_adapter(path: str) -> str:
+    """Return the folder or hub name of the model that an adapter was trained on.
+
+    Raises ValueError when the adapter does not tell.
+    """
+    base = _read_config(path).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{Path(path) / _CONFIG} names no base model; give the export/ folder of the run")
+    return base
+
+
+def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """Return the model with an adapter in its weights; pickled adapters are not read.
+
+    Raises ValueError when it is no LoRA adapter, or not one of this model.
+    """
+    kind = _read_config(path).get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f"{path} is an adapter of the type {kind}; only LORA can be merged")
+    try:
+        config = LoraConfig(**_read_config(path))
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+        loaded = set_peft_model_state_dict(adapted, load_file(Path(path) / _WEIGHTS))
+    except (OSError, SafetensorError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path}: the adapter cannot be loaded: {first_line(error)}") from error
+    missing = [name for name in loaded.missing_keys if "lora_" in name]
+    if missing or loaded.unexpected_keys:
+        names = [*missing, *loaded.unexpected_keys]
+        raise ValueError(f"{path} is no adapter of its base model: {len(names)} weights do not match")
+    with torch.no_grad():  # as the export was merged, to the bit
+        for weight in trained_weights(adapted).values():
+            if weight.lora_a is not None:
+                weight.parameter.copy_(weight.merged())
+    return adapted.unload()
+
+
+def _read_config(path: str) -> dict:
+    try:
+        config = json.loads((Path(path) / _CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{Path(path) / _CONFIG} cannot be read: {error}") from error
+    return config if isinstance(config, dict) else {}
