@@ -22,7 +22,7 @@ from common.programs import startup, training_loop
 from common.ranks import distributed, watchdog
 from common.runs.engine_state import EngineState
 from common.runs.export import save_adapter, save_export
-from common.runs.run_saver import Run
+from common.runs.run import Run
 from common.runs.saved_state import Progress
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
@@ -98,7 +98,7 @@ def main() -> None:
             progress.facts["eval_perplexity"] = trainer.evaluate(step, held_out)
 
     with startup.as_problem(problems):
-        run.saver.begin()  # the first to write: the model is there
+        run.begin()  # the first to write: the model is there
     if progress.step == 0:
         for line in data.report.lines():
             logger.note(line)
@@ -112,7 +112,7 @@ def main() -> None:
         save_adapter(folder / "adapter", model.causal_lm, tokenizer, metadata=metadata)
         logger.note(f"saved {folder}/export")
     logger.close()
-    run.saver.finish(num_steps)
+    run.finish()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from common.programs import startup, training_loop
 from common.ranks import distributed, watchdog
 from common.runs.engine_state import EngineState
 from common.runs.export import save_adapter, save_export
-from common.runs.run_saver import Run
+from common.runs.run import Run
 from common.runs.saved_state import Progress
 from step2_reward.arguments import RewardArguments
 from step2_reward.dpo_trainer import DPOTrainer
@@ -187,7 +187,7 @@ def main() -> None:
             progress.facts["eval"] = trainer.evaluate(step, some)
 
     with startup.as_problem(problems):
-        run.saver.begin()  # the first to write: the model is there
+        run.begin()  # the first to write: the model is there
         if is_dpo:
             find_reference(args, learner, batches, held_out, num_steps, may_compute=progress.step == 0)
     if progress.step == 0:
@@ -203,7 +203,7 @@ def main() -> None:
         save_adapter(folder / "adapter", learner.model, tokenizer, metadata=metadata)
         logger.note(f"saved {folder}/export")
     logger.close()
-    run.saver.finish(num_steps)
+    run.finish()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from common.runs.checkpoints import checkpoint_name
 from common.runs.durable_files import remove_folder
 from common.runs.engine_state import EngineState, ShardState
 from common.runs.export import ExportFailed, save_adapter, save_export
-from common.runs.run_saver import Run
+from common.runs.run import Run
 from common.runs.saved_state import Progress
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ema import ExponentialMovingAverage
@@ -205,7 +205,7 @@ def train(trainer: PPOTrainer, run: Run, num_steps: int, tokenizer: Any) -> None
             remove_exports(trainer.args)
         while trainer.evaluation and trainer.evaluation.is_due(0, num_steps):
             judge_and_export(trainer, run, tokenizer)  # again where it was refused: the rest compares with it
-            run.saver.point(checkpoint_name(0), is_due=False)
+            run.point(checkpoint_name(0), is_due=False)
     while progress.step < num_steps:
         step, refusal = progress.step + 1, None
         try:
@@ -217,7 +217,7 @@ def train(trainer: PPOTrainer, run: Run, num_steps: int, tokenizer: Any) -> None
         if refusal:
             run.refuse(step, refusal, checkpoint_name(step))
         judge_and_export(trainer, run, tokenizer)
-        run.saver.point(checkpoint_name(step), is_due=run.saver.is_due(step, num_steps))
+        run.point(checkpoint_name(step), is_due=run.is_due(step))
 
 
 def judge_and_export(trainer: PPOTrainer, run: Run, tokenizer: Any) -> None:
@@ -341,7 +341,7 @@ def main() -> None:
         }
         progress = Progress(data.key, rows, about_data=data.report.facts())
         run = build_run(args, start, trainer, progress)
-        run.saver.begin()  # the first to write: all models are there
+        run.begin()  # the first to write: all models are there
     if progress.step == 0:
         for line in [*data.report.lines(), *([told] if told else [])]:
             trainer.logger.note(line)
@@ -360,7 +360,7 @@ def main() -> None:
     trainer.logger.close()
     if too_many:
         raise too_many
-    run.saver.finish(num_steps)
+    run.finish()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from common.data.packed_batch import PackedBatch
 from common.flags.refusal import StepRefused
 from common.ranks import distributed
 from common.runs.checkpoints import checkpoint_name
-from common.runs.run_saver import Run
+from common.runs.run import Run
 from common.runs.saved_state import Stateful, TensorReader, TensorSlice
 
 OPEN = "open"
@@ -55,9 +55,8 @@ class SavingHooks(StepHooks):
 
     def pause(self, step: int, position: str) -> None:
         """Save where it is due, or leave where the run was asked to stop. Every rank must call this."""
-        saver = self.run.saver
-        is_due = position.startswith(self.prefixes) and saver.is_due(step, self.run.logger.num_steps)
-        saver.point(checkpoint_name(step - 1, position), is_due=is_due)
+        is_due = position.startswith(self.prefixes) and self.run.is_due(step)
+        self.run.point(checkpoint_name(step - 1, position), is_due=is_due)
 
     def refuse(self, step: int, error: StepRefused, position: str) -> None:
         """Count it; TooManyBadSteps, with the state saved, when it is one too many."""
@@ -94,9 +93,9 @@ class TrainerState(Stateful):
         for name, batch in self._batches().items():
             prefix = f"{name}:{distributed.rank()}"
             yield TensorSlice(f"{prefix}:ids", 0, torch.tensor(batch.ids, dtype=torch.int64))
-            for key in batch.data:
-                yield TensorSlice(f"{prefix}:{key}:data", 0, batch.data[key])
-                yield TensorSlice(f"{prefix}:{key}:lengths", 0, batch.lengths[key])
+            for key in batch.data:  # columns may share their memory, which a file's slices must not
+                yield TensorSlice(f"{prefix}:{key}:data", 0, batch.data[key].clone())
+                yield TensorSlice(f"{prefix}:{key}:lengths", 0, batch.lengths[key].clone())
 
     def json_state(self) -> dict[str, Any]:
         """Return the rest."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.runs.run_files import FINISHED_FILE
-from common.runs.run_lock import find_holder, read_lock
+from common.runs.run_lock import held_message, read_lock
 
 STOPPED = 75  # as the programs leave when a signal has stopped them
 FINAL = (0, STOPPED, 130, 143)  # exit codes after which the same command does not help
@@ -73,7 +73,7 @@ def run_until_done(folder: Path, command: Sequence[str], tries: int) -> int:
         code, was_asked = run_group(command)
         if was_asked:
             return STOPPED if code else 0
-        while find_holder(folder):  # ranks that outlive their launcher
+        while held_message(folder):  # ranks that outlive their launcher
             time.sleep(0.5)
         now = read_lock(folder)
         if now == before and code < 128 and (code or (folder / FINISHED_FILE).exists()):

@@ -24,11 +24,11 @@ from common.flags.refusal import StepRefused, TooManyBadSteps
 from common.models.lora import linear_module_names, lora_targets
 from common.programs.environment import STALE_SECONDS, check_environment, find_build_locks
 from common.ranks import distributed, watchdog
-from common.ranks.failures import first_line
+from common.ranks.failures import first_line, say
 from common.runs import run_lock
 from common.runs.checkpoints import SaveFailed
 from common.runs.export import ExportFailed, read_metadata
-from common.runs.stop_request import STOPPED, Stopped, say
+from common.runs.stop_request import STOPPED, Stopped
 from common.runs.trackers import missing_trackers
 
 

@@ -26,8 +26,8 @@ from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
 from common.runs.checkpoints import checkpoint_name
 from common.runs.resume import EarlierRun, find_run
+from common.runs.run import Run
 from common.runs.run_logger import RunLogger
-from common.runs.run_saver import Run
 from common.runs.trackers import build_trackers
 
 
@@ -168,11 +168,11 @@ def run_steps(
 
     Raises Stopped when the run is asked to stop, TooManyBadSteps when too many are refused.
     """
-    progress, saver = run.progress, run.saver
+    progress = run.progress
     if progress.step == 0:
         with watchdog.phase("the evaluation", 0, clock="evaluate"):
             evaluate(0)
-        saver.point(checkpoint_name(0), is_due=False)
+        run.point(checkpoint_name(0), is_due=False)
     for micro_batches in batches.forever(progress.step):
         if progress.step >= num_steps:
             return
@@ -190,7 +190,7 @@ def run_steps(
         if is_due or step % len(batches) == 0 or step == num_steps:
             with watchdog.phase("the evaluation", step, clock="evaluate"):
                 evaluate(step)
-        saver.point(checkpoint_name(step), is_due=saver.is_due(step, num_steps))
+        run.point(checkpoint_name(step), is_due=run.is_due(step))
 
 
 def build_logger(args: Any, columns: tuple[str, ...], num_steps: int) -> RunLogger:

@@ -1,5 +1,6 @@
 """What kind of failure an exception is: this rank's own, want of memory, or another rank's. PURE."""
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -16,9 +17,13 @@ CLOSED_WORDS += ("ncclremoteerror", "remote process exited")
 
 
 def say(text: str) -> None:
-    """Write a line at once: the process is about to end, and another thread may hold sys.stderr's lock."""
+    """Write a line to standard error at once: another thread may hold sys.stderr's lock.
+
+    It is lost where nobody reads any more: a signal for the whole process group ends `| tee log` too.
+    """
     line = f"\n{text}\n" if os.isatty(2) else f"{text}\n"  # a progress bar may stand there
-    os.write(2, line.encode(errors="replace"))
+    with contextlib.suppress(OSError):
+        os.write(2, line.encode(errors="replace"))
 
 
 def first_line(error: BaseException, otherwise: str = "") -> str:

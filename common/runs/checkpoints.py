@@ -10,13 +10,13 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.ranks import distributed
-from common.runs.durable_files import WRITING, digest, publish_folder, remove_folder, remove_leftovers, sync
+from common.runs.durable_files import WRITING, digest, publish_folder, remove_folder, sync
 from common.runs.saved_state import Stateful, TensorReader, write_slices
 
 FOLDER, META = "checkpoints", "meta.json"
@@ -43,10 +43,6 @@ def checkpoint_order(name: str) -> tuple[int, int] | None:
 
 class SaveFailed(OSError):
     """A checkpoint could not be written; the ones before it are as they were. Raised on every rank alike."""
-
-
-class NoCheckpoint(ValueError):
-    """There are checkpoints, and none of them can be used; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +92,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     for name, told in meta["files"].items():
         try:
             size = (folder / name).stat().st_size
-        except FileNotFoundError:
-            raise ValueError(f"{name} is missing") from None
         except OSError as error:
             raise ValueError(f"{name} cannot be read: {error.strerror}") from error
         if size != told["bytes"]:
@@ -119,82 +113,70 @@ def find_checkpoints(run_folder: Path) -> tuple[list[Checkpoint], list[str]]:
     return found, doubts
 
 
-@dataclass
-class CheckpointWriter:
-    """Writes the checkpoints of a run. `about` goes into each meta.json: flags, versions."""
+def save_checkpoint(
+    run_folder: Path, name: str, parts: Mapping[str, Stateful], about: dict[str, Any], save_total_limit: int
+) -> None:
+    """Write a checkpoint, then remove those beyond the limit (0: none). Every rank must call this.
 
-    run_folder: Path
-    save_total_limit: int = 2
-    about: dict[str, Any] = field(default_factory=dict)
+    `about` goes into meta.json: flags, versions. Raises SaveFailed, on every rank, when anything could not be
+    written on any of them.
+    """
+    folder = run_folder / FOLDER / name
+    temporary = folder.with_name(name + WRITING)
+    is_main = distributed.is_main()
 
-    def clean(self) -> None:
-        """Remove what a crash has left unfinished. To be called by one rank."""
-        remove_leftovers(self.run_folder / FOLDER)
-
-    def save(self, name: str, parts: Mapping[str, Stateful]) -> None:
-        """Write a checkpoint and then remove those beyond the limit. Every rank must call this.
-
-        Raises SaveFailed, on every rank, when anything could not be written on any of them.
-        """
-        folder = self.run_folder / FOLDER / name
-        temporary = folder.with_name(name + WRITING)
-        try:
-            _on_main(lambda: _make_empty(temporary))
-            told = _on_all(lambda: self._write_parts(temporary, parts))
-            states = _on_all(lambda: {part: thing.json_state() for part, thing in parts.items()})[0]
-            _on_main(lambda: self._commit(temporary, folder, states, told))
-        except SaveFailed:
-            if distributed.is_main():
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        if distributed.is_main():
-            self._prune()
-        distributed.barrier()
-
-    def _write_parts(self, folder: Path, parts: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
-        if not folder.is_dir():
-            raise OSError(
-                f"{folder} is not seen by rank {distributed.rank()}: --output_dir must be on a disk that all "
-                "machines share"
-            )
-        told = {}
-        for part, thing in parts.items():
-            slices = list(thing.tensor_slices())
-            if slices:
-                path = folder / f"{part}-rank-{distributed.rank():05d}.safetensors"
-                write_slices(path, slices)
-                sync(path)
-                told[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
-        return told
-
-    def _commit(
-        self, temporary: Path, folder: Path, states: dict[str, Any], told: Sequence[dict[str, Any]]
-    ) -> None:
+    def commit() -> None:
         files = {name: facts for of_rank in told for name, facts in of_rank.items()}
-        meta = self.about | {
-            "format": FORMAT,
-            "world_size": distributed.world_size(),
-            "numbers": states,
-            "files": files,
-        }
-        text = json.dumps(meta)
+        meta = {"format": FORMAT, "world_size": distributed.world_size(), "numbers": states, "files": files}
+        text = json.dumps(about | meta)
         outer = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text}
         (temporary / META).write_text(json.dumps(outer))
         publish_folder(temporary, folder)
 
-    def _prune(self) -> None:
-        found, _ = find_checkpoints(self.run_folder)
-        for old in found[self.save_total_limit :] if self.save_total_limit else []:
-            try:
-                remove_folder(old.folder)
-            except OSError as error:  # the new one is whole: nothing is lost
-                print(f"warning: {old.folder} could not be removed: {error.strerror}", flush=True)
+    try:
+        _on_all(lambda: _make_empty(temporary) if is_main else None)
+        told = _on_all(lambda: _write_parts(temporary, parts))
+        states = _on_all(lambda: {part: thing.json_state() for part, thing in parts.items()})[0]
+        _on_all(lambda: commit() if is_main else None)
+    except SaveFailed:
+        if is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if is_main and save_total_limit:
+        _prune(run_folder, save_total_limit)
+    distributed.barrier()
+
+
+def _write_parts(folder: Path, parts: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
+    """Write this rank's files; return the size and SHA-256 of each."""
+    if not folder.is_dir():
+        raise OSError(
+            f"{folder} is not seen by rank {distributed.rank()}: --output_dir must be on a disk that all "
+            "machines share"
+        )
+    told = {}
+    for part, thing in parts.items():
+        slices = list(thing.tensor_slices())
+        if slices:
+            path = folder / f"{part}-rank-{distributed.rank():05d}.safetensors"
+            write_slices(path, slices)
+            sync(path)
+            told[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+    return told
+
+
+def _prune(run_folder: Path, save_total_limit: int) -> None:
+    for old in find_checkpoints(run_folder)[0][save_total_limit:]:
+        try:
+            remove_folder(old.folder)
+        except OSError as error:  # the new one is whole: nothing is lost
+            print(f"warning: {old.folder} could not be removed: {error.strerror}", flush=True)
 
 
 def load_newest(candidates: Sequence[Checkpoint], parts: Mapping[str, Stateful]) -> Checkpoint:
     """Let the parts take the newest checkpoint whose every byte is as it was written; return it.
 
-    Every rank must call this. Raises NoCheckpoint when none is, ValueError when it is not of this run.
+    Every rank must call this. Raises ValueError when none is whole, or it is not of this run.
     """
     doubts = []
     for candidate in candidates:
@@ -214,7 +196,7 @@ def load_newest(candidates: Sequence[Checkpoint], parts: Mapping[str, Stateful])
                     f"checkpoint {candidate.folder} is not of this run: {part}: {error}"
                 ) from error
         return candidate
-    raise NoCheckpoint("; ".join(doubts))
+    raise ValueError("; ".join(doubts))
 
 
 def _make_empty(folder: Path) -> None:
@@ -224,7 +206,7 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir()
 
 
-def _on_all(work: Any) -> list[Any]:
+def _on_all(work: Callable[[], Any]) -> list[Any]:
     """Return what `work` gives on every rank; SaveFailed on all when it fails on one."""
 
     def write() -> Any:
@@ -234,8 +216,3 @@ def _on_all(work: Any) -> list[Any]:
             raise SaveFailed(f"rank {distributed.rank()}: {error}") from error
 
     return distributed.run_together(write, SaveFailed)
-
-
-def _on_main(work: Any) -> None:
-    """Do `work` on the first rank; SaveFailed on all when it fails."""
-    _on_all(work if distributed.is_main() else lambda: None)

@@ -4,7 +4,6 @@ What is not finished yet ends in `.writing`, what is on its way out in `.deletin
 """
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import json
@@ -16,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 WRITING, DELETING = ".writing", ".deleting"
-_AT_CWD, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of <linux/fs.h>
-_NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def without_nan(value: Any) -> Any:
@@ -41,16 +38,19 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     except OSError as error:
         # Some network file systems take no order for a folder: they keep its names on their own.
-        if not (path.is_dir() and error.errno in _NOT_SUPPORTED):
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)):
             raise
     finally:
         os.close(descriptor)
 
 
-def sync_tree(folder: Path) -> None:
-    """Bring everything under a folder to the disk."""
-    for path in (*folder.rglob("*"), folder):
-        sync(path)
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file holds, {} where there is none or it cannot be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_file(path: Path, text: str) -> None:
@@ -81,35 +81,26 @@ def digest(path: Path) -> str:
 def publish_folder(temporary: Path, folder: Path) -> None:
     """Put a finished folder in the place of `folder`, which may exist; the old one is then removed.
 
-    Its files get the rights that umask left the folder: safetensors writes them for their owner alone.
-    On Linux the two change places in one system call; where a file system cannot do that, two renames leave a
-    moment in which only `folder.deleting` and `temporary` exist, and `remove_leftovers` mends it. Raises
-    OSError, with `folder` as it was, when the new one cannot be brought to the disk or to its place.
+    Its files get the rights that umask left the folder: safetensors writes them for their owner alone. After
+    a crash between the two renames `remove_leftovers` brings the old one back. Raises OSError, with `folder`
+    as it was, when the new one cannot be brought to the disk or to its place.
     """
-    for path in temporary.rglob("*"):
+    for path in (*temporary.rglob("*"), temporary):
         if path.is_file():
             path.chmod(temporary.stat().st_mode & 0o666)
-    sync_tree(temporary)
+        sync(path)
     old = folder.with_name(folder.name + DELETING)
-    if not folder.exists():
-        temporary.rename(folder)
-    elif _exchange(temporary, folder):
-        old = temporary
-    else:
-        _replace_in_two_steps(temporary, folder, old)
-    sync(folder.parent)
-    # From here on it is published: what cannot be removed now is a leftover, and no failure.
-    _remove(old, ignore_errors=True)
-
-
-def _replace_in_two_steps(temporary: Path, folder: Path, old: Path) -> None:
-    _remove(old, ignore_errors=True)
-    folder.rename(old)
+    _remove(old)
+    if folder.exists():
+        folder.rename(old)
     try:
         temporary.rename(folder)
     except OSError:
-        old.rename(folder)
+        if old.exists():
+            old.rename(folder)
         raise
+    sync(folder.parent)
+    _remove(old)  # what cannot be removed now is a leftover, and no failure
 
 
 def remove_folder(folder: Path) -> None:
@@ -118,48 +109,31 @@ def remove_folder(folder: Path) -> None:
     Raises OSError, with the folder as it was, when it cannot be renamed.
     """
     leaving = folder.with_name(folder.name + DELETING)
-    _remove(leaving, ignore_errors=True)
+    _remove(leaving)
     folder.rename(leaving)
     sync(folder.parent)
-    _remove(leaving, ignore_errors=True)  # a file that is still open elsewhere stays a leftover
+    _remove(leaving)  # a file that is still open elsewhere stays a leftover
 
 
 def remove_leftovers(parent: Path) -> None:
     """Remove what a crash left unfinished directly under a folder; bring back what it left between two
     renames.
     """
-    if not parent.is_dir():
-        return
-    for path in sorted(parent.glob(f"*{WRITING}")):
-        _restore_folder(path.with_name(path.name.removesuffix(WRITING)))
-    for path in list(parent.iterdir()):
-        if path.suffix in (WRITING, DELETING):
-            _remove(path)
+    left = [path for path in parent.glob("*") if path.suffix in (WRITING, DELETING)]
+    for path in left:
+        folder = path.with_suffix("")
+        if (
+            path.suffix == DELETING
+            and not folder.exists()
+            and folder.with_name(folder.name + WRITING) in left
+        ):
+            path.rename(folder)
+    for path in left:
+        _remove(path)
 
 
-def _remove(path: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a folder, a file or a link (not what it leads to); nothing where there is none."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors)
-        return
-    with contextlib.suppress(OSError if ignore_errors else FileNotFoundError):
+def _remove(path: Path) -> None:
+    """Remove a folder, a file or a link (not what it leads to); what cannot be removed stays."""
+    shutil.rmtree(path, ignore_errors=True)  # it takes folders only
+    with contextlib.suppress(OSError):
         path.unlink()
-
-
-def _restore_folder(folder: Path) -> None:
-    old = folder.with_name(folder.name + DELETING)
-    if not folder.exists() and old.is_dir() and folder.with_name(folder.name + WRITING).is_dir():
-        old.rename(folder)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Let two paths change places in one step; False where system or file system cannot."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(_AT_CWD, os.fsencode(first), _AT_CWD, os.fsencode(second), _EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in _NOT_SUPPORTED:
-        return False
-    raise OSError(number, os.strerror(number), str(first))

@@ -1,7 +1,6 @@
 """What --output_dir holds of an earlier run, and whether this one resumes it."""
 
 import dataclasses
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,8 @@ from common.flags.args import Problems
 from common.flags.other_names import REMOVED, rename_flags
 from common.ranks import distributed
 from common.runs.checkpoints import FOLDER, META, Checkpoint, find_checkpoints, read_checkpoint
+from common.runs.durable_files import read_object
+from common.runs.run_description import flag_defaults
 from common.runs.run_files import ARGS_FILE, FINISHED_FILE
 from common.runs.run_lock import LOCK_FILE, held_message
 
@@ -45,8 +46,8 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
         _refuse_other_files(folder, args, problems)
         return EarlierRun()
     found, doubts = find_checkpoints(folder)
-    finished = _read_json(folder / FINISHED_FILE)
-    saved = found[0].meta["args"] if found else _read_json(folder / ARGS_FILE)
+    finished = read_object(folder / FINISHED_FILE)
+    saved = found[0].meta["args"] if found else read_object(folder / ARGS_FILE)
     if finished and all(getattr(args, n, None) == finished["args"].get(n) for n in LENGTH_FLAGS):
         text = (
             f"the run in {folder} has finished: {finished['steps']} steps; its models are in {folder}/export"
@@ -112,14 +113,6 @@ def _refuse_other_files(folder: Path, args: Any, problems: Problems) -> None:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Problems) -> list[str]:
     """Add a problem for flags that differ from a saved run's and may not; return notes on those that may."""
     notes = []
@@ -131,10 +124,9 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
                 f"{origin} was made with --{name} {saved[name]}, a flag that has been removed ({instead}): "
                 "resume it with the version that wrote it, or give --overwrite_output_dir to begin anew"
             )
+    saved = flag_defaults(args) | saved  # an older program did not have all flags
     for flag in dataclasses.fields(args):
-        now = getattr(args, flag.name)
-        default = flag.default if flag.default is not dataclasses.MISSING else flag.default_factory()
-        before = saved.get(flag.name, default)
+        now, before = getattr(args, flag.name), saved[flag.name]
         if flag.name == "dtype":
             now, before = distributed.dtype_name(now), before or saved.get("resolved_dtype")
         if now == before:

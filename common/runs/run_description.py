@@ -1,10 +1,10 @@
 """What a run notes of itself at each start: when, by which code and versions, on what, with which data."""
 
+import contextlib
 import dataclasses
-import json
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from common.ranks import distributed
+from common.runs.durable_files import read_object
 from common.runs.run_files import RUN_FILE
-from common.runs.saved_state import Progress
+from common.runs.saved_state import Progress, Stateful
 
 OF_CHECKPOINTS = ("torch", "deepspeed", "transformers")
 OF_RUNS = (*OF_CHECKPOINTS, "tokenizers", "datasets", "numpy", "peft", "accelerate", "flash-attn")
@@ -25,10 +26,8 @@ def installed_versions(names: Sequence[str]) -> dict[str, str]:
     """Return {package: version} of those that are installed."""
     found = {}
     for name in names:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 
@@ -41,13 +40,28 @@ def flag_defaults(args: Any) -> dict[str, Any]:
 
 
 def describe_run(
-    folder: Path, args: Any, *, num_steps: int, start: dict[str, Any], is_resumed: bool
+    folder: Path, args: Any, parts: Mapping[str, Stateful], *, num_steps: int, is_resumed: bool
 ) -> dict[str, Any]:
-    """Return what run.json is to say: steps, defaults, and `start` after those that the file has.
+    """Return what run.json is to say: steps, defaults, and this start after those that the file has.
 
     A run that begins anew has no earlier starts.
     """
-    starts = _read_starts(folder / RUN_FILE) if is_resumed else []
+    starts = read_object(folder / RUN_FILE).get("starts") if is_resumed else []
+    starts = starts if isinstance(starts, list) else []  # what cannot be read decides nothing
+    progress: Progress = parts["progress"]
+    start = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "from_step": progress.step,
+        "world_size": distributed.world_size(),
+        "device": device_name(),
+        "dtype": distributed.dtype_name(args.dtype),
+        "data_key": progress.data_key,
+        "global_rows": next(iter(progress.rows.values())),  # of a step
+        "data": progress.about_data,
+        "parameters": {n: count_parameters(p.engine) for n, p in parts.items() if hasattr(p, "engine")},
+        "code": code_version(),
+        "versions": {"python": platform.python_version()} | installed_versions(OF_RUNS),
+    }
     return {"num_steps": num_steps, "defaults": flag_defaults(args), "starts": [*starts, start]}
 
 
@@ -55,25 +69,6 @@ def count_parameters(engine: Any) -> dict[str, int]:
     """Return how many parameters a model has, and how many of them are trained, whatever is sharded."""
     counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
     return {"all": sum(n for n, _ in counts), "trained": sum(n for n, is_trained in counts if is_trained)}
-
-
-def describe_start(
-    progress: Progress, dtype: str, parameters: dict[str, dict[str, int]] | None = None
-) -> dict[str, Any]:
-    """Return what one start of a run is made on; `parameters` are each model's, see `count_parameters`."""
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "from_step": progress.step,
-        "world_size": distributed.world_size(),
-        "device": device_name(),
-        "dtype": dtype,
-        "data_key": progress.data_key,
-        "global_rows": next(iter(progress.rows.values())),  # of a step
-        "data": progress.about_data,
-        "parameters": parameters or {},
-        "code": code_version(),
-        "versions": {"python": platform.python_version()} | installed_versions(OF_RUNS),
-    }
 
 
 def device_name() -> str:
@@ -94,12 +89,3 @@ def code_version() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _read_starts(path: Path) -> list[dict[str, Any]]:
-    """Return the starts that a run.json tells of; none when it cannot be read: it decides nothing."""
-    try:
-        found = json.loads(path.read_text())["starts"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return found if isinstance(found, list) else []

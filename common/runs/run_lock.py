@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+from common.runs.durable_files import read_object
+
 LOCK_FILE = "lock.json"  # the process that writes here, and how it ended
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _REFUSED = 2
@@ -26,22 +28,20 @@ _held: tuple[IO[str], dict[str, Any], dict[str, Any] | None] | None = None
 
 def read_lock(folder: Path) -> dict[str, Any]:
     """Return what lock.json says of the last run, {} where there is none, or none that can be read."""
-    try:
-        found = json.loads((folder / LOCK_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_object(folder / LOCK_FILE)
 
 
-def find_holder(folder: Path) -> str:
-    """Return which other process writes to a folder, and since when; "" where none does."""
+def held_message(folder: Path) -> str:
+    """Return why a second run must not begin in a folder, "" where no other process writes to it."""
     try:
         with open(folder / LOCK_FILE, "r+") as file:
             _lock(file)
     except OSError as error:
         if error.errno in _TAKEN:
             told = read_lock(folder)
-            return f"process {told.get('process')} on {told.get('host')}, since {told.get('since')}"
+            holder = f"process {told.get('process')} on {told.get('host')}, since {told.get('since')}"
+            text = f"--output_dir {folder} belongs to a run that has not ended ({holder})"
+            return f"{text}; wait for it, stop it, or give another folder"
     return ""
 
 
@@ -69,13 +69,6 @@ def take(output_dir: str) -> None:
     told = {"host": socket.gethostname(), "process": os.getpid(), "since": since, "exit_code": None}
     _held = file, told, before
     _write(file, told)
-
-
-def held_message(folder: Path) -> str:
-    """Return what is wrong with a second run in a folder, "" where there is no first one."""
-    holder = find_holder(folder)
-    text = f"--output_dir {folder} belongs to a run that has not ended ({holder}); wait for it, stop it, or "
-    return f"{text}give another folder" if holder else ""
 
 
 def release(exit_code: int | None) -> None:

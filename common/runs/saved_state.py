@@ -72,30 +72,13 @@ class TensorReader:
 
 
 def write_slices(file: Path, slices: Iterable[TensorSlice]) -> None:
-    """Write a rank's slices; keys may hold any text."""
+    """Write a rank's slices, no two of which may overlap in memory; keys may hold any text."""
     named: dict[str, torch.Tensor] = {}
     for key, start, tensor in slices:
         name = f"{key}@{start}"
         assert name not in named, f"two slices of {key} begin at {start}"
         named[name] = tensor.detach().cpu().contiguous()
-    save_file(_without_overlaps(named), file)
-
-
-def _without_overlaps(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors, with copies of those that share memory: safetensors refuses them.
-
-    Slices of one buffer that lie side by side are not copied: they are most of a checkpoint.
-    """
-    apart = {}
-    ends: dict[int, int] = {}  # of what was taken from a storage so far
-    for name, tensor in sorted(tensors.items(), key=lambda named: named[1].data_ptr()):
-        storage, address = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
-        if address < ends.get(storage, 0):
-            tensor = tensor.clone()
-        else:
-            ends[storage] = address + tensor.nbytes
-        apart[name] = tensor
-    return apart
+    save_file(named, file)
 
 
 class Stateful:

@@ -4,7 +4,6 @@ Python calls a signal's handler between two of its own instructions, and a rank 
 collective has none. So the number is read from the interpreter's wake-up descriptor by a thread.
 """
 
-import contextlib
 import os
 import signal
 import socket
@@ -12,21 +11,13 @@ import threading
 import time
 
 from common.ranks import distributed
+from common.ranks.failures import say
 from common.runs import run_lock
 
 STOPPED = 75  # EX_TEMPFAIL of <sysexits.h>: the same command resumes
 # A terminal's Ctrl-C reaches every rank, and the launcher passes on a signal of its own: that is one request.
 SAME_REQUEST_SECONDS = 2.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-def say(text: str) -> None:
-    """Write a line to standard error, if there is still somebody who reads it.
-
-    A signal for the whole process group ends `| tee log` too, and saving must not stop for that.
-    """
-    with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode())
 
 
 class Stopped(Exception):  # noqa: N818  (nothing went wrong)
@@ -39,14 +30,12 @@ class StopRequest:
     def __init__(self) -> None:
         self.name = ""
         self._asked_at = 0.0
-        self._is_installed = False
 
     def install(self) -> None:
         """Take over the signals, of which a shell may have let this process ignore some."""
         mine = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
-        if self._is_installed or not mine or threading.current_thread() is not threading.main_thread():
+        if not mine or threading.current_thread() is not threading.main_thread():
             return
-        self._is_installed = True
         reading, writing = socket.socketpair()
         writing.setblocking(False)
         signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)

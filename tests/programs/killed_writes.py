@@ -1,11 +1,11 @@
 """Kills a child at every system call that changes files, and looks at what it leaves.
 
-python killed_writes.py kill_at_write.so FOLDER SCENARIO [two_renames]
+python killed_writes.py kill_at_write.so FOLDER SCENARIO
 
 For k = 1, 2, ... a child does the scenario's action on a fresh copy of what was prepared, and is killed at
-its k-th call (kill_at_write.c). Then what is there must be the old or the new state, whole, and the action
-must succeed when it is done again. Prints one JSON line: {"calls": how many there are, "unseen": ways of
-writing that could not be cut, "states": what was found after each, "old" or "new"}.
+its k-th call (kill_at_write.c). Then what is there, leftovers removed, must be the old or the new state,
+whole, and the action must succeed when it is done again. Prints one JSON line: {"calls": how many there are,
+"unseen": ways of writing that could not be cut, "states": what was found after each, "old" or "new"}.
 """
 
 import ctypes
@@ -23,8 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from simple_parts import make_parts, versions  # noqa: E402
 
-from common.runs import durable_files  # noqa: E402
-from common.runs.checkpoints import CheckpointWriter, find_checkpoints, load_newest  # noqa: E402
+from common.runs.checkpoints import find_checkpoints, load_newest, save_checkpoint  # noqa: E402
 from common.runs.durable_files import publish_folder, remove_folder, remove_leftovers, write_file  # noqa: E402
 
 TEXTS = {"old": "first " * 2000, "new": "second" * 2000}
@@ -32,7 +31,7 @@ TEXTS = {"old": "first " * 2000, "new": "second" * 2000}
 
 def save(folder: Path, step: int, version: int) -> None:
     """Save a state in a run that keeps one."""
-    CheckpointWriter(folder, 1).save(f"step-{step:06d}", make_parts(version))
+    save_checkpoint(folder, f"step-{step:06d}", make_parts(version), {}, 1)
 
 
 def newest(folder: Path) -> str:
@@ -45,8 +44,7 @@ def newest(folder: Path) -> str:
 
 
 def save_again(folder: Path) -> None:
-    """Clean and save, as a run does that goes on."""
-    CheckpointWriter(folder, 1).clean()
+    """Save once more, as a run does that goes on."""
     save(folder, 3, 2)
     assert newest(folder) == "new"
 
@@ -147,7 +145,7 @@ def count_calls(killer: ctypes.CDLL, scenario: Scenario, folder: Path) -> tuple[
     return tuple(json.loads(counts.read_text()))
 
 
-def kill_at(killer: ctypes.CDLL, k: int, scenario: Scenario, folder: Path, *, is_cleaned_first: bool) -> str:
+def kill_at(killer: ctypes.CDLL, k: int, scenario: Scenario, folder: Path) -> str:
     """Return the state that a kill at call k leaves, after going on from it."""
 
     def work() -> None:
@@ -155,12 +153,9 @@ def kill_at(killer: ctypes.CDLL, k: int, scenario: Scenario, folder: Path, *, is
         scenario.act(folder)
 
     assert in_child(work) == -signal.SIGKILL, k
-    if is_cleaned_first:
-        remove_leftovers(folder)
-        remove_leftovers(folder / "checkpoints")
-    state = scenario.read(folder)
     remove_leftovers(folder)
-    assert scenario.read(folder) == state
+    remove_leftovers(folder / "checkpoints")
+    state = scenario.read(folder)
     scenario.act_again(folder)
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
     assert names == scenario.names, (k, names)
@@ -169,9 +164,7 @@ def kill_at(killer: ctypes.CDLL, k: int, scenario: Scenario, folder: Path, *, is
 
 def main() -> None:
     """Do a scenario for all k."""
-    library, place, name, *more = sys.argv[1:]
-    if more:  # as on a file system that cannot exchange two folders: there is a moment without either
-        durable_files._exchange = lambda first, second: False
+    library, place, name = sys.argv[1:]
     killer, scenario = ctypes.CDLL(library), SCENARIOS[name]
     pristine, folder = Path(place) / "pristine", Path(place) / "folder"
     pristine.mkdir()
@@ -184,7 +177,7 @@ def main() -> None:
     for k in range(1, calls + 1):
         shutil.rmtree(folder)
         shutil.copytree(pristine, folder)
-        states.append(kill_at(killer, k, scenario, folder, is_cleaned_first=bool(more)))
+        states.append(kill_at(killer, k, scenario, folder))
     print(json.dumps({"calls": calls, "unseen": unseen, "states": states}))
 
 

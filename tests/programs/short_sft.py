@@ -8,7 +8,7 @@ from typing import Any
 from forked_runs import ForkedRun, ForkServer
 
 STEPS = 4
-SAVE = "common.runs.checkpoints:CheckpointWriter.save"
+SAVE = "common.runs.run:save_checkpoint"
 TRAIN_STEP = "step1_sft.sft_trainer:SFTTrainer.train_step"
 
 

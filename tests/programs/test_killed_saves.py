@@ -48,12 +48,10 @@ def killer(tmp_path_factory) -> Path:
 SCENARIOS = {"save": 20, "save over": 20, "export": 15, "file": 5, "remove": 5}
 
 
-@pytest.mark.parametrize("way", ["exchange", "two_renames"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_killed_at_every_call_that_writes(killer, tmp_path, scenario, way):
+def test_killed_at_every_call_that_writes(killer, tmp_path, scenario):
     """What is there is the old or the new state, whole; from some call on it is the new one."""
     words = [str(HERE / "killed_writes.py"), str(killer), str(tmp_path), scenario]
-    words += ["two_renames"] if way == "two_renames" else []
     done = subprocess.run(
         [sys.executable, *words], env=environment(), capture_output=True, text=True, timeout=400
     )
@@ -80,7 +78,7 @@ def count_calls(sft: ShortSFT, killer: Path, folder: Path, ranks: int, rank: int
     tell = "print('calls', killer.num_calls(), killer.num_unseen(), flush=True)"
     hooks = [
         hook(SAVE, STEPS, with_killer(killer, "killer.arm(ctypes.c_long(-1))"), rank=rank),
-        hook("common.runs.run_saver:RunSaver.finish", 1, with_killer(killer, tell), rank=rank, when="after"),
+        hook("common.runs.run:Run.finish", 1, with_killer(killer, tell), rank=rank, when="after"),
     ]
     done = sft.run(folder, ranks, hooks)
     assert done.codes == [0] * ranks, done.text(rank)

@@ -164,7 +164,7 @@ def test_all_ranks_compute_longer_than_the_limit(forks, flags):
     """None waits for another as long; and the first to end, which holds the store, ends nobody."""
     at = TRAINING[1][0]
     hooks = [{"at": at, "call": 2, "do": "sleep:7"}, {"at": at, "call": 3, "do": HOLD.format(7)}]
-    hooks += [{"at": "common.runs.run_saver:RunSaver.finish", "rank": 1, "do": "sleep:6"}]
+    hooks += [{"at": "common.runs.run:Run.finish", "rank": 1, "do": "sleep:6"}]
     done = forks.run(1, flags[1] | {"collective_timeout": 5}, ranks=2, hooks=hooks, seconds=120)
     assert done.codes == [0, 0] and not errors(done, 0) + errors(done, 1), everything(done)
     assert done.seconds > 20
@@ -175,7 +175,7 @@ def test_first_rank_prepares_data(forks, flags, tmp_path):
     writing = "common.data.token_cache:TokenWriter.__enter__"
     hooks = [{"at": writing, "rank": 0, "call": 1, "do": "sleep:7"}]
     hooks += [{"at": writing, "rank": 0, "call": 2, "do": HOLD.format(7)}]
-    hooks += [{"at": "common.runs.run_saver:RunSaver.finish", "rank": 0, "do": "sleep:6"}]
+    hooks += [{"at": "common.runs.run:Run.finish", "rank": 0, "do": "sleep:6"}]
     more = {"collective_timeout": 5, "data_output_path": tmp_path / "cache"}
     done = forks.run(1, flags[1] | more, ranks=2, hooks=hooks, seconds=120)
     assert done.codes == [0, 0] and not errors(done, 0) + errors(done, 1), everything(done)

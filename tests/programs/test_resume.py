@@ -178,7 +178,7 @@ SINGLE_POINTS = {
     "in DeepSpeed's step": ("deepspeed.runtime.engine:DeepSpeedEngine.step", 5),
     "in an evaluation": ("step1_sft.sft_trainer:SFTTrainer.evaluate", 2),
     "writing a rank's file": ("common.runs.checkpoints:write_slices", 5),
-    "before the commit": ("common.runs.checkpoints:CheckpointWriter._commit", 2),
+    "before the commit": ("common.runs.checkpoints:publish_folder", 2),
     "removing an old checkpoint": ("common.runs.checkpoints:remove_folder", 1),
     "in the export": ("common.runs.export:_write_model", 1),
 }

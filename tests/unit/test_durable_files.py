@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from common.runs import durable_files
 from common.runs.durable_files import (
     DELETING,
     WRITING,
@@ -31,14 +30,6 @@ def text_of(folder: Path) -> str:
     texts = {(folder / "file").read_text(), (folder / "below" / "file").read_text()}
     assert len(texts) == 1, texts
     return texts.pop()
-
-
-@pytest.fixture(params=["exchange", "two renames"])
-def way(request, monkeypatch) -> str:
-    """How a folder takes the place of another, on a file system that can and on one that cannot exchange."""
-    if request.param == "two renames":
-        monkeypatch.setattr(durable_files, "_exchange", lambda first, second: False)
-    return request.param
 
 
 @pytest.fixture
@@ -143,24 +134,16 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
     assert calls[4:] == [("rename", "f.writing to f"), ("sync", tmp_path.name)]
 
 
-def test_a_folder_takes_the_place_of_another(tmp_path, way):
+def test_a_folder_takes_the_place_of_another(tmp_path):
     make_folder(tmp_path / "f", "old")
     (tmp_path / "f" / "only in the old one").touch()
+    make_folder(tmp_path / f"f{DELETING}", "left by a crash")
     publish_folder(make_folder(tmp_path / "f.writing", "new"), tmp_path / "f")
     assert text_of(tmp_path / "f") == "new" and [p.name for p in tmp_path.iterdir()] == ["f"]
     assert sorted(p.name for p in (tmp_path / "f").iterdir()) == ["below", "file"]
 
 
-def test_two_folders_change_places_in_one_call(tmp_path):
-    """On this file system there is no moment without the folder."""
-    first, second = make_folder(tmp_path / "a", "1"), make_folder(tmp_path / "b", "2")
-    assert durable_files._exchange(first, second)
-    assert (text_of(first), text_of(second)) == ("2", "1")
-    with pytest.raises(FileNotFoundError):
-        durable_files._exchange(first, tmp_path / "c")
-
-
-def test_a_link_to_a_folder_is_replaced_and_what_it_leads_to_is_left_alone(tmp_path, way):
+def test_a_link_to_a_folder_is_replaced_and_what_it_leads_to_is_left_alone(tmp_path):
     elsewhere = make_folder(tmp_path / "elsewhere", "mine")
     (tmp_path / "f").symlink_to(elsewhere)
     publish_folder(make_folder(tmp_path / "f.writing", "new"), tmp_path / "f")
@@ -170,7 +153,6 @@ def test_a_link_to_a_folder_is_replaced_and_what_it_leads_to_is_left_alone(tmp_p
 
 
 def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(durable_files, "_exchange", lambda first, second: False)
     make_folder(tmp_path / "f", "old")
     fail_rename(monkeypatch, "f")
     with pytest.raises(OSError, match="Input/output"):
@@ -178,7 +160,7 @@ def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(tmp_path, monke
     assert text_of(tmp_path / "f") == "old"
 
 
-def test_a_folder_whose_files_cannot_be_brought_to_the_disk_is_not_published(tmp_path, monkeypatch, way):
+def test_a_folder_whose_files_cannot_be_brought_to_the_disk_is_not_published(tmp_path, monkeypatch):
     make_folder(tmp_path / "f", "old")
 
     def fail(_):
@@ -188,17 +170,6 @@ def test_a_folder_whose_files_cannot_be_brought_to_the_disk_is_not_published(tmp
     with pytest.raises(OSError, match="Input/output"):
         publish_folder(make_folder(tmp_path / "f.writing", "new"), tmp_path / "f")
     assert text_of(tmp_path / "f") == "old"
-
-
-def test_an_old_folder_that_cannot_be_removed_is_a_leftover_and_no_failure(tmp_path, monkeypatch, way):
-    make_folder(tmp_path / "f", "old")
-    new = make_folder(tmp_path / "f.writing", "new")
-    monkeypatch.setattr(durable_files.shutil, "rmtree", lambda path, ignore_errors=False: None)
-    publish_folder(new, tmp_path / "f")
-    assert text_of(tmp_path / "f") == "new"
-    monkeypatch.undo()
-    remove_leftovers(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["f"] and text_of(tmp_path / "f") == "new"
 
 
 def test_a_removed_folder_loses_its_name_before_its_files(tmp_path, monkeypatch, calls):
@@ -232,12 +203,3 @@ def test_a_folder_between_two_renames_is_brought_back(tmp_path):
     make_folder(tmp_path / f"f{WRITING}", "new")
     remove_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["f"] and text_of(tmp_path / "f") == "old"
-
-
-def test_an_exchanged_folder_is_not_taken_back(tmp_path):
-    """After the exchange the unfinished name holds the old folder, whole or half removed."""
-    make_folder(tmp_path / "f", "new")
-    make_folder(tmp_path / f"f{WRITING}", "old")
-    make_folder(tmp_path / f"f{DELETING}", "older")
-    remove_leftovers(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["f"] and text_of(tmp_path / "f") == "new"

@@ -225,7 +225,7 @@ def test_an_export_that_fails_in_the_middle_leaves_the_old_one(what, exported, t
     owner, name = {
         "weights": (export, "_write_model"),
         "metadata": (export.json, "dumps"),
-        "putting it in place": (durable_files, "_exchange"),
+        "putting it in place": (durable_files, "sync"),
     }[what]
     with monkeypatch.context() as patch, pytest.raises(ExportFailed, match=kind) as caught:
         patch.setattr(owner, name, fail_with(error))

@@ -92,16 +92,8 @@ def test_a_run_that_is_not_there_is_named(tmp_path):
     for start, numel in ((0, None), (3, 2), (4, 1), (5, 2), (0, 11), (9, 2)):
         with pytest.raises(ValueError, match="elements of w, not the"):
             reader.read("w", start, numel)
-
-
-def test_a_name_that_is_not_there_is_named_even_where_nothing_is_asked_of_it(tmp_path):
-    reader = write_ranks(tmp_path, [[TensorSlice("w", 0, torch.zeros(3))]])
-    assert reader.numel("other") == 0
-    for numel in (None, 0, 1):
-        with pytest.raises(ValueError, match="it holds 0 elements of other"):
-            reader.read("other", 0, numel)
-    with pytest.raises(ValueError, match="of w"):
-        TensorReader([]).read("w")
+    with pytest.raises(ValueError, match="it holds 0 elements of other"):
+        reader.read("other")
 
 
 def test_a_name_is_cut_at_its_last_at_sign(tmp_path):
@@ -111,39 +103,3 @@ def test_a_name_is_cut_at_its_last_at_sign(tmp_path):
     reader = write_ranks(tmp_path, [pieces])
     assert reader.read("a@1").tolist() == [1.0]
     assert reader.read("a").tolist() == [*range(10), 7.0]
-
-
-def test_runs_are_in_the_order_of_their_places_and_not_of_their_texts(tmp_path):
-    """`w@10` sorts before `w@9` as a text."""
-    whole = torch.arange(12)
-    pieces = [TensorSlice("w", i, whole[i : i + 1].clone()) for i in range(12)]
-    assert torch.equal(write_ranks(tmp_path, [pieces[5:], pieces[:5]]).read("w"), whole)
-
-
-def test_tensors_that_share_memory_are_written_each_in_full(tmp_path):
-    """Safetensors refuses those; two columns of a record may be one tensor."""
-    whole = torch.arange(10.0)
-    parts = {"all": whole, "again": whole, "middle": whole[3:6], "end": whole[5:], "nothing": whole[4:4]}
-    parts["every second"] = whole[::2]
-    reader = write_ranks(tmp_path, [[TensorSlice(key, 0, tensor) for key, tensor in parts.items()]])
-    for key, tensor in parts.items():
-        assert torch.equal(reader.read(key), tensor), key
-
-
-def test_side_by_side_runs_of_a_buffer_are_not_copied(tmp_path, monkeypatch):
-    """Together they are the optimizer's state: a copy would need its memory once more."""
-    monkeypatch.setattr(torch.Tensor, "clone", lambda *_: pytest.fail("a copy"))
-    whole = torch.arange(100.0)
-    reader = write_ranks(tmp_path, [[TensorSlice("w", i, whole[i : i + 10]) for i in range(0, 100, 10)]])
-    assert torch.equal(reader.read("w"), whole)
-
-
-def test_what_needs_gradients_is_written_as_numbers(tmp_path):
-    weight = torch.nn.Parameter(torch.arange(4.0))
-    assert write_ranks(tmp_path, [[TensorSlice("w", 0, weight)]]).read("w").tolist() == [0, 1, 2, 3]
-
-
-def test_two_pieces_of_one_place_are_a_mistake_of_ours(tmp_path):
-    pieces = [TensorSlice("w", 0, torch.zeros(2)), TensorSlice("w", 0, torch.zeros(3))]
-    with pytest.raises(AssertionError, match="two slices of w begin at 0"):
-        write_slices(tmp_path / "f", pieces)

@@ -10,7 +10,7 @@ import pytest
 
 from common.ranks import distributed
 from common.runs import stop_request
-from common.runs.stop_request import SIGNALS, StopRequest
+from common.runs.stop_request import StopRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 # A program that says what it knows. "wait" puts its main thread where no handler is ever called: in C
@@ -20,7 +20,6 @@ import ctypes, signal, sys
 from common.runs.stop_request import StopRequest
 {before}
 request = StopRequest()
-request.install()
 request.install()
 print("ready", flush=True)
 for line in sys.stdin:
@@ -107,16 +106,6 @@ def test_a_signal_that_is_ignored_stays_ignored(start):
     ask_until(process, "SIGTERM True")
 
 
-def test_only_the_first_rank_says_that_it_was_asked(monkeypatch):
-    """A launcher passes a signal on to all ranks."""
-    said = []
-    monkeypatch.setattr(stop_request.os, "write", lambda number, text: said.append((number, text)))
-    for is_main in (False, True):
-        monkeypatch.setattr(distributed, "is_main", lambda is_main=is_main: is_main)
-        StopRequest()._take(signal.SIGTERM)
-    assert said == [(2, b"SIGTERM: saving, then leaving; once more leaves at once\n")]
-
-
 def test_requests_are_told_apart_by_the_time_between_them(monkeypatch):
     clock, left = [100.0], []
     monkeypatch.setattr(stop_request.time, "monotonic", lambda: clock[0])
@@ -138,12 +127,3 @@ def test_any_rank_that_was_asked_asks_all(monkeypatch):
     request.name = "SIGTERM"
     monkeypatch.setattr(distributed, "max_float", lambda value: value)
     assert request.is_asked_anywhere()
-
-
-def test_nothing_is_installed_outside_the_main_thread(monkeypatch):
-    """Python lets only that one set handlers; a program that runs in another goes without."""
-    before = [signal.getsignal(number) for number in SIGNALS]
-    other = object()
-    monkeypatch.setattr(stop_request.threading, "current_thread", lambda: other)
-    StopRequest().install()
-    assert [signal.getsignal(number) for number in SIGNALS] == before
