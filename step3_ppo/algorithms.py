@@ -1,13 +1,14 @@
 """Algorithms: plain functions that make advantages of a rollout batch. None of them knows an engine.
 
 An algorithm is called as `add_advantages(batch, args, kl_coef) -> batch`; `batch` has this rank's responses
-(`step3_ppo/rollout_batch.py`), groups whole. Every rank calls it: statistics of the step come from
-`step_mean` and `normalised`. It is registered by name, with what it needs and what it usually does:
+(`step3_ppo/rollout_batch.py`), groups whole, and `args` have their empty flags filled in. Every rank calls
+it: statistics of the step come from `step_mean` and `with_advantages`. It is registered by name, with what it
+needs and what it usually does:
 
     @register_algorithm("mine", ignores=("gae_lambda",))
     def add_advantages(batch, args, kl_coef):
         ...
-        return with_tokens(batch, rewards=rewards, advantages=advantages)
+        return with_advantages(batch, args, rewards, advantages)
 
 # b responses of this rank, R tokens of the longest
 """
@@ -24,10 +25,11 @@ from common.data.plugins import get_from, import_own_module
 from common.models.tensor_ops import masked_sum, whiten
 from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.group_math import group_baselines, group_whiten
 from step3_ppo.ppo_math import (
     discounted_returns,
     generalized_advantages,
+    group_baselines,
+    group_whiten,
     kl_estimate,
     kl_penalised_rewards,
 )
@@ -64,18 +66,14 @@ def register_algorithm(name: str, **traits: object) -> Callable[[AddAdvantages],
     """
 
     def register(add_advantages: AddAdvantages) -> AddAdvantages:
-        known = ALGORITHMS.get(name)
-        if known and _qualified_name(known.add_advantages) != _qualified_name(add_advantages):
+        algorithm = Algorithm(name, add_advantages, **traits)  # type: ignore[arg-type]
+        of_name = (ALGORITHMS.setdefault(name, algorithm).add_advantages, add_advantages)
+        if len({(function.__module__, function.__qualname__) for function in of_name}) > 1:
             raise ValueError(f"algorithm {name!r} is registered twice")
-        ALGORITHMS[name] = Algorithm(name, add_advantages, **traits)  # type: ignore[arg-type]
+        ALGORITHMS[name] = algorithm  # its module may have been imported again
         return add_advantages
 
     return register
-
-
-def _qualified_name(function: AddAdvantages) -> tuple[str, str]:
-    """Return what stays the same when a module is imported again."""
-    return function.__module__, function.__qualname__
 
 
 def find_algorithm(name: str) -> Algorithm:
@@ -128,7 +126,7 @@ def unused_flags(algorithm: Algorithm, given: set[str]) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Steps that several algorithms take. `args` have their empty flags filled in (`fill_defaults`)
+# Steps that several algorithms take
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +171,7 @@ def token_rewards(
 ) -> torch.Tensor:
     """Return rewards (b, R) fp32: the score (b,) at the last token, KL taken off each if it goes there."""
     kl = _kl_in_reward(batch, args)
-    return kl_penalised_rewards(scores, kl, response_mask(batch), kl_coef=kl_coef, reward_clip=None)
+    return kl_penalised_rewards(scores, kl, response_mask(batch), kl_coef=kl_coef)
 
 
 def sequence_rewards(
@@ -196,18 +194,26 @@ def on_every_token(advantages: torch.Tensor, batch: PackedBatch) -> torch.Tensor
     return torch.where(response_mask(batch), advantages.float()[:, None], 0.0)
 
 
-def normalised(advantages: torch.Tensor, batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
-    """Return the advantages (b, R) fp32 after `--adv_norm`, 0 where `loss_tokens` is False.
+def with_advantages(
+    batch: PackedBatch,
+    args: PPOArguments,
+    rewards: torch.Tensor,
+    advantages: torch.Tensor,
+    **more: torch.Tensor,
+) -> PackedBatch:
+    """Return the batch with rewards, advantages after `--adv_norm`, the tokens that losses count, and `more`.
 
-    The statistics are those of the tokens that count: of the whole step, or of each prompt's responses. Every
-    rank must call this.
+    All are (b, R); advantages are 0 where `loss_tokens` is False. The statistics are those of the tokens that
+    count: of the whole step, or of each prompt's responses. Every rank must call this.
     """
     mask = loss_tokens(batch, args)
     if args.adv_norm == "batch":
-        return whiten(advantages, mask, reduce_sum=distributed.reduce_sum)
-    if args.adv_norm == "group":
-        return group_whiten(advantages, mask, batch.numbers("group_ids"))
-    return torch.where(mask, advantages.float(), 0.0)
+        advantages = whiten(advantages, mask, reduce_sum=distributed.reduce_sum)
+    elif args.adv_norm == "group":
+        advantages = group_whiten(advantages, mask, batch.numbers("group_ids"))
+    else:
+        advantages = torch.where(mask, advantages.float(), 0.0)
+    return with_tokens(batch, rewards=rewards, advantages=advantages, loss_mask=mask, **more)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -222,7 +228,6 @@ def add_ppo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -
 
     PPO, arXiv:1707.06347; for language models arXiv:2203.02155. Values are in the units of the scores.
     """
-    args = fill_defaults(args, ALGORITHMS["ppo"])
     rewards = token_rewards(batch, shaped_scores(batch, args), args, kl_coef)
     # A finished response ends in a terminal state of value 0; the critic values what follows a cut one.
     is_bootstrapped = ~batch.numbers("is_finished") & (args.truncated == "bootstrap")
@@ -234,7 +239,7 @@ def add_ppo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -
         gae_lambda=args.gae_lambda,
         bootstrap_values=torch.where(is_bootstrapped, batch.numbers("next_values"), 0.0),
     )
-    return _with_results(batch, args, rewards, advantages, returns=returns)
+    return with_advantages(batch, args, rewards, advantages, returns=returns)
 
 
 @register_algorithm(
@@ -246,12 +251,11 @@ def add_grpo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) 
 
     GRPO, DeepSeekMath, arXiv:2402.03300. With `--kl_in reward` the score has the KL of its tokens taken off.
     """
-    args = fill_defaults(args, ALGORITHMS["grpo"])
     scores = shaped_scores(batch, args)
     compared = sequence_rewards(batch, scores, args, kl_coef)  # (b,)
     group = group_baselines(compared, batch.numbers("group_ids"))
     advantages = on_every_token((compared.double() - group.mean) / (group.std + STD_EPSILON), batch)
-    return _with_results(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
+    return with_advantages(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
 
 
 @register_algorithm(
@@ -264,12 +268,11 @@ def add_dr_grpo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: floa
     Dr. GRPO, arXiv:2503.20783: the deviation favours prompts that are nearly solved or nearly hopeless, and
     the mean over a response's tokens favours long wrong answers; both are left out.
     """
-    args = fill_defaults(args, ALGORITHMS["dr_grpo"])
     scores = shaped_scores(batch, args)
     compared = sequence_rewards(batch, scores, args, kl_coef)  # (b,)
     group = group_baselines(compared, batch.numbers("group_ids"))
     advantages = on_every_token(compared.double() - group.mean, batch)
-    return _with_results(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
+    return with_advantages(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
 
 
 @register_algorithm("rloo", needs_group=True, ignores=("gamma", "gae_lambda"))
@@ -280,12 +283,11 @@ def add_rloo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) 
     The reward of a response is its score less kl_coef times the KL summed over its tokens: a response is one
     action. Ahmadian et al. 2024, arXiv:2402.14740.
     """
-    args = fill_defaults(args, ALGORITHMS["rloo"])
     scores = shaped_scores(batch, args)
     compared = sequence_rewards(batch, scores, args, kl_coef)  # (b,)
     group = group_baselines(compared, batch.numbers("group_ids"))
     advantages = on_every_token(compared.double() - group.leave_one_out_mean, batch)
-    return _with_results(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
+    return with_advantages(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
 
 
 @register_algorithm("reinforce++", adv_norm="batch", ignores=("gae_lambda",))
@@ -295,10 +297,9 @@ def add_reinforce_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: fl
 
     REINFORCE++, arXiv:2501.03262.
     """
-    args = fill_defaults(args, ALGORITHMS["reinforce++"])
     rewards = token_rewards(batch, shaped_scores(batch, args), args, kl_coef)
     advantages = discounted_returns(rewards, response_mask(batch), gamma=args.gamma)
-    return _with_results(batch, args, rewards, advantages)
+    return with_advantages(batch, args, rewards, advantages)
 
 
 @register_algorithm("reinforce++-baseline", needs_group=True, adv_norm="batch", ignores=("gae_lambda",))
@@ -309,21 +310,8 @@ def add_reinforce_baseline_advantages(batch: PackedBatch, args: PPOArguments, kl
     The normalisation stays that of the step, so a prompt whose scores hardly differ is not blown up.
     REINFORCE++ with baseline, arXiv:2501.03262.
     """
-    args = fill_defaults(args, ALGORITHMS["reinforce++-baseline"])
     scores = shaped_scores(batch, args)
     group = group_baselines(scores, batch.numbers("group_ids"))
     compared = token_rewards(batch, (scores.double() - group.mean).float(), args, kl_coef)
     advantages = discounted_returns(compared, response_mask(batch), gamma=args.gamma)
-    return _with_results(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
-
-
-def _with_results(
-    batch: PackedBatch,
-    args: PPOArguments,
-    rewards: torch.Tensor,
-    advantages: torch.Tensor,
-    **more: torch.Tensor,
-) -> PackedBatch:
-    """Return the batch with rewards and normalised advantages, both (b, R), and the tokens that count."""
-    advantages, mask = normalised(advantages, batch, args), loss_tokens(batch, args)
-    return with_tokens(batch, rewards=rewards, advantages=advantages, loss_mask=mask, **more)
+    return with_advantages(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)

@@ -37,7 +37,6 @@ from common.runs.export import ExportFailed, save_adapter, save_export
 from common.runs.run import Run
 from common.runs.saved_state import Progress
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.ema import ExponentialMovingAverage
 from step3_ppo.evaluation import NUM_SHOWN, Evaluation, choose_prompts
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController
@@ -49,9 +48,9 @@ from step3_ppo.role_builder import RoleBuilder
 from step3_ppo.roles import Roles
 from step3_ppo.rollout import OldLogprobs, PromptNumbers, Rollout
 from step3_ppo.rollout_batch import MinibatchPlan, TokenCap
+from step3_ppo.running_averages import ExponentialMovingAverage, ValueNormaliser
 from step3_ppo.start_up import StartUp, check_start_up, samples_per_rank
 from step3_ppo.trainer_state import SavingHooks, TrainerState
-from step3_ppo.value_norm import ValueNormaliser
 
 EXPORT_BEST = "export_best"
 COLUMNS = (
@@ -176,7 +175,7 @@ def build_trainer(
         start.algorithm,
         PPOLosses(args, roles, pretraining),
         plan,
-        KLController(args.kl_coef, target=args.kl_target or None),
+        KLController(args.kl_coef, args.kl_target),
         logger,
         decode,
         value_normaliser=ValueNormaliser(args.value_norm, args.value_norm_beta) if has_norm else None,

@@ -13,7 +13,6 @@ import torch
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.models.tensor_ops import correlation, masked_sum
 from common.ranks import distributed
-from step3_ppo.ppo_math import explained_variance
 from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
 from step3_ppo.rollout_batch import gather_numbers, response_mask, tokens
 
@@ -45,11 +44,23 @@ def summarise(batch: PackedBatch) -> dict[str, float]:
         "rollout/distinct_2": distinct_ngrams(batch.sequences("response_ids"), 2),
     }
     if "old_values" in batch.data and "returns" in batch.data:
-        values, returns = batch.data["old_values"], batch.data["returns"]
-        everything = torch.ones_like(returns, dtype=torch.bool)
-        variance = explained_variance(values, returns, everything, distributed.reduce_sum)
-        metrics["value/explained_variance"] = float(variance)
+        metrics["value/explained_variance"] = explained_variance(
+            batch.data["old_values"], batch.data["returns"]
+        )
     return metrics
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
+    """Return 1 - Var(returns - values) / Var(returns) over the tokens (N) of all ranks: at most 1.
+
+    1 is a perfect critic, 0 one that knows only the mean; 0 also where the returns do not vary. Every rank
+    must call this.
+    """
+    numbers = torch.stack([returns.double(), returns.double() - values.double()])  # (2, N)
+    count = distributed.sum_float(len(returns))
+    means = distributed.reduce_sum(numbers.sum(1)) / max(count, 1)
+    of_returns, of_errors = distributed.reduce_sum((numbers - means[:, None]).square().sum(1))
+    return float(torch.where(of_returns > 0, 1 - of_errors / of_returns, 0.0).float())
 
 
 def summarise_scores(batch: PackedBatch, scores: ScoreSum) -> dict[str, float]:

@@ -135,7 +135,7 @@ class PPOLosses:
     def _value_sums(self, batch: PackedBatch) -> Sums:
         critic, data = self.roles.critic, batch.to(distributed.device()).data
         assert critic is not None
-        terms = value_loss_terms(
+        loss, is_clipped = value_loss_terms(
             critic.compute_values(critic.engine, batch).values,
             data["old_values"],
             data["returns"],
@@ -143,7 +143,7 @@ class PPOLosses:
             clip_range=self.args.value_clip_range,
             kind=self.args.value_loss,
         )
-        return terms.loss.sum(), {"value/clip_fraction": terms.is_clipped.sum()}
+        return loss.sum(), {"value/clip_fraction": is_clipped.sum()}
 
     def _pretraining_sums(self, batch: PackedBatch) -> Sums:
         actor = self.roles.actor

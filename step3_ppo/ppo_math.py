@@ -2,17 +2,18 @@
 
 Rewards, advantages, losses and KL estimates, unreduced: the caller sums them, weighed by `loss_weights`, over
 the global batch. Everything is computed in fp32 or better and returned as fp32. What stands outside a mask is
-never read, NaN included, and comes out as 0. `group_math.py` has what compares the responses to one prompt.
+never read, NaN included, and comes out as 0. A group is told by its id alone: its rows may stand anywhere,
+and groups may have different sizes.
 
-# B sequences, R response; N tokens of any layout, flat or (B, R)
-# response_mask (B, R) bool, True for the response, its end token included; mask (N) bool, tokens that count
+# B sequences, R response, G groups; N tokens of any layout, flat or (B, R)
+# mask (B, R) bool, True for the response, its end token included; mask (N) bool, tokens that count
 """
 
 import math
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "constant"]
@@ -21,58 +22,39 @@ ValueLoss = Literal["mse", "huber"]
 MAX_LOG_RATIO = 60.0  # exp of it is beyond any bound, and finite in fp32, times an advantage too
 
 
-class ValueLossTerms(NamedTuple):
-    """One entry a token, 0 or False outside the mask; only `loss` has a gradient."""
-
-    loss: torch.Tensor  # (N) fp32
-    is_clipped: torch.Tensor  # (N) bool, True where the clipping takes the gradient away
-
-
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
     """Return an estimate of KL(policy || reference) for each token drawn from the policy: fp32, same shape.
 
     With d = logprobs - ref_logprobs: k1 = d (unbiased), k2 = d^2 / 2 (biased, small variance),
     k3 = exp(-d) - 1 + d (unbiased, at least 0). J. Schulman 2020, "Approximating KL divergence".
-
-    Raises ValueError for another name.
     """
     difference = logprobs.double() - ref_logprobs.double()  # k3 cancels all but the last digits of an fp32
     if estimator == "k1":
         return difference.float()
     if estimator == "k2":
         return (0.5 * difference.square()).float()
-    if estimator == "k3":
-        return (torch.expm1(-difference) + difference).float()
-    raise ValueError(f"KL estimator {estimator!r} is unknown; use k1, k2 or k3")
+    return (torch.expm1(-difference) + difference).float()
 
 
 @torch.no_grad()
 def kl_penalised_rewards(
-    scores: torch.Tensor,
-    kl: torch.Tensor,
-    response_mask: torch.Tensor,
-    *,
-    kl_coef: float,
-    reward_clip: float | None,
+    scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, *, kl_coef: float
 ) -> torch.Tensor:
-    """Return -kl_coef * kl per token, the clipped score added at the last one: (B, R) fp32, no gradient.
+    """Return -kl_coef * kl per token, the score added at the last one: (B, R) fp32, no gradient.
 
-    scores (B,), kl (B, R). Scores are clamped to [-reward_clip, reward_clip]; 0 or None leaves them. A row
-    without a response gets no score. InstructGPT, arXiv:2203.02155 eq. 2.
+    scores (B,), kl (B, R). A row without a response gets no score. InstructGPT, arXiv:2203.02155 eq. 2.
     """
-    mask = response_mask.bool()
-    scores = scores.float().clamp(-reward_clip, reward_clip) if reward_clip else scores.float()
     tokens_from_here = mask.flip(1).cumsum(1).flip(1)
     is_last = mask & (tokens_from_here == 1)
     penalties = torch.where(mask, -kl_coef * kl.float(), 0.0)
-    return penalties + torch.where(is_last, scores.unsqueeze(1), 0.0)
+    return penalties + torch.where(is_last, scores.float().unsqueeze(1), 0.0)
 
 
 @torch.no_grad()
 def generalized_advantages(
     rewards: torch.Tensor,
     values: torch.Tensor,
-    response_mask: torch.Tensor,
+    mask: torch.Tensor,
     *,
     gamma: float,
     gae_lambda: float,
@@ -85,7 +67,6 @@ def generalized_advantages(
     were cut short. GAE, arXiv:1506.02438 eq. 16: A_t = delta_t + gamma lambda A_t+1, delta_t = r_t + gamma
     V_t+1 - V_t.
     """
-    mask = response_mask.bool()
     rewards, values = rewards.double(), values.double()
     advantages = torch.zeros_like(values)
     next_value = values.new_zeros(len(values)) if bootstrap_values is None else bootstrap_values.double()
@@ -102,14 +83,14 @@ def generalized_advantages(
 
 
 @torch.no_grad()
-def discounted_returns(rewards: torch.Tensor, response_mask: torch.Tensor, *, gamma: float) -> torch.Tensor:
+def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, *, gamma: float) -> torch.Tensor:
     """Return the reward to go G_t = r_t + gamma G_t+1 of each token: (B, R) fp32, 0 outside the mask.
 
     rewards (B, R). REINFORCE, and the advantage of REINFORCE++ before its normalisation.
     """
     # GAE with lambda 1 and a critic that knows nothing.
     no_values = torch.zeros_like(rewards)
-    return generalized_advantages(rewards, no_values, response_mask, gamma=gamma, gae_lambda=1.0)[0]
+    return generalized_advantages(rewards, no_values, mask, gamma=gamma, gae_lambda=1.0)[0]
 
 
 def policy_log_ratio(
@@ -167,10 +148,7 @@ def kl_loss_terms(
     tokens drawn from the policy: the gradient of k1 has mean 0, it regularises nothing; that of k2 is the
     gradient of KL(policy || reference); that of k3, which GRPO uses, is the gradient of
     KL(reference || policy), the same to first order. Liu et al. 2025, arXiv:2510.01555.
-
-    Raises ValueError for another name.
     """
-    mask = mask.bool()
     # A masked entry becomes 0 before anything is computed from it, so that its NaN reaches no gradient.
     new, ref = (torch.where(mask, x.double(), 0.0) for x in (new_logprobs, ref_logprobs.detach()))
     return kl_estimate(new, ref, estimator)
@@ -182,39 +160,31 @@ def value_loss_terms(
     returns: torch.Tensor,
     mask: torch.Tensor,
     *,
-    clip_range: float | None,
+    clip_range: float,
     kind: ValueLoss = "mse",
-    huber_delta: float = 1.0,
-) -> ValueLossTerms:
-    """Return max(h(V - G), h(clamp(V, V_old - clip, V_old + clip) - G)) for each token.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (max(h(V - G), h(clamp(V, V_old - clip, V_old + clip) - G)) fp32, is_clipped bool), both (N).
 
-    All (N), V new_values, G returns. h(e) = e^2 / 2; with `kind` "huber" only up to |e| = huber_delta, and
-    huber_delta (|e| - huber_delta / 2) from there on. `clip_range` 0 or None leaves the second error out.
-    Only `new_values` gets a gradient. As in OpenAI baselines and InstructGPT.
-
-    Raises ValueError for another kind.
+    All (N), V new_values, G returns. h(e) = e^2 / 2; with `kind` "huber" |e| - 1 / 2 from |e| = 1 on. A
+    `clip_range` of 0 leaves the second error out. Only `new_values` gets a gradient, none where `is_clipped`.
+    As in OpenAI baselines and InstructGPT.
     """
-    if kind not in ("mse", "huber"):
-        raise ValueError(f"--value_loss {kind} is unknown; use mse or huber")
-    mask = mask.bool()
     # A masked entry becomes 0 before anything is computed from it, so that its NaN reaches no gradient.
     new, old, target = (
         torch.where(mask, x.float(), 0.0) for x in (new_values, old_values.detach(), returns.detach())
     )
 
-    def loss_of(errors: torch.Tensor) -> torch.Tensor:
-        if kind == "mse":
-            return 0.5 * errors.square()
-        return torch.nn.functional.huber_loss(
-            errors, torch.zeros_like(errors), reduction="none", delta=huber_delta
-        )
+    def loss_of(values: torch.Tensor) -> torch.Tensor:
+        if kind == "huber":
+            return F.huber_loss(values, target, reduction="none")
+        return 0.5 * (values - target).square()
 
-    loss = loss_of(new - target)
+    loss = loss_of(new)
     if not clip_range:
-        return ValueLossTerms(loss, torch.zeros_like(mask))
-    clipped_loss = loss_of(new.detach().clamp(old - clip_range, old + clip_range) - target)
+        return loss, torch.zeros_like(mask)
+    clipped_loss = loss_of(new.detach().clamp(old - clip_range, old + clip_range))
     is_clipped = clipped_loss > loss.detach()
-    return ValueLossTerms(torch.where(is_clipped, clipped_loss, loss), is_clipped)
+    return torch.where(is_clipped, clipped_loss, loss), is_clipped
 
 
 def loss_weights(
@@ -228,45 +198,83 @@ def loss_weights(
     "constant": the sum over tokens by the number of responses times `max_response_tokens` (Dr. GRPO,
     arXiv:2503.20783). A response without a counting token has weights of 0; it counts 0 for the first two,
     and `max_response_tokens` for "constant", whose divisor must not depend on what was sampled.
-
-    Raises ValueError for another name, and for "constant" without a positive number of tokens.
     """
-    mask = loss_mask.bool()
-    lengths = mask.sum(1, dtype=torch.float64)  # (B,)
+    lengths = loss_mask.sum(1, dtype=torch.float64)  # (B,)
     if aggregation == "token":
-        return mask.float(), lengths
+        return loss_mask.float(), lengths
     if aggregation == "sequence":
-        return (mask / lengths.clamp(min=1)[:, None]).float(), (lengths > 0).double()
-    if aggregation != "constant":
-        raise ValueError(f"--loss_aggregation {aggregation} is unknown; use token, sequence or constant")
-    if max_response_tokens <= 0:
-        raise ValueError(f"--max_answer_seq_len {max_response_tokens} must be above 0 to divide a loss by it")
-    return mask.float(), torch.full_like(lengths, max_response_tokens)
+        return (loss_mask / lengths.clamp(min=1)[:, None]).float(), (lengths > 0).double()
+    return loss_mask.float(), torch.full_like(lengths, max_response_tokens)
+
+
+class GroupBaselines(NamedTuple):
+    """What each row's group says of it: (B,) float64, so that score - mean loses nothing."""
+
+    mean: torch.Tensor
+    std: torch.Tensor  # with Bessel's correction, 0 for a group of one
+    leave_one_out_mean: torch.Tensor  # of the others; its own score in a group of one
 
 
 @torch.no_grad()
-def explained_variance(
-    values: torch.Tensor,
-    returns: torch.Tensor,
-    mask: torch.Tensor,
-    reduce_sum: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Return 1 - Var(returns - values) / Var(returns) over the masked entries: fp32 scalar, at most 1.
+def group_baselines(scores: torch.Tensor, group_ids: torch.Tensor) -> GroupBaselines:
+    """Return mean, deviation and leave-one-out mean of each row's group, without gradient.
 
-    1 is a perfect critic, 0 one that knows only the mean; 0 also where the returns do not vary. All inputs
-    have one shape. `reduce_sum` adds a float64 vector up over ranks; with it every rank must call this.
+    The deviation divides by n - 1, as TRL, OpenRLHF and verl do for GRPO (arXiv:2402.03300 says only
+    "std"). In a group of equal scores, or of one, score - mean and score - leave_one_out_mean are exactly 0.
+    Leave-one-out: Ahmadian et al. 2024, arXiv:2402.14740.
     """
-    reduce_sum = reduce_sum or (lambda total: total)
-    mask = mask.bool()
-    targets = torch.where(mask, returns.double(), 0.0)
-    errors = torch.where(mask, returns.double() - values.double(), 0.0)
-    count, *totals = reduce_sum(torch.stack([mask.sum().double(), targets.sum(), errors.sum()])).unbind()
-    squares = [
-        torch.where(mask, x - total / count.clamp(min=1), 0.0).square().sum()
-        for x, total in zip((targets, errors), totals, strict=True)
-    ]
-    target_squares, error_squares = reduce_sum(torch.stack(squares)).unbind()
-    return torch.where(target_squares > 0, 1 - error_squares / target_squares, 0.0).float()
+    rows, sizes = _group_rows(group_ids)
+    size = sizes[rows]
+    # In float64 the sum of equal fp32 scores is exact, and so is its n-th part: they leave only zeros. Two
+    # passes, because E[x^2] - E[x]^2 goes negative for equal scores even then.
+    scores = scores.float().double()
+    sums = _sums(scores, rows, len(sizes))[rows]
+    mean = sums / size
+    squares = _sums((scores - mean).square(), rows, len(sizes))[rows]
+    others = (size - 1).clamp(min=1)
+    leave_one_out = torch.where(size > 1, (sums - scores) / others, scores)
+    return GroupBaselines(mean, (squares / others).sqrt(), leave_one_out)
+
+
+@torch.no_grad()
+def constant_groups(scores: torch.Tensor, group_ids: torch.Tensor, is_scored: torch.Tensor) -> torch.Tensor:
+    """Return whether each row's group has one score at most: (B,) bool. A group of one has.
+
+    Rows that are not `is_scored` (B,) bool are none of their group. Such a group teaches a group-relative
+    algorithm nothing (dynamic sampling, DAPO, arXiv:2503.14476).
+    """
+    rows, sizes = _group_rows(group_ids)
+    lowest, highest = scores.new_full((len(sizes),), torch.inf), scores.new_full((len(sizes),), -torch.inf)
+    lowest.scatter_reduce_(0, rows, torch.where(is_scored, scores, torch.inf), "amin")
+    highest.scatter_reduce_(0, rows, torch.where(is_scored, scores, -torch.inf), "amax")
+    return (lowest >= highest)[rows]
+
+
+@torch.no_grad()
+def group_whiten(x: torch.Tensor, mask: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    """Return (x - mean) / sqrt(variance + 1e-8) over the counting tokens of each group: (B, R) fp32, else 0.
+
+    x (B, R), mask (B, R) bool, True = counts. The same as `whiten` called with the rows of one group after
+    another; the variance divides by the count. AReaL's `group_adv_norm`. Constant entries give exactly 0.
+    """
+    rows, sizes = _group_rows(group_ids)
+    kept = torch.where(mask, x.float().double(), 0.0)
+    counts = _sums(mask.sum(1).double(), rows, len(sizes)).clamp(min=1)  # (G,)
+    means = _sums(kept.sum(1), rows, len(sizes)) / counts
+    centred = torch.where(mask, kept - means[rows, None], 0.0)
+    variances = _sums(centred.square().sum(1), rows, len(sizes)) / counts
+    return (centred * torch.rsqrt(variances + 1e-8)[rows, None]).float()
+
+
+def _group_rows(group_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (the index (B,) of each row's group, in 0 ... G - 1; the rows (G,) of each group)."""
+    _, rows, sizes = group_ids.unique(return_inverse=True, return_counts=True)
+    return rows, sizes
+
+
+def _sums(x: torch.Tensor, rows: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Return the sum (G,) of each group's entries of x (B,), float64."""
+    return x.new_zeros(num_groups).index_add_(0, rows, x)
 
 
 KL_HORIZON = 10_000  # samples over which --kl_target steers the coefficient
@@ -280,34 +288,24 @@ class KLController:
     a horizon each and one of the rest: the factor of 5 horizons at once would be 0, of more it is negative.
     """
 
-    def __init__(self, init_coef: float, *, target: float | None = None, horizon: int = KL_HORIZON) -> None:
-        for name, value in (("target", target), ("horizon", horizon)):
-            if value is not None and not value > 0:
-                raise ValueError(f"the KL controller's {name} {value} must be above 0")
-        if not init_coef >= 0:
-            raise ValueError(f"the KL coefficient {init_coef} must be at least 0")
-        self.coef = float(init_coef)
-        self.target = target
-        self.horizon = horizon
+    def __init__(self, init_coef: float, target: float = 0.0) -> None:
+        """`target` is in nats a response; 0: the coefficient is fixed."""
+        self.coef, self.target = init_coef, target
 
     def update(self, mean_kl: float, num_samples: int) -> None:
         """Move `coef` after a batch of `num_samples` responses whose KL, summed over tokens, has this mean.
 
-        Every rank must give the mean over all ranks. With a target, a KL that
-        is not finite raises ValueError.
+        Every rank must give the mean over all ranks.
         """
-        if self.target is None:
-            return
-        if not math.isfinite(mean_kl):
-            raise ValueError(f"the mean KL {mean_kl} must be finite to steer the KL coefficient")
-        error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
-        num_horizons, rest = divmod(num_samples, self.horizon)
-        self.coef *= (1 + error) ** num_horizons * (1 + error * rest / self.horizon)
+        if self.target:
+            error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
+            num_horizons, rest = divmod(num_samples, KL_HORIZON)
+            self.coef *= (1 + error) ** num_horizons * (1 + error * rest / KL_HORIZON)
 
     def state_dict(self) -> dict[str, float]:
-        """Return what moves: the coefficient. Target and horizon are options of the run."""
+        """Return what moves: the coefficient."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue with the coefficient of `state_dict`."""
+        """Resume with the coefficient of `state_dict`."""
         self.coef = float(state["coef"])

@@ -18,7 +18,6 @@ from common.runs.run_logger import RunLogger
 from step3_ppo import metrics
 from step3_ppo.algorithms import Algorithm
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.ema import ExponentialMovingAverage
 from step3_ppo.evaluation import Evaluation
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController, loss_weights
@@ -33,8 +32,8 @@ from step3_ppo.rollout_batch import (
     tokens,
     with_tokens,
 )
+from step3_ppo.running_averages import ExponentialMovingAverage, ValueNormaliser
 from step3_ppo.trainer_state import OpenStep, StepHooks
-from step3_ppo.value_norm import ValueNormaliser
 
 
 @dataclass

@@ -14,7 +14,7 @@ from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.flags.refusal import StepRefused
 from common.models.output_head import SamplingMask
 from common.ranks import distributed, watchdog
-from step3_ppo.group_math import constant_groups
+from step3_ppo.ppo_math import constant_groups
 from step3_ppo.rewards.score_sum import PromptTexts, ScoreSum
 from step3_ppo.roles import Roles
 from step3_ppo.rollout_batch import TokenCap, gather_ids, in_order, replace_rows

@@ -7,17 +7,13 @@ import torch
 
 from common.data.packed_batch import PackedBatch
 from step3_ppo.algorithms import (
-    ALGORITHMS,
-    fill_defaults,
-    loss_tokens,
-    normalised,
     on_every_token,
     register_algorithm,
     shaped_scores,
     token_rewards,
+    with_advantages,
 )
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.rollout_batch import with_tokens
 
 
 @register_algorithm("win_rate", needs_group=True, kl_in="loss", ignores=("gamma", "gae_lambda"))
@@ -27,10 +23,8 @@ def add_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> Pa
 
     Only the order of scores counts, so no scale of a reward can blow an update up.
     """
-    args = fill_defaults(args, ALGORITHMS["win_rate"])
     scores, group_ids = shaped_scores(batch, args), batch.numbers("group_ids")  # (b,), shaped by the flags
     is_rival = group_ids[:, None] == group_ids[None]  # (b, b), itself included; groups are whole on a rank
     won = torch.sign(scores[:, None] - scores[None]) * is_rival  # (b, b) 1 won, -1 lost, 0 a tie
     advantages = on_every_token(won.sum(1) / (is_rival.sum(1) - 1).clamp(min=1), batch)
-    rewards, mask = token_rewards(batch, scores, args, kl_coef), loss_tokens(batch, args)
-    return with_tokens(batch, rewards=rewards, advantages=normalised(advantages, batch, args), loss_mask=mask)
+    return with_advantages(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)

@@ -219,7 +219,7 @@ PPO_POINTS = {
     "between two accumulation steps": ("step3_ppo.ppo_losses:PPOLosses._policy_sums", 12),
     "between actor and critic": ("step3_ppo.ppo_losses:PPOLosses.compute_critic_gradients", 6),
     "between two minibatches": ("step3_ppo.ppo_trainer:PPOTrainer.update", 7),
-    "in the average": ("step3_ppo.ema:ExponentialMovingAverage.update", 6),
+    "in the average": ("step3_ppo.running_averages:ExponentialMovingAverage.update", 6),
     "steering the KL": ("step3_ppo.ppo_math:KLController.update", 2),
     "in the log": ("common.runs.run_logger:RunLogger.log", 2),
     "in the export of the average": ("common.runs.export:_write_model", 4),

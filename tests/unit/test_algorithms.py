@@ -1,10 +1,13 @@
-"""Algorithms: each by hand, where every other one must fail, and against a loop in float64.
+"""Algorithms: each by hand, where every other one must fail, and against a loop in float64; how one is found.
 
 R57 and the like in a docstring are rows of the seeds.
 """
 
+import ast
 import dataclasses
 import math
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +18,16 @@ from right_or_wrong import close
 
 from common.data.packed_batch import PackedBatch
 from common.models.tensor_ops import whiten
-from step3_ppo.algorithms import ALGORITHMS, loss_tokens, normalised
+from step3_ppo.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    fill_defaults,
+    find_algorithm,
+    loss_tokens,
+    unused_flags,
+)
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.group_math import group_whiten
+from step3_ppo.ppo_math import group_whiten
 from step3_ppo.rollout_batch import response_mask, tokens, with_tokens
 
 NAMES = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline")
@@ -43,7 +53,7 @@ def make_rollout(lengths, group_ids, scores, **tensors) -> PackedBatch:
 
 def run(name, batch, args, kl_coef=0.3):
     """Return what an algorithm adds: rewards, advantages, loss_mask, returns or None, all (b, R)."""
-    done = ALGORITHMS[name].add_advantages(batch, args, kl_coef)
+    done = ALGORITHMS[name].add_advantages(batch, fill_defaults(args, ALGORITHMS[name]), kl_coef)
     names = ("rewards", "advantages", "loss_mask", "returns")
     return SimpleNamespace(**{n: tokens(done, n) if n in done.data else None for n in names})
 
@@ -241,15 +251,11 @@ def test_every_algorithm_reads_the_flags_of_scores(name):
 
 
 def test_what_counts_by_hand():
-    """A32, A6: normalisation looks at what counts, not at everything."""
+    """A32."""
     batch = by_hand().with_numbers("is_finished", torch.tensor([True, False, True, True]))
     batch = with_tokens(batch, loss_mask=(torch.arange(4) != 3)[:, None].expand(4, 2))
     assert loss_tokens(batch, make_args(truncated="mask")).sum(1).tolist() == [2, 0, 1, 0]
     assert loss_tokens(batch, make_args(truncated="score")).sum(1).tolist() == [2, 1, 1, 0]
-    batch, args = random_rollout(), make_args(adv_norm="batch", truncated="mask")
-    mask, values = loss_tokens(batch, args), tokens(batch, "old_values")
-    assert abs(float(normalised(values, batch, args)[mask].mean())) < 1e-6
-    assert abs(float(whiten(values, response_mask(batch))[mask].mean())) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -272,3 +278,87 @@ def test_what_becomes_of_a_cut_response(truncated, finished, last):
     )  # fmt: skip
     args = make_args(truncated=truncated, truncated_penalty=-1.0, gamma=1.0, gae_lambda=1.0)
     close(run("ppo", batch, args, 0.0).returns[0, 1], last)
+
+
+# --- how one is found ---
+
+
+def test_the_empty_flags_get_what_the_algorithm_usually_does():
+    filled = {}
+    for name in NAMES:
+        args = fill_defaults(PPOArguments(), ALGORITHMS[name])
+        filled[name] = (args.kl_in, args.kl_estimator, args.adv_norm, args.loss_aggregation)
+    assert filled == {
+        "ppo": ("reward", "k1", "batch", "token"),
+        "grpo": ("loss", "k3", "none", "sequence"),
+        "dr_grpo": ("loss", "k3", "none", "constant"),
+        "rloo": ("reward", "k1", "none", "token"),
+        "reinforce++": ("reward", "k1", "batch", "token"),
+        "reinforce++-baseline": ("reward", "k1", "batch", "token"),
+    }
+    chosen = {"kl_in": "loss", "kl_estimator": "k2", "adv_norm": "group", "loss_aggregation": "token"}
+    args = fill_defaults(dataclasses.replace(PPOArguments(), **chosen), ALGORITHMS["ppo"])
+    assert {name: getattr(args, name) for name in chosen} == chosen
+    in_loss = dataclasses.replace(PPOArguments(), kl_in="loss")
+    assert fill_defaults(in_loss, ALGORITHMS["ppo"]).kl_estimator == "k3"
+    assert fill_defaults(args, ALGORITHMS["grpo"]) == args
+    assert [n for n in NAMES if ALGORITHMS[n].needs_critic] == ["ppo"]
+    needs_group = [n for n in NAMES if ALGORITHMS[n].needs_group]
+    assert needs_group == ["grpo", "dr_grpo", "rloo", "reinforce++-baseline"]
+
+
+def test_an_algorithm_is_found_by_name_or_imported(tmp_path, monkeypatch):
+    """A4: the file that defines the algorithm."""
+    assert find_algorithm("grpo") is ALGORITHMS["grpo"]
+    (tmp_path / "my_algorithms_of_a_test.py").write_text(
+        "from step3_ppo.algorithms import register_algorithm\n\n\n"
+        "def plain(batch, args, kl_coef):\n    return batch\n\n\n"
+        "@register_algorithm('of a test', needs_group=True)\n"
+        "def decorated(batch, args, kl_coef):\n    return batch\n\n\nnumber = 3\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = dict(ALGORITHMS)
+    try:
+        plain = find_algorithm("my_algorithms_of_a_test:plain")
+        decorated = find_algorithm("my_algorithms_of_a_test:decorated")
+        experience = object()
+        assert plain == Algorithm("my_algorithms_of_a_test:plain", plain.add_advantages)
+        assert plain.add_advantages(experience, PPOArguments(), 0.1) is experience
+        assert decorated is find_algorithm("of a test") and decorated.needs_group
+        with pytest.raises(ValueError, match="--algorithm .*:plane: .* has no plane; did you mean plain"):
+            find_algorithm("my_algorithms_of_a_test:plane")
+        with pytest.raises(ValueError, match="number is no function"):
+            find_algorithm("my_algorithms_of_a_test:number")
+    finally:
+        ALGORITHMS.clear()
+        ALGORITHMS.update(before)
+        sys.modules.pop("my_algorithms_of_a_test", None)
+
+
+def test_an_algorithm_that_is_not_found_is_named():
+    with pytest.raises(ValueError, match=r"--algorithm gropo is unknown; did you mean grpo\? \(known: "):
+        find_algorithm("gropo")
+    with pytest.raises(ValueError, match="--algorithm no_such_module_at_all:f: .*PYTHONPATH"):
+        find_algorithm("no_such_module_at_all:f")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flags_that_an_algorithm_does_not_read(name):
+    critic = {"critic_learning_rate", "critic_lora_dim", "value_clip_range", "value_norm", "gae_lambda"}
+    given = critic | {"gamma", "kl_coef", "critic_model_name_or_path", "critic_zero_stage"}
+    expected = set() if name == "ppo" else critic
+    expected |= {"gamma"} if name in ("grpo", "dr_grpo", "rloo") else set()
+    assert unused_flags(ALGORITHMS[name], given) == sorted(expected)
+    # The critic's model scores, unless --reward says what does.
+    both = {"critic_model_name_or_path", "reward"}
+    assert unused_flags(ALGORITHMS[name], both) == ([] if name == "ppo" else ["critic_model_name_or_path"])
+    flags = {field.name for field in dataclasses.fields(PPOArguments)}
+    assert flags.issuperset(ALGORITHMS[name].ignores)
+
+
+def test_no_algorithm_imports_an_engine():
+    """A1, A4: an algorithm is a function of a page, over tensors."""
+    tree = ast.parse(Path(sys.modules[ALGORITHMS["ppo"].add_advantages.__module__].__file__).read_text())
+    names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    engines = ("deepspeed", "common.engine", "common.generation", "step3_ppo.ro", "step3_ppo.ppo_losses")
+    assert [n for n in names if n.startswith(engines)] == ["step3_ppo.rollout_batch"]

@@ -10,7 +10,7 @@ from records import make_batch
 
 from common.data.registry import load_source
 from examples.own_reward.keyword import says_keyword
-from step3_ppo.algorithms import ALGORITHMS
+from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rollout_batch import tokens
 
@@ -56,13 +56,14 @@ def test_advantages_are_what_was_won_of_each_group(add_advantages):
         lengths, group_ids=torch.tensor(groups), scores=torch.tensor(scores), old_logprobs=zeros,
         ref_logprobs=zeros - 1,
     )  # fmt: skip
-    done = add_advantages(batch, PPOArguments(), 0.1)
+    args = fill_defaults(PPOArguments(), ALGORITHMS["win_rate"])
+    done = add_advantages(batch, args, 0.1)
     # 3 beats both others; each 1 ties with the other and loses to 3: (0 - 1) / 2; 7 is clipped to 5.
     advantages = tokens(done, "advantages")
     assert advantages.tolist() == [[1.0, 1.0], [-0.5, 0.0], [-0.5, -0.5], [1.0, 0.0], [-1.0, -1.0]]
     assert tokens(done, "rewards").sum(1).tolist() == [3.0, 1.0, 1.0, 5.0, 2.0]
     scaled = batch.with_numbers("scores", batch.numbers("scores") * 0.01)
-    assert torch.equal(tokens(add_advantages(scaled, PPOArguments(), 0.1), "advantages"), advantages)
+    assert torch.equal(tokens(add_advantages(scaled, args, 0.1), "advantages"), advantages)
 
 
 def test_they_are_small():

@@ -1,4 +1,4 @@
-"""The policy loss of PPO and its decoupled form: by hand, against float64 loops and wrong forms.
+"""The losses of PPO and how they become one number: by hand, against float64 loops and wrong forms.
 
 O20 and the like in a docstring are rows of the seeds.
 """
@@ -12,10 +12,18 @@ from response_batches import PADDING, fill, random_batch
 from right_or_wrong import close, forms, judge
 
 from common.data.packed_batch import PackedBatch
+from common.models.tensor_ops import masked_sum
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_losses import PPOLosses
-from step3_ppo.ppo_math import behaviour_weights, clipped_surrogate, dual_clip, policy_log_ratio
+from step3_ppo.ppo_math import (
+    behaviour_weights,
+    clipped_surrogate,
+    dual_clip,
+    loss_weights,
+    policy_log_ratio,
+    value_loss_terms,
+)
 
 
 def policy_loss(new, old, advantages, mask, clip_range=0.2, clip_range_high=0.0, c_clip=0.0):
@@ -26,13 +34,13 @@ def policy_loss(new, old, advantages, mask, clip_range=0.2, clip_range_high=0.0,
     return dual_clip(loss, advantages, c_clip) if c_clip else loss
 
 
-def loop_policy_loss(new, old, advantages, mask, low, high, bound=None):
+def loop_policy_loss(new, old, advantages, mask, low, high, bound):
     loss = torch.zeros(new.shape, dtype=torch.float64)
     for i, t in mask.nonzero().tolist():
         advantage = advantages[i, t].item()
         ratio = math.exp(new[i, t].item() - old[i, t].item())
         loss[i, t] = max(-advantage * ratio, -advantage * min(max(ratio, low), high))
-        if bound and advantage < 0:
+        if advantage < 0:
             loss[i, t] = min(loss[i, t].item(), -advantage * bound)
     return loss
 
@@ -52,7 +60,7 @@ def exp_ratio(new, old):
     return (new - old).exp()
 
 
-POLICY_FORMS = forms(
+@forms(
     policy_loss,
     ratio_without_exp=wrong(lambda new, old: new - old),
     ratio_upside_down=wrong(lambda new, old: (old - new).exp()),
@@ -60,9 +68,6 @@ POLICY_FORMS = forms(
     not_clipped=wrong(exp_ratio, is_clamped=False),
     sign=wrong(exp_ratio, sign=1),
 )
-
-
-@POLICY_FORMS
 def test_policy_loss_and_gradient_by_hand(form, is_right):
     """O20: clamp to 0.8 ... 1.2. O21: old against new. O22: no gradient beyond the bound."""
 
@@ -78,16 +83,6 @@ def test_policy_loss_and_gradient_by_hand(form, is_right):
         # 1 * 1.5: worse, so not clipped; 1 * 0.8, at the bound; -4 * 1; padding
         close(loss, [[-2.0, -2.4, -1.0, 3.3], [1.5, 0.8, -4.0, 0.0]])
         close(new.grad, [[-2.0, 0.0, -1.0, 3.3], [1.5, 0.0, -4.0, 0.0]])
-
-    judge(check, form, is_right)
-
-
-@POLICY_FORMS
-def test_policy_loss_equals_a_float64_loop(form, is_right):
-    def check(form):
-        new, old, advantages, mask = random_batch(3)
-        loss = form(new / 3, old / 3, advantages, mask)
-        close(loss, loop_policy_loss(new / 3, old / 3, advantages, mask, 0.8, 1.2))
 
     judge(check, form, is_right)
 
@@ -148,11 +143,14 @@ def test_an_overflowing_ratio_that_is_clipped_has_a_finite_gradient(form, is_rig
     judge(check, form, is_right)
 
 
-def test_policy_losses_of_bf16_inputs_are_fp32():
+def test_losses_of_bf16_inputs_are_fp32():
     """O27."""
-    new, old, advantages, mask = random_batch(3)
-    assert policy_loss(new.bfloat16(), old.bfloat16(), advantages, mask).dtype == torch.float32
-    assert behaviour_weights(new.bfloat16(), old.bfloat16(), mask)[0].dtype == torch.float32
+    *tensors, mask = random_batch(3)
+    new, old, other = (x.bfloat16() for x in tensors)
+    assert policy_loss(new, old, other, mask).dtype == torch.float32
+    assert behaviour_weights(new, old, mask)[0].dtype == torch.float32
+    for kind in ("mse", "huber"):
+        assert value_loss_terms(new, old, other, mask, clip_range=0.2, kind=kind)[0].dtype == torch.float32
 
 
 # --- the decoupled loss ---
@@ -203,9 +201,162 @@ def test_the_decoupled_loss_and_its_statistics_equal_a_float64_loop(wrong_by):
     if wrong_by:
         assert float(found) != pytest.approx(loss, abs=1e-3)
         return
-    assert (
-        float(found) == pytest.approx(loss, abs=1e-5) and len(values["ratio"]) > len(values["behav_kl"]) > 0
-    )
+    assert float(found) == pytest.approx(loss, abs=1e-5)
+    assert len(values["ratio"]) > len(values["behav_kl"]) > 0
     for name, of_tokens in values.items():
         total, count = stats[f"policy/{name}"]
         assert float(total / count) == pytest.approx(sum(of_tokens) / len(of_tokens), abs=1e-5), name
+
+
+# --- the critic's loss ---
+
+
+def plain_value(*, half=0.5, most=torch.maximum, around="old", detach=True):
+    """Return the textbook form, from which one thing at a time is made wrong."""
+
+    def form(new, old, returns, mask, *, clip_range, kind="mse"):
+        old, returns = (old.detach(), returns.detach()) if detach else (old, returns)
+        centre = old if around == "old" else returns
+        bounded = torch.minimum(torch.maximum(new, centre - clip_range), centre + clip_range)
+        squares, bounded_squares = (new - returns).square(), (bounded - returns).square()
+        loss = torch.where(mask, half * most(squares, bounded_squares), 0.0)
+        return loss, mask & (bounded_squares > squares)
+
+    return form
+
+
+VALUES = (
+    torch.tensor([1.0, 2.0, 2.0, 0.0, 2.5, 5.0]),
+    torch.tensor([1.1, 1.0, 1.0, 1.0, 2.5, 0.0]),
+    torch.tensor([3.0, 3.0, 0.0, 3.0, 3.0, 0.0]),
+)
+VALUE_MASK = torch.tensor([True, True, True, True, True, False])
+
+
+def check_value_loss(form, kind, expected, slopes):
+    """Check losses and gradients, whatever stands in the padding: only the new values get any."""
+    for padding in PADDING:
+        leaves = [fill(x, VALUE_MASK, padding).requires_grad_() for x in VALUES]
+        loss, is_clipped = form(*leaves, VALUE_MASK, clip_range=0.2, kind=kind)
+        close(loss, expected)
+        assert is_clipped.tolist() == [False, True, False, False, False, False]
+        loss.sum().backward()
+        close(leaves[0].grad, slopes)
+        assert leaves[1].grad is None and leaves[2].grad is None
+
+
+@forms(
+    value_loss_terms,
+    not_halved=plain_value(half=1.0),
+    smaller_square=plain_value(most=torch.minimum),
+    only_the_clipped_square=plain_value(most=lambda squares, bounded_squares: bounded_squares),
+    clipped_around_the_return=plain_value(around="returns"),
+    reads_padding=lambda *x, **o: value_loss_terms(*x[:3], torch.ones(6).bool(), **o),
+    not_detached=plain_value(detach=False),
+)
+def test_value_loss_by_hand(form, is_right):
+    """O25, O26: half the larger square, cliprange_value 0.2. O28: the new value against the old return."""
+
+    def check(form):
+        # inside: (1 - 3)^2 / 2; towards the return too far: (1.2 - 3)^2 / 2, without a gradient;
+        # away from it: 2^2 / 2 and (0 - 3)^2 / 2; inside: 0.5^2 / 2
+        check_value_loss(form, "mse", [2.0, 1.62, 2.0, 4.5, 0.125, 0.0], [-2.0, 0.0, 2.0, -3.0, -0.5, 0.0])
+
+    judge(check, form, is_right)
+
+
+@forms(value_loss_terms, squares=lambda *tensors, kind, **o: value_loss_terms(*tensors, **o))
+def test_huber_value_loss_by_hand(form, is_right):
+    """O25: value_loss mse or huber."""
+
+    def check(form):
+        # |e| - 1/2 above 1: 2 -> 1.5; 1 and, clipped to 1.2, 1.8 -> 1.3; 2 -> 1.5; 3 -> 2.5; 0.5 -> 0.25 / 2
+        check_value_loss(form, "huber", [1.5, 1.3, 1.5, 2.5, 0.125, 0.0], [-1.0, 0.0, 1.0, -1.0, -0.5, 0.0])
+
+    judge(check, form, is_right)
+
+
+def test_value_loss_without_clipping_is_half_the_square():
+    new, old, returns, mask = random_batch(3)
+    loss, is_clipped = value_loss_terms(new, old, returns, mask, clip_range=0.0)
+    close(loss, torch.where(mask, 0.5 * (new - returns).square(), 0.0))
+    assert not is_clipped.any()
+
+
+def test_a_value_inside_its_range_is_not_counted_as_clipped_by_rounding():
+    old = torch.linspace(1, 1000, 5000)[None]
+    new = old + 0.01 * torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
+    everything = torch.ones_like(old).bool()
+    assert not value_loss_terms(new, old, torch.zeros_like(old), everything, clip_range=0.2)[1].any()
+
+
+# --- weights: how token losses become one number ---
+
+AGGREGATIONS = ("token", "sequence", "constant")
+
+
+def aggregate(form, parts, aggregation, max_response_tokens):
+    """Return the loss of micro-batches (terms, mask): all sums first, one division at the end."""
+    total, count = 0.0, 0.0
+    for terms, mask in parts:
+        weights, counts = form(mask, aggregation, max_response_tokens)
+        total += float((weights.double() * torch.where(mask, terms, 0.0)).sum())
+        count += float(counts.sum())
+    return total / count
+
+
+def changed(aggregation, change):
+    """Return a wrong form: `change` is made to the weights and counts of one aggregation."""
+
+    def form(mask, chosen, max_response_tokens):
+        weights, counts = loss_weights(mask, chosen, max_response_tokens)
+        return change(weights, counts, mask) if chosen == aggregation else (weights, counts)
+
+    return form
+
+
+@forms(
+    loss_weights,
+    token_counts_padding=changed("token", lambda w, c, m: (w, torch.full_like(c, m.shape[1]))),
+    token_is_sequence=changed("token", lambda w, c, m: loss_weights(m, "sequence", 0)),
+    sequence_counts_the_empty=changed("sequence", lambda w, c, m: (w, torch.ones_like(c))),
+    sequence_by_the_width=changed("sequence", lambda w, c, m: (m.float() / m.shape[1], c)),
+    constant_drops_the_empty=changed("constant", lambda w, c, m: (w, c * m.any(1))),
+    constant_by_the_longest=changed("constant", lambda w, c, m: (w, torch.full_like(c, m.sum(1).max()))),
+)
+def test_weights_by_hand(form, is_right):
+    """O24: the seed's sum over mask by mask.sum() is "token"; A18: however the batch is cut."""
+
+    def check(form):
+        terms = torch.tensor([[1.0, 2.0, 6.0, 99.0], [5.0, 99.0, 99.0, 99.0], [99.0, 99.0, 99.0, 99.0]])
+        mask = torch.arange(4) < torch.tensor([3, 1, 0])[:, None]
+        # (1 + 2 + 6 + 5) / 4; (9 / 3 + 5 / 1) / 2; 14 / (3 * 5)
+        for aggregation, loss in zip(AGGREGATIONS, (3.5, 4.0, 14 / 15), strict=True):
+            for cut in ([3], [1, 2], [1, 1, 1]):
+                parts = list(zip(terms.split(cut), mask.split(cut), strict=True))
+                assert aggregate(form, parts, aggregation, 5) == pytest.approx(loss, abs=1e-6)
+        third = 1 / 3
+        close(form(mask, "sequence", 5)[0], [[third, third, third, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+        assert [form(mask, a, 5)[1].tolist() for a in AGGREGATIONS] == [[3, 1, 0], [1, 1, 0], [5, 5, 5]]
+        for weights, counts in (form(mask, a, 5) for a in AGGREGATIONS):
+            assert weights.dtype == torch.float32 and counts.dtype == torch.float64
+
+    judge(check, form, is_right)
+
+
+def test_the_token_mean_is_the_masked_mean():
+    """O24: of a mask with gaps too; the mean of the means of micro-batches is another number."""
+    terms, _ = random_batch(1)
+    mask = torch.rand(terms.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    mask[2] = False
+    found = aggregate(loss_weights, [(terms, mask)], "token", 0)
+    assert found == pytest.approx(float(masked_sum(terms, mask, dim=1).sum() / mask.sum()), abs=1e-6)
+    means = [aggregate(loss_weights, [(terms[part], mask[part])], "token", 0) for part in ([0], [1, 2, 3, 4])]
+    assert abs(sum(means) / 2 - found) > 1e-3
+
+
+@pytest.mark.parametrize(("aggregation", "count"), [("token", 0), ("sequence", 0), ("constant", 14)])
+def test_nothing_counts(aggregation, count):
+    """A24: the weights are numbers, and the caller sees a count of 0."""
+    weights, counts = loss_weights(torch.zeros(2, 3).bool(), aggregation, 7)
+    assert weights.eq(0).all() and float(counts.sum()) == count

@@ -11,7 +11,7 @@ from step3_ppo.arguments import PPOArguments
 from step3_ppo.main import num_optimizer_steps
 from step3_ppo.ppo_math import KLController
 from step3_ppo.ppo_trainer import PPOTrainer
-from step3_ppo.value_norm import ValueNormaliser
+from step3_ppo.running_averages import ValueNormaliser
 
 
 def test_the_schedules_are_as_long_as_the_optimizer_steps():

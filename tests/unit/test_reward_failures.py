@@ -13,13 +13,13 @@ from common.flags.refusal import StepRefused
 from step3_ppo.algorithms import ALGORITHMS
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import Judged, compare, judge, measure
-from step3_ppo.group_math import constant_groups
 from step3_ppo.metrics import summarise_scores
+from step3_ppo.ppo_math import constant_groups
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
 from step3_ppo.rewards.text_rewards import Failures, RewardError
-from step3_ppo.value_norm import ValueNormaliser
+from step3_ppo.running_averages import ValueNormaliser
 
 
 @pytest.mark.parametrize("text", ["", "default:", "default:nan", "mask:1"])

@@ -13,7 +13,7 @@ from common.data.packed_batch import PackedBatch
 from common.models.tensor_ops import correlation
 from common.ranks import distributed
 from step3_ppo import metrics
-from step3_ppo.algorithms import ALGORITHMS, step_mean
+from step3_ppo.algorithms import ALGORITHMS, fill_defaults, step_mean
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.response_inputs import build_response_inputs
 from step3_ppo.rewards.score_sum import ScoreSum
@@ -118,7 +118,7 @@ def look(rank: int, world_size: int) -> dict:
         found["received"] += sum(n for i, n in of_rows.items() if i not in own)
         found["trained"] += sum(of_rows.values())
         found["micro_batches"].append(micro_batch.ids)
-    args = PPOArguments(kl_in="reward", kl_estimator="k1", adv_norm="batch", whiten_scores=True)
+    args = fill_defaults(PPOArguments(whiten_scores=True), ALGORITHMS["ppo"])
     done = ALGORITHMS["ppo"].add_advantages(batch, args, 0.1)
     found["advantages"] = dict(zip(done.ids, done.sequences("advantages"), strict=True))
     found["summary"] = metrics.summarise(done) | metrics.summarise_gap(done)
@@ -195,6 +195,16 @@ def test_the_summary_by_hand():
     assert found["objective/reward"] == 2.0 and found["rollout/response_tokens"] == 1.5
     assert found["policy/logprob_gap"] == pytest.approx(0.5 / 3) and found["policy/logprob_gap_max"] == 0.5
     assert found["objective/score_length_correlation"] == pytest.approx(1.0)
+
+
+def test_explained_variance_by_hand():
+    # returns 1 3 5 7: variance 5; errors 1 1 1 3: mean 1.5, variance (3 * 0.25 + 2.25) / 4 = 0.75
+    returns, values = 10007 + torch.tensor([[1.0, 3.0, 5.0, 7.0], [0.0, 2.0, 4.0, 4.0]])
+    assert metrics.explained_variance(values, returns) == pytest.approx(1 - 0.75 / 5)
+    assert metrics.explained_variance(returns, returns) == 1.0
+    assert metrics.explained_variance(torch.ones(4), returns) == 0.0
+    assert metrics.explained_variance(values, torch.full((4,), 0.1)) == 0.0
+    assert metrics.explained_variance(values[:0], returns[:0]) == 0.0
 
 
 def test_distinct_ngrams_by_hand():

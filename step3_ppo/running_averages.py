@@ -1,16 +1,17 @@
-"""Returns scaled by their running mean and deviation, so that the critic learns numbers near 1.
+"""Averages that last from step to step: of the returns, for the critic's units; of the actor's weights.
 
 # N tokens of any layout, flat or (B, R); mask (N) bool, tokens that count
 """
 
-import math
-from typing import Literal
+from contextlib import AbstractContextManager
 
 import torch
+from torch import nn
 
 from common.ranks import distributed
+from common.ranks.zero3 import local_shard, swapped_shards
 
-ValueNorm = Literal["exp", "ma"]
+MIN_VARIANCE = 1e-5  # of returns: equal ones are not divided by 0
 
 
 class ValueNormaliser:
@@ -18,18 +19,11 @@ class ValueNormaliser:
 
     The critic's output is in normalised units; `denormalise` brings it back. "exp" is the debiased average of
     MAPPO's ValueNorm (arXiv:2103.01955) and of ReaL: an update keeps `beta` of what was. "ma" weighs every
-    token alike and ignores `beta`. Without an update both directions change nothing. Variances below `eps`
-    count as `eps`.
+    token alike and ignores `beta`. Without an update both directions change nothing.
     """
 
-    def __init__(self, kind: ValueNorm, beta: float = 0.99995, *, eps: float = 1e-5) -> None:
-        if kind not in ("exp", "ma"):
-            raise ValueError(f"--value_norm {kind} is unknown; use none, exp or ma")
-        if not 0 <= beta < 1:
-            raise ValueError(f"--value_norm_beta {beta} must be at least 0 and below 1")
-        if not eps > 0:
-            raise ValueError(f"the value normaliser's eps {eps} must be above 0")
-        self.kind, self.beta, self.eps = kind, beta, eps
+    def __init__(self, kind: str, beta: float = 0.99995) -> None:
+        self.kind, self.beta = kind, beta
         self.weight = 0.0  # "exp": 1 - beta^updates, the debiasing term; "ma": tokens seen
         self.mean = 0.0
         self.variance = 0.0
@@ -37,9 +31,9 @@ class ValueNormaliser:
     def update(self, returns: torch.Tensor, mask: torch.Tensor) -> None:
         """Take in the returns (N) of all ranks that count, in real units; none of them changes nothing.
 
-        Every rank must call this. Raises ValueError when one is not finite: it would spoil all later ones.
+        Every rank must call this.
         """
-        kept = returns[mask.bool()].double()
+        kept = returns[mask].double()
         own = (len(kept), float(kept.mean()), float(kept.var(correction=0))) if len(kept) else (0, 0.0, 0.0)
         count, mean, variance = 0, 0.0, 0.0
         for num, mean_there, variance_there in distributed.gather_objects(own):
@@ -48,8 +42,6 @@ class ValueNormaliser:
                 mean, variance = _merge(mean, variance, mean_there, variance_there, num / count)
         if not count:
             return
-        if not math.isfinite(mean + variance):
-            raise ValueError(f"returns of mean {mean} are not finite: --value_norm cannot take them in")
         kept_weight = self.weight * (self.beta if self.kind == "exp" else 1.0)
         new_weight = 1.0 - self.beta if self.kind == "exp" else float(count)
         self.weight = kept_weight + new_weight
@@ -59,7 +51,7 @@ class ValueNormaliser:
     @property
     def std(self) -> float:
         """The deviation that is divided by."""
-        return max(self.variance, self.eps) ** 0.5 if self.weight else 1.0
+        return max(self.variance, MIN_VARIANCE) ** 0.5 if self.weight else 1.0
 
     def normalise(self, x: torch.Tensor) -> torch.Tensor:
         """Return (x - mean) / std: fp32, the shape of x, in the critic's units. Nothing is clipped."""
@@ -70,13 +62,12 @@ class ValueNormaliser:
         return (x.double() * self.std + self.mean).float()
 
     def state_dict(self) -> dict[str, float]:
-        """Return what moves; kind, beta and eps are options of the run."""
+        """Return what moves."""
         return {"weight": self.weight, "mean": self.mean, "variance": self.variance}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue with the numbers of `state_dict`."""
-        self.weight, self.mean = float(state["weight"]), float(state["mean"])
-        self.variance = float(state["variance"])
+        """Resume with the numbers of `state_dict`."""
+        self.weight, self.mean, self.variance = (state[name] for name in ("weight", "mean", "variance"))
 
 
 def _merge(
@@ -89,3 +80,22 @@ def _merge(
     distance = new_mean - mean
     variance += share * (new_variance - variance) + share * (1 - share) * distance**2
     return mean + share * distance, variance
+
+
+class ExponentialMovingAverage:
+    """average <- decay average + (1 - decay) weights, in fp32, on the part of a weight this rank holds."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.averages = {name: local_shard(p).detach().float().clone() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the weights as they are now."""
+        for name, parameter in self.parameters.items():
+            self.averages[name].lerp_(local_shard(parameter).float(), 1 - self.decay)
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Hold the averages in the weights' place inside the block. Every rank must call this."""
+        return swapped_shards(self.parameters, self.averages)

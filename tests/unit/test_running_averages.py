@@ -1,0 +1,191 @@
+"""Value normalisation and the average of the trained weights: by hand, in float64, and in an engine."""
+
+import json
+import math
+
+import pytest
+import torch
+from plain_logits import compute_logits
+from response_batches import PADDING, fill, random_batch
+from right_or_wrong import close, forms, judge
+
+from common.engine.ds_config import EngineOptions, build_train_config
+from common.engine.optim import build_engine
+from common.models.loading import ModelOptions, load_causal_lm
+from common.runs.export import gather_state_dict
+from step1_sft.arguments import SFTArguments
+from step3_ppo.running_averages import ExponentialMovingAverage, ValueNormaliser
+
+
+class Biased(ValueNormaliser):
+    """The exponential average as it begins: as if there had been returns of 0 before."""
+
+    def update(self, returns, mask):
+        self.weight = self.weight or 1.0
+        super().update(returns, mask)
+
+
+class MeanOfMeans(ValueNormaliser):
+    """Every update counts the same, however many tokens it has."""
+
+    def update(self, returns, mask):
+        self.weight *= int(mask.sum())
+        super().update(returns, mask)
+        self.weight /= int(mask.sum())
+
+
+class OnlyWithinBatches(ValueNormaliser):
+    """Average the variances of the batches, and forget how far their means are apart."""
+
+    def update(self, returns, mask):
+        super().update(returns + (self.mean - returns[mask].mean() if self.weight else 0), mask)
+
+
+class ReadsPadding(ValueNormaliser):
+    def update(self, returns, mask):
+        super().update(returns, torch.ones_like(mask))
+
+
+class Forgets(ValueNormaliser):
+    """Does not resume where it was."""
+
+    def load_state_dict(self, state):
+        self.mean = state["mean"]
+
+
+@forms(
+    ValueNormaliser,
+    biased=Biased,
+    mean_of_means=MeanOfMeans,
+    only_within_batches=OnlyWithinBatches,
+    reads_padding=ReadsPadding,
+    forgets=Forgets,
+)
+def test_both_kinds_by_hand(form, is_right):
+    """R56: value_norm exp and ma; every stateful one is checkpointed."""
+
+    def check(form):
+        first = torch.tensor([[1.0, 3.0, 99.0]]), torch.tensor([[True, True, False]])
+        second = torch.tensor([[6.0, 6.0, 9.0, 9.0]]), torch.tensor([[True, True, True, True]])
+        after = {}
+        for kind in ("exp", "ma"):
+            normaliser, after[kind] = form(kind, 0.5), form(kind, 0.5)
+            normaliser.update(*first)  # debiased: mean 2, variance 1, as the batch has
+            close(normaliser.normalise(torch.tensor([4.0])), [2.0])
+            after[kind].load_state_dict(json.loads(json.dumps(normaliser.state_dict())))
+            after[kind].update(*second)  # of itself: mean 7.5, mean of squares 58.5
+        # weights 1/4 and 1/2 of 3/4: mean (2 + 2 * 7.5) / 3 = 17/3, squares (5 + 2 * 58.5) / 3 = 122/3
+        assert after["exp"].mean == pytest.approx(17 / 3, abs=1e-9)
+        assert after["exp"].variance == pytest.approx(122 / 3 - (17 / 3) ** 2, abs=1e-9)
+        # 1, 3, 6, 6, 9, 9: mean 34/6, squares 244/6
+        assert after["ma"].mean == pytest.approx(34 / 6, abs=1e-9)
+        assert after["ma"].variance == pytest.approx(244 / 6 - (34 / 6) ** 2, abs=1e-9)
+
+    judge(check, form, is_right)
+
+
+def test_returns_far_from_0_keep_their_digits():
+    """The difference of the means of x^2 and x in fp32 has none left."""
+    normaliser, returns = ValueNormaliser("exp", 0.5), torch.tensor([5000.0, 5000.25, 5000.5])
+    for _ in range(3):
+        normaliser.update(returns, torch.ones(3).bool())
+    close(normaliser.normalise(returns), [-math.sqrt(1.5), 0.0, math.sqrt(1.5)])
+
+
+@pytest.mark.parametrize("kind", ["exp", "ma"])
+def test_before_an_update_nothing_changes_and_afterwards_both_ways_are_inverse(kind):
+    normaliser = ValueNormaliser(kind)
+    values, mask = random_batch(1)
+    assert torch.equal(normaliser.normalise(values), values)
+    assert torch.equal(normaliser.denormalise(values), values)
+    normaliser.update(values, torch.zeros_like(mask))  # nothing counts
+    assert normaliser.weight == 0
+    for padding in PADDING:  # is not read
+        normaliser = ValueNormaliser(kind)
+        normaliser.update(fill(3 + 7 * values, mask, padding), mask)
+        close(normaliser.denormalise(normaliser.normalise(values)), values)
+        normalised = normaliser.normalise(3 + 7 * values)
+        assert normalised.dtype == normaliser.denormalise(values.bfloat16()).dtype == torch.float32
+        assert abs(float(normalised[mask].mean())) < 1e-6
+        assert abs(float(normalised[mask].std(correction=0)) - 1) < 1e-6
+
+
+def test_equal_returns_have_the_smallest_variance():
+    normaliser = ValueNormaliser("ma")
+    normaliser.update(torch.full((7,), 0.1), torch.ones(7).bool())
+    assert normaliser.std == pytest.approx(math.sqrt(1e-5))
+    close(normaliser.normalise(torch.tensor([0.1, 0.3])), [0.0, 0.2 / math.sqrt(1e-5)], atol=1e-5)
+
+
+# --- the average of the weights ---
+
+
+def test_the_average_by_hand_and_the_swap():
+    model = torch.nn.Linear(1, 1)
+    model.bias.requires_grad = False
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    ema = ExponentialMovingAverage(model, decay=0.75)
+    for value in (2.0, 4.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        ema.update()
+    # 0.75 * 1 + 0.25 * 2 = 1.25; 0.75 * 1.25 + 0.25 * 4 = 1.9375
+    assert set(ema.averages) == {"weight"} and float(ema.averages["weight"]) == 1.9375
+    with ema.averaged_weights():
+        assert float(model.weight) == 1.9375
+    assert float(model.weight) == 4.0
+    with pytest.raises(RuntimeError), ema.averaged_weights():
+        raise RuntimeError
+    assert float(model.weight) == 4.0
+
+
+def test_a_bf16_weight_is_averaged_in_fp32():
+    model = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    ema = ExponentialMovingAverage(model, decay=0.999)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    ema.update()
+    assert float(ema.averages["weight"]) == pytest.approx(1.001, abs=1e-6)  # bf16 would still say 1
+
+
+def build(stage: int, folder: str):
+    """A tiny model's engine; under stage 3 its small weights stay whole between uses, the others do not."""
+    overrides = {"zero_optimization": {"stage3_param_persistence_threshold": 100}} if stage == 3 else {}
+    ds_config = build_train_config(EngineOptions(zero_stage=stage, overrides=overrides))
+    model = load_causal_lm(ModelOptions(folder, dropout=0.0, ds_config=ds_config), 320)
+    return build_engine(model, ds_config, SFTArguments(learning_rate=1e-2, lr_scheduler_type="constant"), 10)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_engine_computes_and_exports_with_the_average_and_trains_on_without_it(stage, tiny_model_folder):
+    engine = build(stage, tiny_model_folder("gpt2"))
+    ids = torch.arange(1, 13).view(2, 6)
+
+    def logits(train: bool = False) -> torch.Tensor:
+        engine.train(train)
+        with torch.set_grad_enabled(train):
+            return compute_logits(engine, ids, torch.ones_like(ids))
+
+    ema = ExponentialMovingAverage(engine.module, decay=0.5)
+    weights = [gather_state_dict(engine.module)]
+    for _ in range(2):
+        engine.backward(logits(train=True).square().mean())
+        engine.step()
+        ema.update()
+        weights.append(gather_state_dict(engine.module))
+    last = logits()
+    with ema.averaged_weights():
+        found, averaged = gather_state_dict(engine.module), logits()
+    for name in found:
+        expected = 0.25 * weights[0][name] + 0.25 * weights[1][name] + 0.5 * weights[2][name]
+        torch.testing.assert_close(found[name], expected, atol=1e-6, rtol=1e-5)
+    assert not averaged.allclose(last, atol=1e-3), "the engine must compute with the average"
+    assert logits().equal(last)
+    assert all(weight.equal(weights[2][n]) for n, weight in gather_state_dict(engine.module).items())
+    engine.backward(logits(train=True).square().mean())
+    engine.step()
+    assert not logits().allclose(last, atol=1e-3)
