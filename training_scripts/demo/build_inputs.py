@@ -17,11 +17,11 @@ share no conversation. VADER: Hutto and Gilbert 2014 (vaderSentiment, PyPI, MIT)
 import argparse
 import json
 import random
-import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import chitchat_dataset
 import torch
@@ -29,12 +29,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-if not __package__:  # run as a script: import from the repository root, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
-from training_scripts.demo.preference_pairs import length_rule_accuracy, pair_by_sentiment
-from training_scripts.demo.turns import Turn, format_prompt
-
+EVAL_FRACTION = 0.05  # of the conversations
+MAX_WORDS = 20  # of a message, and of a reply: longer turns are left out
+MAX_TURN_TOKENS = 48  # a "word" may be 90 letters, and a batch pads to its longest
+MIN_GAP = 0.5  # least difference of the two VADER scores of a pair
+LENGTH_TOLERANCE = 1  # greatest difference in tokens of a pair's two replies
+MAX_CANDIDATES = 16  # waiting replies one reply is compared with; bounds the search, seldom reached
+VOCAB_SIZE = 2048  # of the tokenizer, its two special tokens included
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
 # GPT-2's own pattern, after the dialogue's markers: each of these becomes one token instead of four.
 _PIECES = (
@@ -43,12 +44,16 @@ _PIECES = (
 )
 
 
-@dataclass(frozen=True)
-class Split:
-    """Turns of disjoint sets of conversations."""
+class Turn(NamedTuple):
+    """One human message and the human reply to it, whitespace normalised."""
 
-    train: list[Turn]
-    eval: list[Turn]
+    context: str
+    reply: str
+
+    @property
+    def prompt(self) -> str:
+        """The prompt in hh-rlhf's own form; the reply follows after one space."""
+        return f"\n\nHuman: {self.context}\n\nAssistant:"
 
 
 def load_conversations() -> list[tuple[str, ...]]:
@@ -60,34 +65,29 @@ def load_conversations() -> list[tuple[str, ...]]:
     return list(conversations)
 
 
-def turns_of(
-    conversations: Iterable[tuple[str, ...]], max_context_words: int, max_reply_words: int
-) -> list[Turn]:
-    """The distinct turns whose context and reply are within the word limits, in order of appearance."""
+def turns_of(conversations: Iterable[tuple[str, ...]]) -> list[Turn]:
+    """The distinct turns whose context and reply are within the word limit, in order of appearance."""
     turns = {}
     for conversation in conversations:
         for context, reply in zip(conversation, conversation[1:], strict=False):
-            if len(context.split()) <= max_context_words and len(reply.split()) <= max_reply_words:
+            if max(len(context.split()), len(reply.split())) <= MAX_WORDS:
                 turns[Turn(context, reply)] = None
     return list(turns)
 
 
-def split_by_conversation(args: argparse.Namespace) -> Split:
-    """Train and eval turns, each shuffled; whole conversations are dealt out: no eval text is trained on."""
+def split_by_conversation(seed: int) -> dict[str, list[Turn]]:
+    """`train` and `eval` turns, shuffled; whole conversations are dealt out: no eval text is trained on."""
     conversations = load_conversations()
-    rng = random.Random(args.seed)
+    rng = random.Random(seed)
     rng.shuffle(conversations)
-    num_eval = round(len(conversations) * args.eval_fraction)
-    parts = [
-        turns_of(part, args.max_context_words, args.max_reply_words)
-        for part in (conversations[num_eval:], conversations[:num_eval])
-    ]
-    for part in parts:
+    num_eval = round(len(conversations) * EVAL_FRACTION)
+    parts = {"train": turns_of(conversations[num_eval:]), "eval": turns_of(conversations[:num_eval])}
+    for part in parts.values():
         rng.shuffle(part)
-    return Split(*parts)
+    return parts
 
 
-def build_tokenizer(turns: Iterable[Turn], vocab_size: int) -> PreTrainedTokenizerFast:
+def build_tokenizer(turns: Iterable[Turn]) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with an end and a separate padding token, no bos; no text is changed."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -98,13 +98,12 @@ def build_tokenizer(turns: Iterable[Turn], vocab_size: int) -> PreTrainedTokeniz
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=VOCAB_SIZE,
         special_tokens=[END_OF_TEXT, PADDING],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = (f"{format_prompt(turn.context)} {turn.reply}" for turn in turns)
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((f"{turn.prompt} {turn.reply}" for turn in turns), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
@@ -113,62 +112,86 @@ def build_tokenizer(turns: Iterable[Turn], vocab_size: int) -> PreTrainedTokeniz
     )
 
 
-def within_token_limit(turns: list[Turn], tokenizer: PreTrainedTokenizerFast, max_tokens: int) -> list[Turn]:
-    """The turns whose prompt, reply and end token are `max_tokens` at most: a 'word' may be 90 letters."""
-    texts = [f"{format_prompt(turn.context)} {turn.reply}{END_OF_TEXT}" for turn in turns]
-    lengths = (len(ids) for ids in tokenizer(texts)["input_ids"])
-    return [turn for turn, length in zip(turns, lengths, strict=True) if length <= max_tokens]
+def count_tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The number of tokens of each text."""
+    return [len(ids) for ids in tokenizer(list(texts))["input_ids"]]
 
 
-def build_base_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> LlamaForCausalLM:
-    """A Llama-style model with random fp32 weights drawn from --seed."""
+def build_base_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    """A Llama-style model of 2.2 million random fp32 weights."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=args.hidden_size,
-        intermediate_size=args.intermediate_size,
-        num_hidden_layers=args.num_layers,
-        num_attention_heads=args.num_heads,
-        num_key_value_heads=args.num_heads,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    torch.manual_seed(args.seed)
+    torch.manual_seed(seed)
     return LlamaForCausalLM(config)
 
 
+def pair_by_sentiment(
+    scores: Sequence[float], lengths: Sequence[int], max_pairs: int, seed: int
+) -> list[tuple[int, int, int]]:
+    """Pairs of replies: indexes of the better one, of the other, and of the one whose prompt is asked.
+
+    Each reply is used once at most. The two lengths differ by LENGTH_TOLERANCE at most, the scores by
+    MIN_GAP at least. The prompt is that of either reply, by a fair coin: whether a reply fits its prompt
+    tells nothing about the label either. Same seed, same pairs, in random order.
+    """
+    rng = random.Random(seed)
+    order = list(range(len(scores)))
+    rng.shuffle(order)
+    waiting: dict[int, deque[int]] = {}
+    pairs: list[tuple[int, int, int]] = []
+    for index in order:
+        # Lengths within one class differ by LENGTH_TOLERANCE at most.
+        class_waiting = waiting.setdefault(lengths[index] // (LENGTH_TOLERANCE + 1), deque())
+        other = next((i for i in class_waiting if abs(scores[index] - scores[i]) >= MIN_GAP), None)
+        if other is None:
+            class_waiting.append(index)
+            if len(class_waiting) > MAX_CANDIDATES:
+                class_waiting.popleft()
+            continue
+        class_waiting.remove(other)
+        chosen, rejected = (index, other) if scores[index] > scores[other] else (other, index)
+        pairs.append((chosen, rejected, rng.choice((chosen, rejected))))
+        if len(pairs) == max_pairs:
+            break
+    rng.shuffle(pairs)
+    return pairs
+
+
+def longer_wins(chosen_lengths: Sequence[int], rejected_lengths: Sequence[int]) -> float:
+    """Accuracy of guessing that the longer reply is the chosen one; a tie counts half. 0.5 tells nothing."""
+    outcomes = [
+        0.5 if chosen == rejected else float(chosen > rejected)
+        for chosen, rejected in zip(chosen_lengths, rejected_lengths, strict=True)
+    ]
+    return sum(outcomes) / len(outcomes)
+
+
 def build_pairs(
-    turns: list[Turn],
-    num_pairs: int,
-    tokenizer: PreTrainedTokenizerFast,
-    analyzer: SentimentIntensityAnalyzer,
-    args: argparse.Namespace,
-) -> tuple[list[dict[str, str]], tuple[float, float]]:
-    """Rows of preference pairs, and the accuracies of 'the longer wins' and 'the shorter wins' among them."""
+    turns: list[Turn], num_pairs: int, tokenizer: PreTrainedTokenizerFast, seed: int
+) -> tuple[list[dict[str, str]], float]:
+    """Rows of preference pairs, and the accuracy of 'the longer wins' among them."""
     # A third of the replies waits in vain for a partner; only what is needed is scored, VADER is slow.
     turns = turns[: 3 * num_pairs]
+    analyzer = SentimentIntensityAnalyzer()
     scores = [analyzer.polarity_scores(turn.reply)["compound"] for turn in turns]
-    lengths = [len(ids) for ids in tokenizer([f" {turn.reply}" for turn in turns])["input_ids"]]
-    pairs = pair_by_sentiment(
-        scores,
-        lengths,
-        min_gap=args.min_gap,
-        length_tolerance=args.length_tolerance,
-        seed=args.seed,
-        max_pairs=num_pairs,
-    )
+    lengths = count_tokens([f" {turn.reply}" for turn in turns], tokenizer)
+    pairs = pair_by_sentiment(scores, lengths, num_pairs, seed)
     rows = [
-        {
-            "prompt": format_prompt(turns[pair.prompt].context),
-            "chosen": turns[pair.chosen].reply,
-            "rejected": turns[pair.rejected].reply,
-        }
-        for pair in pairs
+        {"prompt": turns[prompt].prompt, "chosen": turns[chosen].reply, "rejected": turns[rejected].reply}
+        for chosen, rejected, prompt in pairs
     ]
-    chosen_lengths = [lengths[pair.chosen] for pair in pairs]
-    return rows, length_rule_accuracy(chosen_lengths, [lengths[pair.rejected] for pair in pairs])
+    return rows, longer_wins([lengths[c] for c, _, _ in pairs], [lengths[r] for _, r, _ in pairs])
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
@@ -182,24 +205,24 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
 def write_inputs(args: argparse.Namespace) -> None:
     """Writes all inputs below `args.output_dir` and prints what was made."""
     started = time.perf_counter()
-    split = split_by_conversation(args)
-    tokenizer = build_tokenizer(split.train, args.vocab_size)
-    analyzer = SentimentIntensityAnalyzer()
-    num_pairs = {"train": args.num_train_pairs, "eval": args.num_eval_pairs}
-    for part, turns in (("train", split.train), ("eval", split.eval)):
-        turns = within_token_limit(turns, tokenizer, args.max_turn_tokens)
-        answers = [{"prompt": format_prompt(turn.context), "answer": turn.reply} for turn in turns]
+    parts = split_by_conversation(args.seed)
+    tokenizer = build_tokenizer(parts["train"])
+    for part, num_pairs in (("train", args.num_train_pairs), ("eval", args.num_eval_pairs)):
+        texts = [f"{turn.prompt} {turn.reply}{END_OF_TEXT}" for turn in parts[part]]
+        lengths = count_tokens(texts, tokenizer)
+        turns = [turn for turn, n in zip(parts[part], lengths, strict=True) if n <= MAX_TURN_TOKENS]
+        answers = [{"prompt": turn.prompt, "answer": turn.reply} for turn in turns]
         write_jsonl(args.output_dir / "sft" / f"{part}.jsonl", answers)
-        prompts = dict.fromkeys(row["prompt"] for row in answers)
+        prompts = dict.fromkeys(turn.prompt for turn in turns)
         write_jsonl(args.output_dir / "prompts" / f"{part}.jsonl", ({"prompt": prompt} for prompt in prompts))
-        pairs, (longer_wins, shorter_wins) = build_pairs(turns, num_pairs[part], tokenizer, analyzer, args)
+        pairs, accuracy = build_pairs(turns, num_pairs, tokenizer, args.seed)
         write_jsonl(args.output_dir / "pairs" / f"{part}.jsonl", pairs)
         print(
             f"{part}: {len(turns)} turns, {len(prompts)} prompts, {len(pairs)} pairs "
-            f"(the longer wins {longer_wins:.3f}, the shorter wins {shorter_wins:.3f})"
+            f"(the longer wins {accuracy:.3f}, the shorter wins {1 - accuracy:.3f})"
         )
     if not args.skip_base_model:
-        model = build_base_model(tokenizer, args)
+        model = build_base_model(tokenizer, args.seed)
         model.save_pretrained(args.output_dir / "base")
         tokenizer.save_pretrained(args.output_dir / "base")
         print(f"base: {model.num_parameters() / 1e6:.2f}M parameters, vocabulary {len(tokenizer)}")
@@ -214,30 +237,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("output_dir", type=Path, help="folder to write; files of an earlier run are replaced")
     add("--seed", type=int, default=1234, help="of split, pairs and random weights")
-    add("--eval_fraction", type=float, default=0.05, help="share of the conversations held out")
-    add("--max_context_words", type=int, default=20, help="turns with a longer message are left out")
-    add("--max_reply_words", type=int, default=20, help="turns with a longer reply are left out")
-    add(
-        "--max_turn_tokens",
-        type=int,
-        default=48,
-        help="longer turns are left out: a batch pads to its longest",
-    )
     add("--num_train_pairs", type=int, default=12000, help="preference pairs for training, at most")
     add("--num_eval_pairs", type=int, default=1000, help="preference pairs held out, at most")
-    add("--min_gap", type=float, default=0.4, help="least difference of the two VADER scores of a pair")
-    add(
-        "--length_tolerance",
-        type=int,
-        default=1,
-        help="greatest difference in tokens of a pair's two replies",
-    )
     add("--skip_base_model", action="store_true", help="write the data only: another base model is used")
-    add("--vocab_size", type=int, default=2048, help="of the tokenizer, its two special tokens included")
-    add("--hidden_size", type=int, default=192, help="of the base model")
-    add("--intermediate_size", type=int, default=512, help="of the base model's MLP")
-    add("--num_layers", type=int, default=4, help="of the base model")
-    add("--num_heads", type=int, default=4, help="attention heads of the base model")
     return parser.parse_args(argv)
 
 

@@ -1,12 +1,11 @@
 """Measure what the demo's three steps reached, on held-out conversations, and print it beside the aims.
 
-    python training_scripts/demo/measure.py --inputs DIR --base DIR/base --sft SFT/export --ppo PPO/export \\
-        --ppo_run PPO --reward_json FILE --output_dir OUT
+    python training_scripts/demo/measure.py OUTPUT_DIR
 
-Nothing of the trainers is used but the held-out scores that step 3 logged: plain forward passes and plain
-`model.generate` in fp32, and the VADER lexicon, which the trainers never saw. Prints one table and five
-held-out prompts with the replies of the three models, and writes OUT/summary.json. The exit status is 0
-whether or not an aim is met.
+OUTPUT_DIR is what run_demo.sh filled: inputs/, step1/, step3/, reward_eval.log. Nothing of the trainers is
+used but the held-out scores that step 3 logged: plain forward passes and plain `model.generate` in fp32, and
+the VADER lexicon, which the trainers never saw. Prints one table and five held-out prompts with the replies
+of the three models, and writes OUTPUT_DIR/summary.json. The exit status is 0 whether or not an aim is met.
 """
 
 import argparse
@@ -16,170 +15,152 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from common.data.dialogue import Template, build_template
-from common.data.example import Message
+from common.data.adapters.row_forms import read_row
+from common.data.dialogue import Template, Tokenised, build_template
+from common.data.example import Example
 from common.data.tokenizer import load_tokenizer
 from common.programs.startup import quiet_libraries
 from common.runs.run_files import read_run
 from training_scripts.demo.aims import format_summary
-from training_scripts.demo.text_measures import (
-    distinct_n,
-    kl_per_reply,
-    mean_words,
-    response_mask_until_end,
-    unigram_perplexity,
-)
-from training_scripts.demo.turns import Turn, context_of
 
-# Dimensions: B sequences, P prompt, R response, T = P + R.
+# Dimensions: B sequences, P prompt, R response, T = P + R, V vocabulary.
 
-_SHOWN_WORDS = range(4, 13)  # shown prompts have this many words: they say something, and fit on a line
+SEED = 1234
+MAX_RESPONSE_TOKENS = 32  # as in step 3
+NUM_SHOWN, SHOWN_WORDS = 5, range(4, 13)  # prompts of so many words say something, and fit on a line
 
 
 class SampledBatch(NamedTuple):
-    """Prompts and sampled responses of one batch."""
+    """Prompts, padded on the left, with a sampled response each."""
 
-    prompt_ids: Tensor  # (B, P) int64, left-padded
-    prompt_mask: Tensor  # (B, P) bool
-    response_ids: Tensor  # (B, R) int64; what follows the end token is not to be read
-    response_mask: Tensor  # (B, R) bool, the end token included
-
-
-class Samples(NamedTuple):
-    """Sampled replies, in the order of the prompts."""
-
-    batches: list[SampledBatch]
-    texts: list[str]
-    finished_fraction: float  # share that ended by itself within the token limit
+    input_ids: Tensor  # (B, T) int64
+    attention_mask: Tensor  # (B, T) int64
+    response_mask: Tensor  # (B, T) bool, the end token included, nothing after it
 
 
-def load_turns(path: Path, limit: int | None = None) -> list[Turn]:
-    """The first `limit` turns of a file sft/*.jsonl. Raises ValueError naming file and line of a bad row."""
-    turns = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if limit is not None and len(turns) == limit:
-                break
-            try:
-                row = json.loads(line)
-                turns.append(Turn(context_of(row["prompt"]), row["answer"]))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}:{number}: no row of build_inputs.py ({error})") from error
-    return turns
+def load_examples(path: Path) -> list[Example]:
+    """The rows of one of build_inputs.py's files as prompt and reply."""
+    return [read_row(json.loads(line))[0] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def scored_rows(turns: Sequence[Turn], template: Template) -> list[tuple[list[int], list[bool]]]:
-    """(token ids, response mask) of each turn; the response is the reply with its end token, as in step 1."""
-    segments = [template.segments((Message("user", turn.context),), turn.reply) for turn in turns]
-    return [(row.input_ids, row.response_mask) for row in template.tokenise_batch(segments)]
+def tokenise(examples: Sequence[Example], template: Template) -> list[Tokenised]:
+    """Token ids and response mask of each example; the response has its end token, as in step 1."""
+    return template.tokenise_batch([template.segments(one.prompt, one.chosen) for one in examples])
 
 
-def response_rows(rows: Sequence[tuple[list[int], list[bool]]]) -> Iterator[list[int]]:
-    """The scored token ids of each row."""
-    for input_ids, response_mask in rows:
-        yield [token for token, counts in zip(input_ids, response_mask, strict=True) if counts]
+def pad(rows: Iterable[Sequence[int]], value: int, side: str, device: torch.device) -> Tensor:
+    """(B, T) int64, rows padded on the `left` or `right` side."""
+    tensors = [torch.tensor(row) for row in rows]
+    padded = pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+    return padded.long().to(device)
 
 
 @torch.no_grad()
-def model_perplexity(
-    model: PreTrainedModel, rows: Sequence[tuple[list[int], list[bool]]], batch_size: int
-) -> float:
+def token_logprobs(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """(B, T-1) fp32: log-probability of every token but the first; undefined where nothing is attended to."""
+    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    logits = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids).logits
+    losses = torch.nn.functional.cross_entropy(
+        logits[:, :-1].float().transpose(1, 2), input_ids[:, 1:], reduction="none"
+    )
+    return -losses
+
+
+def model_perplexity(model: PreTrainedModel, rows: Sequence[Tokenised], batch_size: int) -> float:
     """Perplexity per response token, end token included: every token counts alike, whatever its row."""
-    rows = sorted(rows, key=lambda row: len(row[0]))
-    negative_log_likelihood, num_tokens = 0.0, 0
+    rows = sorted(rows, key=lambda row: len(row.input_ids))
+    log_likelihood, num_tokens = 0.0, 0
     for first in range(0, len(rows), batch_size):
         batch = rows[first : first + batch_size]
-        longest = len(batch[-1][0])
-        input_ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in batch], device=model.device)
-        mask = torch.tensor(
-            [mask + [False] * (longest - len(mask)) for _, mask in batch], device=model.device
-        )
-        attends = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in batch])
-        logits = model(input_ids=input_ids, attention_mask=attends.to(model.device)).logits
-        targets = mask[:, 1:]  # (B, T-1) bool: the logits at a position predict the next one
-        negative_log_likelihood += torch.nn.functional.cross_entropy(
-            logits[:, :-1][targets].float(), input_ids[:, 1:][targets], reduction="sum"
-        ).item()
-        num_tokens += int(targets.sum())
-    return math.exp(negative_log_likelihood / num_tokens)
+        input_ids = pad([row.input_ids for row in batch], 0, "right", model.device)
+        attends = pad([[1] * len(row.input_ids) for row in batch], 0, "right", model.device)
+        mask = pad([row.response_mask for row in batch], 0, "right", model.device)[:, 1:].bool()
+        log_likelihood += token_logprobs(model, input_ids, attends)[mask].sum().item()
+        num_tokens += int(mask.sum())
+    return math.exp(-log_likelihood / num_tokens)
 
 
-def left_pad(rows: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """(B, P) int64 ids and (B, P) bool mask, padding on the left."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (longest - len(row)) + row for row in rows])
-    mask = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in rows])
-    return ids, mask
+def unigram_perplexity(
+    train_rows: Sequence[Tokenised], eval_rows: Sequence[Tokenised], vocab_size: int
+) -> float:
+    """Perplexity per response token of eval rows under the train rows' frequencies, each count raised by one.
+
+    Add-one smoothing keeps a token that no train row has from costing infinitely much.
+    """
+    train, held_out = (
+        Counter(t for row in rows for t, is_in in zip(row.input_ids, row.response_mask, strict=True) if is_in)
+        for rows in (train_rows, eval_rows)
+    )
+    total = train.total() + vocab_size
+    log_likelihood = sum(count * math.log((train[token] + 1) / total) for token, count in held_out.items())
+    return math.exp(-log_likelihood / held_out.total())
 
 
 @torch.no_grad()
 def sample_replies(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[list[int]],
-    *,
-    max_response_tokens: int,
-    batch_size: int,
-    seed: int,
-) -> Samples:
-    """One reply for each prompt, drawn at temperature 1 from the whole distribution."""
-    torch.manual_seed(seed)
-    batches, texts, num_finished = [], [], 0
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], batch_size: int
+) -> tuple[list[SampledBatch], list[str]]:
+    """One reply for each prompt, drawn at temperature 1 from the whole distribution, and its text."""
+    torch.manual_seed(SEED)
+    batches, texts = [], []
     for first in range(0, len(prompts), batch_size):
-        prompt_ids, prompt_mask = left_pad(prompts[first : first + batch_size], tokenizer.pad_token_id)
-        prompt_ids, prompt_mask = prompt_ids.to(model.device), prompt_mask.to(model.device)
-        output = model.generate(
+        rows = prompts[first : first + batch_size]
+        prompt_ids = pad(rows, tokenizer.pad_token_id, "left", model.device)  # (B, P)
+        prompt_mask = pad([[1] * len(row) for row in rows], 0, "left", model.device)  # (B, P)
+        input_ids = model.generate(
             input_ids=prompt_ids,
-            attention_mask=prompt_mask.long(),
+            attention_mask=prompt_mask,
             do_sample=True,
             temperature=1.0,
             top_k=0,
             top_p=1.0,
-            max_new_tokens=max_response_tokens,
+            max_new_tokens=MAX_RESPONSE_TOKENS,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
-        )
-        response_ids = output[:, prompt_ids.shape[1] :]
-        response_mask = response_mask_until_end(response_ids, tokenizer.eos_token_id)
-        batches.append(SampledBatch(prompt_ids, prompt_mask, response_ids, response_mask))
-        for ids, mask in zip(response_ids, response_mask, strict=True):
-            reply = ids[mask]
-            num_finished += int(reply[-1] == tokenizer.eos_token_id)
-            texts.append(tokenizer.decode(reply, skip_special_tokens=True).strip())
-    return Samples(batches, texts, num_finished / len(texts))
+        )  # (B, T)
+        response_ids = input_ids[:, prompt_ids.shape[1] :]
+        mask = mask_until_end(response_ids, tokenizer.eos_token_id)
+        replies = [ids[is_in] for ids, is_in in zip(response_ids, mask, strict=True)]
+        texts += [tokenizer.decode(reply, skip_special_tokens=True).strip() for reply in replies]
+        attention_mask = torch.cat([prompt_mask, mask.long()], dim=1)
+        response_mask = torch.cat([torch.zeros_like(prompt_mask).bool(), mask], dim=1)
+        batches.append(SampledBatch(input_ids, attention_mask, response_mask))
+    return batches, texts
 
 
-@torch.no_grad()
-def response_logprobs(model: PreTrainedModel, batch: SampledBatch) -> Tensor:
-    """(B, R) fp32 log-probabilities of the responses; undefined outside the response mask."""
-    input_ids = torch.cat([batch.prompt_ids, batch.response_ids], dim=1)  # (B, T)
-    attends = torch.cat([batch.prompt_mask, batch.response_mask], dim=1).long()
-    position_ids = (attends.cumsum(dim=1) - 1).clamp(min=0)
-    logits = model(input_ids=input_ids, attention_mask=attends, position_ids=position_ids).logits
-    predictions = logits[:, batch.prompt_ids.shape[1] - 1 : -1].float()  # (B, R, V)
-    return predictions.log_softmax(dim=-1).gather(-1, batch.response_ids.unsqueeze(-1)).squeeze(-1)
+def mask_until_end(response_ids: Tensor, end_id: int) -> Tensor:
+    """(B, R) bool, True for each sampled token up to the first end token, that token included."""
+    is_end = response_ids == end_id
+    ends_before = is_end.long().cumsum(dim=-1) - is_end.long()  # (B, R) end tokens strictly before this one
+    return ends_before == 0
 
 
 def mean_kl(model: PreTrainedModel, ref_model: PreTrainedModel, batches: Sequence[SampledBatch]) -> float:
-    """Mean KL to `ref_model` in nats a reply, on replies that were sampled from `model`."""
-    per_reply = [
-        kl_per_reply(
-            response_logprobs(model, batch), response_logprobs(ref_model, batch), batch.response_mask
+    """Mean KL to `ref_model` in nats a reply, on replies that were sampled from `model`.
+
+    An unbiased estimate: the sum of log p - log p_ref over a reply's own tokens; of one it may be negative.
+    """
+    per_reply = []
+    for batch in batches:
+        logprobs, ref_logprobs = (
+            token_logprobs(one, batch.input_ids, batch.attention_mask) for one in (model, ref_model)
         )
-        for batch in batches
-    ]
+        difference = torch.where(batch.response_mask[:, 1:], logprobs - ref_logprobs, 0.0)
+        per_reply.append(difference.sum(dim=-1))
     return torch.cat(per_reply).mean().item()
 
 
@@ -189,105 +170,96 @@ def mean_sentiment(texts: Sequence[str]) -> float:
     return sum(analyzer.polarity_scores(text)["compound"] for text in texts) / len(texts)
 
 
-def read_evaluations(run: Path) -> dict[str, float]:
-    """The scores of step 3's held-out prompts before, half-way and after, and the win rate at the end.
+def distinct_2(texts: Iterable[str]) -> float:
+    """Share of different pairs of words among all pairs of all texts together; 0.0 where there is none.
 
-    Raises ValueError where the run has fewer than two evaluations.
+    It falls with the number of texts: compare equal numbers only. Source: Li et al. 2016, arXiv:1510.03055.
     """
-    curves = read_run(run).curves
-    if len(curves["eval/score"].values if "eval/score" in curves else ()) < 2:
-        raise ValueError(f"--ppo_run {run} has no held-out scores: give step 3 --eval_data_path")
+    pairs: Counter[tuple[str, str]] = Counter()
+    for text in texts:
+        words = text.lower().split()
+        pairs.update(zip(words, words[1:], strict=False))
+    return len(pairs) / pairs.total() if pairs else 0.0
+
+
+def mean_words(texts: Sequence[str]) -> float:
+    """Mean number of whitespace-separated words of a text; an empty text counts as none."""
+    return sum(len(text.split()) for text in texts) / len(texts)
+
+
+def read_evaluations(output_dir: Path) -> dict[str, float]:
+    """What the steps said themselves: the reward model's accuracy, and step 3's held-out scores."""
+    log = (output_dir / "reward_eval.log").read_text(encoding="utf-8").splitlines()
+    [*_, figures] = [line for line in log if line.startswith('{"accuracy"')]  # of rw_eval.py, its last line
+    curves = read_run(output_dir / "step3").curves
     scores = curves["eval/score"].values
-    found = {"score_before": scores[0], "score_halfway": scores[len(scores) // 2], "score_after": scores[-1]}
-    return found | {"win_rate": curves["eval/win_rate"].last}
+    return {
+        "reward_accuracy": json.loads(figures)["accuracy"],
+        "score_before": scores[0],
+        "score_halfway": scores[len(scores) // 2],
+        "score_after": scores[-1],
+        "win_rate": curves["eval/win_rate"].last,
+    }
 
 
-def read_last_json(path: Path, key: str) -> float:
-    """The number under `key` in the last JSON line of a file that has it; other lines are passed over.
-
-    Raises ValueError when no line has it.
-    """
-    found = None
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("{"):
-            try:
-                found = json.loads(line).get(key, found)
-            except json.JSONDecodeError:
-                continue  # a log line may begin with a brace
-    if found is None:
-        raise ValueError(
-            f"--reward_json {path}: no JSON line with {key!r}; pass the output of step2_reward/rw_eval.py"
-        )
-    return float(found)
+def peak_gib(output_dir: Path) -> float:
+    """The most memory that this program, or all ranks of a step together, have held."""
+    peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20]  # Linux counts KiB
+    for folder in output_dir.glob("step?"):
+        run = read_run(folder)
+        peaks += [run.starts()[-1]["world_size"] * gib for gib in run.curves["perf/peak_memory_gib"].values]
+    return max(peaks)
 
 
-def choose_shown(turns: Sequence[Turn], count: int) -> list[int]:
-    """Indexes of `count` turns: the first whose message is neither a single word nor longer than a line.
-
-    Where these are too few, the first of the others come after them.
-    """
-    fits = [len(turn.context.split()) in _SHOWN_WORDS for turn in turns]
-    return sorted(range(len(turns)), key=lambda index: not fits[index])[:count]
-
-
-def load_model(path: Path, device: str) -> PreTrainedModel:
+def load_model(path: Path) -> PreTrainedModel:
     """The model of a folder in fp32, ready to be asked."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
-    """The numbers of summary.json, and the lines to print below the table."""
-    tokenizer = load_tokenizer(str(args.sft))
+    """The numbers of summary.json but time and memory, and the lines to print below the table."""
+    inputs, exports = args.output_dir / "inputs", [args.output_dir / f"step{n}" / "export" for n in (1, 3)]
+    tokenizer = load_tokenizer(str(exports[0]))
     template = build_template(args.template, tokenizer)
-    held_out = load_turns(args.inputs / "sft" / "eval.jsonl", max(args.num_scored, args.num_prompts))
-    # The file's order is the same for every seed of this program; the prompts asked follow --seed.
-    asked = random.Random(args.seed).sample(held_out, min(args.num_prompts, len(held_out)))
-    eval_rows = scored_rows(held_out[: args.num_scored], template)
-    prompts = [
-        ids[: mask.index(True)]
-        for ids, mask in scored_rows([Turn(turn.context, "-") for turn in asked], template)
-    ]
-    train_rows = scored_rows(load_turns(args.inputs / "sft" / "train.jsonl"), template)
-    unigram = unigram_perplexity(response_rows(train_rows), response_rows(eval_rows), len(tokenizer))
+    held_out = load_examples(inputs / "sft" / "eval.jsonl")[: max(args.num_scored, args.num_prompts)]
+    asked = random.Random(SEED).sample(held_out, min(args.num_prompts, len(held_out)))
+    prompts = [ids[: mask.index(True)] for ids, mask, *_ in tokenise(asked, template)]
+    eval_rows = tokenise(held_out[: args.num_scored], template)
+    train_rows = tokenise(load_examples(inputs / "sft" / "train.jsonl"), template)
 
-    options: dict[str, Any] = {
-        "max_response_tokens": args.max_response_tokens,
-        "batch_size": args.batch_size,
-        "seed": args.seed,
-    }
-    shown = choose_shown(asked, args.num_shown)
-    base = load_model(args.base, args.device)
-    base_texts = sample_replies(base, tokenizer, [prompts[index] for index in shown], **options).texts
-    sft, ppo = load_model(args.sft, args.device), load_model(args.ppo, args.device)
-    sft_samples = sample_replies(sft, tokenizer, prompts, **options)
-    ppo_samples = sample_replies(ppo, tokenizer, prompts, **options)
+    messages = [example.prompt[-1].content for example in asked]
+    is_odd = [len(message.split()) not in SHOWN_WORDS for message in messages]
+    shown = sorted(range(len(asked)), key=is_odd.__getitem__)[:NUM_SHOWN]
+    base, sft, ppo = (load_model(folder) for folder in (inputs / "base", *exports))
+    _, base_texts = sample_replies(base, tokenizer, [prompts[i] for i in shown], args.batch_size)
+    sft_batches, sft_texts = sample_replies(sft, tokenizer, prompts, args.batch_size)
+    ppo_batches, ppo_texts = sample_replies(ppo, tokenizer, prompts, args.batch_size)
     numbers = {
-        "unigram_perplexity": unigram,
+        "unigram_perplexity": unigram_perplexity(train_rows, eval_rows, len(tokenizer)),
         "sft_perplexity": model_perplexity(sft, eval_rows, args.batch_size),
-        "reward_accuracy": read_last_json(args.reward_json, args.reward_key),
-        **read_evaluations(args.ppo_run),
-        "vader_sft": mean_sentiment(sft_samples.texts),
-        "vader_ppo": mean_sentiment(ppo_samples.texts),
-        "kl": mean_kl(ppo, sft, ppo_samples.batches),
-        "distinct2_sft": distinct_n(sft_samples.texts),
-        "distinct2_ppo": distinct_n(ppo_samples.texts),
-        "words_sft": mean_words(sft_samples.texts),
-        "words_ppo": mean_words(ppo_samples.texts),
+        **read_evaluations(args.output_dir),
+        "vader_sft": mean_sentiment(sft_texts),
+        "vader_ppo": mean_sentiment(ppo_texts),
+        "kl": mean_kl(ppo, sft, ppo_batches),
+        "distinct2_sft": distinct_2(sft_texts),
+        "distinct2_ppo": distinct_2(ppo_texts),
+        "words_sft": mean_words(sft_texts),
+        "words_ppo": mean_words(ppo_texts),
     }
-    lines = [
-        f"{len(prompts)} held-out prompts, one reply each of at most {args.max_response_tokens} tokens; "
-        f"ended by themselves: SFT {sft_samples.finished_fraction:.1%}, "
-        f"PPO {ppo_samples.finished_fraction:.1%}"
+    finished = [
+        sum(int((b.input_ids.eq(tokenizer.eos_token_id) & b.response_mask).sum()) for b in batches)
+        for batches in (sft_batches, ppo_batches)
     ]
-    for row, index in enumerate(shown):
-        lines += ["", f"Human: {asked[index].context}"]
-        for name, texts, place in (
-            ("base", base_texts, row),
-            ("SFT", sft_samples.texts, index),
-            ("PPO", ppo_samples.texts, index),
-        ):
-            one_line = " ".join(texts[place].split())  # a sampled line break would look like another reply
-            lines.append(f"  {name:<4}  {one_line}")
+    lines = [
+        f"{len(prompts)} held-out prompts, one reply each of at most {MAX_RESPONSE_TOKENS} tokens; ended by "
+        f"themselves: SFT {finished[0] / len(prompts):.1%}, PPO {finished[1] / len(prompts):.1%}"
+    ]
+    for number, i in enumerate(shown):
+        replies = {"base": base_texts[number], "SFT": sft_texts[i], "PPO": ppo_texts[i]}
+        # A sampled line break would look like another reply.
+        lines += ["", f"Human: {messages[i]}"]
+        lines += [f"  {name:<4}  {' '.join(text.split())}" for name, text in replies.items()]
     return numbers, lines
 
 
@@ -297,29 +269,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__.split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--inputs", type=Path, required=True, help="folder that build_inputs.py wrote")
-    add("--base", type=Path, required=True, help="model before step 1")
-    add("--sft", type=Path, required=True, help="step 1's export")
-    add("--ppo", type=Path, required=True, help="step 3's export")
-    add(
-        "--reward_json",
-        type=Path,
-        required=True,
-        help="output of step2_reward/rw_eval.py, its last JSON line is read",
-    )
-    add("--ppo_run", type=Path, required=True, help="step 3's --output_dir: its evaluations are read")
-    add("--reward_key", default="accuracy", help="name of the reward model's accuracy in that line")
-    add("--output_dir", type=Path, required=True, help="where summary.json goes")
+    add("output_dir", type=Path, help="folder that run_demo.sh filled; summary.json goes there")
     add("--template", default="human_assistant", help="as in the three steps")
     add("--num_prompts", type=int, default=512, help="held-out prompts, one reply each by SFT and PPO model")
     add("--num_scored", type=int, default=2000, help="held-out replies in the perplexities, at most")
-    add("--num_shown", type=int, default=5, help="prompts printed with their replies")
-    add("--max_response_tokens", type=int, default=32, help="as in step 3")
     add("--batch_size", type=int, default=64, help="sequences a forward pass")
-    add("--seed", type=int, default=1234, help="of the prompts asked and of sampling")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    add("--started_at", type=float, default=None, help="unix time the demo began; now if left out")
-    add("--peak_gib", type=float, default=0.0, help="peak memory of the steps before, in GiB")
+    add("--started_at", type=float, default=time.time(), help="unix time the demo began")
     return parser.parse_args(argv)
 
 
@@ -327,12 +282,9 @@ def main() -> None:
     """Measures, prints, and writes summary.json."""
     quiet_libraries()
     args = parse_args()
-    started_at = args.started_at if args.started_at is not None else time.time()
     numbers, lines = measure(args)
-    own_peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
-    summary = {"seconds": time.time() - started_at, "peak_gib": max(args.peak_gib, own_peak_gib), **numbers}
+    summary = {"seconds": time.time() - args.started_at, "peak_gib": peak_gib(args.output_dir), **numbers}
     print("\n".join([*format_summary(summary), "", *lines]))
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     (args.output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 

@@ -88,18 +88,9 @@ echo "== 3. PPO: make the replies more positive"
   "${PPO_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/step3.log"
 
 echo "== 4. what was reached, on held-out conversations"
-PEAK_GIB=$(python -m training_scripts.demo.peak_memory "$NUM_RANKS" "$OUTPUT_DIR"/step?/metrics.jsonl)
 export OMP_NUM_THREADS=$CORES
-python training_scripts/demo/measure.py \
-  --inputs "$DATA" \
-  --base "$BASE" \
-  --sft "$OUTPUT_DIR/step1/export" \
-  --ppo "$OUTPUT_DIR/step3/export" \
-  --reward_json "$OUTPUT_DIR/reward_eval.log" \
-  --ppo_run "$OUTPUT_DIR/step3" \
-  --output_dir "$OUTPUT_DIR" \
+python training_scripts/demo/measure.py "$OUTPUT_DIR" \
   --started_at "$STARTED_AT" \
-  --peak_gib "$PEAK_GIB" \
   "${MEASURE_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/measure.log"
 
 python -m tools.report "$OUTPUT_DIR"/step1 "$OUTPUT_DIR"/step2 "$OUTPUT_DIR"/step3 --output "$OUTPUT_DIR/report.html"

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034
 # Settings of `run_demo.sh` for the small model (2.2M parameters, vocabulary 2048), sourced by it.
 
-build_inputs() { python training_scripts/demo/build_inputs.py "$DATA" --min_gap 0.5; }
+build_inputs() { python training_scripts/demo/build_inputs.py "$DATA"; }
 
 SFT_FLAGS=(
   --dtype fp32
