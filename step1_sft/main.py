@@ -15,7 +15,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 from common.data.collators import collate_sft
 from common.data.data_options import DataOptions
-from common.data.stage_datasets import build_sft, preview_rows
+from common.data.stage_datasets import build_data, preview_rows
 from common.engine.optim import build_engine
 from common.flags.args import Problems, parse_args
 from common.programs import startup, training_loop
@@ -70,7 +70,7 @@ def main() -> None:
     distributed.start(args.local_rank, args.collective_timeout, check_collectives=args.check_collectives)
     distributed.seed_everything(args.seed)
     with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
-        data = build_sft(options, tokenizer, template)
+        data = build_data(options, template)
         batches = training_loop.build_global_batches(
             args,
             data.train,

@@ -22,7 +22,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 from common.data.collators import collate_pairs
 from common.data.data_options import DataOptions
 from common.data.global_batches import GlobalBatches
-from common.data.stage_datasets import build_pairs, preview_rows
+from common.data.stage_datasets import build_data, preview_rows
 from common.engine.optim import build_engine
 from common.flags.args import Problems, parse_args
 from common.programs import startup, training_loop
@@ -159,7 +159,7 @@ def main() -> None:
     distributed.start(args.local_rank, args.collective_timeout, check_collectives=args.check_collectives)
     distributed.seed_everything(args.seed)
     with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
-        data = build_pairs(options, tokenizer, template)
+        data = build_data(options, template)
         is_dpo = args.loss == "dpo"
         train, held_out = (ReferencePairs(pairs) if is_dpo else pairs for pairs in (data.train, data.eval))
         batches = training_loop.build_global_batches(

@@ -21,7 +21,7 @@ from common.data.data_options import DataOptions
 from common.data.global_batches import evaluation_batches
 from common.data.plugins import import_plugins
 from common.data.source_checks import check_sources
-from common.data.stage_datasets import build_pairs
+from common.data.stage_datasets import build_data
 from common.flags.args import Problems, parse_args
 from common.models.value_model import has_saved_head
 from common.programs import startup
@@ -55,7 +55,7 @@ def main() -> None:
         score_column=args.score_column,
         cache_dir=args.data_output_path,
     )
-    for problem in check_sources(args.data_path, 2, options):
+    for problem in check_sources(options):
         problems.add(problem)
     template, notes = startup.find_template("--model_name_or_path", name, args, tokenizer, problems)
     problems.exit_if_any()
@@ -63,7 +63,7 @@ def main() -> None:
     startup.print_note(*notes)
     distributed.start()
     with startup.as_problem(problems):
-        data = build_pairs(options, tokenizer, template)
+        data = build_data(options, template)
         model = load_frozen_value_model(name, tokenizer, args)
     rows = data.eval if data.eval is not None and len(data.eval) else data.train
     for line in data.report.lines():

@@ -20,7 +20,7 @@ from common.data.data_options import DataOptions
 from common.data.dialogue import Template
 from common.data.global_batches import evaluation_batches
 from common.data.packed_batch import PackedBatch
-from common.data.stage_datasets import StageData, build_prompts
+from common.data.stage_datasets import StageData, build_data
 from common.models.tensor_ops import wilson_interval
 from common.ranks import distributed, watchdog
 from common.runs.run_logger import RunLogger
@@ -39,9 +39,9 @@ VERIFIABLE = ("function", "http")  # kinds of rewards that check an answer
 
 
 def choose_prompts(
-    args: PPOArguments, options: DataOptions, data: StageData, tokenizer: Any, template: Template
+    args: PPOArguments, options: DataOptions, data: StageData, template: Template
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return at most --eval_prompts held-out rows of `build_prompts`, by the seed, and a line about them.
+    """Return at most --eval_prompts held-out rows of `build_data`, by the seed, and a line about them.
 
     No prompt is there twice, or in the training part. Every rank must call this.
 
@@ -54,7 +54,7 @@ def choose_prompts(
     if args.eval_data_path:
         options = replace(options, data_path=args.eval_data_path, data_split="0,0,1", eval_fraction=0.0)
         try:
-            own = build_prompts(options, tokenizer, template)
+            own = build_data(options, template)
         except ValueError as error:
             raise ValueError(str(error).replace("--data_path", "--eval_data_path")) from error
         held_out, where = own.eval if len(own.eval) else own.train, "--eval_data_path's"
@@ -169,7 +169,7 @@ class Evaluation:
     rollout: Rollout
     logger: RunLogger
     decode: Callable[[torch.Tensor], str]
-    rows: list[dict[str, Any]]  # (W,) of `build_prompts`, the same ones on every rank
+    rows: list[dict[str, Any]]  # (W,) of `build_data`, the same ones on every rank
     is_held_out: bool
     step: int = field(default=-1, init=False)  # of the last evaluation
     metrics: dict[str, float] = field(default_factory=dict, init=False)  # its numbers

@@ -23,7 +23,7 @@ from common.data.collators import collate_prompts, collate_texts
 from common.data.data_options import DataOptions
 from common.data.global_batches import BatchStream, GlobalBatches
 from common.data.pretraining import build_pretraining
-from common.data.stage_datasets import build_prompts, preview_rows
+from common.data.stage_datasets import build_data, preview_rows
 from common.flags.args import Problems, parse_args
 from common.flags.refusal import StepRefused, TooManyBadSteps
 from common.models.policy_model import language_model
@@ -316,7 +316,7 @@ def main() -> None:
     tokenizer = start.tokenizer
     ranks = {"rank": distributed.rank(), "world_size": distributed.world_size()}
     with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
-        data = build_prompts(options, tokenizer, start.template)
+        data = build_data(options, start.template)
         prompts = GlobalBatches(
             data.train,
             collate_prompts,
@@ -327,7 +327,7 @@ def main() -> None:
             rows_flag="--per_device_generation_batch_size",
             **ranks,
         )
-        held_out, told = choose_prompts(args, options, data, tokenizer, start.template)
+        held_out, told = choose_prompts(args, options, data, start.template)
         pretraining = build_pretraining_batches(args, tokenizer, ranks)
     num_steps = count_steps(args, len(prompts))
 

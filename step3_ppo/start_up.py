@@ -65,7 +65,7 @@ def check_start_up(
     rewards = find_rewards(args, problems)
     warnings += doubtful_rewards(rewards)
     tokenizer = check_models(args, algorithm, rewards, problems)
-    for problem in check_sources(args.data_path, 3, options):
+    for problem in check_sources(options):
         problems.add(problem)
     check_evaluation(args, options, rewards, problems)
     actor = args.actor_model_name_or_path
@@ -111,7 +111,7 @@ def check_evaluation(
 ) -> None:
     """Add the problems of the flags that judge a run, as far as they can be seen without its data."""
     own = dataclasses.replace(options, data_path=args.eval_data_path, data_split="0,0,1", eval_fraction=0.0)
-    for problem in check_sources(args.eval_data_path, 3, own) if args.eval_data_path else ():
+    for problem in check_sources(own) if args.eval_data_path else ():
         problems.add(problem.replace("--data_path", "--eval_data_path"))
     if args.eval_data_path and args.eval_fraction:
         problems.add(

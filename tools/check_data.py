@@ -23,7 +23,7 @@ from common.data.data_options import DataOptions
 from common.data.dialogue import Template
 from common.data.plugins import import_plugins
 from common.data.source_checks import check_sources
-from common.data.stage_datasets import StageData, build_pairs, build_prompts, build_sft
+from common.data.stage_datasets import StageData, build_data
 from common.data.token_cache import TokenTable
 from common.flags.args import Problems, flag
 from common.flags.flag_values import no_effect_notes
@@ -32,7 +32,6 @@ from tools.findings import paint, run_tool, use_color
 from tools.row_samples import KINDS, sample_lines, sequences_of
 from tools.step_flags import STEP_NAMES, StageArguments, parse_step_args
 
-BUILDERS = {1: build_sft, 2: build_pairs, 3: build_prompts}
 PROGRAMS = {1: step1_sft.main, 2: step2_reward.main, 3: step3_ppo.main}
 LEGENDS = {
     1: (("context", "context"), ("learned", "learned"), ("end of turn", "learned special")),
@@ -128,10 +127,10 @@ def show_source(options: DataOptions, args: Any, template: Template, has_color: 
     (name,) = options.data_path or options.sft_only_data_path
     told = f"{STEP_NAMES[options.stage]}, template {template.name}, at most {options.max_tokens} tokens"
     print("\n" + paint(name, "title", has_color) + f"  {told}", flush=True)
-    found = check_sources([name], options.stage, options)
+    found = check_sources(options)
     if found:
         raise ValueError("\n".join(found))
-    data = BUILDERS[options.stage](options, template.tokenizer, template)
+    data = build_data(options, template)
     lines = [line.removeprefix(f"{data.report.kind} data: ") for line in data.report.lines()]
     print(lines[0], *(paint(line, "note", has_color) for line in lines[1:]), "", sep="\n")
     columns = length_columns(options.stage, data.train)

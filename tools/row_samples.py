@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 from common.data.data_options import DataOptions
 from common.data.dialogue import Template, response_start
-from common.data.stage_rows import PAIR, PROMPT, SFT, RowKind
+from common.data.stage_rows import KINDS, PROMPT, SFT, RowKind
 from common.data.token_cache import TokenTable
 from tools.findings import paint, visible
 
-KINDS = {kind.stage: kind for kind in (SFT, PAIR, PROMPT)}
 MAX_SHOWN = 1600  # characters of one span; of a longer one the beginning and the end are shown
 
 

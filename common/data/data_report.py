@@ -2,7 +2,12 @@
 
 import dataclasses
 import json
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+from common.data.example import BadRow, EmptyRow
+from common.data.raw_rows import RawRows
 
 NUM_NAMED = 5  # bad rows named in a message
 
@@ -48,6 +53,26 @@ class DataReport:
                 f"limit. The first:{named}"
             )
 
+    def read(
+        self, rows: RawRows, indexes: Iterable[int], use: Callable[[dict], Any], max_bad_rows: int
+    ) -> Iterator[tuple[int, Any]]:
+        """Index and `use(row)` of each row that can be used; the others are counted, the bad ones named.
+
+        Raises:
+            ValueError: see `check_bad_rows`.
+        """
+        for index in indexes:
+            self.num_raw_rows += 1
+            try:
+                found = use(rows[index])
+            except EmptyRow:
+                self.num_empty += 1
+            except BadRow as error:
+                self.add_bad(rows.location(index), str(error))
+                self.check_bad_rows(max_bad_rows)
+            else:
+                yield index, found
+
     def lines(self) -> list[str]:
         """The report for the log: one line, and one for every kind of row that was cut or left out."""
         origin = f"token cache {self.cache_folder} ({'reused' if self.from_cache else 'new'})"
@@ -71,11 +96,7 @@ class DataReport:
 
     def facts(self) -> dict[str, int]:
         """The counts, by their names, for a run's description."""
-        return {
-            name: value
-            for name, value in dataclasses.asdict(self).items()
-            if name.startswith("num_") and isinstance(value, int)
-        }
+        return {name: value for name, value in vars(self).items() if name.startswith("num_")}
 
     def to_json(self) -> str:
         """All fields, as JSON."""

@@ -2,12 +2,12 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.data.raw_rows import FrozenRows
+from common.data.raw_rows import RawRows
 from common.ranks.failures import first_line
 
 # A set that has both keeps its test part for other ends.
@@ -20,8 +20,21 @@ class HubPlace(NamedTuple):
 
     name: str
     config: str | None = None
-    copied_config: str | None = None  # folder of the hub's Parquet copy, for a set that is a program
+    copied_config: str = "default"  # folder of the hub's Parquet copy, for a set that is a program
     splits: tuple[str, str] | None = None  # to train on and held out, where they have other names
+
+
+HUB_PLACES = {
+    "mkqa-Chinese": HubPlace("apple/mkqa", copied_config="mkqa"),
+    "mkqa-Japanese": HubPlace("apple/mkqa", copied_config="mkqa"),
+    "lmqg/qg_jaquad": HubPlace("lmqg/qg_jaquad", copied_config="qg_jaquad"),
+    "lmqg/qag_jaquad": HubPlace("lmqg/qag_jaquad", copied_config="qag_jaquad"),
+    "Hello-SimpleAI/HC3-Chinese": HubPlace("Hello-SimpleAI/HC3-Chinese", "all", "all"),
+    "nvidia/HelpSteer3": HubPlace("nvidia/HelpSteer3", "preference", "preference"),
+    "HuggingFaceH4/ultrafeedback_binarized": HubPlace(
+        "HuggingFaceH4/ultrafeedback_binarized", splits=("train_prefs", "test_prefs")
+    ),
+}
 
 
 def is_saved_folder(path: Path) -> bool:
@@ -31,14 +44,12 @@ def is_saved_folder(path: Path) -> bool:
 
 def is_offline() -> bool:
     """Whether the environment forbids asking the hub."""
-    return any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON") for name in _OFFLINE_VARIABLES)
+    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+    return any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON") for name in names)
 
 
-_OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-
-
-def load_hub(name: str, place: HubPlace | None = None) -> tuple[FrozenRows, FrozenRows | None]:
-    """Training and evaluation rows of a hub data set, by its own name or from another place.
+def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | None]:
+    """Training and evaluation rows of a hub data set, by its own name or from its place in HUB_PLACES.
 
     A set that is a program, which `datasets` no longer runs, is read from the copy that the hub made of it.
 
@@ -47,7 +58,7 @@ def load_hub(name: str, place: HubPlace | None = None) -> tuple[FrozenRows, Froz
     """
     import datasets
 
-    place = place or HubPlace(name)
+    place = HUB_PLACES.get(name, HubPlace(name, config, config or "default"))
     try:
         with _quiet():
             try:
@@ -55,7 +66,7 @@ def load_hub(name: str, place: HubPlace | None = None) -> tuple[FrozenRows, Froz
             except RuntimeError as error:
                 if "scripts are no longer supported" not in str(error):
                     raise
-                folder = place.copied_config or place.config or "default"
+                folder = place.copied_config
                 loaded = datasets.load_dataset(place.name, data_dir=folder, revision=_PARQUET_COPY)
     except Exception as error:  # the library raises its own, OSError, ValueError, requests' errors, ...
         reason = first_line(error)
@@ -66,7 +77,7 @@ def load_hub(name: str, place: HubPlace | None = None) -> tuple[FrozenRows, Froz
     return _parts(loaded, name, place.splits)
 
 
-def load_saved(path: Path) -> tuple[FrozenRows, FrozenRows | None]:
+def load_saved(path: Path) -> tuple[RawRows, RawRows | None]:
     """Training and evaluation rows of a folder that `datasets.save_to_disk` wrote.
 
     Raises:
@@ -82,12 +93,10 @@ def load_saved(path: Path) -> tuple[FrozenRows, FrozenRows | None]:
     return _parts(loaded, str(path))
 
 
-def _parts(
-    loaded: Any, name: str, named: tuple[str, str] | None = None
-) -> tuple[FrozenRows, FrozenRows | None]:
+def _parts(loaded: Any, name: str, named: tuple[str, str] | None = None) -> tuple[RawRows, RawRows | None]:
     splits = dict(loaded) if hasattr(loaded, "keys") else {"train": loaded}
     if named is not None and set(named) <= splits.keys():
-        splits = dict(zip(("train", "test"), (splits[split] for split in named), strict=True))
+        splits = {"train": splits[named[0]], "test": splits[named[1]]}
     if "train" not in splits:
         raise ValueError(
             f"--data_path {name}: there is no split called train, only {', '.join(splits)}; "
@@ -97,23 +106,10 @@ def _parts(
     return _rows(splits["train"], name), _rows(splits[held_out], f"{name}/{held_out}") if held_out else None
 
 
-def _rows(split: Any, origin: str) -> FrozenRows:
+def _rows(split: Any, origin: str) -> RawRows:
     if len(split) == 0:
         raise ValueError(f"--data_path {origin}: the data set is empty; it must hold at least one row")
-    return FrozenRows(_Unformatted(split.with_format(None)), origin, str(split._fingerprint))
-
-
-class _Unformatted(Sequence):
-    """A split whose rows are plain dicts."""
-
-    def __init__(self, split: Any) -> None:
-        self._split = split
-
-    def __len__(self) -> int:
-        return len(self._split)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return dict(self._split[index])
+    return RawRows(split.with_format(None), origin, str(split._fingerprint))
 
 
 @contextmanager
@@ -122,16 +118,17 @@ def _quiet() -> Iterator[None]:
     import datasets
 
     had_bars = not datasets.are_progress_bars_disabled()
-    verbosity = datasets.logging.get_verbosity()
-    hub_logger = logging.getLogger("huggingface_hub")  # it tells of every retry
-    hub_level = hub_logger.level
+    loggers = [
+        logging.getLogger(name) for name in ("datasets", "huggingface_hub")
+    ]  # they tell of every retry
+    levels = [logger.level for logger in loggers]
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.ERROR)
-    hub_logger.setLevel(logging.ERROR)
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        hub_logger.setLevel(hub_level)
-        datasets.logging.set_verbosity(verbosity)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         if had_bars:
             datasets.enable_progress_bars()

@@ -1,12 +1,11 @@
 """Plain text in blocks of equal length, for the pretraining loss that step 3 mixes in."""
 
-from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from common.data import hub_data
-from common.data.adapters.local_files import AnyForm
 from common.data.data_options import DEFAULT_CACHE
 from common.data.data_report import DataReport
 from common.data.dialogue import PlainTemplate
@@ -16,17 +15,6 @@ from common.data.token_cache import REPORT_NAME, TokenTable, TokenWriter, build_
 from common.ranks.distributed import make_on_first_rank
 
 BATCH_TEXTS = 1024  # texts tokenised together
-
-
-class _ConfiguredHub(AnyForm):
-    """A hub data set of several configurations, such as wikitext's wikitext-2-raw-v1."""
-
-    def __init__(self, source: str, config_name: str) -> None:
-        super().__init__(source)
-        self._config_name = config_name
-
-    def load(self) -> tuple:
-        return hub_data.load_hub(self.source, hub_data.HubPlace(self.source, self._config_name))
 
 
 def build_pretraining(
@@ -64,19 +52,21 @@ def build_pretraining(
 def _open(source: str, config_name: str | None) -> RawSource:
     try:
         raw = load_source(source)
-        return RawSource(source, _ConfiguredHub(source, config_name)) if config_name else raw
     except ValueError as error:
         raise ValueError(str(error).replace("--data_path", "--unsupervised_dataset_name", 1)) from error
+    raw.reader.hub_config = config_name
+    return raw
 
 
 def _write(
     folder: Path, raw: RawSource, template: PlainTemplate, block_tokens: int, max_bad_rows: int
 ) -> None:
     report = DataReport(kind="text")
+    texts = report.read(raw.train, range(len(raw.train)), _text_of, max_bad_rows)
     left: list[int] = []
     with TokenWriter(folder / "train.arrow", {"input_ids": "ids"}) as writer:
-        for texts in _batches(raw, report, max_bad_rows):
-            for row in template.tokenise_batch([template.text_segments(text) for text in texts]):
+        while some := list(islice(texts, BATCH_TEXTS)):
+            for row in template.tokenise_batch([template.text_segments(text) for _, text in some]):
                 left += row.input_ids
             num_whole = len(left) // block_tokens * block_tokens
             writer.append(
@@ -93,28 +83,14 @@ def _write(
     (folder / REPORT_NAME).write_text(report.to_json())
 
 
-def _batches(raw: RawSource, report: DataReport, max_bad_rows: int) -> Iterator[list[str]]:
-    texts: list[str] = []
-    rows = raw.train
-    for index in range(len(rows)):
-        report.num_raw_rows += 1
-        try:
-            row = rows[index]
-            if not isinstance(row.get("text"), str):
-                raise BadRow(f"no text in a 'text' column; found {', '.join(map(repr, row)) or 'nothing'}")
-            if not row["text"].strip():
-                raise EmptyRow("'text' is empty")
-            row["text"].encode()
-        except EmptyRow:
-            report.num_empty += 1
-            continue
-        except (BadRow, UnicodeEncodeError) as error:
-            report.add_bad(rows.location(index), str(error))
-            report.check_bad_rows(max_bad_rows)
-            continue
-        texts.append(row["text"])
-        if len(texts) == BATCH_TEXTS:
-            yield texts
-            texts = []
-    if texts:
-        yield texts
+def _text_of(row: dict[str, Any]) -> str:
+    text = row.get("text")
+    if not isinstance(text, str):
+        raise BadRow(f"no text in a 'text' column; found {', '.join(map(repr, row)) or 'nothing'}")
+    if not text.strip():
+        raise EmptyRow("'text' is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(str(error)) from error
+    return text

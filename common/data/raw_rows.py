@@ -14,16 +14,13 @@ MAX_DEPTH = 100  # of a row's lists and objects; Python's own readers and writer
 
 
 class RawRows:
-    """Rows by index; `lines[i]` is the line (or else the number, from 1) of row i in `origin`."""
+    """Rows by index, out of one place or several."""
 
-    def __init__(self, rows: Sequence[Any], origin: str, lines: Sequence[int] | None = None) -> None:
-        """`rows` may be anything with a length and integer indexing."""
-        self._rows, self.origin, self._lines = rows, origin, lines
-
-    @classmethod
-    def of(cls, rows: "RawRows | Sequence[Any]", origin: str = "rows") -> "RawRows":
-        """`rows` itself, or wrapped when it is a plain sequence."""
-        return rows if isinstance(rows, RawRows) else cls(rows, origin)
+    def __init__(self, rows: Sequence[Any], origin: str, fingerprint: str = "") -> None:
+        """`rows` has a length and integer indexing; a `fingerprint` that changes when they do spares a digest
+        of their content.
+        """
+        self._rows, self.origin, self._fingerprint = rows, origin, fingerprint
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -36,26 +33,29 @@ class RawRows:
             BadRow: what is there is no row.
         """
         row = self._rows[index]
-        if isinstance(row, BadRow):  # the reader of the file already saw what is wrong
-            raise row
         if not isinstance(row, dict):
             raise BadRow(f"the row is of type {type(row).__name__}, not an object with named columns")
         return row
 
-    def line(self, index: int) -> int:
-        """Line of a row in its file, or its number from 1."""
-        return self._lines[index] if self._lines is not None else index + 1
+    def place(self, index: int) -> tuple[str, int]:
+        """The file or data set that a row came from, and its line there, or its number from 1."""
+        return self.origin, index + 1
 
     def location(self, index: int) -> str:
         """Where the row is, for a message: file:line."""
-        return f"{self.origin}:{self.line(index)}"
+        origin, line = self.place(index)
+        return f"{origin}:{line}"
 
     def row_id(self, index: int) -> str:
         """A name for the row that does not depend on the folder it lies in."""
-        return f"{PurePath(self.origin).name}:{self.line(index)}"
+        origin, line = self.place(index)
+        return f"{PurePath(origin).name}:{line}"
 
     def update_digest(self, total: Any) -> None:
         """Feed every row into a hashlib object."""
+        if self._fingerprint:
+            total.update(self._fingerprint.encode())
+            return
         for index in range(len(self)):
             try:
                 total.update(canonical(self[index]))
@@ -63,27 +63,9 @@ class RawRows:
                 total.update(str(error).encode())
 
 
-def parse_json(data: bytes) -> Any:
-    """Return a JSON value; ValueError where it is none in UTF-8, or nested more deeply than can be read."""
-    try:
-        return json.loads(data.decode())  # bytes would be taken for UTF-16 or 32 where they look like it
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def is_too_deep(value: Any) -> bool:
-    """Whether lists and objects are nested more than MAX_DEPTH deep: writing them would end in the stack."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return False
-    return True
+def canonical(row: Any) -> bytes:
+    """Bytes that depend on a row's content and not on the order of its columns."""
+    return json.dumps(row, sort_keys=True, default=repr).encode()
 
 
 class Span(NamedTuple):
@@ -101,12 +83,12 @@ class FileRows(RawRows):
         self, file: BinaryIO, spans: Iterable[Span], parse: Callable[[bytes], Any], origin: str
     ) -> None:
         """`parse` makes a row of its bytes; it raises BadRow."""
-        self._starts, self._sizes, self._numbers = (array("q") for _ in Span._fields)
+        self._starts, self._sizes, self._lines = (array("q") for _ in Span._fields)
         for start, num_bytes, line in spans:
             self._starts.append(start)
             self._sizes.append(num_bytes)
-            self._numbers.append(line)
-        super().__init__(self._starts, origin, self._numbers)
+            self._lines.append(line)
+        super().__init__(self._starts, origin)
         self._file, self._parse = file, parse
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -114,40 +96,46 @@ class FileRows(RawRows):
         self._file.seek(self._starts[index])
         return self._parse(self._file.read(self._sizes[index]))
 
+    def place(self, index: int) -> tuple[str, int]:
+        """See RawRows."""
+        return self.origin, self._lines[index]
+
 
 def parse_json_row(data: bytes) -> dict[str, Any]:
     """Return the object that a line of JSON holds. Raises BadRow."""
     try:
-        row = parse_json(data)
+        row = json.loads(data.decode())  # bytes would be taken for UTF-16 or 32 where they look like it
     except UnicodeDecodeError as error:
         raise BadRow(f"the line is not UTF-8 ({error.reason} at byte {error.start})") from error
     except ValueError as error:
         raise BadRow(f"the line is not JSON ({error})") from error
+    except RecursionError as error:
+        raise BadRow("the line is not JSON (it is nested too deeply)") from error
     if not isinstance(row, dict):
-        raise BadRow(f"the line is a JSON {type(row).__name__}, not an object")
-    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and is_too_deep(row):
+        raise BadRow(f"the line is a JSON {type(row).__name__}, not an object with named columns")
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_too_deep(row):
         raise BadRow(f"the row is nested more than {MAX_DEPTH} deep")
     return row
 
 
-def parse_json_item(data: bytes) -> Any:
-    """Return an item of a JSON list. Raises BadRow."""
-    item = parse_json(data)
-    if is_too_deep(item):
-        raise BadRow(f"the row is nested more than {MAX_DEPTH} deep")
-    if not isinstance(item, dict):
-        raise BadRow(f"the row is of type {type(item).__name__}, not an object with named columns")
-    return item
+def _is_too_deep(row: Any) -> bool:
+    """Whether lists and objects are nested more than MAX_DEPTH deep: writing them would end in the stack."""
+    level = [row]
+    for _ in range(MAX_DEPTH):
+        parts = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [inner for part in parts for inner in part if isinstance(inner, dict | list)]
+    return bool(level)
 
 
 class ParquetRows(RawRows):
     """Rows of a Parquet file, of which one row group is in memory at a time: rows are read in their order."""
 
-    def __init__(self, file: Any, origin: str) -> None:
-        """`file` is a pyarrow.parquet.ParquetFile."""
+    def __init__(self, file: Any, origin: str, max_rows: int | None = None) -> None:
+        """`file` is a pyarrow.parquet.ParquetFile, of which the first `max_rows` are taken."""
         groups = range(file.metadata.num_row_groups)
         self._ends = list(accumulate(file.metadata.row_group(group).num_rows for group in groups))
-        super().__init__(range(self._ends[-1] if groups else 0), origin)
+        num_rows = file.metadata.num_rows
+        super().__init__(range(num_rows if max_rows is None else min(num_rows, max_rows)), origin)
         self._file, self._group, self._table = file, -1, None
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -169,13 +157,9 @@ class JoinedRows(RawRows):
 
     def __init__(self, parts: Sequence[RawRows]) -> None:
         """Keep the parts, in order."""
-        super().__init__((), ", ".join(part.origin for part in parts))
         self._parts = parts
         self._ends = list(accumulate(len(part) for part in parts))
-
-    def __len__(self) -> int:
-        """Number of rows of all parts."""
-        return self._ends[-1]
+        super().__init__(range(self._ends[-1]), ", ".join(part.origin for part in parts))
 
     def _find(self, index: int) -> tuple[RawRows, int]:
         which = bisect_right(self._ends, index)
@@ -186,33 +170,10 @@ class JoinedRows(RawRows):
         part, inner = self._find(index)
         return part[inner]
 
-    def location(self, index: int) -> str:
+    def place(self, index: int) -> tuple[str, int]:
         """See RawRows."""
         part, inner = self._find(index)
-        return part.location(inner)
-
-    def row_id(self, index: int) -> str:
-        """See RawRows."""
-        part, inner = self._find(index)
-        return part.row_id(inner)
-
-
-class FrozenRows(RawRows):
-    """Rows whose digest is known without reading them: a hub data set has a fingerprint."""
-
-    def __init__(self, rows: Sequence[Any], origin: str, fingerprint: str) -> None:
-        """`fingerprint` changes when the rows change."""
-        super().__init__(rows, origin)
-        self._fingerprint = fingerprint
-
-    def update_digest(self, total: Any) -> None:
-        """See RawRows."""
-        total.update(self._fingerprint.encode())
-
-
-def canonical(row: Any) -> bytes:
-    """Bytes that depend on a row's content and not on the order of its columns."""
-    return json.dumps(row, sort_keys=True, default=repr).encode()
+        return part.place(inner)
 
 
 class GroupedRows(RawRows):
@@ -232,17 +193,9 @@ class GroupedRows(RawRows):
         """See RawRows."""
         return self._build([self._base[i] for i in self._rows[index]])
 
-    def line(self, index: int) -> int:
+    def place(self, index: int) -> tuple[str, int]:
         """See RawRows."""
-        return self._base.line(self._rows[index][0])
-
-    def location(self, index: int) -> str:
-        """See RawRows."""
-        return self._base.location(self._rows[index][0])
-
-    def row_id(self, index: int) -> str:
-        """See RawRows."""
-        return self._base.row_id(self._rows[index][0])
+        return self._base.place(self._rows[index][0])
 
     def update_digest(self, total: Any) -> None:
         """See RawRows."""

@@ -3,18 +3,12 @@
 import difflib
 import hashlib
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
 import common.data.adapters  # noqa: F401  (fills ADAPTERS)
-from common.data.adapters.base import (
-    ADAPTERS,
-    DEFAULT_SCORE_COLUMN,
-    Adapter,
-    Parts,
-    RowsWithGaps,
-    register_dataset,
-)
+from common.data.adapters.base import ADAPTERS, DEFAULT_SCORE_COLUMN, Adapter, Parts, register_dataset
 from common.data.adapters.local_files import AnyForm, LocalFiles
 from common.data.adapters.ported_class import PortedClass
 from common.data.plugins import get_from, import_own_module
@@ -22,15 +16,7 @@ from common.data.raw_files import extension_of
 from common.data.raw_rows import RawRows
 from common.flags.flag_values import has_hub_form
 
-__all__ = [
-    "Adapter",
-    "Parts",
-    "RawSource",
-    "RowsWithGaps",
-    "load_source",
-    "register_dataset",
-    "registered_names",
-]
+__all__ = ["ADAPTERS", "Adapter", "Parts", "RawSource", "load_source", "register_dataset"]
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _CLASS_PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.+))?")
@@ -48,11 +34,11 @@ class RawSource:
     def _parts(self) -> Parts:
         train, held_out = self.reader.load()
         self.is_cut = self.reader.max_rows is not None and len(train) >= self.reader.max_rows
-        arrange = self.adapter.arrange
-        return Parts(
-            arrange(RawRows.of(train, self.name)),
-            None if held_out is None else arrange(RawRows.of(held_out, self.name)),
-        )
+        return Parts(self._arrange(train), None if held_out is None else self._arrange(held_out))
+
+    def _arrange(self, rows: RawRows | Sequence[dict]) -> RawRows:
+        rows = rows if isinstance(rows, RawRows) else RawRows(rows, self.name)
+        return self.adapter.arrange(rows)
 
     @property
     def needs_hub(self) -> bool:
@@ -84,11 +70,6 @@ class RawSource:
         return total.hexdigest()
 
 
-def registered_names() -> list[str]:
-    """Names that have an adapter."""
-    return sorted(ADAPTERS)
-
-
 def load_source(
     source: str, score_column: str = DEFAULT_SCORE_COLUMN, max_rows: int | None = None
 ) -> RawSource:
@@ -109,35 +90,24 @@ def load_source(
 
 
 def _find_source(source: str) -> RawSource:
-    class_path = _CLASS_PATH.fullmatch(source)
-    path = Path(source)
+    class_path, path = _CLASS_PATH.fullmatch(source), Path(source)
     if class_path and not path.exists():
         return _own_source(source, *class_path.groups(default=""))
-    if path.exists() and source not in ADAPTERS:
-        return _local_source(source, path)
-    if source in ADAPTERS:
-        known = ADAPTERS[source]
+    is_known = source in ADAPTERS
+    name = source if is_known else "/".join(path.resolve().parts[-2:])
+    known = ADAPTERS.get(name) if is_known or path.exists() else None
+    # A folder called OWNER/NAME is a copy of that data set; one that happens to be called chitchat is not.
+    is_local = path.exists() and ("/" in source or not is_known)
+    reader = LocalFiles(source) if is_local else None
+    if known is not None:
         if not issubclass(known, Adapter):
             return RawSource(source, PortedClass(known, source, source))
-        if (
-            "/" in source and path.exists()
-        ):  # a local copy; a folder that happens to be called chitchat is none
-            return RawSource(source, known(source), LocalFiles(source))
-        return RawSource(source, known(source))
+        return RawSource(source, known(name), reader)
+    if reader is not None:
+        return RawSource(source, reader)
     if _HUB_NAME.fullmatch(source) and extension_of(path) is None and not source.startswith("."):
         return RawSource(source, AnyForm(source))
     raise ValueError(_unknown(source))
-
-
-def _local_source(source: str, path: Path) -> RawSource:
-    """A file or folder; one with the name of a known data set is read by that one's adapter."""
-    reader, full_name = LocalFiles(source), "/".join(path.resolve().parts[-2:])
-    known = ADAPTERS.get(full_name)
-    if known is None:
-        return RawSource(source, reader)
-    if not issubclass(known, Adapter):
-        return RawSource(source, PortedClass(known, source, source))
-    return RawSource(source, known(full_name), reader)
 
 
 def _own_source(source: str, module_name: str, class_name: str, dataset_name: str) -> RawSource:

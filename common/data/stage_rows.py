@@ -7,23 +7,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from common.data.adapters.message_trees import TREE
+from common.data.adapters.rankings import SCORED
+from common.data.data_options import DataOptions
 from common.data.data_report import DataReport
 from common.data.dialogue import Encoded, Template, Tokenised, response_start, truncate
 from common.data.example import BadRow, Example
 
 MAX_FIELD_CHARACTERS = 4096  # of one field's JSON: answers and labels pass, whole documents do not
 # An Example has them already.
-CARRIED_COLUMNS = frozenset(
-    (
-        "prompt",
-        "chosen",
-        "rejected",
-        "messages",
-        "conversations",
-        "(messages of a tree)",
-        "(scored responses)",
-    )
-)
+CARRIED_COLUMNS = {"prompt", "chosen", "rejected", "messages", "conversations", TREE, SCORED}
 
 
 class Item(NamedTuple):
@@ -47,16 +40,19 @@ class RowKind:
 
 
 def sft_rows(
-    items: Sequence[Item], template: Template, report: DataReport, *, max_tokens: int, loss_on: str
+    items: Sequence[Item], template: Template, report: DataReport, options: DataOptions
 ) -> list[dict[str, Any]]:
     """input_ids, loss_mask (True = a target; never the first token, which nothing predicts), row_id."""
-    kept, tokenised = _tokenise(
-        items, template, report, max_tokens, lambda example: [_learnt_segments(template, example)]
-    )
+
+    def learnt(example: Example) -> list:
+        if example.text is not None:
+            return [template.text_segments(example.text)]
+        return [template.segments(example.prompt, example.chosen, learn_all_turns=example.learn_all_turns)]
+
     rows = []
-    for item, (row,) in zip(kept, tokenised, strict=True):
-        ids, mask, truncated = _truncate(row, max_tokens, template)
-        mask = [False] + (mask[1:] if loss_on == "response" else [True] * (len(ids) - 1))
+    for item, (row,) in _tokenise(items, template, report, options.max_tokens, learnt):
+        ids, mask, truncated = _truncate(row, options.max_tokens, template)
+        mask = [False] + (mask[1:] if options.loss_on == "response" else [True] * (len(ids) - 1))
         report.num_truncated += truncated
         report.num_straddling += row.straddles
         report.num_tokens += len(ids)
@@ -64,29 +60,23 @@ def sft_rows(
     return rows
 
 
-def _learnt_segments(template: Template, example: Example) -> list:
-    if example.text is not None:
-        return template.text_segments(example.text)
-    return template.segments(example.prompt, example.chosen, learn_all_turns=example.learn_all_turns)
-
-
 def pair_rows(
-    items: Sequence[Item], template: Template, report: DataReport, *, max_tokens: int
+    items: Sequence[Item], template: Template, report: DataReport, options: DataOptions
 ) -> list[dict[str, Any]]:
     """Both answers after the same context; a pair whose answers are alike teaches nothing and is skipped."""
 
     def both(example: Example) -> list:
         return [template.segments(example.prompt, answer) for answer in (example.chosen, example.rejected)]
 
-    kept, tokenised = _tokenise(items, template, report, max_tokens, both)
     rows = []
-    for item, (chosen, rejected) in zip(kept, tokenised, strict=True):
+    for item, (chosen, rejected) in _tokenise(items, template, report, options.max_tokens, both):
         if chosen.input_ids == rejected.input_ids:
             report.num_identical += 1
             continue
         longer = max(len(row.input_ids) - response_start(row.response_mask) for row in (chosen, rejected))
         chosen_row, rejected_row = (
-            _truncate(row, max_tokens, template, max_response_tokens=longer) for row in (chosen, rejected)
+            _truncate(row, options.max_tokens, template, max_response_tokens=longer)
+            for row in (chosen, rejected)
         )
         if chosen_row.input_ids == rejected_row.input_ids:
             report.num_identical_truncated += 1
@@ -108,20 +98,20 @@ def pair_rows(
 
 
 def prompt_rows(
-    items: Sequence[Item], template: Template, report: DataReport, *, max_tokens: int
+    items: Sequence[Item], template: Template, report: DataReport, options: DataOptions
 ) -> list[dict[str, Any]]:
     """prompt_ids (the last `max_tokens` of them), row_id, the prompt's whole text, the raw row's fields."""
-    kept, tokenised = _tokenise(
-        items, template, report, max_tokens, lambda example: [template.segments(example.prompt, None)]
-    )
+
+    def prompt(example: Example) -> list:
+        return [template.segments(example.prompt, None)]
+
     rows = []
-    for item, (row,) in zip(kept, tokenised, strict=True):
-        ids, _, truncated = _truncate(row, max_tokens, template)
+    for item, (row,) in _tokenise(items, template, report, options.max_tokens, prompt):
+        ids, _, truncated = _truncate(row, options.max_tokens, template)
         report.num_truncated += truncated
         report.num_tokens += len(ids)
         text = template.prompt_text(item.example.prompt)
-        names = {"row_id": item.row_id, "prompt_text": text, "fields": item.fields}
-        rows.append({"prompt_ids": ids} | names)
+        rows.append({"prompt_ids": ids, "row_id": item.row_id, "prompt_text": text, "fields": item.fields})
     return rows
 
 
@@ -141,7 +131,7 @@ def _tokenise(
     report: DataReport,
     max_tokens: int,
     to_segments: Callable[[Example], list],
-) -> tuple[list[Item], list[list[Tokenised]]]:
+) -> list[tuple[Item, list[Tokenised]]]:
     """Items that the template can show, each with the tokens of its texts, from one batch."""
     kept, segments, num_texts = [], [], 0
     for item in items:
@@ -165,7 +155,7 @@ def _tokenise(
             if item.example.prompt and max(len(row.input_ids) for row in rows[i]) > max_tokens:
                 with suppress(BadRow):  # a template that refuses the rest: the row is cut on its left
                     rows[i] = _shortened(item.example, rows[i], template, max_tokens, to_segments)
-    return kept, rows
+    return list(zip(kept, rows, strict=True))
 
 
 def _shortened(
@@ -250,3 +240,4 @@ PROMPT = RowKind(
     lambda example: example.prompt,
     prompt_rows,
 )
+KINDS = {kind.stage: kind for kind in (SFT, PAIR, PROMPT)}

@@ -47,7 +47,7 @@ def check_single_model(
     if args.lora_dim:
         startup.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
     tokenizer = config and startup.check_tokenizer(flag, name, args, problems)
-    for problem in check_sources([*options.data_path, *options.sft_only_data_path], options.stage, options):
+    for problem in check_sources(options):
         problems.add(problem)
     template, notes = startup.find_template(flag, name, args, tokenizer, problems)
     earlier = find_run(args, problems)

@@ -1,14 +1,14 @@
 """What the three steps make of rows, as decoded text; rows may stand for a data set of the hub."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from common.data import hub_data
 from common.data.dialogue import build_template
-from common.data.raw_rows import FrozenRows
-from common.data.stage_datasets import DataOptions, StageData, build_pairs, build_prompts, build_sft
+from common.data.raw_rows import RawRows
+from common.data.stage_datasets import DataOptions, StageData, build_data
 
-BUILDERS = {1: build_sft, 2: build_pairs, 3: build_prompts}
 SHARES = {1: "1,0,0", 2: "0,1,0", 3: "0,0,1"}
 END = "<|endoftext|>"
 
@@ -16,36 +16,44 @@ END = "<|endoftext|>"
 def put_on_hub(monkeypatch: Any, name: str, rows: list[dict[str, Any]]) -> None:
     """Let `name`, and no other data set, be found on the hub."""
 
-    def load_hub(asked: str, place: hub_data.HubPlace | None = None) -> tuple[FrozenRows, None]:
+    def load_hub(asked: str, config: str | None = None) -> tuple[RawRows, None]:
         assert asked == name
-        return FrozenRows(rows, name, repr(rows)), None
+        return RawRows(rows, name, repr(rows)), None
 
     monkeypatch.setattr(hub_data, "load_hub", load_hub)
 
 
+def write_rows(path: Path, rows: list[Any]) -> str:
+    """A file of JSON lines, texts as they are; its path as --data_path takes it."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def make_options(source: str, step: int, cache: Path, **changes: Any) -> DataOptions:
+    """All rows of one source for one step, nothing held out or truncated."""
+    given = {"data_split": SHARES[step], "eval_fraction": 0.0, "max_seq_len": 4096, "max_prompt_tokens": 4096}
+    return DataOptions([source], step, cache_dir=str(cache), **given | changes)
+
+
 def build(source: str, step: int, tokenizer: Any, cache: Path, **changes: Any) -> StageData:
     """The step's rows of one source, all of them to train on."""
-    given = {"data_split": SHARES[step], "eval_fraction": 0.0, "max_seq_len": 4096, "max_prompt_tokens": 4096}
-    options = DataOptions([source], step, cache_dir=str(cache), **given | changes)
-    return BUILDERS[step](options, tokenizer, build_template("human_assistant", tokenizer))
+    options = make_options(source, step, cache / "cache", **changes)
+    return build_data(options, build_template("human_assistant", tokenizer))
 
 
 def texts(data: StageData, step: int, tokenizer: Any) -> list[Any]:
     """Step 1: (context, learnt); step 2: (prompt, chosen, rejected); step 3: the prompt."""
-
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids)
-
     result: list[Any] = []
     for i in range(len(data.train)):
         row = data.train[i]
         if step == 1:
             marked = list(zip(row["input_ids"], row["loss_mask"], strict=True))
-            result.append(tuple(decode([id for id, m in marked if m == kind]) for kind in (False, True)))
+            parts = [[token for token, m in marked if m == kind] for kind in (False, True)]
         elif step == 2:
             start = row["chosen_response_start"]
-            sides = (row["chosen_ids"][:start], row["chosen_ids"][start:], row["rejected_ids"][start:])
-            result.append(tuple(map(decode, sides)))
+            parts = [row["chosen_ids"][:start], row["chosen_ids"][start:], row["rejected_ids"][start:]]
         else:
-            result.append(decode(row["prompt_ids"]))
+            parts = [row["prompt_ids"]]
+        decoded = tuple(tokenizer.decode(ids) for ids in parts)
+        result.append(decoded if step < 3 else decoded[0])
     return result

@@ -7,7 +7,7 @@ import pytest
 
 from common.data.data_options import DataOptions
 from common.data.dialogue import build_template
-from common.data.stage_datasets import build_pairs, build_sft
+from common.data.stage_datasets import build_data
 from tools.check_data import length_columns, length_lines, main, padding_line
 from tools.findings import use_color, visible
 from tools.row_samples import MAX_SHOWN, Span, sample_lines, shorten, show
@@ -58,7 +58,7 @@ def first_row(tmp_path):
         given = {"data_split": SHARES[stage], "eval_fraction": 0.0, "cache_dir": str(tmp_path / "cache")}
         options = DataOptions([path], stage, **given | changes)
         template = build_template("human_assistant", tokenizer)
-        data = {1: build_sft, 2: build_pairs}[stage](options, tokenizer, template)
+        data = build_data(options, template)
         return list(sample_lines(data.train, 1, options, template, has_color))[1:]
 
     return read
@@ -231,7 +231,7 @@ def test_lengths_of_the_parts(write_rows, tmp_path, tiny_tokenizer):
     options = DataOptions(
         [write_rows(rows)], 2, "0,1,0", eval_fraction=0.0, cache_dir=str(tmp_path / "cache")
     )
-    data = build_pairs(options, tiny_tokenizer, build_template("human_assistant", tiny_tokenizer))
+    data = build_data(options, build_template("human_assistant", tiny_tokenizer))
     columns = length_columns(2, data.train)
     assert list(columns) == ["prompt", "chosen", "rejected", "longer row"]
     row = data.train[9]

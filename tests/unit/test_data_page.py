@@ -1,4 +1,4 @@
-"""docs/data.md names every data set and every form, and each example serves the steps that it says."""
+"""docs/data.md: every data set and form that there is, each example read as the steps read it; wrong rows."""
 
 import json
 import re
@@ -6,18 +6,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from stage_texts import build, put_on_hub
 
+from common.data import hub_data
 from common.data.adapters.base import ADAPTERS
 from common.data.adapters.local_files import AnyForm
 from common.data.adapters.row_forms import ROW_FORMS
-from common.data.example import missing_for
+from common.data.data_options import DataOptions
+from common.data.example import BadRow, EmptyRow, Message, missing_for
 from common.data.raw_rows import RawRows
 from common.data.registry import load_source
+from common.data.source_checks import check_sources
 
 PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text()
 ENTRY = re.compile(
     r"### (?P<names>`.+`)\n\n```json\n(?P<rows>(?:\{.+\}\n)+)```\nSteps? (?P<steps>\d(?:, \d)*)\."
 )
+QUESTIONS = {"How warm is it?", "有多暖和？", "どのくらい暖かい？", "How warm is it?\n\nHere, today."}
+BEST = {"20 degrees.", "２０度。", "２０度", "今日は２０度です。", "朝は寒い。今日は２０度です。"}
 
 
 class Entry(NamedTuple):
@@ -41,44 +47,243 @@ def entries(section: str) -> list[Entry]:
 
 
 NAMED, FORMS = entries("Data sets by name"), entries("Forms")
+ROWS = {name: entry.rows[0] for entry in NAMED for name in entry.names}
 
 
-def served_steps(adapter, rows):
-    arranged = adapter.arrange(RawRows(rows, "page"))
+def check_entry(adapter, entry: Entry) -> None:
+    """The example serves the steps that the page says, and every text of it is where it belongs."""
+    arranged = adapter.arrange(RawRows(entry.rows, "page"))
     found = [example for i in range(len(arranged)) for example in adapter.to_examples(arranged[i])]
-    return {step for step in (1, 2, 3) if any(missing_for(step, example) is None for example in found)}
+    steps = {step for step in (1, 2, 3) if any(missing_for(step, example) is None for example in found)}
+    assert steps == entry.steps
+    (best, *_) = found
+    if best.text is None:
+        assert best.prompt[-1].content in QUESTIONS
+    if 1 in steps and best.text is None:
+        assert best.chosen.strip() in BEST
+    if 2 in steps:
+        assert {example.rejected.strip() for example in found} <= {
+            "No.",
+            "Warm.",
+            "Mild.",
+            "As always.",
+            "鱼在水里。",
+        }
+        assert best.rejected.strip() not in BEST
 
 
-def test_the_page_names_what_is_registered():
+def test_the_page_has_every_name_and_every_form_in_the_order_of_the_program():
     own = {name for name, kind in ADAPTERS.items() if kind.__module__.startswith("common.")}
     told = [name for entry in NAMED for name in entry.names]
     assert len(told) == len(set(told)) and set(told) == own
-
-
-def test_the_page_has_every_form_in_the_order_of_the_program():
     assert [entry.names for entry in FORMS] == [form.columns for form in ROW_FORMS]
     assert [entry.steps for entry in FORMS] == [set(form.stages) for form in ROW_FORMS]
 
 
-@pytest.mark.parametrize("entry", NAMED, ids=lambda entry: entry.names[0])
+@pytest.mark.parametrize("entry", [e for e in NAMED if e.names != ("chitchat",)], ids=lambda e: e.names[0])
 def test_an_example_of_a_data_set_serves_the_steps_that_it_says(entry):
     for name in entry.names:
         adapter = load_source(name).adapter
-        assert served_steps(adapter, entry.rows) == entry.steps
-        needed = adapter.columns()
-        assert all(set(needed) <= row.keys() for row in entry.rows)
+        check_entry(adapter, entry)
+        assert set(adapter.columns()) <= entry.rows[0].keys()
 
 
 @pytest.mark.parametrize("entry", FORMS, ids=lambda entry: "/".join(entry.names))
 def test_an_example_of_a_form_serves_the_steps_that_it_says(entry):
-    assert served_steps(AnyForm(), entry.rows) == entry.steps
+    check_entry(AnyForm(), entry)
 
 
 def test_the_commands_of_the_page_name_what_is_there(tmp_path):
     (place,) = set(re.findall(r"`--data_path (common\.\S+):mkqa.jsonl.gz`", PAGE))
     path = tmp_path / "mkqa.jsonl"
-    (row,) = next(entry.rows for entry in NAMED if entry.names == ("mkqa-Chinese",))
-    path.write_text(json.dumps(row))
+    path.write_text(json.dumps(ROWS["mkqa-Chinese"]))
     source = load_source(f"{place}:{path}")
     (example,) = source.adapter.to_examples(source.train[0])
     assert (example.prompt[0].content, example.chosen) == ("有多暖和？", "２０度")
+
+
+# ---- what each set alone has
+
+
+def example_of(name, **change):
+    (example,) = load_source(name).adapter.to_examples(ROWS[name] | change)
+    return example
+
+
+def test_hh_rlhf_prompt_ends_at_the_last_assistant_that_both_share():
+    start = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: bad?\n\nAssistant:"
+    hi, answered = Message("user", "hi"), Message("assistant", "hello")
+    example = example_of("Anthropic/hh-rlhf", chosen=start + " No.", rejected=start + " Yes.")
+    assert example.prompt == (hi, answered, Message("user", "bad?"))
+    assert (example.chosen, example.rejected) == (" No.", " Yes.")
+    example = example_of("Anthropic/hh-rlhf", chosen=start, rejected="\n\nHuman: hi\n\nAssistant: hey")
+    assert example.prompt == (hi,) and example.rejected == " hey"
+    with pytest.raises(BadRow, match="share no 'Assistant:'"):
+        example_of("Anthropic/hh-rlhf", chosen="x", rejected="y")
+    with pytest.raises(EmptyRow):
+        example_of("Anthropic/hh-rlhf", chosen=start + " ", rejected=start + " Yes.")
+
+
+def test_webgpt_takes_the_higher_score_and_marks_a_tie():
+    change = {"answer_0": "Cold [1].", "answer_1": "Warm [1, 2]. See [a].", "score_0": -0.5, "score_1": 0.5}
+    example = example_of("openai/webgpt_comparisons", **change)
+    assert (example.chosen, example.rejected, example.is_tie) == ("Warm. See [a].", "Cold.", False)
+    example = example_of("openai/webgpt_comparisons", **change | {"score_1": -0.5})
+    assert (example.chosen, example.is_tie, example.margin) == ("Cold.", True, 0.0)
+
+
+def test_shp_follows_its_label():
+    for label, expected in ((1, ("20 degrees.", "No.")), ("0", ("No.", "20 degrees."))):
+        example = example_of("stanfordnlp/SHP", labels=label)
+        assert (example.chosen, example.rejected) == expected
+
+
+def test_vicuna_text_without_marks_with_a_preface_and_with_ends_of_turns():
+    name = "pvduy/sharegpt_alpaca_oa_vicuna_format"
+    for prompt, expected in (
+        ("How warm?", [("user", "How warm?")]),
+        ("Be kind. USER: Hi ASSISTANT:", [("system", "Be kind."), ("user", "Hi")]),
+        (
+            "USER: Hi ASSISTANT: Fine.</s>USER: And\nnow? It says USER ASSISTANT:",
+            [("user", "Hi"), ("assistant", "Fine."), ("user", "And\nnow? It says USER")],
+        ),
+    ):
+        example = example_of(name, prompt=prompt, label="Warm.\nVery.</s>")
+        assert [tuple(message) for message in example.prompt] == expected and example.chosen == "Warm.\nVery."
+
+
+def test_chitchat_replies_with_an_odd_number_of_turns_before_them():
+    adapter = load_source("chitchat").adapter
+    found = adapter.to_examples({"id": "x", "turns": ["t0", " t1", "t2", "t3", "t4", "", "t6"]})
+    assert [e.chosen for e in found] == ["t1", "t2", "t3", "t4"]
+    contexts = [[m.content for m in e.prompt] for e in found]
+    assert contexts == [["t0"], ["t1"], ["t0", "t1", "t2"], ["t1", "t2", "t3"]]
+    assert [m.role for m in found[2].prompt] == ["user", "assistant", "user"]
+    with pytest.raises(EmptyRow, match="without a reply"):
+        adapter.to_examples({"id": "x", "turns": ["alone"]})
+
+
+# ---- rows that are wrong, and rows that lack a text
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("pvduy/sharegpt_alpaca_oa_vicuna_format", {"label": 3}, "'label' is of type int, not text"),
+        ("wangrui6/Zhihu-KOL", {"RESPONSE": ["a"]}, r"the chosen answer\[0\] is of type str, not an object"),
+        ("Cohere/miracl-ja-queries-22-12", {"negative_passages": ["a"]}, r"'negative_passages\[0\]' is of"),
+        ("Cohere/miracl-ja-queries-22-12", {"positive_passages": [{"title": "a"}]}, "has no 'text'"),
+        ("Hello-SimpleAI/HC3-Chinese", {"human_answers": "a"}, "'human_answers' is of type str, not a list"),
+        ("mkqa-Chinese", {"queries": {"en": "how warm is it"}}, "'queries' has no 'zh_cn'"),
+        ("openai/webgpt_comparisons", {"question": {"id": "1"}}, "'question' has no 'full_text'"),
+        ("openai/webgpt_comparisons", {"score_0": None}, "'score_0' is None, not a number"),
+        ("stanfordnlp/SHP", {"labels": "x"}, "'labels' is 'x'"),
+    ],
+)
+def test_a_wrong_field_is_a_bad_row(name, change, reason):
+    with pytest.raises(BadRow, match=reason) as raised:
+        example_of(name, **change)
+    assert not isinstance(raised.value, EmptyRow)
+
+
+def test_every_column_that_is_needed_is_named_when_it_is_missing():
+    for name, row in ROWS.items():
+        adapter = load_source(name).adapter
+        for column in adapter.columns():
+            with pytest.raises(BadRow, match=f"no column '{column}'; found"):
+                adapter.to_examples({key: value for key, value in row.items() if key != column})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "steps"),  # the steps that can still use it
+    [
+        ("wangrui6/Zhihu-KOL", {"INSTRUCTION": " \n"}, ()),
+        ("wangrui6/Zhihu-KOL", {"RESPONSE": None}, (3,)),
+        ("pvduy/sharegpt_alpaca_oa_vicuna_format", {"label": None}, ()),
+        ("pvduy/sharegpt_alpaca_oa_vicuna_format", {"label": "</s>"}, ()),
+        ("Cohere/miracl-ja-queries-22-12", {"negative_passages": []}, (1, 3)),
+        ("Cohere/miracl-ja-queries-22-12", {"positive_passages": None}, (3,)),
+        ("Hello-SimpleAI/HC3-Chinese", {"human_answers": [None]}, (3,)),
+        ("mkqa-Chinese", {"answers": {"zh_cn": [{"type": 8, "text": None}]}}, (3,)),
+    ],
+)
+def test_a_row_with_a_gap_is_left_out_of_the_steps_that_need_the_text(
+    monkeypatch, tmp_path, tiny_tokenizer, name, change, steps
+):
+    put_on_hub(monkeypatch, name, [ROWS[name], ROWS[name] | change])
+    for step in (1, 2, 3) if "miracl" in name else (1, 3):
+        data = build(name, step, tiny_tokenizer, tmp_path, max_bad_rows=0)
+        assert (len(data.train), data.report.num_empty) == ((2, 0) if step in steps else (1, 1)), step
+
+
+def test_a_set_without_pairs_is_refused_by_step_2_with_the_way_to_use_it(monkeypatch):
+    name = "lmqg/qg_jaquad"
+    put_on_hub(monkeypatch, name, [ROWS[name]])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (problem,) = check_sources(DataOptions([name], 2, data_split="0,1,0"))
+    assert problem.startswith(f"--data_path {name}: ")
+    assert "no pair of a chosen and a rejected answer; step 1 can use it by --sft_only_data_path" in problem
+
+
+# ---- places on the hub
+
+
+class FakeSplit(list):
+    _fingerprint = "f"
+
+    def with_format(self, _):
+        return self
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("mkqa-Japanese", ("apple/mkqa", None)),
+        ("nvidia/HelpSteer3", ("nvidia/HelpSteer3", "preference")),
+        ("stanfordnlp/SHP", ("stanfordnlp/SHP", None)),
+    ],
+)
+def test_where_a_name_lies(monkeypatch, name, asked):
+    calls = []
+
+    def load_dataset(*given):
+        calls.append(given)
+        return {"train": FakeSplit([{"a": 1}]), "test": FakeSplit([{}]), "validation": FakeSplit([{}, {}])}
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    train, held_out = hub_data.load_hub(name)
+    assert calls == [asked]
+    assert (len(train), len(held_out)) == (1, 2)  # validation before test
+
+
+def test_splits_by_other_names(monkeypatch):
+    sizes = {"train_sft": 3, "train_prefs": 1, "test_sft": 4, "test_prefs": 2}
+    splits = {name: FakeSplit(range(size)) for name, size in sizes.items()}
+    monkeypatch.setattr("datasets.load_dataset", lambda *_: splits)
+    train, held_out = hub_data.load_hub("HuggingFaceH4/ultrafeedback_binarized")
+    assert (len(train), len(held_out)) == (1, 2)
+
+
+def test_a_set_that_is_a_program_is_read_from_the_hubs_copy(monkeypatch):
+    calls = []
+
+    def load_dataset(*given, **more):
+        calls.append((given, more))
+        if not more:
+            raise RuntimeError("Dataset scripts are no longer supported, but found qg_jaquad.py")
+        return {"train": FakeSplit([{"question": "q"}])}
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    train, held_out = hub_data.load_hub("lmqg/qg_jaquad")
+    assert (len(train), held_out) == (1, None)
+    assert calls[1] == (("lmqg/qg_jaquad",), {"data_dir": "qg_jaquad", "revision": "refs/convert/parquet"})
+
+
+def test_the_hub_being_out_of_reach_is_one_sentence(monkeypatch):
+    def refuse(*_):
+        raise ConnectionError("no network\nmore")
+
+    monkeypatch.setattr("datasets.load_dataset", refuse)
+    reason = r"^--data_path Dahoas/rm-static: .*no network\); check the name.*local"
+    with pytest.raises(ValueError, match=reason):
+        len(load_source("Dahoas/rm-static").train)

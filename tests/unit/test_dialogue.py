@@ -4,6 +4,7 @@ import pytest
 from tokenizers import processors
 
 from common.data.adapters.row_forms import read_row
+from common.data.data_options import DataOptions
 from common.data.data_report import DataReport
 from common.data.dialogue import Segment, Tokenised, build_template, response_start, truncate
 from common.data.example import BadRow, Example, Message
@@ -173,10 +174,10 @@ def test_a_chat_prompt_that_is_too_long_keeps_its_headers_and_system_prompt(make
     def rows_of(prompt, reply, max_tokens) -> tuple[list[str], DataReport]:
         report = DataReport()
         item = Item(Example(prompt=prompt, chosen=reply, rejected=f"No {reply}"), "row", "rows:1")
-        most = {"max_tokens": max_tokens}
-        (sft,) = sft_rows([item], template, report, loss_on="response", **most)
-        (pair,) = pair_rows([item], template, report, **most)
-        (prompt,) = prompt_rows([item], template, report, **most)
+        options = DataOptions([], 1, max_seq_len=max_tokens)
+        (sft,) = sft_rows([item], template, report, options)
+        (pair,) = pair_rows([item], template, report, options)
+        (prompt,) = prompt_rows([item], template, report, options)
         ids = [sft["input_ids"], pair["chosen_ids"], pair["rejected_ids"], prompt["prompt_ids"]]
         assert max(map(len, ids)) <= max_tokens
         return [tokenizer.decode(row) for row in ids], report

@@ -12,7 +12,7 @@ from records import make_record
 from common.data.data_options import DataOptions
 from common.data.dialogue import build_template
 from common.data.packed_batch import ROW_IDS
-from common.data.stage_datasets import build_prompts
+from common.data.stage_datasets import build_data
 from common.flags.args import Problems
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import Evaluation, Judged, choose_prompts, compare, judge, measure
@@ -88,8 +88,8 @@ def choose(tmp_path, tiny_tokenizer):
         options = DataOptions(
             [path], 3, "0,0,1", eval_fraction=args.eval_fraction, cache_dir=str(tmp_path / "cache")
         )
-        data = build_prompts(options, tiny_tokenizer, template)
-        rows, told = choose_prompts(args, options, data, tiny_tokenizer, template)
+        data = build_data(options, template)
+        rows, told = choose_prompts(args, options, data, template)
         texts = [row["prompt_text"].split("Human: ")[1].split("?")[0] for row in rows]
         return {row["prompt_text"] for row in data.train}, rows, texts, told
 

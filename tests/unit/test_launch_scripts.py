@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from common.data.registry import registered_names
+from common.data.registry import ADAPTERS
 from common.flags.args import Problems, parse_args
 from common.flags.flag_values import no_effect_notes
 from tools.step_flags import STEPS as STEP_FLAGS
@@ -104,7 +104,7 @@ def check_flags(step: str, words: list[str]) -> Any:
     problems = Problems()
     args = parse_args(STEP_FLAGS[STEPS.index(step) + 1], words, problems=problems)
     assert problems.messages == []
-    assert args.data_path and set(args.data_path) <= set(registered_names())
+    assert args.data_path and set(args.data_path) <= ADAPTERS.keys()
     flags = [word for word in words if word.startswith("--")]
     assert len(flags) == len(set(flags)), "a flag is given twice"
     assert no_effect_notes(args, words) == []

@@ -1,9 +1,7 @@
 """OpenAssistant's message trees: conversations, ranked pairs, prompts, and trees that are none."""
 
-import json
-
 import pytest
-from stage_texts import END, build, put_on_hub, texts
+from stage_texts import END, build, put_on_hub, texts, write_rows
 
 from common.data.adapters.message_trees import TREE, tree_examples
 from common.data.example import BadRow, EmptyRow, Message
@@ -37,11 +35,6 @@ THANKS = f"{NOW} 暖和。\n　很暖和。\n\nHuman: Thanks\n\nAssistant:"
 WEATHER = "\n\nHuman: 天气？\n\nAssistant:"
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def nested(name):
     (own,) = (row for row in TREE_ROWS if row["message_id"] == name)
     replies = [nested(row["message_id"]) for row in TREE_ROWS if row["parent_id"] == name]
@@ -54,10 +47,10 @@ def test_the_three_steps(monkeypatch, tmp_path, tiny_tokenizer, form):
         source = "OpenAssistant/oasst2"
         put_on_hub(monkeypatch, source, TREE_ROWS)
     elif form == "messages":
-        source = write(tmp_path / "ready.messages.jsonl", TREE_ROWS)
+        source = write_rows(tmp_path / "ready.messages.jsonl", TREE_ROWS)
     else:
         trees = [{"message_tree_id": name, "tree_state": "x", "prompt": nested(name)} for name in ("a", "z")]
-        source = write(tmp_path / "ready.trees.jsonl", trees)
+        source = write_rows(tmp_path / "ready.trees.jsonl", trees)
     data = build(source, 1, tiny_tokenizer, tmp_path)
     assert texts(data, 1, tiny_tokenizer) == [
         (WARM, f" 20 degrees.{END}"),
@@ -76,7 +69,7 @@ def test_the_three_steps(monkeypatch, tmp_path, tiny_tokenizer, form):
 
 def test_the_limit_of_pairs_is_for_every_prompt_of_a_tree(tmp_path, tiny_tokenizer):
     answers = [said(f"h{i}", "f", f"You {i}", "assistant", i) for i in range(3)]
-    path = write(tmp_path / "messages.jsonl", [*TREE_ROWS, *answers])
+    path = write_rows(tmp_path / "messages.jsonl", [*TREE_ROWS, *answers])
     data = build(path, 2, tiny_tokenizer, tmp_path, max_pairs_per_prompt=2)
     prompts = [prompt for prompt, _, _ in texts(data, 2, tiny_tokenizer)]
     assert prompts == [WARM, WARM, THANKS, THANKS] and data.report.num_dropped_pairs == 2
@@ -91,11 +84,11 @@ def test_equal_ranks_are_a_tie_and_replies_without_ranks_are_all_learnt(tmp_path
         said("y", "x", "So.", "assistant"),
         said("w", "x", "Thus.", "assistant"),
     ]
-    path = write(tmp_path / "messages.jsonl", rows)
+    path = write_rows(tmp_path / "messages.jsonl", rows)
     learnt = [text for _, text in texts(build(path, 1, tiny_tokenizer, tmp_path), 1, tiny_tokenizer)]
     assert learnt == [f" {word}{END}" for word in ("Warm.", "So.", "Thus.")]
     rows[1]["rank"] = 1
-    data = build(write(tmp_path / "messages.jsonl", rows), 2, tiny_tokenizer, tmp_path)
+    data = build(write_rows(tmp_path / "messages.jsonl", rows), 2, tiny_tokenizer, tmp_path)
     assert (len(data.train), data.report.num_ties, data.report.num_empty) == (1, 0, 1)
     rows[2]["rank"] = 1
     (tie,) = (e for e in tree_examples({TREE: rows[:3]}) if e.is_tie)
@@ -137,7 +130,7 @@ WRONG = [
 @pytest.mark.parametrize(("which", "change", "reason"), WRONG)
 def test_a_wrong_message_makes_its_tree_bad_and_no_other(tmp_path, tiny_tokenizer, which, change, reason):
     rows = [row | change if which.items() <= row.items() else row for row in TREE_ROWS]
-    path = write(tmp_path / "messages.jsonl", rows)
+    path = write_rows(tmp_path / "messages.jsonl", rows)
     data = build(path, 3, tiny_tokenizer, tmp_path)
     assert texts(data, 3, tiny_tokenizer) == [WEATHER]
     (told,) = data.report.bad_rows
@@ -149,7 +142,7 @@ def test_messages_that_lead_nowhere_are_counted_and_named(tmp_path, tiny_tokeniz
     ring = [said("r", "s", "x", "assistant"), said("s", "r", "y", "prompter")]
     no_role = {key: value for key, value in said("n", "a", "x", "assistant").items() if key != "message_id"}
     rows = [*TREE_ROWS, *orphans, *ring, no_role]
-    path = write(tmp_path / "messages.jsonl", rows)
+    path = write_rows(tmp_path / "messages.jsonl", rows)
     data = build(path, 3, tiny_tokenizer, tmp_path)
     assert len(data.train) == 4 and data.report.num_bad == 3
     assert [row.removeprefix(f"{path}:") for row in data.report.bad_rows] == [
@@ -164,7 +157,7 @@ def test_a_tree_stays_in_one_share(tmp_path, tiny_tokenizer):
     for n in range(30):
         rows += [said(f"{n}", None, f"q{n}", "prompter")]
         rows += [said(f"{n}.{i}", f"{n}", f"a{n}.{i}", "assistant", i) for i in range(3)]
-    path = write(tmp_path / "messages.jsonl", rows)
+    path = write_rows(tmp_path / "messages.jsonl", rows)
     seen = []
     for step in (1, 2, 3):
         data = build(path, step, tiny_tokenizer, tmp_path, data_split="1,1,1", eval_fraction=0.3)
@@ -193,7 +186,7 @@ def test_a_long_chain_of_messages_is_put_together_quickly():
 
 def test_step_2_says_what_a_tree_without_ranks_lacks(tmp_path, tiny_tokenizer):
     rows = [said("a", None, "q", "prompter"), said("b", "a", "x", "assistant")]
-    path = write(tmp_path / "messages.jsonl", rows)
+    path = write_rows(tmp_path / "messages.jsonl", rows)
     with pytest.raises(
         ValueError, match="none of its 1 rows is left to train step 2 on.*1 rows skipped: empty"
     ):

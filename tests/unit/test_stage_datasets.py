@@ -6,10 +6,15 @@ import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
+from datetime import date
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pytest
+import stage_texts
+from stage_texts import END, make_options, texts
 
 from common.data import stage_datasets
 from common.data.data_options import is_held_out, parse_data_split, share_indexes
@@ -17,35 +22,26 @@ from common.data.dialogue import build_template
 from common.data.pretraining import build_pretraining
 from common.data.registry import load_source
 from common.data.source_checks import check_sources
-from common.data.stage_datasets import DataOptions, build_pairs, build_prompts, build_sft, preview_rows
+from common.data.stage_datasets import build_data, preview_rows
+from common.data.stage_rows import MAX_FIELD_CHARACTERS, build_row_fields
 from common.ranks import watchdog
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def template(tiny_tokenizer):
-    return build_template("human_assistant", tiny_tokenizer)
-
-
-@pytest.fixture
 def write_rows(tmp_path):
-    def write(rows, name="rows.jsonl"):
-        path = tmp_path / name
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-        return str(path)
-
-    return write
+    return lambda rows, name="rows.jsonl": stage_texts.write_rows(tmp_path / name, rows)
 
 
 @pytest.fixture
 def options(tmp_path):
-    def make(path, stage, **changes):
-        share = {1: "1,0,0", 2: "0,1,0", 3: "0,0,1"}[stage]
-        given = {"data_split": share, "eval_fraction": 0.0, "cache_dir": str(tmp_path / "cache")} | changes
-        return DataOptions(data_path=[path], stage=stage, **given)
+    return partial(make_options, cache=tmp_path / "cache")
 
-    return make
+
+@pytest.fixture
+def build(tmp_path, tiny_tokenizer):
+    return partial(stage_texts.build, tokenizer=tiny_tokenizer, cache=tmp_path)
 
 
 def answers(count):
@@ -56,112 +52,116 @@ def pairs(count):
     return [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(count)]
 
 
-def learnt(tokenizer, row):
-    return tokenizer.decode([i for i, m in zip(row["input_ids"], row["loss_mask"], strict=True) if m])
-
-
 # ---- rows
 
 
-def test_sft_rows(tiny_tokenizer, template, write_rows, options):
-    path = write_rows([*answers(2), {"text": "plain text"}])
-    data = build_sft(options(path, 1), tiny_tokenizer, template)
+def test_sft_rows(tiny_tokenizer, write_rows, build):
+    data = build(write_rows([*answers(2), {"text": "plain text"}]), 1)
     row = data.train[1]
-    assert (
-        tiny_tokenizer.decode(row["input_ids"]) == "\n\nHuman: question 1\n\nAssistant: answer 1<|endoftext|>"
-    )
-    assert learnt(tiny_tokenizer, row) == " answer 1<|endoftext|>"
+    assert texts(data, 1, tiny_tokenizer)[1] == ("\n\nHuman: question 1\n\nAssistant:", f" answer 1{END}")
     assert row["row_id"] == "rows.jsonl:2"
     assert all(type(m) is bool for m in row["loss_mask"]) and type(row["input_ids"]) is list
-    assert learnt(tiny_tokenizer, data.train[2]) == tiny_tokenizer.decode(data.train[2]["input_ids"][1:])
+    first, *others = data.train[2]["loss_mask"]
+    assert not first and all(others)
     assert (len(data.train), len(data.eval), data.report.num_raw_rows) == (3, 0, 3)
     assert data.train.lengths("input_ids").tolist() == [len(data.train[i]["input_ids"]) for i in range(3)]
 
 
-def test_loss_on_all_counts_every_token_that_something_predicts(
-    tiny_tokenizer, template, write_rows, options
-):
-    path = write_rows(answers(1))
-    row = build_sft(options(path, 1, loss_on="all"), tiny_tokenizer, template).train[0]
+def test_loss_on_all_counts_every_token_that_something_predicts(write_rows, build):
+    row = build(write_rows(answers(1)), 1, loss_on="all").train[0]
     assert row["loss_mask"] == [False] + [True] * (len(row["input_ids"]) - 1)
 
 
-def test_messages_rows_learn_every_assistant_turn(tiny_tokenizer, template, write_rows, options):
+def test_messages_rows_learn_every_assistant_turn(tiny_tokenizer, write_rows, build):
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     path = write_rows([{"messages": [{"role": role, "content": text} for role, text in turns]}])
-    row = build_sft(options(path, 1), tiny_tokenizer, template).train[0]
-    assert learnt(tiny_tokenizer, row) == " b<|endoftext|> d<|endoftext|>"
+    ((_, learnt),) = texts(build(path, 1), 1, tiny_tokenizer)
+    assert learnt == f" b{END} d{END}"
 
 
-def test_pair_rows(tiny_tokenizer, template, write_rows, options):
-    path = write_rows([pairs(1)[0] | {"margin": 0.5}])
-    row = build_pairs(options(path, 2), tiny_tokenizer, template).train[0]
-    start = row["chosen_response_start"]
-    assert start == row["rejected_response_start"]
-    assert row["chosen_ids"][:start] == row["rejected_ids"][:start]
-    assert tiny_tokenizer.decode(row["chosen_ids"][start:]) == " good 0<|endoftext|>"
-    assert tiny_tokenizer.decode(row["rejected_ids"][start:]) == " bad 0<|endoftext|>"
-    assert row["margin"] == 0.5
-
-
-def test_both_sides_of_a_truncated_pair_keep_the_same_context(tiny_tokenizer, template, write_rows, options):
-    path = write_rows([{"prompt": "x" * 50, "chosen": "a", "rejected": "b c d e f g h i"}])
-    data = build_pairs(options(path, 2, max_seq_len=30), tiny_tokenizer, template)
+def test_pair_rows(tiny_tokenizer, write_rows, build):
+    data = build(write_rows([pairs(1)[0] | {"margin": 0.5}]), 2)
+    prompt = "\n\nHuman: question 0\n\nAssistant:"
+    assert texts(data, 2, tiny_tokenizer) == [(prompt, f" good 0{END}", f" bad 0{END}")]
     row = data.train[0]
+    start = row["chosen_response_start"]
+    assert start == row["rejected_response_start"] and row["margin"] == 0.5
+    assert row["chosen_ids"][:start] == row["rejected_ids"][:start]
+
+
+def test_both_sides_of_a_truncated_pair_keep_the_same_context(tiny_tokenizer, write_rows, build):
+    path = write_rows([{"prompt": "x" * 50, "chosen": "a", "rejected": "b c d e f g h i"}])
+    data = build(path, 2, max_seq_len=30)
+    row, eot = data.train[0], tiny_tokenizer.eos_token_id
     start = row["chosen_response_start"]
     assert row["rejected_response_start"] == start
     assert row["chosen_ids"][:start] == row["rejected_ids"][:start]
-    assert (
-        len(row["rejected_ids"]) == 30 and row["chosen_ids"][-1] == row["rejected_ids"][-1] == template.eot_id
-    )
+    assert len(row["rejected_ids"]) == 30 and row["chosen_ids"][-1] == row["rejected_ids"][-1] == eot
     assert data.report.num_truncated == 1
 
 
-def test_identical_pairs_and_ties_are_skipped_and_counted(tiny_tokenizer, template, write_rows, options):
+def test_identical_pairs_and_ties_are_skipped_and_counted(write_rows, build):
     same = {"prompt": "q", "chosen": "same", "rejected": " same "}
     late = {"prompt": "q", "chosen": "x" * 60 + "a", "rejected": "x" * 60 + "b"}
-    path = write_rows([*pairs(3), same, late])
-    report = build_pairs(options(path, 2, max_seq_len=40), tiny_tokenizer, template).report
+    report = build(write_rows([*pairs(3), same, late]), 2, max_seq_len=40).report
     assert (report.num_train, report.num_identical, report.num_identical_truncated) == (3, 1, 1)
     assert any("both answers are the same" in line for line in report.lines())
 
 
-def test_prompt_rows_keep_their_end(tiny_tokenizer, template, write_rows, options):
-    path = write_rows([{"prompt": "abc " * 30}, {"prompt": "hi"}])
-    data = build_prompts(options(path, 3, max_prompt_tokens=20), tiny_tokenizer, template)
+def test_prompt_rows_keep_their_end(tiny_tokenizer, write_rows, build):
+    data = build(write_rows([{"prompt": "abc " * 30}, {"prompt": "hi"}]), 3, max_prompt_tokens=20)
     whole = tiny_tokenizer("\n\nHuman: " + ("abc " * 30).strip() + "\n\nAssistant:").input_ids
     assert data.train[0]["prompt_ids"] == whole[-20:]
     assert data.train[0]["prompt_text"] == tiny_tokenizer.decode(whole)
     assert data.report.num_truncated == 1
 
 
-def test_prompt_rows_bring_the_other_columns_of_the_raw_row(tiny_tokenizer, template, write_rows, options):
+def test_prompt_rows_bring_the_other_columns_of_the_raw_row(write_rows, build):
     rows = [{"prompt": "2 + 2?", "answer": "4", "level": 1}, {"prompt": "no more", "chosen": "x"}]
     path = write_rows([*rows, {"prompt": "q", "pos_answers": ["a", "b"], "neg_answers": ["c"]}])
-    data = build_prompts(options(path, 3), tiny_tokenizer, template)
+    data = build(path, 3)
     found = [json.loads(data.train[i]["fields"]) for i in range(len(data.train))]
     assert found == [{"answer": "4", "level": 1}, {}, {"pos_answers": ["a", "b"], "neg_answers": ["c"]}]
-    assert "fields" not in build_sft(options(path, 1), tiny_tokenizer, template).train[0]
+    assert "fields" not in build(path, 1).train[0]
 
 
-def test_truncated_sft_row(tiny_tokenizer, template, write_rows, options):
+def test_fields_are_json_of_what_json_holds():
+    fits = "x" * (MAX_FIELD_CHARACTERS - 2)  # two quotes
+    row = {
+        "text": "é\n\"'",
+        "nested": {"tests": [["1", 1], ("2", 2)], "nan": float("nan")},
+        "infinite": [-float("inf"), 1.0],
+        "numpy": [np.float32(0.25), np.float64("nan"), np.arange(3)],
+        "long": fits,
+    }
+    expected = {
+        "text": "é\n\"'",
+        "nested": {"tests": [["1", 1], ["2", 2]], "nan": None},
+        "infinite": [None, 1.0],
+        "numpy": [0.25, None, [0, 1, 2]],
+        "long": fits,
+    }
+    others = (date(2020, 1, 1), b"bytes", {1: "a"}, [object()], "\ud83d", {"a": {2}}, fits + "x")
+    left_out = {f"other {number}": value for number, value in enumerate(others)}
+    text = build_row_fields({"prompt": "q", "chosen": "a", "messages": []} | left_out | row)
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON")) == expected
+
+
+def test_truncated_sft_row(tiny_tokenizer, write_rows, build):
     path = write_rows([{"prompt": "q", "answer": "y" * 100}, {"prompt": "q", "answer": "y"}])
-    data = build_sft(options(path, 1, max_seq_len=32), tiny_tokenizer, template)
+    data = build(path, 1, max_seq_len=32)
     row = data.train[0]
-    assert len(row["input_ids"]) == 32 and row["input_ids"][-1] != template.eot_id
+    assert len(row["input_ids"]) == 32 and row["input_ids"][-1] != tiny_tokenizer.eos_token_id
     assert row["loss_mask"] == [False] + [True] * 31
     assert data.report.num_truncated == 1
 
 
-def test_answer_lists_give_pairs_up_to_a_limit_and_answers_once(
-    tiny_tokenizer, template, write_rows, options
-):
+def test_answer_lists_give_pairs_up_to_a_limit_and_answers_once(write_rows, build):
     path = write_rows([{"prompt": "q", "pos_answers": ["a", "b", "c"], "neg_answers": ["d", "e"]}])
-    data = build_pairs(options(path, 2, max_pairs_per_prompt=4), tiny_tokenizer, template)
+    data = build(path, 2, max_pairs_per_prompt=4)
     assert (len(data.train), data.report.num_dropped_pairs) == (4, 2)
     assert len({data.train[i]["row_id"] for i in range(4)}) == 4
-    assert len(build_sft(options(path, 1), tiny_tokenizer, template).train) == 3
-    assert len(build_prompts(options(path, 3), tiny_tokenizer, template).train) == 1
+    assert (len(build(path, 1).train), len(build(path, 3).train)) == (3, 1)
 
 
 # ---- shares
@@ -172,100 +172,86 @@ def test_shares_are_disjoint_complete_and_those_of_every_process():
     assert sorted(index for share in shares for index in share) == list(range(1000))
     assert [len(share) for share in shares] == [200, 400, 400]
     assert shares[0] != share_indexes(1000, "2,4,4", 1, seed=1)
-    code = "print(share_indexes(1000, '2,4,4', 1, 1234), is_held_out({'a': 'é'}, 0.5, 7))"
-    code = f"from common.data.data_options import is_held_out, share_indexes; {code}"
-    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == f"{shares[0]} {is_held_out({'a': 'é'}, 0.5, 7)}"
     assert shares[0][:5] == [9, 11, 21, 29, 40]  # frozen: another number means other shares for every user
+    code = "from common.data.data_options import is_held_out; print(is_held_out({'a': 'é'}, 0.5, 7))"
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == str(is_held_out({"a": "é"}, 0.5, 7))
 
 
-@pytest.mark.parametrize("text", ["2,4", "a,b,c", "0,0,0", "1,-1,1", "", "1,inf,1", "nan,1,1"])
+@pytest.mark.parametrize("text", ["2,4", "a,b,c", "0,0,0", "1,-1,1", "nan,1,1"])
 def test_a_bad_data_split_is_named(text):
     with pytest.raises(ValueError, match="--data_split .* must be three numbers"):
         parse_data_split(text)
 
 
-def test_the_three_steps_share_no_row(tiny_tokenizer, template, write_rows, options):
+def test_the_three_steps_share_no_row(write_rows, build):
     path = write_rows(pairs(100))
     seen = []
-    for stage, build in ((1, build_sft), (2, build_pairs), (3, build_prompts)):
-        data = build(options(path, stage, data_split="2,4,4", eval_fraction=0.2), tiny_tokenizer, template)
+    for stage in (1, 2, 3):
+        data = build(path, stage, data_split="2,4,4", eval_fraction=0.2)
         seen += [table[i]["row_id"] for table in (data.train, data.eval) for i in range(len(table))]
         assert len(data.eval) > 0
     assert len(seen) == len(set(seen)) == 100
 
 
-def test_the_held_out_part_follows_the_content(tiny_tokenizer, template, write_rows, options):
+def test_the_held_out_part_follows_the_content(write_rows, build):
     assert 350 < sum(is_held_out({"x": i}, 0.4, 1) for i in range(1000)) < 450
     assert is_held_out({"a": 1, "b": 2}, 0.5, 3) == is_held_out({"b": 2, "a": 1}, 0.5, 3)
-    path = write_rows(answers(50) * 2)
-    data = build_sft(options(path, 1, eval_fraction=0.3), tiny_tokenizer, template)
+    data = build(write_rows(answers(50) * 2), 1, eval_fraction=0.3)
     train, held_out = ({tuple(t[i]["input_ids"]) for i in range(len(t))} for t in (data.train, data.eval))
     assert train and held_out and not train & held_out
 
 
-def test_a_sources_own_eval_part_is_used_whole(tmp_path, tiny_tokenizer, template, write_rows, options):
+def test_a_sources_own_eval_part_is_used_whole(tmp_path, write_rows, build):
     write_rows(answers(20), "train.jsonl")
     write_rows(answers(5), "eval.jsonl")
-    data = build_sft(
-        options(str(tmp_path), 1, data_split="5,5,0", eval_fraction=0.5), tiny_tokenizer, template
-    )
+    data = build(str(tmp_path), 1, data_split="5,5,0", eval_fraction=0.5)
     assert (len(data.train), len(data.eval)) == (10, 5)
 
 
-def test_sft_only_data_is_used_whole_by_step_1_alone(tiny_tokenizer, template, write_rows, options):
+def test_sft_only_data_is_used_whole_by_step_1_alone(write_rows, build):
     first, second = write_rows(pairs(10)), write_rows(answers(7), "more.jsonl")
-    given = options(first, 1, data_split="5,5,0", sft_only_data_path=[second])
-    assert len(build_sft(given, tiny_tokenizer, template).train) == 12
-    given = options(first, 2, data_split="5,5,0", sft_only_data_path=[second])
-    assert len(build_pairs(given, tiny_tokenizer, template).train) == 5
+    for step, expected in ((1, 12), (2, 5)):
+        data = build(first, step, data_split="5,5,0", sft_only_data_path=[second])
+        assert len(data.train) == expected
 
 
 # ---- what stops a run
 
 
-def test_bad_rows_are_counted_and_named(tiny_tokenizer, template, write_rows, options):
-    path = write_rows(
-        [*answers(3), "{no json", {"question": "x"}, {"prompt": "x", "answer": "\ud83d"}, {"text": " "}]
-    )
-    report = build_sft(options(path, 1, max_bad_rows=3), tiny_tokenizer, template).report
+def test_bad_rows_are_counted_and_named(write_rows, build):
+    wrong = ["{no json", {"question": "x"}, {"prompt": "x", "answer": "\ud83d"}, {"text": " "}]
+    path = write_rows([*answers(3), *wrong])
+    report = build(path, 1, max_bad_rows=3).report
     assert (report.num_train, report.num_bad, report.num_empty) == (3, 3, 1)
     places = sorted(row.split(": ")[0] for row in report.bad_rows)
     assert places == [f"{path}:{line}" for line in (4, 5, 6)]
-    assert any("fit none of" in row for row in report.bad_rows) and any(
-        "surrogate" in row for row in report.bad_rows
-    )
+    told = "\n".join(report.bad_rows)
+    assert "fit none of" in told and "surrogate" in told
     # The same rows under a stricter limit stop the run, though their tokens are in the cache.
     with pytest.raises(ValueError, match=r"(?s)--max_bad_rows 2 .*rows.jsonl:4: the line is not JSON"):
-        build_sft(options(path, 1, max_bad_rows=2), tiny_tokenizer, template)
+        build(path, 1, max_bad_rows=2)
 
 
-def test_more_bad_rows_than_allowed_stop_the_run_and_leave_no_cache(
-    tmp_path, tiny_tokenizer, template, write_rows, options
-):
+def test_more_bad_rows_than_allowed_stop_the_run_and_leave_no_cache(tmp_path, write_rows, build):
     path = write_rows([*answers(3), {"question": "x"}])
-    with pytest.raises(
-        ValueError, match=r"(?s)more than --max_bad_rows 0 .*rows.jsonl:4: columns 'question' fit none"
-    ):
-        build_sft(options(path, 1, max_bad_rows=0), tiny_tokenizer, template)
+    told = r"(?s)more than --max_bad_rows 0 .*rows.jsonl:4: columns 'question' fit none"
+    with pytest.raises(ValueError, match=told):
+        build(path, 1, max_bad_rows=0)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_rows_that_cannot_serve_the_step_are_bad(tiny_tokenizer, template, write_rows, options):
-    path = write_rows(answers(3))
+def test_rows_that_cannot_serve_the_step_are_bad(write_rows, build):
     with pytest.raises(ValueError, match="no pair of a chosen and a rejected answer.*--sft_only_data_path"):
-        build_pairs(options(path, 2, max_bad_rows=0), tiny_tokenizer, template)
+        build(write_rows(answers(3)), 2, max_bad_rows=0)
 
 
-def test_no_rows_left_names_source_and_cure(tiny_tokenizer, template, write_rows, options):
-    path = write_rows([{"text": " "}, {"text": ""}])
-    with pytest.raises(
-        ValueError, match=r"rows.jsonl: none of its 2 rows is left.*use more rows.*2 rows skipped: empty"
-    ):
-        build_sft(options(path, 1), tiny_tokenizer, template)
-    path = write_rows(pairs(1))
+def test_no_rows_left_names_source_and_cure(write_rows, build):
+    told = r"rows.jsonl: none of its 2 rows is left.*use more rows.*2 rows skipped: empty"
+    with pytest.raises(ValueError, match=told):
+        build(write_rows([{"text": " "}, {"text": ""}]), 1)
     with pytest.raises(ValueError, match="--data_split that gives step 1 more than 1,9,9"):
-        build_sft(options(path, 1, data_split="1,9,9"), tiny_tokenizer, template)
+        build(write_rows(pairs(1)), 1, data_split="1,9,9")
 
 
 def test_check_sources_tells_all_problems_at_once(tmp_path, write_rows, options):
@@ -274,9 +260,9 @@ def test_check_sources_tells_all_problems_at_once(tmp_path, write_rows, options)
     sft_only = write_rows(answers(2), "answers.jsonl")
     empty = write_rows([], "empty.jsonl")
     missing, unknown = str(tmp_path / "missing.jsonl"), write_rows(["x"], "a.txt")
-    assert check_sources([good], 2, options(good, 2)) == []
-    given = replace(options(good, 2), data_split="1,2")
-    problems = check_sources([good, missing, unknown, empty, wrong, sft_only, "no/such/thing"], 2, given)
+    assert check_sources(options(good, 2)) == []
+    paths = [good, missing, unknown, empty, wrong, sft_only, "no/such/thing"]
+    problems = check_sources(replace(options(good, 2), data_path=paths, data_split="1,2"))
     expected = [
         "--data_split '1,2' must be three numbers",
         "missing.jsonl: there is no such file",
@@ -291,40 +277,40 @@ def test_check_sources_tells_all_problems_at_once(tmp_path, write_rows, options)
         assert text in problem
     assert "step 2 reads prompt/chosen/rejected" in problems[5]
     few = write_rows(pairs(1), "few.jsonl")
-    (problem,) = check_sources([few], 1, options(few, 1, data_split="1,9,9"))
+    (problem,) = check_sources(options(few, 1, data_split="1,9,9"))
     assert "step 1 gets no row" in problem
-    (problem,) = check_sources([good], 2, options(good, 2, data_split="1,0,1"))
+    (problem,) = check_sources(options(good, 2, data_split="1,0,1"))
     assert "--data_split 1,0,1 leaves nothing to step 2" in problem
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet"])
 def test_a_large_file_is_never_in_memory_and_its_first_rows_are_enough_at_the_start(tmp_path, name, options):
     frame = pytest.importorskip("pandas").DataFrame(
         [{"prompt": f"question {i}", "answer": random.Random(i).randbytes(1500).hex()} for i in range(3000)]
     )
     path = str(tmp_path / name)
     if ".json" in name:
-        frame.to_json(path, orient="records", lines="jsonl" in name)
+        frame.to_json(path, orient="records", lines=True)
+    elif name.endswith("csv"):
+        frame.to_csv(path, index=False)
     else:
-        frame.to_csv(path, index=False) if name.endswith("csv") else frame.to_parquet(
-            path, row_group_size=100
-        )
-    whole = load_source(path).train
+        frame.to_parquet(path, row_group_size=100)
     tracemalloc.start()
-    assert check_sources([path], 1, options(path, 1)) == []
+    assert check_sources(options(path, 1)) == []
     probed = tracemalloc.get_traced_memory()[1]
     rows = load_source(path).train
     arrow_before = pyarrow.total_allocated_bytes()
-    assert sum(len(rows[i]["answer"]) for i in range(0, len(rows), 10)) == 900_000 and len(rows) == len(whole)
-    assert rows[150] == whole[150] and rows[2999]["prompt"] == "question 2999"
+    assert sum(len(rows[i]["answer"]) for i in range(0, len(rows), 10)) == 900_000 and len(rows) == 3000
+    assert rows[150]["prompt"] == "question 150" and rows[2999]["prompt"] == "question 2999"
     assert pyarrow.total_allocated_bytes() - arrow_before < 1e6  # tracemalloc does not see pyarrow's memory
     read = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert probed < 4e6 and read < 5e6  # of 9 MB
 
 
-def test_a_dry_run_reads_the_first_rows_and_shows_one(tmp_path, template, write_rows, options):
+def test_a_dry_run_reads_the_first_rows_and_shows_one(tiny_tokenizer, write_rows, options):
     path = write_rows([*pairs(5), {"question": "x"}, "torn", *pairs(300)])
+    template = build_template("human_assistant", tiny_tokenizer)
     lines = preview_rows(options(path, 2), template)
     assert lines[0].startswith(f"{path}: its first 200 rows give 198 of step 2, ")
     assert lines[1] == "pair data: 2 rows skipped: bad form"
@@ -338,16 +324,16 @@ def test_a_dry_run_reads_the_first_rows_and_shows_one(tmp_path, template, write_
         preview_rows(options(path, 2, max_bad_rows=1), template)
 
 
-def test_a_person_sees_what_is_being_done(tiny_tokenizer, template, write_rows, options, monkeypatch, capsys):
+def test_a_person_sees_what_is_being_done(write_rows, build, monkeypatch, capsys):
     monkeypatch.setattr(watchdog, "_told", None)
-    given = options(write_rows(answers(3)), 1)
+    path = write_rows(answers(3))
     with watchdog.phase("the loading of the model"):
         assert capsys.readouterr().err == "", "a program asks for it"
     watchdog.tell_phases()
     monkeypatch.setattr(stage_datasets, "TELL_SECONDS", 0.0)
     for step in (1, 2):
         with watchdog.phase("the preparation of the data", step), watchdog.phase("something inside"):
-            build_sft(given, tiny_tokenizer, template)
+            build(path, 1)
     lines = [line.split("] ")[1] for line in capsys.readouterr().err.splitlines()]
     counts = [f"tokenised {n} of at most 3 rows" for n in (1, 2, 3)]
     assert lines == ["the preparation of the data", *counts], "once, and the second time it is in the cache"
@@ -360,20 +346,17 @@ def test_a_person_sees_what_is_being_done(tiny_tokenizer, template, write_rows, 
 
 
 def test_the_cache_is_reused_and_its_key_follows_what_decides_the_tokens(
-    tiny_tokenizer, make_tokenizer, template, write_rows, options
+    tiny_tokenizer, make_tokenizer, write_rows, options
 ):
-    path = write_rows(answers(20))
-    given = options(path, 1)
-    first = build_sft(given, tiny_tokenizer, template)
-    folder = Path(first.report.cache_folder)
-    marker = (folder / "train.arrow").stat().st_mtime_ns
-    again = build_sft(given, tiny_tokenizer, template)
-    assert again.report.cache_folder == str(folder) and (folder / "train.arrow").stat().st_mtime_ns == marker
+    given = options(write_rows(answers(20)), 1)
+    template = build_template("human_assistant", tiny_tokenizer)
+    first, again = build_data(given, template), build_data(given, template)
+    assert again.report.cache_folder == first.report.cache_folder
     assert (first.report.from_cache, again.report.from_cache) == (False, True)
     assert "new" in first.report.lines()[0] and "reused" in again.report.lines()[0]
     assert [first.train[i] for i in range(20)] == [again.train[i] for i in range(20)]
 
-    folders = {str(folder)}
+    folders = {first.report.cache_folder}
     for change in (
         {"max_seq_len": 64},
         {"seed": 1},
@@ -381,20 +364,18 @@ def test_the_cache_is_reused_and_its_key_follows_what_decides_the_tokens(
         {"loss_on": "all"},
         {"data_split": "9,1,0"},
     ):
-        folders.add(build_sft(replace(given, **change), tiny_tokenizer, template).report.cache_folder)
-    other = make_tokenizer(300)
-    folders.add(build_sft(given, other, build_template("human_assistant", other)).report.cache_folder)
-    folders.add(build_sft(given, tiny_tokenizer, build_template("plain", tiny_tokenizer)).report.cache_folder)
+        folders.add(build_data(replace(given, **change), template).report.cache_folder)
+    for name, tokenizer in (("human_assistant", make_tokenizer(300)), ("plain", tiny_tokenizer)):
+        folders.add(build_data(given, build_template(name, tokenizer)).report.cache_folder)
     write_rows(answers(21))
-    folders.add(build_sft(given, tiny_tokenizer, template).report.cache_folder)
+    folders.add(build_data(given, template).report.cache_folder)
     assert len(folders) == 9
 
 
 def test_pretraining_blocks(tmp_path, tiny_tokenizer, write_rows):
     path = write_rows([{"text": "abc def"}, {"text": ""}, {"text": "ghi"}, {"text": "j" * 40}])
     blocks = build_pretraining(path, None, 8, tiny_tokenizer, cache_dir=str(tmp_path / "cache"))
-    end = "<|endoftext|>"
-    whole = tiny_tokenizer(f"abc def{end}ghi{end}{'j' * 40}{end}").input_ids
+    whole = tiny_tokenizer(f"abc def{END}ghi{END}{'j' * 40}{END}").input_ids
     assert sum((blocks[i]["input_ids"] for i in range(len(blocks))), []) == whole[: len(whole) // 8 * 8]
     assert {len(blocks[i]["input_ids"]) for i in range(len(blocks))} == {8}
     with pytest.raises(ValueError, match="--unsupervised_dataset_name .*less than one block of 4096"):

@@ -47,7 +47,7 @@ class LocalFiles(AnyForm):
             ValueError: nothing usable there; says what was found and what would do.
         """
         path = Path(self.source)
-        if path.is_dir() and hub_data.is_saved_folder(path):
+        if hub_data.is_saved_folder(path):
             return Parts(*hub_data.load_saved(path))
         train, held_out = raw_files.find_parts(path)
         rows = raw_files.read_files(train, self.max_rows)
@@ -56,7 +56,7 @@ class LocalFiles(AnyForm):
     def data_digest(self) -> str:
         """See Adapter."""
         path = Path(self.source)
-        if path.is_dir() and hub_data.is_saved_folder(path):
+        if hub_data.is_saved_folder(path):
             return raw_files.digest_files(sorted(p for p in path.rglob("*") if p.is_file()), path)
         train, held_out = raw_files.find_parts(path)
         return raw_files.digest_files([*train, *held_out], path)

@@ -63,7 +63,7 @@ def _is_kept(message: Mapping[str, Any]) -> bool:
     return is_deleted != "true" and was_accepted != "false"
 
 
-def has_nested_replies(row: Mapping[str, Any]) -> bool:
+def is_nested(row: Mapping[str, Any]) -> bool:
     """Whether the row is a whole tree: `prompt` is a message with `replies` in it."""
     return isinstance(row["prompt"], Mapping)
 

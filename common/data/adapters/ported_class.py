@@ -3,46 +3,35 @@
 Its file stays as it is: nothing of ours is imported there, and it need not derive from anything of ours.
 """
 
-import ast
 import contextlib
-import dis
 import hashlib
 import inspect
 import io
 import os
 import re
-import shutil
 import tempfile
-import textwrap
-import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from common.data.adapters.base import Adapter, Parts, digest_code
 from common.data.adapters.local_files import AnyForm, LocalFiles
 from common.data.adapters.row_parts import messages_from_prompt
 from common.data.example import BadRow, EmptyRow, Example
-from common.data.raw_rows import FrozenRows, RawRows
+from common.data.raw_rows import RawRows
 from common.ranks.failures import kind_and_line
 
 PROMPT_METHODS = ("get_prompt", "get_prompt_and_chosen")  # one of them is enough
-ROW_METHODS = (*PROMPT_METHODS, "get_chosen", "get_rejected", "get_prompt_and_rejected")
 SIDES = ("chosen", "rejected")
 SEED = 1234  # the default of both programs; it must be the same in all steps, or their shares would overlap
 SAMPLE = "(sample)"  # the column of a row that is no dict in the class's own data
 
+_OWN_NAME = re.compile(r"""\bdataset_name\s*=\s*["']([^"']+)["']""")
 _CUE_ON_ITS_LINE = re.compile(r"(?:\A|\n\s*)Assistant:")
 _CUE = re.compile(r"(?:\A|\s)Assistant:")
 _LEADING_CUE = re.compile(r"\A\s*Assistant:")
-
-
-def row_methods_of(kind: type) -> frozenset[str]:
-    """The names of ROW_METHODS that a class gives, other than by a body that does nothing."""
-    return frozenset(name for name in ROW_METHODS if _is_given(kind, name))
 
 
 class PortedClass(Adapter):
@@ -58,17 +47,15 @@ class PortedClass(Adapter):
         """`dataset_name` is what the constructor is given; empty: the name that the class has for itself.
 
         Raises:
-            ValueError: too few methods, named.
+            ValueError: it has neither of PROMPT_METHODS.
         """
         super().__init__(source)
-        self._kind, self._given = kind, row_methods_of(kind)
+        self._kind = kind
         self._name = dataset_name or _own_name(kind)
-        if not self._given.intersection(PROMPT_METHODS):
-            missing = [name for name in ROW_METHODS if name not in self._given]
+        if not any(hasattr(kind, name) for name in PROMPT_METHODS):
             raise ValueError(
-                f"--data_path {source}: {kind.__name__} has no {', '.join(missing)}; it needs "
-                f"{' or '.join(PROMPT_METHODS)}, as DeepSpeed-Chat's classes have, or must derive from "
-                "common.data.registry.Adapter"
+                f"--data_path {source}: {kind.__name__} needs {' or '.join(PROMPT_METHODS)}, as "
+                "DeepSpeed-Chat's classes have, or must derive from common.data.registry.Adapter"
             )
 
     def load(self) -> Parts:
@@ -77,7 +64,10 @@ class PortedClass(Adapter):
         Raises:
             ValueError: the class cannot be made, or has no rows.
         """
-        train = self._part("get_train_data", "train")
+        train = self._part("get_train_data")
+        if train is None:
+            raw = getattr(self._inner, "raw_datasets", None)
+            train = raw.get("train") if isinstance(raw, Mapping) else raw
         if train is None:
             if not self._name:
                 raise ValueError(
@@ -88,18 +78,9 @@ class PortedClass(Adapter):
             reader = (LocalFiles if Path(self._name).exists() else AnyForm)(self._name)
             reader.max_rows = self.max_rows
             return reader.load()
-        try:
-            held_out = self._part("get_eval_data", None)
-        except ValueError as error:
-            held_out = None
-            self._note(f"{error}; --eval_fraction is held out")
-        if held_out is train:
-            held_out = None
-            self._note("get_eval_data gives the training rows; --eval_fraction is held out")
         if len(train) == 0:
             raise ValueError(f"--data_path {self.source}: get_train_data is empty; give at least one row")
-        is_empty = held_out is None or len(held_out) == 0
-        return Parts(_rows(train, self.source), None if is_empty else _rows(held_out, f"{self.source}/eval"))
+        return Parts(RawRows(_Samples(train), self.source), self._held_out(train))
 
     def code_digest(self) -> str:
         """See Adapter; the user's file counts, and the name that it is given."""
@@ -110,9 +91,8 @@ class PortedClass(Adapter):
         """See Adapter."""
         sample = row[SAMPLE] if row.keys() == {SAMPLE} else row
         with contextlib.redirect_stdout(io.StringIO()):
-            prompt, *wholes = (
-                self._ask(name, sample) for name in ("get_prompt", *(f"get_prompt_and_{s}" for s in SIDES))
-            )
+            prompt = self._ask("get_prompt", sample)
+            wholes = [self._ask(f"get_prompt_and_{side}", sample) for side in SIDES]
             replies = [self._ask(f"get_{side}", sample) for side in SIDES]
         if isinstance(prompt, BadRow) and not isinstance(prompt, EmptyRow):
             raise prompt
@@ -129,10 +109,9 @@ class PortedClass(Adapter):
             ValueError: its constructor takes something unknown, or raised.
         """
         # Some classes write their shares as files: each process has a folder, for as long as this lives.
-        folder = tempfile.mkdtemp(prefix="triptych-")
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._folder = tempfile.TemporaryDirectory(prefix="triptych-")
         values = {
-            "output_path": folder,
+            "output_path": self._folder.name,
             "seed": SEED,
             "local_rank": 0,
             "dataset_name": self._name or self.source,
@@ -140,28 +119,43 @@ class PortedClass(Adapter):
         }
         call = f"{self._kind.__name__}({', '.join(f'{k}={v!r}' for k, v in values.items())})"
         try:
-            args, named = _arguments(self._kind, values, has_name=bool(self._name))
+            args, named = _arguments(self._kind, values)
             return self._kind(*args, **named)
         except Exception as error:  # the network's, the disk's, or the class's own
             cure = "check the network and the class" if self._name else f"name its data: {self.source}:NAME"
-            raise ValueError(f"--data_path {self.source}: {call} {_raised(error)}; {cure}") from error
+            raise ValueError(
+                f"--data_path {self.source}: {call} raised {kind_and_line(error)}; {cure}"
+            ) from error
 
-    def _part(self, method: str, split: str | None) -> Any:
-        """What `method` gives, or the split of `raw_datasets` where the class does not have it, or None.
+    def _held_out(self, train: Any) -> RawRows | None:
+        """The class's own evaluation part, where it has one that is not the training rows."""
+        try:
+            found = self._part("get_eval_data")
+        except ValueError as error:
+            reason = str(error).removeprefix(f"--data_path {self.source}: ")
+            self.notes = (*self.notes, f"{reason}; --eval_fraction is held out")
+            return None
+        if found is train:
+            self.notes = (
+                *self.notes,
+                "get_eval_data gives the training rows; --eval_fraction is held out",
+            )
+            return None
+        return RawRows(_Samples(found), f"{self.source}/eval") if found is not None and len(found) else None
+
+    def _part(self, method: str) -> Any:
+        """What `method` gives; None where the class does not have it.
 
         Raises:
             ValueError: the method raised, or gave no sequence.
         """
-        data = None
-        if _is_given(self._kind, method):
-            inner = self._inner
-            try:
-                data = getattr(inner, method)()
-            except Exception as error:  # the class's own
-                raise ValueError(f"--data_path {self.source}: {method} {_raised(error)}") from error
-        if data is None and split is not None:
-            raw = getattr(self._inner, "raw_datasets", None)
-            data = raw.get(split) if isinstance(raw, Mapping) else raw
+        if not hasattr(self._kind, method):
+            return None
+        inner = self._inner
+        try:
+            data = getattr(inner, method)()
+        except Exception as error:  # the class's own
+            raise ValueError(f"--data_path {self.source}: {method} raised {kind_and_line(error)}") from error
         if data is not None and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             raise ValueError(
                 f"--data_path {self.source}: {method} gave {type(data).__name__}, which has no length and no "
@@ -171,31 +165,16 @@ class PortedClass(Adapter):
 
     def _ask(self, method: str, sample: Any) -> str | BadRow | None:
         """The text that a method gives, or why there is none; None when the class does not have it."""
-        if method not in self._given:
+        if not hasattr(self._kind, method):
             return None
         inner = self._inner
         try:
             text = getattr(inner, method)(sample)
         except Exception as error:  # the class's own
-            return BadRow(f"{method} {_raised(error)}")
+            return BadRow(f"{method} raised {kind_and_line(error)}")
         if text is None or isinstance(text, str):
             return text if text and text.strip() else EmptyRow(f"{method} gave {text!r}")
         return BadRow(f"{method} gave {type(text).__name__}, not text")
-
-    def _note(self, text: str) -> None:
-        self.notes = (*self.notes, text.removeprefix(f"--data_path {self.source}: "))
-
-
-def _is_given(kind: type, name: str) -> bool:
-    """Whether a class has the method, and it is no stub such as PromptRawDataset's, which only return."""
-    method = inspect.getattr_static(kind, name, None)
-    code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
-    return method is not None and (code is None or not _does_nothing(code))
-
-
-def _does_nothing(code: CodeType) -> bool:
-    steps = [(step.opname, step.argval) for step in dis.get_instructions(code) if step.opname != "RESUME"]
-    return steps in ([("LOAD_CONST", None), ("RETURN_VALUE", None)], [("RETURN_CONST", None)])
 
 
 def _own_name(kind: type) -> str:
@@ -204,41 +183,29 @@ def _own_name(kind: type) -> str:
     if isinstance(name, str):
         return name
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.__init__)))
-    except (OSError, TypeError, SyntaxError):
+        found = _OWN_NAME.search(inspect.getsource(kind))
+    except (OSError, TypeError):
         return ""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            names = [target.attr for target in node.targets if isinstance(target, ast.Attribute)]
-            if "dataset_name" in names and isinstance(node.value.value, str):
-                return node.value.value
-    return ""
+    return found[1] if found else ""
 
 
-def _arguments(kind: type, values: dict[str, Any], *, has_name: bool) -> tuple[list, dict[str, Any]]:
+def _arguments(kind: type, values: dict[str, Any]) -> tuple[list, dict[str, Any]]:
     """What a constructor is called with: by name where it uses DeepSpeed-Chat's, else by their order.
 
     Raises:
         TypeError: it needs something else.
     """
     parameters = [] if kind.__init__ is object.__init__ else list(inspect.signature(kind).parameters.values())
-    kinds = {parameter.kind for parameter in parameters}
-    plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    needed = [p.name for p in plain if p.default is p.empty]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
+    if any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters):
         return list(values.values())[:4], {}
+    plain = [p for p in parameters if p.kind != p.VAR_KEYWORD]
+    needed = [p.name for p in plain if p.default is p.empty]
     if set(needed) <= values.keys():
-        has_default = {p.name for p in plain} - set(needed)
-        useful = has_default & values.keys() - (set() if has_name else {"dataset_name"})
-        return [], {name: values[name] for name in (*needed, *useful)}
+        return [], {p.name: values[p.name] for p in plain if p.name in values}
     if len(needed) in (4, 5):
         return list(values.values())[: len(needed)], {}
     unknown = ", ".join(name for name in needed if name not in values)
     raise TypeError(f"its constructor needs {unknown}, besides {', '.join(values)}; give it a default")
-
-
-def _raised(error: Exception) -> str:
-    return f"raised {kind_and_line(error)}"
 
 
 class _Samples(Sequence):
@@ -253,17 +220,6 @@ class _Samples(Sequence):
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = self._data[index]
         return dict(sample) if isinstance(sample, Mapping) else {SAMPLE: sample}
-
-
-def _rows(data: Any, origin: str) -> RawRows:
-    """Rows of a list, a `datasets` split, or torch's Subset of one; those two have fingerprints."""
-    split, indices = getattr(data, "dataset", data), getattr(data, "indices", None)
-    fingerprint = getattr(split, "_fingerprint", None)
-    if not isinstance(fingerprint, str):
-        return RawRows(_Samples(data), origin)
-    if indices is not None:
-        fingerprint += hashlib.sha256(repr([int(index) for index in indices]).encode()).hexdigest()
-    return FrozenRows(_Samples(data), origin, fingerprint)
 
 
 def _reply(prompt: str, whole: str | BadRow | None, reply: str | BadRow | None) -> str | BadRow | None:
@@ -290,13 +246,15 @@ def _from_wholes(
     """An Example of whole dialogues: the prompt ends at the last `Assistant:` that they share."""
     if not isinstance(chosen, str):
         raise chosen or prompt or BadRow("there is no prompt")
-    end = _prompt_end(chosen if not isinstance(rejected, str) else commonprefix([chosen, rejected]))
-    if end is not None:
-        other = rejected[end:] if isinstance(rejected, str) else rejected
-        return _example(chosen[:end], chosen[end:], other)
-    if isinstance(rejected, str):
+    if not isinstance(rejected, str):
+        end = _prompt_end(chosen)
+        if end is None:
+            return Example(text=chosen)  # step 1 learns it as a whole, as DeepSpeed-Chat does
+        return _example(chosen[:end], chosen[end:], rejected)
+    end = _prompt_end(commonprefix([chosen, rejected]))
+    if end is None:
         raise BadRow("chosen and rejected share no 'Assistant:' at which a prompt could end")
-    return Example(text=chosen)  # step 1 learns it as a whole, as DeepSpeed-Chat does
+    return _example(chosen[:end], chosen[end:], rejected[end:])
 
 
 def _prompt_end(text: str) -> int | None:

@@ -1,6 +1,7 @@
-"""Public data sets by name: what of a row is the prompt and the replies, and where the rows lie.
+"""Public data sets by name: what of a row is the prompt and the replies.
 
-Sets whose rows have a usual form need an entry of `USUAL_FORMS` alone.
+Sets whose rows have a usual form need an entry of `USUAL_FORMS` alone, sets whose texts lie at fixed places
+of a row one of `TEXT_PATHS`. Where on the hub a set lies is told by `hub_data.HUB_PLACES`.
 """
 
 import hashlib
@@ -8,18 +9,25 @@ import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from common.data.adapters.base import Adapter, Parts, RowsWithGaps, register_dataset
+from common.data.adapters.base import Adapter, Parts, register_dataset
 from common.data.adapters.local_files import AnyForm
-from common.data.adapters.rankings import group_scored
-from common.data.adapters.row_parts import filled_text, finite_number, first_item, member, split_marked
+from common.data.adapters.rankings import rank_by_score
+from common.data.adapters.row_parts import (
+    filled_text,
+    finite_number,
+    kind_of,
+    member,
+    messages_from_prompt,
+    reply_text,
+    split_marked,
+)
 from common.data.example import BadRow, EmptyRow, Example, Turn
-from common.data.hub_data import HubPlace
-from common.data.raw_rows import GroupedRows, RawRows
+from common.data.raw_rows import RawRows
 
 _LEADING_CUE = re.compile(r"\A\s*Assistant:")
-_VICUNA_TURN = re.compile(r"(?:\A|(?<=\s)|(?<=</s>))(USER|ASSISTANT):")
+_VICUNA_TURN = re.compile(r"(?:\A|\s|</s>)\s*(USER|ASSISTANT):")
 _CITATION = re.compile(r" ?\[\d+(?:\s*[,;-]\s*\d+)*\]")  # to a page that was quoted: [1], [2, 3]
 USUAL_FORMS = (
     "Dahoas/rm-static",
@@ -28,31 +36,12 @@ USUAL_FORMS = (
     "Anthropic/hh-rlhf",
     "OpenAssistant/oasst1",
     "OpenAssistant/oasst2",
+    "nvidia/HelpSteer2",
     "nvidia/HelpSteer3",
     "HuggingFaceH4/ultrafeedback_binarized",
     "berkeley-nest/Nectar",
 )
-
-
-@register_dataset(*USUAL_FORMS)
-class UsualForm(AnyForm):
-    """A set whose rows have a usual form, some of them elsewhere on the hub than their name says."""
-
-    hub_places = {
-        "nvidia/HelpSteer3": HubPlace("nvidia/HelpSteer3", "preference"),
-        "HuggingFaceH4/ultrafeedback_binarized": HubPlace(
-            "HuggingFaceH4/ultrafeedback_binarized", splits=("train_prefs", "test_prefs")
-        ),
-    }
-
-
-@register_dataset("nvidia/HelpSteer2")
-class HelpSteer2(AnyForm):
-    """Responses with scores, those of one prompt put together."""
-
-    def arrange(self, rows: RawRows) -> GroupedRows:
-        """See Adapter."""
-        return group_scored(rows, self.score_column)
+register_dataset(*USUAL_FORMS)(AnyForm)
 
 
 @register_dataset("yitingxie/rlhf-reward-datasets")
@@ -78,180 +67,131 @@ class VicunaText(Adapter):
         self.check_columns(row)
         if row["prompt"] is None or row["label"] is None:
             raise EmptyRow("'prompt' or 'label' is null")
-        text = filled_text("prompt", row["prompt"])
-        prompt = split_marked(
-            text, _VICUNA_TURN, opening_role="system" if _VICUNA_TURN.search(text) else "user"
-        )
+        text = filled_text("prompt", row["prompt"]).rstrip().removesuffix("</s>")
+        opening_role = "system" if _VICUNA_TURN.search(text) else "user"
+        prompt = split_marked(text, _VICUNA_TURN, opening_role=opening_role)
         if not prompt:
             raise EmptyRow("'prompt' holds nothing but the cue")
         reply = filled_text("label", row["label"]).rstrip().removesuffix("</s>")
         return [Example(prompt=prompt, chosen=filled_text("label", reply))]
 
 
-class ComparedPair(Adapter):
-    """Two answers to a question, and which of them was preferred."""
-
-    question = ""  # the columns
-    answers = ("", "")
-    preference: tuple[str, ...] = ()
+@register_dataset("openai/webgpt_comparisons")
+class WebGPTComparisons(Adapter):
+    """answer_0 and answer_1 with score_0 and score_1; equal scores are a tie. Citations are taken out."""
 
     def columns(self) -> tuple[str, ...]:
         """See Adapter."""
-        return (self.question, *self.answers, *self.preference)
-
-    def prefers_first(self, row: dict[str, Any]) -> bool:
-        """Return whether the first answer is the better one."""
-        raise NotImplementedError
-
-    def get_prompt(self, row: dict[str, Any]) -> str:
-        """See Adapter."""
-        return row[self.question]
-
-    def get_chosen(self, row: dict[str, Any]) -> str:
-        """See Adapter."""
-        return row[self.answers[0 if self.prefers_first(row) else 1]]
-
-    def get_rejected(self, row: dict[str, Any]) -> str:
-        """See Adapter."""
-        return row[self.answers[1 if self.prefers_first(row) else 0]]
-
-
-@register_dataset("openai/webgpt_comparisons")
-class WebGPTComparisons(ComparedPair):
-    """answer_0 and answer_1 with score_0 and score_1; equal scores are a tie. Citations are taken out."""
-
-    question, answers, preference = "question", ("answer_0", "answer_1"), ("score_0", "score_1")
-
-    def is_tie(self, row: dict[str, Any]) -> bool:
-        """See Adapter."""
-        first, second = (finite_number(name, row[name]) for name in self.preference)
-        return first == second
-
-    def prefers_first(self, row: dict[str, Any]) -> bool:
-        """See ComparedPair."""
-        first, second = (finite_number(name, row[name]) for name in self.preference)
-        return first >= second
-
-    def get_prompt(self, row: dict[str, Any]) -> str:
-        """See Adapter."""
-        question = row["question"]
-        return member("question", question, "full_text") if isinstance(question, dict) else question
+        return ("question", "answer_0", "answer_1", "score_0", "score_1")
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
         """See Adapter."""
-        texts = {name: row[name] for name in self.answers if isinstance(row.get(name), str)}
-        return super().to_examples(row | {name: _CITATION.sub("", text) for name, text in texts.items()})
+        self.check_columns(row)
+        question = row["question"]
+        if isinstance(question, dict):
+            question = member("question", question, "full_text")
+        texts = [reply_text(name, row[name]) for name in ("answer_0", "answer_1")]
+        answers = [filled_text("the answer less its citations", _CITATION.sub("", text)) for text in texts]
+        scores = [finite_number(name, row[name]) for name in ("score_0", "score_1")]
+        return rank_by_score(messages_from_prompt(question), answers, scores, with_margin=False)
 
 
 @register_dataset("stanfordnlp/SHP")
-class StanfordHumanPreferences(ComparedPair):
+class StanfordHumanPreferences(Adapter):
     """A post (`history`) with two comments; `labels` 1 prefers human_ref_A, 0 prefers human_ref_B."""
 
-    question, answers, preference = "history", ("human_ref_A", "human_ref_B"), ("labels",)
+    def columns(self) -> tuple[str, ...]:
+        """See Adapter."""
+        return ("history", "human_ref_A", "human_ref_B", "labels")
 
-    def prefers_first(self, row: dict[str, Any]) -> bool:
-        """See ComparedPair."""
+    def to_examples(self, row: dict[str, Any]) -> list[Example]:
+        """See Adapter."""
+        self.check_columns(row)
         if row["labels"] not in (0, 1, "0", "1"):
             raise BadRow(f"'labels' is {row['labels']!r}, not 0 or 1")
-        return int(row["labels"]) == 1
+        answers = [reply_text(name, row[name]) for name in ("human_ref_A", "human_ref_B")]
+        scores = [int(row["labels"]), 0.5]
+        return rank_by_score(messages_from_prompt(row["history"]), answers, scores, with_margin=False)
 
 
 # ---- texts at fixed places of a row, some of which may be missing: Chinese and Japanese sets
 
 
-class TextsByPath(RowsWithGaps):
+class TextPaths(NamedTuple):
     """Each text by its path: a column, then names of an object, and 0 for the first item of a list."""
 
-    prompt = chosen = rejected = ""
+    prompt: str
+    chosen: str
+    rejected: str = ""
+
+
+_MIRACL = TextPaths("query", "positive_passages.0.text", "negative_passages.0.text")
+TEXT_PATHS = {
+    "wangrui6/Zhihu-KOL": TextPaths("INSTRUCTION", "RESPONSE"),
+    "Hello-SimpleAI/HC3-Chinese": TextPaths("question", "human_answers.0"),
+    "Cohere/miracl-zh-queries-22-12": _MIRACL,
+    "Cohere/miracl-ja-queries-22-12": _MIRACL,
+    "lmqg/qg_jaquad": TextPaths("question", "sentence"),
+    "lmqg/qag_jaquad": TextPaths("questions.0", "paragraph"),
+}
+
+
+@register_dataset(*TEXT_PATHS)
+class TextsByPath(Adapter):
+    """A set of `TEXT_PATHS`."""
+
+    paths: TextPaths | None = None  # None: by the name of the set
+
+    def __init__(self, source: str = "") -> None:
+        """See Adapter."""
+        super().__init__(source)
+        self.paths = self.paths or TEXT_PATHS[source]
 
     def columns(self) -> tuple[str, ...]:
         """See Adapter."""
-        return tuple(path.split(".")[0] for path in (self.prompt, self.chosen, self.rejected) if path)
+        return tuple(path.split(".")[0] for path in self.paths if path)
 
     def get_prompt(self, row: dict[str, Any]) -> str | None:
         """See Adapter."""
-        return self._find(row, self.prompt)
+        return _find(row, self.paths.prompt)
 
     def get_chosen(self, row: dict[str, Any]) -> str | None:
         """See Adapter."""
-        return self._find(row, self.chosen)
+        return _find(row, self.paths.chosen)
 
     def get_rejected(self, row: dict[str, Any]) -> str | None:
         """See Adapter."""
-        return self._find(row, self.rejected) if self.rejected else None
-
-    @staticmethod
-    def _find(row: dict[str, Any], path: str) -> Any:
-        name, *parts = path.split(".")
-        value = row[name]
-        for part in parts:
-            if part == "0":
-                value = first_item(name, value)
-                if value is None:
-                    return None
-                name = f"{name}[0]"
-            else:
-                value = member(name, value, part)
-                name = f"{name}.{part}"
-        return value
+        return _find(row, self.paths.rejected) if self.paths.rejected else None
 
 
-@register_dataset("wangrui6/Zhihu-KOL")
-class ZhihuKOL(TextsByPath):
-    """Questions and answers of Zhihu, Chinese."""
-
-    prompt, chosen = "INSTRUCTION", "RESPONSE"
-
-
-@register_dataset("Hello-SimpleAI/HC3-Chinese")
-class HC3Chinese(TextsByPath):
-    """question with human_answers, of which the first is learnt; chatgpt_answers are not used."""
-
-    hub_places = {"Hello-SimpleAI/HC3-Chinese": HubPlace("Hello-SimpleAI/HC3-Chinese", "all")}
-    prompt, chosen = "question", "human_answers.0"
+def _find(row: dict[str, Any], path: str) -> Any:
+    name, *parts = path.split(".")
+    value = row[name]
+    for part in parts:
+        if part != "0":
+            value = member(name, value, part)
+            name = f"{name}.{part}"
+            continue
+        if value is not None and not isinstance(value, list | tuple):
+            raise BadRow(f"{name!r} is {kind_of(value)}, not a list")
+        if not value or value[0] is None:
+            return None
+        value, name = value[0], f"{name}[0]"
+    return value
 
 
 @register_dataset("mkqa-Chinese")
 class MKQAChinese(TextsByPath):
     """The Chinese questions of apple/mkqa; the text of the first answer is learnt."""
 
-    hub_places = {"mkqa-Chinese": HubPlace("apple/mkqa", copied_config="mkqa")}
-    absent_answer = "the question has no answer in this language"
-    prompt, chosen = "queries.zh_cn", "answers.zh_cn.0.text"
+    paths = TextPaths("queries.zh_cn", "answers.zh_cn.0.text")
 
 
 @register_dataset("mkqa-Japanese")
 class MKQAJapanese(TextsByPath):
     """The Japanese questions of apple/mkqa."""
 
-    hub_places = {"mkqa-Japanese": HubPlace("apple/mkqa", copied_config="mkqa")}
-    absent_answer = "the question has no answer in this language"
-    prompt, chosen = "queries.ja", "answers.ja.0.text"
-
-
-@register_dataset("Cohere/miracl-zh-queries-22-12", "Cohere/miracl-ja-queries-22-12")
-class MiraclQueries(TextsByPath):
-    """query with its first positive passage, and its first negative one where there is any."""
-
-    absent_answer = "the query has no positive passage"
-    absent_rejected = "the query has no negative passage"
-    prompt, chosen, rejected = "query", "positive_passages.0.text", "negative_passages.0.text"
-
-
-@register_dataset("lmqg/qg_jaquad")
-class JaquadSentences(TextsByPath):
-    """question with the sentence that holds its answer; Japanese."""
-
-    hub_places = {"lmqg/qg_jaquad": HubPlace("lmqg/qg_jaquad", copied_config="qg_jaquad")}
-    prompt, chosen = "question", "sentence"
-
-
-@register_dataset("lmqg/qag_jaquad")
-class JaquadParagraphs(TextsByPath):
-    """The first of a paragraph's questions with the paragraph; Japanese."""
-
-    hub_places = {"lmqg/qag_jaquad": HubPlace("lmqg/qag_jaquad", copied_config="qag_jaquad")}
-    prompt, chosen = "questions.0", "paragraph"
+    paths = TextPaths("queries.ja", "answers.ja.0.text")
 
 
 @register_dataset("chitchat")

@@ -1,18 +1,18 @@
 """Several answers to one prompt, ranked or scored, as pairs: each with every one below it (InstructGPT)."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
 from common.data.adapters.row_parts import (
+    filled_list,
     filled_text,
     finite_number,
     kind_of,
-    member,
     messages_from_prompt,
-    parse_turns,
     reply_text,
+    reply_texts,
     split_marked,
 )
 from common.data.example import BadRow, EmptyRow, Example, Message
@@ -22,7 +22,7 @@ SCORED = "(scored responses)"  # the column of a row that answers of one prompt 
 ONE_ANSWER = "its prompt has one answer only"
 
 _ANSWER_NAMES = ("answer", "response", "text", "content")
-_SCORE_NAMES = ("score", "overall_score")
+_SCORE_NAMES = ("rank", "score", "overall_score")
 # HelpSteer2 writes earlier turns into its prompt, each behind such a mark.
 _HELPSTEER_TURN = re.compile(r"<extra_id_1>(User|Assistant)\n")
 
@@ -53,23 +53,26 @@ def rank_by_score(
 
 def best_first(row: Mapping[str, Any]) -> list[Example]:
     """prompt, ranked_answers: texts, the best one first."""
-    answers = _texts("ranked_answers", row["ranked_answers"])
-    places = [-float(i) for i in range(len(answers))]
-    return rank_by_score(messages_from_prompt(row["prompt"]), answers, places, with_margin=False)
+    answers = reply_texts("ranked_answers", row["ranked_answers"])
+    scores = [-float(i) for i in range(len(answers))]
+    return rank_by_score(messages_from_prompt(row["prompt"]), answers, scores, with_margin=False)
 
 
-def responses_and_scores(row: Mapping[str, Any]) -> list[Example]:
-    """prompt, responses, scores: a score for each response, the higher the better."""
-    answers = _texts("responses", row["responses"])
-    return rank_by_score(messages_from_prompt(row["prompt"]), answers, _numbers(row, "scores", len(answers)))
+def numbered_responses(column: str) -> Callable[[Mapping[str, Any]], list[Example]]:
+    """Reader of prompt, responses, and `scores` (the higher the better) or `ranks` (the lower the better)."""
 
+    def to_examples(row: Mapping[str, Any]) -> list[Example]:
+        prompt = messages_from_prompt(row["prompt"])
+        answers = reply_texts("responses", row["responses"])
+        values = filled_list(column, row[column])
+        if len(values) != len(answers):
+            raise BadRow(f"{column!r} has {len(values)} numbers for {len(answers)} responses")
+        numbers = [finite_number(f"{column}[{i}]", value) for i, value in enumerate(values)]
+        if column == "ranks":
+            return rank_by_score(prompt, answers, [-number for number in numbers], with_margin=False)
+        return rank_by_score(prompt, answers, numbers)
 
-def responses_and_ranks(row: Mapping[str, Any]) -> list[Example]:
-    """prompt, responses, ranks: a rank for each response, the lower the better."""
-    answers = _texts("responses", row["responses"])
-    ranks = _numbers(row, "ranks", len(answers))
-    prompt = messages_from_prompt(row["prompt"])
-    return rank_by_score(prompt, answers, [-rank for rank in ranks], with_margin=False)
+    return to_examples
 
 
 def has_ranked_objects(row: Mapping[str, Any]) -> bool:
@@ -82,15 +85,52 @@ def has_ranked_objects(row: Mapping[str, Any]) -> bool:
 
 def ranked_objects(row: Mapping[str, Any]) -> list[Example]:
     """prompt, answers: objects of a text and a rank (lower is better), as Nectar's, or a score."""
-    return _from_objects(messages_from_prompt(row["prompt"]), "answers", row["answers"])
+    return _rank_objects(messages_from_prompt(row["prompt"]), "answers", row["answers"])
 
 
 def completions(row: Mapping[str, Any]) -> list[Example]:
     """instruction, completions: objects of a response and an overall_score, as UltraFeedback's."""
     prompt = (Message("user", filled_text("instruction", row["instruction"])),)
-    if isinstance(row["completions"], list | tuple) and not row["completions"]:
-        raise EmptyRow("'completions' is empty")
-    return _from_objects(prompt, "completions", row["completions"])
+    return _rank_objects(prompt, "completions", row["completions"])
+
+
+def _rank_objects(prompt: tuple[Message, ...], column: str, items: Any) -> list[Example]:
+    answers, scores, has_ranks = [], [], False
+    for i, item in enumerate(filled_list(column, items)):
+        text_name = _first_of(f"{column}[{i}]", item, _ANSWER_NAMES)
+        score_name = _first_of(f"{column}[{i}]", item, _SCORE_NAMES)
+        answers.append(reply_text(f"{column}[{i}].{text_name}", item[text_name]))
+        number = finite_number(f"{column}[{i}].{score_name}", item[score_name])
+        is_rank = score_name == "rank"
+        if i and is_rank != has_ranks:
+            raise BadRow(f"{column}[{i}] has {score_name!r}, unlike the answers before it")
+        has_ranks = is_rank
+        scores.append(-number if is_rank else number)
+    return rank_by_score(prompt, answers, scores, with_margin=not has_ranks)
+
+
+def _first_of(where: str, item: Any, names: Sequence[str]) -> str:
+    """The first of `names` that an object has."""
+    if not isinstance(item, Mapping):
+        raise BadRow(f"{where} is {kind_of(item)}, not an object")
+    for name in names:
+        if name in item:
+            return name
+    raise BadRow(f"{where} has none of {', '.join(names)}")
+
+
+def two_responses(
+    context: str, first: str, second: str, preference: str
+) -> Callable[[Mapping[str, Any]], list[Example]]:
+    """Reader of HelpSteer's preferences, by the columns: below 0 the first response is better, 0 is a tie."""
+
+    def to_examples(row: Mapping[str, Any]) -> list[Example]:
+        prompt = _helpsteer_prompt(row[context], context)
+        number = finite_number(preference, row[preference])
+        answers = [reply_text(name, row[name]) for name in (first, second)]
+        return rank_by_score(prompt, answers, [0.0, number])
+
+    return to_examples
 
 
 def group_scored(rows: RawRows, score_column: str) -> GroupedRows:
@@ -114,76 +154,10 @@ def scored_responses(row: Mapping[str, Any], score_column: str) -> list[Example]
             raise BadRow(f"no column {', '.join(map(repr, missing))}{cure}")
     answers = [reply_text("response", scored["response"]) for scored in group]
     scores = [finite_number(score_column, scored[score_column]) for scored in group]
-    return rank_by_score(_helpsteer_prompt(group[0]["prompt"]), answers, scores)
+    return rank_by_score(_helpsteer_prompt(group[0]["prompt"], "prompt"), answers, scores)
 
 
-def _helpsteer_prompt(prompt: Any) -> tuple[Message, ...]:
+def _helpsteer_prompt(prompt: Any, column: str) -> tuple[Message, ...]:
     if isinstance(prompt, str) and _HELPSTEER_TURN.search(prompt):
         return split_marked(prompt, _HELPSTEER_TURN, opening_role="user")
-    return messages_from_prompt(prompt)
-
-
-def two_responses(row: Mapping[str, Any]) -> list[Example]:
-    """context, response1, response2, overall_preference (HelpSteer3): below 0 the first one is better."""
-    context = row["context"]
-    prompt = messages_from_prompt(context) if isinstance(context, str) else parse_turns("context", context)
-    return _by_preference(prompt, row, ("response1", "response2"), "overall_preference")
-
-
-def two_responses_and_strength(row: Mapping[str, Any]) -> list[Example]:
-    """prompt, response_1, response_2, preference_strength: HelpSteer2's, the same by other names."""
-    prompt = _helpsteer_prompt(row["prompt"])
-    return _by_preference(prompt, row, ("response_1", "response_2"), "preference_strength")
-
-
-def _by_preference(
-    prompt: tuple[Message, ...], row: Mapping[str, Any], names: tuple[str, str], column: str
-) -> list[Example]:
-    preference = finite_number(column, row[column])
-    answers = [reply_text(name, row[name]) for name in names]
-    return rank_by_score(prompt, answers, [0.0, preference])
-
-
-def _from_objects(prompt: tuple[Message, ...], column: str, items: Any) -> list[Example]:
-    if not isinstance(items, list | tuple):
-        raise BadRow(f"{column!r} is {kind_of(items)}, not a list of answers")
-    answers, scores, has_ranks = [], [], False
-    for i, item in enumerate(items):
-        place = f"{column}[{i}]"
-        text_name = _present(place, item, _ANSWER_NAMES)
-        answers.append(reply_text(f"{place}.{text_name}", item[text_name]))
-        name = _present(place, item, ("rank", *_SCORE_NAMES))
-        is_rank = name == "rank"
-        if i and is_rank != has_ranks:
-            raise BadRow(f"{place} has {name!r}, unlike the answers before it")
-        has_ranks = is_rank
-        number = finite_number(f"{place}.{name}", member(place, item, name))
-        scores.append(-number if is_rank else number)
-    return rank_by_score(prompt, answers, scores, with_margin=not has_ranks)
-
-
-def _present(place: str, item: Any, names: Sequence[str]) -> str:
-    """The first of `names` that an object has."""
-    if not isinstance(item, Mapping):
-        raise BadRow(f"{place} is {kind_of(item)}, not an object")
-    found = next((name for name in names if name in item), None)
-    if found is None:
-        raise BadRow(f"{place} has none of {', '.join(names)}")
-    return found
-
-
-def _texts(column: str, value: Any) -> list[str]:
-    if not isinstance(value, list | tuple):
-        raise BadRow(f"{column!r} is {kind_of(value)}, not a list of texts")
-    if not value:
-        raise EmptyRow(f"{column!r} is empty")
-    return [reply_text(f"{column}[{i}]", answer) for i, answer in enumerate(value)]
-
-
-def _numbers(row: Mapping[str, Any], column: str, count: int) -> list[float]:
-    value = row[column]
-    if not isinstance(value, list | tuple):
-        raise BadRow(f"{column!r} is {kind_of(value)}, not a list of numbers")
-    if len(value) != count:
-        raise BadRow(f"{column!r} has {len(value)} numbers for {count} responses")
-    return [finite_number(f"{column}[{i}]", number) for i, number in enumerate(value)]
+    return messages_from_prompt(prompt, column)

@@ -8,24 +8,15 @@ from common.data.adapters import message_trees, rankings
 from common.data.adapters.row_parts import (
     filled_text,
     finite_number,
-    kind_of,
     messages_from_prompt,
-    parse_messages,
     parse_turns,
     reply_text,
+    reply_texts,
     split_transcripts,
 )
-from common.data.example import BadRow, EmptyRow, Example, Message
+from common.data.example import BadRow, Example, Message
 
-
-def _margin(row: Mapping[str, Any]) -> float:
-    return finite_number("margin", row.get("margin") or 0.0)
-
-
-def _scores_are_equal(row: Mapping[str, Any]) -> bool:
-    """Whether the scores that UltraFeedback's pairs bring along prefer neither answer."""
-    scores = [row.get(name) for name in ("score_chosen", "score_rejected")]
-    return None not in scores and scores[0] == scores[1]
+_SIDES = ("chosen", "rejected")
 
 
 def _pair(row: Mapping[str, Any]) -> list[Example]:
@@ -36,40 +27,49 @@ def _pair(row: Mapping[str, Any]) -> list[Example]:
 
 
 def _transcripts(row: Mapping[str, Any]) -> list[Example]:
-    if isinstance(row["chosen"], list) and isinstance(row["rejected"], list):
-        prompt = _shared_turns(row["chosen"], row["rejected"])
+    chosen, rejected = row["chosen"], row["rejected"]
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        prompt = _shared_turns(chosen, rejected)
         if not prompt:
             raise BadRow("there is no turn before the reply in chosen, and no 'prompt'")
-        return [_pair_after(prompt, row, row["chosen"], row["rejected"])]
-    prompt, reply, other = split_transcripts(
-        filled_text("chosen", row["chosen"]), filled_text("rejected", row["rejected"])
-    )
-    return [_pair_after(messages_from_prompt(prompt), row, reply, other)]
+        return [_pair_after(prompt, row, chosen, rejected)]
+    texts = (filled_text(name, row[name]) for name in _SIDES)
+    shared, reply, other = split_transcripts(*texts)
+    return [_pair_after(messages_from_prompt(shared), row, reply, other)]
+
+
+def _conversation_pair(row: Mapping[str, Any]) -> list[Example]:
+    """`chosen` and `rejected` are texts, or turns that follow the conversation, each alone or in a list."""
+    prompt = parse_turns("conversations", row["conversations"])
+    turns = (row[name] if isinstance(row[name], str | list | tuple) else [row[name]] for name in _SIDES)
+    return [_pair_after(prompt, row, *turns)]
 
 
 def _pair_after(prompt: tuple[Message, ...], row: Mapping[str, Any], chosen: Any, rejected: Any) -> Example:
+    """A pair; it is a tie where the scores that UltraFeedback's pairs bring along prefer neither answer."""
+    scores = [row.get(name) for name in ("score_chosen", "score_rejected")]
     return Example(
         prompt=prompt,
         chosen=reply_text("chosen", chosen),
         rejected=reply_text("rejected", rejected),
-        margin=_margin(row),
-        is_tie=_scores_are_equal(row),
+        margin=finite_number("margin", row.get("margin") or 0.0),
+        is_tie=None not in scores and scores[0] == scores[1],
     )
 
 
 def _shared_turns(chosen: Any, rejected: Any) -> tuple[Message, ...]:
     """The turns before the last one, which must be the same in both."""
-    turns = parse_messages("chosen", chosen)[:-1]
-    if turns != parse_messages("rejected", rejected)[:-1]:
+    turns = parse_turns("chosen", chosen)[:-1]
+    if turns != parse_turns("rejected", rejected)[:-1]:
         raise BadRow("chosen and rejected do not share the turns before their last one")
     return turns
 
 
 def _with_turns(prompt: tuple[Message, ...], turns: tuple[Message, ...]) -> tuple[Message, ...]:
     """The whole context, where the answers' lists bring turns too; `prompt` must be among them."""
-    told, said = ([(m.role, m.content.strip()) for m in messages] for messages in (prompt, turns))
     if not turns:
         return prompt
+    told, said = ([(m.role, m.content.strip()) for m in messages] for messages in (prompt, turns))
     if not any(said[i : i + len(told)] == told for i in range(len(said))):
         raise BadRow("the turns before the reply in chosen do not hold 'prompt'")
     return turns
@@ -77,13 +77,7 @@ def _with_turns(prompt: tuple[Message, ...], turns: tuple[Message, ...]) -> tupl
 
 def _answer_lists(row: Mapping[str, Any]) -> list[Example]:
     prompt = messages_from_prompt(row["prompt"])
-    for column in ("pos_answers", "neg_answers"):
-        if not isinstance(row[column], list | tuple):
-            raise BadRow(f"{column!r} is {kind_of(row[column])}, not a list of texts")
-        if not row[column]:
-            raise EmptyRow(f"{column!r} is empty")
-    chosen = [reply_text(f"pos_answers[{i}]", answer) for i, answer in enumerate(row["pos_answers"])]
-    rejected = [reply_text(f"neg_answers[{i}]", answer) for i, answer in enumerate(row["neg_answers"])]
+    chosen, rejected = (reply_texts(name, row[name]) for name in ("pos_answers", "neg_answers"))
     return [Example(prompt=prompt, chosen=a, rejected=b) for a, b in product(chosen, rejected)]
 
 
@@ -102,40 +96,27 @@ def _instruction(row: Mapping[str, Any]) -> list[Example]:
 
 
 def _messages(row: Mapping[str, Any]) -> list[Example]:
-    messages = parse_messages("messages", row["messages"])
+    messages = parse_turns("messages", row["messages"])
     if messages[-1].role != "assistant":
         return [Example(prompt=messages)]
-    if len(messages) == 1:
-        raise BadRow("'messages' holds only the assistant's turn")
-    reply = filled_text("the last of 'messages'", messages[-1].content)
-    return [Example(prompt=messages[:-1], chosen=reply, learn_all_turns=True)]
+    return [_whole_dialogue("messages", messages)]
 
 
 def _conversation(row: Mapping[str, Any]) -> list[Example]:
     """All that the assistant says is learnt; what the user says after its last turn is left out."""
     messages = parse_turns("conversations", row["conversations"])
-    ends = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    ends = [i + 1 for i, message in enumerate(messages) if message.role == "assistant"]
     if not ends:
         return [Example(prompt=messages)]
-    prompt, reply = messages[: ends[-1]], messages[ends[-1]].content
-    if not prompt:
-        raise BadRow("'conversations' begins with its only turn of the assistant")
-    return [Example(prompt=prompt, chosen=filled_text("the last reply", reply), learn_all_turns=True)]
+    return [_whole_dialogue("conversations", messages[: ends[-1]])]
 
 
-def _conversation_pair(row: Mapping[str, Any]) -> list[Example]:
-    """`chosen` and `rejected` are turns that follow the conversation, each alone or in a list."""
-    prompt = parse_turns("conversations", row["conversations"])
-    replies = []
-    for column in ("chosen", "rejected"):
-        value = row[column] if isinstance(row[column], str | list | tuple) else [row[column]]
-        if not isinstance(value, str):
-            last = parse_turns(column, value)[-1]
-            if last.role != "assistant":
-                raise BadRow(f"{column} ends with a turn of the {last.role}, not of the assistant")
-            value = last.content
-        replies.append(value)
-    return [_pair_after(prompt, row, *replies)]
+def _whole_dialogue(column: str, messages: tuple[Message, ...]) -> Example:
+    """Turns of which the last one is the assistant's, all of whose turns are learnt."""
+    if len(messages) == 1:
+        raise BadRow(f"{column!r} begins with its only turn of the assistant")
+    reply = filled_text(f"the last reply of {column}", messages[-1].content)
+    return Example(prompt=messages[:-1], chosen=reply, learn_all_turns=True)
 
 
 def _message_of_a_tree(row: Mapping[str, Any]) -> list[Example]:
@@ -160,32 +141,29 @@ class RowForm(NamedTuple):
 
 
 # The first form whose columns are all there is the row's form.
+_HELPSTEER3 = ("context", "response1", "response2", "overall_preference")
+_HELPSTEER2 = ("prompt", "response_1", "response_2", "preference_strength")
+_ALL, _NO_PAIRS = (1, 2, 3), (1, 3)
 ROW_FORMS = (
-    RowForm(("prompt", "chosen", "rejected"), _pair, (1, 2, 3)),
-    RowForm(("prompt", "pos_answers", "neg_answers"), _answer_lists, (1, 2, 3)),
-    RowForm(("prompt", "ranked_answers"), rankings.best_first, (1, 2, 3)),
-    RowForm(("prompt", "responses", "scores"), rankings.responses_and_scores, (1, 2, 3)),
-    RowForm(("prompt", "responses", "ranks"), rankings.responses_and_ranks, (1, 2, 3)),
-    RowForm(("prompt", "answers"), rankings.ranked_objects, (1, 2, 3), rankings.has_ranked_objects),
-    RowForm(("instruction", "completions"), rankings.completions, (1, 2, 3)),
-    RowForm(("context", "response1", "response2", "overall_preference"), rankings.two_responses, (1, 2, 3)),
-    RowForm(
-        ("prompt", "response_1", "response_2", "preference_strength"),
-        rankings.two_responses_and_strength,
-        (1, 2, 3),
-    ),
-    RowForm(("conversations", "chosen", "rejected"), _conversation_pair, (1, 2, 3)),
-    RowForm(("chosen", "rejected"), _transcripts, (1, 2, 3)),
-    RowForm(("message_id", "text", "role"), _message_of_a_tree, (1, 2, 3), lambda row: "parent_id" in row),
-    RowForm(
-        ("message_tree_id", "prompt"), message_trees.nested_tree, (1, 2, 3), message_trees.has_nested_replies
-    ),
-    RowForm(("prompt", "answer"), _prompt_and("answer"), (1, 3)),
-    RowForm(("prompt", "response"), _prompt_and("response"), (1, 3)),
-    RowForm(("prompt", "chosen"), _prompt_and("chosen"), (1, 3)),
-    RowForm(("instruction", "output"), _instruction, (1, 3)),
-    RowForm(("messages",), _messages, (1, 3)),
-    RowForm(("conversations",), _conversation, (1, 3)),
+    RowForm(("prompt", *_SIDES), _pair, _ALL),
+    RowForm(("prompt", "pos_answers", "neg_answers"), _answer_lists, _ALL),
+    RowForm(("prompt", "ranked_answers"), rankings.best_first, _ALL),
+    RowForm(("prompt", "responses", "scores"), rankings.numbered_responses("scores"), _ALL),
+    RowForm(("prompt", "responses", "ranks"), rankings.numbered_responses("ranks"), _ALL),
+    RowForm(("prompt", "answers"), rankings.ranked_objects, _ALL, rankings.has_ranked_objects),
+    RowForm(("instruction", "completions"), rankings.completions, _ALL),
+    RowForm(_HELPSTEER3, rankings.two_responses(*_HELPSTEER3), _ALL),
+    RowForm(_HELPSTEER2, rankings.two_responses(*_HELPSTEER2), _ALL),
+    RowForm(("conversations", *_SIDES), _conversation_pair, _ALL),
+    RowForm(_SIDES, _transcripts, _ALL),
+    RowForm(("message_id", "text", "role"), _message_of_a_tree, _ALL, lambda row: "parent_id" in row),
+    RowForm(("message_tree_id", "prompt"), message_trees.nested_tree, _ALL, message_trees.is_nested),
+    RowForm(("prompt", "answer"), _prompt_and("answer"), _NO_PAIRS),
+    RowForm(("prompt", "response"), _prompt_and("response"), _NO_PAIRS),
+    RowForm(("prompt", "chosen"), _prompt_and("chosen"), _NO_PAIRS),
+    RowForm(("instruction", "output"), _instruction, _NO_PAIRS),
+    RowForm(("messages",), _messages, _NO_PAIRS),
+    RowForm(("conversations",), _conversation, _NO_PAIRS),
     RowForm(("prompt",), _prompt_only, (3,)),
     RowForm(("text",), _plain_text, (1,)),
 )
@@ -194,14 +172,10 @@ ROW_FORMS = (
 def form_of(row: Mapping[str, Any]) -> RowForm | None:
     """The form of a row, or None when its columns fit none."""
     present = {column for column, value in row.items() if value is not None}
-    return next(
-        (
-            form
-            for form in ROW_FORMS
-            if present.issuperset(form.columns) and (form.fits is None or form.fits(row))
-        ),
-        None,
-    )
+    for form in ROW_FORMS:
+        if present.issuperset(form.columns) and (form.fits is None or form.fits(row)):
+            return form
+    return None
 
 
 def accepted_forms(stage: int | None = None) -> str:
