@@ -81,6 +81,7 @@ def our_step(models: dict[str, str], prompts: list[dict[str, Any]], *, is_packed
     ]
     batches = GlobalBatches(rows, collate_prompts, rows_per_micro_batch=NUM_PROMPTS, seed=1)
     trainer = build_trainer(dataclasses.replace(args), start, 10**6, batches, [], pretraining=None)
+    trainer.logger.open()
     trainer.logger.begin_anew()
     steps = iter(range(1, 10**6))
     return lambda: trainer.train_step(next(steps))

@@ -33,7 +33,7 @@ from common.ranks import distributed
 distributed.start()
 distributed.seed_everything(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
-options = EngineOptions(zero_stage=2, dtype=distributed.default_dtype_name(), micro_batch_size=4)
+options = EngineOptions(zero_stage=2, dtype=distributed.dtype_name(), micro_batch_size=4)
 optimizer = build_optimizer(model, learning_rate=1e-2)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=build_train_config(options))
 x = torch.randn(4, 8, device=distributed.device(), dtype=next(engine.parameters()).dtype)

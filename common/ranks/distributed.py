@@ -68,18 +68,14 @@ def start(
         try:
             deepspeed.init_distributed(backend, verbose=False, timeout=limit)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise CannotStart(_why_not_joined(error)) from error
+            rank, address, port = (os.environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+            raise CannotStart(
+                f"rank {rank} cannot join the others at MASTER_ADDR={address} MASTER_PORT={port} "
+                f"({first_line(error)}); choose a port that nobody uses (deepspeed --master_port), and see "
+                "that all machines reach that address"
+            ) from error
         if world_size() > 1:
             watchdog.start(collective_timeout)
-
-
-def _why_not_joined(error: Exception) -> str:
-    rank, address, port = (os.environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-    return (
-        f"rank {rank} cannot join the others at MASTER_ADDR={address} MASTER_PORT={port} "
-        f"({first_line(error)}); choose a port that nobody uses (deepspeed --master_port), and see that all "
-        "machines reach that address"
-    )
 
 
 def stop(code: int = 0) -> None:
@@ -99,14 +95,9 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu() else torch.device("cpu")
 
 
-def default_dtype_name() -> str:
-    """Return `bf16` on a GPU that computes in it, else `fp32`."""
-    return "bf16" if has_gpu() and torch.cuda.is_bf16_supported() else "fp32"
-
-
-def dtype_name(flag: str) -> str:
-    """Return the precision that --dtype means: without it the best of this machine."""
-    return flag or default_dtype_name()
+def dtype_name(flag: str = "") -> str:
+    """Return the precision that --dtype means: without it bf16 on a GPU that computes in it, else fp32."""
+    return flag or ("bf16" if has_gpu() and torch.cuda.is_bf16_supported() else "fp32")
 
 
 def rank() -> int:

@@ -26,9 +26,6 @@ BEAT_SECONDS = 0.5
 SILENT_SECONDS = 2.5  # without a beat: matters where a collective has failed, or others wait for the rank
 SETTLE_SECONDS = 3.0  # between a failed collective and the verdict: a beat must have time to fail
 LEFT_SECONDS = 30.0  # between a rank that left with an exit code and others that do not follow it
-PAUSE_SECONDS = (
-    2.0  # between two looks: it was this process that stood still (Ctrl-Z, the interpreter's lock)
-)
 DRAIN_SECONDS = 1.5  # for the others to hear before this process ends
 VERDICT = "verdict"
 
@@ -53,26 +50,27 @@ class Verdict(NamedTuple):
 
     text: str  # names the first rank to fail and where it was
     rank: int
-    is_stuck: bool = False  # it cannot hear of it: who is on its machine kills it
+    stuck: Process | None = None  # it cannot hear of it: who is on its machine kills it
     by: int = 0  # the rank whose verdict it is
 
 
 @dataclass
 class Watched:
-    """What is known here of a rank."""
+    """What is known here of a rank; times are numbers of looks."""
 
     beat: Beat
-    moved_at: float  # the last change of its beat
-    behind_since: float | None = None  # others wait for it
-    left_at: float | None = None
+    moved_at: int  # the last change of its beat
+    behind_since: int | None = None  # others wait for it
+    left_at: int | None = None
     was_dead: bool = False  # at the last look: others may end at the same moment, all by Ctrl-C
 
 
 class FailureDetector(threading.Thread):
     """A rank's thread. `place()` says where the rank is, and how many phases it has begun.
 
-    `stores`: two clients of the group's store, for the thread and for the main thread. One that waits for an
-    answer blocks its other callers.
+    `stores`: two clients of the group's store, for the thread and for the main thread, which waits for no
+    answer: one that waits blocks its other callers. Time is counted in looks, one every BEAT_SECONDS: where
+    this process stands still (Ctrl-Z, the interpreter's lock) it does not pass.
     """
 
     def __init__(
@@ -91,15 +89,11 @@ class FailureDetector(threading.Thread):
         self.watched: dict[int, Watched] = {}
         self.failure: Verdict | None = None  # this rank's own
         self.lost: tuple[str, str] | None = None  # how this rank has lost another, and by what words
-        self.lost_at = 0.0
+        self.lost_at = 0
         self.code: int | None = None  # that this rank leaves with by its own will
         self.reason = ""
         self.heard, self._is_over, self._leaving = threading.Event(), threading.Event(), threading.Lock()
-        self._num_beats, self._looked_at = 0, time.monotonic()
-
-    # -----------------------------------------------------------------------------------------------------
-    # For the main thread, which never waits for the store
-    # -----------------------------------------------------------------------------------------------------
+        self._num_beats = self._num_looks = 0
 
     def tell_place(self) -> None:
         """Let the others know where this rank is."""
@@ -113,12 +107,14 @@ class FailureDetector(threading.Thread):
 
     def leave_with_others(self, how: str, text: str) -> None:
         """Leave after another rank was lost, once it is known which one."""
-        self.lost_at, self.lost = time.monotonic(), (how, text)
+        self.lost_at, self.lost = self._num_looks, (how, text)
+        before, silent_seconds = self._num_looks, 0.0
         while not self.heard.wait(BEAT_SECONDS):  # the thread ends the process
-            silent_seconds = time.monotonic() - self._looked_at
+            silent_seconds = silent_seconds + BEAT_SECONDS if before == self._num_looks else 0.0
+            before = self._num_looks
             if silent_seconds > 2 * SETTLE_SECONDS:  # the store does not answer the thread
-                self.leave(self._about_first(stuck(0, self.place()[0], silent_seconds)))
-                self._looked_at = time.monotonic()
+                process = self.watched[0].beat.process if 0 in self.watched else None
+                self.leave(self._about_first(stuck(0, self.place()[0], silent_seconds, process)))
 
     def say_goodbye(self, code: int, reason: str) -> None:
         """Say that this rank leaves by its own will. Rank 0, which holds the store, leaves last."""
@@ -128,15 +124,11 @@ class FailureDetector(threading.Thread):
         self._is_over.set()
         self.join(DRAIN_SECONDS)
 
-    # -----------------------------------------------------------------------------------------------------
-    # The thread
-    # -----------------------------------------------------------------------------------------------------
-
     def run(self) -> None:
         """Beat and look until this rank leaves or must."""
         while not self._is_over.wait(BEAT_SECONDS):
             try:
-                verdict = self.look(time.monotonic())
+                verdict = self.look()
             except dist.DistError:  # the store is gone, and rank 0 with it
                 time.sleep(SETTLE_SECONDS / 10)  # all may be on their way out, by a signal
                 verdict = self._about_first(died(0, self.place()[0]))
@@ -144,11 +136,12 @@ class FailureDetector(threading.Thread):
                 self.leave(verdict)
                 return
 
-    def look(self, now: float) -> Verdict | None:
+    def look(self) -> Verdict | None:
         """Beat, look at others, and return the verdict, None while all is well or not clear yet."""
-        self._forgive_pause(now)
+        self._num_looks += 1
         first = self.watched.get(0)
-        if first and first.beat.code is None and is_dead(first.beat.process) and not has_launcher_store():
+        is_store_of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
+        if first and first.beat.code is None and is_dead(first.beat.process) and not is_store_of_launcher:
             raise dist.DistStoreError("it was in rank 0")
         self._beat(self.store)
         if self.failure:
@@ -158,8 +151,8 @@ class FailureDetector(threading.Thread):
             return Verdict(*json.loads(told))
         looks_at_all = self.rank == 0 or self.lost is not None
         for rank, beat in self._read(range(self.world_size) if looks_at_all else {0, self.rank - 1}).items():
-            self._note(rank, beat, now)
-        found = self._judge_ends(now) or self._judge_lost(now) or self._judge_wait(now)
+            self._note(rank, beat)
+        found = self._judge_ends() or self._judge_waits()
         return self._post(found) if found else None
 
     def _beat(self, store: dist.Store) -> None:
@@ -172,9 +165,8 @@ class FailureDetector(threading.Thread):
 
     def _post(self, verdict: Verdict) -> Verdict:
         """Return the verdict that counts: the first one."""
-        return Verdict(
-            *json.loads(self.store.compare_set(VERDICT, "", json.dumps(verdict._replace(by=self.rank))))
-        )
+        counts = self.store.compare_set(VERDICT, "", json.dumps(verdict._replace(by=self.rank)))
+        return Verdict(*json.loads(counts))
 
     def _read(self, ranks: Iterable[int]) -> dict[int, Beat]:
         """Return the beats of other ranks, of those that have begun."""
@@ -183,81 +175,76 @@ class FailureDetector(threading.Thread):
         texts = self.store.multi_get([f"beat/{rank}" for rank in known]) if known else []
         return {rank: Beat(*json.loads(text)) for rank, text in zip(known, texts, strict=True)}
 
-    def _note(self, rank: int, beat: Beat, now: float) -> None:
-        known = self.watched.setdefault(rank, Watched(beat, now))
+    def _note(self, rank: int, beat: Beat) -> None:
+        known = self.watched.setdefault(rank, Watched(beat, self._num_looks))
         if beat.number != known.beat.number:
-            known.moved_at = now
+            known.moved_at = self._num_looks
         if (beat.num_phases, beat.calls) != (known.beat.num_phases, known.beat.calls):
             known.behind_since = None
         if beat.code is not None and known.left_at is None:
-            known.left_at = now
+            known.left_at = self._num_looks
         known.beat = beat
 
-    def _forgive_pause(self, now: float) -> None:
-        """Add the time that this process stood still to all clocks."""
-        pause, self._looked_at = now - self._looked_at, now
-        if pause < PAUSE_SECONDS:
-            return
-        self.lost_at += pause
-        for known in self.watched.values():
-            known.moved_at += pause
-            known.left_at = None if known.left_at is None else known.left_at + pause
-            known.behind_since, known.was_dead = None, False
+    def _seconds_since(self, look: int) -> float:
+        return (self._num_looks - look) * BEAT_SECONDS
 
-    # -----------------------------------------------------------------------------------------------------
-    # Judging
-    # -----------------------------------------------------------------------------------------------------
-
-    def _judge_ends(self, now: float) -> Verdict | None:
+    def _judge_ends(self) -> Verdict | None:
         """Return a verdict on a rank whose process is gone, or that left and others do not follow."""
         for rank, known in sorted(self.watched.items()):
             if known.beat.code is None:
                 was_dead, known.was_dead = known.was_dead, is_dead(known.beat.process)
                 if was_dead and known.was_dead:
                     return died(rank, known.beat.place)
-            elif known.beat.code and now - known.left_at >= min(LEFT_SECONDS, self.collective_timeout):
-                return left(rank, known.beat)
+            elif known.beat.code:
+                if self._seconds_since(known.left_at) >= min(LEFT_SECONDS, self.collective_timeout):
+                    return left(rank, known.beat)
         return None
 
-    def _judge_lost(self, now: float) -> Verdict | None:
-        """Return why this rank has lost another, when the others have had time to tell."""
-        if self.lost is None or now - self.lost_at < SETTLE_SECONDS:
-            return None
+    def _judge_waits(self) -> Verdict | None:
+        """Return why this rank has lost another, when the others have had time to tell.
+
+        Else a verdict on a rank for which others wait beyond the limit, also if these cannot say so.
+        """
+        late = self._find_late()
+        if self.lost is None or self._seconds_since(self.lost_at) < SETTLE_SECONDS:
+            return self._find_silent(late) or (self._did_not_come(late) if late else None)
         gone = {rank: known.beat for rank, known in self.watched.items() if known.beat.code is not None}
         there = {r: known for r, known in self.watched.items() if r not in gone and not known.beat.lost}
-        silent = self._find_silent(there, now)
+        silent = self._find_silent(there)
         if silent:
             return silent
         if gone:
             rank = min(gone, key=lambda rank: (not gone[rank].code, rank))
             return left(rank, gone[rank])
         how, text = self.lost
-        if how == TIMEOUT and there:
+        if there and how == TIMEOUT:
             return self._did_not_come(there)
         hint = "where ranks send each other different things, --check_collectives shows the first"
         if how == CLOSED:
             hint = "every other rank is there: look at the network between the machines"
         return Verdict(f"rank {self.rank} failed first, {self.place()[0]}: {text}; {hint}", self.rank)
 
-    def _judge_wait(self, now: float) -> Verdict | None:
-        """Return a verdict on a rank for which others wait beyond the limit, also if these cannot say so."""
+    def _find_late(self) -> dict[int, Watched]:
+        """Return the ranks that have begun fewer collectives than another for longer than the limit."""
         there = {rank: known for rank, known in self.watched.items() if known.beat.code is None}
         most = count_collectives()
         for known in there.values():
             most |= {group: max(n, most.get(group, 0)) for group, n in known.beat.calls.items()}
-        for known in there.values():
+        late = {}
+        for rank, known in there.items():
             if all(n == most[group] for group, n in known.beat.calls.items()):
                 known.behind_since = None
-            elif known.behind_since is None:
-                known.behind_since = now
-        limit = now - self.collective_timeout
-        late = {r: known for r, known in there.items() if (known.behind_since or now) <= limit}
-        return self._find_silent(late, now) or (self._did_not_come(late) if late else None)
+                continue
+            known.behind_since = known.behind_since or self._num_looks
+            if self._seconds_since(known.behind_since) >= self.collective_timeout:
+                late[rank] = known
+        return late
 
-    def _find_silent(self, ranks: dict[int, Watched], now: float) -> Verdict | None:
+    def _find_silent(self, ranks: dict[int, Watched]) -> Verdict | None:
         for rank, known in sorted(ranks.items()):
-            if now - known.moved_at >= SILENT_SECONDS:
-                return stuck(rank, known.beat.place, now - known.moved_at)
+            seconds = self._seconds_since(known.moved_at)
+            if seconds >= SILENT_SECONDS:
+                return stuck(rank, known.beat.place, seconds, known.beat.process)
         return None
 
     def _did_not_come(self, ranks: dict[int, Watched]) -> Verdict:
@@ -268,10 +255,6 @@ class FailureDetector(threading.Thread):
             rank,
         )
 
-    # -----------------------------------------------------------------------------------------------------
-    # Leaving
-    # -----------------------------------------------------------------------------------------------------
-
     def leave(self, verdict: Verdict) -> None:
         """End this process, unless its main thread is about to. Rank 0 says why, or who judged rank 0."""
         if not self._leaving.acquire(blocking=False):
@@ -279,8 +262,8 @@ class FailureDetector(threading.Thread):
         is_speaker = verdict.rank == 0 and verdict.by == self.rank
         if self.rank == 0 or is_speaker:
             say(f"error: {verdict.text}")
-        if verdict.is_stuck and verdict.rank in self.watched:
-            kill(self.watched[verdict.rank].beat.process)
+        if verdict.stuck:
+            kill(verdict.stuck)
         if not self.failure and not self.code:
             self.code = OTHER_RANK_FAILED
             self.tell_place()
@@ -302,9 +285,8 @@ class FailureDetector(threading.Thread):
             time.sleep(BEAT_SECONDS / 5)
 
     def _about_first(self, verdict: Verdict) -> Verdict:
-        """Return a verdict on rank 0, whose store is gone: the first rank on each machine is to tell it."""
-        before = self.watched.get(self.rank - 1)
-        is_first = self.rank == 1 or before is None or find_process(before.beat.process) is None
+        """Return a verdict on rank 0, whose store is gone: the first rank left on each machine tells it."""
+        is_first = self.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
         if not is_first:
             time.sleep(DRAIN_SECONDS / 2)
         return verdict._replace(by=self.rank if is_first else -1)
@@ -312,17 +294,14 @@ class FailureDetector(threading.Thread):
 
 def died(rank: int, place: str) -> Verdict:
     """Return the verdict on a process that is gone."""
-    text = (
-        f"rank {rank} died {place}: its process is gone without a word. The launcher names the signal; the "
-    )
-    return Verdict(text + "kernel's log (dmesg) says whether memory had run out", rank)
+    text = f"rank {rank} died {place}: its process is gone without a word. The launcher names the signal; "
+    return Verdict(text + "the kernel's log (dmesg) says whether memory had run out", rank)
 
 
-def stuck(rank: int, place: str, seconds: float) -> Verdict:
+def stuck(rank: int, place: str, seconds: float, process: Process | None) -> Verdict:
     """Return the verdict on a process that stands still, or a machine that is gone."""
-    return Verdict(
-        f"rank {rank} is stuck: no sign of life for {seconds:.0f} s; last seen {place}", rank, True
-    )
+    text = f"rank {rank} is stuck: no sign of life for {seconds:.0f} s; last seen {place}"
+    return Verdict(text, rank, process)
 
 
 def left(rank: int, beat: Beat) -> Verdict:
@@ -333,12 +312,10 @@ def left(rank: int, beat: Beat) -> Verdict:
 
 def this_process() -> Process:
     """Return the process that asks. The machine's name changes with its boots and containers."""
-    try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
-            "/proc/self/ns/pid"
-        )
-    except OSError:
-        machine = socket.gethostname()
+    machine = socket.gethostname()
+    with contextlib.suppress(OSError):  # not on Linux
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = boot + os.readlink("/proc/self/ns/pid")
     return machine, os.getpid(), psutil.Process().create_time()
 
 
@@ -363,11 +340,6 @@ def kill(process: Process) -> None:
     if found:
         with contextlib.suppress(psutil.Error):
             found.kill()
-
-
-def has_launcher_store() -> bool:
-    """Return whether torchrun holds the group's store, and not rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def count_collectives() -> dict[str, int]:

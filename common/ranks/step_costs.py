@@ -21,16 +21,15 @@ class StepCosts:
     """The clocks of this process: `watchdog.phase` runs them, a program reads them once a step.
 
     Inside a clock that runs another counts nothing: what an evaluation generates is evaluation, and the
-    phases of a step add up to its seconds but for the rest. `peak_flops`: what the device could do in a
-    second; 0: not known.
+    phases of a step add up to its seconds but for the rest. What was counted between two steps, or in one
+    that was refused, comes with the numbers of the next. `peak_flops`: of the device in a second; 0: unknown.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.now, self.peak_flops = now, 0.0
-        self._step: dict[str, Cost] = {}
-        self._between: dict[str, Cost] = {}  # since the last step; it comes with the numbers of the next
+        self.costs: dict[str, Cost] = {}
         self._running: Cost | None = None
-        self._started = now()
+        self.begin_step()
 
     @contextlib.contextmanager
     def clock(self, name: str) -> Iterator[None]:
@@ -38,7 +37,7 @@ class StepCosts:
         if self._running is not None:
             yield
             return
-        self._running = cost = self._step.setdefault(name, Cost())
+        self._running = cost = self.costs.setdefault(name, Cost())
         started = self.now()
         try:
             yield
@@ -58,10 +57,12 @@ class StepCosts:
             self._running.flops += flops
 
     def begin_step(self) -> None:
-        """Begin a step. What was counted since the last one, a step that was refused too, is between them."""
-        for name, cost in self._step.items():
-            _add(self._between.setdefault(name, Cost()), cost)
-        self._step, self._started = {}, self.now()
+        """Begin a step."""
+        self._started, self._before = self.now(), self._sum_up()
+
+    def _sum_up(self) -> tuple[float, float]:
+        costs = self.costs.values()
+        return sum(cost.seconds for cost in costs), sum(cost.flops for cost in costs)
 
     def end_step(self, num_ranks: int = 1) -> dict[str, float]:
         """Return the step's numbers under the names of the log.
@@ -70,24 +71,16 @@ class StepCosts:
         appendix B) is this rank's FLOPs by what its device could do in the step's seconds.
         """
         seconds = self.now() - self._started
-        found = {"perf/step_seconds": seconds}
-        found["perf/rest_seconds"] = seconds - sum(cost.seconds for cost in self._step.values())
-        flops = sum(cost.flops for cost in self._step.values())
+        of_phases, flops = (now - before for now, before in zip(self._sum_up(), self._before, strict=True))
+        found = {"perf/step_seconds": seconds, "perf/rest_seconds": seconds - of_phases}
         if self.peak_flops and seconds:
             found["perf/mfu"] = flops / (seconds * self.peak_flops)
-        for name, cost in self._step.items():
-            _add(self._between.setdefault(name, Cost()), cost)
-        for name, cost in self._between.items():
+        for name, cost in self.costs.items():
             found[f"perf/{name}_seconds"] = cost.seconds
             if cost.tokens and cost.seconds:
                 found[f"perf/{name}_tokens_per_second"] = cost.tokens * num_ranks / cost.seconds
-        self._step, self._between = {}, {}
+        self.costs = {}
         return found
-
-
-def _add(total: Cost, more: Cost) -> None:
-    total.seconds, total.tokens = total.seconds + more.seconds, total.tokens + more.tokens
-    total.flops += more.flops
 
 
 COSTS = StepCosts()

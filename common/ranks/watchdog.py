@@ -44,17 +44,9 @@ _place = Place()
 _num_phases = _depth = 0
 _reason = ""
 _detector: FailureDetector | None = None
-
-
-def _forget() -> None:
-    """A child that is forked is no rank."""
-    global _detector
-    _detector = None
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
+os.register_at_fork(
+    after_in_child=lambda: globals().update(_detector=None)
+)  # a child that is forked is no rank
 _told: set[str] | None = None  # outermost phases that the first rank has printed; None: it prints none
 _began = time.monotonic()
 
@@ -135,33 +127,26 @@ def leave_after(error: Exception) -> None:
     """
     global _place
     _place = getattr(error, "rank_place", _place)  # the beats go on telling it
+    text, rank = kind_and_line(error), os.environ.get("RANK")
     how = communication_failure(error) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
-    if is_out_of_memory(error):
-        is_told = _report(error)
-        if _detector is None:
-            say(f"error: {first_line(error)}")
-        elif _detector.rank or not is_told:  # the first rank has said it for all
-            say(f"error: rank {_detector.rank} ran out of memory {_place}: {kind_and_line(error)}")
-        os._exit(NO_MEMORY)
-    if how:
+    if how and not is_out_of_memory(error):
         if _detector:
-            _detector.leave_with_others(how, kind_and_line(error))
-        say(f"error: rank {os.environ['RANK']} has lost other ranks {_place}: {kind_and_line(error)}")
+            _detector.leave_with_others(how, text)
+        say(f"error: rank {rank} has lost other ranks {_place}: {text}")
         os._exit(OTHER_RANK_FAILED)
-    if _detector:
-        traceback.print_exception(error)
-        _report(error)
-        os._exit(OWN_FAILURE)
-
-
-def _report(error: Exception) -> bool:
-    """Tell the others what ended this rank; return whether it could be told."""
-    sys.stderr.flush()
     if _detector is None:
-        return False
+        if is_out_of_memory(error):
+            say(f"error: {first_line(error)}")
+            os._exit(NO_MEMORY)
+        return
+    if not is_out_of_memory(error):
+        traceback.print_exception(error)
+    sys.stderr.flush()
     mismatch = describe_mismatch(error)
-    if mismatch:
-        return _detector.report_failure(
-            f"the ranks' collectives differ, rank {_detector.rank} {_place}: {mismatch}"
-        )
-    return _detector.report_failure(f"rank {_detector.rank} failed first, {_place}: {kind_and_line(error)}")
+    told = f"the ranks' collectives differ, rank {rank} {_place}: {mismatch}"
+    is_told = _detector.report_failure(told if mismatch else f"rank {rank} failed first, {_place}: {text}")
+    if is_out_of_memory(error):
+        if rank != "0" or not is_told:  # the first rank has said it for all
+            say(f"error: rank {rank} ran out of memory {_place}: {text}")
+        os._exit(NO_MEMORY)
+    os._exit(OWN_FAILURE)

@@ -63,7 +63,7 @@ class Run:
                 taken = load_newest(self.earlier.checkpoints, parts)
             self.last_saved = taken.name
         if not goes_on:
-            self.logger.open_trackers()
+            self.logger.open()
         if distributed.is_main() and self.folder:
             self._clear(taken if goes_on else None)
         distributed.barrier()

@@ -5,19 +5,18 @@ Only the first process prints and writes; on the others every call does nothing.
 
 import contextlib
 import gzip
-import os
 import resource
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from tqdm import tqdm
 
 from common.ranks import distributed
-from common.runs.durable_files import json_line, sync, write_file
+from common.runs.durable_files import json_line, sync
 from common.runs.run_files import CURVES, METRICS, REPORT, ROLLOUTS, SAMPLES, build_curves, read_rows
 from common.runs.saved_state import Stateful, TensorReader
 from common.runs.trackers import Tracker, TrackerGroup
@@ -25,11 +24,60 @@ from common.runs.trackers import Tracker, TrackerGroup
 GZIP_START = gzip.compress(b"", mtime=0)[:8]  # of each member, in no other place
 
 
+class _GrowingFile:
+    """A file that a run appends to; lines that cannot be written wait in memory."""
+
+    def __init__(self, path: Path, note: Callable[[str], None]) -> None:
+        self.path, self.note = path, note
+        self.size = 0  # bytes that have been written
+        self.waiting: list[bytes] = []
+
+    def append(self, data: bytes) -> None:
+        self.waiting.append(data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that wait, all or none of them."""
+        data = b"".join(self.waiting)
+        if not data:
+            return
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                self._match_size(file)
+                if file.write(data) != len(data):
+                    file.truncate(self.size)
+                    raise OSError("no space left")
+        except OSError as error:
+            if len(self.waiting) == 1:
+                self.note(f"warning: {self.path} cannot be written ({error}); its lines wait in memory")
+            return
+        self.size += len(data)
+        self.waiting.clear()
+
+    def cut(self, size: int) -> None:
+        """Make the file what it was when it had so many bytes."""
+        self.size = size
+        if size or self.path.exists():
+            with open(self.path, "ab") as file:
+                self._match_size(file)
+
+    def _match_size(self, file: IO[bytes]) -> None:
+        """Cut off what is too much, of a line that was torn; of a file that was cut keep whole lines."""
+        found = file.tell()
+        if found < self.size:
+            self.note(f"warning: {self.path} has lost lines: {found} bytes, where {self.size} were written")
+            data = self.path.read_bytes()
+            whole = data.rfind(GZIP_START) if self.path.name == ROLLOUTS else data.rfind(b"\n") + 1
+            self.size = max(whole, 0)
+        if found != self.size:
+            file.truncate(self.size)
+
+
 class RunLogger(Stateful):
     """The one place a program's numbers go to: a part of a checkpoint, for it knows how far its files are.
 
-    `columns` are the metric names of the console line, in order; metrics.jsonl has all of them. `begin_anew`
-    or `load` comes before the first number. A disk that is full does not end a run: lines wait in memory.
+    `columns` are the metric names of the console line, in order; metrics.jsonl has all of them. `open` and
+    `begin_anew`, or `load`, come before the first number. A disk that is full does not end a run: lines wait.
     """
 
     def __init__(
@@ -50,67 +98,51 @@ class RunLogger(Stateful):
         self.started = time.monotonic()
         self.bar: tqdm | None = None
         self.trackers = TrackerGroup(trackers or {} if self.is_on else {}, self.folder, self.note)
-        self.config, self._has_trackers_open = dict(config or {}), False
-        self._sizes = dict.fromkeys((METRICS, SAMPLES, ROLLOUTS), 0)
-        self._waiting: dict[str, list[bytes]] = {name: [] for name in self._sizes}
+        self.config = dict(config or {})
+        names = (METRICS, SAMPLES, ROLLOUTS) if self.folder else ()
+        self.files = {name: _GrowingFile(self.folder / name, self.note) for name in names}
         self._last_step = 0
 
     # -----------------------------------------------------------------------------------------------------
     # Beginning and resuming
     # -----------------------------------------------------------------------------------------------------
 
-    def begin_anew(self) -> None:
-        """Empty the files of an earlier run."""
+    def open(self, last_step: int | None = None) -> None:
+        """Show the progress bar; begin a run in the trackers, or resume theirs after `last_step`.
+
+        Raises ValueError when a tracker cannot: it is called before anything of an earlier run is removed.
+        """
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / METRICS).write_text("")
-            for name in (SAMPLES, ROLLOUTS):
-                (self.folder / name).unlink(missing_ok=True)
-        self.open_trackers()
-        self._open_bar()
-
-    def open_trackers(self, last_step: int | None = None) -> None:
-        """Begin a run in the trackers, or resume after `last_step`; a second call does nothing.
-
-        Raises ValueError when one cannot: it is called before anything of an earlier run is removed.
-        """
-        if not self._has_trackers_open:
-            if self.folder:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            self.trackers.open(self.config, last_step)
-            self._has_trackers_open = True
-
-    def _open_bar(self) -> None:
+        self.trackers.open(self.config, last_step)
         if self.is_on and sys.stderr.isatty():
             self.bar = tqdm(total=self.num_steps, unit="step", dynamic_ncols=True, leave=False)
 
+    def begin_anew(self) -> None:
+        """Empty the files of an earlier run."""
+        for name in self.files:
+            (self.folder / name).unlink(missing_ok=True)
+        if self.folder:
+            (self.folder / METRICS).touch()
+
     def json_state(self) -> dict[str, Any]:
         """Return how far the files are, once they are on the disk so far."""
-        if self.folder:
-            for name in self._sizes:
-                self._flush(name)
-                if self._waiting[name]:
-                    raise OSError(f"{self.folder / name} cannot be written")
-                if self._sizes[name]:
-                    sync(self.folder / name)
-        return {
-            "sizes": dict(self._sizes),
-            "seconds": time.monotonic() - self.started,
-            "step": self._last_step,
-        }
+        for file in self.files.values():
+            file.flush()
+            if file.waiting:
+                raise OSError(f"{file.path} cannot be written")
+            if file.size:
+                sync(file.path)
+        sizes = {name: file.size for name, file in self.files.items()}
+        return {"sizes": sizes, "seconds": time.monotonic() - self.started, "step": self._last_step}
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
         """Cut the files where they were, so that what comes again is there once."""
         self.started = time.monotonic() - state["seconds"]
         self._last_step = state["step"]
-        for name, size in state["sizes"].items() if self.folder else ():
-            path = self.folder / name
-            found = path.stat().st_size if path.exists() else 0
-            self._sizes[name] = size if found >= size else self._whole_lines(path, found, size)
-            if path.exists():
-                os.truncate(path, self._sizes[name])
-        self.open_trackers(state["step"])
-        self._open_bar()
+        for name, file in self.files.items():
+            file.cut(state["sizes"].get(name, 0))
+        self.open(state["step"])
 
     # -----------------------------------------------------------------------------------------------------
     # Numbers
@@ -129,99 +161,53 @@ class RunLogger(Stateful):
             return
         self._last_step = step
         metrics = {**metrics, "perf/peak_memory_gib": peak_memory_gib()}
-        row = {"step": step, "seconds": round(time.monotonic() - self.started, 3), **metrics}
-        self._append(METRICS, row)
+        self._append(METRICS, step, {"seconds": round(time.monotonic() - self.started, 3), **metrics})
         self.trackers.log(metrics, step)
         if self.bar is not None:
             self.bar.update(step - self.bar.n)
         if step % self.log_interval == 0 or step == self.num_steps:
             shown = [name for name in self.columns if name in metrics]
-            cells = [f"{name.removeprefix(self.prefix)} {_short(metrics[name])}" for name in shown]
-            self.note(f"step {step:>5}/{self.num_steps}  " + "  ".join(cells))
+            self._print(step, {name.removeprefix(self.prefix): metrics[name] for name in shown})
 
     def log_event(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write numbers that come now and then (an evaluation), with a line of their own."""
-        if not self.is_on:
-            return
-        self._append(METRICS, {"step": step, **metrics})
-        self.trackers.log(metrics, step)
-        self.note(
-            f"step {step:>5}/{self.num_steps}  " + "  ".join(f"{n} {_short(v)}" for n, v in metrics.items())
-        )
+        if self.is_on:
+            self._append(METRICS, step, metrics)
+            self.trackers.log(metrics, step)
+            self._print(step, metrics)
 
     def sample(self, step: int, **fields: Any) -> None:
         """Write one sample answer to samples.jsonl."""
-        if self.is_on:
-            self._append(SAMPLES, {"step": step, **fields})
+        self._append(SAMPLES, step, fields)
 
     def rollout(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write a step's responses to rollouts.jsonl.gz: a gzip member, which a resumed run can cut off."""
         if self.folder:
             lines = "".join(json_line({"step": step, **row}) for row in rows)
-            self._write(ROLLOUTS, gzip.compress(lines.encode(), mtime=0))
-
-    def write_json(self, name: str, text: str) -> None:
-        """Write a file of the run, such as its arguments."""
-        if self.folder:
-            write_file(self.folder / name, text + "\n")
+            self.files[ROLLOUTS].append(gzip.compress(lines.encode(), mtime=0))
 
     def close(self) -> None:
         """Close the files and draw curves.png and report.html from them."""
         if self.bar is not None:
             self.bar.close()
         self.trackers.close()
+        for file in self.files.values():
+            file.flush()
         if self.folder:
-            for name in self._sizes:
-                self._flush(name)
             try:
                 draw_run(self.folder)
             except Exception as error:  # whatever it is: models and metrics are there
                 told = f"note: {CURVES} or {REPORT} was not written ({type(error).__name__}: {error})"
                 self.note(f"{told}; python -m tools.report {self.folder} writes the report")
 
-    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+    def _append(self, name: str, step: int, fields: Mapping[str, Any]) -> None:
         if self.folder:
             # A gradient's norm is infinite in a step that fp16 skips.
-            self._write(name, json_line(row).encode())
+            self.files[name].append(json_line({"step": step, **fields}).encode())
 
-    def _write(self, name: str, data: bytes) -> None:
-        self._waiting[name].append(data)
-        self._flush(name)
-
-    def _flush(self, name: str) -> None:
-        """Write the lines that wait, all or none of them."""
-        data = b"".join(self._waiting[name])
-        if not data or self.folder is None:
-            return
-        path = self.folder / name
-        try:
-            with open(path, "ab", buffering=0) as file:
-                self._match_size(path, file)
-                if file.write(data) != len(data):
-                    file.truncate(self._sizes[name])
-                    raise OSError("no space left")
-        except OSError as error:
-            if len(self._waiting[name]) == 1:
-                self.note(f"warning: {path} cannot be written ({error}); its lines wait in memory")
-            return
-        self._sizes[name] += len(data)
-        self._waiting[name].clear()
-
-    def _match_size(self, path: Path, file: Any) -> None:
-        """Cut off what is too much, of a line that was torn; take a file as it is that someone has cut."""
-        found, size = file.tell(), self._sizes[path.name]
-        if found > size:
-            file.truncate(size)
-        elif found < size:
-            self._sizes[path.name] = self._whole_lines(path, found, size)
-            file.truncate(self._sizes[path.name])
-
-    def _whole_lines(self, path: Path, found: int, size: int) -> int:
-        """Say that a file is shorter than it was; return the bytes up to the end of what is whole."""
-        self.note(f"warning: {path} has lost lines: {found} bytes, where {size} were written")
-        data = path.read_bytes() if found else b""
-        whole = data.rfind(GZIP_START) if path.name == ROLLOUTS else data.rfind(b"\n") + 1
-        return max(whole, 0)
+    def _print(self, step: int, metrics: Mapping[str, float]) -> None:
+        cells = "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
+        self.note(f"step {step:>5}/{self.num_steps}  {cells}")
 
 
 def draw_run(folder: Path) -> None:

@@ -13,16 +13,18 @@ import math
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from common.ranks.failures import first_line
+from common.runs.durable_files import WRITING, read_object
 
 TRACKERS_FILE = "trackers.json"  # the runs in --trackers, and how far they are
 PROJECT = "triptych"
 MAX_TEXT = 500  # of a flag; mlflow leaves out what is longer than it takes
 _OWN_PROJECT = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
+_RUN_ID = {"tensorboard": "log_dir", "wandb": "id", "mlflow": "info.run_id", "trackio": "name"}
 
 
 class _PlainLogger(logging.LoggerAdapter):
@@ -70,9 +72,7 @@ class Tracker:
         self.tracker.start()
         if not run_id and not self.is_purged:
             self.tracker.store_init_configuration(plain)
-        run = self.tracker.tracker
-        ids = {"tensorboard": lambda: self.folder, "wandb": lambda: run.id, "mlflow": lambda: run.info.run_id}
-        return ids.get(self.kind, lambda: run.name)()
+        return attrgetter(_RUN_ID[self.kind])(self.tracker.tracker)
 
     def known_step(self) -> int | None:
         """Return wandb's newest step where it has a server: a killed process may not have sent its last."""
@@ -111,35 +111,14 @@ def build_trackers(kinds: Sequence[str], output_dir: str, tensorboard_dir: str) 
     return {kind: Tracker(kind, name, folders.get(kind, output_dir)) for kind in dict.fromkeys(kinds)}
 
 
-@dataclass
-class Sent:
-    """How far a tracker is: its run, the newest step, and the names that were sent for that step."""
-
-    run_id: str
-    step: int = -1
-    names: list[str] = field(default_factory=list)
-
-    def unsent(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """Return the metrics that it has not had yet: steps come in order, a step's metrics in parts."""
-        if step < self.step:
-            return {}
-        known = set(self.names) if step == self.step else set()
-        return {name: value for name, value in metrics.items() if name not in known}
-
-    def add(self, metrics: Mapping[str, float], step: int) -> None:
-        """Remember that these were sent."""
-        if step > self.step:
-            self.step, self.names = step, []
-        self.names.extend(metrics)
-
-
 class TrackerGroup:
     """All trackers of a run. One that fails is given up with a word; the run continues."""
 
     def __init__(self, trackers: Mapping[str, Tracker], folder: Path | None, note: Any) -> None:
         self.trackers, self.note = dict(trackers), note
         self.file = folder / TRACKERS_FILE if folder else None
-        self.sent: dict[str, Sent] = {}
+        # By tracker: its run_id, the newest step that it was sent, and the names sent for that step.
+        self.sent: dict[str, dict[str, Any]] = {}
 
     def open(self, config: Mapping[str, Any], last_step: int | None) -> None:
         """Begin a run in each tracker, or resume after `last_step`. Raises ValueError, naming the tracker."""
@@ -148,33 +127,36 @@ class TrackerGroup:
             self.file.unlink(missing_ok=True)  # of an earlier run in this folder
         first_step = 0 if last_step is None else last_step + 1
         for kind, tracker in self.trackers.items():
-            before = known.get(kind)
+            before = {} if tracker.is_purged else known.get(kind, {})
             try:
-                run_id = tracker.open(before.run_id if before else "", config, first_step)
+                run_id = tracker.open(before.get("run_id", ""), config, first_step)
             except Exception as error:  # not logged in, no server, a run that was deleted: the service's own
                 why = first_line(error, "no reason given")
                 raise ValueError(
                     f"--trackers {kind} cannot begin ({type(error).__name__}: {why}); log in, or leave it out"
                 ) from error
             known_step = tracker.known_step()
-            if before and known_step is not None and known_step < before.step:
-                before = Sent(run_id, known_step + 1)
-            self.sent[kind] = before if before and not tracker.is_purged else Sent(run_id)
+            if before and known_step is not None and known_step < before["step"]:
+                before |= {"step": known_step + 1, "names": []}
+            self.sent[kind] = before or {"run_id": run_id, "step": -1, "names": []}
         self._write()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send to each tracker what it has not had."""
+        """Send to each tracker what it has not had: steps come in order, a step's metrics in parts."""
         for kind, tracker in list(self.trackers.items()):
-            new = self.sent[kind].unsent(metrics, step)
-            if not new:
+            sent = self.sent[kind]
+            if step > sent["step"]:
+                sent |= {"step": step, "names": []}
+            if step < sent["step"]:
                 continue
+            new = {name: value for name, value in metrics.items() if name not in sent["names"]}
             try:
-                tracker.log(new, step)
+                if new:
+                    tracker.log(new, step)
+                sent["names"] += new
             except Exception as error:  # metrics.jsonl has everything
                 del self.trackers[kind]
                 self.note(f"warning: {kind} takes no more metrics ({error}); they are not sent any more")
-            else:
-                self.sent[kind].add(new, step)
         self._write()
 
     def close(self) -> None:
@@ -186,23 +168,20 @@ class TrackerGroup:
                 self.note(f"warning: {kind} was not closed well ({error})")
         self.trackers = {}
 
-    def _read(self) -> dict[str, Sent]:
+    def _read(self) -> dict[str, dict[str, Any]]:
         """Return how far each tracker was; a file that is gone or torn means new runs in them."""
-        try:
-            found = json.loads(self.file.read_text()) if self.file else {}
-            return {kind: Sent(of["run_id"], of["step"], of["names"]) for kind, of in found.items()}
-        except FileNotFoundError:
+        if self.file is None or not self.file.exists():
             return {}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        known = read_object(self.file)
+        if not known or not all(isinstance(sent, dict) for sent in known.values()):
             self.note(f"warning: {self.file} cannot be read: new runs begin in the trackers")
             return {}
+        return known
 
     def _write(self) -> None:
         """Note how far they are: seen whole or as before, but not waited for until it is on the disk."""
-        if not self.file or not any(not tracker.is_purged for tracker in self.trackers.values()):
-            return
-        told = {kind: vars(sent) for kind, sent in self.sent.items()}
-        temporary = self.file.with_name(self.file.name + ".writing")
-        with contextlib.suppress(OSError):  # a full disk: a step may then be sent twice
-            temporary.write_text(json.dumps(told))
-            temporary.replace(self.file)
+        if self.file and any(not tracker.is_purged for tracker in self.trackers.values()):
+            temporary = self.file.with_name(self.file.name + WRITING)
+            with contextlib.suppress(OSError):  # a full disk: a step may then be sent twice
+                temporary.write_text(json.dumps(self.sent))
+                temporary.replace(self.file)

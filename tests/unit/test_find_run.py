@@ -234,9 +234,9 @@ def test_a_flag_that_an_older_program_did_not_have_was_at_its_default():
 def test_the_precision_is_compared_by_what_it_was_resolved_to(monkeypatch):
     """An empty --dtype is what the machine has best."""
     before = flags_of("") | {"resolved_dtype": "bf16"}
-    monkeypatch.setattr("common.ranks.distributed.default_dtype_name", lambda: "bf16")
+    monkeypatch.setattr("common.ranks.distributed.dtype_name", lambda flag: flag or "bf16")
     assert compare("", before) == compare("--dtype bf16", before) == ([], [])
-    monkeypatch.setattr("common.ranks.distributed.default_dtype_name", lambda: "fp32")
+    monkeypatch.setattr("common.ranks.distributed.dtype_name", lambda flag: flag or "fp32")
     for words in ("", "--dtype fp32"):
         _, (problem,) = compare(words, before)
         assert problem.startswith("--dtype fp32 differs from the bf16 of ORIGIN")
