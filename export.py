@@ -31,7 +31,7 @@ from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo import main as ppo
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.role_builder import RoleBuilder
+from step3_ppo.role_builder import load_actor, load_critic
 
 
 @dataclass
@@ -74,8 +74,7 @@ def read_flags(checkpoint: Checkpoint) -> Any:
 def build_module(args: Any, tokenizer: Any, part: str) -> nn.Module:
     """Return what the run's engine held, as it was at the beginning."""
     if isinstance(args, PPOArguments):
-        builder = RoleBuilder(args, tokenizer, 0, needs_critic=False, reward_paths={})
-        return builder.load_critic({}) if part == "critic" else builder.load_actor({})
+        return (load_critic if part == "critic" else load_actor)(args, tokenizer, {})
     if isinstance(args, SFTArguments):
         return training_loop.load_policy(args, {}, len(tokenizer), dropout=args.dropout)
     load = training_loop.load_policy if args.loss == "dpo" else training_loop.load_ranker

@@ -44,10 +44,10 @@ from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import RewardSpec, build_text_reward
 from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.rewards.text_rewards import Failures
-from step3_ppo.role_builder import RoleBuilder
+from step3_ppo.role_builder import build_roles
 from step3_ppo.roles import Roles
-from step3_ppo.rollout import OldLogprobs, PromptNumbers, Rollout
-from step3_ppo.rollout_batch import MinibatchPlan, TokenCap
+from step3_ppo.rollout import Rollout
+from step3_ppo.rollout_batch import MinibatchPlan
 from step3_ppo.running_averages import ExponentialMovingAverage, ValueNormaliser
 from step3_ppo.start_up import StartUp, check_start_up, samples_per_rank
 from step3_ppo.trainer_state import SavingHooks, TrainerState
@@ -107,20 +107,13 @@ def build_pretraining_batches(args: PPOArguments, tokenizer: Any, ranks: dict[st
 
 def build_rollout(args: PPOArguments, roles: Roles, specs: list[RewardSpec], tokenizer: Any) -> Rollout:
     """Return what collects the rollout batches of the steps."""
-    most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
     failures = Failures.parse(args.reward_on_error)
     texts = {s.name: build_text_reward(s, args, failures) for s in specs if s.kind != "model"}
-    old_logprobs = "recompute" if args.replay_sampling_support else args.old_logprobs
-    return Rollout(
-        roles,
-        PromptNumbers(args.per_device_generation_batch_size, args.generation_batches),
-        OldLogprobs(old_logprobs, is_stale=args.rollout_staleness > 0),
-        TokenCap(args.max_tokens_per_micro_batch or most, roles.actor.is_packed),
-        ScoreSum(specs, texts, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), failures),
-        num_samples_per_prompt=args.num_samples_per_prompt,
-        dynamic_sampling_rounds=args.dynamic_sampling_rounds,
-        replays_support=args.replay_sampling_support,
-    )
+
+    def decode(ids: torch.Tensor) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    return Rollout(args, roles, ScoreSum(specs, texts, decode, failures))
 
 
 def num_optimizer_steps(args: PPOArguments, num_steps: int) -> int:
@@ -140,13 +133,13 @@ def build_trainer(
     """Load the models and return what does the PPO steps. Every rank must call this."""
     is_cut_by_tokens = args.packed or args.max_tokens_per_micro_batch > 0
     reward_paths = {spec.name: spec.target for spec in start.rewards if spec.kind == "model"}
-    roles = RoleBuilder(
+    roles = build_roles(
         args,
         start.tokenizer,
         num_optimizer_steps(args, num_steps),
         needs_critic=start.algorithm.needs_critic,
         reward_paths=reward_paths,
-    ).build()
+    )
     rollout = build_rollout(args, roles, start.rewards, start.tokenizer)
     plan = MinibatchPlan(
         args.per_device_training_batch_size,

@@ -4,14 +4,15 @@
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from common.data.global_batches import BatchStream
 from common.data.packed_batch import PackedBatch
-from common.engine.engine_step import Gradients, LossTerm, Stat, take_steps
+from common.engine.engine_step import Gradients, LossTerm, Stat, compute_gradients, take_steps
 from common.models.policy_model import compute_nll_sum, count_targets
-from common.ranks import distributed
+from common.ranks import distributed, watchdog
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_math import (
     behaviour_weights,
@@ -66,14 +67,14 @@ class PPOLosses:
         if self.pretraining is not None:
             texts, weight = next(self.pretraining), self.args.unsup_coef
             terms.append(LossTerm("policy/unsup_loss", texts, self._pretraining_sums, count_targets, weight))
-        return self.roles.actor.compute_gradients(terms)
+        with watchdog.phase("the update of the actor", clock="actor_update"):
+            return _compute_gradients(self.roles.actor.engine, terms)
 
     def compute_critic_gradients(self, micro_batches: list[PackedBatch]) -> Gradients:
         """Return the gradients of an optimizer step of the critic. Every rank must call this."""
-        assert self.roles.critic is not None
-        return self.roles.critic.compute_gradients(
-            [LossTerm("value/loss", micro_batches, self._value_sums, count_loss_tokens)]
-        )
+        terms = [LossTerm("value/loss", micro_batches, self._value_sums, count_loss_tokens)]
+        with watchdog.phase("the update of the critic", clock="critic_update"):
+            return _compute_gradients(self.roles.critic.engine, terms)
 
     def take_steps(self, gradients: list[Gradients]) -> dict[str, float]:
         """Return the means after the optimizer steps of the actor and, if there is one, the critic: both are
@@ -134,9 +135,9 @@ class PPOLosses:
 
     def _value_sums(self, batch: PackedBatch) -> Sums:
         critic, data = self.roles.critic, batch.to(distributed.device()).data
-        assert critic is not None
+        values, _ = critic.compute_values(critic.engine, batch)
         loss, is_clipped = value_loss_terms(
-            critic.compute_values(critic.engine, batch).values,
+            values,
             data["old_values"],
             data["returns"],
             data["loss_mask"],
@@ -148,6 +149,11 @@ class PPOLosses:
     def _pretraining_sums(self, batch: PackedBatch) -> Sums:
         actor = self.roles.actor
         return compute_nll_sum(actor.engine, batch, is_packed=actor.is_packed, temperature=1.0), {}
+
+
+def _compute_gradients(engine: Any, terms: list[LossTerm]) -> Gradients:
+    engine.train()
+    return compute_gradients(engine, terms)
 
 
 def count_loss_items(batch: PackedBatch) -> float:

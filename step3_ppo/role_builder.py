@@ -1,6 +1,6 @@
 """Builds the roles of a run from its flags."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -8,114 +8,129 @@ from torch import nn
 from common.engine.ds_config import EngineOptions, build_frozen_config, build_train_config
 from common.engine.optim import build_engine
 from common.generation.decode import SamplingOptions
-from common.generation.hybrid_engine import HybridEngine
+from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.models.loading import ModelOptions, load_causal_lm, plain_model
 from common.models.lora import LoraOptions, add_lora
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ValueModel, load_value_model
 from common.models.varlen_attention import takes_packed
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.hybrid_options import hybrid_options
 from step3_ppo.role_arguments import RoleFlags
-from step3_ppo.roles import Actor, AdapterOff, Critic, Frozen, Reference, Reward, Roles
+from step3_ppo.roles import Actor, Critic, Frozen, LoraReference, Reference, Reward, Roles
 
 
-@dataclass(frozen=True)
-class RoleBuilder:
-    """Builds roles from the flags; `num_optimizer_steps` is the length of both learning-rate schedules."""
+def build_roles(
+    args: PPOArguments,
+    tokenizer: Any,
+    num_optimizer_steps: int,
+    *,
+    needs_critic: bool,
+    reward_paths: dict[str, str],
+) -> Roles:
+    """Return all of them. Every rank must call this.
 
-    args: PPOArguments
-    tokenizer: Any
-    num_optimizer_steps: int
-    needs_critic: bool
-    reward_paths: dict[str, str]  # reward models by the name under which they are logged
+    `num_optimizer_steps` is the length of both learning-rate schedules; `reward_paths` are the reward models
+    by the name under which they are logged.
+    """
+    actor = _build_actor(args, tokenizer, num_optimizer_steps)
+    critic = _build_critic(args, tokenizer, num_optimizer_steps) if needs_critic else None
+    rewards = {name: _build_reward(args, tokenizer, path) for name, path in reward_paths.items()}
+    return Roles(actor, _build_reference(args, tokenizer, actor), critic, rewards)
 
-    def build(self) -> Roles:
-        """Return all of them. Every rank must call this."""
-        actor = self.build_actor()
-        critic = self.build_critic() if self.needs_critic else None
-        rewards = {name: self.build_reward(path) for name, path in self.reward_paths.items()}
-        return Roles(actor, self.build_reference(actor), critic, rewards)
 
-    def _train_config(self, role: RoleFlags) -> dict[str, Any]:
-        return build_train_config(self._engine_options(role.zero_stage, self.args.offload))
+def load_actor(args: PPOArguments, tokenizer: Any, ds_config: dict[str, Any]) -> PolicyModel:
+    """Return what the actor's engine trains. Every rank must call this."""
+    model = load_causal_lm(_model_options(args, args.actor, ds_config), len(tokenizer))
+    return _build_policy(args, tokenizer, add_lora(model, LoraOptions.of(args, args.actor), args.seed))
 
-    def _frozen_config(self, like: RoleFlags, is_offloaded: bool) -> dict[str, Any]:
-        stage = 3 if like.zero_stage == 3 else 0
-        return build_frozen_config(self._engine_options(stage, "param" if is_offloaded else "none"))
 
-    def _engine_options(self, zero_stage: int, offload: str) -> EngineOptions:
-        rows = self.args.per_device_training_batch_size
-        return EngineOptions.of(self.args, zero_stage=zero_stage, offload=offload, micro_batch_size=rows)
+def load_critic(args: PPOArguments, tokenizer: Any, ds_config: dict[str, Any]) -> ValueModel:
+    """Return what the critic's engine trains. Every rank must call this."""
+    options, lora = _model_options(args, args.critic, ds_config), LoraOptions.of(args, args.critic)
+    return load_value_model(options, len(tokenizer), lora, seed=args.seed)
 
-    def _model_options(self, role: RoleFlags, ds_config: dict[str, Any]) -> ModelOptions:
-        # Without dropout: old and new log-probabilities must agree before the first update.
-        return ModelOptions.of(self.args, role, ds_config, dropout=0.0)
 
-    def _frozen_options(self, path: str, ds_config: dict[str, Any]) -> ModelOptions:
-        frozen = replace(self.args.actor, model_name_or_path=path, gradient_checkpointing=False)
-        return self._model_options(frozen, ds_config)
+def hybrid_options(args: PPOArguments) -> HybridOptions:
+    """Return how the flags want the actor to generate."""
+    return HybridOptions(
+        enabled=args.enable_hybrid_engine,
+        inference_tp_size=args.inference_tp_size,
+        release_inference_cache=args.release_inference_cache,
+        gather_by_layer=args.unpin_actor_parameters,
+        tp_gather_partition_size=args.tp_gather_partition_size,
+        max_out_tokens=args.max_prompt_seq_len + args.max_answer_seq_len,
+        num_slots=args.generation_slots,
+        offload_states=args.offload_states_for_generation,
+    )
 
-    def build_actor(self) -> Actor:
-        """Return the actor in a hybrid engine. Every rank must call this."""
-        args, ds_config = self.args, self._train_config(self.args.actor)
-        policy = self.load_actor(ds_config)
-        engine = build_engine(policy, ds_config, args, self.num_optimizer_steps, role=args.actor)
-        sampling = SamplingOptions(
-            max_new_tokens=args.max_answer_seq_len,
-            stop_token_id=self.tokenizer.eos_token_id,
-            pad_token_id=self.tokenizer.pad_token_id,
-            num_valid_tokens=len(self.tokenizer),
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            seed=args.seed,
-        )
-        hybrid_engine = HybridEngine(engine, hybrid_options(args))
-        return Actor(hybrid_engine, sampling, is_packed=self._is_packed(policy.causal_lm))
 
-    def load_actor(self, ds_config: dict[str, Any]) -> PolicyModel:
-        """Return what the actor's engine trains. Every rank must call this."""
-        options = self._model_options(self.args.actor, ds_config)
-        model = load_causal_lm(options, len(self.tokenizer))
-        return self._policy(add_lora(model, LoraOptions.of(self.args, self.args.actor), self.args.seed))
+def _build_actor(args: PPOArguments, tokenizer: Any, num_optimizer_steps: int) -> Actor:
+    ds_config = _train_config(args, args.actor)
+    policy = load_actor(args, tokenizer, ds_config)
+    engine = build_engine(policy, ds_config, args, num_optimizer_steps, role=args.actor)
+    sampling = SamplingOptions(
+        max_new_tokens=args.max_answer_seq_len,
+        stop_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        num_valid_tokens=len(tokenizer),
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+    )
+    is_packed = _is_packed(args, policy.causal_lm)
+    return Actor(HybridEngine(engine, hybrid_options(args)), sampling, is_packed=is_packed)
 
-    def _policy(self, causal_lm: nn.Module) -> PolicyModel:
-        return PolicyModel(causal_lm, num_valid_tokens=len(self.tokenizer), temperature=self.args.temperature)
 
-    def _is_packed(self, model: nn.Module) -> bool:
-        return self.args.packed and takes_packed(plain_model(model))
+def _build_reference(args: PPOArguments, tokenizer: Any, actor: Actor) -> Reference:
+    """Return the actor's beginning, frozen; with LoRA it is the actor itself."""
+    if args.actor_lora_dim:
+        return Reference(LoraReference(actor.engine), actor.is_packed)
+    ds_config = _frozen_config(args, args.actor, args.offload_reference_model)
+    frozen = replace(args.actor, gradient_checkpointing=False)
+    causal_lm = load_causal_lm(_model_options(args, frozen, ds_config), len(tokenizer))
+    policy = _build_policy(args, tokenizer, causal_lm)
+    weights = Frozen(policy, ds_config, offload=args.offload_reference_model)
+    return Reference(weights, _is_packed(args, causal_lm))
 
-    def build_reference(self, actor: Actor) -> Reference:
-        """Return the actor's beginning, frozen; with LoRA it is the actor itself. Every rank must call
-        this.
-        """
-        args = self.args
-        if args.actor_lora_dim:
-            return Reference(AdapterOff(actor.engine), is_packed=actor.is_packed)
-        ds_config = self._frozen_config(args.actor, args.offload_reference_model)
-        options = self._frozen_options(args.actor_model_name_or_path, ds_config)
-        policy = self._policy(load_causal_lm(options, len(self.tokenizer)))
-        frozen = Frozen(policy, ds_config, offload=args.offload_reference_model)
-        return Reference(frozen, is_packed=self._is_packed(policy.causal_lm))
 
-    def build_critic(self) -> Critic:
-        """Return the critic, which begins as the reward model. Every rank must call this."""
-        args, ds_config = self.args, self._train_config(self.args.critic)
-        model = self.load_critic(ds_config)
-        engine = build_engine(model, ds_config, args, self.num_optimizer_steps, role=args.critic)
-        return Critic(engine, is_packed=self._is_packed(model.classifier))
+def _build_critic(args: PPOArguments, tokenizer: Any, num_optimizer_steps: int) -> Critic:
+    """Return the critic, which begins as the reward model."""
+    ds_config = _train_config(args, args.critic)
+    model = load_critic(args, tokenizer, ds_config)
+    engine = build_engine(model, ds_config, args, num_optimizer_steps, role=args.critic)
+    return Critic(engine, is_packed=_is_packed(args, model.classifier))
 
-    def load_critic(self, ds_config: dict[str, Any]) -> ValueModel:
-        """Return what the critic's engine trains. Every rank must call this."""
-        options = self._model_options(self.args.critic, ds_config)
-        lora = LoraOptions.of(self.args, self.args.critic)
-        return load_value_model(options, len(self.tokenizer), lora, seed=self.args.seed)
 
-    def build_reward(self, path: str) -> Reward:
-        """Return a reward model, frozen. Every rank must call this."""
-        args = self.args
-        ds_config = self._frozen_config(args.critic, args.offload_reward_model)
-        model = load_value_model(self._frozen_options(path, ds_config), len(self.tokenizer))
-        frozen = Frozen(model, ds_config, offload=args.offload_reward_model)
-        return Reward(frozen, is_packed=self._is_packed(model.classifier))
+def _build_reward(args: PPOArguments, tokenizer: Any, path: str) -> Reward:
+    ds_config = _frozen_config(args, args.critic, args.offload_reward_model)
+    frozen = replace(args.actor, model_name_or_path=path, gradient_checkpointing=False)
+    model = load_value_model(_model_options(args, frozen, ds_config), len(tokenizer))
+    weights = Frozen(model, ds_config, offload=args.offload_reward_model)
+    return Reward(weights, _is_packed(args, model.classifier))
+
+
+def _train_config(args: PPOArguments, role: RoleFlags) -> dict[str, Any]:
+    return build_train_config(_engine_options(args, role, args.offload))
+
+
+def _frozen_config(args: PPOArguments, like: RoleFlags, is_offloaded: bool) -> dict[str, Any]:
+    return build_frozen_config(_engine_options(args, like, "param" if is_offloaded else "none"))
+
+
+def _engine_options(args: PPOArguments, role: RoleFlags, offload: str) -> EngineOptions:
+    rows = args.per_device_training_batch_size
+    return EngineOptions.of(args, zero_stage=role.zero_stage, offload=offload, micro_batch_size=rows)
+
+
+def _model_options(args: PPOArguments, role: RoleFlags, ds_config: dict[str, Any]) -> ModelOptions:
+    # Without dropout: old and new log-probabilities must agree before the first update.
+    return ModelOptions.of(args, role, ds_config, dropout=0.0)
+
+
+def _build_policy(args: PPOArguments, tokenizer: Any, causal_lm: nn.Module) -> PolicyModel:
+    return PolicyModel(causal_lm, num_valid_tokens=len(tokenizer), temperature=args.temperature)
+
+
+def _is_packed(args: PPOArguments, model: nn.Module) -> bool:
+    return args.packed and takes_packed(plain_model(model))

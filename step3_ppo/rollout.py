@@ -3,8 +3,7 @@
 # b responses of this rank, R response
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.flags.refusal import StepRefused
 from common.models.output_head import SamplingMask
 from common.ranks import distributed, watchdog
+from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_math import constant_groups
 from step3_ppo.rewards.score_sum import PromptTexts, ScoreSum
 from step3_ppo.roles import Roles
@@ -21,23 +21,7 @@ from step3_ppo.rollout_batch import TokenCap, gather_ids, in_order, replace_rows
 
 PromptBatches = Sequence[PackedBatch]
 SCORED = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "scores", "old_values", "next_values")
-
-
 MAX_LOGPROB_GAP = 1e-3  # mean difference a token, in nats, up to which the sampler is trusted
-
-
-@dataclass(frozen=True)
-class PromptNumbers:
-    """The numbers of this rank's prompts in the run's sequence of prompts."""
-
-    rows_per_batch: int
-    num_batches: int
-
-    def numbers(self, num_steps: int, batch: int) -> torch.Tensor:
-        """Return (rows,) int64 for a batch after so many global batches: the same for any number of ranks."""
-        batches_before = (num_steps * self.num_batches + batch) * distributed.world_size()
-        first = (batches_before + distributed.rank()) * self.rows_per_batch
-        return torch.arange(first, first + self.rows_per_batch)
 
 
 class OldLogprobs:
@@ -63,22 +47,17 @@ class OldLogprobs:
         return f"sampler and trainer differ by {gap:.2g} nats a token, more than {MAX_LOGPROB_GAP}{cure}"
 
 
-@dataclass
 class Rollout:
-    """Collects rollout batches. `replays_support`: probabilities are taken among the tokens that the sampler
-    could draw, in all roles.
-    """
+    """Collects rollout batches; `scores` are the rewards of the run."""
 
-    roles: Roles
-    prompt_numbers: PromptNumbers
-    old_logprobs: OldLogprobs
-    cap: TokenCap
-    scores: ScoreSum
-    num_samples_per_prompt: int = 1
-    dynamic_sampling_rounds: int = 0
-    replays_support: bool = False
-    num_draws: int = field(default=0, init=False)  # global batches of prompts that have been used
-    refilled_fraction: float = field(default=0.0, init=False)  # of the last batch's groups
+    def __init__(self, args: PPOArguments, roles: Roles, scores: ScoreSum) -> None:
+        self.args, self.roles, self.scores = args, roles, scores
+        most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
+        self.cap = TokenCap(args.max_tokens_per_micro_batch or most, roles.actor.is_packed)
+        source = "recompute" if args.replay_sampling_support else args.old_logprobs
+        self.old_logprobs = OldLogprobs(source, is_stale=args.rollout_staleness > 0)
+        self.num_draws = 0  # global batches of prompts that have been used
+        self.refilled_fraction = 0.0  # of the last batch's groups
 
     def state_dict(self) -> dict[str, Any]:
         """Return what lasts from one rollout to the next."""
@@ -101,7 +80,7 @@ class Rollout:
         """
         batch = self._collect_once(prompts, version)
         num_refilled = 0
-        for _ in range(self.dynamic_sampling_rounds):
+        for _ in range(self.args.dynamic_sampling_rounds):
             dropped = gather_ids(batch, self._is_constant(batch))
             if not dropped:
                 break
@@ -122,8 +101,8 @@ class Rollout:
             prompt_batches = next(prompts)
         parts, texts = [], {}
         for index, prompt_batch in enumerate(prompt_batches):
-            numbers = self.prompt_numbers.numbers(self.num_draws, index)
-            parts.append(self.sample(prompt_batch, numbers, version, self.num_samples_per_prompt))
+            numbers = self._prompt_numbers(index)
+            parts.append(self.sample(prompt_batch, numbers, version, self.args.num_samples_per_prompt))
             texts |= zip(numbers.tolist(), prompt_texts(prompt_batch), strict=True)
         self.num_draws += 1
         with watchdog.phase("the cut into micro-batches", clock="gather"):
@@ -137,6 +116,15 @@ class Rollout:
         with watchdog.phase("the check of the scores", clock="gather"):
             self.refuse_if_not_finite(scored)
             return in_order(scored, batch.ids)
+
+    def _prompt_numbers(self, batch: int) -> torch.Tensor:
+        """Return the numbers (rows,) int64 of a generation batch's prompts in the run's sequence of prompts,
+        which is the same for any number of ranks.
+        """
+        rows = self.args.per_device_generation_batch_size
+        batches_before = (self.num_draws * self.args.generation_batches + batch) * distributed.world_size()
+        first = (batches_before + distributed.rank()) * rows
+        return torch.arange(first, first + rows)
 
     def refuse_if_not_finite(self, batch: PackedBatch) -> None:
         """Raise StepRefused on every rank when one has NaN or infinity in its batch, or none has a score.
@@ -173,7 +161,9 @@ class Rollout:
         generation = self.roles.actor.generate(prompt_ids, prompt_mask, sample_ids, num_samples=num_samples)
         with watchdog.phase("the unpadding of the responses", clock="gather"):
             generation = type(generation)(*(x.cpu() for x in generation))
-            logprobs = generation.truncated_logprobs if self.replays_support else generation.logprobs
+            logprobs = (
+                generation.truncated_logprobs if self.args.replay_sampling_support else generation.logprobs
+            )
             mask = generation.response_mask
             of_prompts = [ids for ids in prompts.sequences("prompt_ids") for _ in range(num_samples)]
             batch = PackedBatch.build(sample_ids.tolist(), {"prompt_ids": of_prompts})
@@ -190,33 +180,29 @@ class Rollout:
 
     def _score(self, micro_batches: list[PackedBatch], texts: PromptTexts) -> PackedBatch:
         """Return the micro-batches, end to end, with what all roles say of them."""
-        with self.scores.asked(micro_batches, texts) as get_scores:
-            return self._score_beside(micro_batches, get_scores)
-
-    def _score_beside(self, micro_batches: list[PackedBatch], get_scores: Callable) -> PackedBatch:
         roles = self.roles
-        if self.replays_support:
-            masks = roles.actor.find_sampling_masks(micro_batches)
-            micro_batches = [add_sampling_mask(m, mask) for m, mask in zip(micro_batches, masks, strict=True)]
-        if self.old_logprobs.recomputes:
-            old_logprobs = roles.actor.score(micro_batches)
-        else:
-            old_logprobs = [m.data["rollout_logprobs"] for m in micro_batches]
-        columns = {"old_logprobs": old_logprobs, "ref_logprobs": roles.reference.score(micro_batches)}
-        numbers = {}
-        if roles.critic:
-            values = roles.critic.score(micro_batches)
-            columns["old_values"] = [v.values for v in values]
-            numbers["next_values"] = [v.last_values for v in values]
-        numbers |= get_scores(roles.rewards)
+        with self.scores.asked(micro_batches, texts) as get_scores:
+            if self.args.replay_sampling_support:
+                masks = roles.actor.find_sampling_masks(micro_batches)
+                micro_batches = [add_sampling_mask(*pair) for pair in zip(micro_batches, masks, strict=True)]
+            if self.old_logprobs.recomputes:
+                old_logprobs = roles.actor.score(micro_batches)
+            else:
+                old_logprobs = [m.data["rollout_logprobs"] for m in micro_batches]
+            columns = {"old_logprobs": old_logprobs, "ref_logprobs": roles.reference.score(micro_batches)}
+            numbers = {}
+            if roles.critic:
+                values, last_values = zip(*roles.critic.score(micro_batches), strict=True)
+                columns["old_values"], numbers["next_values"] = values, last_values
+            numbers |= get_scores(roles.rewards)
         with watchdog.phase("the gathering of the scores", clock="gather"):
             return join_scores(micro_batches, columns, numbers)
 
 
 def join_scores(
     micro_batches: list[PackedBatch],
-    columns: dict[str, list[torch.Tensor]],
-    numbers: dict[str, list[torch.Tensor]],
+    columns: dict[str, Sequence[torch.Tensor]],
+    numbers: dict[str, Sequence[torch.Tensor]],
 ) -> PackedBatch:
     """Return micro-batches, end to end, with what roles say of each: numbers a token (columns), or a response
     (numbers).

@@ -18,7 +18,7 @@ from common.models.value_model import load_value_model
 from step1_sft.sft_trainer import SFTTrainer
 from step2_reward.dpo_trainer import DPOTrainer, compute_answer_logprobs
 from step2_reward.reward_trainer import RewardTrainer, compute_pair_losses, compute_pair_scores
-from step3_ppo.response_inputs import build_response_inputs
+from step3_ppo.roles import build_response_inputs
 
 LENGTHS = [(4, 9), (1, 2), (12, 3), (2, 7), (6, 6)]  # prompt, response
 
@@ -150,7 +150,7 @@ def test_tokens_are_padded_once_from_rows_to_the_model_or_never(kind, is_packed,
     elif kind == "responses":
         record = make_record(range(5), [3, 1, 2, 6, 1], [2, 4, 1, 1, 7])
         num_rows, num_tokens = 5, 28
-        run = lambda: Model()(build_response_inputs(record, is_packed=is_packed).inputs)  # noqa: E731
+        run = lambda: Model()(build_response_inputs(record, is_packed=is_packed)[0])  # noqa: E731
     else:
         num_rows, num_tokens = 2 * len(LENGTHS), sum(2 * prompt + 11 for prompt, _ in LENGTHS)
         score = compute_pair_scores if kind == "pairs" else compute_answer_logprobs

@@ -8,19 +8,27 @@ from records import make_record
 
 from common.data.collators import collate_prompts
 from common.data.packed_batch import ROW_IDS, PackedBatch
+from common.engine.ds_config import EngineOptions, build_train_config
+from common.engine.engine_step import LossTerm, update_engine
+from common.engine.optim import build_engine
 from common.generation.generate import Generation
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.lora import LoraOptions, add_lora
 from common.models.output_head import SamplingMask
+from common.models.policy_model import PolicyModel
+from step1_sft.arguments import SFTArguments
+from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.rewards.text_rewards import RewardError
-from step3_ppo.rollout import OldLogprobs, PromptNumbers, Rollout, add_sampling_mask
-from step3_ppo.rollout_batch import TokenCap
-
-PROMPTS = 3  # of a generation batch
+from step3_ppo.roles import LoraReference, Reference, Roles
+from step3_ppo.rollout import OldLogprobs, Rollout, add_sampling_mask
 
 
 class FakeActor:
     """Answers with the sample ids: response k of a prompt is as long as k + 1."""
+
+    is_packed = False
 
     def generate(self, prompt_ids, prompt_mask, sample_ids, *, num_samples):
         assert len(sample_ids) == num_samples * len(prompt_ids)
@@ -44,28 +52,24 @@ class FakeReward:
         return [torch.tensor([float(self.score_of(i)) for i in batch.ids]) for batch in batches]
 
 
-def build(score_of=lambda sample: sample, *, num_samples=2, rounds=0, source="rollout", texts=None):
-    values = SimpleNamespace(
-        score=lambda batches: [
-            SimpleNamespace(values=r.data["rollout_logprobs"] * 2, last_values=torch.zeros(len(r)))
-            for r in batches
-        ]
-    )
-    reference = SimpleNamespace(score=lambda batches: [r.data["rollout_logprobs"] - 1 for r in batches])
-    roles = SimpleNamespace(
-        actor=FakeActor(), reference=reference, critic=values, rewards={"model": FakeReward(score_of)}
-    )
+def build(score_of=lambda sample: sample, *, rounds=0, source="rollout", texts=None):
+    def values(batches):
+        return [(batch.data["rollout_logprobs"] * 2, torch.zeros(len(batch))) for batch in batches]
+
+    reference = SimpleNamespace(score=lambda batches: [b.data["rollout_logprobs"] - 1 for b in batches])
+    roles = Roles(FakeActor(), reference, SimpleNamespace(score=values), {"model": FakeReward(score_of)})
     specs = [RewardSpec("model", "x", 1.0, "model:x")]
     if texts:
         specs.append(RewardSpec("function", "m:f", 0.5, "0.5*function:m:f"))
-    return Rollout(
-        roles,
-        PromptNumbers(PROMPTS, 1),
-        OldLogprobs(source),
-        TokenCap(64),
-        ScoreSum(specs, {"function_f": texts} if texts else {}, lambda ids: f"<{len(ids)}>"),
-        num_samples_per_prompt=num_samples,
+    args = PPOArguments(
+        per_device_generation_batch_size=3,  # prompts
+        num_samples_per_prompt=2,
         dynamic_sampling_rounds=rounds,
+        old_logprobs=source,
+        max_tokens_per_micro_batch=64,
+    )
+    return Rollout(
+        args, roles, ScoreSum(specs, {"function_f": texts} if texts else {}, lambda ids: f"<{len(ids)}>")
     )
 
 
@@ -85,7 +89,7 @@ def endless_prompts():
 
 
 def test_a_rollout_batch_has_a_response_an_item_in_the_order_of_the_samples():
-    rollout, prompts = build(num_samples=2), endless_prompts()
+    rollout, prompts = build(), endless_prompts()
     first, second = rollout.collect(prompts, version=0), rollout.collect(prompts, version=4)
     first.check()
     assert first.ids == tuple(range(6)) and second.ids == tuple(range(6, 12))
@@ -168,6 +172,45 @@ def test_the_sampling_mask_of_each_token_is_packed_beside_it():
     assert isinstance(found, PackedBatch) and found.ids == batch.ids
 
 
-def test_stale_rollouts_are_always_rescored():
+def test_the_sampler_is_trusted_as_long_as_it_agrees():
+    auto = OldLogprobs("auto")
+    assert auto.recomputes and auto.judge(1e-7) is None and not auto.recomputes
+    assert auto.judge(1e-4) is None and not auto.recomputes
+    assert "recomputed from here on" in auto.judge(0.01) and auto.recomputes
+    assert auto.judge(0.01) is None and auto.recomputes
+    rollout = OldLogprobs("rollout")
+    assert not rollout.recomputes and "--old_logprobs recompute" in rollout.judge(0.01)
+    assert not rollout.recomputes
+    recompute = OldLogprobs("recompute")
+    assert recompute.recomputes and recompute.judge(1e-9) is None and recompute.recomputes
     stale = OldLogprobs("auto", is_stale=True)
     assert stale.judge(1e-9) is None and stale.recomputes
+
+
+@pytest.mark.parametrize("only_lora", [False, True])
+@pytest.mark.usefixtures("process_group")
+def test_the_reference_stays_what_the_actor_was(only_lora, tiny_model_folder):
+    """With LoRA the reference is the actor with its adapter off."""
+    model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
+    policy = PolicyModel(add_lora(model, LoraOptions(4, only_optimize_lora=only_lora)), num_valid_tokens=320)
+    engine = build_engine(
+        policy,
+        build_train_config(EngineOptions()),
+        SFTArguments(learning_rate=1e-2, lora_learning_rate=1e-2, lr_scheduler_type="constant"),
+        9,
+    )
+    reference = Reference(LoraReference(engine), is_packed=False)
+    batch = make_record([0, 1], [3, 2], [4, 2])
+    (before,) = reference.score([batch])
+
+    def sums(batch):
+        return -reference.compute_logprobs(engine, batch)[0].sum(), {}
+
+    for _ in range(3):
+        update_engine(engine, [LossTerm("x", [batch], sums, lambda batch: 6.0)])
+    (after,) = reference.score([batch])
+    engine.eval()
+    with torch.no_grad():
+        moved, _ = reference.compute_logprobs(engine, batch)
+    assert after.equal(before)
+    assert (moved - before).abs().max() > 0.1

@@ -15,8 +15,8 @@ from common.ranks import distributed
 from step3_ppo import metrics
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults, step_mean
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.response_inputs import build_response_inputs
 from step3_ppo.rewards.score_sum import ScoreSum
+from step3_ppo.roles import build_response_inputs
 from step3_ppo.rollout_batch import (
     MinibatchPlan,
     TokenCap,
@@ -53,18 +53,17 @@ def test_rows_that_no_algorithm_saw_count_in_no_loss():
 
 def test_responses_stand_behind_their_prompts():
     batch = make_record([0, 1, 2], [3, 1, 2], [2, 4, 1])
-    padded, packed = (build_response_inputs(batch, is_packed=is_packed) for is_packed in (False, True))
-    wholes = [
-        torch.cat(pair)
-        for pair in zip(batch.sequences("prompt_ids"), batch.sequences("response_ids"), strict=True)
-    ]
+    (padded, slots), (packed, packed_slots) = (
+        build_response_inputs(batch, is_packed=is_packed) for is_packed in (False, True)
+    )
+    pairs = zip(batch.sequences("prompt_ids"), batch.sequences("response_ids"), strict=True)
+    wholes = [torch.cat(pair) for pair in pairs]
     for row, whole in enumerate(wholes):
-        assert padded.inputs.input_ids[row, : len(whole)].equal(whole)
-        assert padded.inputs.is_token[row].sum() == len(whole)
-    assert padded.inputs.input_ids.flatten()[padded.slots].equal(batch.data["response_ids"])
-    assert packed.inputs.input_ids.equal(torch.cat(wholes)[None])
-    assert packed.inputs.cu_seqlens.tolist() == [0, 5, 10, 13]
-    assert packed.inputs.input_ids[0, packed.slots].equal(batch.data["response_ids"])
+        assert padded.input_ids[row, : len(whole)].equal(whole) and padded.is_token[row].sum() == len(whole)
+    assert padded.input_ids.flatten()[slots].equal(batch.data["response_ids"])
+    assert packed.input_ids.equal(torch.cat(wholes)[None])
+    assert packed.cu_seqlens.tolist() == [0, 5, 10, 13]
+    assert packed.input_ids[0, packed_slots].equal(batch.data["response_ids"])
 
 
 @pytest.mark.parametrize("cap", [None, TokenCap(24), TokenCap(24, is_packed=True)])
