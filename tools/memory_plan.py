@@ -13,13 +13,13 @@ In step 3 the actor's gradients wait for the critic's, as both step or neither.
 arXiv:1910.02054 section 3, and counted on engines of DeepSpeed 0.19; bf16 runs at stage 1 instead of 0.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.generation.generate import PREFILL_TOKENS
 from common.generation.kv_cache import kv_bytes_per_token
 from common.models.output_head import CPU_CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS
-from tools.planned_run import Hardware, Role, Run
+from tools.model_sizes import Activations, trace_activations
+from tools.planned_run import Role, Run
 
 RECORD_BYTES = 44  # of a response token in step 3's rollout batch
 TRAINING = ("backward", "reduce", "step")  # all activations, all gradients, the optimizer's copies
@@ -27,188 +27,143 @@ TRAINING = ("backward", "reduce", "step")  # all activations, all gradients, the
 Holdings = dict[tuple[str, str], float]  # (role, item) -> bytes
 
 
-@dataclass(frozen=True)
+@dataclass
 class Moment:
     """What is held at once while a role does `verb`: idle, generate, score, or one of TRAINING."""
 
     phase: str
     role: str
     verb: str
-    gpu: Holdings
-    cpu: Holdings
+    gpu: Holdings = field(default_factory=dict)
+    cpu: Holdings = field(default_factory=dict)
 
     @property
     def total(self) -> float:
         """Bytes on a rank's device."""
         return sum(self.gpu.values())
 
+    def hold(self, role: str, item: str, num_bytes: float, *, on_cpu: bool = False) -> None:
+        """Add bytes to those of an item."""
+        holdings = self.cpu if on_cpu else self.gpu
+        if num_bytes:
+            holdings[role, item] = holdings.get((role, item), 0.0) + num_bytes
 
-@dataclass(frozen=True)
+
 class MemoryPlan:
-    """All moments of a run, and the device they must fit into."""
+    """All moments of a run against the memory that there is, all in bytes.
 
-    moments: tuple[Moment, ...]
-    hardware: Hardware
-    loading_bytes: float  # of a machine's CPU memory, while the largest model is read
+    `left` on a device at the peak, negative where it does not fit; `cpu_peak` and, while the largest model is
+    read, `loading` of a machine's CPU memory; `lacking` of both kinds together, 0 where the run fits.
+    """
 
-    @property
-    def peak(self) -> Moment:
-        """The moment that holds most."""
-        return max(self.moments, key=lambda moment: moment.total)
-
-    @property
-    def left(self) -> float:
-        """Bytes of the device that are left at the peak; negative where it does not fit."""
-        return self.hardware.memory_bytes - self.peak.total
-
-    @property
-    def cpu_peak(self) -> float:
-        """Bytes of a machine's CPU memory, all its ranks together."""
-        return max(sum(moment.cpu.values()) for moment in self.moments) * self.hardware.num_gpus
-
-    @property
-    def fits(self) -> bool:
-        """Whether everything has room; the CPU's is checked where it is known."""
-        return self.lacking == 0
-
-    @property
-    def lacking(self) -> float:
-        """Bytes that are too many, of the device and of the CPU's memory; 0 where it fits."""
-        known = self.hardware.cpu_memory_bytes
-        on_cpu = max(self.cpu_peak, self.loading_bytes) - known if known else 0.0
-        return max(-self.left, 0.0) + max(on_cpu, 0.0)
+    def __init__(self, run: Run) -> None:
+        turns = [("idle", "", "idle")] + ([("generate", "actor", "generate")] if run.actor else [])
+        turns += [("score" if run.actor else "evaluate", role.name, "score") for role in run.roles]
+        trained = [role.name for role in run.roles if role.is_trained]
+        turns += [(f"train {name}", name, verb) for name in trained for verb in TRAINING]
+        self.moments = [_fill(run, Moment(*turn)) for turn in turns]
+        self.peak = max(self.moments, key=lambda moment: moment.total)
+        self.left = run.memory_bytes - self.peak.total
+        self.cpu_peak = max(sum(moment.cpu.values()) for moment in self.moments) * run.args.num_gpus
+        # Each rank reads all weights and then moves them; under ZeRO 3 the first rank hands them out.
+        readers = [(role.model.num_params, 1 if role.is_sharded else run.args.num_gpus) for role in run.roles]
+        self.loading = max(run.num_bytes * size * number for size, number in readers)
+        known = run.args.cpu_memory_gib * 2**30
+        on_cpu = max(self.cpu_peak, self.loading) - known if known else 0.0
+        self.lacking = max(-self.left, 0.0) + max(on_cpu, 0.0)
+        self.fits = self.lacking == 0
 
     def of_phase(self, phase: str) -> Moment:
         """Return the moment of a phase that holds most."""
         return max((m for m in self.moments if m.phase == phase), key=lambda moment: moment.total)
 
 
-def plan_memory(run: Run) -> MemoryPlan:
-    """Return the plan of a run."""
-    turns = [("idle", "", "idle")] + ([("generate", "actor", "generate")] if run.actor else [])
-    turns += [("score" if run.actor else "evaluate", role.name, "score") for role in run.roles]
-    trained = [role.name for role in run.roles if role.is_trained]
-    turns += [(f"train {name}", name, verb) for name in trained for verb in TRAINING]
-    moments = tuple(_moment(run, *turn) for turn in turns)
-    # Each rank reads all weights and then moves them; under ZeRO 3 the first rank hands them out.
-    loading = [
-        run.num_bytes * role.model.num_params * (1 if role.is_sharded else run.hardware.num_gpus)
-        for role in run.roles
-    ]
-    return MemoryPlan(moments, run.hardware, float(max(loading)))
-
-
-def _moment(run: Run, phase: str, busy: str, verb: str) -> Moment:
-    gpu: Holdings = {}
-    cpu: Holdings = {}
+def _fill(run: Run, moment: Moment) -> Moment:
     for role in run.roles:
-        own_verb = verb if role.name == busy else "wait" if _waits(role, busy, verb) else "idle"
-        for item, on_gpu, on_cpu in role_holdings(run, role, own_verb, verb):
-            for holdings, num_bytes in ((gpu, on_gpu), (cpu, on_cpu)):
-                if num_bytes:
-                    holdings[role.name, item] = holdings.get((role.name, item), 0.0) + num_bytes
+        verb = moment.verb if role.name == moment.role else "wait" if _waits(role, moment) else "idle"
+        _hold_weights(run, role, verb, moment)
+        if role.is_trained:
+            _hold_training_state(run, role, verb, moment)
+        _hold_activations(run, role, verb, moment)
+        if role is run.actor:
+            _hold_generation(run, role, verb, moment)
+            if run.args.ema_decay:
+                average = 4.0 * role.counts.num_trained / _shards(run, role, from_stage=3)
+                moment.hold(role.name, "EMA", average, on_cpu=role.params_on_cpu)
     if run.actor:
-        args = run.args
-        by_sample = RECORD_BYTES * args.max_answer_seq_len + 8 * args.max_prompt_seq_len
-        cpu["all", "rollout batch"] = float(run.num_samples * run.num_ranks * by_sample)
-    gpu["all", "reserved"] = run.hardware.reserved_bytes
-    if run.hardware.is_cpu:  # one and the same memory
-        gpu |= {key: gpu.get(key, 0.0) + num_bytes for key, num_bytes in cpu.items()}
-        cpu = {}
-    return Moment(phase, busy, verb, gpu, {key: value for key, value in cpu.items() if value})
+        by_sample = RECORD_BYTES * run.args.max_answer_seq_len + 8 * run.args.max_prompt_seq_len
+        moment.hold("all", "rollout batch", float(run.num_samples * run.num_ranks * by_sample), on_cpu=True)
+    moment.hold("all", "reserved", run.device.reserved_gib * 2**30)
+    if run.is_cpu:  # one and the same memory
+        for key, num_bytes in moment.cpu.items():
+            moment.hold(*key, num_bytes)
+        moment.cpu = {}
+    return moment
 
 
-def _waits(role: Role, busy: str, verb: str) -> bool:
+def _waits(role: Role, moment: Moment) -> bool:
     """Return whether a role holds gradients for its step while another is busy.
 
     Step 3 makes the actor's, then the critic's; both are judged before the actor steps, then the critic.
     """
-    return (
-        (role.name, busy) == ("actor", "critic")
-        and verb in ("backward", "reduce")
-        or ((role.name, busy, verb) == ("critic", "actor", "step"))
-    )
-
-
-def role_holdings(run: Run, role: Role, verb: str, phase: str) -> Iterator[tuple[str, float, float]]:
-    """Yield (item, bytes on the device, bytes on the CPU) of a role that does `verb` in a phase."""
-    yield from _weights(run, role, verb)
-    if role.is_trained:
-        yield from _training_state(run, role, verb)
-    if role.is_sharded and run.num_ranks > 1 and verb in ("score", "backward", "reduce"):
-        yield "gathered weights", _gathered(run, role, verb), 0.0
-    if verb == "backward":
-        yield "activations", _training_activations(run, role), 0.0
-    if verb == "reduce":
-        layer = run.activations(role).backward_work * run.tokens_per_pass / run.length
-        yield "activations", layer, 0.0
-    if verb == "score":
-        tokens = run.tokens_per_pass if run.actor else run.tokens_per_evaluation
-        yield "activations", _scoring_activations(run, role, tokens), 0.0
-    if role is run.actor:
-        yield from _generation(run, role, verb)
-        if run.args.ema_decay:
-            average = 4.0 * role.num_trained / _shards(run, role, from_stage=3)
-            yield _placed("EMA", average, on_cpu=role.params_on_cpu)
-
-
-def _placed(item: str, num_bytes: float, *, on_cpu: bool) -> tuple[str, float, float]:
-    return (item, 0.0, num_bytes) if on_cpu else (item, num_bytes, 0.0)
+    if moment.verb == "step":
+        return (role.name, moment.role) == ("critic", "actor")
+    return (role.name, moment.role) == ("actor", "critic") and moment.verb in TRAINING
 
 
 def _shards(run: Run, role: Role, *, from_stage: int) -> int:
     return run.num_ranks if role.zero.stage >= from_stage else 1
 
 
-def _weights(run: Run, role: Role, verb: str) -> Iterator[tuple[str, float, float]]:
-    counts, b = role.model.counts(role.lora), run.num_bytes
+def _hold_weights(run: Run, role: Role, verb: str, moment: Moment) -> None:
+    counts, b = role.counts, run.num_bytes
     if role.is_adapter_off:  # how what trains beside the adapters began, and once more while it is put back
         others = b * (counts.num_trained - counts.num_adapter) / _shards(run, role, from_stage=3)
-        yield "beginnings", others * (2 if verb == "score" else 1), 0.0
-        return
-    if not role.is_sharded:
-        yield _placed("weights", float(b * counts.num_params), on_cpu=role.params_on_cpu and verb == "idle")
-        return
-    small = role.model.num_small(role.zero.param_persistence_threshold)
-    yield "weights", float(b * small), 0.0
-    yield _placed("weights", b * (counts.num_params - small) / run.num_ranks, on_cpu=role.params_on_cpu)
+        moment.hold(role.name, "beginnings", others * (2 if verb == "score" else 1))
+    elif not role.is_sharded:
+        is_away = role.params_on_cpu and verb == "idle"
+        moment.hold(role.name, "weights", float(b * counts.num_params), on_cpu=is_away)
+    else:
+        small = role.model.num_small(role.zero.param_persistence_threshold)
+        moment.hold(role.name, "weights", float(b * small))
+        part = b * (counts.num_params - small) / run.num_ranks
+        moment.hold(role.name, "weights", part, on_cpu=role.params_on_cpu)
 
 
-def _training_state(run: Run, role: Role, verb: str) -> Iterator[tuple[str, float, float]]:
-    """Yield gradients, optimizer states and buffers: see the table above."""
-    b, n, stage, trained = run.num_bytes, run.num_ranks, role.zero.stage, role.num_trained
+def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> None:
+    """Hold gradients, optimizer states and buffers: see the table above."""
+    b, stage, trained, name = run.num_bytes, role.zero.stage, role.counts.num_trained, role.name
     shard = trained / _shards(run, role, from_stage=1)
+    is_away, is_second = role.states_on_cpu, run.num_micro_batches > 1  # what the first pass left is there
     has_copy = run.dtype != "fp32" or stage > 0
-    states = (8 + (4 if has_copy else 0)) * shard
-    is_away = verb == "generate" and run.args.offload_states_for_generation
-    yield _placed("optimizer", states, on_cpu=role.states_on_cpu or is_away)
+    is_lent = verb == "generate" and run.args.offload_states_for_generation
+    moment.hold(name, "optimizer", (12 if has_copy else 8) * shard, on_cpu=is_away or is_lent)
     bucket = role.zero.reduce_bucket_size
-    bucket = min(bucket, trained) if run.hardware.is_cpu else bucket  # pages nobody writes take no memory
-    if role.states_on_cpu:  # fp32 gradients there, and the weights or gradients on their way
-        yield "gradients", 0.0, (4 + b) * shard
+    bucket = min(bucket, trained) if run.is_cpu else bucket  # pages nobody writes take no memory
+    if is_away:  # fp32 gradients there, and the weights or gradients on their way
+        moment.hold(name, "gradients", (4 + b) * shard, on_cpu=True)
         largest = float(b * min(role.model.largest_module, trained)) if stage < 3 else 0.0
-        yield "buckets", largest, largest
+        moment.hold(name, "buckets", largest)
+        moment.hold(name, "buckets", largest, on_cpu=True)
     if stage == 3:
-        if not role.states_on_cpu:
-            yield "gradients", b * shard, 0.0
-        yield "buckets", b * bucket, 0.0
+        moment.hold(name, "gradients", 0.0 if is_away else b * shard)
+        moment.hold(name, "buckets", b * bucket)
     if verb in ("backward", "reduce"):
-        is_second = run.num_micro_batches > 1  # what the first one left is there all along
         if stage <= 1 and (verb == "reduce" or is_second):
-            yield "gradients", float(b * trained), 0.0
-        if stage == 2 and is_second and not role.states_on_cpu:
-            yield "gradients", b * shard, 0.0
-        yield "buckets", b * bucket if stage in (1, 2) else 0.0, 0.0
+            moment.hold(name, "gradients", float(b * trained))
+        if stage == 2 and is_second and not is_away:
+            moment.hold(name, "gradients", b * shard)
+        moment.hold(name, "buckets", b * bucket if stage in (1, 2) else 0.0)
     if verb == "reduce":
-        if stage in (1, 2) and not role.states_on_cpu:  # a rank's own part
-            yield "gradients", b * shard, 0.0
-        yield "buckets", b * min(bucket, trained) if stage == 0 or n > 1 else 0.0, 0.0
-    if verb in ("wait", "step") and stage < 3 and not role.states_on_cpu:
-        yield "gradients", b * shard, 0.0
-    if verb == "step" and not role.states_on_cpu and has_copy:
+        if stage in (1, 2) and not is_away:  # a rank's own part
+            moment.hold(name, "gradients", b * shard)
+        moment.hold(name, "buckets", b * min(bucket, trained) if stage == 0 or run.num_ranks > 1 else 0.0)
+    if verb in ("wait", "step") and stage < 3 and not is_away:
+        moment.hold(name, "gradients", b * shard)
+    if verb == "step" and not is_away and has_copy:
         at_once = min(shard, role.zero.sub_group_size) if stage == 3 else shard
         flat = b if run.dtype != "fp32" and stage > 0 else 0
-        yield "step's buffers", (4 + flat) * at_once, 0.0
+        moment.hold(name, "step's buffers", (4 + flat) * at_once)
 
 
 def _gathered(run: Run, role: Role, verb: str) -> float:
@@ -231,6 +186,39 @@ def _gathered(run: Run, role: Role, verb: str) -> float:
     return run.num_bytes * min(held, 2 * model.num_params)
 
 
+# ---- activations ----------------------------------------------------------------------------------------
+
+
+def _activations(run: Run, role: Role) -> Activations:
+    return trace_activations(role.model, run.dtype, run.length, is_flash=run.is_flash)
+
+
+def _hold_activations(run: Run, role: Role, verb: str, moment: Moment) -> None:
+    if verb not in ("score", "backward", "reduce"):
+        return
+    if role.is_sharded and run.num_ranks > 1:
+        moment.hold(role.name, "gathered weights", _gathered(run, role, verb))
+    found, model = _activations(run, role), role.model
+    num_sequences = run.tokens_per_pass / run.length
+    if verb == "backward":
+        head = head_bytes(run, role, run.tokens_per_pass, is_training=True)
+        layer_work, kept = num_sequences * found.backward_work, num_sequences * found.saved_outside
+        if role.is_checkpointed:
+            kept += num_sequences * model.num_layers * run.length * model.hidden_size * run.num_bytes
+            layer_work += num_sequences * found.saved_by_layer
+        else:
+            kept += num_sequences * model.num_layers * found.saved_by_layer
+        held = kept + max(layer_work, head)
+    elif verb == "reduce":
+        held = num_sequences * found.backward_work
+    else:
+        num_tokens = run.tokens_per_pass if run.actor else run.tokens_per_evaluation
+        head = head_bytes(run, role, num_tokens, is_training=False)
+        states = num_tokens * model.hidden_size * run.num_bytes * 2
+        held = max(num_tokens / run.length * found.forward_peak, states + head)
+    moment.hold(role.name, "activations", held)
+
+
 def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) -> float:
     """Return what the head holds for the scored ones among a pass's tokens: a chunk of logits, their
     gradients and what is upcast of them (measured); for a value model the values' inputs in fp32.
@@ -238,7 +226,7 @@ def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) ->
     b, model, num_scored = run.num_bytes, role.model, scored_tokens(run, num_tokens)
     if model.is_value_model:
         return num_scored * model.hidden_size * 4 * (2 if is_training else 1)
-    chunk = CPU_CHUNK_ELEMENTS if run.hardware.is_cpu else GPU_CHUNK_ELEMENTS
+    chunk = CPU_CHUNK_ELEMENTS if run.is_cpu else GPU_CHUNK_ELEMENTS
     logits = min(chunk, num_scored * model.vocabulary)
     if not is_training:
         return logits * (b + (8 if run.actor else 4))  # step 3 wants the entropy too
@@ -253,49 +241,27 @@ def scored_tokens(run: Run, num_tokens: float) -> float:
     return num_tokens * run.args.max_answer_seq_len / run.length if run.actor else num_tokens
 
 
-def _training_activations(run: Run, role: Role) -> float:
-    found, model = run.activations(role), role.model
-    num_sequences = run.tokens_per_pass / run.length
-    head = head_bytes(run, role, run.tokens_per_pass, is_training=True)
-    layer_work = num_sequences * found.backward_work
-    if role.is_checkpointed:
-        kept = num_sequences * model.num_layers * run.length * model.hidden_size * run.num_bytes
-        layer_work += num_sequences * found.saved_by_layer
-    else:
-        kept = num_sequences * model.num_layers * found.saved_by_layer
-    return kept + num_sequences * found.saved_outside + max(layer_work, head)
-
-
-def _scoring_activations(run: Run, role: Role, num_tokens: int) -> float:
-    found = run.activations(role)
-    head = head_bytes(run, role, num_tokens, is_training=False)
-    states = num_tokens * role.model.hidden_size * run.num_bytes * 2
-    return max(num_tokens / run.length * found.forward_peak, states + head)
-
-
-def _generation(run: Run, role: Role, verb: str) -> Iterator[tuple[str, float, float]]:
-    """Yield slices, keys and values, and buffers; some of it stays until it is released."""
-    args, b = run.args, run.num_bytes
+def _hold_generation(run: Run, role: Role, verb: str, moment: Moment) -> None:
+    """Hold slices, keys and values, and buffers; some of it stays until it is released."""
+    args, b, name = run.args, run.num_bytes, role.name
     is_on = verb == "generate"
     stays = is_on or (args.enable_hybrid_engine and not args.release_inference_cache)
     keys = float(run.num_slots * run.length * kv_bytes_per_token(role.model.config, b, run.tp_size))
     if not args.enable_hybrid_engine:  # transformers' cache grows by copying, a layer at a time
         keys *= 1 + 1 / role.model.num_layers
     if stays:
-        yield "keys and values", keys, 0.0
-    if run.gathers_by_layer:
-        if is_on:
-            yield "gathered weights", _gathered(run, role, "score"), 0.0
-    else:
+        moment.hold(name, "keys and values", keys)
+    if not run.gathers_by_layer:
         sizes = run.switch_sizes()
-        if stays:
-            yield "gather buffers", float(b * sizes.staged), 0.0
-        if is_on:
-            yield "slices of weights", float(b * sizes.new), 0.0
+        moment.hold(name, "gather buffers", float(b * sizes.staged) if stays else 0.0)
+        moment.hold(name, "slices of weights", float(b * sizes.new) if is_on else 0.0)
+    elif is_on:
+        moment.hold(name, "gathered weights", _gathered(run, role, "score"))
     if is_on:
         prompts = run.num_slots * args.max_prompt_seq_len
         most = PREFILL_TOKENS if args.enable_hybrid_engine else prompts
         prefill = max(min(prompts, most), args.max_prompt_seq_len) / run.length
         # Logits of a token step, their fp32 weights for the sampling, the integers these are added up as.
         draw = run.num_slots * role.model.vocabulary * (b + 20)
-        yield "activations", max(prefill * run.activations(role).forward_peak / run.tp_size, draw), 0.0
+        passes = prefill * _activations(run, role).forward_peak / run.tp_size
+        moment.hold(name, "activations", max(passes, draw))

@@ -2,14 +2,12 @@
 
 No weight is read or made. Parameters are those of the meta model, a tied weight once; activations are what
 autograd saves, and the most that a pass holds, of one and of two layers run on fake tensors.
-
-# N ranks, t tensor-parallel size
 """
 
 import copy
 import weakref
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -25,32 +23,12 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from common.generation.reshard_plan import group_by_layers, plan_move
-from common.generation.tp_plans import Cut, NoPlan, build_cuts, working_tp_sizes
+from common.generation.reshard_plan import Move, group_by_layers, plan_move
+from common.generation.tp_plans import Cut, NoPlan, build_cuts
 from common.models.loading import DTYPES, set_dropout
 from common.models.lora import LoraOptions, linear_module_names, lora_targets
 
 FLASH = "triptych_counted"
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Numbers of parameters of a model with or without adapters."""
-
-    num_params: int  # adapters included
-    num_trained: int
-    num_adapter: int
-    num_adapted: int  # of the matrices that adapters are merged into for generation
-
-
-@dataclass(frozen=True)
-class SwitchSizes:
-    """Elements of one rank, the mean over ranks, when training weights become slices for generation."""
-
-    from_gather_group: float  # received from ranks that hold the same slice
-    from_all: float  # received
-    new: int  # in new memory; what is a view of the trainer's costs nothing
-    staged: int  # buffers of the largest group of layers that is moved at a time
 
 
 class ModelSizes:
@@ -63,116 +41,113 @@ class ModelSizes:
         self.config, self.is_value_model = copy.deepcopy(config), is_value_model
         if is_value_model:
             self.config.num_labels = 1
-        self._options = {"trust_remote_code": trust_remote_code}
+        self.options = {"trust_remote_code": trust_remote_code}
         auto_class = AutoModelForSequenceClassification if is_value_model else AutoModelForCausalLM
         with torch.device("meta"):
-            self.model: nn.Module = auto_class.from_config(self.config, **self._options)
+            self.model: nn.Module = auto_class.from_config(self.config, **self.options)
         if is_value_model and not isinstance(getattr(self.model, "score", None), nn.Linear):
             raise ValueError(f"{type(self.model).__name__} has no linear `score` head")
-        self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         text = config.get_text_config()
         self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
-        self.num_heads = text.num_attention_heads
-        self.head_dim = getattr(text, "head_dim", None) or self.hidden_size // self.num_heads
-
-    @cached_property
-    def num_params(self) -> int:
-        """All parameters, tied ones once."""
-        return sum(prod(shape) for shape in self.shapes.values())
-
-    @cached_property
-    def num_head(self) -> int:
-        """What a scored token is multiplied with at the end, tied to the input embedding or not."""
-        head = self.model.score if self.is_value_model else self.model.get_output_embeddings()
-        return head.weight.numel()
-
-    @cached_property
-    def num_body(self) -> int:
-        """Everything else: what every token is multiplied with."""
-        is_tied = not self.is_value_model and (
-            self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
-        )
-        embedding = self.model.get_input_embeddings().weight.numel()  # of which a token reads one row
-        return self.num_params - embedding - (0 if is_tied else self.num_head)
-
-    @cached_property
-    def vocabulary(self) -> int:
-        """Rows of the output head."""
-        return 1 if self.is_value_model else self.model.get_output_embeddings().weight.shape[0]
-
-    @cached_property
-    def largest_module(self) -> int:
-        """The parameters that ZeRO 3 cannot but gather together: those of one module."""
+        head_dim = getattr(text, "head_dim", None) or self.hidden_size // text.num_attention_heads
+        self.attention_width = text.num_attention_heads * head_dim
+        self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        self.num_params = sum(map(prod, self.shapes.values()))
+        head = (self.model.score if is_value_model else self.model.get_output_embeddings()).weight
+        embedding = self.model.get_input_embeddings().weight  # of which a token reads one row
+        self.vocabulary = head.shape[0]  # 1 of a value model
+        # Each scored token is multiplied with the head, tied or not, and every token with the body.
+        self.num_head = head.numel()
+        self.num_body = self.num_params - embedding.numel() - (0 if head is embedding else self.num_head)
+        # ZeRO 3 cannot but gather the parameters of one module together.
         modules = self.model.modules()
-        return max(sum(p.numel() for p in m.parameters(recurse=False)) for m in modules)
+        self.largest_module = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in modules)
 
-    @cached_property
-    def backbone_key(self) -> str:
-        """A text that is equal for models with equal layers."""
-        head = {"num_labels", "id2label", "label2id", "architectures", "_name_or_path"}
-        return str({key: value for key, value in self.config.to_dict().items() if key not in head})
-
-    @cached_property
-    def tp_sizes(self) -> list[int]:
-        """The tensor-parallel sizes that fit."""
-        return [1] if self.is_value_model else working_tp_sizes(self.model)
-
-    @lru_cache  # noqa: B019 - a few models live as long as the program
     def num_small(self, threshold: float) -> int:
         """The parameters that ZeRO 3 keeps whole everywhere: of tensors up to `threshold` elements."""
-        return sum(prod(shape) for shape in self.shapes.values() if prod(shape) <= threshold)
+        return sum(size for size in map(prod, self.shapes.values()) if size <= threshold)
 
-    @lru_cache  # noqa: B019
-    def counts(self, lora: LoraOptions) -> Counts:
-        """Return the counts under the rules of `common.models.add_lora`."""
-        if not lora.dim:
-            return Counts(self.num_params, self.num_params, 0, 0)
-        targets = self.adapted_modules(lora.module_name)
-        weights = [self.model.get_submodule(name).weight for name in targets]
-        num_adapter = sum(lora.dim * sum(weight.shape) for weight in weights)
-        frozen = {f"{name}.{part}" for name in targets for part in ("weight", "bias")}
-        others = sum(prod(shape) for name, shape in self.shapes.items() if name not in frozen)
-        if lora.only_optimize_lora:
-            others = self.num_head if self.is_value_model else 0
-        num_adapted = sum(weight.numel() for weight in weights)
-        return Counts(self.num_params + num_adapter, others + num_adapter, num_adapter, num_adapted)
 
-    def adapted_modules(self, module_name: str) -> list[str]:
-        """Return the linear layers that adapters would be put on; raise ValueError if there are none."""
-        return lora_targets(linear_module_names(self.model), module_name)
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of parameters of a model with or without adapters."""
 
-    @lru_cache  # noqa: B019
-    def cuts(self, tp_size: int) -> dict[str, Cut]:
-        """Return where weights are cut, {} for a family without a plan: it generates with t = 1."""
-        try:
-            return build_cuts(self.model, tp_size)
-        except NoPlan:
-            return {}
+    num_params: int  # adapters included
+    num_trained: int
+    num_adapter: int
+    num_adapted: int  # of the matrices that adapters are merged into for generation
 
-    @lru_cache  # noqa: B019
-    def switch_sizes(
-        self, num_ranks: int, tp_size: int, is_sharded: bool, layers_per_group: int, lora: LoraOptions
-    ) -> SwitchSizes:
-        """Return what the hybrid engine moves and holds, by its own plan."""
-        cuts = self.cuts(tp_size)
-        tp_size = tp_size if cuts else 1
-        moves = {
-            name: plan_move(shape, cuts.get(name), num_ranks, tp_size, is_sharded)
-            for name, shape in self.shapes.items()
-        }
-        for name in self.adapted_modules(lora.module_name) if lora.dim else ():
-            # W + scaling B A is a new tensor, whatever W's slice was.
-            move = moves[f"{name}.weight"]
-            moves[f"{name}.weight"] = move._replace(new=move.slice)
-        num_adapter = self.counts(lora).num_adapter
-        from_all = num_adapter * (num_ranks - 1) / num_ranks if is_sharded else 0.0
-        groups = group_by_layers(list(moves), layers_per_group)
-        return SwitchSizes(
-            from_gather_group=sum(move.from_gather_group for move in moves.values()),
-            from_all=from_all + sum(move.from_all for move in moves.values()),
-            new=sum(move.new for move in moves.values()),
-            staged=max(sum(moves[name].staged for name in names) for names in groups),
-        )
+
+@cache
+def count_parameters(model: ModelSizes, lora: LoraOptions) -> Counts:
+    """Return the counts under the rules of `common.models.lora.add_lora`.
+
+    Raises ValueError where no linear layer would get an adapter.
+    """
+    if not lora.dim:
+        return Counts(model.num_params, model.num_params, 0, 0)
+    targets = adapted_modules(model, lora)
+    weights = [model.shapes[f"{name}.weight"] for name in targets]
+    num_adapter = sum(lora.dim * sum(shape) for shape in weights)
+    frozen = {f"{name}.{part}" for name in targets for part in ("weight", "bias")}
+    others = sum(prod(shape) for name, shape in model.shapes.items() if name not in frozen)
+    if lora.only_optimize_lora:
+        others = model.num_head if model.is_value_model else 0
+    return Counts(model.num_params + num_adapter, others + num_adapter, num_adapter, sum(map(prod, weights)))
+
+
+def adapted_modules(model: ModelSizes, lora: LoraOptions) -> list[str]:
+    """Return the linear layers that adapters are put on."""
+    return lora_targets(linear_module_names(model.model), lora.module_name) if lora.dim else []
+
+
+# ---- the switch to generation ---------------------------------------------------------------------------
+
+
+@cache
+def find_cuts(model: ModelSizes, tp_size: int) -> dict[str, Cut]:
+    """Return where weights are cut, {} for a family without a plan: it generates with t = 1."""
+    try:
+        return build_cuts(model.model, tp_size)
+    except NoPlan:
+        return {}
+
+
+@cache
+def switch_sizes(
+    model: ModelSizes,
+    num_ranks: int,
+    tp_size: int,
+    is_sharded: bool,
+    layers_at_once: int,
+    lora: LoraOptions,
+) -> Move:
+    """Return what the hybrid engine moves and holds, by its own plan: of all weights together.
+
+    `staged` is that of the largest group of layers that is moved at a time.
+    """
+    cuts = find_cuts(model, tp_size)
+    moves = {
+        name: plan_move(shape, cuts.get(name), num_ranks, tp_size if cuts else 1, is_sharded)
+        for name, shape in model.shapes.items()
+    }
+    for name in adapted_modules(model, lora):
+        # W + scaling B A is a new tensor, whatever W's slice was.
+        move = moves[f"{name}.weight"]
+        moves[f"{name}.weight"] = move._replace(new=move.slice)
+    num_adapter = count_parameters(model, lora).num_adapter
+    from_all = num_adapter * (num_ranks - 1) / num_ranks if is_sharded else 0.0
+    groups = group_by_layers(list(moves), layers_at_once)
+    return Move(
+        slice=sum(move.slice for move in moves.values()),
+        new=sum(move.new for move in moves.values()),
+        from_gather_group=sum(move.from_gather_group for move in moves.values()),
+        from_all=from_all + sum(move.from_all for move in moves.values()),
+        staged=max(sum(moves[name].staged for name in names) for names in groups),
+    )
+
+
+# ---- activations ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -185,7 +160,8 @@ class Activations:
     forward_peak: float  # most that a pass without gradients holds
 
 
-_TRACED: dict[tuple[str, str, int, bool], Activations] = {}
+_TRACED: dict[tuple[str, str, int, bool], Activations] = {}  # by configuration
+_OF_THE_HEAD = ("num_labels", "id2label", "label2id", "architectures", "_name_or_path")
 
 
 def trace_activations(model: ModelSizes, dtype: str, length: int, *, is_flash: bool) -> Activations:
@@ -195,34 +171,30 @@ def trace_activations(model: ModelSizes, dtype: str, length: int, *, is_flash: b
     (`is_flash`, where the family takes it) flash-attn's, which keeps no mask and no weights.
     """
     dtype = "bf16" if dtype == "fp16" else dtype  # as wide
-    key = (model.backbone_key, dtype, length, is_flash)
+    backbone = {key: value for key, value in model.config.to_dict().items() if key not in _OF_THE_HEAD}
+    key = (str(backbone), dtype, length, is_flash)
     if key not in _TRACED:
         with FakeTensorMode():
-            (one, _), (two, peaks) = (_trace(model, dtype, length, is_flash, n) for n in (1, 2))
-        by_layer = two - one
-        _TRACED[key] = Activations(by_layer, one - by_layer, peaks[1], peaks[0])
+            one, two = (_trace(model, dtype, length, is_flash, n) for n in (1, 2))
+        by_layer = two.saved_by_layer - one.saved_by_layer
+        outside = one.saved_by_layer - by_layer
+        _TRACED[key] = Activations(by_layer, outside, two.backward_work, two.forward_peak)
     return _TRACED[key]
 
 
-def _trace(
-    model: ModelSizes, dtype: str, length: int, is_flash: bool, num_layers: int
-) -> tuple[int, tuple[int, int]]:
-    """Return (bytes saved, (peak of a pass without gradients, work of the backward pass)) of a few layers."""
+def _trace(model: ModelSizes, dtype: str, length: int, is_flash: bool, num_layers: int) -> Activations:
+    """Return what a model of a few layers holds, all that it saves as `saved_by_layer`."""
     config = copy.deepcopy(model.config)
     config.num_hidden_layers, config.use_cache = num_layers, False
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:num_layers]
     set_dropout(config, 0.0)
     takes_any = getattr(type(model.model), "_supports_attention_backend", False)
-    more = {"attn_implementation": FLASH} if is_flash and takes_any else {}
-    lm = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], **more, **model._options).train()
+    attention = {"attn_implementation": FLASH} if is_flash and takes_any else {}
+    lm = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], **attention, **model.options).train()
     backbone = getattr(lm, lm.base_model_prefix)
     ids = torch.zeros(1, length, dtype=torch.int64)
-    mask = {} if more else {"attention_mask": torch.ones(1, length, dtype=torch.int64)}
-    if num_layers == 1:  # only what is saved
-        with LiveBytes(backbone) as live:
-            hidden = backbone(input_ids=ids, **mask)[0]
-            return live.now, (0, 0)
+    mask = {} if attention else {"attention_mask": torch.ones(1, length, dtype=torch.int64)}
     with LiveBytes(backbone) as live, torch.no_grad():
         backbone(input_ids=ids, **mask)
         forward_peak = live.peak
@@ -237,7 +209,7 @@ def _trace(
         hidden = backbone(inputs_embeds=embedded, **mask)[0]
         before = live.peak = live.now
         hidden.backward(hidden.detach())
-        return saved, (forward_peak, live.peak - before)
+        return Activations(saved, 0, live.peak - before, forward_peak)
 
 
 class LiveBytes(TorchDispatchMode):

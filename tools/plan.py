@@ -17,22 +17,11 @@ from common.engine.ds_config import load_overrides
 from common.flags.args import Problems
 from common.programs import startup
 from tools.findings import run_tool
-from tools.memory_plan import TRAINING, MemoryPlan, plan_memory
+from tools.memory_plan import TRAINING, Holdings, MemoryPlan, Moment
 from tools.plan_changes import Change, apply, find_changes
-from tools.planned_run import (
-    ARITHMETIC,
-    HOST,
-    INTER,
-    INTRA,
-    MEMORY,
-    PlanArguments,
-    Run,
-    build_run,
-    find_problems,
-    read_models,
-)
+from tools.planned_run import PlanArguments, Run, find_problems, read_models
 from tools.step_flags import STEP_NAMES, parse_step_args
-from tools.traffic_plan import TrafficPlan, is_recomputed, plan_traffic, strided_group
+from tools.traffic_plan import SHARES, TrafficPlan, is_recomputed, plan_traffic
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,14 +30,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems = Problems()
     args = parse_step_args(PlanArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     run = check_run(args, problems)
-    memory, traffic = plan_memory(run), plan_traffic(run)
-    changes = None if memory.fits else find_changes(args, models_of(run))
-    left = memory.left
-    if changes:
-        left = plan_memory(build_run(apply(args, changes), models_of(run))).left
-    lines = [*head_lines(run), "", *memory_lines(run, memory), "", *verdict_lines(run, memory, changes, left)]
-    lines += ["", *traffic_lines(run, traffic), "", *assumption_lines(run)]
-    print("\n".join(lines))
+    memory, traffic = MemoryPlan(run), plan_traffic(run)
+    changes = None if memory.fits else find_changes(args, run.models)
+    left = MemoryPlan(Run(apply(args, changes), run.models)).left if changes else memory.left
+    sections = [head_lines(run), memory_lines(run, memory), verdict_lines(run, memory, changes, left)]
+    sections += [traffic_lines(run, traffic), assumption_lines(run)]
+    print("\n\n".join("\n".join(lines) for lines in sections))
     if args.json:
         suggestion = {"changes": [change.flags for change in changes], "left": left} if changes else None
         print(json.dumps(as_object(run, memory, traffic) | {"suggestion": suggestion}))
@@ -68,12 +55,7 @@ def check_run(args: Any, problems: Problems) -> Run:
         for problem in find_problems(args, models):
             problems.add(problem)
     problems.exit_if_any()
-    return build_run(args, models)
-
-
-def models_of(run: Run) -> dict[str, Any]:
-    """Return the models by role."""
-    return {role.name: role.model for role in run.roles}
+    return Run(args, models)
 
 
 # ---- printing -------------------------------------------------------------------------------------------
@@ -102,25 +84,25 @@ def gib(num_bytes: float) -> str:
 
 def head_lines(run: Run) -> list[str]:
     """Say what is planned: step, machines, models."""
-    hardware = run.hardware
-    machines = f"{hardware.num_nodes} machines of " if hardware.num_nodes > 1 else ""
+    args = run.args
+    machines = f"{args.num_nodes} machines of " if args.num_nodes > 1 else ""
     rows = [["role", "family", "parameters", "trained", "layers", "hidden", "ZeRO"]]
     for role in run.roles:
-        model, counts = role.model, role.model.counts(role.lora)
+        model, counts = role.model, role.counts
         trained = count_text(counts.num_trained) if role.is_trained else "-"
         family = model.config.model_type + (", adapters off" if role.is_adapter_off else "")
         sizes = [str(model.num_layers), str(model.hidden_size), str(role.zero.stage)]
         rows.append([role.name, family, count_text(counts.num_params), trained, *sizes])
-    step = "step 2, DPO" if run.args.stage == 2 and run.args.loss == "dpo" else STEP_NAMES[run.args.stage]
-    title = f"{step}, on {machines}{hardware.num_gpus} x {hardware.name}, {run.dtype}"
+    step = "step 2, DPO" if args.stage == 2 and args.loss == "dpo" else STEP_NAMES[args.stage]
+    title = f"{step}, on {machines}{args.num_gpus} x {args.gpu}, {run.dtype}"
     return [title, "", *grid(rows, num_left=2)]
 
 
 def memory_lines(run: Run, memory: MemoryPlan) -> list[str]:
     """Show what a rank holds in each phase, and on its CPU."""
     moments = [memory.of_phase(phase) for phase in dict.fromkeys(m.phase for m in memory.moments)]
-    size = run.hardware.memory_bytes
-    title = f"{'' if run.hardware.is_cpu else 'GPU '}memory of a rank, GiB"
+    size = run.memory_bytes
+    title = f"{'' if run.is_cpu else 'GPU '}memory of a rank, GiB"
     rows = [
         [title, "", *(m.phase.split()[0] for m in moments)],
         ["", "", *(m.role for m in moments)],
@@ -133,9 +115,9 @@ def memory_lines(run: Run, memory: MemoryPlan) -> list[str]:
     if on_cpu:
         blank = [""] * (len(moments) + 1)
         rows += [["", *blank], ["CPU memory of a rank, GiB", *blank], *on_cpu]
-        of_all = [sum(m.cpu.values()) * run.hardware.num_gpus for m in moments]
+        of_all = [sum(m.cpu.values()) * run.args.num_gpus for m in moments]
         rows.append(["all ranks of a machine", "", *map(gib, of_all)])
-    loading = gib(memory.loading_bytes)
+    loading = gib(memory.loading)
     return [*grid(rows, num_left=2), f"while models are loaded, a machine's CPU holds up to {loading} GiB"]
 
 
@@ -164,13 +146,11 @@ def verdict_lines(run: Run, memory: MemoryPlan, changes: Sequence[Change] | None
         lines = [f"does not fit: {what} takes {gib(peak.total)} GiB, {gib(-memory.left)} too many"]
         lines.append(f"the largest: {items}")
     else:
-        known, needed = run.hardware.cpu_memory_bytes, max(memory.cpu_peak, memory.loading_bytes)
-        lines = [f"does not fit: a machine's CPU memory, {gib(needed)} GiB of {gib(known)}"]
+        needed, known = max(memory.cpu_peak, memory.loading), run.args.cpu_memory_gib
+        lines = [f"does not fit: a machine's CPU memory, {gib(needed)} GiB of {known:.2f}"]
     if changes is None:
         return [*lines, "no changes together make it fit: take a smaller model"]
-    flags: dict[str, Any] = {}
-    for change in changes:
-        flags |= change.flags
+    flags = {name: value for change in changes for name, value in change.flags.items()}
     words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items()]
     costs = "; ".join(dict.fromkeys(change.cost for change in changes))
     return [*lines, f"change: {' '.join(words)}", f"        leaves {gib(left)} GiB; {costs}"]
@@ -179,49 +159,34 @@ def verdict_lines(run: Run, memory: MemoryPlan, changes: Sequence[Change] | None
 def traffic_lines(run: Run, traffic: TrafficPlan) -> list[str]:
     """Show the time of each phase, what bounds it, and what a rank receives in it."""
     rows = [["time of a step", "bound by", "seconds", "share", "GiB in machine", "GiB from others"]]
-    for name, cost in traffic.phases.items():
-        if cost.total:
-            share = f"{cost.total / traffic.seconds:.0%}"
-            received = [gib(cost.intra_bytes), gib(cost.inter_bytes)]
-            rows.append([name, cost.bound, f"{cost.total:.3g}", share, *received])
-    rows.append(["all", "", f"{traffic.seconds:.3g}", "", "", ""])
+    for name, phase in traffic.phases.items():
+        seconds_by = traffic.seconds[name]
+        seconds, bound = sum(seconds_by.values()), max(seconds_by, key=seconds_by.__getitem__)
+        if seconds:
+            received = [gib(phase.intra_bytes), gib(phase.inter_bytes)]
+            rows.append([name, bound, f"{seconds:.3g}", f"{seconds / traffic.step_seconds:.0%}", *received])
+    rows.append(["all", "", f"{traffic.step_seconds:.3g}", "", "", ""])
+    speed = traffic.num_tokens / traffic.step_seconds
     what = "response tokens" if run.actor else "tokens"
-    speed = traffic.tokens_per_second
-    of_rank = speed / run.num_ranks
-    lines = grid(rows, num_left=2)
-    lines.append(f"{traffic.num_tokens:,.0f} {what} a step, {speed:,.0f} a second, {of_rank:,.0f} a rank")
-    spread = strided_group(run.hardware, run.tp_size).num_nodes
-    if spread > 1:
-        lines.append(
-            f"note: the {run.tp_size} ranks of a replica stand on {spread:g} machines (a stride of N/t)"
-        )
-    return lines
+    told = (
+        f"{traffic.num_tokens:,.0f} {what} a step, {speed:,.0f} a second, {speed / run.num_ranks:,.0f} a rank"
+    )
+    return [*grid(rows, num_left=2), told]
 
 
 def assumption_lines(run: Run) -> list[str]:
-    """Name everything that the figures rest on."""
-    args, hardware, rates = run.args, run.hardware, run.hardware.rates
-    known = f"{args.cpu_memory_gib:g} GiB" if args.cpu_memory_gib else "not known, so not checked"
+    """Name what the figures rest on."""
+    args = run.args
+    cpu = f"{args.cpu_memory_gib:g} GiB" if args.cpu_memory_gib else "not known, so not checked"
     by_kernel = "without a mask (flash-attn)" if run.is_flash else "torch's, with a mask of length x length"
     lines = [
-        f"{rates[ARITHMETIC] / 1e12:.4g} TFLOP/s of matrix products and {rates[MEMORY] / 1e9:.4g} GB/s of "
-        f"memory are reached: {args.matmul_efficiency:.0%} and {args.memory_efficiency:.0%} of what is sold",
-        f"{rates[INTRA] / 1e9:.4g} GB/s come from ranks of the machine, {rates[INTER] / 1e9:.4g} from other "
-        f"machines, {rates[HOST] / 1e9:.4g} from the CPU: {args.link_efficiency:.0%}",
-        f"a collective takes {args.intra_node_latency_us:g} us for each doubling of ranks in a machine, "
-        f"{args.inter_node_latency_us:g} us for each of machines",
-        f"reserved of a device {hardware.reserved_bytes / 2**30:g} GiB; CPU memory {known}",
-        "times are what these rates allow: launches, sampling, data and stragglers come on top",
+        f"of what is sold {SHARES['matmul']:.0%} of matrix products, {SHARES['memory']:.0%} of memory and "
+        f"{SHARES['link']:.0%} of links is reached; launches, sampling, data and stragglers come on top",
+        f"reserved of a device {run.device.reserved_gib:g} GiB; CPU memory {cpu}",
         f"sequences are full: {run.length} tokens; a pass has {run.tokens_per_pass:,}, and an optimizer step "
         f"passes: {run.num_micro_batches}",
-        f"attention {by_kernel}; activations are counted on the model's own layers",
-        "ZeRO 3 gathers and reduces beside the arithmetic, lower stages after it",
+        f"attention {by_kernel}; ZeRO 3 gathers and reduces beside the arithmetic, lower stages after it",
     ]
-    for role in run.roles:
-        if role.is_trained and role.zero.stage:
-            kept = f", reuse distance {role.zero.max_reuse_distance:.2g}" if role.is_sharded else ""
-            bucket = f"gradient bucket {role.zero.reduce_bucket_size:.2g}"
-            lines.append(f"ZeRO {role.zero.stage} of the {role.name}, in elements: {bucket}{kept}")
     if run.actor:
         again = "are computed again" if is_recomputed(run) else "are the sampler's"
         how = "gathered layer by layer" if run.gathers_by_layer else f"by replicas of {run.tp_size}"
@@ -235,27 +200,23 @@ def assumption_lines(run: Run) -> list[str]:
 
 def as_object(run: Run, memory: MemoryPlan, traffic: TrafficPlan) -> dict[str, Any]:
     """Return the plan for programs; bytes of a rank, seconds of a step."""
-    moments = [
-        {
-            "phase": m.phase,
-            "role": m.role,
-            "verb": m.verb,
-            "gpu": {f"{role} {item}": num_bytes for (role, item), num_bytes in m.gpu.items()},
-            "cpu": {f"{role} {item}": num_bytes for (role, item), num_bytes in m.cpu.items()},
-        }
-        for m in memory.moments
-    ]
-    peak = {"phase": memory.peak.phase, "role": memory.peak.role, "verb": memory.peak.verb}
+
+    def words(moment: Moment) -> dict[str, str]:
+        return {"phase": moment.phase, "role": moment.role, "verb": moment.verb}
+
+    def by_name(holdings: Holdings) -> dict[str, float]:
+        return {f"{role} {item}": num_bytes for (role, item), num_bytes in holdings.items()}
+
+    moments = [words(m) | {"gpu": by_name(m.gpu), "cpu": by_name(m.cpu)} for m in memory.moments]
+    peak = words(memory.peak)
     return {
         "name": "plan",
         "flags": asdict(run.args),
         "dtype": run.dtype,
-        "hardware": asdict(run.hardware),
-        "parameters": {r.name: asdict(r.model.counts(r.lora)) for r in run.roles},
+        "parameters": {role.name: asdict(role.counts) for role in run.roles},
         "memory": {"fits": memory.fits, "left": memory.left, "peak": peak, "moments": moments},
-        "step_seconds": traffic.seconds,
-        "tokens_per_second": traffic.tokens_per_second,
-        "phases": {name: asdict(cost) | {"bound": cost.bound} for name, cost in traffic.phases.items()},
+        "step_seconds": traffic.step_seconds,
+        "phases": {n: asdict(p) | {"seconds": traffic.seconds[n]} for n, p in traffic.phases.items()},
     }
 
 

@@ -1,12 +1,13 @@
 """Which flags to change when a run does not fit: the cheapest first, each tried by making its plan."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tools.memory_plan import plan_memory
-from tools.planned_run import Models, build_run, find_problems, longest_row
+from common.generation.tp_plans import working_tp_sizes
+from tools.memory_plan import MemoryPlan
+from tools.planned_run import Models, Run, find_problems, longest_row
 
 MAX_RANKS = 1024
 
@@ -20,16 +21,15 @@ class Change(NamedTuple):
 
 def apply(args: Any, changes: Sequence[Change]) -> Any:
     """Return the flags with the changes made, one after the other."""
-    flags: dict[str, Any] = {}
     for change in changes:
-        flags |= change.flags
-    return replace(args, **flags)
+        args = replace(args, **change.flags)
+    return args
 
 
 def find_changes(args: Any, models: Models) -> list[Change] | None:
     """Return changes that together make a run fit, none of them idle; None where nothing does.
 
-    More GPUs come only where no other flags do.
+    One change where one is enough; more GPUs only where no other flags do.
     """
     for machines in [[], *([change] for change in more_machines(args))]:
         found = _search(apply(args, machines), models)
@@ -44,32 +44,70 @@ def _search(args: Any, models: Models) -> list[Change] | None:
     def lacking(changes: Sequence[Change]) -> float:
         """Return the bytes that are too many: 0 where it fits, inf where the flags exclude each other."""
         changed = apply(args, changes)
-        return math.inf if find_problems(changed, models) else plan_memory(build_run(changed, models)).lacking
+        return math.inf if find_problems(changed, models) else MemoryPlan(Run(changed, models)).lacking
 
     if lacking([]) == 0:
         return []
-    candidates = [change for change in candidate_changes(args, models) if lacking([change]) < math.inf]
-    enough = next((change for change in candidates if lacking([change]) == 0), None)
-    if enough:
-        return [enough]
-    for limit in (0.0, math.inf):  # bytes that a change alone may cost: another one may need it
-        chosen: list[Change] = []
-        least = lacking(chosen)
-        for change in candidates:
-            left = lacking([*chosen, change])
-            if left < math.inf and left <= least + limit:
-                chosen, least = [*chosen, change], left
-            if least == 0:
-                return _needed(chosen, lacking)
-    return None
-
-
-def _needed(chosen: list[Change], lacking: Callable[[Sequence[Change]], float]) -> list[Change]:
-    """Return the changes without those that a run fits without, the dearest left out first."""
-    for change in reversed(chosen):
+    candidates = list(candidate_changes(args, models))
+    for change in candidates:
+        if lacking([change]) == 0:
+            return [change]
+    chosen: list[Change] = []
+    for change in candidates:
+        if lacking([*chosen, change]) < math.inf:
+            chosen.append(change)
+        if lacking(chosen) == 0:
+            break
+    else:
+        return None
+    for change in reversed(chosen):  # without those not needed, the dearest first
         rest = [other for other in chosen if other is not change]
         chosen = rest if lacking(rest) == 0 else chosen
     return chosen
+
+
+def candidate_changes(args: Any, models: Models) -> Iterator[Change]:
+    """Yield what may be changed, the cheapest first, each in its gentlest variant first."""
+    is_ppo = args.stage == 3
+    roles = [f"{name}_" for name in ("actor", "critic") if name in models] if is_ppo else [""]
+    if is_ppo and args.enable_hybrid_engine:
+        yield Change({"release_inference_cache": True}, "the cache is made anew every time")
+    for chosen in [[role] for role in roles] + ([roles] if len(roles) > 1 else []):
+        recompute = {f"{role}gradient_checkpointing": True for role in chosen}
+        yield Change(recompute, "a third more arithmetic in training")
+    if args.max_tokens_per_micro_batch:
+        for n in halvings(args.max_tokens_per_micro_batch, longest_row(args)):
+            yield Change({"max_tokens_per_micro_batch": n}, "more and smaller passes")
+    else:
+        name = "per_device_training_batch_size" if is_ppo else "per_device_train_batch_size"
+        yield from _in_parts(args, name, "gradient_accumulation_steps", "smaller passes")
+    if is_ppo and args.enable_hybrid_engine:
+        for n in halvings(Run(args, models).num_slots):
+            yield Change({"generation_slots": n}, "fewer sequences at a time")
+    elif is_ppo:
+        names = "per_device_generation_batch_size", "generation_batches"
+        yield from _in_parts(args, *names, "fewer sequences at a time")
+    away = "its weights come from the CPU at every step"
+    if is_ppo and not args.actor_lora_dim:
+        yield Change({"offload_reference_model": True}, away)
+    if is_ppo and set(models) - {"actor", "reference", "critic"}:
+        yield Change({"offload_reward_model": True}, away)
+    for stage in (1, 2, 3):
+        if stage > getattr(args, f"{roles[0]}zero_stage"):
+            yield Change({f"{role}zero_stage": stage for role in roles}, "more is sent")
+    for what in ("optimizer", "all"):
+        yield Change({"offload": what}, "Adam runs on the CPU: slow")
+    for n in working_tp_sizes(models["actor"].model) if is_ppo else ():
+        if args.inference_tp_size < n <= args.num_gpus:
+            yield Change({"inference_tp_size": n, "enable_hybrid_engine": True}, "ranks generate together")
+    yield Change({f"{role}lora_dim": 64 for role in roles}, "trains adapters only: another result")
+
+
+def _in_parts(args: Any, size_flag: str, count_flag: str, cost: str) -> Iterator[Change]:
+    """Yield a batch in smaller parts, and as many more of them."""
+    size, count = getattr(args, size_flag), getattr(args, count_flag)
+    for n in halvings(size):
+        yield Change({size_flag: n, count_flag: count * size // n}, cost)
 
 
 def halvings(number: int, least: int = 1) -> list[int]:
@@ -79,62 +117,6 @@ def halvings(number: int, least: int = 1) -> list[int]:
         number //= 2
         found.append(number)
     return found
-
-
-def candidate_changes(args: Any, models: Models) -> list[Change]:
-    """Return what may be changed, the cheapest first, each in its gentlest variant first."""
-    is_ppo = args.stage == 3
-    roles = [f"{name}_" for name in ("actor", "critic") if name in models] if is_ppo else [""]
-    found: list[Change] = []
-
-    def offer(flags: dict[str, Any], cost: str) -> None:
-        if any(getattr(args, name) != value for name, value in flags.items()):
-            found.append(Change(flags, cost))
-
-    if is_ppo and args.enable_hybrid_engine:
-        offer({"release_inference_cache": True}, "the cache is made anew every time")
-    for chosen in [[role] for role in roles] + ([roles] if len(roles) > 1 else []):
-        recompute = {f"{role}gradient_checkpointing": True for role in chosen}
-        offer(recompute, "a third more arithmetic in training")
-    if args.max_tokens_per_micro_batch:
-        for n in halvings(args.max_tokens_per_micro_batch, longest_row(args)):
-            offer({"max_tokens_per_micro_batch": n}, "more and smaller passes")
-    else:
-        name = "per_device_training_batch_size" if is_ppo else "per_device_train_batch_size"
-        rows = getattr(args, name)
-        for n in halvings(rows):
-            accumulation = args.gradient_accumulation_steps * rows // n
-            offer({name: n, "gradient_accumulation_steps": accumulation}, "smaller passes")
-    if is_ppo:
-        _offer_generation(args, models, offer)
-    for stage in (1, 2, 3):
-        if stage > getattr(args, f"{roles[0]}zero_stage"):
-            offer({f"{role}zero_stage": stage for role in roles}, "more is sent")
-    for what in ("optimizer", "all"):
-        offer({"offload": what}, "Adam runs on the CPU: slow")
-    if is_ppo:
-        for n in models["actor"].tp_sizes:
-            if args.inference_tp_size < n <= args.num_gpus:
-                offer({"inference_tp_size": n, "enable_hybrid_engine": True}, "ranks generate together")
-    offer({f"{role}lora_dim": 64 for role in roles}, "trains adapters only: another result")
-    return found
-
-
-def _offer_generation(args: Any, models: Models, offer: Any) -> None:
-    """Offer fewer sequences at a time, and frozen models that wait on the CPU."""
-    if args.enable_hybrid_engine:
-        for n in halvings(build_run(args, models).num_slots):
-            offer({"generation_slots": n}, "fewer sequences at a time")
-    else:
-        prompts, batches = args.per_device_generation_batch_size, args.generation_batches
-        for n in halvings(prompts):
-            flags = {"per_device_generation_batch_size": n, "generation_batches": batches * prompts // n}
-            offer(flags, "fewer sequences at a time")
-    what = "its weights come from the CPU at every step"
-    if not args.actor_lora_dim:
-        offer({"offload_reference_model": True}, what)
-    if set(models) - {"actor", "reference", "critic"}:
-        offer({"offload_reward_model": True}, what)
 
 
 def more_machines(args: Any) -> list[Change]:

@@ -1,8 +1,4 @@
-"""What a plan is made of: machines, models and the flags of a step; nothing is loaded.
-
-Presets of machines are the makers' data sheets: 10^12 operations of dense matrix products, GB/s (10^9 bytes)
-of memory, and of links in one direction for each GPU. What a program reaches of them are the efficiencies.
-"""
+"""What a plan is made of: machines, models and the flags of a step; nothing is loaded."""
 
 import json
 from dataclasses import dataclass, replace
@@ -16,104 +12,34 @@ from common.data.plugins import import_plugins
 from common.engine.ds_config import EngineOptions, build_frozen_config, build_train_config, load_overrides
 from common.flags.args import Problems, flag
 from common.generation.generate import DEFAULT_SLOTS
+from common.generation.reshard_plan import Move
 from common.models.loading import DTYPES
 from common.models.lora import LoraOptions
 from common.models.model_flops import DEVICES
 from common.programs import startup
 from step3_ppo.algorithms import find_algorithm
 from step3_ppo.rewards.reward_specs import parse_rewards
-from tools.model_sizes import Activations, ModelSizes, SwitchSizes, trace_activations
+from step3_ppo.start_up import check_numbers, samples_per_rank
+from tools.model_sizes import Counts, ModelSizes, count_parameters, find_cuts, switch_sizes
 from tools.step_flags import StageArguments
 
 SHAPES = Path(__file__).resolve().parents[1] / "training_scripts/model_shapes.json"  # by hub name
-ARITHMETIC, MEMORY, INTRA, INTER = "arithmetic", "memory", "links in a machine", "links between machines"
-HOST, LATENCY, CPU = "link to the CPU", "latency of links", "CPU"
 
 Models = dict[str, ModelSizes]  # by role
 
 
 @dataclass
 class PlanArguments(StageArguments):
-    """The machines; 0 is what --gpu says."""
+    """The machines."""
 
     gpu: str = flag("h100-80g", "kind of device", choices=tuple(DEVICES))
     num_gpus: int = flag(1, "GPUs, or CPU processes, of each machine", low=1)
     num_nodes: int = flag(1, "machines", low=1)
-    gpu_memory_gib: float = flag(0.0, "memory of a GPU", low=0)
-    reserved_gib: float = flag(
-        0.0, "of it for the CUDA context, NCCL and what the allocator cannot use", low=0
-    )
-    gpu_tflops: float = flag(0.0, "dense matrix products in --dtype, 10^12 operations a second", low=0)
-    gpu_bandwidth_gb_s: float = flag(0.0, "reading its own memory", low=0)
-    intra_node_gb_s: float = flag(0.0, "from other GPUs of a machine, one direction", low=0)
-    inter_node_gb_s: float = flag(0.0, "from other machines, for each GPU", low=0)
-    host_link_gb_s: float = flag(0.0, "from the CPU's memory", low=0)
+    gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: what --gpu has", low=0)
+    inter_node_gb_s: float = flag(0.0, "from other machines, for each GPU; 0: what --gpu usually has", low=0)
     cpu_memory_gib: float = flag(0.0, "CPU memory of a machine; 0: not known, so not checked", low=0)
-    cpu_bandwidth_gb_s: float = flag(
-        200.0, "of a machine's CPU memory, for an offloaded optimizer's step", above=0
-    )
-    intra_node_latency_us: float = flag(
-        6.0, "of a collective for each doubling of ranks inside a machine", low=0
-    )
-    inter_node_latency_us: float = flag(12.0, "of a collective for each doubling of machines", low=0)
-    matmul_efficiency: float = flag(0.4, "share of --gpu_tflops that is reached", above=0, high=1)
-    memory_efficiency: float = flag(0.6, "share of --gpu_bandwidth_gb_s that is reached", above=0, high=1)
-    link_efficiency: float = flag(0.7, "share of links that is reached", above=0, high=1)
     flash_attention: bool = flag(False, "flash-attn is installed there (requirements-gpu.txt)")
     json: bool = flag(False, "print the whole plan as one JSON object in the last line, too")
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """What is really reached of the machines, after the efficiencies."""
-
-    name: str
-    num_gpus: int
-    num_nodes: int
-    memory_bytes: float
-    reserved_bytes: float
-    cpu_memory_bytes: float  # of a machine; 0: not known
-    rates: dict[str, float]  # by resource: operations or bytes a second of a rank
-    intra_latency: float
-    inter_latency: float
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of all machines."""
-        return self.num_gpus * self.num_nodes
-
-    @property
-    def is_cpu(self) -> bool:
-        """Whether a device's memory is the CPU's."""
-        return self.name == "cpu"
-
-
-def build_hardware(args: PlanArguments, dtype: str) -> Hardware:
-    """Return what the flags describe."""
-    device = DEVICES[args.gpu]
-    tflops = args.gpu_tflops or (device.tflops_fp32 if dtype == "fp32" else device.tflops_16bit)
-    memory, link = 1e9 * args.memory_efficiency, 1e9 * args.link_efficiency
-    return Hardware(
-        name=args.gpu,
-        num_gpus=args.num_gpus,
-        num_nodes=args.num_nodes,
-        memory_bytes=(args.gpu_memory_gib or device.memory_gib) * 2**30,
-        reserved_bytes=(args.reserved_gib or device.reserved_gib) * 2**30,
-        cpu_memory_bytes=args.cpu_memory_gib * 2**30,
-        rates={
-            ARITHMETIC: tflops * 1e12 * args.matmul_efficiency,
-            MEMORY: (args.gpu_bandwidth_gb_s or device.bandwidth_gb_s) * memory,
-            INTRA: (args.intra_node_gb_s or device.intra_node_gb_s) * link,
-            INTER: (args.inter_node_gb_s or device.inter_node_gb_s) * link,
-            HOST: (args.host_link_gb_s or device.host_link_gb_s) * link,
-            CPU: args.cpu_bandwidth_gb_s * memory / args.num_gpus,
-        },
-        intra_latency=args.intra_node_latency_us * 1e-6,
-        inter_latency=args.inter_node_latency_us * 1e-6,
-    )
-
-
-# ---- the run --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -123,10 +49,11 @@ class Role:
     name: str
     model: ModelSizes
     zero: DeepSpeedZeroConfig  # the stage as it is run; sizes in elements
+    counts: Counts
     is_trained: bool = True
     lora: LoraOptions = LoraOptions()
     is_checkpointed: bool = False
-    is_offloaded: bool = False  # a frozen model that waits on the CPU
+    params_on_cpu: bool = False
     is_adapter_off: bool = False  # the actor without its adapters: no weights of its own
 
     @property
@@ -135,145 +62,89 @@ class Role:
         return self.zero.stage == 3
 
     @property
-    def params_on_cpu(self) -> bool:
-        """Whether its weights are kept on the CPU."""
-        return self.is_offloaded or self.zero.offload_param is not None
-
-    @property
     def states_on_cpu(self) -> bool:
         """Whether its optimizer is kept on the CPU."""
         return self.zero.offload_optimizer is not None
 
-    @property
-    def num_trained(self) -> int:
-        """Parameters with an optimizer state."""
-        return self.model.counts(self.lora).num_trained
 
-
-@dataclass(frozen=True)
 class Run:
-    """Everything that a plan depends on."""
+    """Everything that a plan depends on: the flags (PlanArguments' and the step's) and what they come to."""
 
-    args: Any  # PlanArguments and the step's flags
-    hardware: Hardware
-    dtype: str
-    roles: tuple[Role, ...]
-    length: int  # tokens of a sequence
-    tokens_per_pass: int  # of a training micro-batch, and of step 3's scoring
-    tokens_per_evaluation: int
-    sequences_per_update: int  # of a rank and optimizer step
-    num_samples: int  # responses of a rank in a PPO step
+    def __init__(self, args: Any, models: Models) -> None:
+        self.args, self.models = args, models
+        self.device, self.is_cpu = DEVICES[args.gpu], args.gpu == "cpu"
+        self.memory_bytes = (args.gpu_memory_gib or self.device.memory_gib) * 2**30
+        self.num_ranks = args.num_gpus * args.num_nodes
+        self.dtype = dtype_of(args)
+        self.num_bytes = DTYPES[self.dtype].itemsize  # of a weight
+        self.roles = build_roles(args, models)
+        # Attention keeps no mask of packed sequences, or with flash-attn; both want a GPU and 16 bits.
+        self.is_flash = not self.is_cpu and self.dtype != "fp32" and (args.flash_attention or args.packed)
+        is_ppo, longest = args.stage == 3, longest_row(args)
+        self.actor = self.roles[0] if is_ppo else None  # the role that generates
+        rows = args.per_device_training_batch_size if is_ppo else args.per_device_train_batch_size
+        self.length = longest // sequences_of_row(args)  # tokens of a sequence
+        self.tokens_per_pass = args.max_tokens_per_micro_batch or rows * longest  # in step 3 of scoring, too
+        self.tokens_per_evaluation = 0 if is_ppo else args.per_device_eval_batch_size * longest
+        # Of a rank and optimizer step, then of its passes.
+        self.sequences_per_update = rows * sequences_of_row(args) * args.gradient_accumulation_steps
+        self.num_micro_batches = -(-self.sequences_per_update * self.length // self.tokens_per_pass)
+        if not self.actor:
+            return
+        self.num_samples = samples_per_rank(args)
+        # 1 without a plan for the family, as in the hybrid engine.
+        self.tp_size = args.inference_tp_size if find_cuts(models["actor"], args.inference_tp_size) else 1
+        is_hybrid = args.enable_hybrid_engine
+        self.gathers_by_layer = is_hybrid and args.unpin_actor_parameters and self.actor.is_sharded
+        # Sequences that a replica runs at a time; transformers' generate runs all of a batch.
+        waiting = args.per_device_generation_batch_size * args.num_samples_per_prompt * self.tp_size
+        self.num_slots = min(args.generation_slots or DEFAULT_SLOTS, waiting) if is_hybrid else waiting
 
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of all machines."""
-        return self.hardware.num_ranks
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of a weight."""
-        return DTYPES[self.dtype].itemsize
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Passes of an optimizer step."""
-        return -(-self.sequences_per_update * self.length // self.tokens_per_pass)
-
-    @property
-    def actor(self) -> Role | None:
-        """The role that generates, None in steps 1 and 2."""
-        return self.roles[0] if self.args.stage == 3 else None
-
-    @property
-    def tp_size(self) -> int:
-        """Ranks that generate together: 1 without a plan for the family, as in the hybrid engine."""
-        asked = self.args.inference_tp_size if self.actor and self.args.enable_hybrid_engine else 1
-        return asked if asked > 1 and self.actor.model.cuts(asked) else 1
-
-    @property
-    def gathers_by_layer(self) -> bool:
-        """Whether generation gathers ZeRO-3 weights in every pass."""
-        args = self.args
-        return args.enable_hybrid_engine and args.unpin_actor_parameters and self.actor.is_sharded
-
-    @property
-    def num_slots(self) -> int:
-        """Sequences that a replica runs at a time; transformers' generate runs all of a batch."""
-        waiting = self.args.per_device_generation_batch_size * self.args.num_samples_per_prompt * self.tp_size
-        if not self.args.enable_hybrid_engine:
-            return waiting
-        return min(self.args.generation_slots or DEFAULT_SLOTS, waiting)
-
-    @property
-    def is_flash(self) -> bool:
-        """Whether attention keeps no mask: packed sequences, or flash-attn; both want a GPU and 16 bits."""
-        is_usable = not self.hardware.is_cpu and self.dtype != "fp32"
-        return is_usable and (self.args.flash_attention or self.args.packed)
-
-    def activations(self, role: Role) -> Activations:
-        """Return those of one sequence."""
-        return trace_activations(role.model, self.dtype, self.length, is_flash=self.is_flash)
-
-    def switch_sizes(self) -> SwitchSizes:
-        """Return what the change to generate mode moves and holds."""
+    def switch_sizes(self) -> Move:
+        """Return what the change to generate mode moves and holds, in elements of a rank."""
         actor, layers = self.actor, self.args.tp_gather_partition_size
-        return actor.model.switch_sizes(self.num_ranks, self.tp_size, actor.is_sharded, layers, actor.lora)
+        return switch_sizes(actor.model, self.num_ranks, self.tp_size, actor.is_sharded, layers, actor.lora)
 
 
-def build_run(args: Any, models: Models) -> Run:
-    """Return what the flags describe."""
-    dtype, is_ppo = dtype_of(args), args.stage == 3
-    rows = args.per_device_training_batch_size if is_ppo else args.per_device_train_batch_size
-    sequences = rows * sequences_of_row(args)
-    longest = longest_row(args)
-    prompts = args.per_device_generation_batch_size * args.generation_batches if is_ppo else 0
-    return Run(
-        args=args,
-        hardware=build_hardware(args, dtype),
-        dtype=dtype,
-        roles=tuple(build_roles(args, models, dtype)),
-        length=longest // sequences_of_row(args),
-        tokens_per_pass=args.max_tokens_per_micro_batch or rows * longest,
-        tokens_per_evaluation=0 if is_ppo else args.per_device_eval_batch_size * longest,
-        sequences_per_update=sequences * args.gradient_accumulation_steps,
-        num_samples=prompts * args.num_samples_per_prompt if is_ppo else 0,
-    )
-
-
-def build_roles(args: Any, models: Models, dtype: str) -> list[Role]:
+def build_roles(args: Any, models: Models) -> list[Role]:
     """Return the roles as the steps make them, the actor first."""
     overrides = load_overrides(args)
 
-    def zero(stage: int, offload: str, *, is_trained: bool) -> DeepSpeedZeroConfig:
-        build = build_train_config if is_trained else build_frozen_config
-        options = EngineOptions(zero_stage=stage, dtype=dtype, offload=offload, overrides=overrides)
-        return DeepSpeedZeroConfig(**build(options)["zero_optimization"])
+    def build(name: str, stage: int, offload: str, flags: Any = None) -> Role:
+        is_trained = flags is not None
+        options = EngineOptions(stage, dtype_of(args), offload, overrides=overrides)
+        config = build_train_config(options) if is_trained else build_frozen_config(options)
+        zero = DeepSpeedZeroConfig(**config["zero_optimization"])
+        lora = LoraOptions.of(args, flags) if is_trained else LoraOptions()
+        return Role(
+            name,
+            models[name],
+            zero,
+            count_parameters(models[name], lora),
+            is_trained=is_trained,
+            lora=lora,
+            is_checkpointed=is_trained and flags.gradient_checkpointing,
+            params_on_cpu=zero.offload_param is not None or (offload == "param" and not is_trained),
+        )
 
-    def trained(name: str, flags: Any) -> Role:
-        settings = zero(flags.zero_stage, args.offload, is_trained=True)
-        lora = LoraOptions.of(args, flags)
-        return Role(name, models[name], settings, lora=lora, is_checkpointed=flags.gradient_checkpointing)
-
-    def frozen(name: str, like: Any, is_offloaded: bool) -> Role:
-        stage = 3 if like.zero_stage == 3 else 0
-        settings = zero(stage, "param" if is_offloaded else "none", is_trained=False)
-        return Role(name, models[name], settings, is_trained=False, is_offloaded=is_offloaded)
+    def build_frozen(name: str, like: Any, is_offloaded: bool) -> Role:
+        return build(name, 3 if like.zero_stage == 3 else 0, "param" if is_offloaded else "none")
 
     if args.stage < 3:
         (name,) = models
-        return [trained(name, args)]
-    actor = trained("actor", args.actor)
+        return [build(name, args.zero_stage, args.offload, args)]
+    actor = build("actor", args.actor.zero_stage, args.offload, args.actor)
     reference = replace(actor, name="reference", is_trained=False, is_adapter_off=True)
     if not args.actor_lora_dim:
-        reference = frozen("reference", args.actor, args.offload_reference_model)
-    critic = [trained("critic", args.critic)] if "critic" in models else []
+        reference = build_frozen("reference", args.actor, args.offload_reference_model)
+    roles = [actor, reference]
+    if "critic" in models:
+        roles.append(build("critic", args.critic.zero_stage, args.offload, args.critic))
     rewards = [name for name in models if name not in ("actor", "reference", "critic")]
-    return [
-        actor,
-        reference,
-        *critic,
-        *(frozen(name, args.critic, args.offload_reward_model) for name in rewards),
-    ]
+    return roles + [build_frozen(name, args.critic, args.offload_reward_model) for name in rewards]
+
+
+# ---- models ---------------------------------------------------------------------------------------------
 
 
 def read_models(args: Any, problems: Problems) -> Models:
@@ -329,6 +200,9 @@ def known_config(path: str) -> Any:
     return AutoConfig.for_model(**shape) if shape else None
 
 
+# ---- flags ----------------------------------------------------------------------------------------------
+
+
 def sequences_of_row(args: Any) -> int:
     """Return the sequences of a row: step 2 has pairs."""
     return 2 if args.stage == 2 else 1
@@ -351,7 +225,7 @@ def find_problems(args: Any, models: Models) -> list[str]:
     found = Problems()
     cap, longest = args.max_tokens_per_micro_batch, longest_row(args)
     text = f"--max_tokens_per_micro_batch {cap} holds no whole row; raise it to at least {longest}"
-    found.check(cap == 0 or cap >= longest, text)
+    found.check(args.stage == 3 or cap == 0 or cap >= longest, text)
     for stage in [args.zero_stage] if args.stage < 3 else [args.actor_zero_stage, args.critic_zero_stage]:
         text = f"--offload {args.offload} needs ZeRO stage 3, not {stage}"
         found.check(args.offload != "param" or stage == 3, text)
@@ -360,22 +234,18 @@ def find_problems(args: Any, models: Models) -> list[str]:
         found.check(stage > 0 or not needs_states, text)
     if args.stage < 3:
         return found.messages
-    samples = args.per_device_generation_batch_size * args.generation_batches * args.num_samples_per_prompt
-    update = args.per_device_training_batch_size * args.gradient_accumulation_steps
-    text = f"{samples} samples a rank are no multiple of those of an optimizer step, {update}: change one"
-    found.check(samples % update == 0, text)
-    tp_size, num_ranks, sizes = (
-        args.inference_tp_size,
-        args.num_gpus * args.num_nodes,
-        models["actor"].tp_sizes,
-    )
-    tp = f"--inference_tp_size {tp_size}"
-    text = f"{tp} does not fit the actor; use {', '.join(map(str, sizes))}"
-    found.check(tp_size in sizes or sizes == [1], text)
-    found.check(tp_size == 1 or args.enable_hybrid_engine, f"{tp} needs --enable_hybrid_engine")
-    found.check(num_ranks % tp_size == 0, f"{tp} does not divide the number of ranks, {num_ranks}")
-    is_cut = tp_size == 1 or not args.unpin_actor_parameters or args.actor_zero_stage < 3
-    found.check(is_cut, f"{tp} and --unpin_actor_parameters exclude each other")
+    check_numbers(args, found)
+    num_ranks, tp = args.num_gpus * args.num_nodes, f"--inference_tp_size {args.inference_tp_size}"
+    try:
+        find_cuts(models["actor"], args.inference_tp_size)
+    except ValueError as error:
+        found.add(str(error))
+    if args.inference_tp_size > 1:
+        found.check(args.enable_hybrid_engine, f"{tp} needs --enable_hybrid_engine")
+        fits = num_ranks % args.inference_tp_size == 0
+        found.check(fits, f"{tp} does not divide the number of ranks, {num_ranks}")
+        is_whole = args.unpin_actor_parameters and args.actor_zero_stage == 3
+        found.check(not is_whole, f"{tp} and --unpin_actor_parameters exclude each other")
     text = f"--offload_states_for_generation and --offload {args.offload} exclude each other"
     found.check(not args.offload_states_for_generation or args.offload not in ("param", "all"), text)
     return found.messages

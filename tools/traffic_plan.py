@@ -1,8 +1,9 @@
 """How long each phase of a step takes at best, and what bounds it: arithmetic, memory, links.
 
-A phase is a sum of pieces of work. A piece takes the longer of its operations over the operations a second
-and the bytes it reads over the memory's bandwidth; bytes from other ranks cross two kinds of links at once,
-those inside a machine and those between machines, and the slower counts.
+A phase takes the longer of its operations over the operations a second and the bytes it reads over the
+memory's bandwidth; then its links' time, or beside it where ZeRO 3 gathers as it computes; then Adam's. Bytes
+from other ranks cross two kinds of links at once, those inside a machine and those between machines, and the
+slower counts; a collective takes a latency for each doubling of its ranks besides.
 
 # N ranks, t tensor-parallel size, M bytes of weights, P parameters, T tokens
 
@@ -20,127 +21,102 @@ ZeRO 1 and 2 of DeepSpeed 0.19 all-reduce (use_multi_rank_bucket_allreduce) wher
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from common.generation.kv_cache import kv_bytes_per_token
 from tools.memory_plan import scored_tokens
-from tools.planned_run import (
-    ARITHMETIC,
-    CPU,
-    HOST,
-    INTER,
-    INTRA,
-    LATENCY,
-    MEMORY,
-    Hardware,
-    Role,
-    Run,
-)
+from tools.planned_run import Role, Run
 
 STATE_BYTES = 30  # a parameter's that Adam reads and writes: gradient, weight, moments, and weight in 16 bits
+SHARES = {"matmul": 0.4, "memory": 0.6, "link": 0.7}  # that are reached of what is sold
+CPU_BYTES_A_SECOND = 200e9  # of a machine's CPU memory, for an offloaded optimizer's step
+INTRA_LATENCY, INTER_LATENCY = 6e-6, 12e-6  # seconds of a collective for each doubling of ranks, of machines
 
 
-class RankGroup(NamedTuple):
-    """Ranks that take part in a collective: `per_node` of them on each of `num_nodes` machines."""
-
-    per_node: int
-    num_nodes: float  # 1.5: one and a half
-
-    @property
-    def size(self) -> float:
-        """All of them."""
-        return self.per_node * self.num_nodes
+def ranks_per_machine(run: Run, size: int, stride: int = 1) -> int:
+    """Return how many of a group of `size` ranks stand on one machine, each `stride` after the one before."""
+    return max(min(run.args.num_gpus // stride, size), 1)
 
 
-def strided_group(hardware: Hardware, tp_size: int) -> RankGroup:
-    """Return a tensor-parallel group of the hybrid engine: ranks at a stride of N/t, see step3_ppo."""
-    stride = hardware.num_ranks // tp_size
-    per_node = max(min(hardware.num_gpus // stride, tp_size), 1)
-    return RankGroup(per_node, tp_size / per_node)
+@dataclass
+class Phase:
+    """What a rank computes, reads, and receives over each kind of link, all times of a step together."""
 
-
-def neighbours(hardware: Hardware, size: int) -> RankGroup:
-    """Return a group of `size` ranks with successive numbers."""
-    per_node = min(hardware.num_gpus, size)
-    return RankGroup(per_node, size / per_node)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds by what they are spent on, and bytes that a rank receives over each kind of link."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
+    flops: float = 0.0
+    memory_bytes: float = 0.0
     intra_bytes: float = 0.0
     inter_bytes: float = 0.0
+    host_bytes: float = 0.0  # between the device and the CPU's memory
+    adam_bytes: float = 0.0  # that the optimizer reads and writes
+    is_adam_on_cpu: bool = False
+    latency: float = 0.0  # seconds
+    is_overlapped: bool = False  # links work beside the arithmetic
 
-    @property
-    def total(self) -> float:
-        """All seconds."""
-        return sum(self.seconds.values())
+    def gather(self, run: Run, size: int, num_bytes: float, count: float, *, stride: int = 1) -> None:
+        """Gather `num_bytes` from a group of `size` ranks, in `count` collectives. A reduce-scatter costs the
+        same, an all-reduce is one of each.
 
-    @property
-    def bound(self) -> str:
-        """What takes most of the time."""
-        return max(self.seconds, key=self.seconds.__getitem__) if self.total else "nothing"
+        Hierarchical: each machine takes in what the others have once, and its ranks pass it on.
+        """
+        per_node = ranks_per_machine(run, size, stride)
+        num_nodes = size / per_node
+        inter = num_bytes * (num_nodes - 1) / num_nodes / per_node
+        self.intra_bytes += num_bytes * (size - 1) / size - inter
+        self.inter_bytes += inter
+        self.latency += count * (math.log2(per_node) * INTRA_LATENCY + math.log2(num_nodes) * INTER_LATENCY)
 
-    def __add__(self, other: "Cost") -> "Cost":
-        """One after the other."""
-        resources = dict.fromkeys([*self.seconds, *other.seconds])
-        seconds = {r: self.seconds.get(r, 0.0) + other.seconds.get(r, 0.0) for r in resources}
-        return Cost(seconds, self.intra_bytes + other.intra_bytes, self.inter_bytes + other.inter_bytes)
-
-    def __mul__(self, times: float) -> "Cost":
-        """The same several times."""
-        seconds = {r: s * times for r, s in self.seconds.items()}
-        return Cost(seconds, self.intra_bytes * times, self.inter_bytes * times)
-
-    def beside(self, other: "Cost") -> "Cost":
-        """Both at once: the longer one's time."""
-        longer = max(self, other, key=lambda cost: cost.total)
-        return Cost(
-            longer.seconds, self.intra_bytes + other.intra_bytes, self.inter_bytes + other.inter_bytes
-        )
+    def seconds_by(self, run: Run) -> dict[str, float]:
+        """Return the seconds of each resource, only those that the phase waits for."""
+        device, link = run.device, 1e9 * SHARES["link"]
+        tflops = device.tflops_fp32 if run.dtype == "fp32" else device.tflops_16bit
+        arithmetic = self.flops / (tflops * 1e12 * SHARES["matmul"])
+        memory_rate = device.bandwidth_gb_s * 1e9 * SHARES["memory"]
+        reading = self.memory_bytes / memory_rate
+        intra = self.intra_bytes / (device.intra_node_gb_s * link)
+        inter = self.inter_bytes / ((run.args.inter_node_gb_s or device.inter_node_gb_s) * link)
+        work = {"arithmetic": arithmetic} if arithmetic >= reading else {"memory": reading}
+        links = {"links in a machine": intra} if intra >= inter else {"links between machines": inter}
+        links["latency of links"] = self.latency
+        if not self.is_overlapped:
+            work |= links
+        elif sum(links.values()) > sum(work.values()):
+            work = links
+        host = 0.0 if run.is_cpu else self.host_bytes / (device.host_link_gb_s * link)
+        cpu_rate = CPU_BYTES_A_SECOND * SHARES["memory"] / run.args.num_gpus
+        adam = self.adam_bytes / (cpu_rate if self.is_adam_on_cpu else memory_rate)
+        return work | {"link to the CPU": host, "Adam": adam}
 
 
 @dataclass(frozen=True)
 class TrafficPlan:
-    """The phases of a step in their order."""
+    """The phases of a step in their order; tokens of all ranks that are sampled, or in steps 1 and 2 read."""
 
-    phases: dict[str, Cost]
-    num_tokens: float  # of all ranks, sampled in step 3, trained on in steps 1 and 2
+    phases: dict[str, Phase]
+    seconds: dict[str, dict[str, float]]  # by phase and resource
+    num_tokens: float
 
     @property
-    def seconds(self) -> float:
+    def step_seconds(self) -> float:
         """The whole step."""
-        return sum(cost.total for cost in self.phases.values())
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all ranks."""
-        return self.num_tokens / self.seconds
+        return sum(sum(by.values()) for by in self.seconds.values())
 
 
 def plan_traffic(run: Run) -> TrafficPlan:
     """Return the plan of a run's step: a PPO step, or an optimizer step of steps 1 and 2."""
-    args = run.args
-    if not run.actor:
-        (role,) = run.roles
-        tokens = run.sequences_per_update * run.length * run.num_ranks
-        return TrafficPlan({"train": cost_of_update(run, role)}, tokens)
-    samples = run.num_samples
-    num_updates = args.ppo_epochs * samples / run.sequences_per_update
-    phases = {
-        "switch": cost_of_switch(run) * args.generation_batches,
-        "generate": cost_of_generation(run) * args.generation_batches,
-    }
-    for role in run.roles:
-        if role.name != "actor" or is_recomputed(run):
-            phases[f"score {role.name}"] = cost_of_scoring(run, role)
-    for role in run.roles:
-        if role.is_trained:
-            phases[f"train {role.name}"] = cost_of_update(run, role) * num_updates
-    return TrafficPlan(phases, samples * args.max_answer_seq_len * run.num_ranks)
+    if run.actor:
+        num_tokens = run.num_samples * run.args.max_answer_seq_len * run.num_ranks
+        num_updates = run.args.ppo_epochs * run.num_samples / run.sequences_per_update
+        prefill, generate = plan_generation(run)
+        phases = {"switch": plan_switch(run), "prefill": prefill, "generate": generate}
+        for role in run.roles:
+            if role.name != "actor" or is_recomputed(run):
+                phases[f"score {role.name}"] = plan_scoring(run, role)
+        trained = [role for role in run.roles if role.is_trained]
+        phases |= {f"train {role.name}": plan_update(run, role, num_updates) for role in trained}
+    else:
+        num_tokens = run.sequences_per_update * run.length * run.num_ranks
+        phases = {"train": plan_update(run, run.roles[0])}
+    return TrafficPlan(phases, {name: phase.seconds_by(run) for name, phase in phases.items()}, num_tokens)
 
 
 def is_recomputed(run: Run) -> bool:
@@ -149,68 +125,20 @@ def is_recomputed(run: Run) -> bool:
     return source == "recompute" or (source == "auto" and run.dtype != "fp32")
 
 
-def spend(hardware: Hardware, resource: str, amount: float) -> Cost:
-    """Return the cost of so many operations or bytes of one resource."""
-    return Cost({resource: amount / hardware.rates[resource]})
-
-
-def work(hardware: Hardware, flops: float, read_bytes: float = 0.0) -> Cost:
-    """Return a computation's cost: the longer of its arithmetic and its reading."""
-    costs = spend(hardware, ARITHMETIC, flops), spend(hardware, MEMORY, read_bytes)
-    return max(costs, key=lambda cost: cost.total)
-
-
-def transfer(hardware: Hardware, intra_bytes: float, inter_bytes: float) -> Cost:
-    """Return the cost of bytes that come over both kinds of links at once."""
-    costs = spend(hardware, INTRA, intra_bytes), spend(hardware, INTER, inter_bytes)
-    return Cost(max(costs, key=lambda cost: cost.total).seconds, intra_bytes, inter_bytes)
-
-
-def latency(hardware: Hardware, group: RankGroup, count: float) -> Cost:
-    """Return what `count` collectives take however little they carry: each time the ranks double, once."""
-    inside, between = math.log2(group.per_node), math.log2(group.num_nodes)
-    return Cost({LATENCY: count * (inside * hardware.intra_latency + between * hardware.inter_latency)})
-
-
-def all_gather(hardware: Hardware, group: RankGroup, num_bytes: float, count: float = 1) -> Cost:
-    """Return the cost of gathering `num_bytes` in `count` collectives; a reduce-scatter costs the same.
-
-    Hierarchical: each machine takes in what the others have once, its ranks share the work and pass it on.
-    """
-    if group.size == 1:
-        return Cost()
-    received = num_bytes * (group.size - 1) / group.size
-    inter = num_bytes * (group.num_nodes - 1) / group.num_nodes / group.per_node
-    return transfer(hardware, received - inter, inter) + latency(hardware, group, count)
-
-
-def all_reduce(hardware: Hardware, group: RankGroup, num_bytes: float, count: float = 1) -> Cost:
-    """Return the cost of a sum over ranks: a reduce-scatter and an all-gather."""
-    return all_gather(hardware, group, num_bytes, count / 2) * 2
-
-
-def host_transfer(hardware: Hardware, num_bytes: float) -> Cost:
-    """Return the cost of bytes between a device and the CPU's memory."""
-    return Cost() if hardware.is_cpu else spend(hardware, HOST, num_bytes)
-
-
 def forward_flops(run: Run, role: Role, num_tokens: float, num_scored: float) -> float:
     """Return the operations of a pass over whole sequences of which some tokens reach the head."""
-    model = role.model
-    matrices = 2.0 * (model.num_body * num_tokens + model.num_head * num_scored)
+    matrices = 2.0 * (role.model.num_body * num_tokens + role.model.num_head * num_scored)
     return matrices + attention_flops(run, role, num_tokens)
 
 
 def attention_flops(run: Run, role: Role, num_tokens: float) -> float:
     """Return those of scores and weighted values, each token over half of the others on average."""
-    model = role.model
-    return 2.0 * model.num_heads * model.head_dim * run.length * num_tokens * model.num_layers
+    return 2.0 * role.model.attention_width * run.length * num_tokens * role.model.num_layers
 
 
 def training_flops(run: Run, role: Role, num_tokens: float) -> float:
     """Return the operations of a forward and a backward pass."""
-    model, scored = role.model, scored_tokens(run, num_tokens)
-    counts = model.counts(role.lora)
+    model, counts, scored = role.model, role.counts, scored_tokens(run, num_tokens)
     is_frozen = role.lora.dim and role.lora.only_optimize_lora
     trained_body = 0 if is_frozen else model.num_body - counts.num_adapted
     body = (4 * model.num_body + 2 * trained_body + 6 * counts.num_adapter) * num_tokens
@@ -223,116 +151,93 @@ def training_flops(run: Run, role: Role, num_tokens: float) -> float:
     return body + 3.5 * attention + head
 
 
-def gathered_bytes(run: Run, role: Role) -> float:
-    """Return the bytes of the weights that ZeRO 3 shards."""
+def gather_weights(run: Run, role: Role, phase: Phase, times: float) -> None:
+    """Gather a ZeRO-3 model so many times; what lies on the CPU first comes from there."""
     small = role.model.num_small(role.zero.param_persistence_threshold)
-    return run.num_bytes * (role.model.counts(role.lora).num_params - small)
+    size = role.counts.num_params - small
+    count = math.ceil(size / role.zero.prefetch_bucket_size)
+    phase.gather(run, run.num_ranks, run.num_bytes * size * times, count * times)
+    phase.host_bytes += run.num_bytes * size * times / run.num_ranks if role.params_on_cpu else 0.0
 
 
-def gather_weights(run: Run, role: Role, *, share: float = 1.0) -> Cost:
-    """Return the cost of gathering a ZeRO-3 model once; what lies on the CPU first comes from there."""
-    num_bytes = gathered_bytes(run, role) * share
-    count = math.ceil(num_bytes / run.num_bytes / role.zero.prefetch_bucket_size)
-    cost = all_gather(run.hardware, neighbours(run.hardware, run.num_ranks), num_bytes, count)
-    if role.params_on_cpu:
-        cost += host_transfer(run.hardware, num_bytes / run.num_ranks)
-    return cost
-
-
-def cost_of_update(run: Run, role: Role) -> Cost:
-    """Return the cost of one optimizer step: its micro-batches, the exchange of gradients, the states."""
-    b, hardware = run.num_bytes, run.hardware
-    num_tokens = run.sequences_per_update * run.length / run.num_micro_batches
-    compute = work(hardware, training_flops(run, role, num_tokens))
-    counts = role.model.counts(role.lora)
-    world = neighbours(hardware, run.num_ranks)
-    gradients = float(b * counts.num_trained)
-    buckets = math.ceil(counts.num_trained / role.zero.reduce_bucket_size)
-    if role.is_sharded:  # gathered and reduced beside the arithmetic
-        window = role.zero.max_reuse_distance / (3 if role.is_checkpointed else 2)
-        again = 1 - min(window / counts.num_params, 1.0)
-        links = gather_weights(run, role) + all_gather(hardware, world, gradients, buckets)
-        links += gather_weights(run, role, share=again)
-        cost = compute.beside(links) * run.num_micro_batches
-    else:
-        reductions = run.num_micro_batches if role.zero.stage == 2 else 1
-        cost = compute * run.num_micro_batches
-        cost += all_reduce(hardware, world, gradients, buckets) * reductions
-        if role.zero.stage:
-            cost += all_gather(hardware, world, gradients, buckets)
-    return cost + cost_of_states(run, role)
-
-
-def cost_of_states(run: Run, role: Role) -> Cost:
-    """Return the cost of Adam's own arithmetic: reading and writing a rank's states."""
-    shard = role.num_trained / (run.num_ranks if role.zero.stage else 1)
-    if not role.states_on_cpu:
-        return work(run.hardware, 0.0, STATE_BYTES * shard)
-    away = spend(run.hardware, CPU, STATE_BYTES * shard)
-    return away + host_transfer(run.hardware, 2 * run.num_bytes * shard)  # gradients there, weights back
-
-
-def cost_of_scoring(run: Run, role: Role) -> Cost:
-    """Return the cost of a model's numbers for all responses of a rank."""
-    num_tokens = run.num_samples * run.length
-    passes = math.ceil(num_tokens / run.tokens_per_pass)
-    flops = forward_flops(run, role, num_tokens, scored_tokens(run, num_tokens))
-    compute = work(run.hardware, flops)
+def plan_update(run: Run, role: Role, times: float = 1) -> Phase:
+    """Return so many optimizer steps: their micro-batches, the exchange of gradients, Adam's own reading."""
+    num_passes, trained = run.num_micro_batches * times, role.counts.num_trained
+    flops = training_flops(run, role, run.sequences_per_update * run.length) * times
+    phase = Phase(flops=flops, is_overlapped=role.is_sharded)
+    gradients, buckets = run.num_bytes * trained, math.ceil(trained / role.zero.reduce_bucket_size)
     if role.is_sharded:
-        return compute.beside(gather_weights(run, role) * passes)
-    there_and_back = 2.0 * run.num_bytes * role.model.num_params
-    return compute + host_transfer(run.hardware, there_and_back if role.params_on_cpu else 0.0)
+        window = role.zero.max_reuse_distance / (3 if role.is_checkpointed else 2)
+        again = 1 - min(window / role.counts.num_params, 1.0)
+        gather_weights(run, role, phase, num_passes * (1 + again))
+        phase.gather(run, run.num_ranks, gradients * num_passes, buckets * num_passes)
+    else:
+        reductions = num_passes if role.zero.stage == 2 else times
+        phase.gather(run, run.num_ranks, 2 * gradients * reductions, buckets * reductions)
+        if role.zero.stage:
+            phase.gather(run, run.num_ranks, gradients * times, times)
+    shard = trained / (run.num_ranks if role.zero.stage else 1)
+    phase.adam_bytes, phase.is_adam_on_cpu = STATE_BYTES * shard * times, role.states_on_cpu
+    if role.states_on_cpu:
+        phase.host_bytes += 2 * run.num_bytes * shard * times  # gradients there, weights back
+    return phase
 
 
-def cost_of_switch(run: Run) -> Cost:
-    """Return the cost of entering generate mode once."""
-    b, hardware, role = run.num_bytes, run.hardware, run.actor
-    cost = Cost()
+def plan_scoring(run: Run, role: Role) -> Phase:
+    """Return a model's numbers for all responses of a rank."""
+    num_tokens = run.num_samples * run.length
+    flops = forward_flops(run, role, num_tokens, scored_tokens(run, num_tokens))
+    phase = Phase(flops=flops, is_overlapped=role.is_sharded)
+    if role.is_sharded:
+        gather_weights(run, role, phase, math.ceil(num_tokens / run.tokens_per_pass))
+    elif role.params_on_cpu:  # there and back
+        phase.host_bytes = 2.0 * run.num_bytes * role.model.num_params
+    return phase
+
+
+def plan_switch(run: Run) -> Phase:
+    """Return the entering of generate mode, once for each generation batch."""
+    b, role, times = run.num_bytes, run.actor, run.args.generation_batches
+    phase = Phase()
     if run.args.offload_states_for_generation:
-        shard = role.num_trained / (run.num_ranks if role.zero.stage else 1)
-        cost += host_transfer(hardware, 2 * 12 * shard)
+        shard = role.counts.num_trained / (run.num_ranks if role.zero.stage else 1)
+        phase.host_bytes = 2 * 12 * shard * times
     if run.gathers_by_layer:
-        return cost
-    sizes, num_ranks = run.switch_sizes(), run.num_ranks
-    from_all = sizes.from_all * b
-    local_share = (hardware.num_gpus - 1) / max(num_ranks - 1, 1)
-    group = neighbours(hardware, num_ranks // run.tp_size)
-    received = sizes.from_gather_group * b
-    inter = received * group.size / max(group.size - 1, 1) * (group.num_nodes - 1) / group.num_nodes
-    inter /= group.per_node
-    cost += transfer(
-        hardware, received - inter + from_all * local_share, inter + from_all * (1 - local_share)
-    )
-    if received or from_all:
-        count = sum(len(shape) > 1 for shape in role.model.shapes.values())
-        cost += latency(hardware, neighbours(hardware, num_ranks), count)
-    return cost + work(hardware, 0.0, 2.0 * b * sizes.new)
+        return phase
+    sizes = run.switch_sizes()
+    size = run.num_ranks // run.tp_size
+    count = sum(len(shape) > 1 for shape in role.model.shapes.values())
+    if sizes.from_gather_group:
+        gathered = b * sizes.from_gather_group * size / (size - 1)
+        phase.gather(run, size, gathered * times, count * times)
+    local_share = (run.args.num_gpus - 1) / max(run.num_ranks - 1, 1)
+    phase.intra_bytes += b * sizes.from_all * local_share * times
+    phase.inter_bytes += b * sizes.from_all * (1 - local_share) * times
+    phase.memory_bytes = 2.0 * b * sizes.new * times
+    return phase
 
 
-def cost_of_generation(run: Run) -> Cost:
-    """Return the cost of a generation batch on a replica, every response at its full length."""
-    args, hardware, role, t = run.args, run.hardware, run.actor, run.tp_size
+def plan_generation(run: Run) -> tuple[Phase, Phase]:
+    """Return the reading of all prompts, and all token steps of a replica, every response at full length."""
+    args, role, model, b, t = run.args, run.actor, run.actor.model, run.num_bytes, run.tp_size
     prompts = args.per_device_generation_batch_size * t
-    rounds = math.ceil(prompts * args.num_samples_per_prompt / run.num_slots)
-    prompt_tokens = prompts * args.max_prompt_seq_len
-    prefill = work(hardware, forward_flops(run, role, prompt_tokens, prompts) / t)
-    step = cost_of_token_step(run, role)
-    if run.gathers_by_layer:
-        gathered = gather_weights(run, role)
-        return prefill.beside(gathered) + step.beside(gathered) * (rounds * args.max_answer_seq_len)
-    return prefill + step * (rounds * args.max_answer_seq_len)
-
-
-def cost_of_token_step(run: Run, role: Role) -> Cost:
-    """Return the cost of one token for each slot, at the mean length of a response."""
-    args, hardware, model, b, t = run.args, run.hardware, role.model, run.num_bytes, run.tp_size
-    rows, context = run.num_slots, args.max_prompt_seq_len + args.max_answer_seq_len / 2
+    rows, steps = run.num_slots, math.ceil(prompts * args.num_samples_per_prompt / run.num_slots)
+    steps *= args.max_answer_seq_len * args.generation_batches
+    prompt_flops = forward_flops(run, role, prompts * args.max_prompt_seq_len, prompts)
+    prefill = Phase(prompt_flops / t * args.generation_batches, is_overlapped=run.gathers_by_layer)
+    context = args.max_prompt_seq_len + args.max_answer_seq_len / 2  # the mean of a response
+    size = model.num_body + model.num_head
     keys = rows * context * kv_bytes_per_token(model.config, b, t)
-    weights = b * (model.num_body + model.num_head) / t
-    attention = 4.0 * model.num_heads * model.head_dim * context * model.num_layers
-    flops = rows * (2.0 * (model.num_body + model.num_head) + attention) / t
-    group = strided_group(hardware, t)
-    reductions = 2 * model.num_layers + 1
-    sums = all_reduce(hardware, group, reductions * rows * model.hidden_size * b, reductions)
-    logits = all_gather(hardware, group, float(rows * model.vocabulary * b))
-    return work(hardware, flops, weights + keys) + sums + logits
+    attention = 4.0 * model.attention_width * context * model.num_layers
+    token = Phase(
+        flops=rows * (2.0 * size + attention) / t * steps,
+        memory_bytes=(b * size / t + keys) * steps,
+        is_overlapped=run.gathers_by_layer,
+    )
+    if run.gathers_by_layer:
+        gather_weights(run, role, prefill, args.generation_batches)
+        gather_weights(run, role, token, steps)
+    stride, reductions = run.num_ranks // t, (2 * model.num_layers + 1) * steps
+    token.gather(run, t, 2 * reductions * rows * model.hidden_size * b, reductions, stride=stride)
+    token.gather(run, t, rows * model.vocabulary * b * steps, steps, stride=stride)  # logits
+    return prefill, token

@@ -4,15 +4,15 @@ import pytest
 import torch
 import transformers
 from families import DECODERS
+from planned_runs import LLAMA_7B, NUM_7B
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.generation.reshard_plan import plan_move
 from common.generation.tp_plans import Cut
 from common.models.lora import LoraOptions, add_lora
-from tools.model_sizes import LiveBytes, ModelSizes, trace_activations
-
-NO_LORA = LoraOptions()
+from tools.model_sizes import LiveBytes, ModelSizes, count_parameters, switch_sizes, trace_activations
+from tools.planned_run import known_config
 
 
 @pytest.mark.parametrize("is_value_model", [False, True], ids=["causal", "value"])
@@ -24,9 +24,9 @@ def test_counts_are_those_of_a_built_model(family, is_value_model):
     auto_class = AutoModelForSequenceClassification if is_value_model else AutoModelForCausalLM
     built = auto_class.from_config(config)
     assert sizes.num_params == sum(p.numel() for p in built.parameters())
-    assert sizes.counts(NO_LORA).num_trained == sizes.num_params
+    assert count_parameters(sizes, LoraOptions()).num_trained == sizes.num_params
     lora = LoraOptions(dim=4, only_optimize_lora=is_value_model)
-    counts = sizes.counts(lora)
+    counts = count_parameters(sizes, lora)
     adapted = add_lora(built, lora)
     trained = [p for p in adapted.parameters() if p.requires_grad]
     assert counts.num_params == sum(p.numel() for p in adapted.parameters())
@@ -45,15 +45,7 @@ def test_tied_embeddings_count_once_and_the_head_computes_all_the_same():
     assert tied.num_params == tied.num_body + 320 * 32
     assert untied.num_params == untied.num_body + 2 * 320 * 32
     assert tied.num_head == untied.num_head == 320 * 32
-
-
-def test_published_sizes():
-    llama = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}
-    sizes = ModelSizes(transformers.LlamaConfig(**llama, num_attention_heads=32, tie_word_embeddings=False))
-    assert sizes.num_params == 6_738_415_616  # Llama-2-7B
-    opt = {"hidden_size": 2048, "ffn_dim": 8192, "num_hidden_layers": 24, "num_attention_heads": 32}
-    sizes = ModelSizes(transformers.OPTConfig(**opt, word_embed_proj_dim=2048))
-    assert sizes.num_params == 1_315_758_080  # OPT-1.3B
+    assert ModelSizes(known_config(LLAMA_7B)).num_params == NUM_7B  # as published
 
 
 def test_a_family_without_a_score_head_is_refused():
@@ -88,14 +80,10 @@ def test_whole_weights_move_nothing_and_cost_memory_only_where_they_are_copied()
     assert plan_move((64, 64), None, 4, 2, False).new == 0
     assert plan_move((64, 64), even_cut(0, 64, 2), 4, 2, False).new == 0  # a view of the rows
     assert plan_move((64, 64), even_cut(1, 64, 2), 4, 2, False) == (64 * 32, 64 * 32, 0, 0, 0)
-
-
-def test_merged_adapters_are_new_memory_though_nothing_is_sent():
-    sizes = ModelSizes(tiny_config("llama", 320))
-    lora = LoraOptions(dim=4)
-    found = sizes.switch_sizes(1, 1, False, 8, lora)
-    assert found.new == sizes.counts(lora).num_adapted > 0
-    assert found.from_gather_group == found.from_all == 0
+    sizes, lora = ModelSizes(tiny_config("llama", 320)), LoraOptions(dim=4)
+    merged = switch_sizes(sizes, 1, 1, False, 8, lora)  # new memory though nothing is sent
+    assert merged.new == count_parameters(sizes, lora).num_adapted > 0
+    assert merged.from_gather_group == merged.from_all == 0
 
 
 # ---- activations ----------------------------------------------------------------------------------------
