@@ -6,10 +6,131 @@ python arena.py sft=output/sft/export ppo=output/ppo/export --data_path prompts.
 python arena.py export preferences.jsonl
 """
 
+import random
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
+from common.data.registry import load_source
+from common.flags.access_token import server_token
+from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.programs import startup
-from serving.arena_programs import export, serve
+from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template, name_leading_words
+from serving.arena_app import create_app
+from serving.blind_pairs import BlindPairs, Prompts, draw_prompts
+from serving.judgement_store import JudgementStore, export_pairs
+from serving.web_server import LOOPBACK_NAMES, bind, is_loopback, listen, run_server
+
+DATABASE = "output/arena.sqlite3"
+
+
+@dataclass
+class ArenaArguments(AnsweringArguments):
+    """Models behind a page."""
+
+    models: list[str] = flag([], "the models, PATH or NAME=PATH: export/ or adapter/ folders, or hub names")
+    db: str = flag(DATABASE, "SQLite file of pairs and judgements; made where there is none")
+    data_path: str = flag("", "a data set (file, folder, registered name) whose prompts can be drawn")
+    host: str = flag("127.0.0.1", "address that is listened on; any but the loopback needs a token")
+    port: int = flag(8080, "its port; 0: any free one, which is printed", low=0, high=65535)
+    token_file: str = flag(
+        "", "file with the token that people and programs must give; empty: TRIPTYCH_TOKEN of the environment"
+    )
+    max_request_bytes: int = flag(2**20, "a longer request is refused before it is read", low=1)
+    max_new_tokens: int = flag(256, "tokens of an answer at most", low=1)
+    temperature: float = flag(0.7, "sampling temperature; 0 takes the likeliest token", low=0)
+    top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all", low=0)
+    top_p: float = flag(0.95, "sample from the smallest set of tokens with this probability", above=0, high=1)
+
+
+@dataclass
+class ExportArguments:
+    """Judgements as training data."""
+
+    output: str = flag(REQUIRED, "the file of rows of prompt, chosen and rejected that is written")
+    db: str = flag(DATABASE, "SQLite file of pairs and judgements")
+    overwrite: bool = flag(False, "replace the file if it is there")
+
+
+def export(argv: list[str]) -> None:
+    """Write the decided pairs of a database for step 2."""
+    problems = Problems()
+    argv = name_leading_words("--output", argv)
+    description = "Writes judged pairs as rows of prompt, chosen and rejected."
+    args = parse_args(ExportArguments, argv, description=description, problems=problems)
+    target = Path(args.output or "")
+    if args.output and target.exists() and not args.overwrite:
+        problems.add(f"{target} exists already; give another name, or --overwrite")
+    problems.check(Path(args.db).is_file(), f"--db {args.db} is no file; give the database of an arena")
+    problems.exit_if_any()
+    with startup.as_problem(problems):
+        counts = export_pairs(JudgementStore(Path(args.db)), target)
+    left_out = ", ".join(
+        f"{count} {reason}" for reason, count in sorted(counts.items()) if reason != "written"
+    )
+    print(f"{counts['written']} pairs written to {target}" + (f"; left out: {left_out}" if left_out else ""))
+
+
+def serve(argv: list[str]) -> None:
+    """Check, load, serve until Ctrl-C."""
+    problems = Problems()
+    argv = name_leading_words("--models", argv)
+    args = parse_args(ArenaArguments, argv, description=__doc__.splitlines()[0], problems=problems)
+    paths = _named_paths(args.models, problems)
+    token = server_token(args.token_file, problems)
+    bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
+    is_local = bound is not None and is_loopback(bound)
+    problems.check(
+        bound is None or is_local or bool(token),
+        f"--host {args.host} lets other machines in; give --token_file, or leave --host out",
+    )
+    prompts = _load_prompts(args.data_path, problems)
+    templates = {name: load_template("--models", path, args, problems) for name, path in paths.items()}
+    problems.exit_if_any()
+    startup.print_notes(args, argv)
+    with startup.as_problem(problems):
+        store = JudgementStore(Path(args.db))
+        models = {
+            name: load_answerer(path, templates[name], args, max_new_tokens=args.max_new_tokens)
+            for name, path in paths.items()
+        }
+    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
+    app = create_app(
+        BlindPairs(models, store, sampling, prompts=prompts),
+        max_request_bytes=args.max_request_bytes,
+        token=token,
+        host_names=LOOPBACK_NAMES if is_local else None,
+    )
+    print(f"the arena of {', '.join(paths)} is at {listen(bound)}/ (API: /v1); Ctrl-C ends it", flush=True)
+    print(f"judgements go to {args.db}", flush=True)
+    run_server(app, bound)
+
+
+def _named_paths(words: list[str], problems: Problems) -> dict[str, str]:
+    """Return {name: path} of the models, in order; a path without a name is its own."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, _, path = word.partition("=")
+        if not path or Path(word).exists():
+            name = path = word
+        problems.check(bool(name), f"--models {word}: a name is missing before the =")
+        problems.check(name not in found, f"--models names {name} twice; tell them apart by NAME=PATH")
+        found[name] = path
+    problems.check(bool(found), "no model is given: arena.py SFT PPO, each PATH or NAME=PATH")
+    return found
+
+
+def _load_prompts(data_path: str, problems: Problems) -> Prompts | None:
+    """Return the prompts of --data_path, or None after adding why there are none."""
+    if not data_path:
+        return None
+    try:
+        source = load_source(data_path)
+        next(draw_prompts(source, random.Random(0)))
+    except ValueError as error:
+        problems.add(str(error))
+        return None
+    return draw_prompts(source, random.Random())
 
 
 def main() -> None:

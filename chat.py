@@ -33,8 +33,6 @@ HELP = """\
 /quit             leave (also: /exit, an empty line, Ctrl-D)
 //...              a message that begins with a /
 Ctrl-C ends an answer, and leaves where none is being given."""
-
-
 LEAVE = ("/quit", "/exit")
 
 
@@ -61,12 +59,6 @@ class Conversation:
     answerer: Answerer
     messages: list[Message] = field(default_factory=list)
 
-    def set_temperature(self, temperature: float) -> None:
-        """Answer with this temperature from now on; 0 takes the likeliest token."""
-        self.answerer.options = dataclasses.replace(
-            self.answerer.options, temperature=temperature or 1.0, do_sample=temperature > 0
-        )
-
 
 Score = Callable[[list[Message]], float]  # of a conversation's last message as an answer to those before it
 
@@ -75,10 +67,14 @@ class Session:
     """Conversations with one or two models, led line by line."""
 
     def __init__(
-        self, conversations: list[Conversation], display: PlainDisplay | SideBySide, score: Score | None
+        self,
+        conversations: list[Conversation],
+        display: PlainDisplay | SideBySide,
+        score: Score | None,
+        system: str,
     ) -> None:
         self.conversations, self.display, self.score = conversations, display, score
-        self.system = ""
+        self.set_system(system)
 
     def set_system(self, text: str) -> str:
         """Let the conversations begin with this message, now and after /reset."""
@@ -103,8 +99,8 @@ class Session:
             temperature = -1.0
         if not 0 <= temperature <= 100:
             return f"/temperature {text}: expected a number from 0 to 100"
-        for conversation in self.conversations:
-            conversation.set_temperature(temperature)
+        for answerer in (conversation.answerer for conversation in self.conversations):
+            answerer.sampling = dataclasses.replace(answerer.sampling, temperature=temperature)
         return f"temperature {temperature:g}"
 
     def save(self, name: str) -> str:
@@ -127,40 +123,36 @@ class Session:
     def command(self, text: str) -> str:
         """Obey a line that begins with a / (or is `clear`); return what is to be said."""
         word, _, rest = text.partition(" ")
-        rest = rest.strip()
-        commands = {
-            "/reset": self.reset,
-            "clear": self.reset,
-            "/help": lambda: HELP,
-            "/system": lambda: self.set_system(rest),
-            "/temperature": lambda: self.set_temperature(rest),
-            "/save": lambda: self.save(rest),
-        }
-        return commands.get(word, lambda: f"{word} is no command; /help lists them")()
+        if word in ("/reset", "clear"):
+            return self.reset()
+        if word == "/help":
+            return HELP
+        commands = {"/system": self.set_system, "/temperature": self.set_temperature, "/save": self.save}
+        if word not in commands:
+            return f"{word} is no command; /help lists them"
+        return commands[word](rest.strip())
 
     def answer(self, text: str) -> None:
         """Show every model's answer to a message; the oldest turns are left out when room runs short."""
-        with interruptible() as is_interrupted, self.display.answering() as shown:
+        with interruptible() as is_interrupted, self.display:
             for number, conversation in enumerate(self.conversations):
-                shown.begin(number)
+                self.display.begin(number)
                 asked = [*conversation.messages, Message("user", text)]
 
                 def tell(_: int, piece: str, number: int = number) -> bool:
-                    shown.add(number, piece)
+                    self.display.add(number, piece)
                     return is_interrupted.is_set()
 
                 try:
                     [[reply]] = conversation.answerer.answer([asked], on_text=tell)
                 except ValueError as error:  # the chat template refuses this dialogue
-                    shown.end(number, f"no answer: {error}")
+                    self.display.end(number, f"no answer: {error}")
                     continue
                 conversation.messages = [*asked, Message("assistant", reply)]
-                shown.end(number, self._note(conversation.messages))
+                score = f"score {self.score(conversation.messages):.3f}" if self.score else ""
+                self.display.end(number, score)
                 if is_interrupted.is_set():
                     return
-
-    def _note(self, messages: list[Message]) -> str:
-        return f"score {self.score(messages):.3f}" if self.score else ""
 
 
 def load_score(args: ChatArguments, problems: Problems) -> Score | None:
@@ -190,26 +182,16 @@ def load_session(args: ChatArguments, problems: Problems) -> Session:
     problems.exit_if_any()
     score = load_score(args, problems) if args.reward else None
     problems.exit_if_any()
-    conversations = []
-    for flag_name, template in templates.items():
-        with startup.as_problem(problems):
-            answerer = load_answerer(
-                names[flag_name],
-                template,
-                args,
-                max_new_tokens=args.max_new_tokens,
-                temperature=args.temperature or 1.0,
-                top_k=args.top_k,
-                top_p=args.top_p,
-                do_sample=args.temperature > 0,
-                seed=args.seed,
-            )
-        conversations.append(Conversation(names[flag_name], answerer))
+    sampling = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    with startup.as_problem(problems):
+        conversations = [
+            Conversation(name, load_answerer(name, templates[flag_name], args, seed=args.seed, **sampling))
+            for flag_name, name in names.items()
+        ]
     is_wide = args.compare and sys.stdin.isatty() and sys.stdout.isatty()
     labels = list(names.values()) if is_wide else ["A", "B"] if args.compare else ["bot"]
-    session = Session(conversations, SideBySide(labels) if is_wide else PlainDisplay(labels), score)
-    session.set_system(args.system)
-    return session
+    display = SideBySide(labels) if is_wide else PlainDisplay(labels)
+    return Session(conversations, display, score, args.system)
 
 
 def main() -> None:

@@ -1,33 +1,40 @@
 """A saved model that answers conversations: for chat.py, prompt_eval.py and the arena.
 
-# B conversations, N answers to each
+# B conversations, N answers to each, T tokens, K likeliest ones, V vocabulary
 """
 
 import dataclasses
+import secrets
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
-from common.data.dialogue import TEMPLATE_NAMES, Template
+from common.data.dialogue import TEMPLATE_NAMES, Segment, Template, build_template
 from common.data.example import Message
 from common.data.packed_batch import pad_rows
 from common.flags.args import Problems, TokenizerArguments, flag
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
-from common.models.loading import DTYPES, ModelOptions, load_causal_lm
+from common.models.loading import DTYPES, ModelOptions, compute_hidden, load_causal_lm
 from common.models.lora import base_of_adapter, is_adapter, merge_adapter
+from common.models.model_inputs import build_model_inputs
+from common.models.output_head import read_logit_transform
 from common.programs import startup
 from common.ranks import distributed
-from serving.text_stream import TIDIED_CHARACTERS, TextStream
+from serving.text_stream import TextStream
 
 _MIN_PROMPT_TOKENS = 8  # that stay, however long an answer may be
 _ENDLESS_POSITIONS = 4096  # of a model without a limit of its own (ALiBi): what a terminal needs at most
+_SAMPLE_ID_BITS = 48
+_POSITIONS_AT_A_TIME = 128  # whose logits are held together
+_device_lock = threading.Lock()  # the device computes for one request, of all models
 
 
 @dataclass
@@ -41,6 +48,19 @@ class AnsweringArguments(TokenizerArguments):
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How an answer is sampled."""
+
+    max_new_tokens: int
+    temperature: float = 1.0  # 0 takes the likeliest token
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()  # an answer ends before the first of these texts
+    seed: int | None = None  # the same answers whenever it is given; None: random numbers not used yet
+    num_answers: int = 1
+
+
+@dataclass(frozen=True)
 class Answer:
     """What a model said, and why it stopped there."""
 
@@ -50,93 +70,122 @@ class Answer:
     num_prompt_tokens: int
 
 
+class TokenScore(NamedTuple):
+    """A token's log-probability after those before it, and the likeliest tokens there, with theirs."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 TextCallback = Callable[[int, str], bool]  # gets (number of the answer, its next text); True: no more of it
 
 
 class Answerer:
-    """A model, the dialogue form that it is asked in, and how it samples.
+    """A model, the dialogue form that it is asked in, and how it samples where a request does not say.
 
     The memory of keys and values is kept from call to call, and so is the count of answers, which names their
-    random numbers: the same calls give the same answers, and a question asked again gets another one.
+    random numbers: after the same `seed` the same calls give the same answers, and a question asked again
+    gets another one. `max_length` counts the tokens of prompt and answer together.
     """
 
-    def __init__(self, model: PreTrainedModel, template: Template, options: SamplingOptions) -> None:
-        limit = getattr(model.config, "max_position_embeddings", None) or _ENDLESS_POSITIONS
-        num_new = max(min(options.max_new_tokens, limit - _MIN_PROMPT_TOKENS), 1)
-        self.template, self.options = template, dataclasses.replace(options, max_new_tokens=num_new)
-        self.max_prompt_tokens, self.max_length = limit - num_new, limit
-        self.model = model
-        self._generator = Generator(share_weights(model))
-        self._num_answers = 0
+    def __init__(
+        self, model: PreTrainedModel, template: Template, sampling: Sampling, *, seed: int | None = None
+    ) -> None:
+        """Without `seed` other random numbers are used every time."""
+        self.model, self.template, self.tokenizer = model, template, template.tokenizer
+        self.max_length = getattr(model.config, "max_position_embeddings", None) or _ENDLESS_POSITIONS
+        num_new = max(min(sampling.max_new_tokens, self.max_length - _MIN_PROMPT_TOKENS), 1)
+        self.sampling = dataclasses.replace(sampling, max_new_tokens=num_new)
+        self.max_prompt_tokens = self.max_length - num_new
+        self._seed, self._generator = seed or 0, Generator(share_weights(model))
+        self._next_sample_id = secrets.randbits(_SAMPLE_ID_BITS) if seed is None else 0
 
     def answer(
-        self,
-        conversations: Sequence[Sequence[Message]],
-        *,
-        num_samples: int = 1,
-        on_text: TextCallback | None = None,
+        self, conversations: Sequence[Sequence[Message]], *, on_text: TextCallback | None = None
     ) -> list[list[str]]:
-        """Return `num_samples` answers to each conversation; all are generated in one call.
+        """Return N answers to each of B conversations; all are generated in one call.
 
-        An answer has fewer than max_new_tokens tokens where the model's positions leave no room for them.
-        `on_text`: see `respond`.
+        A prompt that is too long is shortened (see `Template.shorten`) or cut. An answer has fewer than
+        max_new_tokens tokens where the model's positions leave no room for them. `on_text`: see `respond`.
         """
-        rows = [self._prompt_ids(tuple(messages)) for messages in conversations]
-        answers = self.respond(rows, num_samples=num_samples, on_text=on_text)
-        return [[answer.text for answer in of_one] for of_one in answers]
+        rows, limit = [], self.max_prompt_tokens
+        for messages in conversations:
+            shorter = self.template.shorten(tuple(messages), limit)
+            rows.append(self.template.encode(self.template.segments(shorter, None), limit).input_ids)
+        return [[answer.text for answer in answers] for answers in self.respond(rows, on_text=on_text)]
 
     def respond(
         self,
         rows: Sequence[list[int]],
+        sampling: Sampling | None = None,
         *,
-        num_samples: int = 1,
-        options: SamplingOptions | None = None,
-        max_new_tokens: int = 0,
-        stop: Sequence[str] = (),
         keeps_space: bool = False,
-        first_sample_id: int | None = None,
         on_text: TextCallback | None = None,
     ) -> list[list[Answer]]:
-        """Return `num_samples` answers to each prompt of token ids, which must leave room for one token.
+        """Return N answers to each of B prompts of token ids, which must leave room for one token.
 
-        `options` with the Answerer's own max_new_tokens; `max_new_tokens` (0: those of the options) is a
-        lower limit. An answer ends before the first of the texts `stop`, and loses the white
-        space around it unless it `keeps_space`. `first_sample_id` names the random
-        numbers of the first answer, the next are the others'; None: numbers that were not used yet.
-        `on_text` gets the answers' texts piece by piece; put together they are the answers.
+        An answer loses the white space around it unless it `keeps_space`. `on_text` gets the answers' texts
+        piece by piece; put together they are the answers. Waits until other answers are done.
         """
-        device, options = distributed.device(), options or self.options
-        prompt_ids, prompt_mask = pad_rows(list(rows), options.pad_token_id, on_left=True)
-        num_answers = len(rows) * num_samples
-        if first_sample_id is None:
-            first_sample_id, self._num_answers = self._num_answers, self._num_answers + num_answers
-        sample_ids = torch.arange(first_sample_id, first_sample_id + num_answers, device=device)
-        most = min(max_new_tokens or options.max_new_tokens, options.max_new_tokens)
-        limits = [min(most, self.max_length - len(row)) for row in rows for _ in range(num_samples)]
+        sampling = sampling or self.sampling
+        most = min(sampling.max_new_tokens, self.sampling.max_new_tokens)
+        limits = [min(most, self.max_length - len(row)) for row in rows for _ in range(sampling.num_answers)]
         if min(limits, default=1) < 1:
             raise ValueError(f"a prompt has no room for an answer in the model's {self.max_length} positions")
-        streams = [self._text_stream(stop, keeps_space) for _ in range(num_answers)]
-        texts = _AnswerTexts(streams, options.stop_token_id, on_text)
+
+        def stream_of(number: int) -> TextStream:
+            tell = on_text and (lambda text: on_text(number, text))
+            return TextStream(self.tokenizer, stop=sampling.stop, keeps_space=keeps_space, on_text=tell)
+
+        streams = [stream_of(number) for number in range(len(limits))]
+        is_streamed = bool(on_text or sampling.stop)
+        with _device_lock:
+            found = self._generate(rows, sampling, limits, streams if is_streamed else None)
+        answers = []
+        for number, (ids, mask) in enumerate(zip(found.response_ids, found.response_mask, strict=True)):
+            token_ids, is_finished = ids[mask].tolist(), bool(found.is_finished[number])
+            text, reason = streams[number].finish(token_ids, is_finished=is_finished)
+            answers.append(Answer(text, token_ids, reason, len(rows[number // sampling.num_answers])))
+        groups = range(0, len(answers), sampling.num_answers)
+        return [answers[first : first + sampling.num_answers] for first in groups]
+
+    def _generate(
+        self,
+        rows: Sequence[list[int]],
+        sampling: Sampling,
+        limits: list[int],
+        streams: list[TextStream] | None,
+    ) -> Any:
+        device, tokenizer = distributed.device(), self.tokenizer
+        options = SamplingOptions(
+            max_new_tokens=self.sampling.max_new_tokens,
+            stop_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            num_valid_tokens=len(tokenizer),
+            temperature=sampling.temperature or 1.0,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            do_sample=sampling.temperature > 0,
+            seed=self._seed if sampling.seed is None else sampling.seed,
+        )
+        first = 0
+        if sampling.seed is None:
+            first, self._next_sample_id = self._next_sample_id, self._next_sample_id + len(limits)
+        prompt_ids, prompt_mask = pad_rows(list(rows), options.pad_token_id, on_left=True)
         # A longer conversation needs a larger block: its size doubles, so that few turns have to make one.
         doubled = 1 << (prompt_ids.shape[1] + options.max_new_tokens - 1).bit_length()
         self._generator.max_length = min(doubled, self.max_length)
-        found = self._generator.generate(
+        return self._generator.generate(
             prompt_ids.to(device),
             prompt_mask.to(device),
-            sample_ids,
+            torch.arange(first, first + len(limits), device=device),
             options,
-            num_samples=num_samples,
+            num_samples=sampling.num_answers,
             limits=torch.tensor(limits, device=device),
-            on_tokens=texts.add if on_text or stop else None,
+            on_tokens=streams and (lambda number, token_ids: streams[number].add(token_ids)),
         )
-        answers = []
-        for sample, (ids, mask) in enumerate(zip(found.response_ids, found.response_mask, strict=True)):
-            token_ids = ids[mask].tolist()
-            text, reason = texts.finish(sample, token_ids, bool(found.is_finished[sample]))
-            answers.append(Answer(text, token_ids, reason, len(rows[sample // num_samples])))
-        return [answers[first : first + num_samples] for first in range(0, num_answers, num_samples)]
 
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a whole conversation, however long, up to where the answer follows.
 
         Raises BadRow, a ValueError, when the template cannot show it.
@@ -144,48 +193,41 @@ class Answerer:
         segments = self.template.segments(tuple(messages), None)
         return self.template.encode(segments, sys.maxsize).input_ids
 
-    def _text_stream(self, stop: Sequence[str], keeps_space: bool) -> TextStream:
-        tokenizer = self.template.tokenizer
-        return TextStream(
-            lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-            tokenizer.convert_ids_to_tokens,
-            stop=stop,
-            keeps_space=keeps_space,
-            num_unsettled=TIDIED_CHARACTERS if tokenizer.clean_up_tokenization_spaces else 0,
+    def encode_text(self, text: str) -> list[int]:
+        """Return the token ids of a bare text, as a row of the plain template begins."""
+        plain = build_template("plain", self.tokenizer)
+        return plain.encode([Segment(text, False)], sys.maxsize).input_ids
+
+    def why_too_long(self, prompt_ids: list[int]) -> str:
+        """Return why a prompt leaves no room for an answer, empty when it does."""
+        if len(prompt_ids) < self.max_length:
+            return ""
+        return (
+            f"the prompt has {len(prompt_ids)} tokens, but prompt and answer together may have "
+            f"{self.max_length}; shorten it"
         )
 
-    def _prompt_ids(self, messages: tuple[Message, ...]) -> list[int]:
-        """Return the ids of a prompt that fits: see `Template.shorten`; what is too long still is cut."""
-        shorter = self.template.shorten(messages, self.max_prompt_tokens)
-        return self.template.encode(self.template.segments(shorter, None), self.max_prompt_tokens).input_ids
+    @torch.inference_mode()
+    def score(self, token_ids: list[int], num_top: int) -> list[TokenScore]:
+        """Return T - 1 scores, of all tokens but the first, in fp32 at temperature 1; `num_top` below V.
 
-
-class _AnswerTexts:
-    """The texts of answers while their tokens are sampled, and who wanted no more of them."""
-
-    def __init__(self, streams: list[TextStream], stop_token_id: int, on_text: TextCallback | None) -> None:
-        self.streams, self.stop_token_id, self.on_text = streams, stop_token_id, on_text
-        self.cancelled: set[int] = set()
-
-    def add(self, sample: int, token_ids: list[int]) -> bool:
-        """Take new tokens; return whether the answer shall end with them."""
-        stream = self.streams[sample]
-        self._tell(sample, stream.add([i for i in token_ids if i != self.stop_token_id]))
-        return stream.is_stopped or sample in self.cancelled
-
-    def finish(self, sample: int, token_ids: list[int], is_finished: bool) -> tuple[str, str]:
-        """Return the whole answer and why it ended; its tokens are taken now if none was before."""
-        stream = self.streams[sample]
-        if not stream.token_ids:
-            stream.add([i for i in token_ids if i != self.stop_token_id])
-        self._tell(sample, stream.finish())
-        if sample in self.cancelled:
-            return stream.told, "cancelled"
-        return stream.told, "stop" if stream.is_stopped or is_finished else "length"
-
-    def _tell(self, sample: int, text: str) -> None:
-        if text and self.on_text and sample not in self.cancelled and self.on_text(sample, text):
-            self.cancelled.add(sample)
+        Waits until other answers are done.
+        """
+        ids, lengths = torch.tensor(token_ids), torch.tensor([len(token_ids)])
+        inputs = build_model_inputs(ids, lengths, is_packed=False, device=self.model.device)
+        form, head = read_logit_transform(self.model.config), self.model.get_output_embeddings()
+        scores: list[TokenScore] = []
+        with _device_lock:
+            hidden = compute_hidden(self.model, inputs)[0, :-1].split(_POSITIONS_AT_A_TIME)  # (T - 1, H)
+            targets = ids[1:].to(self.model.device).split(_POSITIONS_AT_A_TIME)
+            for states, expected in zip(hidden, targets, strict=True):
+                logits = form.transform(head(states).float())[:, : len(self.tokenizer)]
+                logprobs = logits.log_softmax(-1)
+                own = logprobs.gather(1, expected.unsqueeze(1)).squeeze(1).tolist()
+                values, likeliest = (part.tolist() for part in logprobs.topk(num_top, dim=-1))
+                for logprob, tokens, tops in zip(own, likeliest, values, strict=True):
+                    scores.append(TokenScore(logprob, list(zip(tokens, tops, strict=True))))
+        return scores
 
 
 def name_leading_words(flag_name: str, argv: list[str]) -> list[str]:
@@ -212,34 +254,26 @@ def load_template(
         return None
     has_own = (Path(path) / "tokenizer_config.json").exists()  # adapters of other origin have none
     tokenizer = startup.check_tokenizer(flag_name, path if has_own else base, args, problems)
-    if tokenizer is None:
-        return None
     own = dataclasses.replace(args)  # each model has a template of its own
     template, notes = startup.find_template(flag_name, trained_path or path, own, tokenizer, problems)
     startup.print_note(*notes)
     return template
 
 
-def load_answerer(path: str, template: Template, args: AnsweringArguments, **sampling: Any) -> Answerer:
-    """Return the model of `path`, ready to answer; `sampling` are fields of SamplingOptions.
+def load_answerer(
+    path: str, template: Template, args: AnsweringArguments, *, seed: int | None = None, **sampling: Any
+) -> Answerer:
+    """Return the model of `path`, ready to answer; `sampling` are fields of Sampling.
 
     Raises ValueError when its weights cannot be loaded.
     """
-    tokenizer = template.tokenizer
-    model_options = ModelOptions(
+    options = ModelOptions(
         base_of_adapter(path) if is_adapter(path) else path,
         dtype=distributed.dtype_name(args.dtype),
         dropout=0.0,
         trust_remote_code=args.trust_remote_code,
     )
-    options = SamplingOptions(
-        stop_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        num_valid_tokens=len(tokenizer),
-        **sampling,
-    )
-    model = load_causal_lm(model_options, len(tokenizer))
+    model = load_causal_lm(options, len(template.tokenizer))
     if is_adapter(path):
         model = merge_adapter(model, path)
-    model = model.to(distributed.device())
-    return Answerer(model, template, options)
+    return Answerer(model.to(distributed.device()), template, Sampling(**sampling), seed=seed)

@@ -11,18 +11,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from starlette.requests import HTTPConnection
 
-from serving.blind_pairs import BlindPairs, Refused
-from serving.judgement_store import Pair, StoreError
+from serving.blind_pairs import BlindPairs
+from serving.judgement_store import Pair, Refused
 from serving.openai_api import add_openai_routes
 from serving.openai_requests import openai_error
-from serving.web_server import (
-    BodyLimit,
-    BrowserGuard,
-    add_error_forms,
-    refuse_plainly,
-    require_token,
-    stream_from_thread,
-)
+from serving.web_server import guarded_app, refuse_plainly, stream_from_thread
 
 _PAGE = Path(__file__).with_name("page")
 _FILES = {"/": "index.html", "/style.css": "style.css", "/page.js": "page.js"}
@@ -50,51 +43,15 @@ def create_app(
 ) -> FastAPI:
     """Return the application; with a token all but the empty page needs it, as Authorization: Bearer TOKEN.
 
-    `host_names`: see BrowserGuard.
+    `host_names`: see Guard.
     """
-    # No page of documentation: it would load scripts from elsewhere.
-    app = FastAPI(title="Triptych arena", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(BodyLimit, max_bytes=max_request_bytes)
-    require_token(app, token, _refuse, open_paths=frozenset(_FILES))
-    app.add_middleware(BrowserGuard, host_names=host_names, refuse=_refuse)  # the last added is the first
-    add_error_forms(app, _refuse)
+    limits = {"token": token, "open_paths": frozenset(_FILES), "host_names": host_names}
+    app = guarded_app(max_bytes=max_request_bytes, refuse=_refuse, **limits)
 
     @app.exception_handler(Refused)
-    def refuse_prompt(request: Request, error: Refused) -> Response:
-        return _refuse(request, 422, str(error))
-
-    @app.exception_handler(StoreError)
-    def refuse_judgement(request: Request, error: StoreError) -> Response:
+    def refuse(request: Request, error: Refused) -> Response:
         return _refuse(request, error.status, str(error))
 
-    _add_page(app, needs_token=bool(token))
-    _add_pairs(app, arena)
-    add_openai_routes(app, list(arena.models.values()), arena.sampling)
-    return app
-
-
-def _refuse(request: HTTPConnection, status: int, detail: str) -> Response:
-    """Return an error as one line of JSON, in OpenAI's form under /v1."""
-    is_api = f"{request.url.path}/".startswith("/v1/")
-    return openai_error(detail, status) if is_api else refuse_plainly(request, status, detail)
-
-
-def _add_page(app: FastAPI, *, needs_token: bool) -> None:
-    def route(path: str, name: str) -> None:
-        @app.get(path, include_in_schema=False)
-        def send_file() -> FileResponse:
-            return FileResponse(_PAGE / name)
-
-    for path, name in _FILES.items():
-        route(path, name)
-
-    @app.get("/api/health")
-    def health() -> dict[str, bool]:
-        """Say that the server is there, and the token right."""
-        return {"needs_token": needs_token}
-
-
-def _add_pairs(app: FastAPI, arena: BlindPairs) -> None:
     @app.get("/api/state")
     def state() -> dict[str, Any]:
         """Return what the page needs to begin."""
@@ -126,6 +83,21 @@ def _add_pairs(app: FastAPI, arena: BlindPairs) -> None:
     def results() -> dict[str, Any]:
         """Return what all judgements amount to."""
         return arena.results()
+
+    add_openai_routes(app, arena.models, arena.sampling)
+    for path in _FILES:
+        app.add_api_route(path, _send_file)
+    return app
+
+
+def _refuse(request: HTTPConnection, status: int, detail: str) -> Response:
+    """Return an error as one line of JSON, in OpenAI's form under /v1."""
+    is_api = f"{request.url.path}/".startswith("/v1/")
+    return openai_error(detail, status) if is_api else refuse_plainly(request, status, detail)
+
+
+def _send_file(request: Request) -> FileResponse:
+    return FileResponse(_PAGE / _FILES[request.url.path])
 
 
 async def _lines(arena: BlindPairs, pair: Pair) -> AsyncIterator[str]:

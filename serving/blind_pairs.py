@@ -5,49 +5,39 @@ import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from common.data.example import BadRow, Message
 from common.data.registry import RawSource
 from common.ranks.failures import kind_and_line
-from serving.judgement_store import JudgementStore, Pair
-from serving.served_models import Sampling, ServedModel
+from serving.answering import Answerer, Sampling
+from serving.judgement_store import JudgementStore, Pair, Refused
 from serving.win_rates import Outcome, duels, ratings
 
 Emit = Callable[[dict[str, Any]], None]
+Prompts = Iterator[tuple[Sequence[Message], str]]
 _SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "both_bad": 0.5}
 
 
-class Refused(Exception):  # noqa: N818  (nothing went wrong here)
-    """A request that cannot be met; the message says why, and what to do."""
-
-
-class PromptPool:
-    """The prompts of a data set in random order, each once before any comes again; other rows are skipped."""
-
-    def __init__(self, source: RawSource, draw: random.Random) -> None:
-        self._source, self._draw = source, draw
-        self._waiting: list[int] = []
-        self._lock = threading.Lock()
-
-    def next(self) -> tuple[Sequence[Message], str]:
-        """Return a prompt and where it comes from. Raises ValueError when there is none in the data."""
-        rows = self._source.train
-        with self._lock:
-            for _ in range(len(rows) + 1):
-                if not self._waiting:
-                    self._waiting = self._draw.sample(range(len(rows)), len(rows))
-                index = self._waiting.pop()
-                try:
-                    examples = self._source.adapter.to_examples(rows[index])
-                except BadRow:
-                    continue
-                prompt = next((example.prompt for example in examples if example.prompt), None)
-                if prompt:
-                    return prompt, rows.row_id(index)
-        raise ValueError(f"--data_path {self._source.name} has no prompts; give a data set of questions")
+def draw_prompts(source: RawSource, generator: random.Random) -> Prompts:
+    """Yield the prompts of a data set and where they come from, in random order, each once before any comes
+    again; other rows are skipped. Raises ValueError when there is none.
+    """
+    rows, num_found = source.train, 1
+    while num_found:
+        num_found = 0
+        for index in generator.sample(range(len(rows)), len(rows)):
+            try:
+                examples = source.adapter.to_examples(rows[index])
+            except BadRow:
+                continue
+            prompt = next((example.prompt for example in examples if example.prompt), None)
+            if prompt:
+                num_found += 1
+                yield prompt, rows.row_id(index)
+    raise ValueError(f"--data_path {source.name} has no prompts; give a data set of questions")
 
 
 class BlindPairs:
@@ -55,37 +45,36 @@ class BlindPairs:
 
     def __init__(
         self,
-        models: Sequence[ServedModel],
+        models: Mapping[str, Answerer],
         store: JudgementStore,
         sampling: Sampling,
         *,
-        prompts: PromptPool | None = None,
-        draw: random.Random | None = None,
+        prompts: Prompts | None = None,
+        generator: random.Random | None = None,
     ) -> None:
-        self.models = {model.name: model for model in models}
-        self.store, self.sampling, self.prompts = store, sampling, prompts
-        self._draw = draw or random.SystemRandom()
+        """`models` by name; `prompts` of --data_path; `generator` chooses and shuffles the models."""
+        self.models, self.store, self.sampling, self.prompts = models, store, sampling, prompts
+        self._generator = generator or random.SystemRandom()
+        self._prompts_lock = threading.Lock()
 
     # ---- asking
 
     def ask(self, text: str) -> Pair:
-        """Return a new pair for a typed prompt. Raises Refused, StoreError."""
-        return self._create([Message("user", self._checked(text))], "typed", self._choose_models())
+        """Return a new pair for a typed prompt. Raises Refused."""
+        return self._create([Message("user", _checked(text))], "typed", self._choose_models())
 
     def ask_drawn(self) -> Pair:
-        """Return a new pair for a prompt of the data set. Raises Refused, StoreError."""
+        """Return a new pair for a prompt of the data set. Raises Refused."""
         if self.prompts is None:
             raise Refused("the server was started without --data_path, so there are no prompts to draw")
-        try:
-            prompt, source = self.prompts.next()
-        except ValueError as error:
-            raise Refused(str(error)) from error
+        with self._prompts_lock:
+            prompt, source = next(self.prompts)
         return self._create(prompt, source, self._choose_models())
 
     def follow_up(self, pair_id: str, text: str) -> Pair:
         """Return a new pair of the same two models that goes on from the preferred answer, A after a tie.
 
-        Raises Refused, StoreError.
+        Raises Refused.
         """
         before = self.store.get(pair_id)
         if before.choice not in ("a", "b", "tie"):
@@ -93,20 +82,10 @@ class BlindPairs:
         models = [before.model_a, before.model_b]
         if missing := [name for name in models if name not in self.models]:
             raise Refused(f"{missing[0]} is not served any more; begin a new conversation")
-        self._draw.shuffle(models)
+        self._generator.shuffle(models)
         answer = before.answer_b if before.choice == "b" else before.answer_a
-        said = [*before.prompt, Message("assistant", answer or ""), Message("user", self._checked(text))]
+        said = [*before.prompt, Message("assistant", answer or ""), Message("user", _checked(text))]
         return self._create(said, "follow-up", models)
-
-    @staticmethod
-    def _checked(text: str) -> str:
-        if not text.strip():
-            raise Refused("the prompt is empty; write something")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
-            raise Refused("the prompt holds half a character (a lone surrogate); write it anew") from error
-        return text.strip()
 
     def _choose_models(self) -> list[str]:
         """Return two models in random order, of those that have met least often."""
@@ -114,16 +93,15 @@ class BlindPairs:
             raise Refused("the server has one model only, which cannot be compared; start it with two")
         met = self.store.num_answered_by_models()
         pairs = list(itertools.combinations(self.models, 2))
-        least = min(met.get(frozenset(pair), 0) for pair in pairs)
-        chosen = list(self._draw.choice([pair for pair in pairs if met.get(frozenset(pair), 0) == least]))
-        self._draw.shuffle(chosen)
+        least = min(met[frozenset(pair)] for pair in pairs)
+        chosen = list(self._generator.choice([pair for pair in pairs if met[frozenset(pair)] == least]))
+        self._generator.shuffle(chosen)
         return chosen
 
     def _create(self, prompt: Sequence[Message], source: str, names: list[str]) -> Pair:
         for name in names:
-            model = self.models[name]
             try:
-                reason = model.why_too_long(model.encode(prompt))
+                reason = self.models[name].why_too_long(self.models[name].encode(prompt))
             except ValueError as error:
                 reason = str(error)
             if reason:  # names stay hidden: the person may write another prompt for the same two
@@ -146,29 +124,24 @@ class BlindPairs:
                 return is_gone.is_set()
 
             try:
-                [answer] = model.respond(model.encode(pair.prompt), self.sampling, tell)
+                [[answer]] = model.respond([model.encode(pair.prompt)], self.sampling, on_text=tell)
                 if is_gone.is_set():
                     return
                 self.store.set_answer(pair.id, side, answer.text)
                 emit({"event": "end", "side": side, "text": answer.text, "finish": answer.finish_reason})
             except Exception as error:  # a device's, a library's, the disk's: the person must hear of each
-                self._tell_failure(pair, side, error, emit)
+                message = kind_and_line(error)
+                print(f"error: {name} gave no answer: {message}", file=sys.stderr, flush=True)
+                self.store.set_answer(pair.id, side, None, message)
+                for hidden in sorted(self.models, key=len, reverse=True):
+                    message = message.replace(hidden, "the model")
+                emit({"event": "error", "side": side, "message": message})
         emit({"event": "done", "is_answered": self.store.get(pair.id).is_answered})
-
-    def _tell_failure(self, pair: Pair, side: str, error: Exception, emit: Emit) -> None:
-        message = kind_and_line(error)
-        name = pair.model_a if side == "a" else pair.model_b
-        print(f"error: {name} gave no answer: {message}", file=sys.stderr, flush=True)
-        self.store.set_answer(pair.id, side, None, message)
-        hidden = message
-        for model in sorted(self.models, key=len, reverse=True):
-            hidden = hidden.replace(model, "the model")
-        emit({"event": "error", "side": side, "message": hidden})
 
     # ---- judging
 
     def judge(self, pair_id: str, choice: str) -> dict[str, Any]:
-        """Keep a judgement and return the pair with its names. Raises StoreError."""
+        """Keep a judgement and return the pair with its names. Raises Refused."""
         return self.view(self.store.judge(pair_id, choice))
 
     def view(self, pair: Pair) -> dict[str, Any]:
@@ -193,3 +166,14 @@ class BlindPairs:
             "ratings": [row._asdict() for row in ratings(outcomes)],
             "duels": [row._asdict() | {"first_rate": row.first_rate._asdict()} for row in duels(outcomes)],
         }
+
+
+def _checked(text: str) -> str:
+    """Return a prompt without the white space around it. Raises Refused."""
+    if not text.strip():
+        raise Refused("the prompt is empty; write something")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
+        raise Refused("the prompt holds half a character (a lone surrogate); write it anew") from error
+    return text.strip()

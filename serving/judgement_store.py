@@ -40,12 +40,16 @@ CREATE TABLE IF NOT EXISTS judgements (
     judged_at TEXT NOT NULL
 ) STRICT;
 """
+_SELECT = (
+    "SELECT id, prompt, source, model_a, model_b, answer_a, answer_b, error_a, error_b, choice"
+    " FROM pairs LEFT JOIN judgements j ON pair_id = id"
+)
 
 
-class StoreError(Exception):
-    """A judgement or a pair that cannot be kept; the message says why and what to do, `status` is HTTP's."""
+class Refused(Exception):  # noqa: N818  (nothing went wrong here)
+    """A request that cannot be met; the message says why, and what to do, `status` is HTTP's."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int = 422) -> None:
         super().__init__(message)
         self.status = status
 
@@ -113,25 +117,20 @@ class JudgementStore:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Give the connection in a transaction. Raises StoreError when the disk takes nothing."""
+        """Give the connection in a transaction. Raises Refused when the disk takes nothing."""
         with self._lock:
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
-                try:
+                with self._connection:  # commits, or rolls back what raised
                     yield self._connection
-                    self._connection.execute("COMMIT")
-                except BaseException:
-                    if self._connection.in_transaction:
-                        self._connection.execute("ROLLBACK")
-                    raise
             except sqlite3.Error as error:
                 message = f"{self.path}: not written ({error}); make room and try again"
-                raise StoreError(message, 507) from error
+                raise Refused(message, 507) from error
 
     def add_pair(
         self, prompt: Sequence[Message], source: str, model_a: str, model_b: str, sampling: dict
     ) -> Pair:
-        """Return a new pair, whose answers follow. Raises StoreError."""
+        """Return a new pair, whose answers follow. Raises Refused."""
         pair = Pair(uuid.uuid4().hex, tuple(prompt), source, model_a, model_b)
         messages = json.dumps([message._asdict() for message in prompt], ensure_ascii=False)
         row = (pair.id, _now(), messages, source, model_a, model_b, json.dumps(sampling))
@@ -141,34 +140,34 @@ class JudgementStore:
         return pair
 
     def set_answer(self, pair_id: str, side: str, text: str | None, error: str | None = None) -> None:
-        """Keep the whole answer of side "a" or "b", or why there is none. Raises StoreError."""
+        """Keep the whole answer of side "a" or "b", or why there is none. Raises Refused."""
         assert side in ("a", "b")
         columns = f"answer_{side} = ?, error_{side} = ?"
         with self._writing() as connection:
             connection.execute(f"UPDATE pairs SET {columns} WHERE id = ?", (text, error, pair_id))
 
     def judge(self, pair_id: str, choice: str) -> Pair:
-        """Keep a judgement ("a", "b", "tie", "both_bad") and return the judged pair. Raises StoreError.
+        """Keep a judgement ("a", "b", "tie", "both_bad") and return the judged pair. Raises Refused.
 
         The same judgement again changes nothing.
         """
         with self._writing() as connection:
-            pair = self._read(connection, pair_id)
+            pair = self._read(pair_id)
             if not pair.is_answered:
-                raise StoreError("one of its answers is missing, ask again", 409)
+                raise Refused("one of its answers is missing, ask again", 409)
             if pair.choice not in (None, choice):
-                raise StoreError(f"it was judged {pair.choice!r} before, which stays", 409)
+                raise Refused(f"it was judged {pair.choice!r} before, which stays", 409)
             connection.execute(
                 "INSERT INTO judgements (pair_id, choice, judged_at) VALUES (?, ?, ?)"
                 " ON CONFLICT (pair_id) DO NOTHING",
                 (pair_id, choice, _now()),
             )
-            return self._read(connection, pair_id)
+            return self._read(pair_id)
 
     def get(self, pair_id: str) -> Pair:
-        """Return a pair. Raises StoreError."""
+        """Return a pair. Raises Refused."""
         with self._lock:
-            return self._read(self._connection, pair_id)
+            return self._read(pair_id)
 
     def judged(self) -> list[Pair]:
         """Return all judged pairs, in the order of their judgements."""
@@ -180,27 +179,16 @@ class JudgementStore:
         """Return how many pairs each two models have answered."""
         with self._lock:
             rows = self._connection.execute(
-                "SELECT model_a, model_b, count(*) FROM pairs"
-                " WHERE answer_a IS NOT NULL AND answer_b IS NOT NULL GROUP BY model_a, model_b"
+                "SELECT model_a, model_b FROM pairs WHERE answer_a IS NOT NULL AND answer_b IS NOT NULL"
             ).fetchall()
-        counts: Counter[frozenset[str]] = Counter()
-        for model_a, model_b, count in rows:
-            counts[frozenset((model_a, model_b))] += count
-        return counts
+        return Counter(map(frozenset, rows))
 
-    @staticmethod
-    def _read(connection: sqlite3.Connection, pair_id: str) -> Pair:
-        row = connection.execute(f"{_SELECT} WHERE id = ?", (pair_id,)).fetchone()
+    def _read(self, pair_id: str) -> Pair:
+        row = self._connection.execute(f"{_SELECT} WHERE id = ?", (pair_id,)).fetchone()
         if row is None:
             message = "there is no such pair in the database; was the server given another --db?"
-            raise StoreError(message, 404)
+            raise Refused(message, 404)
         return _pair(row)
-
-
-_SELECT = (
-    "SELECT id, prompt, source, model_a, model_b, answer_a, answer_b, error_a, error_b, choice"
-    " FROM pairs LEFT JOIN judgements j ON pair_id = id"
-)
 
 
 def _pair(row: tuple) -> Pair:
@@ -222,30 +210,21 @@ def export_pairs(store: JudgementStore, target: Path) -> Counter[str]:
     counts: Counter[str] = Counter()
     lines = []
     for pair in store.judged():
-        reason = _reason_to_leave_out(pair)
-        counts[reason or "written"] += 1
-        if not reason:
-            lines.append(json.dumps(_row(pair), ensure_ascii=False) + "\n")
+        (chosen, chosen_model), (rejected, rejected_model) = sides = [
+            (pair.answer_a or "", pair.model_a), (pair.answer_b or "", pair.model_b)
+        ]  # fmt: skip
+        if pair.choice == "b":
+            (chosen, chosen_model), (rejected, rejected_model) = reversed(sides)
+        if pair.choice in ("tie", "both_bad"):
+            reason = {"tie": "ties", "both_bad": "both bad"}[pair.choice]
+        elif not chosen.strip() or not rejected.strip():
+            reason = "with an empty answer"
+        else:
+            reason = "with two equal answers" if chosen.strip() == rejected.strip() else "written"
+        counts[reason] += 1
+        if reason == "written":
+            row = {"prompt": [message._asdict() for message in pair.prompt], "chosen": chosen}
+            row |= {"rejected": rejected, "chosen_model": chosen_model, "rejected_model": rejected_model}
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     write_file(target, "".join(lines))
     return counts
-
-
-def _reason_to_leave_out(pair: Pair) -> str:
-    if pair.choice not in ("a", "b"):
-        return {"tie": "ties", "both_bad": "both bad"}[pair.choice or ""]
-    answers = [(pair.answer_a or "").strip(), (pair.answer_b or "").strip()]
-    if not all(answers):
-        return "with an empty answer"
-    return "with two equal answers" if answers[0] == answers[1] else ""
-
-
-def _row(pair: Pair) -> dict:
-    a, b = (pair.answer_a, pair.model_a), (pair.answer_b, pair.model_b)
-    (chosen, chosen_model), (rejected, rejected_model) = (a, b) if pair.choice == "a" else (b, a)
-    return {
-        "prompt": [message._asdict() for message in pair.prompt],
-        "chosen": chosen,
-        "rejected": rejected,
-        "chosen_model": chosen_model,
-        "rejected_model": rejected_model,
-    }

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's protocol, and how its clients read an error. No torch in here.
+"""Requests of OpenAI's protocol, what their answers look like, and how its clients read an error.
 
 A field that is not honoured is refused by its name, unless it asks for nothing.
 """
@@ -17,7 +17,6 @@ from pydantic import (
 )
 
 from common.data.example import Message
-from serving.served_models import Sampling
 
 MAX_ANSWERS, MAX_STOPS, MAX_LOGPROBS = 16, 4, 20
 # Values of fields that we do not have with which they ask for nothing.
@@ -96,13 +95,11 @@ def _as_prompts(prompt: Any) -> list[str] | list[list[int]]:
     is_list = isinstance(prompts, list) and bool(prompts) and all(prompts)
     if is_list and all(isinstance(text, str) for text in prompts):
         return prompts
-    if is_list and all(isinstance(row, list) and all(map(_is_id, row)) for row in prompts):
+    if is_list and all(
+        isinstance(row, list) and all(type(i) is int and i >= 0 for i in row) for row in prompts
+    ):
         return prompts
     raise ValueError("expected a text, token ids, or a list of either")
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is int and value >= 0
 
 
 class _Part(_Fields):
@@ -114,10 +111,6 @@ class _Message(_Fields):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[_Part], BeforeValidator(_as_parts)]
     name: str = ""
-
-    def message(self) -> Message:
-        role = "system" if self.role in _SYSTEM else self.role
-        return Message(role, "".join(part.text for part in self.content))
 
 
 class _StreamOptions(_Fields):
@@ -140,21 +133,13 @@ class OpenAIRequest(_Fields):
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
 
-    def _sampling(self, default: Sampling, limit: int | None) -> Sampling:
-        """Return how to sample; what is left out is the server's own. Raises BadRequest."""
-        most = default.max_new_tokens
-        if limit is not None and limit > most:
+    def max_new_tokens(self, most: int) -> int:
+        """Return how many tokens an answer may have. Raises BadRequest for more than the server's `most`."""
+        limit = self._limit(most)
+        if limit > most:
             message = f"{limit} tokens are more than this server's --max_new_tokens {most}"
             raise BadRequest(message, "max_tokens")
-        return Sampling(
-            max_new_tokens=most if limit is None else limit,
-            temperature=default.temperature if self.temperature is None else self.temperature,
-            top_p=default.top_p if self.top_p is None else self.top_p,
-            top_k=default.top_k,
-            stop=tuple(self.stop),
-            seed=self.seed,
-            num_answers=self.n,
-        )
+        return limit
 
 
 class ChatRequest(OpenAIRequest):
@@ -166,6 +151,10 @@ class ChatRequest(OpenAIRequest):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     echo: ClassVar[bool] = False
+    kind: ClassVar[str] = "chat.completion"
+    chunk_kind: ClassVar[str] = "chat.completion.chunk"
+    prefix: ClassVar[str] = "chatcmpl"
+    param: ClassVar[str] = "messages"
 
     @field_validator("messages")
     @classmethod
@@ -177,21 +166,42 @@ class ChatRequest(OpenAIRequest):
         return messages
 
     @property
-    def prompts(self) -> list[tuple[Message, ...]]:
-        """Return the one conversation."""
-        return [tuple(message.message() for message in self.messages)]
-
-    @property
     def num_logprobs(self) -> int | None:
         """Return how many likely tokens are told beside each; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
-    def sampling(self, default: Sampling) -> Sampling:
-        """Return how to sample; what is left out is the server's own. Raises BadRequest."""
+    def _limit(self, most: int) -> int:
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
-        newer_name = self.max_completion_tokens
-        return self._sampling(default, self.max_tokens if newer_name is None else newer_name)
+        return self.max_completion_tokens or self.max_tokens or most
+
+    def prompts_of(self, model: Any) -> list[list[int]]:
+        """Return the token ids of the one conversation. Raises ValueError when its template refuses it."""
+        roles = ["system" if message.role in _SYSTEM else message.role for message in self.messages]
+        texts = ["".join(part.text for part in message.content) for message in self.messages]
+        return [model.encode([Message(role, text) for role, text in zip(roles, texts, strict=True)])]
+
+    def choice(self, model: Any, prompt_ids: list[int], answer: Any) -> dict[str, Any]:
+        """Return a whole answer, with the log-probabilities of its tokens, the end of turn included."""
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        if self.num_logprobs is None:
+            return {"message": message, "logprobs": None}
+
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            text = model.tokenizer.decode([token_id])
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        scores = model.score([*prompt_ids, *answer.token_ids], self.num_logprobs)[len(prompt_ids) - 1 :]
+        content = [
+            entry(token_id, score.logprob) | {"top_logprobs": [entry(*one) for one in score.top]}
+            for token_id, score in zip(answer.token_ids, scores, strict=True)
+        ]
+        return {"message": message, "logprobs": {"content": content, "refusal": None}}
+
+    def piece(self, text: str, *, is_first: bool) -> dict[str, Any]:
+        """Return a piece of a streamed answer."""
+        role = {"role": "assistant"} if is_first else {}
+        return {"delta": role | ({"content": text} if text or is_first else {})}
 
 
 class CompletionRequest(OpenAIRequest):
@@ -201,10 +211,44 @@ class CompletionRequest(OpenAIRequest):
     max_tokens: int | None = Field(None, ge=0)
     num_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, alias="logprobs")
     echo: bool = False
+    kind: ClassVar[str] = "text_completion"
+    chunk_kind: ClassVar[str] = "text_completion"
+    prefix: ClassVar[str] = "cmpl"
+    param: ClassVar[str] = "prompt"
 
-    def sampling(self, default: Sampling) -> Sampling:
-        """Return how to sample; what is left out is the protocol's or the server's own. Raises BadRequest."""
+    def _limit(self, most: int) -> int:
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest("max_tokens: 0 leaves nothing to answer without echo: true", "max_tokens")
-        limit = min(16, default.max_new_tokens) if self.max_tokens is None else self.max_tokens
-        return self._sampling(default, limit)
+        return min(16, most) if self.max_tokens is None else self.max_tokens
+
+    def prompts_of(self, model: Any) -> list[list[int]]:
+        """Return the token ids of the prompts."""
+        return [model.encode_text(text) if isinstance(text, str) else text for text in self.prompts]
+
+    def choice(self, model: Any, prompt_ids: list[int], answer: Any) -> dict[str, Any]:
+        """Return a whole answer, behind its prompt if that is echoed, with its log-probabilities.
+
+        With `echo` they are those of the prompt, too; the very first token of all has none. `text_offset`
+        counts characters of the tokens' own texts.
+        """
+        decode, num_top, first = model.tokenizer.decode, self.num_logprobs, len(prompt_ids)
+        text = answer.text
+        if self.echo:
+            text, first = decode(prompt_ids, skip_special_tokens=True) + text, 0
+        if num_top is None:
+            return {"text": text, "logprobs": None}
+        whole = [*prompt_ids, *answer.token_ids]
+        scores = [None, *model.score(whole, num_top)] if len(whole) > 1 else [None]
+        texts, scores = [decode([token_id]) for token_id in whole[first:]], scores[first:]
+        top = [s and {decode([token_id]): logprob for token_id, logprob in s.top} for s in scores]
+        logprobs = {
+            "tokens": texts,
+            "token_logprobs": [score and score.logprob for score in scores],
+            "top_logprobs": top if num_top else None,
+            "text_offset": [sum(map(len, texts[:index])) for index in range(len(texts))],
+        }
+        return {"text": text, "logprobs": logprobs}
+
+    def piece(self, text: str, *, is_first: bool) -> dict[str, Any]:
+        """Return a piece of a streamed answer."""
+        return {"text": text, "logprobs": None}

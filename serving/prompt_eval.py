@@ -80,41 +80,28 @@ def read_prompts(args: PromptEvalArguments) -> list[tuple[Message, ...]]:
     return found
 
 
-def models_of(args: PromptEvalArguments) -> dict[str, str]:
-    """Return the models that are compared, by the last word of their flags."""
-    models = {
-        "baseline": args.model_name_or_path_baseline,
-        "finetune": args.model_name_or_path_finetune,
-        "rlhf": args.model_name_or_path_rlhf,
-    }
-    return {kind: path for kind, path in models.items() if path or kind != "rlhf"}
-
-
-def load_templates(args: PromptEvalArguments, problems: Problems) -> dict[str, Template]:
-    """Return each model's template, of the form that the fine-tuned model was trained with."""
-    found, trained_path = {}, args.model_name_or_path_finetune
-    for kind, path in models_of(args).items():
-        flag = f"--model_name_or_path_{kind}"
-        template = load_template(flag, path, args, problems, trained_path=trained_path)
-        if template:
-            found[kind] = template
-    return found
-
-
 def answer_all(
-    path: str, template: Template, prompts: list[tuple[Message, ...]], args: PromptEvalArguments
-) -> list[list[str]]:
-    """Return each prompt's answers by the model of `path`, which is loaded for it and dropped again."""
-    answerer = load_answerer(
-        path,
-        template,
-        args,
-        max_new_tokens=args.max_new_tokens,
-        top_k=args.top_k,
-        do_sample=args.num_return_sequences > 1,
-        seed=args.seed,
-    )
-    return answerer.answer(prompts, num_samples=args.num_return_sequences)
+    models: dict[str, str],
+    templates: dict[str, Template],
+    prompts: list[tuple[Message, ...]],
+    args: PromptEvalArguments,
+) -> dict[str, list[list[str]]]:
+    """Return each model's answers to each prompt; one model at a time is loaded. Raises ValueError."""
+    answers = {}
+    for kind, template in templates.items():
+        answerer = load_answerer(
+            models[kind],
+            template,
+            args,
+            max_new_tokens=args.max_new_tokens,
+            top_k=args.top_k,
+            temperature=1.0 if args.num_return_sequences > 1 else 0.0,
+            num_answers=args.num_return_sequences,
+            seed=args.seed,
+        )
+        answers[kind] = answerer.answer(prompts)
+        del answerer
+    return answers
 
 
 def main() -> None:
@@ -123,7 +110,15 @@ def main() -> None:
     args = parse_args(PromptEvalArguments, description=__doc__.splitlines()[0], problems=problems)
     import_plugins(args.plugins, problems)
     problems.exit_if_any()
-    templates = load_templates(args, problems)
+    trained = args.model_name_or_path_finetune  # whose form all are asked in
+    models = {"baseline": args.model_name_or_path_baseline, "finetune": trained}
+    if args.model_name_or_path_rlhf:
+        models["rlhf"] = args.model_name_or_path_rlhf
+    templates = {}
+    for kind, path in models.items():
+        flag_name = f"--model_name_or_path_{kind}"
+        if template := load_template(flag_name, path, args, problems, trained_path=trained):
+            templates[kind] = template
     try:
         prompts = read_prompts(args)
         for prompt, template in itertools.product(prompts, templates.values()):
@@ -133,10 +128,7 @@ def main() -> None:
     problems.exit_if_any()
     startup.print_notes(args)
     with startup.as_problem(problems):
-        models = models_of(args)
-        answers = {
-            kind: answer_all(models[kind], template, prompts, args) for kind, template in templates.items()
-        }
+        answers = answer_all(models, templates, prompts, args)
     for index, prompt in enumerate(prompts):
         print(f"\n{prompt[-1].content}")
         for kind in answers:

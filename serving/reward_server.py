@@ -21,23 +21,14 @@ if not __package__:  # run as a script: import from the repository root, not fro
 from fastapi import FastAPI, HTTPException
 from transformers import PreTrainedTokenizerFast
 
+from common.flags.access_token import server_token
 from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
 from common.models.loading import DTYPES
 from common.models.value_model import has_saved_head
 from common.programs import startup
 from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
 from common.runs.export import read_metadata
-from serving.web_server import (
-    BodyLimit,
-    add_error_forms,
-    bind,
-    find_token,
-    is_loopback,
-    listen,
-    refuse_plainly,
-    require_token,
-    run_server,
-)
+from serving.web_server import bind, guarded_app, is_loopback, listen, run_server
 
 ACCURACY = ("accuracy", "accuracy_low", "accuracy_high", "pairs")  # on held-out pairs, as exported
 
@@ -77,12 +68,8 @@ class ScoreRequest:
 
 def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -> FastAPI:
     """Return the web application of a scorer; with a token it answers no request without."""
-    # No page of documentation: it would load scripts from elsewhere.
-    app = FastAPI(title="Triptych reward model", docs_url=None, redoc_url=None)
-    app.add_middleware(BodyLimit, max_bytes=args.max_request_bytes)
-    require_token(app, token, refuse_plainly)
     hint = '; expected {"prompts": [texts], "responses": [texts]}'
-    add_error_forms(app, refuse_plainly, hint)
+    app = guarded_app(max_bytes=args.max_request_bytes, token=token, hint=hint)
 
     @app.post("/score")
     def score(body: ScoreRequest) -> dict[str, list[float]]:
@@ -144,7 +131,7 @@ def main() -> None:
     """Check, load, serve until Ctrl-C."""
     problems = Problems()
     args = parse_args(ServeArguments, description=__doc__.splitlines()[0], problems=problems)
-    token = find_token(args.token_file, problems)
+    token = server_token(args.token_file, problems)
     name = args.model_name_or_path
     config = startup.check_model("--model_name_or_path", name, args, problems)
     if config and not has_saved_head(name):

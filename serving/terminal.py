@@ -8,7 +8,6 @@ import threading
 import unicodedata
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -49,72 +48,55 @@ def interruptible() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-class PlainDisplay:
+class PlainDisplay(contextlib.nullcontext):
     """Answers as lines of text, each behind its label; a pipe or a file gets them to the letter."""
 
     def __init__(self, labels: list[str]) -> None:
+        super().__init__()
         self.labels = labels
         self._shown = printable if sys.stdout.isatty() else str
 
-    @contextlib.contextmanager
-    def answering(self) -> Iterator["PlainDisplay"]:
-        """Nothing is prepared."""
-        yield self
-
     def begin(self, number: int) -> None:
         """Start the answer of a model."""
-        self._write(f"{self.labels[number]}> ")
+        print(f"{self.labels[number]}> ", end="", flush=True)
 
     def add(self, number: int, text: str) -> None:
         """Show the next piece of the answer."""
-        self._write(self._shown(text))
+        print(self._shown(text), end="", flush=True)
 
     def end(self, number: int, note: str) -> None:
         """Close the answer; `note` is told behind it."""
-        self._write(f"\n{' ' * len(self.labels[number])}  {note}\n" if note else "\n")
-
-    def _write(self, text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        print(f"\n{' ' * len(self.labels[number])}  {note}" if note else "", flush=True)
 
 
 class SideBySide:
-    """The answers of two models in two columns of a terminal."""
+    """The answers of two models in two columns of a terminal; as a context it draws them, and leaves them."""
 
     def __init__(self, labels: list[str], console: Console | None = None) -> None:
         self.labels, self.console = labels, console or Console(highlight=False)
-        self._live: Live | None = None
-        self._texts, self._notes = ["", ""], ["", ""]
 
-    @contextlib.contextmanager
-    def answering(self) -> Iterator["SideBySide"]:
-        """Draw the columns while the block runs; afterwards they stay as they are."""
+    def __enter__(self) -> None:
         self._texts, self._notes = ["", ""], ["", ""]
         # A live picture that is taller than the screen cannot be redrawn: it is cut, and printed whole below.
-        with Live(console=self.console, transient=True, refresh_per_second=12) as self._live:
-            yield self
-        self._live = None
+        self._live = Live(console=self.console, transient=True, get_renderable=self._table)
+        self._live.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
         self.console.print(self._table())
 
     def begin(self, number: int) -> None:
         """Start the answer of a model."""
-        self._redraw()
 
     def add(self, number: int, text: str) -> None:
         """Show the next piece of the answer."""
         self._texts[number] += printable(text)
-        self._redraw()
 
     def end(self, number: int, note: str) -> None:
         """Close the answer; `note` is told under it."""
         self._notes[number] = note
-        self._redraw()
 
-    def _redraw(self) -> None:
-        if self._live:
-            self._live.update(self._table())
-
-    def _table(self) -> Any:
+    def _table(self) -> Table:
         table = Table.grid(expand=True, padding=(0, 2))
         for _ in self.labels:
             table.add_column(ratio=1)

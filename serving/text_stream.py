@@ -4,71 +4,73 @@ the text that a decoder gives for all tokens at once.
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 _HALF = "\ufffd"  # what a decoder gives for bytes that are no whole character, or none yet
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 # "does n't" becomes "doesn't" where a tokenizer tidies up: so many characters may still move.
-TIDIED_CHARACTERS = 4
+_TIDIED_CHARACTERS = 4
 
 
 class TextStream:
-    """The text of one answer as it grows.
+    """The text of one answer as it grows, told to `on_text`; a stop token is no part of it.
 
-    `decode` gives the text of token ids, `token_texts` their names in the vocabulary. Held back is what
-    later tokens may change: the bytes of half a character, white space that may be the end, a beginning of
-    one of the texts `stop`, and `num_unsettled` characters. White space around an answer is dropped, unless
-    the stream `keeps_space`.
+    Held back is what later tokens may change: the bytes of half a character, white space that may be the end,
+    a beginning of one of the texts `stop`, and some characters where the tokenizer tidies up. White space
+    around an answer is dropped, unless the stream `keeps_space`.
     """
 
     def __init__(
         self,
-        decode: Callable[[list[int]], str],
-        token_texts: Callable[[list[int]], Sequence[str]],
+        tokenizer: Any,
         *,
         stop: Sequence[str] = (),
-        num_unsettled: int = 0,
         keeps_space: bool = False,
+        on_text: Callable[[str], bool] | None = None,
     ) -> None:
-        self._decode, self._token_texts = decode, token_texts
-        self._keeps_space = keeps_space
-        self._stop, self._num_unsettled = tuple(filter(None, stop)), num_unsettled
+        """`on_text` returns whether no more text is wanted."""
+        self.tokenizer, self.stop, self.keeps_space, self.on_text = tokenizer, stop, keeps_space, on_text
+        self.num_unsettled = _TIDIED_CHARACTERS if tokenizer.clean_up_tokenization_spaces else 0
         self.token_ids: list[int] = []
         self.told = ""
         self.is_stopped = False  # one of `stop` was found: no more tokens are wanted
+        self.is_cancelled = False  # by `on_text`
 
-    def add(self, token_ids: Sequence[int]) -> str:
-        """Return what these tokens add to the text that is certain."""
-        if self.is_stopped:
-            return ""
-        self.token_ids += token_ids
-        text = self._decode(self.token_ids[: self._num_settled_tokens()]).rstrip(_HALF)
-        text = self._without_start(text)
-        text = text[: len(text) - self._num_unsettled] if self._num_unsettled else text
-        cut = self._find_stop(text)
-        if cut is not None:
-            self.is_stopped = True
-            return self._tell(self._without_end(text[:cut]))
-        return self._tell(self._without_end(text[: len(text) - self._num_awaiting_stop(text)]))
+    def add(self, token_ids: Sequence[int]) -> bool:
+        """Take new tokens; return whether the answer shall end with them."""
+        if not self.is_stopped:
+            self.token_ids += [i for i in token_ids if i != self.tokenizer.eos_token_id]
+            text = self._decode(self.token_ids[: self._num_settled_tokens()]).rstrip(_HALF)
+            self._tell(text[: len(text) - self.num_unsettled], is_whole=False)
+        return self.is_stopped or self.is_cancelled
 
-    def finish(self) -> str:
-        """Return the rest, when no more tokens come; `told` is then the whole answer."""
-        if self.is_stopped:
-            return ""
-        text = self._without_start(self._decode(self.token_ids))
-        cut = self._find_stop(text)
-        self.is_stopped = cut is not None
-        return self._tell(self._without_end(text[:cut]))
+    def finish(self, token_ids: Sequence[int], *, is_finished: bool) -> tuple[str, str]:
+        """Return the whole answer and why it ended; its tokens are taken now if none was before."""
+        if not self.token_ids:
+            self.add(token_ids)
+        if not self.is_stopped:
+            self._tell(self._decode(self.token_ids), is_whole=True)
+        if self.is_cancelled:
+            return self.told, "cancelled"
+        return self.told, "stop" if self.is_stopped or is_finished else "length"
 
-    def _without_start(self, text: str) -> str:
-        return text if self._keeps_space else text.lstrip()
+    def _decode(self, token_ids: list[int]) -> str:
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text if self.keeps_space else text.lstrip()
 
-    def _without_end(self, text: str) -> str:
-        return text if self._keeps_space else text.rstrip()
-
-    def _tell(self, text: str) -> str:
+    def _tell(self, text: str, *, is_whole: bool) -> None:
+        """Tell what is new and certain in a text that is all of the answer or its beginning."""
+        stops = [index for index in map(text.find, self.stop) if index >= 0]
+        if stops:
+            self.is_stopped, text = True, text[: min(stops)]
+        elif not is_whole:
+            text = text[: len(text) - self._num_awaiting_stop(text)]
+        if not self.keeps_space:
+            text = text.rstrip()
         new = text[len(self.told) :] if text.startswith(self.told) else ""
         self.told += new
-        return new
+        if new and self.on_text and not self.is_cancelled:
+            self.is_cancelled = self.on_text(new)
 
     def _num_settled_tokens(self) -> int:
         """Return how many tokens have a text that the next ones cannot change.
@@ -76,18 +78,13 @@ class TextStream:
         A decoder of byte tokens (<0xE2>) takes a whole run of them, and gives none of its characters
         when the run does not end with a whole one.
         """
-        texts = self._token_texts(self.token_ids)
+        texts = self.tokenizer.convert_ids_to_tokens(self.token_ids)
         count = len(texts)
         while count and _BYTE_TOKEN.fullmatch(texts[count - 1]):
             count -= 1
         return count
 
-    def _find_stop(self, text: str) -> int | None:
-        """Return where the first of the stop texts begins, None without one."""
-        return min((place for stop in self._stop if (place := text.find(stop)) >= 0), default=None)
-
     def _num_awaiting_stop(self, text: str) -> int:
         """Return how many characters at the end may be the beginning of a stop text."""
-        return max(
-            (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
-        )
+        lengths = [n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        return max(lengths, default=0)

@@ -16,14 +16,11 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from starlette.authentication import AuthCredentials, AuthenticationBackend, AuthenticationError, SimpleUser
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.requests import HTTPConnection
 
-from common.flags.access_token import server_token
-from common.flags.args import Problems
+from common.flags.refusal import Problems
 
 # A page may load its own files and ask its own server; it runs nothing that stands in a text.
 _POLICY = (
@@ -62,15 +59,6 @@ def is_loopback(bound: socket.socket) -> bool:
     return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 
-def find_token(token_file: str, problems: Problems) -> str:
-    """Return the token that requests must bear, empty for none, after adding what is wrong with it."""
-    try:
-        return server_token(token_file)
-    except ValueError as error:
-        problems.add(str(error))
-        return ""
-
-
 def listen(bound: socket.socket) -> str:
     """Let requests wait from here on, and return the server's address."""
     bound.listen()
@@ -84,7 +72,7 @@ def run_server(app: FastAPI, bound: socket.socket) -> None:
     uvicorn.Server(config).run(sockets=[bound])
 
 
-# ---- how an error looks
+# ---- whom it answers, and how an error looks
 
 
 def refuse_plainly(request: HTTPConnection, status: int, detail: str) -> Response:
@@ -92,8 +80,14 @@ def refuse_plainly(request: HTTPConnection, status: int, detail: str) -> Respons
     return JSONResponse({"detail": detail}, status_code=status)
 
 
-def add_error_forms(app: FastAPI, refuse: Refuse, hint: str = "") -> None:
-    """Let every error be one line of JSON in the form of `refuse`; `hint` ends those of a malformed body."""
+def guarded_app(*, max_bytes: int, refuse: Refuse = refuse_plainly, hint: str = "", **limits: Any) -> FastAPI:
+    """Return an application without routes behind a `Guard`, which gets the `limits`.
+
+    Every error is one line of JSON in the form of `refuse`; `hint` ends those of a malformed body.
+    """
+    # No page of documentation: it would load scripts from elsewhere.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Guard, max_bytes=max_bytes, refuse=refuse, **limits)
 
     @app.exception_handler(RequestValidationError)
     def refuse_body(request: Request, error: RequestValidationError) -> Response:
@@ -111,105 +105,84 @@ def add_error_forms(app: FastAPI, refuse: Refuse, hint: str = "") -> None:
         response.headers.update(error.headers or {})
         return response
 
-
-# ---- whom it answers
-
-
-class BearerToken(AuthenticationBackend):
-    """Lets in who bears the token, and everyone who asks for one of `open_paths`."""
-
-    def __init__(self, token: str, open_paths: frozenset[str]) -> None:
-        self._token, self.open_paths = token.encode(), open_paths
-
-    async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser] | None:
-        """Return whose request it is, None where nobody needs to be. Raises AuthenticationError."""
-        if conn.scope["path"] in self.open_paths:
-            return None
-        scheme, _, given = conn.headers.get("authorization", "").partition(" ")
-        # In constant time: how long a comparison takes must not tell how much of a guess is right.
-        is_right = hmac.compare_digest(given.strip().encode("latin-1"), self._token)
-        if not (is_right and scheme.lower() == "bearer"):
-            raise AuthenticationError("give the server's token: Authorization: Bearer TOKEN")
-        return AuthCredentials(), SimpleUser("bearer")
+    return app
 
 
-def require_token(app: FastAPI, token: str, refuse: Refuse, open_paths: frozenset[str] = frozenset()) -> None:
-    """Answer 401 to requests without the token, whatever they ask for; an empty one lets everyone in."""
+class Guard:
+    """An ASGI application before another: it looks at a request before its body is read, and adds headers to
+    all answers.
 
-    def deny(request: HTTPConnection, error: AuthenticationError) -> Response:
-        response = refuse(request, 401, str(error))
-        response.headers["www-authenticate"] = "Bearer"
-        return response
-
-    if token:
-        backend = BearerToken(token, open_paths)
-        app.add_middleware(AuthenticationMiddleware, backend=backend, on_error=deny)
-
-
-class BodyLimit:
-    """An ASGI application before another: who reads a body that is too long gets status 413 as an exception.
-
-    Unlike starlette's own limit it names the flag. A body that announces its length is not read at all.
+    `host_names` are the names by which a browser may have come here; a server on the loopback takes its own
+    names alone, for a foreign name that leads here is DNS rebinding. None: any name. A request with an Origin
+    must come from this very server's page. With a `token` it must bear that, but for `open_paths`. Its body
+    has at most `max_bytes`: one that announces more is not read at all, of another no more is read.
     """
 
-    def __init__(self, app: Any, *, max_bytes: int) -> None:
-        self.app, self.max_bytes = app, max_bytes
+    def __init__(
+        self,
+        app: Any,
+        *,
+        max_bytes: int,
+        refuse: Refuse,
+        token: str = "",
+        open_paths: frozenset[str] = frozenset(),
+        host_names: frozenset[str] | None = None,
+    ) -> None:
+        self.app, self.max_bytes, self.refuse = app, max_bytes, refuse
+        self.token, self.open_paths, self.host_names = token, open_paths, host_names
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Pass the request on with a body that is counted."""
-        told = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
-        size = int(told) if told.isdecimal() else 0
+        """Refuse the request or pass it on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
         num_read = 0
 
         async def receive_counted() -> dict[str, Any]:
             nonlocal num_read
-            message = await receive() if size <= self.max_bytes else {}
+            message = await receive()
             num_read += len(message.get("body", b""))
-            if max(size, num_read) > self.max_bytes:
-                detail = f"the body has more than --max_request_bytes {self.max_bytes}; send less at once"
-                raise HTTPException(413, detail, {"connection": "close"})  # the rest of it is not read
+            if num_read > self.max_bytes:
+                raise self._too_long()
             return message
-
-        await self.app(scope, receive_counted, send)
-
-
-class BrowserGuard:
-    """An ASGI application before another: it refuses other sites' requests, and adds headers to all answers.
-
-    `host_names` are the names by which a browser may have come here; a server on the loopback takes its own
-    names alone, for a foreign name that leads here is DNS rebinding. None: any name, where a token guards.
-    A request with an Origin must come from this very server's page.
-    """
-
-    def __init__(self, app: Any, *, host_names: frozenset[str] | None, refuse: Refuse) -> None:
-        self.app, self.host_names, self.refuse = app, host_names, refuse
-
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Answer 403 or pass the request on."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
 
         async def send_with_headers(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(_HEADERS)
             await send(message)
 
-        refusal = self._refusal(Headers(scope=scope))
-        app = self.refuse(HTTPConnection(scope), 403, refusal) if refusal else self.app
-        await app(scope, receive, send_with_headers)
+        app = self.app
+        try:
+            self._check(scope["path"], Headers(scope=scope))
+        except HTTPException as error:
+            app = self.refuse(HTTPConnection(scope), error.status_code, error.detail)
+            app.headers.update(error.headers or {})
+        await app(scope, receive_counted, send_with_headers)
 
-    def _refusal(self, headers: Headers) -> str:
-        """Return why a request is not answered, empty when it is."""
+    def _check(self, path: str, headers: Headers) -> None:
+        """Raise HTTPException for a request that is not answered."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if self.host_names is not None and _name_and_authority(f"//{host}")[0] not in self.host_names:
             names = ", ".join(sorted(self.host_names))
-            return f"the host {host!r} is none of this server's names ({names}); open it by one of them"
+            detail = f"the host {host!r} is none of this server's names ({names}); open it by one of them"
+            raise HTTPException(403, detail)
         if origin is not None and _name_and_authority(origin)[1] != host.lower():
-            return f"the origin {origin!r} is another site than this server"
+            raise HTTPException(403, f"the origin {origin!r} is another site than this server")
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            return "another site's page sent this request; use this server's own page"
-        return ""
+            raise HTTPException(403, "another site's page sent this request; use this server's own page")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # In constant time: how long a comparison takes must not tell how much of a guess is right.
+        is_right = hmac.compare_digest(given.strip().encode("latin-1"), self.token.encode())
+        if self.token and path not in self.open_paths and not (is_right and scheme.lower() == "bearer"):
+            detail = "give the server's token: Authorization: Bearer TOKEN"
+            raise HTTPException(401, detail, {"www-authenticate": "Bearer"})
+        told = headers.get("content-length", "")
+        if told.isdecimal() and int(told) > self.max_bytes:
+            raise self._too_long()
+
+    def _too_long(self) -> HTTPException:
+        detail = f"the body has more than --max_request_bytes {self.max_bytes}; send less at once"
+        return HTTPException(413, detail, {"connection": "close"})  # the rest of it is not read
 
 
 def _name_and_authority(address: str) -> tuple[str, str]:

@@ -7,25 +7,32 @@ from pathlib import Path
 from fastapi.testclient import TestClient
 
 from common.data.example import Message
-from serving.answering import Answer, TextCallback
+from serving.answering import Answer, Answerer, Sampling, TextCallback, TokenScore
 from serving.arena_app import create_app
-from serving.blind_pairs import BlindPairs, PromptPool
+from serving.blind_pairs import BlindPairs, Prompts
 from serving.judgement_store import JudgementStore
-from serving.served_models import Sampling, ServedModel, TokenScore
 from serving.web_server import LOOPBACK_NAMES
 
 MAX_BYTES = 4000
 END = 3  # the token that ends an answer
 
 
-class FakeModel(ServedModel):
-    """Says `say(prompt text)` character by character; a token is a character's code."""
+class Characters:
+    """A tokenizer whose tokens are characters' codes."""
 
-    max_length, num_tokens = 200, 0x110000
+    def __len__(self) -> int:
+        return 0x110000
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(map(chr, token_ids))
+
+
+class FakeModel(Answerer):
+    """Says `say(prompt text)` character by character."""
 
     def __init__(self, name: str, say: Callable[[str], str] | None = None) -> None:
-        self.name = name
         self.say = say or (lambda text: f"{name} heard {text}")
+        self.tokenizer, self.max_length = Characters(), 200
         self.asked: list[Sampling] = []
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
@@ -36,19 +43,18 @@ class FakeModel(ServedModel):
     def encode_text(self, text: str) -> list[int]:
         return [ord(c) for c in text]
 
-    def decode(self, token_ids: list[int]) -> str:
-        return "".join(map(chr, token_ids))
-
-    def token_text(self, token_id: int) -> str:
-        return chr(token_id)
-
     def respond(
-        self, prompt_ids: list[int], sampling: Sampling, on_text: TextCallback, *, keeps_space: bool = False
-    ) -> list[Answer]:
+        self,
+        rows: Sequence[list[int]],
+        sampling: Sampling | None = None,
+        *,
+        keeps_space: bool = False,
+        on_text: TextCallback | None = None,
+    ) -> list[list[Answer]]:
         self.asked.append(sampling)
-        answers = []
+        [prompt_ids], answers = rows, []
         for number in range(sampling.num_answers):
-            text = self.say(self.decode(prompt_ids).split("|")[-1])
+            text = self.say(self.tokenizer.decode(prompt_ids).split("|")[-1])
             cut = min((text.find(s) for s in sampling.stop if s in text), default=len(text))
             text, reason = text[:cut], "stop"
             if len(text) > sampling.max_new_tokens:
@@ -61,17 +67,17 @@ class FakeModel(ServedModel):
                     break
             end = [END] if reason == "stop" else []
             answers.append(Answer(told, [*map(ord, told), *end], reason, len(prompt_ids)))
-        return answers
+        return [answers]
 
     def score(self, token_ids: list[int], num_top: int) -> list[TokenScore]:
         return [TokenScore(-i / 100, [(i, -0.5)] * num_top) for i in token_ids[1:]]
 
 
-def make_arena(path: Path, *models: FakeModel, prompts: PromptPool | None = None) -> BlindPairs:
+def make_arena(path: Path, prompts: Prompts | None = None, **models: FakeModel) -> BlindPairs:
     """Return the rules over a database at `path`, for "left" and "right" unless models are given."""
-    models = models or (FakeModel("left"), FakeModel("right"))
+    models = models or {name: FakeModel(name) for name in ("left", "right")}
     sampling = Sampling(max_new_tokens=60, temperature=0.7)
-    return BlindPairs(models, JudgementStore(path), sampling, prompts=prompts, draw=random.Random(0))
+    return BlindPairs(models, JudgementStore(path), sampling, prompts=prompts, generator=random.Random(0))
 
 
 def make_client(arena: BlindPairs, *, token: str = "", **more) -> TestClient:

@@ -7,25 +7,29 @@ read, and no message holds it.
 import os
 from pathlib import Path
 
+from common.flags.refusal import Problems
+
 SERVER_VARIABLE = "TRIPTYCH_TOKEN"
 CLIENT_VARIABLE = "TRIPTYCH_REWARD_TOKEN"  # first, where a server's own token is another
 
 
-def server_token(token_file: str) -> str:
-    """Return the token that requests must bear, from --token_file or TRIPTYCH_TOKEN; empty for none.
-
-    Raises:
-        ValueError: the file cannot be read, or what is there cannot stand in a header.
+def server_token(token_file: str, problems: Problems) -> str:
+    """Return the token that requests must bear, from --token_file or TRIPTYCH_TOKEN, empty for none, after
+    adding what is wrong with it: the file cannot be read, or what is there cannot stand in a header.
     """
-    if not token_file:
-        return _checked(SERVER_VARIABLE, os.environ.get(SERVER_VARIABLE, ""))
+    origin, text = SERVER_VARIABLE, os.environ.get(SERVER_VARIABLE, "")
     try:
-        text = Path(token_file).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--token_file {token_file} cannot be read: {error}") from error
-    if not text:
-        raise ValueError(f"--token_file {token_file} is empty; write one line with a token into it")
-    return _checked(f"--token_file {token_file}", text)
+        if token_file:
+            origin, text = f"--token_file {token_file}", Path(token_file).read_text().strip()
+            problems.check(bool(text), f"{origin} is empty; write one line with a token into it")
+        return _checked(origin, text)
+    except UnicodeDecodeError as error:
+        problems.add(f"--token_file {token_file} is no text: {error.reason}")
+    except OSError as error:
+        problems.add(f"--token_file {token_file} cannot be read: {error}")
+    except ValueError as error:
+        problems.add(str(error))
+    return ""
 
 
 def client_token() -> str:

@@ -68,16 +68,16 @@ def browser() -> Iterator:
 
 
 @pytest.fixture
-def models() -> list[FakeModel]:
-    found = [FakeModel("sft", lambda text: POOR), FakeModel("ppo", lambda text: GOOD)]
-    for model in found:
+def models() -> dict[str, FakeModel]:
+    found = {"sft": FakeModel("sft", lambda text: POOR), "ppo": FakeModel("ppo", lambda text: GOOD)}
+    for model in found.values():
         model.max_length = 2000
     return found
 
 
 @pytest.fixture
 def arena(tmp_path, models):
-    made = make_arena(tmp_path / "arena.sqlite3", *models)
+    made = make_arena(tmp_path / "arena.sqlite3", **models)
     object.__setattr__(made.sampling, "max_new_tokens", 500)
     return made
 
@@ -198,7 +198,7 @@ def test_a_phone_has_no_horizontal_scroll_and_reachable_buttons(open_page, arena
         picture(page, "phone")
         page.tap("[data-choice=tie]")
         page.wait_for_selector("#next:not([hidden])")
-        models[0].say = lambda text: "x" * 300  # a word without a place to break it
+        models["sft"].say = lambda text: "x" * 300  # a word without a place to break it
         page.tap("#new")
         ask(page)
         assert not is_scrolled_sideways(page)
@@ -209,7 +209,7 @@ def test_a_phone_has_no_horizontal_scroll_and_reachable_buttons(open_page, arena
 
 
 def test_markup_in_prompts_and_answers_is_shown_and_not_run(open_page, arena, models):
-    for model in models:
+    for model in models.values():
         model.say = lambda text: MARKUP
     with serving(arena) as port:
         page = open_page(port)
@@ -225,7 +225,7 @@ def test_a_page_left_open_over_a_restart_is_judged(open_page, arena, models, tmp
     page.keyboard.press("1")
     page.wait_for_selector("#message:not([hidden])")
     assert "not saved yet" in page.inner_text("#message") and page.is_visible("#choices")
-    again = make_arena(tmp_path / "arena.sqlite3", *models)
+    again = make_arena(tmp_path / "arena.sqlite3", **models)
     with serving(again, port=port):
         page.keyboard.press("1")
         page.wait_for_selector("#next:not([hidden])")
@@ -239,7 +239,7 @@ def test_a_model_that_fails_is_said_on_the_page(open_page, arena, models):
     def fail(text: str) -> str:
         raise RuntimeError("no memory")
 
-    models[0].say = fail
+    models["sft"].say = fail
     with serving(arena) as port:
         page = open_page(port)
         page.fill("#text", QUESTION)
@@ -248,7 +248,7 @@ def test_a_model_that_fails_is_said_on_the_page(open_page, arena, models):
         page.wait_for_selector("#next:not([hidden])")
         assert "No answer: RuntimeError: no memory" in page.inner_text("#answers")
         assert not page.is_visible("#choices") and "nothing to judge" in page.inner_text("#status")
-        models[0].say = lambda text: POOR
+        models["sft"].say = lambda text: POOR
         page.keyboard.press("r")
         page.wait_for_selector("#choices:not([hidden])")
 

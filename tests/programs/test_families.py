@@ -93,6 +93,6 @@ def test_three_steps(family, run_step, tiny_tokenizer, tmp_path):
         args = AnsweringArguments()
         template = load_template("--path", path, args, problems)
         assert problems.messages == []
-        answerer = load_answerer(path, template, args, max_new_tokens=4, do_sample=True)
+        answerer = load_answerer(path, template, args, max_new_tokens=4)
         [[text]] = answerer.answer([[Message("user", "How is the weather?")]])
         assert isinstance(text, str)

@@ -14,7 +14,7 @@ import pytest
 import tiny_inputs
 from program_runs import ROOT, as_flags, environment, read_curve, read_metrics, run_here
 
-from serving.arena_programs import export
+from arena import export
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("lone_process", "no_pictures")]
 

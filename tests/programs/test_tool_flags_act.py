@@ -15,8 +15,8 @@ from program_runs import as_flags, run_here
 
 import chat
 import train
+from arena import ArenaArguments, serve
 from serving import prompt_eval, reward_server
-from serving.arena_programs import ArenaArguments, serve
 from serving.prompt_eval import PromptEvalArguments
 from serving.reward_server import ServeArguments
 from step2_reward.arguments import RewardEvalArguments

@@ -14,7 +14,7 @@ QUESTIONS = [
     (Message("user", "What is the weather like?"),),
     (Message("user", "Hi"), Message("assistant", "Hello."), Message("user", "Who are you?")),
 ]
-GREEDY = {"do_sample": False, "max_new_tokens": 12}
+GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
 
 
 def load(folder: str, **sampling) -> Answerer:
@@ -51,11 +51,12 @@ def test_greedy_answers_are_those_of_transformers(family, tiny_model_folder, tin
 
 
 def test_answers_of_one_call_are_those_one_by_one(tiny_model_folder):
-    together, alone = (load(tiny_model_folder("llama")) for _ in range(2))
-    expected = together.answer(QUESTIONS, num_samples=2)
-    assert expected == [alone.answer([question], num_samples=2)[0] for question in QUESTIONS]
+    together, alone, free = (load(tiny_model_folder("llama"), num_answers=2, seed=s) for s in (0, 0, None))
+    expected = together.answer(QUESTIONS)
+    assert expected == [alone.answer([question])[0] for question in QUESTIONS]
     assert len({text for answers in expected for text in answers}) == 6
-    assert expected != together.answer(QUESTIONS, num_samples=2), "asked again: other random numbers"
+    assert expected != together.answer(QUESTIONS), "asked again: other random numbers"
+    assert expected != free.answer(QUESTIONS), "no seed: other random numbers in every process"
 
 
 def test_the_models_weights_are_used_and_memory_is_kept_from_turn_to_turn(tiny_model_folder, monkeypatch):
@@ -96,9 +97,9 @@ def test_an_answer_fits_into_the_models_positions(tiny_model_folder, prompts_rea
     long_turn = (Message("user", "the quick brown fox " * 100 + "ends here"),)
     load(folder, max_new_tokens=20).answer([long_turn])
     assert prompts_read[-1].endswith("fox ends here\n\nAssistant:")
-    greedy = load(folder, do_sample=False, max_new_tokens=1000)
+    greedy = load(folder, temperature=0.0, max_new_tokens=1000)
     [[text]] = greedy.answer([long_turn])
-    assert greedy.options.max_new_tokens == 120 and text
+    assert greedy.sampling.max_new_tokens == 120 and text
 
 
 def test_a_model_that_cannot_answer_is_named(tiny_model_folder, tmp_path):

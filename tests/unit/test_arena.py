@@ -9,7 +9,7 @@ import pytest
 from arena_fakes import FakeModel, make_arena, make_client
 
 from common.data.registry import load_source
-from serving.blind_pairs import PromptPool
+from serving.blind_pairs import draw_prompts
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_sides_are_shuffled(client, arena):
 
 
 def test_of_three_models_those_meet_that_have_met_least(path):
-    arena = make_arena(path, *(FakeModel(name) for name in "xyz"))
+    arena = make_arena(path, **{name: FakeModel(name) for name in "xyz"})
     client = make_client(arena)
     for _ in range(9):
         ask(client, text="Hi")
@@ -101,8 +101,8 @@ def test_a_follow_up_goes_on_from_the_preferred_answer_with_the_same_models(clie
 def test_prompts_of_a_data_set_are_drawn_once_each(path, tmp_path):
     rows = [{"prompt": f"question {i}"} for i in range(5)] + [{"text": "no prompt"}, {"prompt": 3}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pool = PromptPool(load_source(str(tmp_path / "rows.jsonl")), random.Random(1))
-    client = make_client(arena := make_arena(path, prompts=pool))
+    prompts = draw_prompts(load_source(str(tmp_path / "rows.jsonl")), random.Random(1))
+    client = make_client(arena := make_arena(path, prompts))
     assert client.get("/api/state").json() == {"has_prompts": True, "num_models": 2}
     pairs = [arena.store.get(ask(client, draw=True)[0]["id"]) for _ in range(5)]
     assert {pair.prompt[0].content for pair in pairs} == {f"question {i}" for i in range(5)}
@@ -145,7 +145,7 @@ def test_a_judgement_sent_twice_counts_once(client):
 def test_a_page_left_open_over_a_restart_is_judged(client, arena, path):
     pair_id = ask(client, text="Hi")[0]["id"]
     arena.store.close()
-    restarted = make_client(make_arena(path, FakeModel("other"), FakeModel("another")))
+    restarted = make_client(make_arena(path, other=FakeModel("other"), another=FakeModel("another")))
     judged = judge(restarted, pair_id, "b")
     assert judged.status_code == 200 and sorted(judged.json()["models"].values()) == ["left", "right"]
     answer = restarted.post("/api/pairs", json={"text": "And?", "follows": pair_id})
@@ -168,7 +168,7 @@ def fail(text: str) -> str:
 
 
 def test_a_model_that_fails_is_said_without_its_name_and_the_other_answer_is_kept(path, capsys):
-    arena = make_arena(path, FakeModel("left"), FakeModel("right", fail))
+    arena = make_arena(path, left=FakeModel("left"), right=FakeModel("right", fail))
     client = make_client(arena)
     events = ask(client, text="Hi")
     [error] = [event for event in events if event["event"] == "error"]
@@ -230,7 +230,7 @@ def test_malformed_judgements_are_told_in_one_line(shared, body):
 
 
 def test_one_model_alone_cannot_be_compared(path):
-    client = make_client(make_arena(path, FakeModel("left")))
+    client = make_client(make_arena(path, left=FakeModel("left")))
     answer = client.post("/api/pairs", json={"text": "Hi"})
     assert answer.status_code == 422 and "one model only" in answer.json()["detail"]
 

@@ -8,7 +8,6 @@ import uvicorn
 
 import arena
 from common.data.example import Message
-from serving import arena_programs
 from serving.judgement_store import JudgementStore
 
 
@@ -33,9 +32,9 @@ def folder(tiny_model_folder) -> str:
 
 
 def test_models_are_named_by_their_paths_or_by_names(run, folder, tiny_model_folder, monkeypatch, tmp_path):
-    made, create_app = [], arena_programs.create_app
+    made, create_app = [], arena.create_app
     monkeypatch.setattr(
-        arena_programs,
+        arena,
         "create_app",
         lambda rules, **more: made.append((rules, more)) or create_app(rules, **more),
     )

@@ -196,11 +196,11 @@ def test_a_terminal_is_never_given_orders_by_a_model():
 def test_side_by_side_keeps_markup_as_text():
     file = io.StringIO()
     display = SideBySide(["one", "two"], Console(file=file, width=60, force_terminal=False))
-    with display.answering() as shown:
+    with display:
         for number, text in enumerate(("[red]left[/red] \x1b[31m", "right")):
-            shown.begin(number)
-            shown.add(number, text)
-            shown.end(number, f"score {number}")
+            display.begin(number)
+            display.add(number, text)
+            display.end(number, f"score {number}")
     lines = file.getvalue().splitlines()
     assert "[red]left[/red] \ufffd[31m" in file.getvalue()
     [row] = [line for line in lines if "[red]left" in line]

@@ -13,7 +13,7 @@ import pytest
 
 from common.data.adapters.row_forms import read_row
 from common.data.example import Message
-from serving.judgement_store import JudgementStore, StoreError, export_pairs
+from serving.judgement_store import JudgementStore, Refused, export_pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = (Message("user", "Hi\n\nHuman: <b>?"),)
@@ -69,7 +69,7 @@ def test_the_same_judgement_twice_is_one_and_another_one_is_refused(path):
     store = JudgementStore(path)
     pair_id = answered(store)
     assert store.judge(pair_id, "tie") == store.judge(pair_id, "tie")
-    with pytest.raises(StoreError, match="judged 'tie' before, which stays"):
+    with pytest.raises(Refused, match="judged 'tie' before, which stays"):
         store.judge(pair_id, "a")
     assert [pair.choice for pair in store.judged()] == ["tie"]
 
@@ -83,7 +83,7 @@ def test_of_judges_at_once_one_is_taken(path):
             try:
                 stores[number % 2].judge(pair_id, ("a", "b")[number % 2])
                 taken.append((pair_id, ("a", "b")[number % 2]))
-            except StoreError:
+            except Refused:
                 pass
 
     threads = [threading.Thread(target=judge, args=(number,)) for number in range(4)]
@@ -100,12 +100,12 @@ def test_what_cannot_be_judged(path):
     pair = store.add_pair(PROMPT, "typed", "m1", "m2", {})
     store.set_answer(pair.id, "a", "")
     store.set_answer(pair.id, "b", None, "RuntimeError: no memory")
-    with pytest.raises(StoreError, match="one of its answers is missing"):
+    with pytest.raises(Refused, match="one of its answers is missing"):
         store.judge(pair.id, "a")
-    with pytest.raises(StoreError, match="no such pair"):
+    with pytest.raises(Refused, match="no such pair"):
         store.judge("f" * 32, "a")
     other = answered(store)
-    with pytest.raises(StoreError):
+    with pytest.raises(Refused):
         store.judge(other, "perhaps")
     assert store.judged() == [] and store.judge(other, "a").choice == "a", "a failed transaction is over"
 

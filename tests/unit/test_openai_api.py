@@ -4,30 +4,30 @@ import json
 
 import openai
 import pytest
+import torch
 from arena_fakes import END, FakeModel, make_arena, make_client
 
 from common.flags.args import Problems
-from serving.answering import AnsweringArguments, load_answerer, load_template
-from serving.served_models import ServedModel, score_tokens
+from serving.answering import Answerer, AnsweringArguments, load_answerer, load_template
 
 HI = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture
-def models() -> list[FakeModel]:
-    return [FakeModel("left"), FakeModel("right")]
+def models() -> dict[str, FakeModel]:
+    return {name: FakeModel(name) for name in ("left", "right")}
 
 
 @pytest.fixture
 def client(tmp_path, models):
-    return make_client(make_arena(tmp_path / "a.sqlite3", *models), raise_server_exceptions=False)
+    return make_client(make_arena(tmp_path / "a.sqlite3", **models), raise_server_exceptions=False)
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     """A client, and its model, for what is refused."""
     model = FakeModel("left")
-    return make_client(make_arena(tmp_path_factory.mktemp("shared") / "a.sqlite3", model)), model
+    return make_client(make_arena(tmp_path_factory.mktemp("shared") / "a.sqlite3", left=model)), model
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_conversation_is_answered(ours, models):
     assert [choice.message.content for choice in answer.choices] == ["left heard How are you?"] * 2
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.choices[0].finish_reason == "stop" and answer.object == "chat.completion"
-    sampling = models[0].asked[-1]
+    sampling = models["left"].asked[-1]
     assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.2, 0.9, 40)
     assert (sampling.seed, sampling.num_answers) == (7, 2)
     prompt, new = len("Be kind.|How are you?"), 2 * len("left heard How are you?") + 2
@@ -198,7 +198,7 @@ def test_errors_of_the_server_have_openais_form_too(client, models):
     def fail(text: str) -> str:
         raise RuntimeError("no memory\nat all")
 
-    models[0].say = fail
+    models["left"].say = fail
     answer = post(client)
     assert answer.status_code == 500
     assert answer.json()["error"] == {
@@ -216,17 +216,14 @@ def test_errors_of_the_server_have_openais_form_too(client, models):
 # ---- a real model
 
 
-@pytest.fixture(scope="module")
-def local(tiny_model_folder):
-    import threading
-
-    folder, args = tiny_model_folder("llama"), AnsweringArguments()
+def load(folder: str) -> Answerer:
+    args = AnsweringArguments()
     template = load_template("--models", folder, args, Problems())
-    return ServedModel("tiny", load_answerer(folder, template, args, max_new_tokens=60), threading.Lock())
+    return load_answerer(folder, template, args, max_new_tokens=60)
 
 
-def test_a_real_model_honours_the_seed_and_scores_its_own_words(local, tmp_path):
-    arena = make_arena(tmp_path / "a.sqlite3", local)
+def test_a_real_model_honours_the_seed_and_scores_its_own_words(tiny_model_folder, tmp_path):
+    arena = make_arena(tmp_path / "a.sqlite3", tiny=load(tiny_model_folder("llama")))
     client = openai.OpenAI(base_url="http://localhost:8080/v1", api_key="x", http_client=make_client(arena))
 
     def ask(**more):
@@ -244,19 +241,13 @@ def test_a_real_model_honours_the_seed_and_scores_its_own_words(local, tmp_path)
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_scores_are_those_of_transformers(family, tiny_model_folder):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder(family)).eval()
+    answerer = load(tiny_model_folder(family))
     ids = torch.randint(0, 300, (1, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
-    found = score_tokens(model, ids[0].tolist(), num_top=3, num_valid_tokens=320)
-    expected = logprobs[:, :320].gather(1, ids[0, 1:, None]).squeeze(1)
-    torch.testing.assert_close(
-        torch.tensor([score.logprob for score in found]), expected, atol=1e-5, rtol=1e-5
-    )
-    values, places = logprobs.topk(3)
-    assert [[token for token, _ in score.top] for score in found] == places.tolist()
-    assert score_tokens(model, [5], num_top=1, num_valid_tokens=320) == []
-    assert values.shape == (19, 3)
+        logprobs = answerer.model(ids).logits[0, :-1, :320].float().log_softmax(-1)
+    found = answerer.score(ids[0].tolist(), 3)
+    expected = logprobs.gather(1, ids[0, 1:, None]).squeeze(1)
+    own = torch.tensor([score.logprob for score in found])
+    torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
+    assert [[token for token, _ in score.top] for score in found] == logprobs.topk(3).indices.tolist()
+    assert answerer.score([5], 1) == []

@@ -46,9 +46,10 @@ def test_both_models_answers_stand_below_each_prompt(num_samples, folders, rows_
             args,
             max_new_tokens=8,
             top_k=4,
-            do_sample=num_samples > 1,
+            temperature=float(num_samples > 1),
+            num_answers=num_samples,
             seed=args.seed,
-        ).answer([(Message("user", q),) for q in QUESTIONS[:2]], num_samples=num_samples)
+        ).answer([(Message("user", q),) for q in QUESTIONS[:2]])
         for kind, folder in folders.items()
     }
     expected = ""

@@ -243,7 +243,7 @@ def test_step_3_brings_the_token_of_its_environment(export, monkeypatch):
     try:
         for token in ("shared", "another"):
             monkeypatch.setenv("TRIPTYCH_TOKEN", token)
-            reward = HttpReward(url, timeout_seconds=10.0, backoff_seconds=0.1)
+            reward = HttpReward(url, timeout_seconds=10.0)
             if token == "shared":
                 assert reward.score(Answers(PROMPTS, RESPONSES)) == pytest.approx(
                     scorer.score(PROMPTS, RESPONSES), abs=1e-5

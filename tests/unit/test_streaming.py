@@ -11,7 +11,7 @@ from common.flags.args import Problems
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
-from serving.answering import Answerer, AnsweringArguments, load_answerer, load_template
+from serving.answering import Answerer, AnsweringArguments, Sampling, load_answerer, load_template
 
 PROMPTS = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10], [0, 11, 12, 13]])
 MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]]).bool()
@@ -28,7 +28,8 @@ def generator(tiny_model_folder) -> Generator:
 @pytest.fixture
 def answerer(tiny_model_folder) -> Answerer:
     folder, args = tiny_model_folder("llama"), AnsweringArguments()
-    return load_answerer(folder, load_template("--path", folder, args, Problems()), args, max_new_tokens=12)
+    template = load_template("--path", folder, args, Problems())
+    return load_answerer(folder, template, args, max_new_tokens=12, seed=0)
 
 
 def test_every_token_is_heard_once_and_in_order(generator):
@@ -72,10 +73,9 @@ def test_another_seed_keeps_the_memory_and_draws_other_tokens(generator):
     assert torch.equal(first.response_ids, again.response_ids)
 
 
-def test_the_streamed_answer_is_the_answer(answerer, tiny_model_folder):
+def test_the_streamed_answer_is_the_answer(answerer):
     told: list[str] = []
-    rows = [answerer.prompt_ids(QUESTION)]
-    more = {"num_samples": 3, "first_sample_id": 0}
+    rows, seeded = [answerer.encode(QUESTION)], dataclasses.replace(answerer.sampling, seed=1, num_answers=3)
     texts = {0: "", 1: "", 2: ""}
 
     def listen(number: int, text: str) -> bool:
@@ -83,8 +83,8 @@ def test_the_streamed_answer_is_the_answer(answerer, tiny_model_folder):
         texts[number] += text
         return False
 
-    [answers] = answerer.respond(rows, on_text=listen, **more)
-    [plain] = answerer.respond(rows, **more)
+    [answers] = answerer.respond(rows, seeded, on_text=listen)
+    [plain] = answerer.respond(rows, seeded)
     assert answers == plain and [a.text for a in answers] == list(texts.values())
     assert len(told) > 6 and all(told), "it came in pieces"
     assert answers[0].num_prompt_tokens == len(rows[0])
@@ -93,27 +93,26 @@ def test_the_streamed_answer_is_the_answer(answerer, tiny_model_folder):
 
 
 def test_an_answer_ends_before_a_stop_text_and_is_not_drawn_further(answerer):
-    rows = [answerer.prompt_ids(QUESTION)]
-    [[whole]] = answerer.respond(rows, first_sample_id=0)
+    rows, seeded = [answerer.encode(QUESTION)], dataclasses.replace(answerer.sampling, seed=1)
+    [[whole]] = answerer.respond(rows, seeded)
     stop = whole.text[3:5]
-    [[cut]] = answerer.respond(rows, first_sample_id=0, stop=["never there", stop])
+    [[cut]] = answerer.respond(rows, dataclasses.replace(seeded, stop=("never there", stop)))
     assert cut.text == whole.text[: whole.text.index(stop)].strip() and cut.finish_reason == "stop"
     assert len(cut.token_ids) < len(whole.token_ids)
 
 
 def test_who_has_heard_enough_ends_the_answer(answerer):
-    rows, told = [answerer.prompt_ids(QUESTION)], []
+    rows, told = [answerer.encode(QUESTION)], []
     [[answer]] = answerer.respond(rows, on_text=lambda _, text: told.append(text) or len(told) == 2)
     assert answer.finish_reason == "cancelled" and answer.text == "".join(told) and len(told) == 2
     assert len(answer.token_ids) < 12
 
 
 def test_a_lower_limit_and_the_models_positions_bound_an_answer(answerer):
-    prompt = answerer.prompt_ids(QUESTION)
-    greedy = dataclasses.replace(answerer.options, do_sample=False)
-    [[answer]] = answerer.respond([prompt], options=greedy, max_new_tokens=4)
+    prompt = answerer.encode(QUESTION)
+    [[answer]] = answerer.respond([prompt], Sampling(max_new_tokens=4, temperature=0))
     assert len(answer.token_ids) == 4 and answer.finish_reason == "length"
-    [[answer]] = answerer.respond([(prompt * 20)[:125]], options=greedy)
+    [[answer]] = answerer.respond([(prompt * 20)[:125]], Sampling(max_new_tokens=40, temperature=0))
     assert len(answer.token_ids) <= 3
     with pytest.raises(ValueError, match="no room for an answer in the model's 128 positions"):
         answerer.respond([(prompt * 20)[:128]])

@@ -22,15 +22,16 @@ def byte_fallback() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core)
 
 
-def stream_of(tokenizer, **more) -> TextStream:
-    return TextStream(
-        lambda ids: tokenizer.decode(ids, skip_special_tokens=True), tokenizer.convert_ids_to_tokens, **more
-    )
-
-
 def pieces(stream: TextStream, token_ids: list[int], size: int = 1) -> list[str]:
-    groups = [token_ids[i : i + size] for i in range(0, len(token_ids), size)]
-    return [*(stream.add(group) for group in groups), stream.finish()]
+    """The texts that are told for each group of tokens, and at the end."""
+    told: list[list[str]] = []
+    stream.on_text = lambda text: told[-1].append(text)
+    for first in range(0, len(token_ids), size):
+        told.append([])
+        stream.add(token_ids[first : first + size])
+    told.append([])
+    assert stream.finish(token_ids, is_finished=False)[0] == stream.told
+    return ["".join(texts) for texts in told]
 
 
 def byte_ids(tokenizer, text: str) -> list[int]:
@@ -40,47 +41,48 @@ def byte_ids(tokenizer, text: str) -> list[int]:
 
 def test_a_character_of_four_tokens_comes_whole(tiny_tokenizer):
     ids = byte_ids(tiny_tokenizer, "a😀é!")
-    assert pieces(stream_of(tiny_tokenizer), ids) == ["a", "", "", "", "😀", "", "é", "!", ""]
+    assert pieces(TextStream(tiny_tokenizer), ids) == ["a", "", "", "", "😀", "", "é", "!", ""]
 
 
 def test_byte_fallback_is_told_when_the_run_of_bytes_is_over(byte_fallback):
     ids = [256, *"é😀".encode(), 258]
-    assert pieces(stream_of(byte_fallback), ids) == ["a", *[""] * 6, "é😀d", ""]
+    assert pieces(TextStream(byte_fallback), ids) == ["a", *[""] * 6, "é😀d", ""]
     broken = [256, *"é".encode(), 0xE2]  # the decoder gives up on the whole run
-    assert pieces(stream_of(byte_fallback), broken) == ["a", "", "", "", "\ufffd" * 3]
+    assert pieces(TextStream(byte_fallback), broken) == ["a", "", "", "", "\ufffd" * 3]
 
 
 def test_half_a_character_at_the_end_is_what_the_decoder_makes_of_it(tiny_tokenizer):
     ids = byte_ids(tiny_tokenizer, "a😀")[:-1]
-    assert "".join(pieces(stream_of(tiny_tokenizer), ids)) == tiny_tokenizer.decode(ids) == "a\ufffd"
+    assert "".join(pieces(TextStream(tiny_tokenizer), ids)) == tiny_tokenizer.decode(ids) == "a\ufffd"
 
 
 def test_white_space_waits_for_what_follows(tiny_tokenizer):
     ids = byte_ids(tiny_tokenizer, "\n a  b \n")
-    assert pieces(stream_of(tiny_tokenizer), ids) == ["", "", "a", "", "", "  b", "", "", ""]
+    assert pieces(TextStream(tiny_tokenizer), ids) == ["", "", "a", "", "", "  b", "", "", ""]
 
 
 def test_an_answer_ends_before_a_stop_text(tiny_tokenizer):
     ids = byte_ids(tiny_tokenizer, "one \nHum, two \nHuman: three")
-    stream = stream_of(tiny_tokenizer, stop=["\nHuman:", "zzz"])
+    stream = TextStream(tiny_tokenizer, stop=["\nHuman:", "zzz"])
     told = pieces(stream, ids)
     assert "".join(told) == stream.told == "one \nHum, two" and stream.is_stopped
     assert told[:9] == ["o", "n", "e", "", "", "", "", "", " \nHum,"], "a beginning of it is held back"
-    unstopped = stream_of(tiny_tokenizer, stop=["two \nHumans"])
+    unstopped = TextStream(tiny_tokenizer, stop=["two \nHumans"])
     assert "".join(pieces(unstopped, ids)) == "one \nHum, two \nHuman: three" and not unstopped.is_stopped
 
 
 def test_a_stop_text_across_the_last_tokens_is_found_at_the_end(byte_fallback):
-    stream = stream_of(byte_fallback, stop=["\n"])
+    stream = TextStream(byte_fallback, stop=["\n"])
     assert "".join(pieces(stream, [256, *b"\n"])) == "a" and stream.is_stopped
 
 
-def test_a_tokenizer_that_tidies_up_is_given_time():
+def test_a_tokenizer_that_tidies_up_is_given_time(tiny_tokenizer, monkeypatch):
     """`does n't` becomes `doesn't`: the space behind a word that was there may go."""
     texts = ["does", "does n", "doesn't", "doesn't go on"]
-    stream = TextStream(lambda ids: texts[len(ids) - 1], lambda ids: ["x"] * len(ids), num_unsettled=4)
-    assert pieces(stream, [0, 0, 0, 0]) == ["", "do", "e", "sn't g", "o on"]
-    assert stream.told == "doesn't go on"
+    monkeypatch.setattr(tiny_tokenizer, "clean_up_tokenization_spaces", True)
+    monkeypatch.setattr(tiny_tokenizer, "decode", lambda ids, **_: texts[len(ids) - 1])
+    stream = TextStream(tiny_tokenizer)
+    assert pieces(stream, [5, 5, 5, 5]) == ["", "do", "e", "sn't g", "o on"]
 
 
 @settings(max_examples=150, deadline=None)
@@ -90,6 +92,6 @@ def test_a_tokenizer_that_tidies_up_is_given_time():
 )
 def test_put_together_it_is_the_decoders_text(byte_fallback, tiny_tokenizer, ids, size):
     for tokenizer in (byte_fallback, tiny_tokenizer):
-        told = pieces(stream_of(tokenizer), ids, size)
+        told = pieces(TextStream(tokenizer), ids, size)
         assert "".join(told) == tokenizer.decode(ids, skip_special_tokens=True).strip()
         assert not any("\ufffd" in piece for piece in told[:-1]) or "\ufffd" in tokenizer.decode(ids)
