@@ -184,7 +184,7 @@ def soak(folder: Path, num_kills: int, num_steps: int, limit: float) -> dict[str
     for name, kills, seed in (("in peace", 0, 0), ("killed", num_kills, 1)):
         home = folder / name.replace(" ", "_")
         home.mkdir()
-        argv = ppo_flags(models, prompts, home, **sizes, save_interval=2, save_points="minibatch")
+        argv = ppo_flags(models, prompts, home, **sizes, save_interval=1)
         runs[name] = run_until_done(argv, home, kills, limit, seed)
     killed = folder / "killed" / "output"
     left = [p for p in killed.rglob("*") if p.suffix in LEFT_OVER]

@@ -67,7 +67,7 @@ def main() -> None:
     startup.take_folder(args.output_dir, problems)
 
     # ---- data -------------------------------------------------------------------------------------------
-    distributed.start(args.local_rank, args.collective_timeout, check_collectives=args.check_collectives)
+    distributed.start(args.local_rank, args.collective_timeout)
     distributed.seed_everything(args.seed)
     with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
         data = build_data(options, template)

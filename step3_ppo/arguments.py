@@ -98,32 +98,20 @@ class ScoreArguments:
     )
     reward_clip: float = flag(5.0, "clip scores to +- this; 0: off", low=0)
     whiten_scores: bool = flag(False, "whiten each step's scores before clipping")
-    length_reward_coef: float = flag(
-        0.0,
-        "penalty of an empty response, falling linearly to 0 at --length_reward_tokens",
-        only_with="length_reward_tokens",
-    )
     length_reward_tokens: int = flag(
-        0, "response length without that penalty", low=0, only_with="length_reward_coef"
-    )
-    overlong_penalty: float = flag(
-        0.0,
-        "penalty of a response of maximum length (DAPO), linear over --overlong_buffer_tokens",
-        low=0,
+        0, "penalty of short responses: 1 for an empty one, falling linearly to 0 at N tokens; 0: off", low=0
     )
     overlong_buffer_tokens: int = flag(
         0,
-        "tokens before max_answer_seq_len over which that penalty grows",
+        "penalty of long responses (DAPO): rising linearly to 1 over the last N tokens of "
+        "max_answer_seq_len; 0: off",
         low=0,
-        only_with="overlong_penalty",
     )
     truncated: str = flag(
         "score",
-        "a response cut at max_answer_seq_len: score it as it is, bootstrap from the critic, replace the "
-        "score by --truncated_penalty, or mask it out of the loss",
-        choices=("score", "bootstrap", "penalty", "mask"),
+        "a response cut at max_answer_seq_len: score it as it is, bootstrap from the critic, mask it out of "
+        "the loss, or a number that replaces its score",
     )
-    truncated_penalty: float = flag(-1.0, "score of a cut response", only_with="truncated=penalty")
 
 
 @dataclass
@@ -181,13 +169,6 @@ class PPOMathArguments:
         "normalise returns for the critic by a running mean and deviation: exponential (exp) or over all "
         "(ma)",
         choices=("none", "exp", "ma"),
-    )
-    value_norm_beta: float = flag(
-        0.99995,
-        "decay of the exponential statistics",
-        low=0,
-        below=1,
-        only_with="value_norm=exp",
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     old_logprobs: str = flag(
@@ -251,34 +232,20 @@ class HybridArguments:
         may_change=True,
         low=0,
     )
-    export_critic: bool = flag(False, "export the critic too, to export_critic/", may_change=True)
 
 
 @dataclass
 class EvaluationArguments:
-    """Held-out prompts, samples, exports on the way."""
+    """Held-out prompts, rollouts that are kept, the best model."""
 
     eval_data_path: list[str] = flag([], "evaluate on these prompts, used whole, not on held-out ones")
     eval_prompts: int = flag(256, "maximum held-out prompts per evaluation; 0: no evaluation", low=0)
     eval_interval: int = flag(
         0, "evaluate every so many PPO steps too; 0: only before and after", may_change=True, low=0
     )
-    sample_interval: int = flag(
-        0,
-        "answer a few fixed prompts after step 1 and every N steps; 0: never",
-        may_change=True,
-        low=0,
-    )
     save_rollouts: int = flag(
         0,
         "write all responses of every Nth step to rollouts.jsonl.gz; 0: none",
-        may_change=True,
-        low=0,
-        only_with="output_dir",
-    )
-    export_interval: int = flag(
-        0,
-        "export the actor to export-STEP/ every N steps; 0: only at the end",
         may_change=True,
         low=0,
         only_with="output_dir",
@@ -317,10 +284,4 @@ class PPOArguments(
         "save the whole state every so many PPO steps, and at the end; 0: only when stopped",
         may_change=True,
         low=0,
-    )
-    save_points: str = flag(
-        "step",
-        "checkpoint a due step after it, after its rollouts too, or after every minibatch too",
-        choices=("step", "rollout", "minibatch"),
-        may_change=True,
     )

@@ -1,7 +1,7 @@
 """What the policy is worth on prompts that it does not train on: before, during and after training.
 
 The same prompts are answered each time, and each answer draws the random numbers of its prompt, so it changes
-by the weights alone. Without held-out prompts the data's first ones are answered, and only shown.
+by the weights alone.
 
 # W prompts
 """
@@ -160,17 +160,13 @@ def measure(batch: PackedBatch, checks: Sequence[str]) -> dict[str, float]:
 
 @dataclass
 class Evaluation:
-    """Answers the same prompts now and then; a part of a checkpoint by its `state_dict`.
-
-    `is_held_out`: else these are training prompts, which are shown and not scored.
-    """
+    """Answers the same prompts now and then; a part of a checkpoint by its `state_dict`."""
 
     args: PPOArguments
     rollout: Rollout
     logger: RunLogger
     decode: Callable[[torch.Tensor], str]
     rows: list[dict[str, Any]]  # (W,) of `build_data`, the same ones on every rank
-    is_held_out: bool
     step: int = field(default=-1, init=False)  # of the last evaluation
     metrics: dict[str, float] = field(default_factory=dict, init=False)  # its numbers
     before: Judged | None = field(default=None, init=False)  # of the policy before training
@@ -196,15 +192,15 @@ class Evaluation:
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Return whether the prompts are to be judged after this step; 0 is before the first."""
-        if not self.is_held_out or step <= self.step:
+        if step <= self.step:
             return False
         if step == 0:
             return True
         interval = self.args.eval_interval
         return step == num_steps or (interval > 0 and step % interval == 0)
 
-    def answer_if_due(self, step: int, num_steps: int) -> dict[str, float]:
-        """Judge or show the prompts if it is time; return the numbers of a judgement, else {}.
+    def judge_if_due(self, step: int, num_steps: int) -> dict[str, float]:
+        """Judge the answers to the prompts if it is time; return the numbers, else {}.
 
         Nothing of the training changes by it. Every rank must call this. Raises StepRefused where a reward
         fails.
@@ -212,15 +208,10 @@ class Evaluation:
         if self.is_due(step, num_steps):
             with watchdog.phase("the evaluation", step, clock="evaluate"), kept_random_numbers():
                 return self._judge(step)
-        interval = self.args.sample_interval
-        if interval and step and (step == 1 or step % interval == 0):
-            phase = watchdog.phase("the answers to the shown prompts", step, clock="evaluate")
-            with phase, kept_random_numbers():
-                self._show(step, self._answer(min(NUM_SHOWN, len(self.rows)), step))
         return {}
 
     def _judge(self, step: int) -> dict[str, float]:
-        batch, scores = self._score(self._answer(len(self.rows), step)), self.rollout.scores
+        batch, scores = self._score(self._answer(step)), self.rollout.scores
         self.rollout.refuse_if_not_finite(batch)
         ids = range(FIRST_NUMBER, FIRST_NUMBER + len(self.rows))
         batch = in_order(batch, [sample for sample in batch.ids if sample in ids])
@@ -239,15 +230,15 @@ class Evaluation:
         self._show(step, batch)
         return metrics
 
-    def _answer(self, num_prompts: int, step: int) -> PackedBatch:
-        """Return this rank's answers to the first prompts, and a few more: as many on each rank.
+    def _answer(self, step: int) -> PackedBatch:
+        """Return this rank's answers to the prompts, and a few more: as many on each rank.
 
         A prompt has the same number, and so the same answer, for any number of ranks.
         """
-        world_size, rank = distributed.world_size(), distributed.rank()
+        world_size, rank, num_prompts = distributed.world_size(), distributed.rank(), len(self.rows)
         size = min(self.args.per_device_generation_batch_size, -(-num_prompts // world_size))
         batches = evaluation_batches(
-            self.rows[:num_prompts], collate_prompts, rows_per_batch=size, rank=rank, world_size=world_size
+            self.rows, collate_prompts, rows_per_batch=size, rank=rank, world_size=world_size
         )
         parts, num_kept = [], 0
         for index, (prompts, is_real) in enumerate(batches):

@@ -37,7 +37,7 @@ from common.runs.export import ExportFailed, save_adapter, save_export
 from common.runs.run import Run
 from common.runs.saved_state import Progress
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.evaluation import NUM_SHOWN, Evaluation, choose_prompts
+from step3_ppo.evaluation import Evaluation, choose_prompts
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController
 from step3_ppo.ppo_trainer import PPOTrainer
@@ -154,12 +154,6 @@ def build_trainer(
     def decode(ids: torch.Tensor) -> str:
         return start.tokenizer.decode(ids, skip_special_tokens=True)
 
-    rows = held_out
-    if not rows and args.sample_interval:  # shown, not judged
-        rows = [prompts.dataset[row] for row in range(min(NUM_SHOWN, len(prompts.dataset)))]
-    evaluation = None
-    if rows:
-        evaluation = Evaluation(args, rollout, logger, decode, rows, is_held_out=bool(held_out))
     return PPOTrainer(
         args,
         roles,
@@ -171,9 +165,9 @@ def build_trainer(
         KLController(args.kl_coef, args.kl_target),
         logger,
         decode,
-        value_normaliser=ValueNormaliser(args.value_norm, args.value_norm_beta) if has_norm else None,
+        value_normaliser=ValueNormaliser(args.value_norm) if has_norm else None,
         ema=ExponentialMovingAverage(roles.actor.engine.module, args.ema_decay) if args.ema_decay else None,
-        evaluation=evaluation,
+        evaluation=Evaluation(args, rollout, logger, decode, held_out) if held_out else None,
     )
 
 
@@ -191,10 +185,10 @@ def build_run(args: PPOArguments, start: StartUp, trainer: PPOTrainer, progress:
 
 def train(trainer: PPOTrainer, run: Run, num_steps: int, tokenizer: Any) -> None:
     """Do the steps that are left. Raises Stopped, and TooManyBadSteps with the state saved."""
-    progress, hooks = run.progress, SavingHooks(run, trainer.args.save_points)
+    progress, hooks = run.progress, SavingHooks(run)
     if progress.step == 0:
         if trainer.evaluation is None or trainer.evaluation.step < 0:
-            remove_exports(trainer.args)
+            remove_best(trainer.args)
         while trainer.evaluation and trainer.evaluation.is_due(0, num_steps):
             judge_and_export(trainer, run, tokenizer)  # again where it was refused: the rest compares with it
             run.point(checkpoint_name(0), is_due=False)
@@ -213,48 +207,36 @@ def train(trainer: PPOTrainer, run: Run, num_steps: int, tokenizer: Any) -> None
 
 
 def judge_and_export(trainer: PPOTrainer, run: Run, tokenizer: Any) -> None:
-    """Evaluate and export what is due after the steps that are done. Every rank must call this.
+    """Evaluate where that is due after the steps that are done, and export the best model so far.
 
-    Raises ExportFailed under --on_save_error stop, TooManyBadSteps with the state saved.
+    Every rank must call this. Raises TooManyBadSteps with the state saved.
     """
     args, evaluation, step = trainer.args, trainer.evaluation, run.progress.step
+    if evaluation is None:
+        return
+    try:
+        metrics = evaluation.judge_if_due(step, trainer.logger.num_steps)
+    except StepRefused as error:
+        metrics = {}
+        run.refuse(step, error, checkpoint_name(step))
+    if not args.output_dir or not evaluation.is_best(metrics):
+        return
+    best = {"metric": args.keep_best, "value": metrics[args.keep_best], "step": step}
+    metadata = build_metadata(args, run.progress.facts, evaluation.metrics)
+    metadata |= {"num_steps": step, "best": best}
     actor = language_model(trainer.roles.actor.engine.module)
-
-    def export(name: str, **more: Any) -> bool:
-        if not args.output_dir:
-            return False
-        held_out = evaluation.metrics if evaluation else None
-        metadata = build_metadata(args, run.progress.facts, held_out) | {"num_steps": step} | more
-        try:
-            save_export(Path(args.output_dir) / name, actor, tokenizer, metadata=metadata)
-        except ExportFailed as error:
-            if args.on_save_error == "stop":
-                raise
-            trainer.logger.note(f"warning: {error}; the run goes on")
-            return False
-        return True
-
-    if evaluation:
-        try:
-            metrics = evaluation.answer_if_due(step, trainer.logger.num_steps)
-        except StepRefused as error:
-            metrics = {}
-            run.refuse(step, error, checkpoint_name(step))
-        if evaluation.is_best(metrics):
-            best = {"metric": args.keep_best, "value": metrics[args.keep_best], "step": step}
-            if export(EXPORT_BEST, best=best):
-                evaluation.best = best
-    if args.export_interval and step and step % args.export_interval == 0:
-        export(f"export-{step:06d}")
+    try:
+        save_export(Path(args.output_dir) / EXPORT_BEST, actor, tokenizer, metadata=metadata)
+        evaluation.best = best
+    except ExportFailed as error:
+        trainer.logger.note(f"warning: {error}; the run continues")
 
 
-def remove_exports(args: PPOArguments) -> None:
-    """Remove what an earlier run in this folder has exported on its way."""
-    if args.output_dir and distributed.is_main():
-        folder = Path(args.output_dir)
-        for path in (*folder.glob("export-[0-9]*"), folder / EXPORT_BEST):
-            if path.is_dir():
-                remove_folder(path)
+def remove_best(args: PPOArguments) -> None:
+    """Remove what an earlier run in this folder has exported as its best model."""
+    folder = Path(args.output_dir) / EXPORT_BEST
+    if args.output_dir and distributed.is_main() and folder.is_dir():
+        remove_folder(folder)
 
 
 def build_metadata(
@@ -266,16 +248,12 @@ def build_metadata(
 
 
 def save_all(args: PPOArguments, trainer: PPOTrainer, tokenizer: Any, facts: dict[str, float]) -> None:
-    """Write the chat model, its average, the adapter, and the critic if asked. Every rank must call this."""
+    """Write the chat model, its average and the adapter. Every rank must call this."""
     folder, roles = Path(args.output_dir), trainer.roles
     actor = language_model(roles.actor.engine.module)
     metadata = build_metadata(args, facts, trainer.evaluation.metrics if trainer.evaluation else None)
     save_export(folder / "export", actor, tokenizer, metadata=metadata)
     save_adapter(folder / "adapter", actor, tokenizer, metadata=metadata)
-    if roles.critic and args.export_critic:
-        critic = roles.critic.engine.module.classifier
-        critic_metadata = {"step": "critic"}
-        save_export(folder / "export_critic", critic, tokenizer, metadata=critic_metadata, needs_own_pad=True)
     if trainer.ema:
         with trainer.ema.averaged_weights():
             save_export(folder / "export_ema", actor, tokenizer, metadata=metadata)
@@ -304,7 +282,7 @@ def main() -> None:
     startup.take_folder(args.output_dir, problems)
 
     # ---- data -------------------------------------------------------------------------------------------
-    distributed.start(args.local_rank, args.collective_timeout, check_collectives=args.check_collectives)
+    distributed.start(args.local_rank, args.collective_timeout)
     distributed.seed_everything(args.seed)
     tokenizer = start.tokenizer
     ranks = {"rank": distributed.rank(), "world_size": distributed.world_size()}

@@ -31,6 +31,7 @@ from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unuse
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import known_bests
 from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
+from step3_ppo.rewards.score_shaping import parse_truncated
 from step3_ppo.rewards.text_rewards import Failures
 
 MIN_REWARD_ACCURACY = 0.6  # held-out, below which a reward model is warned of
@@ -160,7 +161,7 @@ def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems
     if algorithm.needs_critic and not args.critic_model_name_or_path:
         problems.add(f"{name} has a critic: give --critic_model_name_or_path, the export/ of step 2")
     if args.truncated == "bootstrap" and not algorithm.needs_critic:
-        problems.add(f"--truncated bootstrap asks a critic, and {name} has none; use score, penalty or mask")
+        problems.add(f"--truncated bootstrap asks a critic, and {name} has none; use score, mask or a number")
 
 
 def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:
@@ -168,6 +169,7 @@ def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:
     path = args.critic_model_name_or_path
     try:
         Failures.parse(args.reward_on_error)
+        parse_truncated(args.truncated)
     except ValueError as error:
         problems.add(str(error))
     if args.reward:

@@ -39,7 +39,7 @@ class StepHooks:
     """What happens between the minibatches of a step, in a run that nobody saves: nothing."""
 
     def pause(self, step: int, position: str) -> None:
-        """Save the state here, where that is due."""
+        """Save the state here, where the run was asked to stop."""
 
     def refuse(self, step: int, error: StepRefused, position: str) -> None:
         """Count a minibatch that was refused, or raise."""
@@ -47,16 +47,14 @@ class StepHooks:
 
 
 class SavingHooks(StepHooks):
-    """Checkpoints between the minibatches of a step, as --save_points asks for."""
+    """A run that was asked to stop saves and leaves between the minibatches of a step."""
 
-    def __init__(self, run: Run, save_points: str) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.prefixes = {"step": (), "rollout": ("rollout",), "minibatch": ("rollout", "update")}[save_points]
 
     def pause(self, step: int, position: str) -> None:
-        """Save where it is due, or leave where the run was asked to stop. Every rank must call this."""
-        is_due = position.startswith(self.prefixes) and self.run.is_due(step)
-        self.run.point(checkpoint_name(step - 1, position), is_due=is_due)
+        """Save and leave where the run was asked to stop. Every rank must call this."""
+        self.run.point(checkpoint_name(step - 1, position), is_due=False)
 
     def refuse(self, step: int, error: StepRefused, position: str) -> None:
         """Count it; TooManyBadSteps, with the state saved, when it is one too many."""
@@ -82,7 +80,7 @@ class TrainerState(Stateful):
             "kl": trainer.kl_controller,
             "switch_costs": trainer.roles.actor.hybrid_engine.costs,
         }
-        if trainer.evaluation and trainer.evaluation.is_held_out:
+        if trainer.evaluation:
             owners["evaluation"] = trainer.evaluation
         if trainer.value_normaliser:
             owners["value_norm"] = trainer.value_normaliser

@@ -102,8 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.command:
         parser.error("COMMAND is missing: what starts the run")
-    if any(word.startswith("--overwrite_output_dir") for word in args.command):
-        parser.error("--overwrite_output_dir in COMMAND would begin anew after every crash: leave it out")
+    for word in ("--overwrite_output_dir", "--resume never"):
+        if word in " ".join(args.command):
+            parser.error(f"{word} in COMMAND would begin anew after every crash: leave it out")
     return run_until_done(args.output_dir, args.command, args.tries)
 
 

@@ -44,13 +44,12 @@ def build_optimizer(
     learning_rate: float,
     weight_decay: float = 0.0,
     lora_learning_rate: float = 1e-4,
-    beta2: float = 0.95,
 ) -> torch.optim.AdamW:
     """Return torch's fused AdamW over the trained parameters, the same on GPUs, on CPUs and under offload."""
     groups = build_parameter_groups(
         model, learning_rate=learning_rate, weight_decay=weight_decay, lora_learning_rate=lora_learning_rate
     )
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, beta2), fused=True)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
 
 
 def build_engine(
@@ -66,7 +65,6 @@ def build_engine(
         learning_rate=role.learning_rate,
         weight_decay=role.weight_decay,
         lora_learning_rate=role.lora_learning_rate,
-        beta2=args.adam_beta2,
     )
     schedule = get_scheduler(
         args.lr_scheduler_type,

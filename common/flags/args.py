@@ -204,9 +204,6 @@ class RunArguments:
     """Precision, offload, seeds, output and launcher."""
 
     output_dir: str = flag("", "folder of everything that is saved; empty: nothing is saved", may_change=True)
-    overwrite_output_dir: bool = flag(
-        False, "replace what an earlier run left in --output_dir", may_change=True
-    )
     dtype: str = flag(
         "",
         "dtype of weights and activations; empty: bf16 on a GPU that has it, else fp32",
@@ -220,7 +217,6 @@ class RunArguments:
         may_change=True,
     )
     gradient_clipping: float = flag(1.0, "maximum global gradient norm; 0: no clipping", low=0)
-    adam_beta2: float = flag(0.95, "AdamW beta2", low=0, below=1)
     pad_vocab_multiple: int = flag(
         1, "pad the vocabulary to a multiple of this during training", low=1, high=2**16
     )
@@ -262,13 +258,8 @@ class CheckpointArguments:
     save_total_limit: int = flag(2, "checkpoints that are kept, the newest; 0: all", may_change=True, low=0)
     resume: str = flag(
         "auto",
-        "auto: resume from the newest valid checkpoint in --output_dir; never; or a checkpoint's path",
-        may_change=True,
-    )
-    on_save_error: str = flag(
-        "go_on",
-        "when a checkpoint cannot be written: go_on trains on and retries at the next save, stop exits",
-        choices=("go_on", "stop"),
+        "auto: resume from the newest valid checkpoint in --output_dir; never: replace what an earlier run "
+        "left there; or a checkpoint's path",
         may_change=True,
     )
     max_bad_steps: int = flag(3, "skip at most this many non-finite steps, then stop", may_change=True, low=0)
@@ -278,11 +269,6 @@ class CheckpointArguments:
         may_change=True,
         low=1,
         high=1e7,
-    )
-    check_collectives: bool = flag(
-        False,
-        "debug: before each collective torch compares its kind, shape and type on all ranks",
-        may_change=True,
     )
 
 

@@ -19,6 +19,7 @@ SWITCHES = {
     "enable_tensorboard": ("trackers", "tensorboard"),
     "enable_ema": ("ema_decay", "0.992"),
     "print_answers": ("print_answers_interval", "1"),
+    "overwrite_output_dir": ("resume", "never"),
 }
 
 
@@ -68,4 +69,15 @@ REMOVED = {
     "actor_lora_alpha": (0.0, "--lora_alpha is that of both roles"),
     "critic_lora_alpha": (0.0, "--lora_alpha is that of both roles"),
     "reward_model_name_or_path": ("", "--reward model:PATH is the same"),
+    "adam_beta2": (0.95, "it is 0.95"),
+    "check_collectives": (False, "TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment is the same"),
+    "export_critic": (False, "`python export.py OUTPUT_DIR --what critic --output DIR` writes it"),
+    "export_interval": (0, "`python export.py CHECKPOINT --output DIR` makes an export of any checkpoint"),
+    "length_reward_coef": (0.0, "--length_reward_tokens alone is a penalty of 1"),
+    "on_save_error": ("go_on", "a run continues and saves at the next interval"),
+    "overlong_penalty": (0.0, "--overlong_buffer_tokens alone is a penalty of 1"),
+    "sample_interval": (0, "--eval_interval judges held-out prompts and shows answers"),
+    "save_points": ("step", "checkpoints are of whole steps; a run that is stopped saves within one too"),
+    "truncated_penalty": (-1.0, "`--truncated SCORE`, a number, is the score of a cut response"),
+    "value_norm_beta": (0.99995, "it is 0.99995"),
 }

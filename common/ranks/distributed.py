@@ -34,9 +34,7 @@ class CannotStart(RuntimeError):
     """The process group cannot be joined; the message says where and what to change."""
 
 
-def start(
-    local_rank: int = -1, collective_timeout: float = 1800.0, *, check_collectives: bool = False
-) -> None:
+def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
     """Join the process group: nccl on GPUs, gloo on CPUs; a lone process becomes a world of one.
 
     A rank that lets the others wait for `collective_timeout` seconds ends all of them, and so does one that
@@ -58,10 +56,6 @@ def start(
         # compiler, takes a while, and a killed build leaves a lock that hangs every later run. gloo needs
         # none of this.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if check_collectives:
-            # torch compares kind, shape and dtype of each collective of all ranks before it begins.
-            os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-            dist.set_debug_level_from_env()
         limit = timedelta(seconds=collective_timeout + (NCCL_EXTRA_SECONDS if backend == "nccl" else 0))
         # Groups that are made later, ZeRO's too, go by these.
         dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = limit

@@ -219,7 +219,7 @@ class FailureDetector(threading.Thread):
         how, text = self.lost
         if there and how == TIMEOUT:
             return self._did_not_come(there)
-        hint = "where ranks send each other different things, --check_collectives shows the first"
+        hint = "where ranks send each other different things, TORCH_DISTRIBUTED_DEBUG=DETAIL shows the first"
         if how == CLOSED:
             hint = "every other rank is there: look at the network between the machines"
         return Verdict(f"rank {self.rank} failed first, {self.place()[0]}: {text}; {hint}", self.rank)

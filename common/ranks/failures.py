@@ -47,7 +47,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def describe_mismatch(error: BaseException) -> str:
     """Return what ranks were about to do where they begin different collectives, as torch finds it under
-    --check_collectives; empty for another error.
+    TORCH_DISTRIBUTED_DEBUG=DETAIL; empty for another error.
     """
     text = str(error)
     if "Detected mismatch between collectives" not in text:

@@ -17,7 +17,7 @@ from common.runs.run_lock import LOCK_FILE, held_message
 
 # What a launch script or the demo may have put into the folder before the program starts.
 FOREIGN_FILES = {"train.log", "log", LOCK_FILE}
-NOT_WORTH_A_NOTE = {"output_dir", "overwrite_output_dir", "resume", "dry_run", "local_rank"}
+NOT_WORTH_A_NOTE = {"output_dir", "resume", "dry_run", "local_rank"}
 LENGTH_FLAGS = ("num_train_epochs", "max_train_steps")
 
 
@@ -40,9 +40,9 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
     if args.resume not in ("auto", "never"):
         return _named_checkpoint(args, problems)
     folder = Path(args.output_dir) if args.output_dir else None
-    if folder is None or not _can_write(folder, problems) or args.overwrite_output_dir:
+    if folder is None or not _can_write(folder, problems) or args.resume == "never":
         return EarlierRun()
-    if args.resume == "never" or not (folder / ARGS_FILE).is_file():
+    if not (folder / ARGS_FILE).is_file():
         _refuse_other_files(folder, args, problems)
         return EarlierRun()
     found, doubts = find_checkpoints(folder)
@@ -52,13 +52,13 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
         text = (
             f"the run in {folder} has finished: {finished['steps']} steps; its models are in {folder}/export"
         )
-        return EarlierRun(finished=f"{text}. --overwrite_output_dir starts it anew")
+        return EarlierRun(finished=f"{text}. --resume never starts it anew")
     if finished and not found:
         _refuse_other_files(folder, args, problems)
         return EarlierRun()
     if doubts and not found:
         problems.add(
-            f"{'; '.join(doubts)}. No checkpoint of {folder} can be used: --overwrite_output_dir starts anew"
+            f"{'; '.join(doubts)}. No checkpoint of {folder} can be used: --resume never starts anew"
         )
     notes = [f"{doubt}; it is passed over" for doubt in doubts]
     notes += compare_flags(args, saved, str(found[0].folder if found else folder), problems)
@@ -90,7 +90,7 @@ def _named_checkpoint(args: Any, problems: Problems) -> EarlierRun:
         return EarlierRun()
     home = found[0].folder.resolve().parent.parent
     is_elsewhere = not args.output_dir or Path(args.output_dir).resolve() != home
-    if is_elsewhere and args.output_dir and not args.overwrite_output_dir:
+    if is_elsewhere and args.output_dir:
         _refuse_other_files(Path(args.output_dir), args, problems)
     notes = compare_flags(args, found[0].meta["args"], str(found[0].folder), problems)
     return EarlierRun(found, is_elsewhere, notes)
@@ -108,8 +108,8 @@ def _refuse_other_files(folder: Path, args: Any, problems: Problems) -> None:
     left = sorted(p.name for p in folder.iterdir() if p.name not in FOREIGN_FILES) if folder.is_dir() else []
     if left:
         problems.add(
-            f"--output_dir {folder} holds {', '.join(left[:3])} of an earlier run; choose another "
-            "folder, or give --overwrite_output_dir to replace it"
+            f"--output_dir {folder} holds {', '.join(left[:3])} of an earlier run; choose another folder"
+            + (", or give --resume never to replace it" if args.resume == "auto" else "")
         )
 
 
@@ -122,7 +122,7 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
         if saved[name] != default:
             problems.add(
                 f"{origin} was made with --{name} {saved[name]}, a flag that has been removed ({instead}): "
-                "resume it with the version that wrote it, or give --overwrite_output_dir to begin anew"
+                "resume it with the version that wrote it, or give --resume never to begin anew"
             )
     saved = flag_defaults(args) | saved  # an older program did not have all flags
     for flag in dataclasses.fields(args):
@@ -137,6 +137,6 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
         else:
             problems.add(
                 f"--{flag.name} {now} differs from the {before} of {origin}, and would make it another run: "
-                f"give {before}, or another --output_dir, or --overwrite_output_dir to begin anew"
+                f"give {before}, or another --output_dir, or --resume never to begin anew"
             )
     return notes

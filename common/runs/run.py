@@ -106,8 +106,8 @@ class Run:
     def point(self, name: str, *, is_due: bool) -> None:
         """Save here if it is due, or if the run was asked to stop; then leave. Every rank must call this.
 
-        `name` is from `checkpoint_name`. Raises Stopped, and SaveFailed when a checkpoint could not be
-        written and the run is to stop then.
+        `name` is from `checkpoint_name`. Raises Stopped, and SaveFailed when the checkpoint of a run that
+        was asked to stop could not be written.
         """
         must_stop = self.folder is not None and self.stop.is_asked_anywhere()
         if is_due or must_stop:
@@ -126,7 +126,7 @@ class Run:
         except SaveFailed as error:
             kept = f"the last good one is {self.last_saved}" if self.last_saved else "there is none before it"
             text = f"checkpoint {self.folder / FOLDER / name} could not be written ({error}); {kept}"
-            if must_stop or self.args.on_save_error == "stop":
+            if must_stop:
                 raise SaveFailed(text) from error
             self.logger.note(f"warning: {text}; the run continues")
 

@@ -3,6 +3,7 @@
 # B sequences
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -22,17 +23,30 @@ def length_shortfall(response_lengths: torch.Tensor, enough_tokens: int) -> torc
 
 
 def overlong_share(
-    response_lengths: torch.Tensor, is_finished: torch.Tensor, buffer_tokens: int, max_response_tokens: int
+    response_lengths: torch.Tensor, buffer_tokens: int, max_response_tokens: int
 ) -> torch.Tensor:
     """Return (B,) fp32 in [0, 1]: 0 up to `max_response_tokens - buffer_tokens`, rising to 1 at full length.
 
-    DAPO, arXiv:2503.14476 eq. 13. Without a buffer the rise is a step behind the full length, as in that
-    equation: 1 for responses that fill it and would have gone on, 0 for those that end on its last token.
+    DAPO, arXiv:2503.14476 eq. 13.
     """
     over = response_lengths - (max_response_tokens - buffer_tokens)
-    if buffer_tokens > 0:
-        return (over.float() / buffer_tokens).clamp(0.0, 1.0)
-    return ((over >= 0) & ~is_finished).float()
+    return (over.float() / buffer_tokens).clamp(0.0, 1.0)
+
+
+def parse_truncated(text: str) -> float | None:
+    """Return the score that --truncated gives to a cut response, None where its own score stays.
+
+    Raises ValueError for what is neither a number nor one of the words.
+    """
+    if text in ("score", "bootstrap", "mask"):
+        return None
+    try:
+        score = float(text)
+    except ValueError:
+        score = math.nan
+    if not math.isfinite(score):
+        raise ValueError(f"--truncated {text}: choose score, bootstrap or mask, or give a number, such as -1")
+    return score
 
 
 def shape_scores(
@@ -41,34 +55,28 @@ def shape_scores(
     is_finished: torch.Tensor,
     *,
     reward_clip: float = 0.0,
-    truncated: str = "score",
-    truncated_penalty: float = -1.0,
-    length_reward_coef: float = 0.0,
+    cut_score: float | None = None,
     length_reward_tokens: int = 0,
-    overlong_penalty: float = 0.0,
     overlong_buffer_tokens: int = 0,
     max_response_tokens: int = 0,
     whiten_scores: bool = False,
     reduce_sum: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return scores (B,) fp32 after, in this order: whitening, clipping, `truncated_penalty` in place of the
-    score of a cut response, the two length terms.
+    """Return scores (B,) fp32 after, in this order: whitening, clipping, `cut_score` in place of the score of
+    a cut response, the two length terms.
 
-    Those come after clipping, else a response at the clip could be shortened, or drawn out, for nothing. Of
-    the choices of `truncated` only "penalty" changes a score; under "mask" it still is what its group is
-    compared with. scores, response_lengths, is_finished (B,). `reduce_sum` adds a float64 vector up over
-    ranks that each have some of the scores; with it every rank must call this.
+    Those come after clipping, else a response at the clip could be shortened, or drawn out, for nothing.
+    scores, response_lengths, is_finished (B,). `reduce_sum` adds a float64 vector up over ranks that each
+    have some of the scores; with it every rank must call this.
     """
     shaped = scores.float()
     if whiten_scores:
         shaped = whiten(shaped, torch.ones_like(shaped, dtype=torch.bool), reduce_sum=reduce_sum)
     if reward_clip:
         shaped = shaped.clamp(-reward_clip, reward_clip)
-    if truncated == "penalty":
-        shaped = torch.where(is_finished, shaped, truncated_penalty)
-    shaped = shaped - length_reward_coef * length_shortfall(response_lengths, length_reward_tokens)
-    if not overlong_penalty:
-        return shaped
-    assert max_response_tokens > 0, "an overlong penalty needs the length limit"
-    share = overlong_share(response_lengths, is_finished, overlong_buffer_tokens, max_response_tokens)
-    return shaped - overlong_penalty * share
+    if cut_score is not None:
+        shaped = torch.where(is_finished, shaped, cut_score)
+    shaped = shaped - length_shortfall(response_lengths, length_reward_tokens)
+    if overlong_buffer_tokens:
+        shaped = shaped - overlong_share(response_lengths, overlong_buffer_tokens, max_response_tokens)
+    return shaped

@@ -24,6 +24,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import set_debug_level_from_env
+
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
@@ -93,6 +95,7 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> None:
         world |= {"LOCAL_WORLD_SIZE": request["ranks"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ |= {name: str(value) for name, value in world.items()}
     os.environ |= request.get("env", {})
+    set_debug_level_from_env()  # torch was imported before
     os.chdir(request.get("cwd", "."))
     code = 1
     try:

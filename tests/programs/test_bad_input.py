@@ -251,7 +251,7 @@ def test_output_of_an_earlier_run(flags, refused, output, lone_process, no_pictu
     (output / "train.log").write_text("tee made this before the program began\n")
     for step in STEPS:
         (message,) = refused(step, flags(step))
-        assert f"--output_dir {output} holds metrics.jsonl" in message and "--overwrite_output_dir" in message
+        assert f"--output_dir {output} holds metrics.jsonl" in message and "--resume never" in message
     monkeypatch.undo()
     run_here(1, flags(1, overwrite_output_dir=True, eval_fraction=0))
     assert len(read_metrics(output)) == 1 and read_curve(output, "sft/loss") != [2.0]

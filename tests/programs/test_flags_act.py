@@ -38,7 +38,6 @@ PPO = {
 EVERYWHERE: dict[str, Any] = {
     "dtype": "bf16",
     "gradient_clipping": 0.01,
-    "adam_beta2": 0.5,
     "seed": 5,
     "ds_config": "{ds_config}",
     "lr_scheduler_type": "constant",
@@ -116,12 +115,9 @@ ACTS: dict[int, dict[str, Any]] = {
         ),
         "reward_clip": 0.01,
         "whiten_scores": True,
-        "length_reward_coef": (1.0, {"length_reward_tokens": 8}),
-        "length_reward_tokens": (4, {"length_reward_coef": 1.0}),
-        "overlong_penalty": 1.0,
-        "overlong_buffer_tokens": (8, {"overlong_penalty": 1.0}),
-        "truncated": ["bootstrap", "penalty", "mask"],
-        "truncated_penalty": (-3.0, {"truncated": "penalty"}),
+        "length_reward_tokens": 8,
+        "overlong_buffer_tokens": 8,
+        "truncated": ["bootstrap", "-3", "mask"],
         "algorithm": ("grpo", {"num_samples_per_prompt": 2}),
         "kl_coef": 1.0,
         "kl_in": "loss",
@@ -140,7 +136,6 @@ ACTS: dict[int, dict[str, Any]] = {
         "value_clip_range": 0.001,
         "value_loss": "huber",
         "value_norm": "exp",
-        "value_norm_beta": (0.5, {"value_norm": "exp"}),
         "entropy_coef": 0.1,
         "old_logprobs": "recompute",
         "replay_sampling_support": (True, {"top_k": 3}),
@@ -150,7 +145,6 @@ ACTS: dict[int, dict[str, Any]] = {
         "eval_prompts": (2, EVALUATED),
         "eval_interval": (1, EVALUATED),
         "keep_best": ("eval/score", EVALUATED),
-        "export_interval": 1,
         "ema_decay": [0.992, (0.5, {"ema_decay": 0.992})],
         "lora_alpha": [(1.0, {"actor_lora_dim": 4}), (1.0, {"critic_lora_dim": 4})],
     }
@@ -162,10 +156,9 @@ ACTS: dict[int, dict[str, Any]] = {
 }
 # What moves no number that a run leaves, and why; what else it does is tested with its own file.
 MOVES_NO_NUMBER = {
-    "places": "output_dir overwrite_output_dir data_output_path tensorboard_path local_rank plugins resume",
-    "reports": "trackers log_interval print_answers_interval dry_run "
-    "sample_interval save_rollouts check_collectives export_critic",
-    "checkpoints": "save_interval save_total_limit save_points on_save_error",
+    "places": "output_dir data_output_path tensorboard_path local_rank plugins resume",
+    "reports": "trackers log_interval print_answers_interval dry_run save_rollouts",
+    "checkpoints": "save_interval save_total_limit",
     "limits, at which a run ends or a reward fails": "max_bad_rows max_bad_steps collective_timeout "
     "reward_timeout_seconds",
     "memory and time alone": "offload zero_stage actor_zero_stage critic_zero_stage packed "

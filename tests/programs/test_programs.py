@@ -21,6 +21,8 @@ from program_runs import (
 )
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from export import main as run_export
+
 EXPORT = {
     "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     "triptych.json",
@@ -113,7 +115,6 @@ def pipeline(tiny, tmp_path_factory) -> dict:
         "actor_model_name_or_path": sft / "export",
         "critic_model_name_or_path": reward / "export",
         "enable_ema": True,
-        "export_critic": True,
         "print_answers": True,
     }
     start("step3_ppo/main.py", ppo_flags(tiny, output_dir=ppo, **models))
@@ -204,7 +205,6 @@ def test_step3_leaves(pipeline):
         | checkpoint("actor", "critic", "ema")
         | within("export", EXPORT)
         | within("export_ema", EXPORT)
-        | within("export_critic", CLASSIFIER)
     )
     rows = read_metrics(output)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
@@ -220,7 +220,10 @@ def test_step3_leaves(pipeline):
     for name in ("export", "export_ema"):
         model = AutoModelForCausalLM.from_pretrained(output / name)
         assert model.config.architectures == ["LlamaForCausalLM"] and model.config.use_cache
-    AutoModelForSequenceClassification.from_pretrained(output / "export_critic")
+    critic = output.parent / "critic"
+    run_export([str(output), "--what", "critic", "--output", str(critic)])
+    assert files_in(critic) == CLASSIFIER
+    AutoModelForSequenceClassification.from_pretrained(critic)
 
 
 @pytest.mark.slow

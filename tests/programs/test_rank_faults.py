@@ -183,12 +183,15 @@ def test_first_rank_prepares_data(forks, flags, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# --check_collectives
+# TORCH_DISTRIBUTED_DEBUG=DETAIL
 # ---------------------------------------------------------------------------------------------------------
 
 
+CHECKED = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+
+
 def test_equal_collectives(forks, flags):
-    done = forks.run(3, flags[3] | {"check_collectives": True}, ranks=2, seconds=90)
+    done = forks.run(3, flags[3], ranks=2, seconds=90, env=CHECKED)
     assert done.codes == [0, 0], everything(done)
 
 
@@ -204,8 +207,8 @@ def test_one_collective_more(forks, flags, kind):
     step, when, call, words = EXTRA[kind]
     do = f"exec:import torch; from common.ranks import distributed; {call}"
     hook = {"at": BEFORE_AN_UPDATE[step], "call": 3, "rank": 1, "when": when, "do": do}
-    more = {"check_collectives": True, "collective_timeout": 30}
-    done = forks.run(step, flags[step] | more, ranks=2, hooks=[hook], seconds=90)
+    more = {"collective_timeout": 30}
+    done = forks.run(step, flags[step] | more, ranks=2, hooks=[hook], seconds=90, env=CHECKED)
     assert set(done.codes) <= {1, OTHER_RANK_FAILED} and done.seconds < SECONDS, everything(done)
     (line,) = errors(done, 0)
     assert re.match(r"error: the ranks' collectives differ, rank \d at step [34]\b", line), everything(done)

@@ -62,15 +62,11 @@ def flags(tiny):
         "max_train_steps": 3,
         "enable_hybrid_engine": True,
         "enable_ema": True,
-        "export_critic": True,
         "ema_decay": 0.5,
         "kl_target": 0.1,
         "value_norm": "exp",
-        "value_norm_beta": 0.5,
-        "sample_interval": 2,
         "eval_interval": 2,
         "keep_best": "eval/score",
-        "export_interval": 2,
         "save_rollouts": 1,
     }
     mixed = {
@@ -222,7 +218,7 @@ PPO_POINTS = {
     "in the average": ("step3_ppo.running_averages:ExponentialMovingAverage.update", 6),
     "steering the KL": ("step3_ppo.ppo_math:KLController.update", 2),
     "in the log": ("common.runs.run_logger:RunLogger.log", 2),
-    "in the export of the average": ("common.runs.export:_write_model", 4),
+    "in the export of the average": ("common.runs.export:_write_model", 3),
 }
 ASKED_TO_STOP = ("before the first step", "generation", "between two minibatches", "in the log")
 KILLED_OR_ASKED = [*(("kill", point) for point in PPO_POINTS), *(("term", point) for point in ASKED_TO_STOP)]
@@ -230,18 +226,10 @@ KILLED_OR_ASKED = [*(("kill", point) for point in PPO_POINTS), *(("term", point)
 
 @pytest.mark.parametrize(("do", "point"), KILLED_OR_ASKED)
 def test_ppo_stopped(forks, flags, finished, tmp_path, point, do):
-    """Killed, it resumes from the rollout or minibatch right before; asked to stop, it saves the next one."""
+    """Killed, it makes the step again; asked to stop, it saves after the next rollout or minibatch."""
     at, call = PPO_POINTS[point]
-    more = {"save_points": "minibatch"} if do == "kill" else {"save_interval": 100}
+    more = {"save_interval": 100} if do == "term" else {}
     stop_and_resume(forks, flags["ppo"], tmp_path / "output", {"at": at, "call": call, "do": do}, **more)
-    assert_same_run(tmp_path / "output", finished("ppo"))
-
-
-@pytest.mark.parametrize("point", ["between actor and critic", "in the log"])
-def test_ppo_killed_and_resumed_a_step_before(forks, flags, finished, tmp_path, point):
-    """With checkpoints of whole steps only, what came after the last one is made again."""
-    at, call = PPO_POINTS[point]
-    stop_and_resume(forks, flags["ppo"], tmp_path / "output", {"at": at, "call": call, "do": "kill"})
     assert_same_run(tmp_path / "output", finished("ppo"))
 
 
@@ -250,8 +238,8 @@ def test_ppo_killed_and_resumed_a_step_before(forks, flags, finished, tmp_path, 
 )
 def test_ppo_variants(forks, flags, finished, tmp_path, variant):
     """Rollouts that wait, adapters, shards."""
-    hook = {"at": PPO_POINTS["between two accumulation steps"][0], "call": 5, "do": "kill"}
-    stop_and_resume(forks, flags[variant], tmp_path / "output", hook, save_points="minibatch")
+    hook = {"at": PPO_POINTS["between two accumulation steps"][0], "call": 5, "do": "term"}
+    stop_and_resume(forks, flags[variant], tmp_path / "output", hook)
     assert_same_run(tmp_path / "output", finished(variant))
 
 
@@ -262,9 +250,9 @@ EXPORTED = ["sft, LoRA, bf16", "reward, two ranks, ZeRO 3", "ppo, LoRA", "ppo, t
 def test_an_export_of_a_checkpoint_is_that_of_the_run(forks, finished, tmp_path, variant):
     """On one process, whatever the run had, from the last checkpoint: all that the run has exported."""
     folder = finished(variant)
-    names = {"export": "model", "export_ema": "ema", "export_critic": "critic", "adapter": "adapter"}
+    names = {"export": "model", "export_ema": "ema", "adapter": "adapter"}
     found = [name for name in names if (folder / name).exists()]
-    assert len(found) == {"sft": 2, "rew": 1, "dpo": 1, "ppo": 3}[variant[:3]] + (variant == "ppo, LoRA")
+    assert len(found) == {"sft": 2, "rew": 1, "dpo": 1, "ppo": 2}[variant[:3]] + (variant == "ppo, LoRA")
     for name in found:
         run_export([str(folder), "--output", str(tmp_path / name), "--what", names[name]])
         files = sorted(path.name for path in (folder / name).iterdir())

@@ -37,7 +37,7 @@ COMPARED = {
     ),
 }  # fmt: skip
 NORMS_APART = 1e-4  # a norm is summed in another order by every stage
-EXPORTS = {1: ("export",), 2: ("export",), 3: ("export", "export_critic", "export_ema")}
+EXPORTS = {1: ("export",), 2: ("export",), 3: ("export", "export_ema")}
 # Two responses to a prompt, compared, used a step late, with all that an algorithm may ask for.
 GROUPS = {
     "num_samples_per_prompt": 2, "rollout_staleness": 1, "use_decoupled_loss": True, "top_k": 40,
@@ -132,7 +132,7 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
         flags |= GROUPS | {"algorithm": job.algorithm, "reward": f"model:{tiny.reward}"}
     else:
         flags |= {"critic_model_name_or_path": tiny.reward, "critic_learning_rate": 1e-3}
-        flags |= {"critic_zero_stage": job.zero, "critic_lora_dim": lora, "export_critic": True}
+        flags |= {"critic_zero_stage": job.zero, "critic_lora_dim": lora}
     if rate:
         flags |= {"actor_lora_learning_rate": rate}
     return flags | {
@@ -246,8 +246,7 @@ def check_same(job: Job, found: Path, expected: Path) -> None:
             for folder in (found, expected)
         ]
         assert texts[0] == texts[1] and len(texts[0]) == 2 * NUM_STEPS
-    exports = [name for name in EXPORTS[job.step] if not (job.algorithm and name == "export_critic")]
-    for export in exports + (["adapter"] if job.lora else []):
+    for export in (*EXPORTS[job.step], *(["adapter"] if job.lora else [])):
         weights = [read_weights(folder / export) for folder in (found, expected)]
         if job.step == 2:
             # It moves all scores alike, so its gradient is 0 but for rounding, which Adam blows up to a step.

@@ -232,11 +232,10 @@ SCORE_FLAGS = [
     ({}, [1.0, 9.0]),
     ({"reward_clip": 2.0}, [1.0, 2.0]),
     ({"whiten_scores": True}, [-1.0, 1.0]),
-    ({"length_reward_coef": 2.0, "length_reward_tokens": 8}, [1.0 - 1.0, 9.0]),
-    ({"truncated": "penalty", "truncated_penalty": -7.0}, [1.0, -7.0]),
+    ({"length_reward_tokens": 8}, [1.0 - 0.5, 9.0]),
+    ({"truncated": "-7"}, [1.0, -7.0]),
     # 9 tokens of 10, the last 4 of them in the buffer: 3 / 4
-    ({"overlong_penalty": 3.0, "overlong_buffer_tokens": 4, "max_answer_seq_len": 10}, [1.0, 9.0 - 2.25]),
-    ({"overlong_penalty": 3.0, "max_answer_seq_len": 9}, [1.0, 9.0 - 3.0]),
+    ({"overlong_buffer_tokens": 4, "max_answer_seq_len": 10}, [1.0, 9.0 - 0.75]),
 ]
 
 
@@ -264,8 +263,8 @@ def test_what_counts_by_hand():
         ("bootstrap", True, 2.0),  # value after the end: 0
         ("bootstrap", False, 2.0 + 3.0),  # the critic's
         ("score", False, 2.0),
-        ("penalty", False, -1.0),
-        ("penalty", True, 2.0),
+        ("-1", False, -1.0),
+        ("-1", True, 2.0),
         ("mask", False, 2.0),
     ],
 )
@@ -276,7 +275,7 @@ def test_what_becomes_of_a_cut_response(truncated, finished, last):
         old_values=torch.tensor([[0.5, 0.25]]), next_values=torch.tensor([3.0]),
         is_finished=torch.tensor([finished]),
     )  # fmt: skip
-    args = make_args(truncated=truncated, truncated_penalty=-1.0, gamma=1.0, gae_lambda=1.0)
+    args = make_args(truncated=truncated, gamma=1.0, gae_lambda=1.0)
     close(run("ppo", batch, args, 0.0).returns[0, 1], last)
 
 

@@ -129,7 +129,7 @@ def test_an_evaluation_that_is_asked_for_needs_prompts(choose, asked):
         ({"eval_interval": 5, "eval_prompts": 0}, "--eval_interval 5 needs an evaluation"),
         ({"eval_data_path": ["none.jsonl"]}, "^--eval_data_path none.jsonl"),
         ({"eval_data_path": "FILE", "eval_fraction": 0.1}, "--eval_fraction 0.1 would hold prompts out for"),
-        ({"keep_best": "eval/pass_rate", "export_interval": 5, "save_rollouts": 3}, ""),
+        ({"keep_best": "eval/pass_rate", "save_rollouts": 3}, ""),
     ],
 )  # fmt: skip
 def test_wrong_flags_have_one_message(flags, message, tmp_path):
@@ -149,9 +149,9 @@ def test_wrong_flags_have_one_message(flags, message, tmp_path):
 # ---- when, and what is kept
 
 
-def evaluation(*, is_held_out=True, **flags) -> Evaluation:
+def evaluation(**flags) -> Evaluation:
     rows = [{"prompt_ids": [1, 2, i]} for i in range(5)]
-    return Evaluation(PPOArguments(**flags), None, None, None, rows, is_held_out)
+    return Evaluation(PPOArguments(**flags), None, None, None, rows)
 
 
 def test_when_it_is_due():
@@ -159,7 +159,6 @@ def test_when_it_is_due():
         return [step for step in range(11) if evaluation(**flags).is_due(step, 10)]
 
     assert due() == [0, 10] and due(eval_interval=4) == [0, 4, 8, 10]
-    assert due(is_held_out=False, eval_interval=5) == []
 
 
 def test_what_a_reward_draws_is_not_missing_in_the_training(monkeypatch):
@@ -168,7 +167,7 @@ def test_what_a_reward_draws_is_not_missing_in_the_training(monkeypatch):
 
     monkeypatch.setattr(Evaluation, "_judge", draw_all)
     found = []
-    for answers in (lambda: evaluation().answer_if_due(0, 10), lambda: None):
+    for answers in (lambda: evaluation().judge_if_due(0, 10), lambda: None):
         random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
         answers()
         found.append((random.random(), numpy.random.rand(), float(torch.rand(()))))

@@ -87,8 +87,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_unasked(run):
         (run / "checkpoints" / f"step-00000{step}" / "meta.json").unlink()
     earlier, (problem,) = find(f"--output_dir {run}")
     assert "step-000002: meta.json cannot be read" in problem and "step-000001: " in problem
-    assert "--overwrite_output_dir starts anew" in problem
-    assert find(f"--output_dir {run} --overwrite_output_dir") == (EarlierRun(), [])
+    assert "--resume never starts anew" in problem
+    assert find(f"--output_dir {run} --resume never") == (EarlierRun(), [])
 
 
 def test_a_run_that_had_saved_nothing_begins_anew_and_says_so(tmp_path):
@@ -102,8 +102,8 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path):
     run = leave_run(tmp_path / "run", is_finished=True)
     earlier, problems = find(f"--output_dir {run}")
     assert f"the run in {run} has finished: 2 steps; its models are in {run}/export" in earlier.finished
-    assert "--overwrite_output_dir starts it anew" in earlier.finished and not problems
-    assert find(f"--output_dir {run} --overwrite_output_dir") == (EarlierRun(), [])
+    assert "--resume never starts it anew" in earlier.finished and not problems
+    assert find(f"--output_dir {run} --resume never") == (EarlierRun(), [])
 
 
 def test_a_finished_run_goes_on_when_it_is_to_be_longer(tmp_path):
@@ -119,13 +119,11 @@ def test_a_finished_run_without_checkpoints_cannot_be_made_longer(tmp_path):
     assert not names(earlier) and f"--output_dir {run} holds args.json" in problem
 
 
-@pytest.mark.parametrize("words", ["--resume never", ""])
-def test_other_files_are_not_written_over_unasked(run, words):
-    if not words:
-        (run / "args.json").unlink()  # some folder, and no run's
-    earlier, (problem,) = find(f"--output_dir {run} {words}")
+def test_other_files_are_not_written_over_unasked(run):
+    (run / "args.json").unlink()  # some folder, and no run's
+    earlier, (problem,) = find(f"--output_dir {run}")
     assert problem.startswith(f"--output_dir {run} holds ") and "of an earlier run" in problem
-    assert "--overwrite_output_dir to replace it" in problem and not names(earlier)
+    assert "--resume never to replace it" in problem and not names(earlier)
 
 
 def test_what_a_launch_script_has_put_there_is_no_earlier_run(tmp_path):
@@ -161,9 +159,7 @@ def test_a_run_goes_on_in_another_folder_that_is_free(run, tmp_path):
     assert earlier.is_elsewhere and names(earlier)[0] == "step-000002" and not problems
     other = leave_run(tmp_path / "other", steps=())
     _, (problem,) = find(f"--resume {run} --output_dir {other}")
-    assert problem.startswith(f"--output_dir {other} holds ")
-    earlier, problems = find(f"--resume {run} --output_dir {other} --overwrite_output_dir")
-    assert earlier.is_elsewhere and not problems
+    assert problem.startswith(f"--output_dir {other} holds ") and problem.endswith("; choose another folder")
 
 
 def test_a_path_that_is_no_checkpoint_is_named_with_the_reason(run, tmp_path):
@@ -189,7 +185,7 @@ def test_a_flag_that_makes_it_another_run_is_refused_with_both_values():
     notes, problems = compare("--learning_rate 1e-3 --seed 5", flags_of("--learning_rate 2e-3 --seed 4"))
     rate, seed = sorted(problems)
     expected = "--learning_rate 0.001 differs from the 0.002 of ORIGIN, and would make it another run: give"
-    assert rate.startswith(f"{expected} 0.002") and "--overwrite_output_dir" in rate and not notes
+    assert rate.startswith(f"{expected} 0.002") and "--resume never" in rate and not notes
     assert seed.startswith("--seed 5 differs from the 4 of ORIGIN")
 
 

@@ -41,12 +41,12 @@ def test_a_long_value_is_shortened_in_a_message():
 
 
 def test_negative_values_of_every_form_are_values():
-    words = "--truncated_penalty -1e-3 --length_reward_coef -.5 --reward -2*model:a model:b"
+    words = "--truncated -1e-3 --entropy_coef -.5 --reward -2*model:a model:b"
     problems = Problems()
     line = ["--actor_model_name_or_path", "m", *words.split()]
     args = parse_args(PPOArguments, line, problems=problems)
     assert problems.messages == []
-    assert (args.truncated_penalty, args.length_reward_coef) == (-1e-3, -0.5)
+    assert (args.truncated, args.entropy_coef) == ("-1e-3", -0.5)
     assert args.reward == ["-2*model:a", "model:b"]
 
 

@@ -36,7 +36,7 @@ PROGRAMS = {
     "step3_ppo.main": (PPOArguments, ["build_trainer"]),
 }
 MODEL = ("model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path")
-ANY_NUMBER = {"length_reward_coef", "truncated_penalty", "entropy_coef"}  # either sign has a meaning
+ANY_NUMBER = {"entropy_coef"}  # either sign has a meaning
 ODD_NUMBERS = [
     "-1", "0", "1", "2", "3", "4", "1e3", "0.5", "-0.0", "1e-320", "nan", "inf", "-inf", "1e999", "0x10",
     "1_0", "\u0663", "9" * 30, "9" * 5000, "2**3", " 5 ", "5 5",

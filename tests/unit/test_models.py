@@ -229,10 +229,8 @@ def test_values_are_fp32_from_bf16_weights(tiny_model_folder):
 def test_matrices_decay_biases_and_norms_do_not_and_adapters_have_their_own_rate(family, tiny_model_folder):
     model = load_causal_lm(ModelOptions(tiny_model_folder(family)), 320)
     model = add_lora(model, LoraOptions(dim=2, only_optimize_lora=False))
-    optimizer = build_optimizer(
-        model, learning_rate=1e-3, lora_learning_rate=2e-3, weight_decay=0.1, beta2=0.9
-    )
-    assert all(group["betas"] == (0.9, 0.9) for group in optimizer.param_groups)
+    optimizer = build_optimizer(model, learning_rate=1e-3, lora_learning_rate=2e-3, weight_decay=0.1)
+    assert all(group["betas"] == (0.9, 0.95) for group in optimizer.param_groups)
     found = {p: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
     trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
     assert found.keys() == trained.keys()

@@ -1,9 +1,15 @@
 """From the reward model's scores to what PPO maximises. A31 and the like are rows of the seeds."""
 
+import pytest
 import torch
 from right_or_wrong import close, forms, judge
 
-from step3_ppo.rewards.score_shaping import length_shortfall, overlong_share, shape_scores
+from step3_ppo.rewards.score_shaping import (
+    length_shortfall,
+    overlong_share,
+    parse_truncated,
+    shape_scores,
+)
 
 LENGTHS = torch.tensor([0, 5, 10, 40])
 FINISHED = torch.tensor([True, True, False, False])
@@ -22,16 +28,15 @@ def test_nothing_is_changed_without_flags():
 def test_clip_then_penalty_then_length():
     found = shape_scores(
         SCORES, LENGTHS, FINISHED,
-        reward_clip=5.0, truncated="penalty", truncated_penalty=-2.0,
-        length_reward_coef=2.0, length_reward_tokens=10,
+        reward_clip=5.0, cut_score=-2.0, length_reward_tokens=10,
     )  # fmt: skip
-    # 1 - 2*1; clip(-9) = -5, - 2*0.5; cut: -2; cut: -2
-    assert found.tolist() == [-1.0, -6.0, -2.0, -2.0]
+    # 1 - 1; clip(-9) = -5, - 0.5; cut: -2; cut: -2
+    assert found.tolist() == [0.0, -5.5, -2.0, -2.0]
 
 
 def test_the_length_term_still_counts_at_the_clip():
     short, enough = torch.tensor([2]), torch.tensor([10])
-    options = {"reward_clip": 5.0, "length_reward_coef": 1.0, "length_reward_tokens": 10}
+    options = {"reward_clip": 5.0, "length_reward_tokens": 10}
     done = torch.tensor([True])
     a, b = (shape_scores(torch.tensor([9.0]), n, done, **options) for n in (short, enough))
     assert abs(float(b - a) - 0.8) < 1e-6
@@ -49,34 +54,30 @@ def test_scores_are_whitened_before_they_are_clipped():
     close(found, [-0.5, -0.5, -0.5, -0.5, 1.5])
 
 
-def test_a_cut_response_has_the_penalty_only_under_truncated_penalty():
-    """R57, A32: score only when it ended (penalty 0), told by the flag; "mask" is the loss's business."""
+def test_a_number_is_the_score_of_a_cut_response():
+    """R57, A32: score only when it ended, told by the flag; "mask" is the loss's business."""
     for truncated in ("score", "bootstrap", "mask"):
-        assert shape_scores(SCORES, LENGTHS, FINISHED, truncated=truncated).equal(SCORES)
-    found = shape_scores(SCORES, LENGTHS, FINISHED, truncated="penalty", truncated_penalty=0.0)
+        assert parse_truncated(truncated) is None
+    found = shape_scores(SCORES, LENGTHS, FINISHED, cut_score=parse_truncated("0"))
     assert found.tolist() == [1.0, -9.0, 0.0, 0.0]
+    for text in ("penalty", "", "nan", "inf"):
+        with pytest.raises(ValueError, match=f"--truncated {text}: choose score, bootstrap or mask, or give"):
+            parse_truncated(text)
 
 
 # --- the overlong penalty ---
 
 
 def wrong_share(change):
-    return lambda lengths, finished, buffer, most: change(lengths.float(), finished, buffer, most)
+    return lambda lengths, buffer, most: change(lengths.float(), buffer, most)
 
 
 SHARE_FORMS = forms(
     overlong_share,
-    from_the_first_token=wrong_share(lambda n, finished, buffer, most: n / most),
-    step=wrong_share(lambda n, finished, buffer, most: (n > most - buffer).float()),
-    not_bounded=wrong_share(lambda n, finished, buffer, most: (n - (most - buffer)) / max(buffer, 1)),
-    reversed=wrong_share(
-        lambda n, finished, buffer, most: ((most - n) / max(buffer, 1)).clamp(0, 1) * (n > most - buffer)
-    ),
-    finished_ones_free=wrong_share(
-        lambda n, finished, buffer, most: (
-            overlong_share(n, finished, buffer, most) * ~(finished & (n == most))
-        )
-    ),
+    from_the_first_token=wrong_share(lambda n, buffer, most: n / most),
+    step=wrong_share(lambda n, buffer, most: (n > most - buffer).float()),
+    not_bounded=wrong_share(lambda n, buffer, most: (n - (most - buffer)) / buffer),
+    reversed=wrong_share(lambda n, buffer, most: ((most - n) / buffer).clamp(0, 1) * (n > most - buffer)),
 )
 
 
@@ -85,36 +86,17 @@ def test_the_overlong_share_by_hand(form, is_right):
     """A31: DAPO's eq. 13 with L_max 40 and L_cache 8."""
 
     def check(form):
-        lengths = torch.tensor([1, 32, 33, 36, 40, 40])
-        finished = torch.tensor([True, True, True, True, True, False])
-        close(form(lengths, finished, 8, 40), [0.0, 0.0, 1 / 8, 1 / 2, 1.0, 1.0])
-
-    judge(check, form, is_right)
-
-
-@forms(
-    overlong_share,
-    all_of_full_length=lambda lengths, finished, buffer, most: (lengths >= most).float(),
-    all_that_are_cut=lambda lengths, finished, buffer, most: (~finished).float(),
-    nobody=lambda lengths, finished, buffer, most: torch.zeros(len(lengths)),
-)
-def test_without_a_buffer_only_who_would_have_gone_on_pays(form, is_right):
-    """A31: the same equation with L_cache 0 is a step behind L_max."""
-
-    def check(form):
-        lengths = torch.tensor([39, 40, 40, 12])
-        finished = torch.tensor([True, True, False, False])  # the last was stopped by something else
-        close(form(lengths, finished, 0, 40), [0.0, 0.0, 1.0, 0.0])
+        close(form(torch.tensor([1, 32, 33, 36, 40]), 8, 40), [0.0, 0.0, 1 / 8, 1 / 2, 1.0])
 
     judge(check, form, is_right)
 
 
 def test_the_overlong_penalty_comes_after_clipping_by_hand():
     """A31."""
-    options = {"overlong_penalty": 2.0, "overlong_buffer_tokens": 20, "max_response_tokens": 40}
+    options = {"overlong_buffer_tokens": 20, "max_response_tokens": 40}
     lengths = torch.tensor([0, 25, 30, 40])
     found = shape_scores(SCORES, lengths, FINISHED, reward_clip=5.0, **options)
-    close(found, [1.0, -5.0 - 0.5, 5.0 - 1.0, 2.0 - 2.0])
-    cut = shape_scores(SCORES, lengths, FINISHED, truncated="penalty", truncated_penalty=-1.0, **options)
-    close(cut, [1.0, -9.5, -1.0 - 1.0, -1.0 - 2.0])  # both are taken off
-    assert shape_scores(SCORES, lengths, FINISHED, **options | {"overlong_penalty": 0.0}).equal(SCORES)
+    close(found, [1.0, -5.0 - 0.25, 5.0 - 0.5, 2.0 - 1.0])
+    cut = shape_scores(SCORES, lengths, FINISHED, cut_score=-1.0, **options)
+    close(cut, [1.0, -9.25, -1.0 - 0.5, -1.0 - 1.0])  # both are taken off
+    assert shape_scores(SCORES, lengths, FINISHED, max_response_tokens=40).equal(SCORES)

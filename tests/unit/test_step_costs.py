@@ -70,7 +70,7 @@ def test_what_happens_between_two_steps_comes_once_with_the_next_and_is_none_of_
         costs.wait(2.0)
         costs.count(1, 1e6)
     costs.begin_step()
-    with watchdog.phase("the checkpoint", clock="save"):  # --save_points minibatch
+    with watchdog.phase("the checkpoint", clock="save"):  # of a run that was asked to stop
         costs.wait(1.0)
     found = costs.end_step()
     assert found["perf/save_seconds"] == 3.0 and found["perf/step_seconds"] == 1.0

@@ -92,7 +92,7 @@ def test_a_signal_is_passed_on_and_ends_it(tmp_path):
     assert run_lock.read_lock(folder)["exit_code"] == 75 and Path(f"{folder}.starts").read_text() == "1"
 
 
-@pytest.mark.parametrize("words", [["out"], ["out", "python", "main.py", "--overwrite_output_dir"], []])
+@pytest.mark.parametrize("words", [["out"], ["out", "python", "main.py", "--resume", "never"], []])
 def test_bad_input_is_refused(words, capsys):
     with pytest.raises(SystemExit) as left:
         until_done.main(words)

@@ -262,7 +262,9 @@ def test_a_rank_that_does_not_come():
     assert f"--collective_timeout {LIMIT:g} s" in verdicts[0].text and not verdicts[0].stuck
 
 
-@pytest.mark.parametrize(("how", "hint"), [(CLOSED, "the network"), (OTHER, "--check_collectives")])
+@pytest.mark.parametrize(
+    ("how", "hint"), [(CLOSED, "the network"), (OTHER, "TORCH_DISTRIBUTED_DEBUG=DETAIL")]
+)
 def test_where_all_are_well_the_error_is_told(world, how, hint):
     world.lose(0, how)
     world.lose(2, how)

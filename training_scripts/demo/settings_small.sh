@@ -53,7 +53,6 @@ PPO_FLAGS=(
   --value_clip_range 0
   --reward_clip 5
   # Taken off the score, openly: 1 for an empty reply, falling to 0 at 10 tokens, so that short is not cheap.
-  --length_reward_coef 1.0
   --length_reward_tokens 10
 )
 MEASURE_FLAGS=(--num_prompts 384 --num_scored 1000)

@@ -56,7 +56,6 @@ PPO_FLAGS=(
   --num_warmup_steps 5
   --kl_coef 0.2
   --value_clip_range 0
-  --length_reward_coef 1.0
   --length_reward_tokens 10
 )
 MEASURE_FLAGS=(--template chat)

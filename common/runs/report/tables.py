@@ -10,7 +10,7 @@ from common.runs.report.charts import join_on_steps, shown
 from common.runs.run_files import RunFiles, count_gaps, is_number
 
 # Where a run writes to, and how it was started: two runs always differ in these.
-NOT_COMPARED = {"output_dir", "overwrite_output_dir", "local_rank", "resume", "dry_run"}
+NOT_COMPARED = {"output_dir", "local_rank", "resume", "dry_run"}
 # What a step learns from: its tokens a second, and the seconds that they are of.
 LEARNT = (
     ("perf/tokens_per_second", "perf/step_seconds"),
