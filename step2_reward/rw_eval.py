@@ -43,18 +43,8 @@ def main() -> None:
             f"--model_name_or_path {name} has no trained score head; give the export/ folder of step 2"
         )
     tokenizer = config and startup.check_tokenizer("--model_name_or_path", name, args, problems)
-    options = DataOptions(
-        data_path=args.data_path,
-        stage=2,
-        data_split="0,1,0",  # nothing is shared out: an evaluation takes the rows it is given
-        max_seq_len=args.max_seq_len,
-        eval_fraction=0.0,
-        seed=args.seed,
-        max_bad_rows=args.max_bad_rows,
-        max_pairs_per_prompt=args.max_pairs_per_prompt,
-        score_column=args.score_column,
-        cache_dir=args.data_output_path,
-    )
+    # Nothing is shared out or held out: an evaluation takes the rows it is given.
+    options = DataOptions.of(args, 2, data_split="0,1,0", eval_fraction=0.0)
     for problem in check_sources(options):
         problems.add(problem)
     template, notes = startup.find_template("--model_name_or_path", name, args, tokenizer, problems)

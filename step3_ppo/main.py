@@ -23,7 +23,7 @@ from common.data.collators import collate_prompts, collate_texts
 from common.data.data_options import DataOptions
 from common.data.global_batches import BatchStream, GlobalBatches
 from common.data.pretraining import build_pretraining
-from common.data.stage_datasets import build_data, preview_rows
+from common.data.stage_datasets import build_data
 from common.flags.args import Problems, parse_args
 from common.flags.refusal import StepRefused, TooManyBadSteps
 from common.models.policy_model import language_model
@@ -63,21 +63,6 @@ COLUMNS = (
     "rollout/response_tokens",
     "perf/step_seconds",
 )
-
-
-def build_data_options(args: PPOArguments) -> DataOptions:
-    """Return what decides the prompts of step 3."""
-    return DataOptions(
-        data_path=args.data_path,
-        stage=3,
-        data_split=args.data_split,
-        max_prompt_tokens=args.max_prompt_seq_len,
-        eval_fraction=args.eval_fraction,
-        seed=args.seed,
-        max_bad_rows=args.max_bad_rows,
-        score_column=args.score_column,
-        cache_dir=args.data_output_path,
-    )
 
 
 def build_pretraining_batches(args: PPOArguments, tokenizer: Any, ranks: dict[str, int]) -> Any:
@@ -265,25 +250,15 @@ def main() -> None:
     # ---- flags and checks: no model yet -----------------------------------------------------------------
     problems = Problems()
     args = parse_args(PPOArguments, description=__doc__.splitlines()[0], problems=problems)
-    options = build_data_options(args)
+    options = DataOptions.of(args, 3)
     args, start = check_start_up(args, options, problems)
     startup.print_notes(args)
     for line in start.warnings:
         startup.print_note(line)
-    if args.dry_run:
-        with startup.as_problem(problems):
-            startup.print_note(*preview_rows(options, start.template))
-        startup.print_resolved(args)
+    if not startup.enter(args, options, start.template, start.earlier, problems):
         return
-    if start.earlier.finished:
-        startup.print_finished(start.earlier.finished)
-        return
-
-    startup.take_folder(args.output_dir, problems)
 
     # ---- data -------------------------------------------------------------------------------------------
-    distributed.start(args.local_rank, args.collective_timeout)
-    distributed.seed_everything(args.seed)
     tokenizer = start.tokenizer
     ranks = {"rank": distributed.rank(), "world_size": distributed.world_size()}
     with startup.as_problem(problems), watchdog.phase("the preparation of the data"):

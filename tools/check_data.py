@@ -16,9 +16,6 @@ from typing import Any
 import numpy as np
 import transformers
 
-import step1_sft.main
-import step2_reward.main
-import step3_ppo.main
 from common.data.data_options import DataOptions
 from common.data.dialogue import Template
 from common.data.plugins import import_plugins
@@ -32,7 +29,6 @@ from tools.findings import paint, run_tool, use_color
 from tools.row_samples import KINDS, sample_lines, sequences_of
 from tools.step_flags import STEP_NAMES, StageArguments, parse_step_args
 
-PROGRAMS = {1: step1_sft.main, 2: step2_reward.main, 3: step3_ppo.main}
 LEGENDS = {
     1: (("context", "context"), ("learned", "learned"), ("end of turn", "learned special")),
     2: (("prompt", "context"), ("chosen", "learned"), ("rejected", "rejected")),
@@ -73,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def check_flags(args: Any, problems: Problems) -> Template:
     """Return the template when all flags are right, else leave with all that are not."""
     import_plugins(args.plugins, problems)
-    for problem in build_options(args).problems():
+    for problem in DataOptions.of(args, args.stage).problems():
         problems.add(problem)
     name = "actor_model_name_or_path" if args.stage == 3 else "model_name_or_path"
     path = getattr(args, name)
@@ -85,11 +81,6 @@ def check_flags(args: Any, problems: Problems) -> Template:
     return template
 
 
-def build_options(args: Any) -> DataOptions:
-    """Return what decides the rows, as the step has it: the key of its token cache."""
-    return PROGRAMS[args.stage].build_data_options(args)
-
-
 def show_all(args: Any, template: Template) -> tuple[list[str], str]:
     """Print what there is to say of every data set; return what is wrong, and how many rows there are."""
     has_color = use_color(args.no_color)
@@ -98,7 +89,7 @@ def show_all(args: Any, template: Template) -> tuple[list[str], str]:
         print(colored if has_color else PLAIN_LEGENDS[args.stage])
     num_train = num_eval = num_bad = 0
     wrong: list[str] = []
-    options = build_options(args)
+    options = DataOptions.of(args, args.stage)
     # The rows of a data set do not depend on the others.
     of_each = [dataclasses.replace(options, data_path=[p], sft_only_data_path=[]) for p in options.data_path]
     of_each += [

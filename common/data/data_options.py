@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
@@ -29,6 +30,16 @@ class DataOptions:
     max_pairs_per_prompt: int = 10
     score_column: str = DEFAULT_SCORE_COLUMN  # orders prompt/response rows of one prompt
     cache_dir: str = ""  # empty: ~/.cache/triptych
+
+    @classmethod
+    def of(cls, args: Any, stage: int, **changes: Any) -> Self:
+        """Return what the flags of a program say of the data of a step; `changes` are said otherwise."""
+        names = ("data_path", "data_split", "sft_only_data_path", "max_seq_len", "loss_on", "eval_fraction")
+        names += ("seed", "max_bad_rows", "max_pairs_per_prompt", "score_column")
+        given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+        if stage == 3:
+            given["max_prompt_tokens"] = args.max_prompt_seq_len
+        return cls(**{"stage": stage, "cache_dir": args.data_output_path} | given | changes)
 
     @property
     def cache_folder(self) -> Path:

@@ -15,19 +15,22 @@ import transformers
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from common.data.data_options import DataOptions
 from common.data.dialogue import Template, build_template
+from common.data.stage_datasets import preview_rows
 from common.data.tokenizer import load_tokenizer
 from common.engine.ds_config import effective_zero_stage, load_overrides
 from common.flags.args import Problems, RunArguments, as_json
 from common.flags.flag_values import has_hub_form, no_effect_notes
 from common.flags.refusal import StepRefused, TooManyBadSteps
 from common.models.lora import linear_module_names, lora_targets
-from common.programs.environment import STALE_SECONDS, check_environment, find_build_locks
+from common.programs.environment import check_environment
 from common.ranks import distributed, watchdog
 from common.ranks.failures import first_line, say
 from common.runs import run_lock
 from common.runs.checkpoints import SaveFailed
 from common.runs.export import ExportFailed, read_metadata
+from common.runs.resume import EarlierRun
 from common.runs.stop_request import STOPPED, Stopped
 from common.runs.trackers import missing_trackers
 
@@ -62,24 +65,12 @@ def check_run(args: RunArguments, zero_stages: dict[str, int], problems: Problem
 
 
 def _check_ds_config(args: Any, problems: Problems) -> None:
-    """Add the problems of --ds_config, and of what a killed build left for a run with it to wait for."""
-    name = args.ds_config
-    if not name:
-        return
     try:
         overrides = load_overrides(args)
     except (OSError, ValueError, RecursionError) as error:
-        problems.add(f"--ds_config {name} cannot be read as JSON: {error}")
+        problems.add(f"--ds_config {args.ds_config} cannot be read as JSON: {error}")
         return
-    if not isinstance(overrides, dict):
-        problems.add(f"--ds_config {name}: expected a JSON object")
-        return
-    for lock, seconds in find_build_locks().items():
-        if seconds > STALE_SECONDS:
-            problems.add(
-                f"{lock} is the lock of a build that was killed, and a run whose --ds_config makes DeepSpeed "
-                f"compile {lock.parent.name} would wait for it for ever; delete that file"
-            )
+    problems.check(isinstance(overrides, dict), f"--ds_config {args.ds_config}: expected a JSON object")
 
 
 def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> Any:
@@ -169,33 +160,9 @@ def check_length(config: Any, num_tokens: int, flags: str, problems: Problems) -
         problems.add(f"{flags}: {num_tokens} tokens are more than the model's {limit} positions; lower it")
 
 
-def resolved_json(args: Any, **more: Any) -> str:
-    """Return the flags with what they resolve to, as JSON."""
-    return as_json(args, resolved_dtype=distributed.dtype_name(args.dtype), **more)
-
-
-def print_resolved(args: Any, **more: Any) -> None:
-    """Print `resolved_json` on the first process: what --dry_run is for."""
-    if distributed.is_main():
-        print(resolved_json(args, **more))
-
-
-def print_finished(text: str) -> None:
-    """Say, on the first process, that an earlier run left nothing to do."""
-    if distributed.is_main():
-        print(text)
-
-
 def print_notes(args: Any, argv: list[str] | None = None) -> None:
-    """Say once, on the first process, which flags do nothing, and which locks --ds_config may wait for."""
-    notes = list(no_effect_notes(args, argv))
-    if getattr(args, "ds_config", ""):  # without it nothing is compiled
-        notes += [
-            f"nobody on this machine holds {lock}: delete it, unless another machine that shares the folder "
-            f"compiles there now, or a run that needs {lock.parent.name} waits for it"
-            for lock in find_build_locks()
-        ]
-    print_note(*notes)
+    """Say once, on the first process, which flags do nothing."""
+    print_note(*no_effect_notes(args, argv))
 
 
 def print_note(*texts: str) -> None:
@@ -225,11 +192,35 @@ def as_problem(problems: Problems) -> Iterator[None]:
         problems.exit_if_any()
 
 
-def take_folder(output_dir: str, problems: Problems) -> None:
-    """Keep other runs out of --output_dir until this process ends; leave where one is in it."""
+def enter(
+    args: Any,
+    options: DataOptions,
+    template: Template,
+    earlier: EarlierRun,
+    problems: Problems,
+    **resolved: Any,
+) -> bool:
+    """Return whether there is a run to make: not under --dry_run, nor where an earlier one has finished.
+
+    Then --output_dir is this run's until the process ends, and the process is one of a group. `resolved` is
+    what --dry_run shows beside the flags.
+    """
+    if args.dry_run:
+        with as_problem(problems):
+            print_note(*preview_rows(options, template))
+        if distributed.is_main():
+            print(as_json(args, resolved_dtype=distributed.dtype_name(args.dtype), **resolved))
+        return False
+    if earlier.finished:
+        if distributed.is_main():
+            print(earlier.finished)
+        return False
     if distributed.is_main():
         with as_problem(problems):
-            run_lock.take(output_dir)
+            run_lock.take(args.output_dir)
+    distributed.start(args.local_rank, args.collective_timeout)
+    distributed.seed_everything(args.seed)
+    return True
 
 
 def _leave_at_once(*_: Any) -> None:

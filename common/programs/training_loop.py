@@ -1,8 +1,10 @@
 """What the single-model programs (steps 1 and 2) share: checks, batches, engine, and the loop over epochs."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -11,9 +13,10 @@ from common.data.dialogue import Template
 from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
 from common.data.plugins import import_plugins
 from common.data.source_checks import check_sources
+from common.data.stage_datasets import StageData
 from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.engine_step import LossTerm, update_engine
-from common.flags.args import Problems
+from common.flags.args import Problems, parse_args
 from common.flags.refusal import StepRefused
 from common.models.loading import DTYPES, ModelOptions, load_causal_lm, plain_model
 from common.models.lora import LoraOptions, add_lora
@@ -25,20 +28,49 @@ from common.programs import startup
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
 from common.runs.checkpoints import checkpoint_name
+from common.runs.engine_state import EngineState
+from common.runs.export import save_adapter, save_export
 from common.runs.resume import EarlierRun, find_run
-from common.runs.run import Run
 from common.runs.run_logger import RunLogger
+from common.runs.run import Run
+from common.runs.saved_state import Progress, Stateful
 from common.runs.trackers import build_trackers
 
 
-def check_single_model(
-    args: Any, options: DataOptions, problems: Problems
-) -> tuple[Any, Template, EarlierRun]:
-    """Return (tokenizer, template, what to resume) when all is right with a start-up, else leave with all
-    that is not.
+class Trainer(Protocol):
+    """What moves the engine of a single-model program."""
 
-    No model is loaded.
+    engine: Any
+    logger: RunLogger
+
+    def train_step(self, step: int, micro_batches: list[Any]) -> float:
+        """Do optimizer step `step` (from 1), log it, return its loss. Every rank must call this."""
+
+    def evaluate(self, step: int, batches: Any) -> Any:
+        """Log and return the held-out figures. Every rank must call this."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is known when all of a command line is right: no model is loaded yet."""
+
+    args: Any
+    options: DataOptions
+    tokenizer: Any
+    template: Template
+    earlier: EarlierRun
+    ds_config: dict[str, Any]
+    problems: Problems
+
+
+def begin(flags: type, stage: int, description: str) -> Start | None:
+    """Return the start of step `stage` (1 or 2) by its command line; None where there is nothing to do.
+
+    Leaves with all problems where there are any.
     """
+    problems = Problems()
+    args = parse_args(flags, description=description, problems=problems)
+    options = DataOptions.of(args, stage)
     import_plugins(args.plugins, problems)
     startup.check_run(args, {"--zero_stage": args.zero_stage}, problems)
     flag, name = "--model_name_or_path", args.model_name_or_path
@@ -54,7 +86,17 @@ def check_single_model(
     problems.exit_if_any()
     startup.print_notes(args)
     startup.print_note(*notes)
-    return tokenizer, template, earlier
+    ds_config = build_train_config(
+        EngineOptions.of(
+            args,
+            zero_stage=args.zero_stage,
+            offload=args.offload,
+            micro_batch_size=args.per_device_train_batch_size,
+        )
+    )
+    start = Start(args, options, tokenizer, template, earlier, ds_config, problems)
+    is_run = startup.enter(args, options, template, earlier, problems, deepspeed_config_resolved=ds_config)
+    return start if is_run else None
 
 
 def build_global_batches(
@@ -84,18 +126,6 @@ def build_global_batches(
     )
 
 
-def held_out_batches(args: Any, dataset: Any, collate: Callable) -> Iterable:
-    """Return the evaluation batches of this rank, --eval_iters at most."""
-    return evaluation_batches(
-        dataset,
-        collate,
-        rows_per_batch=args.per_device_eval_batch_size,
-        rank=distributed.rank(),
-        world_size=distributed.world_size(),
-        max_batches=args.eval_iters,
-    )
-
-
 def use_layout(batches: GlobalBatches, model: nn.Module, args: Any) -> bool:
     """Return whether sequences stand end to end in this model's passes, and let the batches know."""
     is_packed = args.packed and takes_packed(plain_model(model))
@@ -119,17 +149,6 @@ def load_ranker(
     """Return the reward model that a single-model program trains. Every rank must call this."""
     options = ModelOptions.of(args, args, ds_config, dropout=dropout)
     return load_value_model(options, num_tokens, LoraOptions.of(args, args), seed=args.seed)
-
-
-def build_single_model_config(args: Any) -> dict[str, Any]:
-    """Return the DeepSpeed configuration that a single-model program's flags ask for."""
-    options = EngineOptions.of(
-        args,
-        zero_stage=args.zero_stage,
-        offload=args.offload,
-        micro_batch_size=args.per_device_train_batch_size,
-    )
-    return build_train_config(options)
 
 
 def count_steps(args: Any, steps_per_epoch: int) -> int:
@@ -156,22 +175,59 @@ def train_and_log(step: int, engine: Any, term: LossTerm, logger: RunLogger) -> 
     return means[term.name]
 
 
-def run_steps(
+def train(
+    start: Start,
+    data: StageData,
     batches: GlobalBatches,
-    num_steps: int,
-    train_step: Callable[[int, list[Any]], Any],
-    evaluate: Callable[[int], Any],
-    eval_interval: int,
-    run: Run,
-) -> None:
-    """Train until `num_steps`; evaluate before, every `eval_interval` steps, after an epoch, at the end.
+    trainer: Trainer,
+    parts: Mapping[str, Stateful],
+    *,
+    held_out: Any,
+    fact: str,
+    prepare: Callable[[int], None] = lambda step: None,
+) -> Run:
+    """Make or resume a run and train it to its end; return it.
 
-    Raises Stopped when the run is asked to stop, TooManyBadSteps when too many are refused.
+    `held_out` are the rows of an evaluation, whose result its export has as `fact`. `prepare` is called with
+    the step that the run is at, before the first one. Raises Stopped when the run is asked to stop,
+    TooManyBadSteps when too many steps are refused. Every rank must call this.
     """
-    progress = run.progress
+    args, logger = start.args, trainer.logger
+    rows = {"--per_device_train_batch_size x --gradient_accumulation_steps": batches.global_rows}
+    progress = Progress(data.key, rows, about_data=data.report.facts())
+    run = Run(args, start.earlier, logger, progress, {"model": EngineState(trainer.engine)} | parts)
+
+    def evaluate(step: int) -> None:
+        if not len(held_out):
+            return
+        some = evaluation_batches(
+            held_out,
+            batches.collate,
+            rows_per_batch=args.per_device_eval_batch_size,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+            max_batches=args.eval_iters,
+        )
+        with watchdog.phase("the evaluation", step, clock="evaluate"):
+            progress.facts[fact] = trainer.evaluate(step, some)
+
+    with startup.as_problem(start.problems):
+        run.begin()  # the first to write: the model is there
+        prepare(progress.step)
     if progress.step == 0:
-        with watchdog.phase("the evaluation", 0, clock="evaluate"):
-            evaluate(0)
+        for line in data.report.lines():
+            logger.note(line)
+    _run_steps(batches, trainer, evaluate, args.eval_interval, run)
+    return run
+
+
+def _run_steps(
+    batches: GlobalBatches, trainer: Trainer, evaluate: Callable[[int], None], eval_interval: int, run: Run
+) -> None:
+    """Train; evaluate before, every `eval_interval` steps, after an epoch, at the end."""
+    progress, num_steps = run.progress, run.logger.num_steps
+    if progress.step == 0:
+        evaluate(0)
         run.point(checkpoint_name(0), is_due=False)
     for micro_batches in batches.forever(progress.step):
         if progress.step >= num_steps:
@@ -180,7 +236,7 @@ def run_steps(
         refusal = None
         try:
             with watchdog.phase("the training step", step):
-                train_step(step, micro_batches)
+                trainer.train_step(step, micro_batches)
         except StepRefused as error:
             refusal = error
         progress.step = step
@@ -188,9 +244,25 @@ def run_steps(
             run.refuse(step, refusal, checkpoint_name(step))
         is_due = eval_interval and step % eval_interval == 0
         if is_due or step % len(batches) == 0 or step == num_steps:
-            with watchdog.phase("the evaluation", step, clock="evaluate"):
-                evaluate(step)
+            evaluate(step)
         run.point(checkpoint_name(step), is_due=run.is_due(step))
+
+
+def export(start: Start, run: Run, model: nn.Module, kind: str) -> None:
+    """Write the trained model and its adapter, and end the run. Every rank must call this.
+
+    `kind` is sft, reward or dpo.
+    """
+    args, logger = start.args, run.logger
+    if args.output_dir:
+        folder = Path(args.output_dir)
+        metadata = {"step": kind, "template": args.template} | run.progress.facts
+        is_scorer = kind == "reward"
+        save_export(folder / "export", model, start.tokenizer, metadata=metadata, needs_own_pad=is_scorer)
+        save_adapter(folder / "adapter", model, start.tokenizer, metadata=metadata)
+        logger.note(f"saved {folder}/export")
+    logger.close()
+    run.finish()
 
 
 def build_logger(args: Any, columns: tuple[str, ...], num_steps: int) -> RunLogger:

@@ -1,7 +1,6 @@
 """python -m tools.doctor: what is missing is named with its cure, and never a traceback."""
 
 import importlib.metadata
-import json
 import os
 import signal
 import subprocess
@@ -12,10 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.flags.args import Problems
-from common.programs import environment, startup
+from common.programs import environment
 from common.programs.environment import find_build_locks
-from step3_ppo.arguments import PPOArguments
 from tools import doctor
 from tools.doctor import NOTE, OK, PROBLEM
 
@@ -177,18 +174,3 @@ sys.stdin.read()
         builder.send_signal(signal.SIGKILL)
         builder.communicate()
     assert [lock.parent.name for lock in find_build_locks()] == ["fused_adam"]
-
-
-def test_a_run_that_may_compile_is_refused_before_it_waits(lock, tmp_path, capsys):
-    (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"type": "AdamW"}}))
-    given = PPOArguments(actor_model_name_or_path="m", ds_config=str(tmp_path / "ds.json"))
-    problems = Problems()
-    startup.check_run(given, {}, problems)
-    assert [str(lock) in message and "delete that file" in message for message in problems.messages] == [True]
-    os.utime(lock)  # it may be in use on another machine
-    startup.check_run(given, {}, problems := Problems())
-    startup.print_notes(given)
-    assert problems.messages == [] and capsys.readouterr().err.count(str(lock)) == 1
-    startup.check_run(PPOArguments(actor_model_name_or_path="m"), {}, problems)
-    startup.print_notes(PPOArguments(actor_model_name_or_path="m"))
-    assert problems.messages == [] and capsys.readouterr().err == ""

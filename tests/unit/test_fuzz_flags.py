@@ -32,7 +32,7 @@ NUM_CASES = 700  # of each of three: 2,100
 # program: its flags, and what loads its models
 PROGRAMS = {
     "step1_sft.main": (SFTArguments, ["training_loop.load_policy"]),
-    "step2_reward.main": (RewardArguments, ["build_ranking", "build_dpo"]),
+    "step2_reward.main": (RewardArguments, ["build_trainer"]),
     "step3_ppo.main": (PPOArguments, ["build_trainer"]),
 }
 MODEL = ("model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path")
