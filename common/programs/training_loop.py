@@ -31,8 +31,8 @@ from common.runs.checkpoints import checkpoint_name
 from common.runs.engine_state import EngineState
 from common.runs.export import save_adapter, save_export
 from common.runs.resume import EarlierRun, find_run
-from common.runs.run_logger import RunLogger
 from common.runs.run import Run
+from common.runs.run_logger import RunLogger
 from common.runs.saved_state import Progress, Stateful
 from common.runs.trackers import build_trackers
 
