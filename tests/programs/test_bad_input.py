@@ -1,362 +1,482 @@
-"""What a user may get wrong: one message with all of it, exit code 2, no model loaded, nothing written."""
+"""Bad inputs of every kind: one message each, with flag or file, value and cure; what was there stays."""
 
+import hashlib
+import json
 import os
 import re
-import signal
+import shutil
+import socket
 import subprocess
 import sys
-import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import tiny_inputs
-from program_runs import (
-    ROOT,
-    STEPS,
-    TIME_LIMIT,
-    as_flags,
-    environment,
-    files_in,
-    read_curve,
-    read_metrics,
-    run_here,
-)
+import torch
+from program_runs import ROOT, TIME_LIMIT, as_flags, environment, files_in, read_metrics, run_here
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.flags.refusal import TooManyBadSteps
 from common.runs.stop_request import STOPPED
 
+pytestmark = pytest.mark.slow
+
+DONE, BAD, CANNOT_CONTINUE, KILLED = 0, 2, 3, -9
+TRAIN_STEP = {
+    1: "step1_sft.sft_trainer:SFTTrainer.train_step",
+    2: "step2_reward.reward_trainer:RewardTrainer.train_step",
+    3: "step3_ppo.ppo_trainer:PPOTrainer.train_step",
+}
 MODEL_FLAG = {1: "model_name_or_path", 2: "model_name_or_path", 3: "actor_model_name_or_path"}
 
 
-@pytest.fixture
-def flags(tiny, tmp_path):
-    """Return what makes a good command line for a step, with changes."""
-
-    def make(step: int, **changes) -> dict:
-        good = {
-            "data_path": tiny.rows,
-            "data_output_path": tmp_path / "cache",
-            "output_dir": tmp_path / "output",
-        }
-        if step == 3:
-            good |= {"actor_model_name_or_path": tiny.base, "critic_model_name_or_path": tiny.reward}
-            good |= {"per_device_generation_batch_size": 4, "per_device_training_batch_size": 4}
-            good |= {"max_prompt_seq_len": 24, "max_answer_seq_len": 6}
-        else:
-            good |= {"model_name_or_path": tiny.base, "max_seq_len": 48, "per_device_train_batch_size": 4}
-        return good | {"max_train_steps": 1} | changes
-
-    return make
+def good_flags(tiny, output: Path, step: int, **changes: Any) -> dict[str, Any]:
+    """Return what makes a good command line for a step, with changes; None leaves a flag out."""
+    good: dict[str, Any] = {"data_path": tiny.rows, "data_output_path": tiny.cache, "output_dir": output}
+    good |= {"data_split": "1,1,1", "save_interval": 1, "max_train_steps": 3}
+    if step == 3:
+        good |= {"actor_model_name_or_path": tiny.base, "critic_model_name_or_path": tiny.reward}
+        good |= {"per_device_generation_batch_size": 2, "per_device_training_batch_size": 2}
+        good |= {"max_prompt_seq_len": 24, "max_answer_seq_len": 6}
+    else:
+        good |= {"model_name_or_path": tiny.base, "max_seq_len": 48, "per_device_train_batch_size": 2}
+        good |= {"eval_iters": 1}
+    return {name: value for name, value in (good | changes).items() if value is not None}
 
 
-@pytest.fixture
-def refused(monkeypatch, tmp_path, capsys, lone_process):
-    """Return the problems that a program names; fail if it does more than name them."""
+class RunsCode:
+    """An object whose unpickling makes a file."""
 
-    def load(*_, **__):
-        raise AssertionError("a model was loaded")
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
 
-    def start(step: int, words, *, module: str = "main") -> list[str]:
-        monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", load)
-        before = snapshot(tmp_path)
-        with pytest.raises(SystemExit) as left:
-            run_here(step, words, module=module)
-        assert left.value.code == 2
-        assert snapshot(tmp_path) == before
-        text = capsys.readouterr().err
-        assert "Traceback" not in text
-        header, _, listed = text.partition(":\n")
-        counted = re.fullmatch(r"error: (\d+) problems?, nothing was started", header)
-        messages = re.split(r"^  - ", listed.rstrip(), flags=re.MULTILINE)[1:]
-        assert counted and int(counted[1]) == len(messages), text
-        return messages
-
-    return start
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.proof),)
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
-    """Return every file's content, but for the token cache."""
-    return {name: (folder / name).read_bytes() for name in files_in(folder) if not name.startswith("cache/")}
+class Place:
+    """A folder of a test's own, the tiny inputs, and runs that were stopped: kept in `shared` for several."""
+
+    def __init__(self, folder: Path, tiny, forks, shared: Path, make_tokenizer) -> None:
+        self.folder, self.tiny, self.forks, self.shared = folder, tiny, forks, shared
+        self.make_tokenizer = make_tokenizer
+        self.output = folder / "output"
+        self.listening: list[socket.socket] = []
+
+    def flags(self, step: int, **changes: Any) -> dict[str, Any]:
+        return good_flags(self.tiny, self.output, step, **changes)
+
+    def file(self, flag: str, content: str | bytes, name: str = "file") -> dict[str, Any]:
+        """Return a flag with the path of a file with this content."""
+        data = content.encode() if isinstance(content, str) else content
+        (self.folder / name).write_bytes(data)
+        return {flag: self.folder / name}
+
+    def model(self, *, of: Path | None = None, **config: Any) -> Path:
+        """Return the folder of a model of its own, whose config.json says something else."""
+        folder = self.folder / "model"
+        shutil.copytree(of or self.tiny.base, folder)
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
+        return folder
+
+    def pickled(self, of: Path) -> Path:
+        """Return a model's folder whose weights are a pickle that runs code."""
+        folder = self.model(of=of)
+        (folder / "model.safetensors").unlink()
+        torch.save(RunsCode(self.folder / "proof"), folder / "pytorch_model.bin")
+        return folder
+
+    def stopped(self, step: int, **changes: Any) -> Path:
+        """Put a run that was killed after its second checkpoint into the output folder, and return that."""
+        template = self.shared / str(step)
+        if changes or not template.exists():
+            place = self.output if changes else template
+            hook = {"at": TRAIN_STEP[step], "call": 3, "do": "kill"}
+            flags = good_flags(self.tiny, place, step, **changes)
+            done = self.forks.run(step, flags, hooks=[hook])
+            assert done.code == KILLED, done.text()
+        if not changes:
+            shutil.copytree(template, self.output)
+        return self.output
+
+    def finished(self, step: int) -> Path:
+        """Put a run that has finished into the output folder, and return that."""
+        template = self.shared / f"finished-{step}"
+        if not template.exists():
+            done = self.forks.run(step, good_flags(self.tiny, template, step))
+            assert done.code == DONE, done.text()
+        shutil.copytree(template, self.output)
+        return self.output
+
+    def used_port(self) -> str:
+        """Return a port that somebody listens on until the end of the test."""
+        self.listening.append(socket.create_server(("127.0.0.1", 0)))
+        return str(self.listening[-1].getsockname()[1])
 
 
-# ---- one flag that cannot be: (step, changes, words that the one message must hold)
+# ---- damages
 
-SIMPLE = [
-    (1, {"data_path": "absent.jsonl"}, ["--data_path", "absent.jsonl", "no such file"]),
-    (2, {"data_path": "somewhere/or-other"}, ["--data_path somewhere/or-other"]),
-    (1, {"model_name_or_path": "no/such-model"}, ["--model_name_or_path no/such-model"]),
-    (1, {"data_split": "1,2"}, ["--data_split", "1,2", "such as 2,4,4"]),
-    (2, {"data_split": "1,0,1"}, ["--data_split 1,0,1", "step 2"]),
-    (1, {"dtype": "fp16"}, ["--dtype fp16", "GPU", "use fp32 or bf16"]),
-    (1, {"offload": "param", "zero_stage": 2}, ["--offload param", "--zero_stage 3", "not 2"]),
-    (3, {"offload": "param", "actor_zero_stage": 3}, ["--offload param", "--critic_zero_stage 3", "not 0"]),
-    (1, {"offload": "optimizer", "dtype": "fp32"}, ["--offload optimizer", "--zero_stage 1, 2 or 3"]),
-    (1, {"per_device_train_batch_size": 500}, ["--per_device_train_batch_size 500", "10 rows", "more data"]),
-    (3, {"per_device_generation_batch_size": 500, "per_device_training_batch_size": 500},
-        ["--per_device_generation_batch_size 500", "20 rows", "more data"]),
-    (3, {"per_device_training_batch_size": 3}, ["--per_device_training_batch_size 3", "= 4 samples"]),
-    (1, {"max_seq_len": 500}, ["--max_seq_len 500", "128 positions"]),
-    (3, {"max_answer_seq_len": 120}, ["--max_answer_seq_len 120", "144 tokens", "128 positions"]),
-    (1, {"ds_config": "absent.json"}, ["--ds_config absent.json"]),
-    (1, {"lora_dim": 4, "lora_module_name": "nothing."}, ["--lora_module_name", "'nothing.'", "q_proj"]),
-    (3, {"actor_lora_dim": 4, "actor_lora_module_name": "nothing."}, ["--actor_lora_module_name", "q_proj"]),
-    (3, {"algorithm": "grpo"}, ["--algorithm grpo", "--num_samples_per_prompt 1 must be 2"]),
-    (3, {"num_samples_per_prompt": 3, "per_device_training_batch_size": 8},
-        ["--num_samples_per_prompt 3 = 12 samples", "--per_device_training_batch_size 8"]),
-    (3, {"dynamic_sampling_rounds": 2}, ["--dynamic_sampling_rounds 2", "--num_samples_per_prompt 1"]),
-    (3, {"algorithm": "rloo", "num_samples_per_prompt": 2, "truncated": "bootstrap"},
+
+def cut(path: Path, num_bytes: int = 500) -> None:
+    """Leave the first bytes of a file."""
+    path.write_bytes(path.read_bytes()[:num_bytes])
+
+
+def flip_bit(path: Path) -> None:
+    """Change one bit near the end of a file."""
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def weights_file(checkpoint: Path) -> Path:
+    """Return the file of a checkpoint that holds the weights of its (first) model."""
+    return next(path for path in sorted(checkpoint.glob("*.safetensors")) if path.name[0] in "am")
+
+
+def change_format(checkpoint: Path) -> None:
+    """Write a meta.json of another format that is whole."""
+    path = checkpoint / "meta.json"
+    text = json.dumps(json.loads(json.loads(path.read_text())["content"]) | {"format": 99})
+    path.write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text}))
+
+
+def drop_half(model: Path) -> None:
+    """Leave every second weight of a model out of its file."""
+    weights = load_file(model / "model.safetensors")
+    kept = {name: weights[name] for name in sorted(weights)[::2]}
+    save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def good_rows(count: int = 50) -> str:
+    """Return lines of rows that serve every step."""
+    return "".join(json.dumps(row) + "\n" for row in tiny_inputs.make_rows(count))
+
+
+# ---- the table
+
+Prepare = Callable[[Place], dict[str, Any] | None]
+
+
+class Row(NamedTuple):
+    """A bad input; `prepare` puts it there and returns the flags that a good command line has otherwise."""
+
+    name: str
+    step: int
+    prepare: Prepare
+    words: list[str]
+    code: int = BAD
+    count: int = 1  # of problems
+    env: Callable[[Place], dict[str, str]] = lambda place: {}
+    hooks: tuple = ()
+    may_write: bool = False  # what was there stays all the same
+    module: str = "main"
+
+
+def flag(**changes: Any) -> Prepare:
+    """Return what changes flags alone."""
+    return lambda place: changes
+
+
+def rows(content: str | bytes, name: str = "rows.jsonl", **more: Any) -> Prepare:
+    """Return what gives a data file of its own."""
+    return lambda place: place.file("data_path", content, name) | more
+
+
+def model(step: int, damage: Callable[[Path], Any] = lambda folder: None, **config: Any) -> Prepare:
+    """Return what gives a damaged model, or one with another config.json."""
+
+    def prepare(place: Place) -> dict[str, Any]:
+        folder = place.model(**config)
+        damage(folder)
+        return {MODEL_FLAG[step]: folder}
+
+    return prepare
+
+
+def resume(step: int, damage: Callable[[Path], Any] = lambda folder: None, **changes: Any) -> Prepare:
+    """Return what resumes a stopped run, each of whose checkpoints is damaged."""
+
+    def prepare(place: Place) -> dict[str, Any]:
+        for folder in (place.stopped(step) / "checkpoints").iterdir():
+            damage(folder)
+        return changes
+
+    return prepare
+
+
+def module(content: str, **flags: Any) -> Prepare:
+    """Return what puts a module called mine into the working folder."""
+    return lambda place: place.file("", content, "mine.py") and flags
+
+
+def without_head(place: Place) -> dict[str, Any]:
+    words = {"model_name_or_path": place.tiny.base, "data_path": place.tiny.rows}
+    return dict.fromkeys(place.flags(2)) | words
+
+
+def no_eos(place: Place) -> dict[str, Any]:
+    folder = place.folder / "endless"
+    tiny_inputs.save_causal_lm(folder, place.make_tokenizer(eos=None))
+    return {"model_name_or_path": folder}
+
+
+def other_vocabulary(place: Place) -> dict[str, Any]:
+    tiny_inputs.save_reward_model(place.folder / "other", place.make_tokenizer(290))
+    return {"critic_model_name_or_path": place.folder / "other"}
+
+
+FLAGS = [
+    Row("absent file", 1, flag(data_path="absent.jsonl"), ["--data_path", "absent.jsonl", "no such file"]),
+    Row("absent model", 1, flag(model_name_or_path="no/such-model"), ["--model_name_or_path no/such-model"]),
+    Row("two shares", 1, flag(data_split="1,2"), ["--data_split", "1,2", "such as 2,4,4"]),
+    Row("no share", 2, flag(data_split="1,0,1"), ["--data_split 1,0,1", "step 2"]),
+    Row("fp16", 1, flag(dtype="fp16"), ["--dtype fp16", "GPU", "use fp32 or bf16"]),
+    Row("offloaded parameters", 3, flag(offload="param", actor_zero_stage=3),
+        ["--offload param", "--critic_zero_stage 3", "not 0"]),
+    Row("offloaded optimizer", 1, flag(offload="optimizer", dtype="fp32"),
+        ["--offload optimizer", "--zero_stage 1, 2 or 3"]),
+    Row("few rows", 1, flag(per_device_train_batch_size=500),
+        ["--per_device_train_batch_size 500", "more data"]),
+    Row("few prompts", 3, flag(per_device_generation_batch_size=500),
+        ["--per_device_generation_batch_size 500", "more data"]),
+    Row("uneven cut", 3, flag(per_device_training_batch_size=3),
+        ["--per_device_training_batch_size 3", "= 2 samples"]),
+    Row("long rows", 1, flag(max_seq_len=500), ["--max_seq_len 500", "128 positions"]),
+    Row("long answers", 3, flag(max_answer_seq_len=120),
+        ["--max_answer_seq_len 120", "144 tokens", "128 positions"], count=2),
+    Row("no such layers", 1, flag(lora_dim=4, lora_module_name="nothing."),
+        ["--lora_module_name", "'nothing.'", "q_proj"]),
+    Row("no such layers of the actor", 3, flag(actor_lora_dim=4, actor_lora_module_name="nothing."),
+        ["--actor_lora_module_name", "q_proj"]),
+    Row("no group", 3, flag(algorithm="grpo"), ["--algorithm grpo", "--num_samples_per_prompt 1 must be 2"]),
+    Row("no group to compare", 3, flag(dynamic_sampling_rounds=2), ["--dynamic_sampling_rounds 2"]),
+    Row("no critic", 3, flag(algorithm="rloo", num_samples_per_prompt=2, truncated="bootstrap"),
         ["--truncated bootstrap", "--algorithm rloo has none"]),
-    (3, {"max_tokens_per_micro_batch": 20}, ["--max_tokens_per_micro_batch 20", "at least 30"]),
-    (1, {"max_tokens_per_micro_batch": 20}, ["--max_tokens_per_micro_batch 20", "raise it to at least"]),
-    (3, {"plugins": "no_module"}, ["--plugins no_module", "PYTHONPATH"]),
-    (3, {"reward": "function:no_module:f"}, ["--reward function:no_module:f", "PYTHONPATH"]),
-    (3, {"reward": "0*function:step3_ppo.rewards.examples.vader:sentiment"}, ["--reward", "weight is 0"]),
-    (3, {"unsupervised_dataset_name": "no.jsonl"}, ["--unsupervised_dataset_name no.jsonl", "no such file"]),
+    Row("no such word", 3, flag(truncated="penalty"), ["--truncated penalty: choose score"]),
+    Row("small micro-batches", 3, flag(max_tokens_per_micro_batch=20),
+        ["--max_tokens_per_micro_batch 20", "at least 30"]),
+    Row("no text to mix in", 3, flag(unsupervised_dataset_name="no.jsonl"),
+        ["--unsupervised_dataset_name no.jsonl", "no such file"]),
+    Row("long name", 1, flag(output_dir="x" * 300), ["--output_dir xxx", "255 bytes at most"]),
+    Row("configuration torn", 1, lambda p: p.file("ds_config", "{"),
+        ["--ds_config", "cannot be read as JSON"]),
+    Row("configuration a list", 1, lambda p: p.file("ds_config", "[]"), ["--ds_config", "JSON object"]),
+    Row("several at once", 3, flag(kl_coef="nan", clip_range="1e300", seed=2**63, packed="maybe"),
+        ["--kl_coef nan", "fp32", "--seed", "--packed maybe"], count=4),
+    Row("all together", 1, lambda p: p.file("", "", "output") and flag(
+        model_name_or_path=p.folder, data_path="absent.jsonl", dtype="fp16", offload="param", zero_stage=2,
+        learning_rate="fast", per_device_train_batch_size=0, zero_stge=3)(p),
+        ["config.json", "absent.jsonl", "--dtype fp16", "--offload param", "--learning_rate fast",
+         "--per_device_train_batch_size 0", "--zero_stge", "output is not a folder"], count=8),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("step", "changes", "words"), SIMPLE, ids=lambda value: str(value) if type(value) is dict else ""
-)
-def test_one_flag(flags, refused, tmp_path, step, changes, words):
-    expected = 2 if "max_answer_seq_len" in changes else 1  # actor and critic both are too short
-    messages = refused(step, flags(step, **changes))
-    assert len(messages) == expected
-    for word in words:
-        assert word in messages[0]
-    assert not (tmp_path / "output").exists()
-
-
-# ---- data
-
 
 DATA = [
-    (1, "rows.jsonl", '{"question": "a", "reply": "b"}\n', ["rows.jsonl", "'question', 'reply'", "prompt"]),
-    (2, "rows.jsonl", '{"prompt": "a", "answer": "b"}\n', ["rows.jsonl:1", "chosen", "rejected"]),
-    (1, "rows.jsonl", "", ["rows.jsonl", "empty"]),
-    (1, "rows.json", "[]", ["rows.json", "empty"]),
-    (1, "rows.csv", "prompt,answer\n", ["rows.csv", "empty"]),
-    (1, "rows.jsonl", '{"prompt": "a", "answer"\n', ["rows.jsonl:1"]),
-    (1, "rows.txt", "hello\n", ["rows.txt", ".jsonl"]),
-    (1, "rows.jsonl.gz", "not gzip", ["rows.jsonl.gz", "cannot be read"]),
-    (1, "rows.jsonl", '{"prompt": "a", "answer": "b"}\n', ["rows.jsonl", "--data_split 2,4,4", "more rows"]),
+    Row("UTF-16", 1, rows(good_rows().encode("utf-16")), ["--data_path", "rows.jsonl:1", "not UTF-8"]),
+    Row("other columns", 1, rows('{"question": "a", "reply": "b"}\n'),
+        ["--data_path", "rows.jsonl", "'question', 'reply'", "prompt"]),
+    Row("empty", 1, rows(""), ["--data_path", "rows.jsonl", "empty"]),
+    Row("no pairs", 2, rows('{"prompt": "a", "answer": "b"}\n'), ["rows.jsonl:1", "chosen", "rejected"]),
+    Row("half a character", 1,
+        rows(json.dumps({"prompt": "\ud800", "answer": "b"}) + "\n", data_split="1,0,0", max_bad_rows=0),
+        ["--max_bad_rows 0", "rows.jsonl:1", "surrogate pair"]),
+    Row("text for step 3", 3, rows('{"text": "a"}\n' * 9), ["rows.jsonl:1", "no prompt"]),
+    Row("all alike", 2, rows('{"prompt": "a", "chosen": "b", "rejected": "b"}\n' * 9),
+        ["none of its 9 rows"]),
+    Row("cache is a file", 1, lambda p: p.file("data_output_path", "mine"),
+        ["--data_output_path", "cannot be written"]),
 ]  # fmt: skip
 
+MODELS = [
+    Row("no model", 3, lambda p: {"actor_model_name_or_path": p.folder},
+        ["--actor_model_name_or_path", "config.json"]),
+    Row("no tokenizer", 1, model(1, lambda m: (m / "tokenizer.json").unlink()),
+        ["no tokenizer could be loaded"]),
+    Row("no end of turn", 1, no_eos, ["no eos token", "--eot_token", "--add_eot_token"]),
+    Row("other vocabularies", 3, other_vocabulary,
+        ["--actor_model_name_or_path and --critic_model_name_or_path", "same base"]),
+    Row("no reward model", 3, lambda p: {"critic_model_name_or_path": p.tiny.base},
+        ["--critic_model_name_or_path", "score head"]),
+    Row("no reward model to evaluate", 2, without_head,
+        ["--model_name_or_path", "export/ folder of step 2"], module="rw_eval"),
+    Row("weights cut", 1, model(1, lambda m: cut(m / "model.safetensors")), ["model", "cannot be loaded"]),
+    Row("half the weights", 1, model(1, drop_half), ["its weights lack", "LlamaForCausalLM"]),
+    Row("more layers", 2, model(2, num_hidden_layers=3), ["its weights lack", "layers.2"]),
+    Row("runs code", 1, lambda p: {"model_name_or_path": p.pickled(p.tiny.base)},
+        ["a pickle that holds more than tensors", "nothing of it was run", "safetensors"]),
+    Row("a classifier that runs code", 3, lambda p: {"reward": f"classifier:{p.pickled(p.tiny.reward)}"},
+        ["a pickle"]),
+    Row("code of its own", 1, model(1, model_type="mine", auto_map={"AutoConfig": "mine.C"}),
+        ["--model_name_or_path", "custom code"]),
+    Row("unknown type", 3, model(3, model_type="lama"), ["--actor_model_name_or_path", "`lama`"]),
+]  # fmt: skip
 
-@pytest.mark.parametrize(("step", "name", "content", "words"), DATA)
-def test_data(flags, refused, tmp_path, step, name, content, words):
-    (tmp_path / name).write_text(content)
-    (message,) = refused(step, flags(step, data_path=tmp_path / name))
-    for word in ["--data_path", *words]:
-        assert word in message
+CHECKPOINTS = [
+    Row("all cut", 1, resume(1, lambda c: cut(weights_file(c))), ["has 500 bytes, not", "--resume never"]),
+    Row("a bit in all", 3, resume(3, lambda c: flip_bit(weights_file(c))),
+        ["actor-rank-00000.safetensors has changed"]),
+    Row("another format", 1, resume(1, change_format), ["its format is 99, this program reads"]),
+    Row("another rate", 2, resume(2, learning_rate=0.5), ["--learning_rate 0.5 differs from the 5e-05"]),
+    Row("another algorithm", 3, resume(3, algorithm="rloo", num_samples_per_prompt=2),
+        ["--algorithm rloo differs from the ppo", "--num_samples_per_prompt 2 differs from the 1"], count=3),
+    Row("other rows a step", 1, resume(1, gradient_accumulation_steps=2),
+        ["--gradient_accumulation_steps x number of ranks was 2, now it is 4", "stays 2"]),
+    Row("other rows an update", 3, resume(3, per_device_training_batch_size=1),
+        ["--per_device_training_batch_size x", "x number of ranks was 2, now it is 1", "stays 2"]),
+    Row("other prompts a step", 3, resume(3, generation_batches=2),
+        ["--generation_batches x number of ranks was 2, now it is 4", "stays 2"]),
+    Row("data changed", 1, lambda p: p.stopped(1, **p.file("data_path", good_rows(), "rows.jsonl"))
+        and p.file("data_path", good_rows() + good_rows(9), "rows.jsonl"),
+        ["the data have changed since it was saved"]),
+    Row("model changed", 1, lambda p: p.stopped(1, model_name_or_path=p.model())
+        and tiny_inputs.save_causal_lm(p.folder / "model", None, family="gpt2")
+        and {"model_name_or_path": p.folder / "model"}, ["step-000002", "it holds 0 elements"]),
+    Row("an export", 1, lambda p: {"resume": p.finished(1) / "export", "output_dir": p.folder / "new"},
+        ["--resume", "export is no checkpoint"]),
+    Row("into a used folder", 1,
+        lambda p: {"resume": p.stopped(1) / "checkpoints/step-000002", "output_dir": p.tiny.base},
+        ["--output_dir", "of an earlier run"]),
+    Row("finished", 1, lambda p: p.finished(1) and {}, ["has finished: 3 steps", "--resume never"], DONE),
+]  # fmt: skip
+
+SCORES = "def f(prompts, responses, rows): return"
+TIGHT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
+ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+SURROUNDINGS = [
+    Row("broken plug-in", 1, module("1 / 0", plugins="mine"),
+        ["--plugins mine", "ZeroDivisionError", "mine.py:1"]),
+    Row("no function", 3, module("", reward="function:mine:score"), ["--reward", "mine has no score"]),
+    Row("no class", 1, module("Mine = 3", data_path="mine:Mine"), ["--data_path mine:Mine", "not a class"]),
+    Row("a reward that fails", 3, module(f"{SCORES} 1 / 0", reward="function:mine:f", max_bad_steps=0),
+        ["function:mine:f", "ZeroDivisionError"], CANNOT_CONTINUE, may_write=True),
+    Row("a reward of NaN", 3,
+        module(f"{SCORES} [float('nan')] * len(prompts)", reward="function:mine:f", max_bad_steps=1),
+        ["function:mine:f", "'nan'", "--max_bad_steps allows 1"], CANNOT_CONTINUE, may_write=True),
+    Row("rank too high", 1, flag(), ["RANK=3 is not below WORLD_SIZE=1"],
+        env=lambda p: ONE_RANK | {"RANK": "3"}),
+    Row("port in use", 1, flag(), ["MASTER_PORT=", "address already in use", "choose a port"],
+        count=0, env=lambda p: ONE_RANK | {"MASTER_PORT": p.used_port()}),
+    Row("no home", 1, flag(data_output_path=None), ["--data_output_path", "cannot be written"],
+        env=lambda p: {"HOME": "/dev/null"}),
+    Row("no room for the token cache", 1, lambda p: p.file("", TIGHT, "mine.py")
+        and p.file("data_path", good_rows(900), "rows.jsonl")
+        | {"plugins": "mine", "data_output_path": p.folder / "cache"}, ["--data_output_path", "make room"]),
+    Row("no room for an export", 1, module(TIGHT, plugins="mine", save_interval=0),
+        ["export could not be written", "Make room"], CANNOT_CONTINUE, may_write=True),
+    Row("stopped by a signal", 1, flag(), ["saved in", "the same command resumes"], STOPPED, may_write=True,
+        hooks=({"at": TRAIN_STEP[1], "call": 2, "do": "term"},)),
+]  # fmt: skip
+TABLE = FLAGS + DATA + MODELS + CHECKPOINTS + SURROUNDINGS
 
 
-def test_too_many_bad_rows_are_named(flags, refused, tmp_path):
-    rows = [*tiny_inputs.make_rows(4), "no JSON", {"prompt": 3}, *tiny_inputs.make_rows(4)]
-    path = tiny_inputs.write_rows(tmp_path / "rows.jsonl", rows)
-    (message,) = refused(1, flags(1, data_path=path, data_split="1,0,0", max_bad_rows=1))
-    assert "--max_bad_rows 1" in message and "rows.jsonl:5" in message and "rows.jsonl:6" in message
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("stopped")
 
 
-def test_a_few_bad_rows_are_counted(flags, tmp_path, capsys, lone_process):
-    rows = [*tiny_inputs.make_rows(8), "no JSON", {"prompt": 3}]
-    path = tiny_inputs.write_rows(tmp_path / "rows.jsonl", rows)
-    run_here(1, flags(1, data_path=path, data_split="1,0,0", eval_fraction=0, output_dir=""))
-    text = capsys.readouterr().out
-    assert "8 train and 0 eval rows of 10 raw rows" in text and "2 rows skipped: bad form" in text
-    assert "rows.jsonl:9" in text and "rows.jsonl:10" in text
+@pytest.fixture
+def place(tmp_path, tiny, forks, shared, make_tokenizer) -> Iterator[Place]:
+    made = Place(tmp_path, tiny, forks, shared, make_tokenizer)
+    yield made
+    for listener in made.listening:
+        listener.close()
 
 
-def test_long_rows_are_counted(flags, tiny_tokenizer, tmp_path, capsys, lone_process):
-    limit = 24
-    rows = tiny_inputs.make_rows(20)
-    path = tiny_inputs.write_rows(tmp_path / "rows.jsonl", rows)
-    texts = [f"\n\nHuman: {r['prompt']}\n\nAssistant: {r['chosen']}<|endoftext|>" for r in rows]
+def snapshot(*folders: Path) -> dict[Path, bytes]:
+    """Return every file's content, but for the token cache and what Python compiles."""
+    found = [folder / name for folder in folders for name in files_in(folder)]
+    return {path: path.read_bytes() for path in found if not {"cache", "__pycache__"} & set(path.parts)}
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_bad_input(place, row):
+    flags = place.flags(row.step, **(row.prepare(place) or {}))
+    before = snapshot(place.folder, place.tiny.folder)
+    done = place.forks.run(
+        row.step, flags, env=row.env(place), hooks=list(row.hooks), cwd=str(place.folder), seconds=60,
+        module=row.module,
+    )  # fmt: skip
+    text = done.text()
+    assert done.code == row.code, text
+    assert "Traceback" not in text
+    assert [word for word in row.words if word not in text] == [], text
+    if row.code == BAD and row.count:
+        listed = r"^error: (\d+) problems?, nothing was started:\n((  - .*\n?)+)"
+        counted = re.search(listed, text, re.MULTILINE)
+        assert int(counted[1]) == row.count == counted[2].count("  - "), text
+    after = snapshot(place.folder, place.tiny.folder)
+    if row.may_write:
+        after = {path: content for path, content in after.items() if path in before}
+    assert after == before
+    assert not (place.folder / "proof").exists()
+
+
+def test_bad_and_long_rows_are_counted(tiny, tmp_path, tiny_tokenizer, capsys, lone_process):
+    made, limit = tiny_inputs.make_rows(20), 24
+    path = tiny_inputs.write_rows(tmp_path / "rows.jsonl", [*made, "no JSON", {"prompt": 3}])
+    texts = [f"\n\nHuman: {r['prompt']}\n\nAssistant: {r['chosen']}<|endoftext|>" for r in made]
     num_long = sum(len(tiny_tokenizer(text).input_ids) > limit for text in texts)
     assert 0 < num_long < 20
-    run_here(
-        1, flags(1, data_path=path, data_split="1,0,0", eval_fraction=0, max_seq_len=limit, output_dir="")
-    )
-    assert f"sft data: {num_long} rows truncated to the length limit" in capsys.readouterr().out
+    changes = {"data_path": path, "data_split": "1,0,0", "eval_fraction": 0, "max_seq_len": limit}
+    run_here(1, good_flags(tiny, "", 1, **changes, max_train_steps=1))
+    text = capsys.readouterr().out
+    assert f"sft data: {num_long} rows truncated to the length limit" in text
+    assert "20 train and 0 eval rows of 22 raw rows" in text and "2 rows skipped: bad form" in text
+    assert "rows.jsonl:21" in text and "rows.jsonl:22" in text
 
 
-# ---- models and tokenizers
-
-
-def test_a_folder_that_is_no_model(flags, refused, tmp_path, tiny):
-    for step, flag in MODEL_FLAG.items():
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        (message,) = refused(step, flags(step, **{flag: tmp_path / "empty"}))
-        assert f"--{flag} {tmp_path}/empty" in message and "config.json" in message
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/export").symlink_to(tiny.base)
-    (message,) = refused(1, flags(1, model_name_or_path=tmp_path / "run"))
-    assert f"did you mean {tmp_path}/run/export?" in message
-
-
-def test_a_model_without_tokenizer(flags, refused, tmp_path):
-    tiny_inputs.save_causal_lm(tmp_path / "bare", None)
-    (message,) = refused(1, flags(1, model_name_or_path=tmp_path / "bare"))
-    assert "--model_name_or_path" in message and "no tokenizer" in message
-
-
-def test_reward_model_without_head(flags, refused, tiny):
-    (message,) = refused(3, flags(3, critic_model_name_or_path=tiny.base))
-    assert f"--critic_model_name_or_path {tiny.base}" in message and "score head" in message
-    (message,) = refused(3, flags(3, reward=f"model:{tiny.base}"))
-    assert f"--reward model:{tiny.base}" in message and "export/ of step 2" in message
-    words = {"model_name_or_path": tiny.base, "data_path": tiny.rows}
-    (message,) = refused(2, words, module="rw_eval")
-    assert f"--model_name_or_path {tiny.base}" in message and "export/ folder of step 2" in message
-
-
-def test_other_vocabularies(flags, refused, make_tokenizer, tmp_path):
-    tiny_inputs.save_reward_model(tmp_path / "other", make_tokenizer(290))
-    (message,) = refused(3, flags(3, critic_model_name_or_path=tmp_path / "other"))
-    assert "--actor_model_name_or_path and --critic_model_name_or_path" in message and "same base" in message
-
-
-def test_tokenizer_without_eos(flags, refused, make_tokenizer, tmp_path):
-    tiny_inputs.save_causal_lm(tmp_path / "endless", make_tokenizer(eos=None))
-    (message,) = refused(1, flags(1, model_name_or_path=tmp_path / "endless"))
-    assert "no eos token" in message and "--eot_token" in message and "--add_eot_token" in message
-    (message,) = refused(1, flags(1, model_name_or_path=tmp_path / "endless", eot_token="<|end|>"))
-    assert "--eot_token <|end|>" in message and "--add_eot_token" in message
-
-
-def test_tokenizer_with_a_new_eot_token(flags, make_tokenizer, tmp_path, output, lone_process, no_pictures):
+def test_a_new_eot_token(tiny, make_tokenizer, tmp_path, output, lone_process, no_pictures):
     """The cure that the message names; it also has no pad token."""
     base = tiny_inputs.save_causal_lm(tmp_path / "endless", make_tokenizer(eos=None))
-    run_here(1, flags(1, model_name_or_path=base, eot_token="<|end|>", add_eot_token=True))
+    changes = {"model_name_or_path": base, "eot_token": "<|end|>", "add_eot_token": True}
+    run_here(1, good_flags(tiny, output, 1, **changes, max_train_steps=1))
     tokenizer = AutoTokenizer.from_pretrained(output / "export")
     assert tokenizer.eos_token == "<|end|>" == tokenizer.pad_token
     model = AutoModelForCausalLM.from_pretrained(output / "export")
     assert model.get_input_embeddings().num_embeddings >= len(tokenizer) > tokenizer.eos_token_id
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_tokenizer_without_pad_works(flags, tiny, output, step, lone_process, no_pictures):
-    assert AutoTokenizer.from_pretrained(tiny.base).pad_token is None
-    run_here(step, flags(step))
-    assert (output / "export/model.safetensors").is_file()
-
-
-# ---- output
-
-
-def test_output_of_an_earlier_run(flags, refused, output, lone_process, no_pictures, capsys, monkeypatch):
+def test_output_of_an_earlier_run(place, output):
     output.mkdir()
     (output / "metrics.jsonl").write_text('{"step": 1, "sft/loss": 2.0}\n')
     (output / "train.log").write_text("tee made this before the program began\n")
-    for step in STEPS:
-        (message,) = refused(step, flags(step))
-        assert f"--output_dir {output} holds metrics.jsonl" in message and "--resume never" in message
-    monkeypatch.undo()
-    run_here(1, flags(1, overwrite_output_dir=True, eval_fraction=0))
-    assert len(read_metrics(output)) == 1 and read_curve(output, "sft/loss") != [2.0]
+    before = snapshot(output)
+    # The last is found late: when the data are built.
+    late = {"overwrite_output_dir": True, "per_device_train_batch_size": 500}
+    for step, changes in ((1, {}), (2, {}), (3, {}), (1, late)):
+        done = place.forks.run(step, place.flags(step, **changes))
+        assert done.code == BAD and snapshot(output) == before
+        assert changes or f"--output_dir {output} holds metrics.jsonl" in done.text()
+        assert changes or "--resume never" in done.text()
+    done = place.forks.run(1, place.flags(1, overwrite_output_dir=True, eval_fraction=0, max_train_steps=1))
+    assert done.code == DONE and len(read_metrics(output)) == 1
 
 
-def test_output_that_cannot_be_written(flags, refused, tmp_path):
-    (tmp_path / "file").write_text("")
-    (message,) = refused(1, flags(1, output_dir=tmp_path / "file/output"))
-    assert f"--output_dir {tmp_path}/file/output" in message and "choose another" in message
-    if os.geteuid() != 0:  # nothing is closed to root
-        (tmp_path / "closed").mkdir(mode=0o500)
-        (message,) = refused(1, flags(1, output_dir=tmp_path / "closed/output"))
-        assert f"--output_dir {tmp_path}/closed/output" in message
-
-
-def test_a_refused_run_leaves_an_earlier_one_alone(flags, refused, output):
-    output.mkdir()
-    (output / "metrics.jsonl").write_text('{"step": 1, "sft/loss": 2.0}\n')
-    # found late: when the data are built
-    messages = refused(1, flags(1, overwrite_output_dir=True, per_device_train_batch_size=500))
-    assert len(messages) == 1 and "--per_device_train_batch_size 500" in messages[0]
-
-
-# ---- all together
-
-
-def test_all_problems_in_one_message(flags, refused, tmp_path):
-    output = tmp_path / "output"
-    output.mkdir()
-    (output / "metrics.jsonl").write_text("")
-    (tmp_path / "empty").mkdir()
-    wrong = {
-        "model_name_or_path": tmp_path / "empty",
-        "data_path": tmp_path / "absent.jsonl",
-        "dtype": "fp16",
-        "offload": "param",
-        "zero_stage": 2,
-        "learning_rate": "fast",
-        "per_device_train_batch_size": 0,
-        "zero_stge": 3,
-    }
-    messages = refused(1, flags(1, **wrong))
-    for word in (
-        f"--output_dir {output}", "config.json", "absent.jsonl", "--dtype fp16", "--offload param",
-        "--learning_rate fast", "--per_device_train_batch_size 0", "--zero_stge",
-    ):  # fmt: skip
-        assert sum(word in message for message in messages) == 1, word
-    assert len(messages) == 8
-
-
-@pytest.mark.slow
-def test_the_real_command_line(flags, tmp_path):
-    """Exit code, stderr and silence elsewhere, as a shell sees them; two ranks say it once."""
-    wrong = as_flags(flags(3, critic_model_name_or_path=tmp_path / "absent", zero_stage=2))
-    command = [sys.executable, "step3_ppo/main.py", *wrong]
+def test_the_real_command_line(tiny, tmp_path):
+    """Exit code, stderr and silence elsewhere, as a shell sees them."""
+    flags = good_flags(
+        tiny, tmp_path / "output", 3, critic_model_name_or_path=tmp_path / "absent", zero_stage=2
+    )
+    command = [sys.executable, "step3_ppo/main.py", *as_flags(flags)]
+    surroundings = environment(OMP_NUM_THREADS="1")
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIME_LIMIT
+        command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=TIME_LIMIT
     )
-    assert done.returncode == 2 and done.stdout == ""
-    assert "Traceback" not in done.stderr and done.stderr.startswith(
-        "error: 2 problems, nothing was started:\n"
-    )
+    assert done.returncode == BAD and done.stdout == "" and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: 2 problems, nothing was started:\n")
     assert f"--critic_model_name_or_path {tmp_path}/absent" in done.stderr
-    assert (
-        "unknown flag --zero_stage; did you mean --actor_zero_stage?" in done.stderr
-        or "--critic_zero" in done.stderr
-    )
+    assert "unknown flag --zero_stage; did you mean --" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- while it runs
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_and_leaves(flags, output):
-    words = as_flags(flags(1, max_train_steps=100_000, num_train_epochs=100_000))
-    log = output.with_suffix(".log")
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "step1_sft/main.py", *words],
-            cwd=ROOT,
-            env=environment(),
-            stdout=file,
-            stderr=file,
-        )
-    try:
-        give_up = time.monotonic() + TIME_LIMIT
-        while "step     5/" not in log.read_text() and process.poll() is None and time.monotonic() < give_up:
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        started = time.monotonic()
-        code = process.wait(timeout=30)
-    finally:
-        process.kill()
-    assert code == STOPPED, log.read_text()[-3000:]
-    assert time.monotonic() - started < 10
-    last = log.read_text().splitlines()[-1]
-    assert "Traceback" not in log.read_text() and last.startswith("stopped after step-") and "resumes" in last
-    assert "export" not in {path.name for path in output.iterdir()}
-    assert [row["step"] for row in read_metrics(output)][:2] == [1, 2]  # whole lines, written as they came
-
-
-def test_a_loss_that_is_not_finite_is_refused(flags, output, lone_process, no_pictures):
-    bad = flags(1, learning_rate=1e30, gradient_clipping=0, max_train_steps=20, num_train_epochs=20)
-    with pytest.raises(TooManyBadSteps, match=r"not finite: sft/loss.*learning rate.*\nskipped 4 steps"):
-        run_here(1, bad)
-    assert not (output / "export").exists()
-    assert len(list((output / "bad_batches").iterdir())) == 4
+def test_a_number_of_threads_that_is_none(tiny, tmp_path):
+    """In a process of its own: the libraries read it as they are imported."""
+    command = [sys.executable, "step1_sft/main.py", *as_flags(good_flags(tiny, tmp_path / "output", 1))]
+    surroundings = environment(OMP_NUM_THREADS="abc", TMPDIR=str(tmp_path / "absent"))
+    done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=240)
+    assert done.returncode == BAD and "Traceback" not in done.stderr
+    assert "OMP_NUM_THREADS=abc in the environment is no number of threads" in done.stderr
+    assert not (tmp_path / "output").exists()

@@ -1,6 +1,7 @@
 """docs/migration.md has every flag of DeepSpeed-Chat, and each means what the page says it means."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -35,139 +36,13 @@ OURS = {
     "train": train.TrainArguments,
 }
 REQUIRED, OFF = "REQUIRED", False
-TEMPORARY = "(temporary folder)"
-SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
-# Of DeepSpeed-Chat: flags by program ("STEPS" are SFT, RM, DPO, PPO), with their default there.
-STEPS, SINGLE = "SFT RM DPO PPO", "SFT RM DPO"
-THEIRS: dict[str, list[tuple[str, Any]]] = {
-    "data_path": [(STEPS, ["Dahoas/rm-static"])],
-    "data_split": [(STEPS, "2,4,4")],
-    "sft_only_data_path": [("SFT", [])],
-    "data_output_path": [(STEPS, TEMPORARY)],
-    "max_seq_len": [(SINGLE, 512)],
-    "unsupervised_dataset_name": [("PPO", None)],
-    "unsupervised_dataset_config_name": [("PPO", None)],
-    "unsup_coef": [("PPO", 27.8)],
-    "max_prompt_seq_len": [("PPO", 256)],
-    "max_answer_seq_len": [("PPO", 256)],
-    "preprocessing_num_workers": [("PPO", None)],
-    "model_name_or_path": [(f"{SINGLE} rw_eval", REQUIRED)],
-    "dropout": [(SINGLE, None)],
-    "disable_dropout": [("SFT RM", OFF)],
-    "tensorboard_path": [
-        ("SFT", "step1_tensorboard"),
-        ("RM DPO", "step2_tensorboard"),
-        ("PPO", "step3_tensorboard"),
-    ],
-    "add_eot_token": [(f"{STEPS} prompt_eval rw_eval", OFF)],
-    "eot_token": [("SFT", "<|endoftext|>")],
-    "num_padding_at_beginning": [("RM PPO rw_eval", 1)],
-    "actor_model_name_or_path": [("PPO", REQUIRED)],
-    "critic_model_name_or_path": [("PPO", REQUIRED)],
-    "actor_dropout": [("PPO", None)],
-    "critic_dropout": [("PPO", None)],
-    "disable_actor_dropout": [("PPO", OFF)],
-    "disable_critic_dropout": [("PPO", OFF)],
-    "model_name_or_path_baseline": [("prompt_eval", REQUIRED)],
-    "model_name_or_path_finetune": [("prompt_eval", REQUIRED)],
-    "actor-model": [("train", "1.3b")],
-    "reward-model": [("train", "350m")],
-    "path": [("chat", None)],
-    "per_device_train_batch_size": [(f"{SINGLE} PPO", 16)],
-    "per_device_mini_train_batch_size": [("PPO", 16)],
-    "generation_batch_numbers": [("PPO", 1)],
-    "per_device_eval_batch_size": [(SINGLE, 16)],
-    "learning_rate": [("SFT DPO", 1e-3), ("RM", 5e-5)],
-    "weight_decay": [(SINGLE, 0.0)],
-    "num_train_epochs": [(STEPS, 1)],
-    "gradient_accumulation_steps": [(STEPS, 1)],
-    "lr_scheduler_type": [(STEPS, "cosine")],
-    "num_warmup_steps": [(SINGLE, 0), ("PPO", 100)],
-    "seed": [(SINGLE, 1234), ("PPO", None)],
-    "lora_learning_rate": [(SINGLE, 5e-4)],
-    "beta": [("DPO", 0.1)],
-    "label_smoothing": [("DPO", 0.0)],
-    "per_device_generation_batch_size": [("PPO", 16)],
-    "per_device_training_batch_size": [("PPO", 16)],
-    "generation_batches": [("PPO", 1)],
-    "ppo_epochs": [("PPO", 1)],
-    "actor_learning_rate": [("PPO", 9.65e-6)],
-    "critic_learning_rate": [("PPO", 5e-6)],
-    "actor_weight_decay": [("PPO", 0.0)],
-    "critic_weight_decay": [("PPO", 0.0)],
-    "actor_lora_learning_rate": [("PPO", 5e-4)],
-    "critic_lora_learning_rate": [("PPO", 5e-4)],
-    "lora_dim": [(SINGLE, 0)],
-    "lora_module_name": [(SINGLE, "decoder.layers.")],
-    "only_optimize_lora": [(STEPS, OFF)],
-    "actor_lora_dim": [("PPO", 0)],
-    "actor_lora_module_name": [("PPO", "decoder.layers.")],
-    "critic_lora_dim": [("PPO", 0)],
-    "critic_lora_module_name": [("PPO", "decoder.layers.")],
-    "enable_mixed_precision_lora": [("PPO", OFF)],
-    "gradient_checkpointing": [(SINGLE, OFF)],
-    "offload": [(STEPS, OFF)],
-    "dtype": [(STEPS, "fp16")],
-    "zero_stage": [(SINGLE, 0)],
-    "compute_fp32_loss": [(STEPS, OFF)],
-    "offload_reference_model": [("DPO PPO", OFF)],
-    "offload_reward_model": [("PPO", OFF)],
-    "actor_zero_stage": [("PPO", 0)],
-    "critic_zero_stage": [("PPO", 0)],
-    "actor_gradient_checkpointing": [("PPO", OFF)],
-    "critic_gradient_checkpointing": [("PPO", OFF)],
-    "align_overflow": [("PPO", OFF)],
-    "actor-zero-stage": [("train", "")],
-    "reward-zero-stage": [("train", "")],
-    "enable_hybrid_engine": [("PPO", OFF)],
-    "unpin_actor_parameters": [("PPO", OFF)],
-    "release_inference_cache": [("PPO", OFF)],
-    "inference_tp_size": [("PPO", 1)],
-    "tp_gather_partition_size": [("PPO", 8)],
-    "output_dir": [(STEPS, None)],
-    "local_rank": [(STEPS, -1)],
-    "enable_tensorboard": [(STEPS, OFF)],
-    "print_loss": [("SFT DPO", OFF)],
-    "eval_interval": [("RM", 0)],
-    "eval_iters": [("RM", 100)],
-    "enable_ema": [("PPO", OFF)],
-    "print_answers": [("PPO", OFF)],
-    "print_answers_interval": [("PPO", 1)],
-    "enable_test_mode": [("PPO", OFF)],
-    "test_stop_step": [("PPO", 0)],
-    "num_beams": [("prompt_eval", 1)],
-    "num_beam_groups": [("prompt_eval", 1)],
-    "top_k": [("prompt_eval", 4)],
-    "penalty_alpha": [("prompt_eval", 0.6)],
-    "num_return_sequences": [("prompt_eval", 1)],
-    "max_new_tokens": [("prompt_eval", 100), ("chat", 128)],
-    "language": [("prompt_eval", "English")],
-    "step": [("train", [1, 2, 3])],
-    "output-dir": [("train", "./output")],
-    "deployment-type": [("train", "single_gpu")],
-    "deepspeed": [(STEPS, OFF)],
-    "deepspeed_config": [(STEPS, None)],
-}
-CHOICES = {
-    "lr_scheduler_type": SCHEDULES,
-    "dtype": ("fp16", "bf16"),
-    "zero_stage": "0123",
-    "actor_zero_stage": "0123",
-    "critic_zero_stage": "0123",
-    "actor-zero-stage": "0123",
-    "reward-zero-stage": "0123",
-    "actor-model": ("1.3b", "6.7b", "13b", "66b"),
-    "reward-model": ("350m",),
-    "language": ("English", "Chinese", "Japanese"),
-    "deployment-type": ("single_gpu", "single_node", "multi_node"),
-    "step": "123",
-}
-FACTS = [
-    (flag, program, default)
-    for flag, entries in THEIRS.items()
-    for programs, default in entries
-    for program in programs.split()
-]
+FACTS, CHOICES = [], {}
+for line in (ROOT / "tests/unit/deepspeed_chat_flags.txt").read_text().splitlines()[1:]:
+    flag, programs, default, *choices = line.split(" | ")
+    if choices:
+        CHOICES[flag] = choices[0].split()
+    for program in programs.split():
+        FACTS.append((flag, program, REQUIRED if default == REQUIRED else json.loads(default)))
 ROW = re.compile(r"^\| `--([\w-]+)` \| ([\w, ]+) \| (same|changed|no effect) \|(.*)\|$", re.MULTILINE)
 STATUS = {
     (flag, program): (status, why.strip())
@@ -205,7 +80,7 @@ def test_the_page_has_every_flag_of_every_program_and_no_other():
     assert len(ROW.findall(PAGE)) == PAGE.split("\n## Every flag\n")[1].split("\n## ")[0].count("\n| `--"), (
         "a row has another form"
     )
-    assert len(THEIRS) == 103 and len(FACTS) == 194
+    assert len({flag for flag, _, _ in FACTS}) == 103 and len(FACTS) == 194
 
 
 @pytest.mark.parametrize(("flag", "program", "default"), FACTS, ids=lambda value: str(value))
