@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from common.generation.kv_cache import SLOT_ATTENTION, SlotCache
-from common.models.loading import forward_accepts, plain_model
+from common.models.loading import build_position_ids, forward_accepts, plain_model
 from common.models.output_head import token_logprobs
 from common.models.sampling import counter_uniform, sample_tokens
 
@@ -55,20 +55,12 @@ class DecodeState:
     def build(cls, num_slots: int, max_new_tokens: int, device: torch.device) -> "DecodeState":
         """Return a state without sequences."""
 
-        def zeros(dtype: torch.dtype, *more: int) -> torch.Tensor:
-            return torch.zeros(num_slots, *more, dtype=dtype, device=device)
-
         columns = max_new_tokens + 1
-        integers = [zeros(torch.int64) for _ in range(4)]
-        flags = [zeros(torch.bool) for _ in range(2)]
-        return cls(
-            *integers,
-            *flags,
-            uniforms=zeros(torch.float32, columns),
-            response_ids=zeros(torch.int64, columns),
-            logprobs=zeros(torch.float32, columns),
-            log_kept=zeros(torch.float32, columns),
-        )
+        integers = [torch.zeros(num_slots, dtype=torch.int64, device=device) for _ in range(4)]
+        flags = [torch.zeros(num_slots, dtype=torch.bool, device=device) for _ in range(2)]
+        uniforms, logprobs, log_kept = torch.zeros(3, num_slots, columns, device=device)
+        response_ids = torch.zeros(num_slots, columns, dtype=torch.int64, device=device)
+        return cls(*integers, *flags, uniforms, response_ids, logprobs, log_kept)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all of it, to be moved row by row."""
@@ -127,21 +119,8 @@ class DecodeState:
             tensor[targets] = tensor[sources]
 
 
-def round_rows(num_rows: int, num_slots: int) -> int:
-    """Return the next power of two, at most `num_slots`: rows above the live ones cost next to nothing."""
-    return min(1 << (num_rows - 1).bit_length(), num_slots)
-
-
-def round_positions(upto: int, max_length: int) -> int:
-    """Return the next multiple of the bucket, at most `max_length`."""
-    return min(-(-upto // POSITIONS_PER_BUCKET) * POSITIONS_PER_BUCKET, max_length)
-
-
 class DecodeGraphs:
-    """Captured passes by (rows, positions), kept as long as the weights stay at their addresses.
-
-    A graph holds for one number of rows and of positions; both are rounded up, so few are needed.
-    """
+    """Captured passes by (rows, positions), kept as long as the weights stay at their addresses."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -193,6 +172,7 @@ class DecodeStep:
     ) -> None:
         self.model, self.cache, self.state, self.options = model, cache, state, options
         self._takes_positions = forward_accepts(model, "position_ids")
+        self._keeps_logits = forward_accepts(model, "logits_to_keep")
         config = plain_model(model).config
         self._has_slot_attention = config._attn_implementation == SLOT_ATTENTION
         config = config.get_text_config()
@@ -212,6 +192,21 @@ class DecodeStep:
         if self._graphs:
             self._graphs.check_weights()
 
+    def read_prompts(self, ids: torch.Tensor, mask: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Return logits (m, V) behind prompts (m, T), left-padded, whose keys and values go into `slots`.
+
+        mask (m, T) bool, True for real tokens.
+        """
+        has_padding = not bool(mask.all())
+        self.cache.begin_prefill(slots, mask if has_padding else None)
+        inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.cache, "use_cache": True}
+        inputs["attention_mask"] = mask.long() if has_padding else None
+        if self._takes_positions:
+            inputs["position_ids"] = build_position_ids(mask)
+        if self._keeps_logits:
+            inputs["logits_to_keep"] = 1
+        return self.model(**inputs).logits[:, -1]
+
     def has_room(self, num_slots: int, max_length: int, options: SamplingOptions) -> bool:
         """Whether the cache and the state are large enough, and tokens are sampled with these options.
 
@@ -225,12 +220,14 @@ class DecodeStep:
 
     def run(self, num_rows: int, upto: int) -> None:
         """Sample a token for each of the first `num_rows` slots; `upto` is above every position in use."""
-        if self._graphs:
-            rows = round_rows(num_rows, self.cache.num_slots)
-            upto = round_positions(upto, self.cache.max_length)
-            self._graphs.run(rows, upto, self._run_pass, self.state.tensors())
-        else:
+        if not self._graphs:
             self._run_pass(num_rows, upto)
+            return
+        # A graph holds for one number of rows and of positions; both are rounded up, so few are needed.
+        rows = min(1 << (num_rows - 1).bit_length(), self.cache.num_slots)
+        buckets = -(-upto // POSITIONS_PER_BUCKET)
+        upto = min(buckets * POSITIONS_PER_BUCKET, self.cache.max_length)
+        self._graphs.run(rows, upto, self._run_pass, self.state.tensors())
 
     def _run_pass(self, num_rows: int, upto: int) -> None:
         state = self.state

@@ -9,14 +9,13 @@ or ranks.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from common.generation.decode import DecodeState, DecodeStep, SamplingOptions
 from common.generation.kv_cache import SlotCache
-from common.models.loading import build_position_ids, forward_accepts
 
 # Gets (sample, its new token ids) after each pass; True: the sample shall end here.
 TokenCallback = Callable[[int, list[int]], bool]
@@ -59,8 +58,6 @@ class Generator:
     ) -> None:
         self.model, self.agree_any = model, agree_any
         self.num_slots, self.max_length = num_slots, max_length
-        self._takes_positions = forward_accepts(model, "position_ids")
-        self._keeps_logits = forward_accepts(model, "logits_to_keep")
         self._step: DecodeStep | None = None
 
     def release(self) -> None:
@@ -76,7 +73,6 @@ class Generator:
         *,
         num_samples: int = 1,
         limits: torch.Tensor | None = None,
-        max_slots: int | None = None,
         on_tokens: TokenCallback | None = None,
     ) -> Generation:
         """Return `num_samples` responses for each left-padded prompt (B, P).
@@ -84,62 +80,43 @@ class Generator:
         prompt_mask (B, P) True for real tokens; sample_ids (B x num_samples,) int64 name the random numbers;
         limits (B x num_samples,) int64, from 1 up to max_new_tokens: tokens a response may have at most. A
         response ends with its stop token; its length is counted, never searched for, so the stop token may be
-        the pad token. Of the generator's slots this call uses `max_slots` at most, from 1 on; None: all.
-        `on_tokens` gets every token as soon as it is sampled, and may end a response.
+        the pad token. `on_tokens` gets every token as soon as it is sampled, and may end a response.
         """
         device = prompt_ids.device
         if limits is None:
             limits = torch.full_like(sample_ids, options.max_new_tokens)
         lengths = prompt_mask.long().sum(1).tolist()
-        num_slots = min(self.num_slots or DEFAULT_SLOTS, len(sample_ids), max_slots or len(sample_ids))
+        num_slots = min(self.num_slots or DEFAULT_SLOTS, len(sample_ids))
         schedule = SlotSchedule(
-            lengths,
-            num_samples=num_samples,
-            num_slots=num_slots,
-            max_tokens_per_pass=PREFILL_TOKENS,
+            lengths, num_samples=num_samples, num_slots=num_slots, max_tokens_per_pass=PREFILL_TOKENS
         )
         length = max(max(lengths) + options.max_new_tokens, self.max_length)
         # Inference mode is a tenth faster on a CPU; DeepSpeed's gathering hooks do not run in it.
         with torch.no_grad() if self.agree_any else torch.inference_mode():
-            step = self._prepare(num_slots, length, options, device)
-            mask = prompt_mask.bool()
-            loop = _DecodeLoop(self, step, schedule, prompt_ids, mask, sample_ids, limits, options, on_tokens)
+            if self._step is None or not self._step.has_room(num_slots, length, options):
+                self._step = None  # its memory is needed for the new one
+                state = DecodeState.build(num_slots, options.max_new_tokens, device)
+                self._step = DecodeStep(self.model, SlotCache(num_slots, length), state, options)
+            self._step.begin()
+            loop = _DecodeLoop(
+                self._step,
+                schedule,
+                prompt_ids,
+                prompt_mask.bool(),
+                sample_ids,
+                limits,
+                options,
+                self.agree_any,
+                on_tokens,
+            )
             found = loop.run()
         return Generation(*(tensor.clone() for tensor in found))  # such tensors can take part in a loss
-
-    def _prepare(
-        self, num_slots: int, max_length: int, options: SamplingOptions, device: torch.device
-    ) -> DecodeStep:
-        """Return the step of the last call if it has room for this one, else a new one."""
-        step = self._step
-        if step is None or not step.has_room(num_slots, max_length, options):
-            self._step = None  # its memory is needed for the new one
-            cache = SlotCache(num_slots, max_length)
-            state = DecodeState.build(num_slots, options.max_new_tokens, device)
-            self._step = step = DecodeStep(self.model, cache, state, options)
-        step.begin()
-        return step
-
-    def read_prompts(
-        self, cache: SlotCache, ids: torch.Tensor, mask: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
-        """Return logits (m, V) behind prompts (m, T), left-padded, whose keys and values go into `slots`."""
-        has_padding = not bool(mask.all())
-        cache.begin_prefill(slots, mask if has_padding else None)
-        inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
-        inputs["attention_mask"] = mask.long() if has_padding else None
-        if self._takes_positions:
-            inputs["position_ids"] = build_position_ids(mask)
-        if self._keeps_logits:
-            inputs["logits_to_keep"] = 1
-        return self.model(**inputs).logits[:, -1]
 
 
 @dataclass
 class Admission:
-    """Samples that enter the slots `first_slot` .. together."""
+    """Samples that enter the slots behind the live ones together."""
 
-    first_slot: int
     samples: list[int] = field(default_factory=list)
     prompts: list[int] = field(default_factory=list)  # to be read in one pass, longest first
     prompt_slots: list[int] = field(default_factory=list)  # where their keys and values go
@@ -184,7 +161,7 @@ class SlotSchedule:
 
     def admit(self) -> Admission:
         """Take what fits into the free slots and into one pass; at least one sample must wait."""
-        admission = Admission(len(self.slots))
+        admission = Admission()
         slot_with = {self.prompt_of(sample): slot for slot, sample in enumerate(self.slots)}
         padding, width = 0, 0
         while self.waiting and len(self.slots) < self.num_slots:
@@ -223,7 +200,6 @@ class SlotSchedule:
 class _DecodeLoop:
     """One call of `generate`, from the first prompt to the last token."""
 
-    generator: Generator
     step: DecodeStep
     schedule: SlotSchedule
     prompt_ids: torch.Tensor
@@ -231,18 +207,17 @@ class _DecodeLoop:
     sample_ids: torch.Tensor
     limits: torch.Tensor
     options: SamplingOptions
+    agree_any: Callable[[bool], bool] | None
     on_tokens: TokenCallback | None
     lengths: list[int] = field(default_factory=list)  # tokens in the cache, slot by slot
     first_logits: dict[int, torch.Tensor] = field(default_factory=dict)  # of prompts with waiting samples
     num_told: dict[int, int] = field(default_factory=dict)  # tokens that `on_tokens` has got, by sample
 
-    def __post_init__(self) -> None:
-        self.device = self.prompt_ids.device
-        self.results = DecodeState.build(len(self.sample_ids), self.options.max_new_tokens, self.device)
-
     def run(self) -> Generation:
         """Run until no sample waits; return all responses in the order of the samples."""
-        agree_any = self.generator.agree_any or (lambda has_work: has_work)
+        self.device = self.prompt_ids.device
+        self.results = DecodeState.build(len(self.sample_ids), self.options.max_new_tokens, self.device)
+        agree_any = self.agree_any or bool
         while agree_any(self.schedule.has_work()):
             if self.schedule.should_admit():
                 self._admit(self.schedule.admit())
@@ -257,38 +232,34 @@ class _DecodeLoop:
 
     def _admit(self, admission: Admission) -> None:
         """Read the new prompts, share them among their samples, sample every first token."""
-        prompts, schedule = admission.prompts, self.schedule
-        if prompts:
-            width = max(schedule.prompt_lengths[prompt] for prompt in prompts)
-            ids, mask = self.prompt_ids[prompts, -width:], self.prompt_mask[prompts, -width:]
-            slots = torch.tensor(admission.prompt_slots, device=self.device)
-            logits = self.generator.read_prompts(self.step.cache, ids, mask, slots)  # (m, V)
-            self.first_logits.update(zip(prompts, logits, strict=True))
-        elif self.generator.agree_any:
+        new, schedule = admission.prompts, self.schedule
+        if new:
+            width = max(schedule.prompt_lengths[prompt] for prompt in new)
+            ids, mask = self.prompt_ids[new, -width:], self.prompt_mask[new, -width:]
+            logits = self.step.read_prompts(ids, mask, self._tensor(admission.prompt_slots))  # (m, V)
+            self.first_logits.update(zip(new, logits, strict=True))
+        elif self.agree_any:
             self._keep_step()  # the other ranks run a pass
-        lengths = [schedule.prompt_lengths[schedule.prompt_of(sample)] for sample in admission.samples]
+        prompts = [schedule.prompt_of(sample) for sample in admission.samples]
+        lengths = [schedule.prompt_lengths[prompt] for prompt in prompts]
         if admission.copies:
-            sources, targets = torch.tensor(admission.copies, device=self.device).unbind(1)
+            sources, targets = self._tensor(admission.copies).unbind(1)
             self.step.cache.copy_slots(sources, targets, max(lengths))
-        of_each = [schedule.prompt_of(sample) for sample in admission.samples]
-        logits = logits if of_each == prompts else torch.stack([self.first_logits[p] for p in of_each])
-        for prompt in set(of_each):
+        samples, state, first = self._tensor(admission.samples), self.step.state, len(self.lengths)
+        limits, sample_ids = self.limits[samples], self.sample_ids[samples]
+        state.enter(first, self._tensor(lengths), limits, sample_ids, self.options.seed)
+        self.lengths += lengths
+        logits = torch.stack([self.first_logits[prompt] for prompt in prompts])
+        state.sample(slice(first, len(self.lengths)), logits, self.options)
+        for prompt in set(prompts):
             if not schedule.has_waiting_sibling(prompt):
                 del self.first_logits[prompt]
-        samples = torch.tensor(admission.samples, device=self.device)
-        state, first = self.step.state, admission.first_slot
-        state.enter(
-            first,
-            torch.tensor(lengths, device=self.device),
-            self.limits[samples],
-            self.sample_ids[samples],
-            self.options.seed,
-        )
-        self.lengths += lengths
-        state.sample(slice(first, first + len(lengths)), logits, self.options)
+
+    def _tensor(self, numbers: list) -> torch.Tensor:
+        return torch.tensor(numbers, device=self.device)
 
     def _decode(self) -> None:
-        num_passes = 1 if self.generator.agree_any or self.on_tokens else self.step.passes_per_look
+        num_passes = 1 if self.agree_any or self.on_tokens else self.step.passes_per_look
         for _ in range(num_passes):
             # A sequence that has ended meanwhile stays where it is: its length here is an upper bound.
             self.step.run(len(self.lengths), min(max(self.lengths) + 1, self.step.cache.max_length))
@@ -296,7 +267,7 @@ class _DecodeLoop:
 
     def _keep_step(self) -> None:
         """Run a pass that counts nothing: the weights are gathered by all ranks together."""
-        self.generator.model(input_ids=self.prompt_ids[:1, -1:], use_cache=False)
+        self.step.model(input_ids=self.prompt_ids[:1, -1:], use_cache=False)
 
     def _tell(self, on_tokens: TokenCallback) -> None:
         """Give the callback all new tokens; a sample that it wants no more of ends."""
@@ -314,13 +285,15 @@ class _DecodeLoop:
         finished = (~state.is_live[:num_rows]).nonzero().flatten().tolist()
         if not finished:
             return
-        samples = torch.tensor([self.schedule.slots[slot] for slot in finished], device=self.device)
-        slots = torch.tensor(finished, device=self.device)
+        samples, slots = (
+            self._tensor([self.schedule.slots[slot] for slot in finished]),
+            self._tensor(finished),
+        )
         for result, tensor in zip(self.results.tensors(), state.tensors(), strict=True):
             result[samples] = tensor[slots]
         moves = self.schedule.retire(finished)
         if moves:
-            sources, targets = torch.tensor(moves, device=self.device).unbind(1)
+            sources, targets = self._tensor(moves).unbind(1)
             self.step.cache.copy_slots(sources, targets, max(self.lengths[source] for source, _ in moves))
             state.move(sources, targets)
             for source, target in moves:

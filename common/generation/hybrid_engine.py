@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
+from common.data.packed_batch import pad_sequences
 from common.generation.decode import SamplingOptions
 from common.generation.generate import DEFAULT_SLOTS, Generation, Generator
 from common.generation.inference_module import InferenceModule, cut_module
@@ -71,7 +70,14 @@ class HybridEngine:
             self.inference_module: nn.Module = self.module
         else:
             self._build_inference_module()
-        self.generator = self._build_generator()
+        self.generator: Generator | TransformersGenerator = TransformersGenerator(self.inference_module)
+        if options.enabled:
+            self.generator = Generator(
+                self.inference_module,
+                num_slots=options.num_slots,
+                max_length=options.max_out_tokens,
+                agree_any=_any_rank if self.gather_by_layer else None,
+            )
 
     def _build_inference_module(self) -> None:
         self._inference = InferenceModule(plain_model(self.module), distributed.device())
@@ -92,17 +98,6 @@ class HybridEngine:
             layout,
             self.groups,
             gather_partition_size=self.options.tp_gather_partition_size,
-        )
-
-    def _build_generator(self) -> Generator | TransformersGenerator:
-        options = self.options
-        if not options.enabled:
-            return TransformersGenerator(self.inference_module)
-        return Generator(
-            self.inference_module,
-            num_slots=options.num_slots,
-            max_length=options.max_out_tokens,
-            agree_any=_any_rank if self.gather_by_layer else None,
         )
 
     @contextmanager
@@ -175,47 +170,42 @@ class HybridEngine:
         prompt_mask: torch.Tensor,
         sample_ids: torch.Tensor,
         options: SamplingOptions,
-        **more: Any,
+        *,
+        num_samples: int = 1,
+        limits: torch.Tensor | None = None,
     ) -> Generation:
         """Return this rank's responses, see `Generator.generate`; to be called in generation mode.
 
         Ranks that share a replica generate for all of them together. Every rank must call this.
         """
+        first, num_responses = 0, len(sample_ids)
+        if limits is None:
+            limits = torch.full_like(sample_ids, options.max_new_tokens)
+        if self.layout.tp_size > 1:
+            mask = prompt_mask.bool()
+            token_ids, lengths, samples, of_limits = map(
+                self._gather, (prompt_ids[mask], mask.sum(1), sample_ids, limits)
+            )
+            prompt_ids, prompt_mask = pad_sequences(torch.cat(token_ids), torch.cat(lengths), on_left=True)
+            first = sum(map(len, samples[: self.layout.tp_rank]))
+            sample_ids, limits = torch.cat(samples), torch.cat(of_limits)
+        device = distributed.device()
         num_slots = self.options.num_slots or DEFAULT_SLOTS
         cure = f"lower --generation_slots {num_slots}, the sequences that run at a time"
-        rows = slice(None)
-        if self.layout.tp_size > 1:
-            prompt_ids, prompt_mask, sample_ids, more, rows = self._gather_prompts(
-                prompt_ids, prompt_mask, sample_ids, more
-            )
         with named_out_of_memory(cure):
-            found = self.generator.generate(prompt_ids, prompt_mask, sample_ids, options, **more)
-        return Generation(*(tensor[rows] for tensor in found))
+            generation = self.generator.generate(
+                prompt_ids.to(device),
+                prompt_mask.to(device),
+                sample_ids.to(device),
+                options,
+                num_samples=num_samples,
+                limits=limits.to(device),
+            )
+        return Generation(*(tensor[first : first + num_responses] for tensor in generation))
 
-    def _gather_prompts(
-        self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        sample_ids: torch.Tensor,
-        more: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any], slice]:
-        """Return the prompts of all ranks of the replica, and which responses are this rank's."""
-        device = prompt_ids.device
-        limits = more.get("limits")
-        mine = [x if x is None else x.cpu() for x in (prompt_ids, prompt_mask, sample_ids, limits)]
-        everyone: list[Any] = [None] * self.layout.tp_size
-        dist.all_gather_object(everyone, mine, group=self.groups.tp_group)
-        width = max(ids.shape[1] for ids, *_ in everyone)
-        columns = list(zip(*everyone, strict=True))
-        ids, mask = (
-            torch.cat([F.pad(x, (width - x.shape[1], 0)) for x in column]).to(device)
-            for column in columns[:2]
-        )
-        all_samples = torch.cat(columns[2]).to(device)
-        if limits is not None:
-            more = more | {"limits": torch.cat(columns[3]).to(device)}
-        first = sum(len(samples) for samples in columns[2][: self.layout.tp_rank])
-        return ids, mask, all_samples, more, slice(first, first + len(sample_ids))
+    def _gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return a flat tensor of each rank of the replica, on the CPU; its ranks must call this together."""
+        return distributed.all_to_all([flat.cpu()] * self.layout.tp_size, self.groups.tp_group)
 
 
 def _any_rank(has_work: bool) -> bool:

@@ -10,6 +10,7 @@ other ranks are wrapped. Gradients do not pass through the sums over ranks.
 
 import copy
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from common.generation.kv_cache import choose_attention
 from common.generation.tp_plans import Cut
 
 HEAD_WIDTHS = ("head_dim", "head_size")  # what tells an attention from an MLP
-QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
-KEY_VALUE_COUNTS = ("num_kv_heads", "num_key_value_heads")
-QUERY_WIDTHS = ("embed_dim", "hidden_size", "split_size")  # of all query heads together
+# What an attention counts: query heads, key/value heads, and the width of all query heads together.
+COUNTS = ("num_heads", "num_attention_heads", "n_heads", "num_kv_heads", "num_key_value_heads")
+WIDTHS = ("embed_dim", "hidden_size", "split_size")
 
 
 class InferenceModule:
@@ -177,36 +178,26 @@ def _narrow_attention(module: nn.Module, num_heads: int, tp_rank: int, tp_size: 
     if hasattr(module, "num_key_value_groups"):
         num_kv_heads = num_heads // module.num_key_value_groups
         module.num_key_value_groups = num_heads // tp_size // max(num_kv_heads // tp_size, 1)
-    for name in (*QUERY_COUNTS, *QUERY_WIDTHS, *KEY_VALUE_COUNTS):
+    for name in (*COUNTS, *WIDTHS):
         if hasattr(module, name):
             # Ranks share a key/value head where there are fewer heads than ranks.
             setattr(module, name, max(getattr(module, name) // tp_size, 1))
     if "alibi" in inspect.signature(module.forward).parameters:
-        first, count = tp_rank * num_heads // tp_size, num_heads // tp_size
-        module.register_forward_pre_hook(_AlibiOfHeads(num_heads, first, count), with_kwargs=True)
+        heads = slice(tp_rank * num_heads // tp_size, (tp_rank + 1) * num_heads // tp_size)
+        module.register_forward_pre_hook(partial(_narrow_alibi, num_heads, heads), with_kwargs=True)
 
 
-class _AlibiOfHeads:
-    """A hook that hands an attention the position biases of its own heads: the model builds those of all."""
-
-    def __init__(self, num_heads: int, first: int, count: int) -> None:
-        self.num_heads, self.first, self.count = num_heads, first, count
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with `alibi`, and a mask that has it in it, narrowed to the rank's heads."""
-        alibi, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
-        if alibi is None:
-            return args, kwargs
-        if alibi.ndim == 3:  # BLOOM: (B * heads, 1, keys)
-            narrowed = self.narrow(alibi.unflatten(0, (-1, self.num_heads))).flatten(0, 1)
-        else:  # Falcon: (B, heads, 1, keys)
-            narrowed = self.narrow(alibi)
-        if mask is not None and mask.shape[1] == self.num_heads:  # Falcon's masked alibi
-            mask = self.narrow(mask)
-        return args, kwargs | {"alibi": narrowed, "attention_mask": mask}
-
-    def narrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's heads of a tensor (B, heads, ...)."""
-        return tensor.narrow(1, self.first, self.count)
+def _narrow_alibi(
+    num_heads: int, heads: slice, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hand an attention the position biases of its own heads: the model builds those of all."""
+    alibi, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
+    if alibi is None:
+        return args, kwargs
+    if alibi.ndim == 3:  # BLOOM: (B * heads, 1, keys)
+        alibi = alibi.unflatten(0, (-1, num_heads))[:, heads].flatten(0, 1)
+    else:  # Falcon: (B, heads, 1, keys)
+        alibi = alibi[:, heads]
+    if mask is not None and mask.shape[1] == num_heads:  # Falcon's masked alibi
+        mask = mask[:, heads]
+    return args, kwargs | {"alibi": alibi, "attention_mask": mask}

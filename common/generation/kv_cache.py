@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from common.generation.tp_plans import head_counts
 from common.models.varlen_attention import FLASH_ATTENTION
 from common.models.varlen_attention import NAME as VARLEN
 
@@ -93,10 +94,6 @@ class SlotCache(Cache):
         for block in (*self.keys, *self.values):
             block[targets, :, :length] = block[sources, :, :length]
 
-    def num_bytes(self) -> int:
-        """Return the bytes of all blocks."""
-        return sum(block.numel() * block.element_size() for block in (*self.keys, *self.values))
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the positions before this pass, as transformers' masks count them."""
         return max(self._upto - 1, 0)
@@ -109,9 +106,7 @@ class SlotCache(Cache):
 def kv_bytes_per_token(config: Any, bytes_per_number: int, tp_size: int = 1) -> int:
     """Return what keys and values of one token take on a rank, all layers together."""
     config = config.get_text_config()
-    num_heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    _, num_kv_heads, head_dim = head_counts(config)
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         num_kv_heads = 1  # Falcon-7B; larger ones repeat their key/value heads before they cache them
     per_rank = max(num_kv_heads // tp_size, 1)

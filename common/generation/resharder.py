@@ -5,7 +5,7 @@ Each rank receives only what it lacks; weights that are whole on every rank are 
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -64,11 +64,11 @@ class SwitchCosts:
 
     def state_dict(self) -> dict[str, int]:
         """Return all of it, for a checkpoint: a resumed step logs the switch that was made before."""
-        return {"received_bytes": self.received_bytes, "peak_bytes": self.peak_bytes}
+        return asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take what `state_dict` gave."""
-        self.received_bytes, self.peak_bytes = state["received_bytes"], state["peak_bytes"]
+        vars(self).update(state)
 
 
 class _Source(NamedTuple):

@@ -7,10 +7,10 @@ them.
 """
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -63,57 +63,13 @@ class Part:
         """Whether the units can be dealt out to so many ranks."""
         return self.count % tp_size == 0 or (self.may_repeat and tp_size % self.count == 0)
 
-    def ranges(self, tp_rank: int, tp_size: int) -> list[tuple[int, int]]:
-        """Return the rank's index ranges, counted from the beginning of the part."""
-        length = max(self.count // tp_size, 1) * self.unit
+    def range(self, tp_rank: int, tp_size: int) -> tuple[int, int]:
+        """Return the rank's index range, counted from the beginning of the part."""
         start = tp_rank * self.count // tp_size * self.unit
-        return [(start, start + length)]
+        return start, start + max(self.count // tp_size, 1) * self.unit
 
 
-@dataclass(frozen=True)
-class GroupedHeads:
-    """Query heads and their key and value head side by side: [groups, queries + key + value, head_dim].
-
-    More ranks than groups share out a group's query heads and hold its key and value head each.
-    """
-
-    num_groups: int
-    queries_per_group: int
-    head_dim: int
-
-    holds = HEADS
-    may_repeat = False
-
-    @property
-    def count(self) -> int:
-        """The number of query heads."""
-        return self.num_groups * self.queries_per_group
-
-    @property
-    def size(self) -> int:
-        """The length of the stretch."""
-        return self.num_groups * (self.queries_per_group + 2) * self.head_dim
-
-    def fits(self, tp_size: int) -> bool:
-        """Whether query heads and groups can be dealt out to so many ranks."""
-        return self.count % tp_size == 0 and (
-            self.num_groups % tp_size == 0 or tp_size % self.num_groups == 0
-        )
-
-    def ranges(self, tp_rank: int, tp_size: int) -> list[tuple[int, int]]:
-        """Return the rank's index ranges, counted from the beginning of the part."""
-        group_length = (self.queries_per_group + 2) * self.head_dim
-        if self.num_groups % tp_size == 0:
-            length = self.num_groups // tp_size * group_length
-            return [(tp_rank * length, (tp_rank + 1) * length)]
-        group, index = divmod(tp_rank, tp_size // self.num_groups)
-        length = self.count // tp_size * self.head_dim
-        queries = group * group_length + index * length
-        key = group * group_length + self.queries_per_group * self.head_dim
-        return [(queries, queries + length), (key, key + 2 * self.head_dim)]
-
-
-Parts = tuple[Part | GroupedHeads, ...]
+Parts = tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -157,45 +113,37 @@ def build_cuts(model: nn.Module, tp_size: int) -> dict[str, Cut]:
     """
     if tp_size == 1:
         return {}
-    planned = planned_linears(model)
     cuts: dict[str, Cut] = {}
-    for name, style in planned.items():
-        module = model.get_submodule(name)
-        dim = cut_dim(module, style)
-        parts = parts_of(name, module, style)
-        check_size(model, name, parts, tp_size)
-        cut = Cut(dim, tuple(join_ranges(parts, rank, tp_size) for rank in range(tp_size)))
-        cuts[f"{name}.weight"] = cut
+    for name, (module, style, parts) in planned_linears(model).items():
+        for part in parts:
+            if tp_size < 1 or not part.fits(tp_size):
+                sizes = ", ".join(map(str, working_tp_sizes(model)))
+                verb = "neither divides nor is a multiple of" if part.may_repeat else "does not divide"
+                raise ValueError(
+                    f"--inference_tp_size {tp_size} {verb} the {part.count} {part.holds} of {name}; "
+                    f"sizes that work for this model: {sizes}"
+                )
+        ranges = tuple(join_ranges(parts, rank, tp_size) for rank in range(tp_size))
+        cuts[f"{name}.weight"] = Cut(cut_dim(module, style), ranges)
         if isinstance(style, Column):
-            cuts[f"{name}.bias"] = replace(cut, dim=0)
-    cuts |= vocabulary_cuts(model, tp_size)
+            cuts[f"{name}.bias"] = Cut(0, ranges)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):  # tied or not
+        if isinstance(module, nn.Embedding | nn.Linear) and len(module.weight) % tp_size == 0:
+            rows = (Part(len(module.weight)),)
+            cut = Cut(0, tuple(join_ranges(rows, rank, tp_size) for rank in range(tp_size)))
+            cuts |= {names[id(parameter)]: cut for parameter in module.parameters(recurse=False)}
     return {name: cuts[name] for name, _ in model.named_parameters() if name in cuts}
 
 
 def working_tp_sizes(model: nn.Module) -> list[int]:
     """Return the tensor-parallel sizes that fit this model (meta or real): [1] for one that has no plan."""
     try:
-        parts = [
-            part
-            for name, style in planned_linears(model).items()
-            for part in parts_of(name, model.get_submodule(name), style)
-        ]
+        parts = [part for planned in planned_linears(model).values() for part in planned.parts]
     except NoPlan:
         return [1]
     most = min((part.count for part in parts if not part.may_repeat), default=1)
     return [size for size in range(1, most + 1) if all(part.fits(size) for part in parts)]
-
-
-def check_size(model: nn.Module, name: str, parts: Parts, tp_size: int) -> None:
-    """Raise ValueError if the parts of a module cannot be dealt out to so many ranks."""
-    for part in parts:
-        if tp_size < 1 or not part.fits(tp_size):
-            sizes = ", ".join(map(str, working_tp_sizes(model)))
-            verb = "neither divides nor is a multiple of" if part.may_repeat else "does not divide"
-            raise ValueError(
-                f"--inference_tp_size {tp_size} {verb} the {part.count} {part.holds} of {name}; "
-                f"sizes that work for this model: {sizes}"
-            )
 
 
 def join_ranges(parts: Parts, tp_rank: int, tp_size: int) -> tuple[tuple[int, int], ...]:
@@ -203,11 +151,10 @@ def join_ranges(parts: Parts, tp_rank: int, tp_size: int) -> tuple[tuple[int, in
     ranges: list[tuple[int, int]] = []
     offset = 0
     for part in parts:
-        for start, stop in part.ranges(tp_rank, tp_size):
-            if ranges and ranges[-1][1] == offset + start:
-                ranges[-1] = (ranges[-1][0], offset + stop)
-            else:
-                ranges.append((offset + start, offset + stop))
+        start, stop = part.range(tp_rank, tp_size)
+        if ranges and ranges[-1][1] == offset + start:
+            start = ranges.pop()[0] - offset
+        ranges.append((offset + start, offset + stop))
         offset += part.size
     return tuple(ranges)
 
@@ -217,53 +164,47 @@ def cut_dim(module: nn.Module, style: Style) -> int:
     return int(isinstance(style, Row) != isinstance(module, Conv1D))
 
 
-def parts_of(name: str, module: nn.Module, style: Style) -> Parts:
-    """Return the parts of a module's cut dimension; raise NoPlan if they do not make up its size."""
-    if not isinstance(module, nn.Linear | Conv1D):
-        raise NoPlan(f"{name} is a {type(module).__name__}: only Linear and Conv1D can be cut")
-    size = module.weight.shape[cut_dim(module, style)]
-    parts = style.parts or (Part(size),)
-    if sum(part.size for part in parts) != size:
-        raise NoPlan(f"{name}: the plan expects a size of {sum(part.size for part in parts)}, not {size}")
-    return parts
+class Planned(NamedTuple):
+    """A Linear that is cut."""
+
+    module: nn.Linear | Conv1D
+    style: Style
+    parts: Parts
 
 
-def planned_linears(model: nn.Module) -> dict[str, Style]:
-    """Return the style of each Linear that is cut, by its name in the model; raise NoPlan if none fit."""
-    plan = plan_of(model.config)
-    planned: dict[str, Style] = {}
+def planned_linears(model: nn.Module) -> dict[str, Planned]:
+    """Return each Linear that is cut, by its name in the model; raise NoPlan if the plan does not fit it."""
+    planned: dict[str, Planned] = {}
     modules = dict(model.named_modules())
-    for pattern, style in plan.items():
+    for pattern, style in plan_of(model.config).items():
         expression = re.escape(f"{model.base_model_prefix}.{pattern}").replace(r"\*", r"\d+")
         matching = [name for name in modules if re.fullmatch(expression, name)]
         if not matching:
             raise NoPlan(f"{type(model).__name__} has no {pattern}, which its tensor-parallel plan names")
-        planned |= dict.fromkeys(matching, style)
+        for name in matching:
+            module = modules[name]
+            if not isinstance(module, nn.Linear | Conv1D):
+                raise NoPlan(f"{name} is a {type(module).__name__}: only Linear and Conv1D can be cut")
+            size = module.weight.shape[cut_dim(module, style)]
+            parts = style.parts or (Part(size),)
+            expected = sum(part.size for part in parts)
+            if expected != size:
+                raise NoPlan(f"{name}: the plan expects a size of {expected}, not {size}")
+            planned[name] = Planned(module, style, parts)
     if model.config.model_type not in PLANS:
         check_attention_is_covered(model, planned)
     return planned
 
 
-def check_attention_is_covered(model: nn.Module, planned: dict[str, Style]) -> None:
+def check_attention_is_covered(model: nn.Module, planned: dict[str, Planned]) -> None:
     """Raise NoPlan if an attention has weights that belong to single heads and that the plan leaves out."""
     _, _, head_dim = head_counts(model.config)
-    for attention in {name.rpartition(".")[0] for name, style in planned.items() if style.parts}:
+    for attention in {name.rpartition(".")[0] for name, p in planned.items() if p.style.parts}:
         for name, parameter in model.get_submodule(attention).named_parameters():
             owner = f"{attention}.{name}".rpartition(".")[0]
             is_norm = "Norm" in type(model.get_submodule(owner)).__name__ and parameter.shape == (head_dim,)
             if owner not in planned and not is_norm:
                 raise NoPlan(f"{owner}: the tensor-parallel plan of {model.config.model_type} leaves it out")
-
-
-def vocabulary_cuts(model: nn.Module, tp_size: int) -> Iterator[tuple[str, Cut]]:
-    """Yield the cuts of input embedding and output head, tied or not, where the rows can be dealt out."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if isinstance(module, nn.Embedding | nn.Linear) and len(module.weight) % tp_size == 0:
-            rows = Part(len(module.weight))
-            cut = Cut(0, tuple(tuple(rows.ranges(rank, tp_size)) for rank in range(tp_size)))
-            for parameter in module.parameters(recurse=False):
-                yield names[id(parameter)], cut
 
 
 def plan_of(config: Any) -> Plan:
@@ -333,7 +274,8 @@ def falcon_heads(config: Any) -> Parts:
     """Return groups of heads with their key and value (40B), one key and value last (7B), or as BLOOM."""
     num_heads, _, head_dim = head_counts(config)
     if config.new_decoder_architecture:
-        return (GroupedHeads(config.num_kv_heads, num_heads // config.num_kv_heads, head_dim),)
+        group = (num_heads // config.num_kv_heads + 2) * head_dim  # its queries, a key and a value
+        return (Part(config.num_kv_heads * group, group, "groups of attention heads"),)
     if config.multi_query:
         shared = Part(head_dim, head_dim, KEY_VALUE_HEADS, may_repeat=True)
         return (*all_heads(config), shared, shared)

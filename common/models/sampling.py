@@ -41,8 +41,6 @@ def counter_uniform(seed: int, sample_ids: torch.Tensor, positions: torch.Tensor
     rounds of splitmix64 in wrapping int64 arithmetic: the same bits on every device, whatever else is in
     the batch.
     """
-    if sample_ids.dtype != torch.int64 or positions.dtype != torch.int64:
-        raise ValueError(f"sample_ids and positions must be int64, not {sample_ids.dtype}, {positions.dtype}")
     state = _mix(torch.full_like(sample_ids, _as_int64(seed + _GOLDEN_GAMMA)))
     for word in (sample_ids, positions):
         state = _mix(state + word * _as_int64(_GOLDEN_GAMMA))
@@ -67,23 +65,16 @@ def sample_tokens(
     device to device. A probability below 2^-40 of the likeliest counts as 0. `do_sample=False` returns the
     argmax, as of the whole distribution. A row with a NaN or without a finite logit gets an arbitrary valid
     token: its log-probability tells.
-
-    Raises ValueError for an option out of its range.
     """
-    vocabulary = logits.shape[-1]
-    num_valid = vocabulary if num_valid_tokens is None else num_valid_tokens
-    _check_options(vocabulary, num_valid, temperature, top_k, top_p)
-    logits = logits[:, :num_valid]
+    logits, log_kept = logits[:, :num_valid_tokens], torch.zeros_like(uniforms)
     if not do_sample:
-        return Sample(logits.argmax(-1), torch.zeros_like(uniforms))
+        return Sample(logits.argmax(-1), log_kept)
     weights = _integer_weights(logits, temperature)
-    log_kept = torch.zeros_like(uniforms)
-    if 0 < top_k < num_valid or top_p < 1.0:
+    if 0 < top_k < logits.shape[1] or top_p < 1.0:
         whole = weights.sum(-1, dtype=torch.float64)
-        threshold = _smallest_weight_kept(weights, top_k, top_p)
-        weights.masked_fill_(weights < threshold, 0.0)
+        weights.masked_fill_(weights < _smallest_weight_kept(weights, top_k, top_p), 0.0)
         log_kept = (weights.sum(-1, dtype=torch.float64) / whole).log().float()
-    return Sample(_invert_cumulated(weights, uniforms).clamp_(0, num_valid - 1), log_kept)
+    return Sample(_invert_cumulated(weights, uniforms).clamp_(0, logits.shape[1] - 1), log_kept)
 
 
 def sampling_mask(
@@ -94,18 +85,12 @@ def sampling_mask(
     top_p: float = 1.0,
     num_valid_tokens: int | None = None,
 ) -> torch.Tensor:
-    """Return (B, V) bool: True for the tokens among which `sample_tokens` samples with these options.
-
-    Raises ValueError for an option out of its range.
-    """
-    vocabulary = logits.shape[-1]
-    num_valid = vocabulary if num_valid_tokens is None else num_valid_tokens
-    _check_options(vocabulary, num_valid, temperature, top_k, top_p)
-    weights = _integer_weights(logits[:, :num_valid], temperature)
+    """Return (B, V) bool: True for the tokens among which `sample_tokens` samples with these options."""
+    weights = _integer_weights(logits[:, :num_valid_tokens], temperature)
     is_kept = weights > 0
-    if 0 < top_k < num_valid or top_p < 1.0:
+    if 0 < top_k < weights.shape[1] or top_p < 1.0:
         is_kept &= weights >= _smallest_weight_kept(weights, top_k, top_p)
-    return F.pad(is_kept, (0, vocabulary - num_valid))
+    return F.pad(is_kept, (0, logits.shape[1] - weights.shape[1]))
 
 
 def _integer_weights(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -114,19 +99,6 @@ def _integer_weights(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     if temperature != 1.0:
         weights.div_(temperature)
     return weights.exp_().mul_(_WEIGHT_ONE)
-
-
-def _check_options(vocabulary: int, num_valid: int, temperature: float, top_k: int, top_p: float) -> None:
-    if not 0 < num_valid <= vocabulary:
-        raise ValueError(f"num_valid_tokens {num_valid} must be between 1 and the vocabulary, {vocabulary}")
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature {temperature} must be above 0; for the likeliest token use do_sample=False"
-        )
-    if top_k < 0:
-        raise ValueError(f"top_k {top_k} must be 0 (all tokens) or above")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p {top_p} must be above 0 and at most 1 (all tokens)")
 
 
 def _smallest_weight_kept(weights: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:

@@ -198,19 +198,19 @@ def make_on_first_rank(make: Callable[[], Path]) -> Path:
         dist.destroy_process_group(group)
 
 
-def all_to_all(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+def all_to_all(parts: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     """Return what each rank has sent to this one; parts[rank] (n,) goes to `rank`. All on the CPU, one dtype.
 
-    Every rank must call this.
+    Every rank of the group, None: of the world, must call this.
     """
-    if world_size() == 1:
+    if len(parts) == 1:
         return parts
     sizes = torch.tensor([len(part) for part in parts], device=device())
     received_sizes = torch.empty_like(sizes)
-    dist.all_to_all_single(received_sizes, sizes)
+    dist.all_to_all_single(received_sizes, sizes, group=group)
     counts = received_sizes.tolist()
     received = torch.empty(sum(counts), dtype=parts[0].dtype, device=device())
-    dist.all_to_all_single(received, torch.cat(parts).to(device()), counts, sizes.tolist())
+    dist.all_to_all_single(received, torch.cat(parts).to(device()), counts, sizes.tolist(), group=group)
     return list(received.cpu().split(counts))
 
 

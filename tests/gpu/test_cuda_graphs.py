@@ -1,4 +1,4 @@
-"""The captured decode step on a CUDA device."""
+"""The captured decode step and the sampler on a CUDA device."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
+from common.models.sampling import counter_uniform, sample_tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,3 +59,14 @@ def test_an_update_in_place_is_seen_by_the_graphs(model):
             parameter.mul_(1.1)
     expected = run(Generator(model, num_slots=4), torch.device("cpu"))
     assert run(generator, torch.device("cuda")).response_ids.cpu().equal(expected.response_ids)
+
+
+def test_the_sampler_chooses_the_tokens_of_a_cpu():
+    logits = torch.randn(256, 5000, generator=torch.Generator().manual_seed(0))
+    numbers = torch.arange(256)
+    uniforms = counter_uniform(5, numbers, numbers)
+    assert torch.equal(counter_uniform(5, numbers.cuda(), numbers.cuda()).cpu(), uniforms)
+    for options in ({}, {"top_k": 4}, {"temperature": 1.3, "top_k": 6, "top_p": 0.85}):
+        on_gpu = sample_tokens(logits.cuda(), uniforms.cuda(), **options).token_ids.cpu()
+        # exp differs in its last bit, which moves a border between tokens by about 1e-7
+        assert (on_gpu != sample_tokens(logits, uniforms, **options).token_ids).sum() <= 1

@@ -32,7 +32,7 @@ SECONDS_PER_GROUP = 120  # a rank that waits for another one must not wait for g
 # (ranks, stage, families, sizes): every family once on two ranks, a third of them with each stage
 GREEDY = (
     (4, 3, ("llama", "gpt2", "falcon", "gemma2"), (1, 2, 4)),
-    (4, 0, ("gpt2", "falcon_new"), (4,)),
+    (4, 0, ("gpt2",), (4,)),
     (2, 0, ("opt", "gpt2", "gptj", "bloom", "falcon_alibi", "qwen2"), (1, 2)),
     (2, 2, ("llama", "falcon", "mistral", "gemma", "qwen3"), (1, 2)),
     (2, 3, ("gpt_neox", "falcon_new", "mistral_window", "gemma2", "phi"), (1, 2)),

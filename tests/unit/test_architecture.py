@@ -29,7 +29,7 @@ ROOMS = {
     "engine": ("flags", "ranks"),
     "models": ("data", "ranks"),
     "data": ("flags", "ranks"),
-    "generation": ("models", "ranks"),
+    "generation": ("data", "models", "ranks"),
     "runs": ("data", "flags", "models", "ranks"),
     "programs": ("data", "engine", "flags", "models", "ranks", "runs"),
 }

@@ -108,7 +108,7 @@ def test_a_wrong_factor_of_the_logits_fails(tiny_model_folder, check, monkeypatc
 
 
 def test_wrong_positions_of_the_cached_pass_fail_with_the_token(tiny_model_folder, check, monkeypatch):
-    name = "common.generation.generate.build_position_ids"
+    name = "common.generation.decode.build_position_ids"
     monkeypatch.setattr(name, lambda mask: build_position_ids(mask) + 1)
     shown = check(tiny_model_folder("gpt2"), *QUICK)
     assert shown.code == 1 and shown.failed() == ["cached decoding", "their log-probabilities"]

@@ -36,7 +36,6 @@ def test_prompts_and_tokens_land_at_each_rows_own_position():
     assert got_values[0, 0, 2].tolist() == [-1.0, -1.0] and got_values[0, 0, 0].tolist() == [108.0, 109.0]
     cache.copy_slots(torch.tensor([2]), torch.tensor([1]), length=3)
     assert cache.keys[0][1, :, :3].equal(cache.keys[0][2, :, :3])
-    assert cache.num_bytes() == 2 * 3 * 6 * 2 * 4
 
 
 @pytest.mark.parametrize(
