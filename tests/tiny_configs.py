@@ -46,6 +46,8 @@ NOISY: dict[str, tuple[Any, dict[str, Any]]] = {
     "seed_oss": (transformers.SeedOssConfig, _GROUPED | {"head_dim": 8}),
 }
 
+FAMILIES = ("opt", "gpt2", "gpt_neox", "bloom", "llama", "qwen2")  # for what need not go through all
+
 
 def tiny_config(family: str, vocab_size: int) -> Any:
     """Return the configuration; its BOS and EOS are token 0."""

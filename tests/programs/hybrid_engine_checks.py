@@ -3,14 +3,11 @@
 A check returns {what: complaint or ""}, or texts to compare with those of other worlds.
 """
 
-import ctypes
-import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -19,6 +16,7 @@ from plain_logits import compute_logits
 from transformers import AutoModelForCausalLM
 
 from benchmarks.bench_reshard import SwitchMeter
+from common.data.packed_batch import pad_sequences
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
@@ -54,15 +52,6 @@ def own_prompts() -> list[torch.Tensor]:
     return [make_prompt(10 * rank + i, length) for i, length in enumerate(LENGTHS_OF_RANK[rank])]
 
 
-def pad_left(prompts: list[torch.Tensor], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (ids, mask)."""
-    width = max(map(len, prompts))
-    ids, mask = torch.full((len(prompts), width), pad), torch.zeros(len(prompts), width, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
-    return ids, mask
-
-
 def texts_of(out: Generation) -> list[list[int]]:
     """Return the responses without what fills them up."""
     return [ids[mask].tolist() for ids, mask in zip(out.response_ids, out.response_mask, strict=True)]
@@ -89,28 +78,6 @@ def hybrid_engine(engine: Any, **options: Any) -> Iterator[HybridEngine]:
                 dist.destroy_process_group(group)
 
 
-def shards_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Return copies of what this rank holds of every parameter, adapters and adapted ones too."""
-    return {name: local_shard(p).detach().clone() for name, p in engine.module.named_parameters()}
-
-
-def name_changed(engine: Any, before: dict[str, torch.Tensor]) -> str:
-    """Return a complaint if any bit of the parameters is not what it was."""
-    parameters = dict(engine.module.named_parameters())
-    changed = [name for name, p in parameters.items() if not local_shard(p).equal(before[name])]
-    return f"changed: {changed}" if changed or parameters.keys() != before.keys() else ""
-
-
-@torch.no_grad()
-def copy_weights(engine: Any, plain: torch.nn.Module) -> None:
-    """Give a plain model the engine's gathered weights, adapters merged."""
-    targets, weights = dict(plain.named_parameters()), trained_weights(engine.module)
-    assert targets.keys() == weights.keys()
-    for name, weight in weights.items():
-        with gather_whole(weight.tensors()):
-            targets[name].copy_(weight.merged())
-
-
 class Reference:
     """Greedy texts of this rank's prompts by transformers, one at a time, and a stop token for all ranks."""
 
@@ -126,12 +93,11 @@ class Reference:
     @staticmethod
     def _continue(plain: Any, prompt: torch.Tensor) -> list[int]:
         plain.generation_config.eos_token_id = None
-        ids = prompt.unsqueeze(0)
-        out = plain.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS,
-            pad_token_id=0, use_cache=True, synced_gpus=False,
-        )  # fmt: skip
-        return out[0, len(prompt) :].tolist()
+        mask = torch.ones_like(prompt[None])
+        more = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0, "use_cache": True, "synced_gpus": False}
+        return plain.generate(prompt[None], attention_mask=mask, do_sample=False, **more)[
+            0, len(prompt) :
+        ].tolist()
 
 
 @cache
@@ -141,9 +107,13 @@ def untrained_reference(folder: str) -> Reference:
 
 
 def trained_reference(folder: str, engine: Any) -> Reference:
-    """Return the texts of the weights that the engine has now."""
+    """Return the texts of the weights that the engine has now, gathered, adapters merged."""
     plain = AutoModelForCausalLM.from_pretrained(folder)
-    copy_weights(engine, plain)
+    targets, weights = dict(plain.named_parameters()), trained_weights(engine.module)
+    assert targets.keys() == weights.keys()
+    for name, weight in weights.items():
+        with torch.no_grad(), gather_whole(weight.tensors()):
+            targets[name].copy_(weight.merged())
     return Reference(plain)
 
 
@@ -162,14 +132,18 @@ def pick_stop(rows: list[list[int]]) -> int:
 def compare_greedy(hybrid: HybridEngine, reference: Reference) -> Found:
     """Return complaints about this rank's greedy texts, their log-probabilities, traffic and the trainer."""
     engine, stop = hybrid.engine, reference.stop
-    ids, mask = pad_left(reference.prompts, stop)
+    lengths = torch.tensor([len(prompt) for prompt in reference.prompts])
+    ids, mask = pad_sequences(torch.cat(reference.prompts), lengths, pad_value=stop, on_left=True)
     sampling = SamplingOptions(NEW_TOKENS, stop_token_id=stop, pad_token_id=stop, do_sample=False)
     if hybrid.is_sharded:
         engine.empty_partition_cache()  # an evaluation leaves weights whole when there is room: nothing moves
-    before = shards_of(engine)
+    before = {name: local_shard(p).detach().clone() for name, p in engine.module.named_parameters()}
     with hybrid.generation_mode():
         out = hybrid.generate(ids, mask, torch.arange(len(ids)), sampling)
-    found = {"trainer": name_changed(engine, before)}
+    is_left = hybrid.gather_by_layer or all(p.is_meta for p in hybrid.inference_module.parameters())
+    parameters = dict(engine.module.named_parameters())
+    changed = [name for name, p in parameters.items() if not local_shard(p).equal(before[name])]
+    found = {"trainer": f"changed: {changed}" if changed else "", "left": "" if is_left else "weights stayed"}
     texts, is_stopped = texts_of(out), [text[-1] == stop for text in reference.texts]
     found["texts"] = "" if texts == reference.texts else f"{texts}, expected {reference.texts}"
     if out.is_finished.tolist() != is_stopped or not (out.response_ids[~out.response_mask] == stop).all():
@@ -177,7 +151,7 @@ def compare_greedy(hybrid: HybridEngine, reference: Reference) -> Found:
     engine.eval()
     with torch.no_grad():
         whole = torch.cat([ids, out.response_ids], dim=1)
-        whole_mask = torch.cat([mask, out.response_mask.long()], dim=1)
+        whole_mask = torch.cat([mask, out.response_mask], dim=1).long()
         logits = compute_logits(engine, whole, whole_mask, num_last=out.response_ids.shape[1] + 1)[:, :-1]
         expected = torch.where(out.response_mask, token_logprobs(logits, out.response_ids), 0.0)
     gap = float((out.logprobs - expected).abs().max())
@@ -287,7 +261,9 @@ def sample(
     samples = [per_prompt * row + i % repeat + k for i, row in enumerate(rows) for k in range(num_samples)]
     if permuted:
         rows, samples = rows[1:] + rows[:1], samples[1:] + samples[:1]
-    ids, mask = pad_left([make_prompt(1000 + row, SAMPLED_LENGTHS[row]) for row in rows], 0)
+    prompts = [make_prompt(1000 + row, SAMPLED_LENGTHS[row]) for row in rows]
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    ids, mask = pad_sequences(torch.cat(prompts), lengths, on_left=True)
     sampling = SamplingOptions(NEW_TOKENS, stop, pad_token_id=0, temperature=1.5, top_p=0.9, seed=11)
     with hybrid.generation_mode():
         out = hybrid.generate(ids, mask, torch.tensor(samples), sampling, num_samples=num_samples)
@@ -317,64 +293,4 @@ def check_sampled(folder: str, tp_sizes: tuple[int, ...]) -> Found:
         found["once: by layer"] = sample(hybrid, stop)
         found["thrice: by layer"] = sample(hybrid, stop, num_samples=3)
     engine.destroy()
-    return found
-
-
-def measure_memory() -> tuple[int, int]:
-    """Return (resident bytes, live tensors) of this process."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later is no leak
-    num_tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-    return psutil.Process().memory_info().rss, num_tensors
-
-
-def check_switches(folder: str, stage: int, tp_size: int) -> Found:
-    """Fifty switches, texts at every fifth, an update after every tenth, beside one that never switches."""
-    # With so many tokens the slices are large beside what allocators and threads take as they warm up.
-    engine, never = (build_tiny_engine(folder, stage, num_tokens=4096) for _ in range(2))
-    ids, mask = pad_left(own_prompts(), 0)
-    sampling = SamplingOptions(3, stop_token_id=-1, pad_token_id=0)
-    memory = []
-    with hybrid_engine(engine, inference_tp_size=tp_size) as hybrid:
-        for number in range(1, 51):
-            with hybrid.generation_mode() as module:
-                slice_mib = sum(p.nbytes for p in module.parameters()) / 2**20
-                if number % 5 == 0:
-                    hybrid.generate(ids, mask, torch.arange(len(ids)), sampling)
-            if number % 10 == 0:
-                train_once(engine)
-                train_once(never)
-                memory.append(measure_memory())
-    found = {"trainer": name_changed(engine, shards_of(never))}
-    mib, counts = zip(*((num_bytes / 2**20, num_tensors) for num_bytes, num_tensors in memory), strict=True)
-    # Slices that one switch in four forgot would show, on every rank; allocators warm up at random.
-    growth = min(distributed.gather_objects(mib[-1] - mib[0]))
-    found["memory"] = "" if growth < 10 * slice_mib else f"MiB after every ten: {mib}"
-    found["tensors"] = "" if counts[0] == counts[-1] else f"live tensors after every ten: {counts}"
-    for each in (engine, never):
-        each.destroy()
-    return found
-
-
-def check_exception(folder: str, stage: int, tp_size: int) -> Found:
-    """What goes wrong inside must leave a trainer that trains, and that generates again."""
-    engine, never = build_tiny_engine(folder, stage), build_tiny_engine(folder, stage)
-    ids, mask = pad_left(own_prompts(), 0)
-    found = {"raised": "the exception was swallowed"}
-    with hybrid_engine(engine, inference_tp_size=tp_size) as hybrid:
-        engine.train()
-        try:
-            with hybrid.generation_mode():
-                hybrid.generate(ids, mask, torch.arange(len(ids)), SamplingOptions(3, -1, 0))
-                raise RuntimeError("inside")
-        except RuntimeError as error:
-            found["raised"] = "" if str(error) == "inside" else str(error)
-        is_left = engine.module.training and all(p.is_meta for p in hybrid.inference_module.parameters())
-        found["left"] = "" if is_left else "the trainer is in eval mode, or weights stayed"
-        train_once(engine)
-        train_once(never)
-        found["trained"] = name_changed(engine, shards_of(never))
-        found |= compare_greedy(hybrid, trained_reference(folder, engine))
-    for each in (engine, never):
-        each.destroy()
     return found

@@ -68,8 +68,6 @@ def list_groups(folders: dict[str, str]) -> Iterator[tuple[str, Callable[[], Fou
             yield f"slices {case}", check
         for case in CASES:
             yield f"cut {case}", partial(check_cut, case)
-        yield "switches", partial(checks.check_switches, folders["llama"], stage=3, tp_size=2)
-        yield "exception", partial(checks.check_exception, folders["llama"], stage=3, tp_size=2)
 
 
 def run_group(check: Callable[[], Found]) -> tuple[str, Found]:

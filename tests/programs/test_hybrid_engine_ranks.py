@@ -107,11 +107,3 @@ def test_sampled_texts_depend_on_nothing_but_sample_and_weights(kind, family, re
 def test_ranks_that_gather_layer_by_layer_keep_step(family, results_of):
     """They have different numbers of prompts, of different lengths, that end at different times."""
     assert complaints(results_of(4, f"by layer {family}")) == {}
-
-
-def test_fifty_switches_change_and_keep_nothing(results_of):
-    assert complaints(results_of(4, "switches")) == {}
-
-
-def test_an_exception_inside_leaves_a_trainer_that_trains_and_generates(results_of):
-    assert complaints(results_of(4, "exception")) == {}

@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 from disk_limit import files_up_to
-from families import FAMILIES
 from plain_logits import compute_logits
 from safetensors import SafetensorError
+from tiny_configs import FAMILIES
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from common.data.tokenizer import load_tokenizer

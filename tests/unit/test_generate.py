@@ -6,10 +6,9 @@ import random
 
 import pytest
 import torch
-from families import DECODERS
 from plain_logits import compute_logits
 from test_sampling import NUM_DRAWS, SMALLEST_P_VALUE, p_value
-from tiny_configs import tiny_config
+from tiny_configs import CONFIGS, tiny_config
 from transformers import AutoModelForCausalLM, GPTNeoForCausalLM
 
 from common.data.packed_batch import pad_sequences
@@ -42,7 +41,7 @@ def options(**changes) -> SamplingOptions:
     return SamplingOptions(**({"max_new_tokens": 12, "stop_token_id": 0, "pad_token_id": 0} | changes))
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_greedy_text_of_left_padded_prompts_is_that_of_transformers_one_by_one(family, tiny_model_folder):
     model = load(tiny_model_folder(family))
     ids, mask = make_prompts(model.config.vocab_size)
@@ -217,31 +216,25 @@ def test_gpt_neo_beyond_its_window_is_refused():
 # ---- schedule of slots ------------------------------------------------------------------------------------
 
 
-def simulate(lengths, *, num_samples, num_slots, seed=0, max_tokens_per_pass=4096):
-    """Run a schedule to its end with random endings; return (admissions, every slot's history)."""
-    draw = random.Random(seed)
-    schedule = SlotSchedule(
-        lengths, num_samples=num_samples, num_slots=num_slots, max_tokens_per_pass=max_tokens_per_pass
-    )
-    admissions, ended = [], []
+def run_schedule(schedule: SlotSchedule, seed: int) -> list[int]:
+    """Run a schedule to its end with random endings; return the samples in the order in which they ended."""
+    draw, ended = random.Random(seed), []
     while schedule.has_work():
         if schedule.should_admit():
             before = len(schedule.slots)
-            admission = schedule.admit()
-            admissions.append(admission)
-            assert schedule.slots[before:] == admission.samples and admission.samples
-            assert len(schedule.slots) <= num_slots
+            samples = schedule.admit().samples
+            assert schedule.slots[before:] == samples and samples
+            assert len(schedule.slots) <= schedule.num_slots
         finished = [slot for slot in range(len(schedule.slots)) if draw.random() < 0.2]
         old = list(schedule.slots)
+        expected = list(old)
+        for source, target in schedule.retire(finished):
+            assert target in finished and source not in finished
+            expected[target] = old[source]
+        assert schedule.slots == expected[: len(old) - len(finished)]
+        assert sorted(schedule.slots) == sorted(s for slot, s in enumerate(old) if slot not in finished)
         ended += [old[slot] for slot in finished]
-        moves = schedule.retire(finished)
-        left = [sample for slot, sample in enumerate(old) if slot not in finished]
-        assert sorted(schedule.slots) == sorted(left)
-        for source, target in moves:
-            assert schedule.slots[target] == old[source] and target in finished and source not in finished
-        moved = {target for _, target in moves}
-        assert all(schedule.slots[s] == old[s] for s in range(len(left)) if s not in moved)
-    return admissions, ended
+    return ended
 
 
 @pytest.mark.parametrize(("num_slots", "num_samples"), [(1, 3), (2, 1), (5, 3), (64, 3)])
@@ -249,19 +242,16 @@ def test_every_sample_runs_once(num_slots, num_samples):
     draw = random.Random(4)
     lengths = [draw.randint(1, 60) for _ in range(23)]
     for seed in range(5):
-        _, ended = simulate(lengths, num_samples=num_samples, num_slots=num_slots, seed=seed)
-        assert sorted(ended) == list(range(23 * num_samples))
+        schedule = SlotSchedule(
+            lengths, num_samples=num_samples, num_slots=num_slots, max_tokens_per_pass=4096
+        )
+        assert sorted(run_schedule(schedule, seed)) == list(range(23 * num_samples))
 
 
-def test_samples_of_a_prompt_share_one_pass_where_they_fit():
-    admissions, _ = simulate([5, 9, 7], num_samples=4, num_slots=12)
-    assert [a.prompts for a in admissions] == [[1, 2, 0]]
-    assert admissions[0].samples == [4, 5, 6, 7, 8, 9, 10, 11, 0, 1, 2, 3]
-    assert admissions[0].prompt_slots == [0, 4, 8]
-    assert admissions[0].copies == [(0, 1), (0, 2), (0, 3), (4, 5), (4, 6), (4, 7), (8, 9), (8, 10), (8, 11)]
-
-
-def test_a_late_sample_copies_from_a_sibling_that_still_runs():
+def test_samples_of_a_prompt_share_one_pass_and_late_ones_copy_from_a_sibling_that_still_runs():
+    whole = SlotSchedule([5, 9, 7], num_samples=2, num_slots=6, max_tokens_per_pass=4096).admit()
+    assert (whole.prompts, whole.samples) == ([1, 2, 0], [2, 3, 4, 5, 0, 1])
+    assert (whole.prompt_slots, whole.copies) == ([0, 2, 4], [(0, 1), (2, 3), (4, 5)])
     schedule = SlotSchedule([6], num_samples=3, num_slots=2, max_tokens_per_pass=64)
     assert schedule.admit().prompts == [0]
     assert schedule.has_waiting_sibling(0) and not schedule.should_admit()
@@ -272,13 +262,17 @@ def test_a_late_sample_copies_from_a_sibling_that_still_runs():
     assert not schedule.has_waiting_sibling(0)
 
 
-def test_prompts_are_read_with_those_of_like_length_within_the_cap():
-    admissions, _ = simulate([50, 3, 48, 4, 49, 2], num_samples=1, num_slots=6)
-    assert [a.prompts for a in admissions] == [[0, 4, 2], [3, 1, 5]]
-    admissions, _ = simulate([10] * 5, num_samples=1, num_slots=5, max_tokens_per_pass=25)
-    assert [len(a.prompts) for a in admissions] == [2, 2, 1]
-    admissions, _ = simulate([100], num_samples=1, num_slots=5, max_tokens_per_pass=25)
-    assert [len(a.prompts) for a in admissions] == [1], "one prompt is always read"
+@pytest.mark.parametrize(
+    ("lengths", "cap", "expected"),
+    [
+        ([50, 3, 48, 4, 49, 2], 4096, [[0, 4, 2], [3, 1, 5]]),  # those of like length together
+        ([10] * 5, 25, [[0, 1], [2, 3], [4]]),
+        ([100], 25, [[0]]),  # one prompt is always read
+    ],
+)
+def test_prompts_are_read_with_those_of_like_length_within_the_cap(lengths, cap, expected):
+    schedule = SlotSchedule(lengths, num_samples=1, num_slots=6, max_tokens_per_pass=cap)
+    assert [schedule.admit().prompts for _ in expected] == expected and not schedule.waiting
 
 
 def test_a_slot_is_refilled_without_waiting_for_the_batch():

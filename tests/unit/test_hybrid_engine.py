@@ -1,6 +1,7 @@
 """Generation mode: shared weights where they are whole, gathered ones where they are sharded."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -80,18 +81,23 @@ def test_an_exception_inside_leaves_the_trainer_usable(stage, tiny_model_folder)
         raise RuntimeError("inside")
     assert hybrid.engine.module.training and holds_no_weight(hybrid)
     train_once(hybrid)
+    assert generate(hybrid).response_ids.shape[0] == 2
 
 
 @pytest.mark.parametrize(("stage", "lora_dim"), [(0, 2), (1, 0), (2, 2), (3, 0), (3, 2)])
 def test_fifty_switches_leave_every_bit_of_the_trainer(stage, lora_dim, tiny_model_folder):
     folder = tiny_model_folder("llama")
     hybrid, never = build(folder, stage, lora_dim), build(folder, stage, lora_dim)
+    num_tensors = []
     for _ in range(5):
         for _ in range(10):
             with hybrid.generation_mode():
                 pass
         train_once(hybrid)
         train_once(never)
+        gc.collect()
+        num_tensors.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+    assert num_tensors[0] == num_tensors[-1], "what a switch makes must not stay"
     pairs = zip(hybrid.engine.module.parameters(), never.engine.module.parameters(), strict=True)
     assert all(local_shard(a).equal(local_shard(b)) for a, b in pairs)
     assert hybrid.costs.received_bytes == 0  # one rank

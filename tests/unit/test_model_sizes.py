@@ -3,9 +3,8 @@
 import pytest
 import torch
 import transformers
-from families import DECODERS
 from planned_runs import LLAMA_7B, NUM_7B
-from tiny_configs import tiny_config
+from tiny_configs import CONFIGS, tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.generation.reshard_plan import plan_move
@@ -16,7 +15,7 @@ from tools.planned_run import known_config
 
 
 @pytest.mark.parametrize("is_value_model", [False, True], ids=["causal", "value"])
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_counts_are_those_of_a_built_model(family, is_value_model):
     config = tiny_config(family, 320)
     config.num_labels = 1

@@ -96,18 +96,12 @@ def from_config(auto_class, name_or_path, *, config, **more):
     return auto_class.from_config(config)
 
 
-def test_lora_targets_by_name_part():
+def test_lora_targets_are_chosen_by_a_part_of_their_names():
     assert lora_targets(NAMES, "auto") == NAMES
-    assert lora_targets(NAMES, "layers.1.") == NAMES[2:]
-    assert lora_targets(NAMES, "q_proj") == NAMES[:1]
-
-
-def test_lora_that_matches_nothing_names_candidates():
-    with pytest.raises(
-        ValueError, match="--lora_module_name 'decoder.layers.' matches no linear layer"
-    ) as info:
-        lora_targets(NAMES, "decoder.layers.")
-    assert "q_proj" in str(info.value) and "up_proj" in str(info.value) and "model.layers." in str(info.value)
+    assert lora_targets(NAMES, "layers.1.") == NAMES[2:] and lora_targets(NAMES, "q_proj") == NAMES[:1]
+    candidates = "model.layers., q_proj, up_proj"
+    with pytest.raises(ValueError, match=f"--lora_module_name 'decoder.' matches no .* {candidates}"):
+        lora_targets(NAMES, "decoder.")
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox", "bloom", "llama", "qwen2"])
@@ -118,14 +112,10 @@ def test_lora_adapts_every_linear_layer_but_the_head(family, tiny_model_folder):
     adapted = add_lora(model, LoraOptions(dim=2))
     trained = [n for n, p in adapted.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * len(names) and all("lora_" in n for n in trained)
-
-
-def test_without_only_optimize_lora_all_but_the_adapted_matrices_train(tiny_model_folder):
-    model = load_causal_lm(ModelOptions(tiny_model_folder("llama")), 320)
+    model = load_causal_lm(ModelOptions(tiny_model_folder(family)), 320)
     adapted = add_lora(model, LoraOptions(dim=2, only_optimize_lora=False))
     frozen = [n for n, p in adapted.named_parameters() if not p.requires_grad]
-    assert frozen and all(".base_layer.weight" in n for n in frozen)
-    assert any("embed_tokens" in n for n, p in adapted.named_parameters() if p.requires_grad)
+    assert len(frozen) >= len(names) and all(".base_layer." in n for n in frozen)
 
 
 @pytest.mark.parametrize(("alpha", "scaling"), [(0.0, 1.0), (6.0, 3.0)])

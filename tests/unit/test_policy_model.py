@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from families import DECODERS
 from plain_logits import compute_logits
-from tiny_configs import tiny_config
+from tiny_configs import CONFIGS, tiny_config
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, LlamaConfig, LlamaForCausalLM
 
 from common.models.lora import LoraOptions, add_lora
@@ -48,7 +47,7 @@ def scored_slots(rows, inputs):
     return inputs.token_slots[is_scored], torch.cat(rows)[is_scored]
 
 
-@pytest.mark.parametrize("family", [*DECODERS, *SCALED])
+@pytest.mark.parametrize("family", [*CONFIGS, *SCALED])
 def test_scores_equal_the_models_own_logits(family):
     model, rows = build(family), sequences()
     expected = expected_logprobs(model, rows)

@@ -31,14 +31,9 @@ def even_cut(dim: int, size: int, tp_size: int) -> Cut:
 
 def fused_cut(dim: int, size: int, tp_size: int) -> Cut:
     """Return the cut of query, key and value that lie behind one another."""
-    part = size // 3
-    step = part // tp_size
-    return Cut(
-        dim,
-        tuple(
-            tuple((k * part + j * step, k * part + (j + 1) * step) for k in range(3)) for j in range(tp_size)
-        ),
-    )
+    part, step = size // 3, size // 3 // tp_size
+    starts = [[k * part + j * step for k in range(3)] for j in range(tp_size)]
+    return Cut(dim, tuple(tuple((start, start + step) for start in of_rank) for of_rank in starts))
 
 
 def route(shape: tuple[int, ...], cut: Cut | None, world_size: int, tp_size: int) -> Route:
@@ -104,36 +99,33 @@ def test_layout_of_four_ranks(tp_size, tp_groups, gather_groups):
         assert rank in gather_groups[layout.tp_rank]
 
 
-@pytest.mark.parametrize("tp_size", [0, 3, 8])
-def test_layout_refuses_sizes_that_do_not_divide(tp_size):
-    with pytest.raises(ValueError, match="does not divide"):
-        TPLayout(4, tp_size, 0)
-
-
-def test_route_by_shape():
-    assert route((8, 6), even_cut(0, 8, 2), 4, 2) is Route.ROWS
-    assert route((6, 6), even_cut(0, 6, 2), 4, 2) is Route.ROWS  # a shard ends inside a row: no matter
-    assert route((8,), even_cut(0, 8, 2), 4, 2) is Route.ROWS
-    assert route((8, 6), even_cut(1, 6, 2), 4, 2) is Route.BLOCKS
-    assert route((8, 6, 5), even_cut(1, 6, 2), 4, 2) is Route.BLOCKS
-    assert route((12, 6), fused_cut(0, 12, 2), 4, 2) is Route.BLOCKS
-    assert route((7, 3), Cut(0, (((0, 4),), ((4, 7),))), 4, 2) is Route.BLOCKS
-    assert route((6, 6), even_cut(1, 6, 2), 4, 2) is Route.WHOLE  # shards end inside rows
-    assert route((4, 4, 4), even_cut(2, 4, 2), 4, 2) is Route.WHOLE
-    assert route((8, 6), None, 4, 2) is Route.ALL
-    assert route((8,), None, 4, 2) is Route.WHOLE
-    assert route((7, 3), None, 4, 2) is Route.WHOLE
-
-
-def test_a_cut_that_leaves_all_to_everybody_is_none():
-    assert route((8, 6), even_cut(1, 6, 1), 4, 1) is Route.ALL
-    assert plan_weight((8, 6), Cut(0, (((0, 8),),) * 2), TPLayout(4, 2, 1)).cut is None
-    assert route((12, 6), Cut(0, (((6, 12), (0, 6)),)), 4, 1) is Route.BLOCKS  # all, in another order
-
-
-def test_a_cut_must_be_made_for_as_many_ranks():
+def test_sizes_that_do_not_fit_are_refused():
+    for tp_size in (0, 3, 8):
+        with pytest.raises(ValueError, match="does not divide"):
+            TPLayout(4, tp_size, 0)
     with pytest.raises(ValueError, match="tp_size is 2"):
         route((8, 6), even_cut(0, 8, 4), 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cut", "expected"),
+    [
+        ((6, 6), even_cut(0, 6, 2), Route.ROWS),  # a shard ends inside a row: no matter
+        ((8,), even_cut(0, 8, 2), Route.ROWS),
+        ((8, 6, 5), even_cut(1, 6, 2), Route.BLOCKS),
+        ((12, 6), fused_cut(0, 12, 2), Route.BLOCKS),
+        ((7, 3), Cut(0, (((0, 4),), ((4, 7),))), Route.BLOCKS),
+        ((6, 6), even_cut(1, 6, 2), Route.WHOLE),  # shards end inside rows
+        ((4, 4, 4), even_cut(2, 4, 2), Route.WHOLE),
+        ((8, 6), None, Route.ALL),
+        ((8, 6), Cut(0, (((0, 8),),) * 2), Route.ALL),  # a cut that leaves all to everybody is none
+        ((12, 6), Cut(0, (((6, 12), (0, 6)),) * 2), Route.BLOCKS),  # all, in another order
+        ((8,), None, Route.WHOLE),
+        ((7, 3), None, Route.WHOLE),
+    ],
+)
+def test_route_by_shape(shape, cut, expected):
+    assert route(shape, cut, 4, 2) is expected
 
 
 @pytest.mark.parametrize(("world_size", "tp_size"), WORLDS)
@@ -200,13 +192,12 @@ def fused(draw: random.Random, shape: tuple[int, ...], tp_size: int) -> Cut | No
 
 
 @pytest.mark.parametrize(("world_size", "tp_size"), WORLDS)
-def test_pieces_of_several_weights_travel_in_one_message(world_size, tp_size):
+def test_blocks_of_several_weights_travel_in_one_message(world_size, tp_size):
     torch.manual_seed(0)
-    weights = [torch.randn(8, 24), torch.randn(24, 8), torch.randn(7, 5), torch.randn(24)]
     half = Cut(0, tuple(((0, 3 + j % 2),) for j in range(tp_size)))
-    cuts = [fused_cut(1, 24, 1) if tp_size == 1 else even_cut(1, 24, tp_size), half, half, half]
-    if tp_size == 1:
-        weights, cuts = weights[1:], cuts[1:]
+    weights, cuts = [torch.randn(24, 8), torch.randn(7, 5), torch.randn(24)], [half] * 3
+    if tp_size > 1:
+        weights, cuts = [torch.randn(8, 24), *weights], [even_cut(1, 24, tp_size), *cuts]
     plans, slices = play_exchange(weights, cuts, world_size, tp_size)
     for rank, found in enumerate(slices):
         for weight, cut, one in zip(weights, cuts, found, strict=True):
@@ -214,12 +205,10 @@ def test_pieces_of_several_weights_travel_in_one_message(world_size, tp_size):
 
 
 def test_whole_parameters_are_cut_here_and_shared_where_they_can_be():
-    parameters = {
-        name: nn.Parameter(torch.randn(8, 6))
-        for name in ("layers.0.rows", "layers.0.columns", "layers.0.uncut", "layers.0.fused")
-    }
+    rows, columns, uncut, fused_weight = (nn.Parameter(torch.randn(8, 6)) for _ in range(4))
+    parameters = {"layers.0.rows": rows, "layers.0.columns": columns, "layers.0.uncut": uncut}
+    parameters["layers.0.fused"] = fused_weight
     weights = {name: TrainedWeight(parameter) for name, parameter in parameters.items()}
-    rows, columns, uncut, fused_weight = parameters.values()
     cuts = {
         "layers.0.rows": even_cut(0, 8, 2),
         "layers.0.columns": even_cut(1, 6, 2),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from families import FAMILIES
+from tiny_configs import FAMILIES
 
 from common.models.loading import ModelOptions, plain_model
 from common.models.lora import LoraOptions
