@@ -228,7 +228,6 @@ class ChatTemplate(Template):
     def segments(
         self, prompt: Sequence[Message], response: str | None, *, learn_all_turns: bool = False
     ) -> list[Segment]:
-        """See `Template.segments`."""
         result: list[Segment] = []
         done = ""
         replies = [i for i, m in enumerate(prompt) if m.role == "assistant"] if learn_all_turns else []
@@ -337,13 +336,8 @@ def truncate(
     if start + room <= max_tokens:
         return Encoded(input_ids, mask, row.is_shortened)
     kept_context = min(start, max(max_tokens - room, min_context_tokens))
-    left = start - kept_context
-    has_bos = bos_id is not None and start > 0 and input_ids[0] == bos_id
-    if has_bos and left > 0:
-        head = slice(0, 1)
-        left += 1
-    else:
-        head = slice(0, 0)
-    kept_ids = input_ids[head] + input_ids[left:start] + input_ids[start : start + max_tokens - kept_context]
-    kept_mask = mask[head] + mask[left:start] + mask[start : start + max_tokens - kept_context]
-    return Encoded(kept_ids, kept_mask, True)
+    end = min(len(input_ids), start + max_tokens - kept_context)
+    kept = list(range(start - kept_context, end))
+    if start > 0 and input_ids[0] == bos_id:
+        kept[0] = 0
+    return Encoded([input_ids[i] for i in kept], [mask[i] for i in kept], True)

@@ -92,12 +92,10 @@ class FileRows(RawRows):
         self._file, self._parse = file, parse
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """See RawRows."""
         self._file.seek(self._starts[index])
         return self._parse(self._file.read(self._sizes[index]))
 
     def place(self, index: int) -> tuple[str, int]:
-        """See RawRows."""
         return self.origin, self._lines[index]
 
 
@@ -166,12 +164,10 @@ class JoinedRows(RawRows):
         return self._parts[which], index - (self._ends[which] - len(self._parts[which]))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """See RawRows."""
         part, inner = self._find(index)
         return part[inner]
 
     def place(self, index: int) -> tuple[str, int]:
-        """See RawRows."""
         part, inner = self._find(index)
         return part.place(inner)
 
@@ -190,15 +186,12 @@ class GroupedRows(RawRows):
         self._base, self._build = base, build
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """See RawRows."""
         return self._build([self._base[i] for i in self._rows[index]])
 
     def place(self, index: int) -> tuple[str, int]:
-        """See RawRows."""
         return self._base.place(self._rows[index][0])
 
     def update_digest(self, total: Any) -> None:
-        """See RawRows."""
         self._base.update_digest(total)
 
 

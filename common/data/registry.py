@@ -96,7 +96,7 @@ def _find_source(source: str) -> RawSource:
     is_known = source in ADAPTERS
     name = source if is_known else "/".join(path.resolve().parts[-2:])
     known = ADAPTERS.get(name) if is_known or path.exists() else None
-    # A folder called OWNER/NAME is a copy of that data set; one that happens to be called chitchat is not.
+    # A folder called OWNER/NAME is a copy of that data set; one called like a set without an owner is not.
     is_local = path.exists() and ("/" in source or not is_known)
     reader = LocalFiles(source) if is_local else None
     if known is not None:
@@ -114,16 +114,13 @@ def _own_source(source: str, module_name: str, class_name: str, dataset_name: st
     """`module:Class[:NAME]`."""
     try:
         kind = get_from(import_own_module(module_name), class_name)
+        if not isinstance(kind, type):
+            raise ImportError(f"{class_name} is of type {type(kind).__name__}, not a class")
     except ImportError as error:
         raise ValueError(
             f"--data_path {source}: {error}; MODULE:CLASS must name a subclass of "
             "common.data.registry.Adapter, or a class with DeepSpeed-Chat's methods"
         ) from error
-    if not isinstance(kind, type):
-        raise ValueError(
-            f"--data_path {source}: {class_name} is of type {type(kind).__name__}, not a class; name a "
-            "subclass of common.data.registry.Adapter, or a class with DeepSpeed-Chat's methods"
-        )
     if not issubclass(kind, Adapter):
         return RawSource(source, PortedClass(kind, source, dataset_name))
     if kind.load is not Adapter.load:  # it reads its rows itself

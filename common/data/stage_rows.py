@@ -1,11 +1,11 @@
 """Examples to the token rows of each step."""
 
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+
+from pydantic_core import to_json
 
 from common.data.adapters.message_trees import TREE
 from common.data.adapters.rankings import SCORED
@@ -178,38 +178,24 @@ def _shortened(
 def build_row_fields(row: Mapping[str, Any]) -> str:
     """A JSON object of the row's columns, less CARRIED_COLUMNS, long fields and what JSON cannot hold.
 
-    NaN and infinity become null, for other languages' JSON knows neither. Arrays become lists.
+    NaN and infinity become null, for other languages' JSON knows neither. Arrays become lists, dates texts.
     """
     parts = []
     for name, value in row.items():
         if name in CARRIED_COLUMNS:
             continue
-        try:
-            text = json.dumps(_plain(value), ensure_ascii=False)
-            member = f"{json.dumps(name, ensure_ascii=False)}: {text}"
-            member.encode()  # half of a surrogate pair cannot be stored
-        except (TypeError, ValueError):
-            continue
-        if len(text) <= MAX_FIELD_CHARACTERS:
-            parts.append(member)
-    return "{" + ", ".join(parts) + "}"
+        with suppress(ValueError):  # neither a type nor a text (half of a surrogate pair) that JSON can hold
+            text = to_json(value, inf_nan_mode="null", fallback=_to_list).decode()
+            if len(text) <= MAX_FIELD_CHARACTERS:
+                parts.append(f"{to_json(name).decode()}:{text}")
+    return "{" + ",".join(parts) + "}"
 
 
-def _plain(value: Any) -> Any:
-    """`value` of JSON's own types; TypeError when it holds anything else."""
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise TypeError("JSON's keys are text")
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # numpy's and torch's arrays and numbers
-        return _plain(value.tolist())
-    raise TypeError(type(value).__name__)
+def _to_list(value: Any) -> Any:
+    """numpy's and torch's arrays and numbers as Python's."""
+    if not hasattr(value, "tolist"):
+        raise ValueError(f"{type(value).__name__} is no JSON")
+    return value.tolist()
 
 
 SFT = RowKind(

@@ -9,14 +9,12 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from torch.utils.data import Dataset
 
 FORMAT_VERSION = 3  # raise it when the same key would mean other tokens
 REPORT_NAME = "report.json"
@@ -56,7 +54,7 @@ class TokenWriter:
         self._file.close()
 
 
-class TokenTable(Dataset):
+class TokenTable:
     """Rows of an Arrow stream as dicts of plain Python lists and values, read when they are asked for."""
 
     def __init__(self, path: Path, *, shuffle_seed: int | None = None) -> None:
@@ -65,7 +63,6 @@ class TokenTable(Dataset):
         Raises:
             ValueError: the file is damaged.
         """
-        self._path, self._shuffle_seed = path, shuffle_seed
         try:
             table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
         except (OSError, pa.ArrowInvalid) as error:
@@ -91,10 +88,6 @@ class TokenTable(Dataset):
     def lengths(self, column: str) -> np.ndarray:
         """Length of every row's list in `column`, (rows,) int64, without reading the tokens."""
         return pc.list_value_length(self._columns[column]).to_numpy().astype(np.int64)[self._order]
-
-    def __reduce__(self) -> tuple:
-        """Another process opens the file itself."""
-        return partial(TokenTable, shuffle_seed=self._shuffle_seed), (self._path,)
 
 
 def _value(scalar: pa.Scalar) -> Any:

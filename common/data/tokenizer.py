@@ -66,15 +66,11 @@ def prepare_tokenizer(
             f"end-of-turn token must be one id: pass --add_eot_token to add it"
             + (f", or leave --eot_token out to use {tokenizer.eos_token}" if tokenizer.eos_token else "")
         )
-    if (
-        eot != tokenizer.eos_token
-        or eot not in tokenizer.all_special_tokens
-        or _token_ids(tokenizer, eot) is None
-    ):
-        # A token of the vocabulary keeps its id: registering it only stops the pre-tokenizer from splitting
-        # it.
+    is_one_id = tokenizer(eot, add_special_tokens=False).input_ids == [tokenizer.eos_token_id]
+    if not (is_one_id and eot == tokenizer.eos_token and eot in tokenizer.all_special_tokens):
+        # A token of the vocabulary keeps its id: this only stops the pre-tokenizer from splitting it.
         tokenizer.add_special_tokens({"eos_token": AddedToken(eot, special=True, normalized=False)})
-    if _token_ids(tokenizer, eot) != tokenizer.eos_token_id:
+    if tokenizer(eot, add_special_tokens=False).input_ids != [tokenizer.eos_token_id]:
         raise ValueError(
             f"--eot_token {eot}: the tokenizer of {name} still splits it; pass another token with "
             "--add_eot_token"
@@ -82,12 +78,6 @@ def prepare_tokenizer(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _token_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> int | None:
-    """The id of `text` when it is exactly one, else None."""
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    return ids[0] if len(ids) == 1 else None
 
 
 def adds_bos(tokenizer: PreTrainedTokenizerFast) -> bool:

@@ -105,7 +105,7 @@ def test_step_3_shows_prompts_and_the_fields_of_a_reward(check, write_rows):
     code, lines, _ = check(3, "--data_path", write_rows(rows), *flags)
     assert (code, lines[-1]) == (0, "ok: 4 rows to train, 0 held out")  # step 3 holds nothing out by default
     (fields,) = [line for line in lines if line.startswith("  fields ")]
-    assert fields == '  fields {"answer": "4"}'
+    assert fields == '  fields {"answer":"4"}'
     assert not any("padding" in line or "[[" in line for line in lines)
 
 

@@ -80,7 +80,7 @@ def test_the_page_has_every_name_and_every_form_in_the_order_of_the_program():
     assert [entry.steps for entry in FORMS] == [set(form.stages) for form in ROW_FORMS]
 
 
-@pytest.mark.parametrize("entry", [e for e in NAMED if e.names != ("chitchat",)], ids=lambda e: e.names[0])
+@pytest.mark.parametrize("entry", NAMED, ids=lambda e: e.names[0])
 def test_an_example_of_a_data_set_serves_the_steps_that_it_says(entry):
     for name in entry.names:
         adapter = load_source(name).adapter
@@ -150,17 +150,6 @@ def test_vicuna_text_without_marks_with_a_preface_and_with_ends_of_turns():
     ):
         example = example_of(name, prompt=prompt, label="Warm.\nVery.</s>")
         assert [tuple(message) for message in example.prompt] == expected and example.chosen == "Warm.\nVery."
-
-
-def test_chitchat_replies_with_an_odd_number_of_turns_before_them():
-    adapter = load_source("chitchat").adapter
-    found = adapter.to_examples({"id": "x", "turns": ["t0", " t1", "t2", "t3", "t4", "", "t6"]})
-    assert [e.chosen for e in found] == ["t1", "t2", "t3", "t4"]
-    contexts = [[m.content for m in e.prompt] for e in found]
-    assert contexts == [["t0"], ["t1"], ["t0", "t1", "t2"], ["t1", "t2", "t3"]]
-    assert [m.role for m in found[2].prompt] == ["user", "assistant", "user"]
-    with pytest.raises(EmptyRow, match="without a reply"):
-        adapter.to_examples({"id": "x", "turns": ["alone"]})
 
 
 # ---- rows that are wrong, and rows that lack a text

@@ -4,7 +4,7 @@ import pytest
 from stage_texts import END, build, put_on_hub, texts, write_rows
 
 from common.data.adapters.message_trees import TREE, tree_examples
-from common.data.example import BadRow, EmptyRow, Message
+from common.data.example import EmptyRow, Message
 from common.data.raw_rows import RawRows
 from common.data.registry import load_source
 
@@ -35,22 +35,9 @@ THANKS = f"{NOW} 暖和。\n　很暖和。\n\nHuman: Thanks\n\nAssistant:"
 WEATHER = "\n\nHuman: 天气？\n\nAssistant:"
 
 
-def nested(name):
-    (own,) = (row for row in TREE_ROWS if row["message_id"] == name)
-    replies = [nested(row["message_id"]) for row in TREE_ROWS if row["parent_id"] == name]
-    return {key: value for key, value in own.items() if key != "parent_id"} | {"replies": replies}
-
-
-@pytest.mark.parametrize("form", ["hub", "messages", "trees"])
-def test_the_three_steps(monkeypatch, tmp_path, tiny_tokenizer, form):
-    if form == "hub":
-        source = "OpenAssistant/oasst2"
-        put_on_hub(monkeypatch, source, TREE_ROWS)
-    elif form == "messages":
-        source = write_rows(tmp_path / "ready.messages.jsonl", TREE_ROWS)
-    else:
-        trees = [{"message_tree_id": name, "tree_state": "x", "prompt": nested(name)} for name in ("a", "z")]
-        source = write_rows(tmp_path / "ready.trees.jsonl", trees)
+def test_the_three_steps(monkeypatch, tmp_path, tiny_tokenizer):
+    source = "OpenAssistant/oasst2"
+    put_on_hub(monkeypatch, source, TREE_ROWS)
     data = build(source, 1, tiny_tokenizer, tmp_path)
     assert texts(data, 1, tiny_tokenizer) == [
         (WARM, f" 20 degrees.{END}"),
@@ -113,23 +100,17 @@ def test_a_csv_has_empty_texts_for_null(tmp_path, tiny_tokenizer):
     assert (len(data.train), data.report.num_bad) == (3, 0)
 
 
-WRONG = [
-    ({"message_id": "b"}, {"text": 3}, "message 'b': 'text' is of type int, not text"),
-    ({"message_id": "b"}, {"text": " "}, "message 'b': 'text' is empty"),
-    (
-        {"message_id": "b"},
-        {"role": "prompter"},
-        "message 'b' of the prompter does not follow one of the other",
-    ),
-    ({"message_id": "b"}, {"role": "tool"}, "message 'b' has role 'tool'; roles are prompter, assistant"),
-    ({"message_id": "b"}, {"rank": "first"}, "'rank' is 'first', not a number"),
-    ({"message_id": "b"}, {"message_id": "c"}, "message 'c' stands there twice"),
-]
-
-
-@pytest.mark.parametrize(("which", "change", "reason"), WRONG)
+@pytest.mark.parametrize(
+    ("which", "change", "reason"),
+    [
+        ("b", {"text": 3}, "'text of message b' is of type int, not text"),
+        ("b", {"role": "prompter"}, "message 'b' has role 'prompter'; prompter and assistant take turns"),
+        ("b", {"rank": "first"}, "'rank' is 'first', not a number"),
+        ("b", {"message_id": "c"}, "message 'c' stands there twice"),
+    ],
+)
 def test_a_wrong_message_makes_its_tree_bad_and_no_other(tmp_path, tiny_tokenizer, which, change, reason):
-    rows = [row | change if which.items() <= row.items() else row for row in TREE_ROWS]
+    rows = [row | change if row["message_id"] == which else row for row in TREE_ROWS]
     path = write_rows(tmp_path / "messages.jsonl", rows)
     data = build(path, 3, tiny_tokenizer, tmp_path)
     assert texts(data, 3, tiny_tokenizer) == [WEATHER]
@@ -191,14 +172,3 @@ def test_step_2_says_what_a_tree_without_ranks_lacks(tmp_path, tiny_tokenizer):
         ValueError, match="none of its 1 rows is left to train step 2 on.*1 rows skipped: empty"
     ):
         build(path, 2, tiny_tokenizer, tmp_path)
-
-
-def test_a_nested_tree_of_wrong_form_is_bad():
-    adapter = load_source("OpenAssistant/oasst1").adapter
-    for prompt, reason in (
-        ({"text": "q", "role": "prompter", "replies": ["x"]}, "a message of the tree is of type str"),
-        ({"text": "q", "role": "prompter", "replies": 3}, "'replies' is of type int, not a list"),
-        ({"text": "q", "replies": []}, "no column 'role'"),
-    ):
-        with pytest.raises(BadRow, match=reason):
-            adapter.to_examples({"message_tree_id": "a", "prompt": prompt})

@@ -161,33 +161,16 @@ def test_a_plain_class_with_the_five_methods(write_module):
 @pytest.mark.parametrize(
     ("whole", "prompt", "expected"),
     [
-        ("\n\nHuman: hi\n\nAssistant: hello", None, (HI, "hello", None)),
-        ("no dialogue at all", None, ((), None, "no dialogue at all")),
-        ("hi Assistant: hello", "hi", (HI, "hello", None)),
-        (" Human: hi Assistant: Assistant: hello", " Human: hi Assistant:", (HI, "Assistant: hello", None)),
-        ("Human: hi, you\n\nAssistant: hello", "hi", (HI, "hello", None)),
+        ("hi Assistant: hello", "hi", "hello"),
+        ("\n\nHuman: hi\n\nAssistant: hello", " Human: hi", "hello"),
+        (" Human: hi Assistant: Assistant: hello", " Human: hi Assistant:", "Assistant: hello"),
     ],
 )
-def test_a_text_of_prompt_and_answer_is_enough(write_module, whole, prompt, expected):
+def test_a_reply_is_what_stands_behind_the_prompt(write_module, whole, prompt, expected):
     body = f"def get_prompt_and_chosen(self, sample):\n    return {whole!r}\n"
-    if prompt:
-        body += f"def get_prompt(self, sample):\n    return {prompt!r}\n"
+    body += f"def get_prompt(self, sample):\n    return {prompt!r}\n"
     example = first_example(load_plain(write_module, body))
-    assert (example.prompt, example.chosen and example.chosen.strip(), example.text) == expected
-
-
-def test_two_whole_dialogues_share_their_prompt(write_module):
-    body = """
-    def get_prompt_and_chosen(self, sample):
-        return "Human: hi Assistant: I am Assistant: no"
-    def get_prompt_and_rejected(self, sample):
-        return sample["whole"]
-    """
-    source = load_plain(write_module, body, [{"whole": "Human: hi Assistant: go"}, {"whole": "Human: bye"}])
-    example = first_example(source)
-    assert example.prompt == HI and texts(example) == ["I am Assistant: no", "go"]
-    with pytest.raises(BadRow, match="share no 'Assistant:'"):
-        first_example(source, 1)
+    assert example.prompt == HI and example.chosen.strip() == expected
 
 
 def test_what_deepspeed_chat_trains_on_comes_before_what_it_never_calls(write_module):
@@ -291,7 +274,7 @@ def test_constructors_of_many_forms(write_module, signature, expected):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("class Mine:\n    pass\n", "Mine needs get_prompt or get_prompt_and_chosen, as DeepSpeed-Chat's"),
+        ("class Mine:\n    pass\n", "Mine needs get_prompt, as DeepSpeed-Chat's"),
         ("Mine = 3\n", "Mine is of type int, not a class"),
         (
             "class Mime:\n    pass\n",

@@ -29,7 +29,6 @@ class AnyForm(Adapter):
         return rows
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
-        """See Adapter."""
         if message_trees.TREE in row:
             return message_trees.tree_examples(row)
         if rankings.SCORED in row:
@@ -54,7 +53,6 @@ class LocalFiles(AnyForm):
         return Parts(rows, raw_files.read_files(held_out, self.max_rows) if held_out else None)
 
     def data_digest(self) -> str:
-        """See Adapter."""
         path = Path(self.source)
         if hub_data.is_saved_folder(path):
             return raw_files.digest_files(sorted(p for p in path.rglob("*") if p.is_file()), path)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from common.data.adapters.rankings import rank_by_score
-from common.data.adapters.row_parts import finite_number, kind_of
+from common.data.adapters.row_parts import filled_text, finite_number, kind_of
 from common.data.example import BadRow, EmptyRow, Example, Message, Turn
 from common.data.raw_rows import GroupedRows, RawRows, group_by_key, readable
 
@@ -61,28 +61,6 @@ def _is_kept(message: Mapping[str, Any]) -> bool:
     """Whether a message was neither deleted nor refused. CSV has words for true and false."""
     is_deleted, was_accepted = (str(message.get(name)).lower() for name in ("deleted", "review_result"))
     return is_deleted != "true" and was_accepted != "false"
-
-
-def is_nested(row: Mapping[str, Any]) -> bool:
-    """Whether the row is a whole tree: `prompt` is a message with `replies` in it."""
-    return isinstance(row["prompt"], Mapping)
-
-
-def nested_tree(row: Mapping[str, Any]) -> list[Example]:
-    """A line of OpenAssistant's .trees.jsonl: each message holds its replies."""
-    messages: list[dict[str, Any]] = []
-    waiting: list[tuple[Any, int | None]] = [(row["prompt"], None)]
-    while waiting:
-        message, parent = waiting.pop()
-        if not isinstance(message, Mapping):
-            raise BadRow(f"a message of the tree is {kind_of(message)}, not an object")
-        replies = message.get("replies") or []
-        if not isinstance(replies, list | tuple):
-            raise BadRow(f"'replies' is {kind_of(replies)}, not a list")
-        number = len(messages)
-        messages.append({**message, "message_id": number, "parent_id": parent})
-        waiting += [(reply, number) for reply in reversed(replies)]
-    return tree_examples({TREE: messages})
 
 
 def tree_examples(row: Mapping[str, Any]) -> list[Example]:
@@ -153,13 +131,6 @@ def _replies_by_parent(messages: Sequence[Mapping[str, Any]]) -> dict[Any, list[
 def _message(message: Mapping[str, Any], role: str) -> Message:
     """The turn of a message, whose role must be `role`: turns alternate in a tree."""
     name = message["message_id"]
-    if not isinstance(message["role"], str) or message["role"] not in _ROLES:
-        raise BadRow(f"message {name!r} has role {message['role']!r}; roles are {', '.join(_ROLES)}")
-    if _ROLES[message["role"]] != role:
-        raise BadRow(f"message {name!r} of the {message['role']} does not follow one of the other role")
-    text = message["text"]
-    if not isinstance(text, str):
-        raise BadRow(f"message {name!r}: 'text' is {kind_of(text)}, not text")
-    if not text.strip():
-        raise BadRow(f"message {name!r}: 'text' is empty")
-    return Turn(role, text)
+    if _ROLES.get(str(message["role"])) != role:
+        raise BadRow(f"message {name!r} has role {message['role']!r}; prompter and assistant take turns")
+    return Turn(role, filled_text(f"text of message {name}", message["text"]))

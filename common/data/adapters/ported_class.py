@@ -12,7 +12,6 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +22,37 @@ from common.data.example import BadRow, EmptyRow, Example
 from common.data.raw_rows import RawRows
 from common.ranks.failures import kind_and_line
 
-PROMPT_METHODS = ("get_prompt", "get_prompt_and_chosen")  # one of them is enough
 SIDES = ("chosen", "rejected")
 SEED = 1234  # the default of both programs; it must be the same in all steps, or their shares would overlap
 SAMPLE = "(sample)"  # the column of a row that is no dict in the class's own data
 
 _OWN_NAME = re.compile(r"""\bdataset_name\s*=\s*["']([^"']+)["']""")
-_CUE_ON_ITS_LINE = re.compile(r"(?:\A|\n\s*)Assistant:")
-_CUE = re.compile(r"(?:\A|\s)Assistant:")
 _LEADING_CUE = re.compile(r"\A\s*Assistant:")
 
 
 class PortedClass(Adapter):
-    """Rows by `get_train_data` and `get_eval_data`, their meaning by the five methods, each optional but one.
+    """Rows by `get_train_data` and `get_eval_data`, their meaning by the five methods.
 
-    DeepSpeed-Chat trains on `get_prompt_and_chosen` and `get_prompt_and_rejected`, so these come first: a
-    reply is what they have behind the prompt. Where they give nothing, `get_chosen` and `get_rejected` do. A
-    method that gives None leaves the row out of the steps that need it, as there; one that raises makes it a
-    bad row there. What the methods print is dropped, for they say the same of every row.
+    `get_prompt` must be there. DeepSpeed-Chat trains on `get_prompt_and_chosen` and
+    `get_prompt_and_rejected`, so these come first: a reply is what they have behind the prompt. Where they
+    give nothing, `get_chosen` and `get_rejected` do. A method that gives None leaves the row out of the steps
+    that need it, as there; one that raises makes it a bad row there. What the methods print is dropped, for
+    they say the same of every row.
     """
 
     def __init__(self, kind: type, source: str, dataset_name: str = "") -> None:
         """`dataset_name` is what the constructor is given; empty: the name that the class has for itself.
 
         Raises:
-            ValueError: it has neither of PROMPT_METHODS.
+            ValueError: it has no get_prompt.
         """
         super().__init__(source)
         self._kind = kind
         self._name = dataset_name or _own_name(kind)
-        if not any(hasattr(kind, name) for name in PROMPT_METHODS):
+        if not hasattr(kind, "get_prompt"):
             raise ValueError(
-                f"--data_path {source}: {kind.__name__} needs {' or '.join(PROMPT_METHODS)}, as "
-                "DeepSpeed-Chat's classes have, or must derive from common.data.registry.Adapter"
+                f"--data_path {source}: {kind.__name__} needs get_prompt, as DeepSpeed-Chat's classes "
+                "have, or must derive from common.data.registry.Adapter"
             )
 
     def load(self) -> Parts:
@@ -88,16 +85,13 @@ class PortedClass(Adapter):
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
-        """See Adapter."""
         sample = row[SAMPLE] if row.keys() == {SAMPLE} else row
         with contextlib.redirect_stdout(io.StringIO()):
             prompt = self._ask("get_prompt", sample)
             wholes = [self._ask(f"get_prompt_and_{side}", sample) for side in SIDES]
             replies = [self._ask(f"get_{side}", sample) for side in SIDES]
-        if isinstance(prompt, BadRow) and not isinstance(prompt, EmptyRow):
+        if isinstance(prompt, BadRow):
             raise prompt
-        if not isinstance(prompt, str):
-            return [_from_wholes(prompt, *wholes)]
         chosen, rejected = (_reply(prompt, *texts) for texts in zip(wholes, replies, strict=True))
         return [_example(prompt, chosen, rejected)]
 
@@ -136,10 +130,8 @@ class PortedClass(Adapter):
             self.notes = (*self.notes, f"{reason}; --eval_fraction is held out")
             return None
         if found is train:
-            self.notes = (
-                *self.notes,
-                "get_eval_data gives the training rows; --eval_fraction is held out",
-            )
+            note = "get_eval_data gives the training rows; --eval_fraction is held out"
+            self.notes = (*self.notes, note)
             return None
         return RawRows(_Samples(found), f"{self.source}/eval") if found is not None and len(found) else None
 
@@ -233,34 +225,10 @@ def _reply(prompt: str, whole: str | BadRow | None, reply: str | BadRow | None) 
                 return rest
             whole = EmptyRow("there is nothing behind the prompt")
         elif not isinstance(reply, str):
-            end = _prompt_end(whole)
-            return whole[end:] if end else BadRow("the text does not begin with the prompt")
+            return BadRow("the text does not begin with the prompt")
     if isinstance(reply, str) or whole is None:
         return reply
     return whole
-
-
-def _from_wholes(
-    prompt: BadRow | None, chosen: str | BadRow | None, rejected: str | BadRow | None
-) -> Example:
-    """An Example of whole dialogues: the prompt ends at the last `Assistant:` that they share."""
-    if not isinstance(chosen, str):
-        raise chosen or prompt or BadRow("there is no prompt")
-    if not isinstance(rejected, str):
-        end = _prompt_end(chosen)
-        if end is None:
-            return Example(text=chosen)  # step 1 learns it as a whole, as DeepSpeed-Chat does
-        return _example(chosen[:end], chosen[end:], rejected)
-    end = _prompt_end(commonprefix([chosen, rejected]))
-    if end is None:
-        raise BadRow("chosen and rejected share no 'Assistant:' at which a prompt could end")
-    return _example(chosen[:end], chosen[end:], rejected[end:])
-
-
-def _prompt_end(text: str) -> int | None:
-    """Where the last `Assistant:` ends, one at the start of a line before any other; None without one."""
-    marks = list(_CUE_ON_ITS_LINE.finditer(text)) or list(_CUE.finditer(text))
-    return marks[-1].end() if marks else None
 
 
 def _example(prompt: str, chosen: str | BadRow | None, rejected: str | BadRow | None) -> Example:

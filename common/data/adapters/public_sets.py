@@ -4,14 +4,10 @@ Sets whose rows have a usual form need an entry of `USUAL_FORMS` alone, sets who
 of a row one of `TEXT_PATHS`. Where on the hub a set lies is told by `hub_data.HUB_PLACES`.
 """
 
-import hashlib
-import json
 import re
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.data.adapters.base import Adapter, Parts, register_dataset
+from common.data.adapters.base import Adapter, register_dataset
 from common.data.adapters.local_files import AnyForm
 from common.data.adapters.rankings import rank_by_score
 from common.data.adapters.row_parts import (
@@ -23,8 +19,7 @@ from common.data.adapters.row_parts import (
     reply_text,
     split_marked,
 )
-from common.data.example import BadRow, EmptyRow, Example, Turn
-from common.data.raw_rows import RawRows
+from common.data.example import BadRow, EmptyRow, Example
 
 _LEADING_CUE = re.compile(r"\A\s*Assistant:")
 _VICUNA_TURN = re.compile(r"(?:\A|\s|</s>)\s*(USER|ASSISTANT):")
@@ -49,7 +44,6 @@ class CueInTheReply(AnyForm):
     """A prompt that ends with the human's turn, and replies that begin with `Assistant:`."""
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
-        """See Adapter."""
         replies = {name: row[name] for name in ("chosen", "rejected") if isinstance(row.get(name), str)}
         return super().to_examples(row | {name: _LEADING_CUE.sub("", text) for name, text in replies.items()})
 
@@ -59,7 +53,6 @@ class VicunaText(Adapter):
     """A dialogue as `USER: ... ASSISTANT: ...</s>USER: ... ASSISTANT:` and, in `label`, the last reply."""
 
     def columns(self) -> tuple[str, ...]:
-        """See Adapter."""
         return ("prompt", "label")
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
@@ -81,11 +74,9 @@ class WebGPTComparisons(Adapter):
     """answer_0 and answer_1 with score_0 and score_1; equal scores are a tie. Citations are taken out."""
 
     def columns(self) -> tuple[str, ...]:
-        """See Adapter."""
         return ("question", "answer_0", "answer_1", "score_0", "score_1")
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
-        """See Adapter."""
         self.check_columns(row)
         question = row["question"]
         if isinstance(question, dict):
@@ -101,11 +92,9 @@ class StanfordHumanPreferences(Adapter):
     """A post (`history`) with two comments; `labels` 1 prefers human_ref_A, 0 prefers human_ref_B."""
 
     def columns(self) -> tuple[str, ...]:
-        """See Adapter."""
         return ("history", "human_ref_A", "human_ref_B", "labels")
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
-        """See Adapter."""
         self.check_columns(row)
         if row["labels"] not in (0, 1, "0", "1"):
             raise BadRow(f"'labels' is {row['labels']!r}, not 0 or 1")
@@ -143,24 +132,19 @@ class TextsByPath(Adapter):
     paths: TextPaths | None = None  # None: by the name of the set
 
     def __init__(self, source: str = "") -> None:
-        """See Adapter."""
         super().__init__(source)
         self.paths = self.paths or TEXT_PATHS[source]
 
     def columns(self) -> tuple[str, ...]:
-        """See Adapter."""
         return tuple(path.split(".")[0] for path in self.paths if path)
 
     def get_prompt(self, row: dict[str, Any]) -> str | None:
-        """See Adapter."""
         return _find(row, self.paths.prompt)
 
     def get_chosen(self, row: dict[str, Any]) -> str | None:
-        """See Adapter."""
         return _find(row, self.paths.chosen)
 
     def get_rejected(self, row: dict[str, Any]) -> str | None:
-        """See Adapter."""
         return _find(row, self.paths.rejected) if self.paths.rejected else None
 
 
@@ -192,56 +176,3 @@ class MKQAJapanese(TextsByPath):
     """The Japanese questions of apple/mkqa."""
 
     paths = TextPaths("queries.ja", "answers.ja.0.text")
-
-
-@register_dataset("chitchat")
-class Chitchat(Adapter):
-    """7,168 conversations of two people, from the PyPI package chitchat-dataset (MIT); a row is one of them.
-
-    Each turn after the first is a reply to the turns before it. The number of turns shown is odd, so that the
-    roles alternate and both the first and the last of them are the user's.
-    """
-
-    max_context_turns = 3
-
-    def load(self) -> Parts:
-        """See Adapter. Raises ValueError when the package is not installed."""
-        conversations = json.loads(self._path().read_bytes())
-        rows = [
-            {"id": key, "turns": [" ".join(said["text"] for said in turn) for turn in value["messages"]]}
-            for key, value in conversations.items()
-        ]
-        return Parts(RawRows(rows, "chitchat"), None)
-
-    def data_digest(self) -> str:
-        """See Adapter."""
-        return hashlib.sha256(self._path().read_bytes()).hexdigest()
-
-    def to_examples(self, row: dict[str, Any]) -> list[Example]:
-        """See Adapter; a conversation of n turns gives n - 1 examples."""
-        turns = row.get("turns")
-        if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
-            raise BadRow("no list of texts called 'turns'")
-        turns = [turn.strip() for turn in turns]
-        examples = []
-        for i in range(1, len(turns)):
-            num_shown = min(i, self.max_context_turns)
-            num_shown -= 1 - num_shown % 2
-            shown = turns[i - num_shown : i]
-            if not turns[i] or not all(shown):
-                continue
-            roles = ("user", "assistant")
-            prompt = tuple(Turn(roles[k % 2], text) for k, text in enumerate(shown))
-            examples.append(Example(prompt=prompt, chosen=turns[i]))
-        if not examples:
-            raise EmptyRow("a conversation without a reply")
-        return examples
-
-    @staticmethod
-    def _path() -> Path:
-        package = find_spec("chitchat_dataset")
-        if package is None or not package.submodule_search_locations:
-            raise ValueError(
-                "--data_path chitchat: its data is not installed; pip install chitchat-dataset==0.9.0"
-            )
-        return Path(package.submodule_search_locations[0]) / "dataset.json"

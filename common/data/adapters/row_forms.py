@@ -157,7 +157,6 @@ ROW_FORMS = (
     RowForm(("conversations", *_SIDES), _conversation_pair, _ALL),
     RowForm(_SIDES, _transcripts, _ALL),
     RowForm(("message_id", "text", "role"), _message_of_a_tree, _ALL, lambda row: "parent_id" in row),
-    RowForm(("message_tree_id", "prompt"), message_trees.nested_tree, _ALL, message_trees.is_nested),
     RowForm(("prompt", "answer"), _prompt_and("answer"), _NO_PAIRS),
     RowForm(("prompt", "response"), _prompt_and("response"), _NO_PAIRS),
     RowForm(("prompt", "chosen"), _prompt_and("chosen"), _NO_PAIRS),
