@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from pydantic_core import to_json
+from pydantic import TypeAdapter
 
 from common.data.adapters.message_trees import TREE
 from common.data.adapters.rankings import SCORED
@@ -14,6 +14,7 @@ from common.data.data_report import DataReport
 from common.data.dialogue import Encoded, Template, Tokenised, response_start, truncate
 from common.data.example import BadRow, Example
 
+_AS_JSON = TypeAdapter(Any)  # NaN and infinity are null
 MAX_FIELD_CHARACTERS = 4096  # of one field's JSON: answers and labels pass, whole documents do not
 # An Example has them already.
 CARRIED_COLUMNS = {"prompt", "chosen", "rejected", "messages", "conversations", TREE, SCORED}
@@ -185,9 +186,9 @@ def build_row_fields(row: Mapping[str, Any]) -> str:
         if name in CARRIED_COLUMNS:
             continue
         with suppress(ValueError):  # neither a type nor a text (half of a surrogate pair) that JSON can hold
-            text = to_json(value, inf_nan_mode="null", fallback=_to_list).decode()
+            text = _AS_JSON.dump_json(value, fallback=_to_list).decode()
             if len(text) <= MAX_FIELD_CHARACTERS:
-                parts.append(f"{to_json(name).decode()}:{text}")
+                parts.append(f"{_AS_JSON.dump_json(name).decode()}:{text}")
     return "{" + ",".join(parts) + "}"
 
 
