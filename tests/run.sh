@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sets the environment up and runs the tests; arguments go to pytest.
-#   bash tests/run.sh                         everything
-#   bash tests/run.sh -m "not slow"           the fast part
+#   bash tests/run.sh                         the fast tests, and whole programs that show that they work
+#   bash tests/run.sh --all                   everything
+#   bash tests/run.sh -m "not slow"           the fast tests alone
 #   bash tests/run.sh -m "not long"           what the CI runs
 #   bash tests/run.sh -n 0 -k ranking         what matches a name, in one process (as --pdb needs)
 set -euo pipefail
@@ -12,5 +13,7 @@ source training_scripts/setup_env.sh requirements-dev.txt
 
 export OMP_NUM_THREADS=1 # several ranks share the cores; more threads slow small models down
 export HF_HUB_OFFLINE=1  # no test needs the hub, and a look-up by mistake fails at once
+if [[ $# == 0 ]]; then set -- -m "not slow or smoke"; fi
+if [[ $1 == --all ]]; then shift; fi
 # Several test files at a time, each in one process; -n 0 has all in this one.
 exec python -m pytest tests -n logical --maxprocesses 4 --dist loadfile "$@"

@@ -119,16 +119,13 @@ def check_devices() -> Iterator[Line]:
 
 
 def check_environment() -> Iterator[Line]:
-    """Look at a launcher's variables and at locks of killed builds."""
+    """Look at a launcher's variables."""
     from common.programs import environment
 
     problems = Problems()
     environment.check_environment(problems)
     for message in problems.messages or [""]:
         yield PROBLEM if message else OK, "environment", message or "no launcher's variable is wrong"
-    for path, seconds in environment.find_build_locks().items():
-        state = PROBLEM if seconds > environment.STALE_SECONDS else NOTE
-        yield state, "build lock", f"{path}, left {seconds / 60:.0f} minutes ago by a killed build; delete it"
 
 
 def check_room(output_dir: str) -> Iterator[Line]:

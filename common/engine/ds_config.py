@@ -80,14 +80,6 @@ def _zero_section(stage: int, offload: str, is_trained: bool) -> dict[str, Any]:
     return section
 
 
-def _precision_section(dtype: str) -> dict[str, Any]:
-    if dtype == "bf16":
-        return {"bf16": {"enabled": True}}
-    if dtype == "fp16":
-        return {"fp16": {"enabled": True, "loss_scale_window": 100}}
-    return {}
-
-
 def merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """Return `base` with `overrides` laid over it, dictionaries merged key by key."""
     merged = dict(base)
@@ -114,7 +106,11 @@ def _build(options: EngineOptions, is_trained: bool) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
-    return merge(config | _precision_section(options.dtype), options.overrides)
+    if options.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    if options.dtype == "fp16":
+        config["fp16"] = {"enabled": True, "loss_scale_window": 100}
+    return merge(config, options.overrides)
 
 
 def build_train_config(options: EngineOptions) -> dict[str, Any]:

@@ -1,23 +1,12 @@
-"""What may be wrong around a program before it starts: a launcher's variables, locks of killed builds.
+"""What may be wrong around a program before it starts: a launcher's variables. No torch in here."""
 
-No torch in here.
-"""
-
-import contextlib
 import os
-import sys
-import time
-from pathlib import Path
 
-import psutil
-
-from common.flags.args import Problems
+from common.flags.refusal import Problems
 
 OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_PORT")
 NEEDED_WITH_RANK = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 START = "start by deepspeed or torchrun, which set all of them, or unset them for one process"
-# A compiler may be silent for minutes; after this nobody works there, from another machine neither.
-STALE_SECONDS = 300.0
 
 
 def check_environment(problems: Problems) -> bool:
@@ -37,50 +26,18 @@ def check_environment(problems: Problems) -> bool:
 
 
 def _check_ranks(values: dict[str, int], problems: Problems) -> None:
-    world_size = values.get("WORLD_SIZE", 1)
+    size = values.get("WORLD_SIZE", 1)
     if "RANK" not in values:
-        problems.check(
-            world_size == 1, f"WORLD_SIZE={world_size} is in the environment and RANK is not; {START}"
-        )
+        problems.check(size == 1, f"WORLD_SIZE={size} is in the environment and RANK is not; {START}")
         return
     missing = [name for name in NEEDED_WITH_RANK if not os.environ.get(name)]
     if missing:
         problems.add(f"RANK is in the environment and {', '.join(missing)} not; {START}")
         return
     rank, port = values["RANK"], values["MASTER_PORT"]
-    problems.check(
-        rank < world_size, f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0; {START}"
-    )
+    problems.check(rank < size, f"RANK={rank} is not below WORLD_SIZE={size}: ranks count from 0; {START}")
     problems.check(0 < port < 2**16, f"MASTER_PORT={port} is no port; use one from 1024 to 65535")
 
 
 def _is_whole(text: str) -> bool:
     return text.strip().isascii() and text.strip().isdigit()
-
-
-def find_build_locks() -> dict[Path, float]:
-    """Return the locks of DeepSpeed's kernels that no process of this machine holds, with the seconds since
-    anything beside them was written.
-
-    torch.utils.cpp_extension holds a file called `lock` open while it compiles a kernel. A build that is
-    killed leaves the file, and who needs the kernel next waits for ever.
-    """
-    root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "torch_extensions"
-    version = f"py{sys.version_info.major}{sys.version_info.minor}"  # one for the CPU, one for CUDA
-    locks = Path(root).glob("*/lock") if root else cache.glob(f"{version}*_*/*/lock")
-    found = {}
-    for lock in sorted(locks):
-        with contextlib.suppress(FileNotFoundError):  # its builder has finished meanwhile
-            newest = max(file.stat().st_mtime for file in (lock, *lock.parent.iterdir()))
-            if not _is_held(lock):
-                found[lock] = max(time.time() - newest, 0.0)
-    return found
-
-
-def _is_held(path: Path) -> bool:
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # gone, or another user's
-            if any(Path(file.path) == path.resolve() for file in process.open_files()):
-                return True
-    return False

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -35,19 +35,6 @@ from common.runs.run import Run
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import Progress, Stateful
 from common.runs.trackers import build_trackers
-
-
-class Trainer(Protocol):
-    """What moves the engine of a single-model program."""
-
-    engine: Any
-    logger: RunLogger
-
-    def train_step(self, step: int, micro_batches: list[Any]) -> float:
-        """Do optimizer step `step` (from 1), log it, return its loss. Every rank must call this."""
-
-    def evaluate(self, step: int, batches: Any) -> Any:
-        """Log and return the held-out figures. Every rank must call this."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +166,7 @@ def train(
     start: Start,
     data: StageData,
     batches: GlobalBatches,
-    trainer: Trainer,
+    trainer: Any,
     parts: Mapping[str, Stateful],
     *,
     held_out: Any,
@@ -188,9 +175,10 @@ def train(
 ) -> Run:
     """Make or resume a run and train it to its end; return it.
 
-    `held_out` are the rows of an evaluation, whose result its export has as `fact`. `prepare` is called with
-    the step that the run is at, before the first one. Raises Stopped when the run is asked to stop,
-    TooManyBadSteps when too many steps are refused. Every rank must call this.
+    `trainer` has `engine`, `logger`, `train_step`, `evaluate`. `held_out` are the rows of an evaluation,
+    whose result the export has as `fact`. `prepare` is called with the step that the run is at, before the
+    first one. Raises Stopped when the run is asked to stop, TooManyBadSteps when too many steps are refused.
+    Every rank must call this.
     """
     args, logger = start.args, trainer.logger
     rows = {"--per_device_train_batch_size x --gradient_accumulation_steps": batches.global_rows}
@@ -222,7 +210,7 @@ def train(
 
 
 def _run_steps(
-    batches: GlobalBatches, trainer: Trainer, evaluate: Callable[[int], None], eval_interval: int, run: Run
+    batches: GlobalBatches, trainer: Any, evaluate: Callable[[int], None], eval_interval: int, run: Run
 ) -> None:
     """Train; evaluate before, every `eval_interval` steps, after an epoch, at the end."""
     progress, num_steps = run.progress, run.logger.num_steps

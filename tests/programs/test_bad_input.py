@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.runs.stop_request import STOPPED
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
 FLAGS = [
     Row("absent file", 1, flag(data_path="absent.jsonl"), ["--data_path", "absent.jsonl", "no such file"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from program_runs import read_metrics, run_here
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 TOLERANCE = 2e-5  # other processors add up in another order

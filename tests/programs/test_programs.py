@@ -122,6 +122,7 @@ def pipeline(tiny, tmp_path_factory) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["sft", "reward", "ppo"])
 def test_the_files_of_a_run_have_the_rights_that_umask_leaves(pipeline, name):
     rights = {path: path.stat().st_mode & 0o777 for path in pipeline[name].rglob("*")}
@@ -129,6 +130,7 @@ def test_the_files_of_a_run_have_the_rights_that_umask_leaves(pipeline, name):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_step1_leaves(pipeline):
     output, done = pipeline["sft"], pipeline["done"]["step1_sft/main.py"]
     adapter = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
@@ -160,6 +162,7 @@ def test_step1_leaves(pipeline):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_step2_leaves(pipeline):
     output, done = pipeline["reward"], pipeline["done"]["step2_reward/main.py"]
     assert files_in(output) == ALWAYS | within("export", CLASSIFIER) | checkpoint("model")
@@ -171,6 +174,7 @@ def test_step2_leaves(pipeline):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_plain_transformers_gives_the_printed_scores(pipeline):
     """The samples that rw_eval prints, scored by nothing but `from_pretrained`."""
     text = pipeline["done"]["step2_reward/rw_eval.py"].stdout
@@ -189,6 +193,7 @@ def test_plain_transformers_gives_the_printed_scores(pipeline):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_rw_eval_ends_in_one_line_of_json(pipeline):
     figures = json.loads(pipeline["done"]["step2_reward/rw_eval.py"].stdout.splitlines()[-1])
     assert figures["pairs"] == 50 and 0 <= figures["accuracy"] <= 1
@@ -197,6 +202,7 @@ def test_rw_eval_ends_in_one_line_of_json(pipeline):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_step3_leaves(pipeline):
     output, done = pipeline["ppo"], pipeline["done"]["step3_ppo/main.py"]
     assert files_in(output) == (
@@ -227,6 +233,7 @@ def test_step3_leaves(pipeline):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_nothing_noisy_is_printed(pipeline):
     for script, done in pipeline["done"].items():
         assert "Traceback" not in done.stderr and "Warning" not in done.stderr, f"{script}\n{done.stderr}"
@@ -236,6 +243,7 @@ def test_nothing_noisy_is_printed(pipeline):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_from_its_own_folder(tiny, output):
     """As DeepSpeed-Chat's scripts do; Python then puts the step's folder first on its path."""
     flags = single_model_flags(tiny, output_dir=output, data_split="1,0,0")
@@ -245,6 +253,7 @@ def test_from_its_own_folder(tiny, output):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_torchrun_prints_once(tiny, output):
     flags = single_model_flags(tiny, output_dir=output, data_split="0,1,0", per_device_train_batch_size=2)
     done = run(torchrun("step2_reward/main.py", *as_flags(flags)))

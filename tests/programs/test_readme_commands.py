@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import chat
 import train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
 README = ROOT / "README.md"
 COMMANDS = [command.words for command in commands_of(README)]

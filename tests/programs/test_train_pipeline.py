@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from common.runs.stop_request import STOPPED
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
 
 def test_three_steps_with_a_stop(tiny, tmp_path):

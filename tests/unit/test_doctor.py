@@ -1,18 +1,13 @@
 """python -m tools.doctor: what is missing is named with its cure, and never a traceback."""
 
 import importlib.metadata
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from common.programs import environment
-from common.programs.environment import find_build_locks
 from tools import doctor
 from tools.doctor import NOTE, OK, PROBLEM
 
@@ -75,11 +70,9 @@ def test_gpus_that_are_there_and_not_seen_are_a_problem(monkeypatch, torch, driv
     assert {name: found[name] for name in expected} == expected
 
 
-def test_environment_locks_and_room(monkeypatch, tmp_path):
+def test_environment_and_room(monkeypatch, tmp_path):
     monkeypatch.setenv("RANK", "x")
-    stale = {Path("old/lock"): 3600.0, Path("young/lock"): 60.0}
-    monkeypatch.setattr(environment, "find_build_locks", lambda: stale)
-    assert [state for state, *_ in doctor.check_environment()] == [PROBLEM, PROBLEM, NOTE]
+    assert [state for state, *_ in doctor.check_environment()] == [PROBLEM]
     usage = SimpleNamespace(free=2.5 * 2**30)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
     output = str(tmp_path / "absent" / "output")
@@ -120,57 +113,3 @@ def test_without_packages_it_says_so_and_leaves_no_traceback():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "Traceback" not in done.stderr + done.stdout, done.stderr
     assert "check_packages" in done.stdout and "problems" in done.stdout.splitlines()[-1]
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Locks of killed builds
-# ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def lock(tmp_path, monkeypatch) -> Path:
-    """Return the lock that a killed build has left an hour ago, with what else it wrote."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    folder = tmp_path / "fused_adam"
-    folder.mkdir(parents=True)
-    for name in ("build.ninja", "lock"):
-        (folder / name).write_text("")
-        os.utime(folder / name, (time.time() - 3600.0,) * 2)
-    return folder / "lock"
-
-
-def test_a_lock_is_as_old_as_the_newest_file_beside_it(lock):
-    [(found, seconds)] = find_build_locks().items()
-    assert found == lock and 3590 < seconds < 3700
-    (lock.parent / "kernel.o").write_text("the compiler has just written this")
-    assert find_build_locks()[lock] < 60
-    lock.unlink()
-    assert find_build_locks() == {}
-
-
-def test_torch_leaves_and_holds_such_a_lock(tmp_path, monkeypatch):
-    """What is looked for is what torch does: where the file is, that it is held open and outlives a kill."""
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    code = """
-import os, sys
-from torch.utils import cpp_extension
-from torch.utils.file_baton import FileBaton
-baton = FileBaton(os.path.join(cpp_extension._get_build_directory("fused_adam", False), "lock"))
-assert baton.try_acquire()
-print(flush=True)
-sys.stdin.read()
-"""
-    builder = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
-    )
-    try:
-        builder.stdout.readline()
-        cache = tmp_path if (tmp_path / "torch_extensions").exists() else tmp_path / ".cache"
-        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-        assert len(list(tmp_path.rglob("fused_adam/lock"))) == 1 and find_build_locks() == {}
-    finally:
-        builder.send_signal(signal.SIGKILL)
-        builder.communicate()
-    assert [lock.parent.name for lock in find_build_locks()] == ["fused_adam"]
