@@ -14,7 +14,6 @@ with AdamW's state, random models of bench_ppo_step.py), at the default --save_i
 The last line is a JSON object; `ratio` is 3 % over the share of the time that saving takes: above 1 is good.
 """
 
-import argparse
 import json
 import os
 import random
@@ -32,10 +31,10 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
-from benchmarks.chat_rows import TINY, small_llama_config
-from benchmarks.ppo_models import build_tokenizer, save_models
+from benchmarks.chat_rows import TINY
+from benchmarks.measuring import build_parser, print_result
+from benchmarks.ppo_models import save_models
 from common.programs import startup
 from common.runs.checkpoints import FOLDER, find_checkpoints
 from common.runs.resume import FINISHED_FILE
@@ -57,29 +56,17 @@ class Lives:
     seconds: list[float] = field(default_factory=list)
 
 
-def tiny_models(folder: Path) -> dict[str, Path]:
-    """Save random models of two layers, hidden 32; return their folders."""
-    config = small_llama_config(**TINY)
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder / "policy")
-    config.num_labels = 1
-    LlamaForSequenceClassification(config).save_pretrained(folder / "reward")
-    for name in ("policy", "reward"):
-        build_tokenizer().save_pretrained(folder / name)
-    return {name: folder / name for name in ("policy", "reward")}
-
-
 def write_prompts(path: Path, count: int, num_words: int) -> Path:
     """Write prompts of random words; return the file."""
     draw = random.Random(0)
-    rows = (
+    rows = [
         {"prompt": " ".join(f"t{draw.randrange(4, 8000)}" for _ in range(num_words))} for _ in range(count)
-    )
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def ppo_flags(models: dict[str, Any], prompts: Path, folder: Path, **more: Any) -> list[str]:
+def ppo_flags(models: dict[str, str], prompts: Path, folder: Path, **more: Any) -> list[str]:
     """Return the command line of a run."""
     flags = {
         "actor_model_name_or_path": models["policy"],
@@ -117,85 +104,77 @@ def live(argv: list[str], log: Path) -> int:
         os._exit(code)
 
 
-def last_step(output: Path) -> int:
-    """Return the last step of which there are numbers."""
-    return max((row["step"] for row in read_rows(output / "metrics.jsonl", [])), default=0)
-
-
-def saved_step(output: Path) -> int | None:
-    """Return the steps of the newest checkpoint."""
+def progress_of(output: Path) -> tuple[int, int | None]:
+    """Return the last step of which there are numbers, and the steps of the newest checkpoint."""
     found, _ = find_checkpoints(output)
-    return found[0].meta["numbers"]["progress"]["step"] if found else None
+    saved = found[0].meta["numbers"]["progress"]["step"] if found else None
+    return max((row["step"] for row in read_rows(output / "metrics.jsonl", [])), default=0), saved
 
 
-def run_until_done(argv: list[str], folder: Path, num_kills: int, limit: float, seed: int) -> Lives:
-    """Let the run live, and kill it at random moments, until it has ended by itself."""
-    draw, lives, output = random.Random(seed), Lives(), folder / "output"
+def run_until_done(argv: list[str], folder: Path, num_kills: int, limit: float) -> Lives:
+    """Let the run live, and kill it at random moments, until it has ended by itself.
+
+    No more kills after `limit` seconds. Raises RuntimeError where the run fails.
+    """
+    draw, lives, output = random.Random(1), Lives(), folder / "output"
     deadline, longest = time.monotonic() + limit, 2.0
     while True:
-        began_at = saved_step(output)
-        before = last_step(output), began_at
-        lives.resumes += began_at is not None
+        before = progress_of(output)
+        lives.resumes += before[1] is not None
         started = time.monotonic()
         child = live(argv, folder / "log.txt")
         may_kill = lives.kills < num_kills and started < deadline
         end = started + draw.uniform(0, longest) if may_kill else float("inf")
-        status = None
-        while status is None and time.monotonic() < end:
+        done, code = 0, 0
+        while not done and time.monotonic() < end:
             done, code = os.waitpid(child, os.WNOHANG)
-            status = code if done else time.sleep(0.005)
-        if status is None:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            lives.kills += 1
-            after = last_step(output), saved_step(output)
-            if after != before:
-                lives.steps_made_twice += max(after[0] - (after[1] or 0), 0)
-            # A life must be long enough to get on, and short enough to be cut anywhere.
-            longest = 2.0 if after[1] != before[1] else min(longest * 1.5, 60.0)
+            time.sleep(0.005)
         lives.seconds.append(time.monotonic() - started)
-        if status is not None:
-            if os.waitstatus_to_exitcode(status):
-                raise RuntimeError(f"the run failed: {(folder / 'log.txt').read_text()[-3000:]}")
+        if code:
+            raise RuntimeError(f"the run failed: {(folder / 'log.txt').read_text()[-3000:]}")
+        if done:
             return lives
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        lives.kills += 1
+        after = progress_of(output)
+        if after != before:
+            lives.steps_made_twice += max(after[0] - (after[1] or 0), 0)
+        # A life must be long enough to get on, and short enough to be cut anywhere.
+        longest = 2.0 if after[1] != before[1] else min(longest * 1.5, 60.0)
 
 
-def compare(one: Path, other: Path) -> bool:
-    """Return whether two runs ended with the same bits: last checkpoint and exports."""
-    states = []
-    for output in (one, other):
-        found, _ = find_checkpoints(output)
-        files = [*found[0].folder.glob("*.safetensors"), *output.glob("export*/*.safetensors")]
-        states.append({f"{f.parent.name}/{f.name}": load_file(f) for f in files})
-    first, second = states
-    return first.keys() == second.keys() and all(
-        first[f].keys() == second[f].keys() and all(torch.equal(t, second[f][n]) for n, t in first[f].items())
-        for f in first
-    )
+def load_end(output: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a run's last checkpoint and of its exports."""
+    found, _ = find_checkpoints(output)
+    files = [*found[0].folder.glob("*.safetensors"), *output.glob("export*/*.safetensors")]
+    return {f"{f.parent.name}/{f.name}/{name}": t for f in files for name, t in load_file(f).items()}
 
 
 def soak(folder: Path, num_kills: int, num_steps: int, limit: float) -> dict[str, Any]:
     """Return what the killed run went through, and whether it ended as the other one."""
-    models = tiny_models(folder / "models")
+    models = save_models(folder / "models", 0, **TINY)
     prompts = write_prompts(folder / "prompts.jsonl", 256, 8)
     sizes = {"per_device_generation_batch_size": 4, "per_device_training_batch_size": 2, "ppo_epochs": 2}
     sizes |= {"max_prompt_seq_len": 16, "max_answer_seq_len": 16, "max_train_steps": num_steps}
-    runs = {}
-    for name, kills, seed in (("in peace", 0, 0), ("killed", num_kills, 1)):
-        home = folder / name.replace(" ", "_")
+    runs, ends = {}, {}
+    for name, kills in (("in_peace", 0), ("killed", num_kills)):
+        home = folder / name
         home.mkdir()
         argv = ppo_flags(models, prompts, home, **sizes, save_interval=1)
-        runs[name] = run_until_done(argv, home, kills, limit, seed)
-    killed = folder / "killed" / "output"
-    left = [p for p in killed.rglob("*") if p.suffix in LEFT_OVER]
-    lives = runs["killed"]
+        runs[name] = run_until_done(argv, home, kills, limit)
+        ends[name] = load_end(home / "output")
+    killed, lives = folder / "killed" / "output", runs["killed"]
+    is_same = ends["in_peace"].keys() == ends["killed"].keys() and all(
+        torch.equal(tensor, ends["killed"][name]) for name, tensor in ends["in_peace"].items()
+    )
     return {
         "kills": lives.kills,
         "resumes": lives.resumes,
         "steps": num_steps,
         "steps_made_twice": lives.steps_made_twice,
-        "is_equal": compare(folder / "in_peace" / "output", killed) and (killed / FINISHED_FILE).exists(),
-        "files_left_over": len(left),
+        "is_equal": is_same and (killed / FINISHED_FILE).exists(),
+        "files_left_over": sum(path.suffix in LEFT_OVER for path in killed.rglob("*")),
         "checkpoints": len(list((killed / FOLDER).iterdir())),
         "seconds_a_life": statistics.median(lives.seconds),
     }
@@ -204,13 +183,12 @@ def soak(folder: Path, num_kills: int, num_steps: int, limit: float) -> dict[str
 def saving(folder: Path, num_steps: int, *, is_tiny: bool) -> dict[str, float]:
     """Return the seconds of a step and of a checkpoint of a run that saves at every step."""
     folder.mkdir()
-    models = tiny_models(folder) if is_tiny else save_models(folder, 0)
+    models = save_models(folder / "models", 0, **(TINY if is_tiny else {}))
     prompts = write_prompts(folder / "prompts.jsonl", 512, 8 if is_tiny else 64)
     sizes = {"per_device_generation_batch_size": 16, "per_device_training_batch_size": 16, "packed": "true"}
     sizes |= {"max_prompt_seq_len": 256, "max_answer_seq_len": 8 if is_tiny else 64}
     sizes |= {"max_train_steps": num_steps}
-    argv = ppo_flags(models, prompts, folder, **sizes, ppo_epochs=4, save_interval=1)
-    run_until_done(argv, folder, 0, 0, 0)
+    run_until_done(ppo_flags(models, prompts, folder, **sizes, ppo_epochs=4, save_interval=1), folder, 0, 0)
     rows = read_rows(folder / "output" / "metrics.jsonl", [])[1:]  # the first step has saved nothing before
     found, _ = find_checkpoints(folder / "output")
     return {
@@ -222,8 +200,7 @@ def saving(folder: Path, num_steps: int, *, is_tiny: bool) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print tables and the JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, few kills, few steps")
+    parser = build_parser(__doc__, "--quick")
     parser.add_argument("--kills", type=int, default=0, help="times the run is killed (50; 1 with --quick)")
     parser.add_argument("--minutes", type=float, default=15.0, help="no more kills after this")
     args = parser.parse_args()
@@ -241,15 +218,8 @@ def main() -> None:
         f"\na step {cost['step_seconds']:.2f} s, a checkpoint of {cost['checkpoint_mib']:.0f} MiB "
         f"{cost['save_seconds']:.2f} s: {share:.2%} of the time at --save_interval {interval}"
     )
-    result = {"name": "faults", "device": "cpu", "threads": torch.get_num_threads()}
-    result |= {
-        "ours": share,
-        "peer": AIM,
-        "ratio": round(AIM / share, 2),
-        "runs": 1,
-        "save_interval": interval,
-    }
-    print(json.dumps(result | cost | found))
+    facts = {"ours": share, "peer": AIM, "ratio": round(AIM / share, 2), "runs": 1, "save_interval": interval}
+    print_result("faults", **facts, **cost, **found)
 
 
 if __name__ == "__main__":

@@ -14,60 +14,41 @@ grows by from the smallest vocabulary to the largest at the longest length, besi
 positions would take.
 """
 
-import argparse
-import json
 import math
-import os
-import subprocess
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from benchmarks.peer_process import (
-    OF_OUR_GROUP,
-    WARM_UP_TOKENS,
-    PeerProcess,
-    leave_out,
-    peak_since,
-    start_peak,
-)
+from benchmarks.chat_rows import WARM_UP_TOKENS, memory_rows, small_llama_config
+from benchmarks.measuring import Peer, build_parser, leave_out, peak_since, print_result, start_peak
 
 ROWS = 4
 WAYS = ("ours", "trl", "trl_labels_only", "logits")
 LENGTHS, VOCABULARIES = (256, 512, 1024), (8192, 32000, 128000)
 QUICK_LENGTHS, QUICK_VOCABULARIES = (64,), (8192,)
+MIB = 2**20
 
 
-def measure_here(length: int, vocabulary: int) -> int:
-    """Return the peak bytes of our step in this process."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    from benchmarks.bench_train import SilentLogger, engine_of
-    from benchmarks.chat_rows import FIRST_ID, small_llama_config
+def our_peak(length: int, vocabulary: int) -> int:
+    """Return the peak bytes of our step in this process, which must be a new one."""
+    from benchmarks.our_side import SilentLogger, policy_engine
     from common.data.collators import collate_sft
-    from common.data.packed_batch import PackedBatch
-    from common.models.policy_model import PolicyModel
     from common.programs import startup
     from common.ranks import distributed
     from step1_sft.sft_trainer import SFTTrainer
 
     startup.quiet_libraries()
     distributed.start()
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(small_llama_config(vocab_size=vocabulary))
-    engine = engine_of(PolicyModel(model, num_valid_tokens=vocabulary))
+    engine = policy_engine(small_llama_config(vocab_size=vocabulary))
     trainer = SFTTrainer(engine, is_packed=False, logger=SilentLogger())
-
-    def batch(num_tokens: int, num_prompt: int) -> PackedBatch:
-        rows = torch.randint(FIRST_ID, vocabulary, (ROWS, num_tokens)).tolist()
-        mask = [False] * num_prompt + [True] * (num_tokens - num_prompt)
-        return collate_sft([{"input_ids": r, "loss_mask": mask, "row_id": ""} for r in rows])
-
-    trainer.train_step(1, [batch(WARM_UP_TOKENS, 1)])
-    measured = batch(length, length // 3)
+    first, measured = (
+        collate_sft(memory_rows(ROWS, num_tokens, vocabulary)) for num_tokens in (WARM_UP_TOKENS, length)
+    )
+    trainer.train_step(1, [first])
     baseline = start_peak()
     trainer.train_step(2, [measured])
     peak = peak_since(baseline)
@@ -75,67 +56,52 @@ def measure_here(length: int, vocabulary: int) -> int:
     return peak
 
 
-def measure_ours(length: int, vocabulary: int) -> int:
-    """Return the peak bytes of our step, in a process of its own."""
-    environment = {name: value for name, value in os.environ.items() if name not in OF_OUR_GROUP}
-    words = ["--here", str(length), str(vocabulary)]
-    done = subprocess.run(
-        [sys.executable, __file__, *words], env=environment, check=True, capture_output=True, text=True
-    )
-    return int(done.stdout.splitlines()[-1])
-
-
-def measure_trl(python: str, length: int, vocabulary: int, *more: str) -> int:
+def trl_peak(python: str, length: int, vocabulary: int, *, labels_only: bool) -> int:
     """Return the peak bytes of TRL's step, in a process of its own."""
-    words = ["memory", "--batch_size", ROWS, "--length", length, "--vocabulary", vocabulary]
-    script = Path(__file__).with_name("trl_train_peer.py")
-    with PeerProcess(python, script, [*map(str, words), *more]) as peer:
+    sizes = {"batch_size": ROWS, "length": length, "vocabulary": vocabulary}
+    with Peer(python, task="memory", labels_only=labels_only, **sizes) as peer:
         return peer.started["peak_bytes"]
 
 
+def measure(python: str, length: int, vocabulary: int) -> dict[str, float]:
+    """Return the peaks of a size in MiB; TRL's where there is an interpreter."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        size = {"ours": pool.submit(our_peak, length, vocabulary).result() / MIB}
+    if python:
+        size["trl"] = trl_peak(python, length, vocabulary, labels_only=False) / MIB
+        size["trl_labels_only"] = trl_peak(python, length, vocabulary, labels_only=True) / MIB
+    return (
+        {"length": length, "vocabulary": vocabulary} | size | {"logits": ROWS * length * vocabulary * 4 / MIB}
+    )
+
+
 def main() -> None:
-    """Measure all sizes, or one of ours."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trl_python", default="", help="interpreter of an environment with TRL 1.16")
-    parser.add_argument("--quick", action="store_true", help="one small size; TRL may be left out")
-    parser.add_argument("--here", nargs=2, type=int, default=None, help=argparse.SUPPRESS)
+    """Measure all sizes."""
+    parser = build_parser(__doc__, "--quick", "--trl_python")
     args = parser.parse_args()
-    if args.here:
-        print(measure_here(*args.here))
-        return
     is_alone = leave_out(parser, args, "trl-1.16")
     lengths = QUICK_LENGTHS if args.quick else LENGTHS
     vocabularies = QUICK_VOCABULARIES if args.quick else VOCABULARIES
-    mib = 2**20
     found = []
     print(f"{ROWS} rows, MiB       ours     TRL  labels  logits of all positions")
     for length in lengths:
         for vocabulary in vocabularies:
-            ours = measure_ours(length, vocabulary) / mib
-            size = {"length": length, "vocabulary": vocabulary, "ours": ours}
-            if not is_alone:
-                size["trl"] = measure_trl(args.trl_python, length, vocabulary) / mib
-                labels = measure_trl(args.trl_python, length, vocabulary, "--labels_only")
-                size["trl_labels_only"] = labels / mib
-            size["logits"] = ROWS * length * vocabulary * 4 / mib
+            size = measure(args.trl_python, length, vocabulary)
             found.append(size)
             shown = [size.get(name, math.nan) for name in WAYS]
             print(f"{length:>5} x {vocabulary:<8}{''.join(f'{mib:>8.0f}' for mib in shown)}", flush=True)
     at_longest = found[-len(vocabularies) :]
     growth = {name: at_longest[-1][name] - at_longest[0][name] for name in WAYS if name in found[0]}
-    result = {
-        "name": "memory",
-        "device": "cpu",
-        "threads": os.cpu_count(),
-        "ours": found[-1]["ours"],
-        "peer": None if is_alone else found[-1]["trl"],
-        "ratio": None if is_alone else round(found[-1]["trl"] / found[-1]["ours"], 4),
-        "runs": 1,
-        "unit": "MiB",
-        "growth": growth,
-        "sizes": found,
-    }
-    print(json.dumps(result))
+    print_result(
+        "memory",
+        ours=found[-1]["ours"],
+        peer=found[-1].get("trl"),
+        ratio=None if is_alone else round(found[-1]["trl"] / found[-1]["ours"], 4),
+        runs=1,
+        unit="MiB",
+        growth=growth,
+        sizes=found,
+    )
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ python benchmarks/bench_ppo_step.py --trl_python DIR/bin/python [--quick]
 
 DIR is made by `bash benchmarks/make_peer_env.sh trl-1.12 DIR`: the last release with a PPOTrainer. Both sides
 load the same models (4 layers, hidden 256, vocabulary 8192, fp32; ppo_models.py), take 16 prompts a step, as
-long as a chat data set's, 256 tokens at most (--max_prompt 64 cuts them short), and
-answer with up to 64 tokens whose lengths are those of real answers, make 4 optimizer steps of each of actor
-and critic, and run one thread each, in turns. TRL does not clip gradients, and pads every answer to 64.
+long as a chat data set's, 256 tokens at most, answer with up to 64 tokens whose lengths are those of real
+answers, make 4 optimizer steps of each of actor and critic, and run one thread each, in turns. TRL does not
+clip gradients, and pads every answer to 64.
 
   ours           --enable_hybrid_engine --packed, as the launch scripts have it
   ours, padded   the same without --packed
@@ -15,16 +15,12 @@ and critic, and run one thread each, in turns. TRL does not clip gradients, and 
 The last line is a JSON object; `ratio` is TRL's seconds a step over ours.
 """
 
-import argparse
-import dataclasses
-import json
 import math
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +31,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.chat_rows import TINY, ppo_prompts, size_of, small_llama_config, write_rows
-from benchmarks.peer_process import PeerProcess, leave_out, take_turns
+from benchmarks.measuring import Peer, Rates, build_parser, leave_out, print_result, take_turns, timed
 from benchmarks.ppo_models import save_models
 from common.data.collators import collate_prompts
 from common.data.global_batches import GlobalBatches
@@ -80,85 +76,70 @@ def our_step(models: dict[str, str], prompts: list[dict[str, Any]], *, is_packed
         for row in prompts
     ]
     batches = GlobalBatches(rows, collate_prompts, rows_per_micro_batch=NUM_PROMPTS, seed=1)
-    trainer = build_trainer(dataclasses.replace(args), start, 10**6, batches, [], pretraining=None)
+    trainer = build_trainer(args, start, 10**6, batches, [], pretraining=None)
     trainer.logger.open()
     trainer.logger.begin_anew()
     steps = iter(range(1, 10**6))
     return lambda: trainer.train_step(next(steps))
 
 
-def print_table(rates: dict[str, dict[str, float]], tokens: dict[str, list[float]]) -> float | None:
-    """Print the table; return TRL's seconds over ours, None without TRL."""
+def our_turn(step: Callable[[], dict], tokens: list[float]) -> float:
+    """Take a step and return its seconds; its response tokens join `tokens`."""
+    return timed(lambda: tokens.append(NUM_PROMPTS * step()["rollout/response_tokens"]))
+
+
+def peer_turn(peer: Peer, tokens: list[float]) -> float:
+    """Let the peer take a step and return its seconds; its response tokens join `tokens`."""
+    answer = peer.go()
+    tokens.append(answer["tokens"])
+    return answer["seconds"]
+
+
+def print_table(rates: Rates, tokens: dict[str, list[float]]) -> None:
+    """Print seconds and response tokens of a step, and TRL's seconds over each."""
     base = rates["trl"]["median"] if "trl" in rates else math.nan
     print(f"\n{'way':<16}{'s a step':>9}  {'range':<14}{'answers, tokens':>16}{'x TRL':>8}")
     for name, rate in rates.items():
         spread = f"{rate['low']:.2f} - {rate['high']:.2f}"
         num_tokens, ratio = statistics.fmean(tokens[name]), base / rate["median"]
         print(f"{name:<16}{rate['median']:>9.2f}  {spread:<14}{num_tokens:>16.0f}{ratio:>8.2f}")
-    return round(base / rates["ours"]["median"], 4) if "trl" in rates else None
-
-
-def timed(run: Callable[[], dict] | PeerProcess, tokens: list[float]) -> Callable[[], float]:
-    """Return a way that takes a step and returns its seconds; its response tokens join `tokens`."""
-
-    def measure() -> float:
-        if isinstance(run, PeerProcess):
-            answer = run.go()
-            tokens.append(answer["generated_tokens"])
-            return answer["seconds"]
-        started = time.perf_counter()
-        metrics = run()
-        tokens.append(NUM_PROMPTS * metrics["rollout/response_tokens"])
-        return time.perf_counter() - started
-
-    return measure
 
 
 def main() -> None:
     """Compare."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trl_python", default="", help="interpreter of an environment with TRL 1.12")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one round; TRL may be left out")
-    parser.add_argument("--runs", type=int, default=0, help="measured rounds (10; 1 with --quick)")
-    parser.add_argument("--max_prompt", type=int, default=MAX_PROMPT, help="longer prompts are cut")
+    parser = build_parser(__doc__, "--quick", "--runs", "--trl_python")
     args = parser.parse_args()
     is_alone = leave_out(parser, args, "trl-1.12")
     torch.set_num_threads(1)
     startup.quiet_libraries()
     distributed.start()
     num_runs = args.runs or (1 if args.quick else 10)
-    changes = TINY if args.quick else {}
-    with tempfile.TemporaryDirectory() as folder:
-        models = save_models(folder, seed=0, **changes)
-        prompts = ppo_prompts(256, 1, args.max_prompt)
-        rows_file = write_rows(Path(folder, "prompts.json"), prompts)
-        words = ["--rows", rows_file, "--models", folder, "--num_ppo_epochs", str(PPO_EPOCHS)]
-        script = Path(__file__).with_name("trl_ppo_peer.py")
+    sizes = TINY if args.quick else {}
+    tokens: dict[str, list[float]] = {"ours": [], "ours, padded": [], "trl": []}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        models = save_models(folder, seed=0, **sizes)
+        prompts = ppo_prompts(256, 1, MAX_PROMPT)
+        packed, padded = (our_step(models, prompts, is_packed=is_packed) for is_packed in (True, False))
         ways = {
-            "ours": our_step(models, prompts, is_packed=True),
-            "ours, padded": our_step(models, prompts, is_packed=False),
+            "ours": lambda: our_turn(packed, tokens["ours"]),
+            "ours, padded": lambda: our_turn(padded, tokens["ours, padded"]),
         }
-        threads = {"OMP_NUM_THREADS": "1"}
-        peer = PeerProcess(args.trl_python, script, words, threads, environment="trl-1.12")
-        with nullcontext() if is_alone else peer as started:
-            tokens = {name: [] for name in (*ways, "trl")}
-            measured = {name: timed(run, tokens[name]) for name, run in ways.items()}
-            if started:
-                measured["trl"] = timed(started, tokens["trl"])
-            rates = take_turns(measured, num_runs)
-    result = {
-        "name": "ppo_step",
-        "device": "cpu",
-        "threads": 1,
-        "ratio": print_table(rates, tokens),
-        "ours": rates["ours"]["median"],
-        "peer": None if is_alone else rates["trl"]["median"],
-        "runs": num_runs,
-        "model": f"random Llamas, {size_of(small_llama_config(**changes))}; 16 prompts, up to 64 tokens",
-        "max_prompt": args.max_prompt,
-        "rates": rates,
-    }
-    print(json.dumps(result))
+        if not is_alone:
+            rows_file = write_rows(Path(folder, "prompts.json"), prompts)
+            peer = stack.enter_context(Peer(args.trl_python, task="ppo", rows=rows_file, models=folder))
+            ways["trl"] = lambda: peer_turn(peer, tokens["trl"])
+        rates = take_turns(ways, num_runs)
+    print_table(rates, tokens)
+    print_result(
+        "ppo_step",
+        ours=rates["ours"]["median"],
+        peer=None if is_alone else rates["trl"]["median"],
+        ratio=None if is_alone else round(rates["trl"]["median"] / rates["ours"]["median"], 4),
+        runs=num_runs,
+        model=f"random Llamas, {size_of(small_llama_config(**sizes))}; 16 prompts, up to 64 tokens",
+        max_prompt=MAX_PROMPT,
+        rates=rates,
+    )
     distributed.stop()
 
 

@@ -15,11 +15,7 @@ size 2.
 """
 
 import argparse
-import json
-import statistics
 import sys
-import tempfile
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,23 +27,20 @@ if not __package__:  # run as a script: import from the repository root, not fro
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from benchmarks.peer_process import launch_ranks
-from common.engine.ds_config import EngineOptions, build_train_config
-from common.engine.optim import build_engine
+from benchmarks.chat_rows import small_llama_config
+from benchmarks.measuring import build_parser, print_result, take_turns, timed
+from benchmarks.our_side import leave, run_ranks, zero3_engine
 from common.generation.reshard_plan import TPLayout, group_by_layers
 from common.generation.resharder import Resharder, TPGroups
 from common.generation.tp_plans import Cut, build_cuts
-from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import TrainedWeight
 from common.programs import startup
 from common.ranks import distributed
 from common.ranks.zero3 import gather_whole
-from step1_sft.arguments import SFTArguments
 
 WORLD_SIZES = (2, 4)
-VOCABULARY = 8192
 MEGABYTE = 1e6
 
 
@@ -96,35 +89,6 @@ class SwitchMeter(TorchDispatchMode):
         self._live_bytes -= num_bytes
 
 
-def save_model(folder: Path) -> None:
-    """Write the Llama that is moved: 7 million weights, embedding and head tied."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-
-
-def load_parameters(folder: str, world_size: int) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of a ZeRO 3 engine, all of them sharded. Every rank must call this."""
-    overrides = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-    ds_config = build_train_config(EngineOptions(zero_stage=3, world_size=world_size, overrides=overrides))
-    model = load_causal_lm(ModelOptions(folder, ds_config=ds_config), VOCABULARY)
-    engine = build_engine(
-        model,
-        ds_config,
-        SFTArguments(learning_rate=1e-4, lora_learning_rate=1e-4, lr_scheduler_type="constant"),
-        1,
-    )
-    return dict(engine.module.named_parameters())
-
-
 def find_cuts(folder: str, tp_size: int) -> dict[str, Cut]:
     """Return the model's cuts by parameter name."""
     with torch.device("meta"):
@@ -150,22 +114,10 @@ def gather_layers(
     return slices
 
 
-def time_in_turns(ways: dict[str, Callable[[], Any]], num_runs: int) -> dict[str, list[float]]:
-    """Return the slowest rank's seconds of each run. Every rank must call this."""
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for run in range(num_runs + 1):
-        for way, switch in ways.items():
-            distributed.barrier()
-            started = time.perf_counter()
-            kept = switch()
-            if distributed.has_gpu():
-                torch.cuda.synchronize()
-            own = time.perf_counter() - started
-            del kept
-            slowest = max(distributed.gather_objects(own))
-            if run:  # the first run warms up
-                seconds[way].append(slowest)
-    return seconds
+def slowest_seconds(switch: Callable[[], Any]) -> float:
+    """Return the slowest rank's seconds of a switch. Every rank must call this."""
+    distributed.barrier()
+    return max(distributed.gather_objects(timed(switch)))
 
 
 def measure_size(
@@ -187,7 +139,8 @@ def measure_size(
             kept = switch()
         del kept
     check_slices(resharder.load(), gather_layers(parameters, cuts, layout.tp_rank))
-    seconds = time_in_turns(ways, num_runs)
+    turns = {way: lambda switch=switch: slowest_seconds(switch) for way, switch in ways.items()}
+    seconds = take_turns(turns, num_runs)
     return [
         {
             "ranks": layout.world_size,
@@ -195,8 +148,8 @@ def measure_size(
             "way": way,
             "received_bytes": max(distributed.gather_objects(meter.received_bytes)),
             "peak_bytes": max(distributed.gather_objects(shard_bytes + meter.peak_bytes)),
-            "seconds": round(statistics.median(seconds[way]), 5),
-            "seconds_range": [round(min(seconds[way]), 5), round(max(seconds[way]), 5)],
+            "seconds": round(seconds[way]["median"], 5),
+            "seconds_range": [round(seconds[way]["low"], 5), round(seconds[way]["high"], 5)],
         }
         for way, meter in meters.items()
     ]
@@ -210,24 +163,16 @@ def check_slices(found: Iterable[tuple[str, TrainedWeight]], expected: dict[str,
 
 
 def run_rank(folder: str, num_runs: int) -> None:
-    """Measure all sizes as one of several ranks; the first rank writes the rows into `folder`."""
+    """Measure all sizes as one of several ranks."""
     startup.quiet_libraries()
     distributed.start()
-    parameters = load_parameters(folder, distributed.world_size())
+    parameters = dict(zero3_engine(folder).module.named_parameters())
     rows = []
     for tp_size in range(1, distributed.world_size() + 1):
         if distributed.world_size() % tp_size == 0:
             rows += measure_size(parameters, find_cuts(folder, tp_size), tp_size, num_runs)
-    if distributed.is_main():
-        report = {"rows": rows, "device": distributed.device().type, "threads": torch.get_num_threads()}
-        Path(folder, "report.json").write_text(json.dumps(report))
+    leave(folder, rows)
     distributed.stop()
-
-
-def start_ranks(world_size: int, folder: str, num_runs: int) -> dict[str, Any]:
-    """Return the report of so many ranks on this machine."""
-    launch_ranks(__file__, world_size, ["--runs", str(num_runs), "--rank_folder", folder], limit_seconds=900)
-    return json.loads(Path(folder, "report.json").read_text())
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -245,9 +190,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Start the ranks, or be one of them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two ranks, one run of each way")
-    parser.add_argument("--runs", type=int, default=0, help="timed runs of each way (15; 1 with --quick)")
+    parser = build_parser(__doc__, "--quick", "--runs")
     parser.add_argument("--rank_folder", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     num_runs = args.runs or (1 if args.quick else 15)
@@ -255,27 +198,17 @@ def main() -> None:
         run_rank(args.rank_folder, num_runs)
         return
     startup.quiet_libraries()
-    with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder))
-        sizes = WORLD_SIZES[:1] if args.quick else WORLD_SIZES
-        reports = [start_ranks(world_size, folder, num_runs) for world_size in sizes]
-    rows = [row for report in reports for row in report["rows"]]
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    model = LlamaForCausalLM(small_llama_config(num_hidden_layers=6, tie_word_embeddings=True, **heads))
+    sizes = WORLD_SIZES[:1] if args.quick else WORLD_SIZES
+    rows = [row for size in sizes for row in run_ranks(__file__, model, size, "--runs", str(num_runs))]
     print_table(rows)
-    ours, peer = (
-        next(r for r in rows if (r["ranks"], r["tp_size"], r["way"]) == (sizes[-1], 2, way))["received_bytes"]
-        for way in ("ours", "gather-all")
-    )
-    result = {
-        "name": "reshard",
-        "device": reports[-1]["device"],
-        "threads": reports[-1]["threads"],
-        "ours": ours,
-        "peer": peer,
-        "ratio": round(peer / ours, 4),
-        "runs": num_runs,
-        "rows": rows,
+    received = {
+        row["way"]: row["received_bytes"] for row in rows if (row["ranks"], row["tp_size"]) == (sizes[-1], 2)
     }
-    print(json.dumps(result))
+    ours, peer = received["ours"], received["gather-all"]
+    print_result("reshard", ours=ours, peer=peer, ratio=round(peer / ours, 4), runs=num_runs, rows=rows)
 
 
 if __name__ == "__main__":

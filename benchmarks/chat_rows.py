@@ -32,7 +32,7 @@ MAX_PROMPT, MAX_RESPONSE = 400, 256
 PROMPT = (75, 0.95)  # median, sigma of the logarithm
 CHOSEN, REJECTED = (28, 0.90), (36, 0.93)
 PAIR_CORRELATION = 0.3
-
+WARM_UP_TOKENS = 8  # of a row of the step before the one whose memory is measured
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 4}  # what --quick makes of the model: it shows that a benchmark runs
@@ -89,6 +89,14 @@ def ppo_prompts(n: int, seed: int, max_tokens: int = MAX_PROMPT) -> list[dict[st
     generator = torch.Generator().manual_seed(seed)
     lengths = _draw_lengths(torch.randn(n, generator=generator), PROMPT, (8, max_tokens))
     return [{"row_id": str(i), "input_ids": _draw_ids(int(k), generator)} for i, k in enumerate(lengths)]
+
+
+def memory_rows(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]]:
+    """Return rows as `sft_rows` does, all of one length, a third of it the prompt."""
+    num_prompt = max(num_tokens // 3, 1)
+    mask = [0] * num_prompt + [1] * (num_tokens - num_prompt)
+    ids = torch.randint(FIRST_ID, vocabulary, (n, num_tokens)).tolist()
+    return [{"row_id": str(i), "input_ids": row, "loss_mask": mask} for i, row in enumerate(ids)]
 
 
 def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,0 +1,192 @@
+"""What the benchmarks share: flags, turns of several ways, TRL as a peer, peak memory, tables, the last line.
+
+The peer runs in its own environment and speaks JSON lines: it says that it is ready, then answers each "go".
+Imported from both environments: the standard library only, torch inside functions.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+PEER = Path(__file__).with_name("trl_peer.py")
+FLAGS: dict[str, dict[str, Any]] = {
+    "--quick": {"action": "store_true", "help": "tiny sizes, one round; TRL may be left out"},
+    "--runs": {"type": int, "default": 0, "help": "measured rounds (0: the baseline's; 1 with --quick)"},
+    "--trl_python": {"default": "", "help": "interpreter of an environment of make_peer_env.sh"},
+}
+# Our PYTHONPATH would hide the peer's libraries; of our group it would wait for us, or want our port.
+NOT_FOR_PEERS = {"PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"}
+NOT_FOR_PEERS |= {"MASTER_ADDR", "MASTER_PORT"}
+
+Rates = dict[str, dict[str, float]]  # way: median, low, high
+
+
+def build_parser(doc: str | None, *names: str) -> argparse.ArgumentParser:
+    """Return a parser with the named ones of `FLAGS`."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    for name in names:
+        parser.add_argument(name, **FLAGS[name])
+    return parser
+
+
+def leave_out(parser: argparse.ArgumentParser, args: argparse.Namespace, environment: str) -> bool:
+    """Return whether the peer is left out: no interpreter is named, and --quick does without; else end."""
+    how = (
+        f"the peer runs in its own environment; make it once, outside the repository:\n"
+        f"    bash benchmarks/make_peer_env.sh {environment} DIR\n"
+        f"and name its interpreter: --trl_python DIR/bin/python"
+    )
+    if args.trl_python and not os.access(args.trl_python, os.X_OK):
+        parser.exit(2, f"error: --trl_python: {args.trl_python} is no interpreter; {how}\n")
+    if not args.trl_python and not args.quick:
+        parser.exit(2, f"error: {how}\n")
+    if not args.trl_python:
+        print(f"TRL is left out: --trl_python is not given; {how}")
+    return not args.trl_python
+
+
+# ---- a peer ---------------------------------------------------------------------------------------------
+
+
+class Peer:
+    """TRL at a task of trl_peer.py; a context manager. `started` is what it said of itself."""
+
+    def __init__(self, python: str, **task: Any) -> None:
+        self.command = [python, str(PEER), json.dumps(task)]
+        self.started: dict[str, Any] = {}
+
+    def __enter__(self) -> "Peer":
+        """Start it, with as many threads as we have, and wait until it is ready."""
+        import torch
+
+        env = {name: value for name, value in os.environ.items() if name not in NOT_FOR_PEERS}
+        env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(self.command, env=env, stdin=pipe, stdout=pipe, text=True)
+        self.started = self._read()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.communicate()
+
+    def go(self) -> dict[str, Any]:
+        """Let it do its piece of work; return what it measured."""
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the peer ended with status {self.process.wait()}; what it said stands above")
+        return json.loads(line)
+
+
+class Turns:
+    """The peer's end. Make it before a library prints: it keeps standard output for the protocol alone."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)  # what anybody else prints joins the errors
+
+    def wait(self) -> None:
+        """Return when it is our turn; raise SystemExit at the end of the input."""
+        if sys.stdin.readline().strip() != "go":
+            raise SystemExit(0)
+        self._began = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Return the seconds since our turn began."""
+        return time.perf_counter() - self._began
+
+    def answer(self, **facts: Any) -> None:
+        """Say that the set-up is done, or what was done in a turn; take the time before this."""
+        self._answers.write(json.dumps(facts) + "\n")
+
+
+# ---- measuring ------------------------------------------------------------------------------------------
+
+
+def timed(run: Callable[[], Any]) -> float:
+    """Return the seconds of a run; a device's work runs behind the host's, and is waited for."""
+    import torch
+
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    started = time.perf_counter()
+    kept = run()
+    wait()
+    seconds = time.perf_counter() - started
+    del kept
+    return seconds
+
+
+def take_turns(ways: Mapping[str, Callable[[], float]], num_runs: int) -> Rates:
+    """Return median, low and high of what each way returns, of `num_runs` rounds; one before is not counted.
+
+    The ways take turns in every round, so that a slower minute of the machine is everybody's.
+    """
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(num_runs + 1):
+        for name, run in ways.items():
+            number = run()
+            if turn:
+                found[name].append(number)
+    return {
+        name: {"median": statistics.median(n), "low": min(n), "high": max(n)} for name, n in found.items()
+    }
+
+
+def best(rates: Rates, prefix: str) -> float | None:
+    """Return the best median of the ways whose name begins so, None without any."""
+    return max((rate["median"] for name, rate in rates.items() if name.startswith(prefix)), default=None)
+
+
+def print_rates(title: str, rates: Rates, peer: str) -> float:
+    """Print tokens a second beside the best way whose name begins with `peer`; return ours over it."""
+    base = best(rates, peer) or 1.0
+    print(f"\n{title}\n{'way':<34}{'tokens/s':>9}  {'range':<15}{'x best ' + peer.strip(', '):>20}")
+    for name, rate in rates.items():
+        spread = f"{rate['low']:.0f} - {rate['high']:.0f}"
+        print(f"{name:<34}{rate['median']:>9.0f}  {spread:<15}{rate['median'] / base:>20.2f}")
+    return round((best(rates, "ours") or 0.0) / base, 4)
+
+
+def print_result(name: str, **facts: Any) -> None:
+    """Print the last line: name, device, threads, then `ours`, `peer`, `ratio`, `runs` and whatever else."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    print(json.dumps({"name": name, "device": device, "threads": torch.get_num_threads()} | facts))
+
+
+def start_peak() -> int:
+    """Give free memory back to the system, reset the kernel's peak, return what is resident; Linux only."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc
+        libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
+def peak_since(resident_bytes: int) -> int:
+    """Return the bytes by which resident memory rose above what it was at its highest."""
+    return _status_bytes("VmHWM") - resident_bytes
+
+
+def _status_bytes(name: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)[1]) * 1024

@@ -1,0 +1,282 @@
+#!/usr/bin/env python
+"""TRL's trainers as peers, run by the Python of an environment of make_peer_env.sh.
+
+DIR/bin/python benchmarks/trl_peer.py '{"task": "sft", "rows": "ROWS.json", "models": "FOLDER"}'
+
+`train()` runs once; a callback holds it between turns. Logs and checkpoints are off.
+  sft, reward   TRL 1.16; a turn is a pass over the rows: TRL's own batches, forward, backward, clipping,
+                optimizer. An optimizer step is batch_size * accumulation rows. The answer: seconds, tokens
+                (real ones of a pass)
+  ppo           TRL 1.12, the last release with a PPOTrainer; a turn is a PPO step: prompts, generation, the
+                scores of four models, advantages, 4 optimizer steps, metrics. It does not clip gradients.
+                The answer: seconds, tokens (generated ones: EOS included, nothing after it)
+  memory        TRL 1.16; trains a short step that makes the optimizer's moments, then the measured one, and
+                says `peak_bytes` when it is ready: gradients, activations, logits; no weights, no moments
+Attention is torch's (sdpa): FlashAttention needs a GPU, and flex_attention has no backward pass on a CPU.
+"""
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: import from the repository root, not from this folder
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+
+from benchmarks.chat_rows import EOS, WARM_UP_TOKENS, memory_rows, read_rows, small_llama_config
+from benchmarks.measuring import Turns, peak_since, start_peak
+from benchmarks.ppo_models import build_tokenizer
+
+PACK_TOKENS = 512
+BATCHINGS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "grouped": {"train_sampling_strategy": "group_by_length"},
+    "padding_free": {"padding_free": True, "max_length": None},  # one row, a mask between its sequences
+    "bfd": {"packing": True, "packing_strategy": "bfd"},  # best fit decreasing; batch_size counts packs
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train on what: the one argument of this program, as JSON."""
+
+    task: str
+    rows: str = ""  # file of chat_rows.write_rows
+    models: str = ""  # folder of ppo_models.save_models
+    batching: str = "padded"
+    batch_size: int = 16
+    accumulation: int = 1
+    labels_only: bool = False  # see `score_labels_only`
+    max_new_tokens: int = 64
+    length: int = 0  # of each row, for `memory`
+    vocabulary: int = 0
+
+
+def training_options(task: Task, output_dir: str) -> dict[str, Any]:
+    """Return the arguments of transformers' Trainer that make it train as we do and do nothing else."""
+    return {
+        "output_dir": output_dir,
+        "per_device_train_batch_size": task.batch_size,
+        "gradient_accumulation_steps": task.accumulation,
+        "learning_rate": 1e-6 if task.task == "ppo" else 1e-5,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused",
+        "adam_beta2": 0.95,
+        "weight_decay": 0.0,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "seed": 0,
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def supervised_options(task: Task, output_dir: str) -> dict[str, Any]:
+    """Return the options of SFT and reward modelling."""
+    options = training_options(task, output_dir) | BATCHINGS[task.batching]
+    return options | {"num_train_epochs": 10**6, "max_grad_norm": 1.0, "logging_strategy": "no"}
+
+
+class Passes(TrainerCallback):
+    """Waits for a turn before each epoch and answers after it."""
+
+    def __init__(self, turns: Turns, num_tokens: int) -> None:
+        self.turns, self.num_tokens = turns, num_tokens
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Say that the set-up is done."""
+        self.turns.answer()
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Wait."""
+        self.turns.wait()
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Answer."""
+        self.turns.answer(seconds=self.turns.seconds(), tokens=self.num_tokens)
+
+
+class Meter(TrainerCallback):
+    """Measures memory from the end of the first step to that of the second, and ends."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Measure."""
+        if state.global_step == 1:
+            self.baseline = start_peak()
+        else:
+            self.turns.answer(peak_bytes=peak_since(self.baseline))
+            control.should_training_stop = True
+
+
+class Steps(TrainerCallback):
+    """Waits for a turn before each PPO step and answers after it."""
+
+    def __init__(self, turns: Turns) -> None:
+        from trl.experimental.ppo import ppo_trainer
+
+        self.turns, self.generate = turns, ppo_trainer.batch_generation
+        ppo_trainer.batch_generation = self._generate
+
+    def _generate(self, model: Any, queries: Any, *args: Any, **kwargs: Any) -> Any:
+        found = self.generate(model, queries, *args, **kwargs)
+        is_end = (found[0][:, queries.shape[1] :] == EOS).long()  # (B, R)
+        self.num_tokens = int((is_end.cumsum(1) - is_end == 0).sum())
+        return found
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Say that the set-up is done, and wait."""
+        self.turns.answer()
+        self.turns.wait()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Answer, and wait."""
+        self.turns.answer(seconds=self.turns.seconds(), tokens=self.num_tokens)
+        self.turns.wait()
+
+
+def score_labels_only() -> None:
+    """Let TRL's output head score only positions with a label, as it does where it has Triton, on a GPU.
+
+    On a CPU it scores prompts and padding too: a third of a step and more, which nobody pays on a GPU.
+    """
+    import trl.trainer.utils
+
+    trl.trainer.utils._use_triton = lambda device: True  # read for the choice of positions, not of the kernel
+
+
+def build_memory_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
+    """Return TRL's trainer of two steps: rows in their order, short ones first."""
+    import trl
+    from datasets import Dataset
+
+    first, measured = (
+        memory_rows(task.batch_size, length, task.vocabulary) for length in (WARM_UP_TOKENS, task.length)
+    )
+    rows = [{"input_ids": row["input_ids"], "completion_mask": row["loss_mask"]} for row in first + measured]
+    options = {"train_sampling_strategy": "sequential", "max_length": task.length}
+    config = small_llama_config(vocab_size=task.vocabulary, max_position_embeddings=max(2048, task.length))
+    return trl.SFTTrainer(
+        model=transformers.LlamaForCausalLM(config),
+        args=trl.SFTConfig(**supervised_options(task, output_dir) | options, completion_only_loss=True),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=build_tokenizer(),
+        callbacks=[Meter(turns)],
+    )
+
+
+def build_sft_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
+    """Return TRL's trainer of SFT."""
+    import trl
+    from datasets import Dataset
+
+    rows = read_rows(task.rows)
+    num_tokens = sum(len(row["input_ids"]) for row in rows)
+    options = {"max_length": PACK_TOKENS} | supervised_options(task, output_dir)
+    trainer = trl.SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(Path(task.models, "policy"), dtype=torch.float32),
+        args=trl.SFTConfig(**options, completion_only_loss=True),
+        train_dataset=Dataset.from_list(
+            [{"input_ids": row["input_ids"], "completion_mask": row["loss_mask"]} for row in rows]
+        ),
+        processing_class=build_tokenizer(),
+        callbacks=[Passes(turns, num_tokens)],
+    )
+    kept = sum(len(ids) for ids in trainer.train_dataset["input_ids"])
+    if kept != num_tokens:
+        raise ValueError(f"TRL keeps {kept} of {num_tokens} tokens in packs of {PACK_TOKENS}")
+    return trainer
+
+
+def build_reward_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
+    """Return TRL's trainer of reward models."""
+    import trl
+    from datasets import Dataset
+
+    sides = ("chosen_ids", "rejected_ids")
+    pairs = [{side: row[side] for side in sides} for row in read_rows(task.rows)]
+    # The sampler reads `length`; the collator takes what it needs.
+    columns = [pair | {"length": max(map(len, pair.values()))} for pair in pairs]
+    options = {"max_length": None, "remove_unused_columns": False}
+    return trl.RewardTrainer(
+        model=AutoModelForSequenceClassification.from_pretrained(
+            Path(task.models, "reward"), dtype=torch.float32
+        ),
+        args=trl.RewardConfig(**supervised_options(task, output_dir) | options),
+        train_dataset=Dataset.from_list(columns),
+        processing_class=build_tokenizer(),
+        callbacks=[Passes(turns, sum(len(pair[side]) for pair in pairs for side in sides))],
+    )
+
+
+def build_ppo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
+    """Return TRL's PPOTrainer with four models, fp32."""
+    from datasets import Dataset
+    from transformers.trainer_callback import PrinterCallback
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    options = {
+        "num_mini_batches": 1,
+        "num_ppo_epochs": 4,
+        "total_episodes": 10**6 * task.batch_size,
+        "local_rollout_forward_batch_size": task.batch_size,
+        "response_length": task.max_new_tokens,
+        "stop_token": "eos",
+        "temperature": 1.0,
+        "kl_coef": 0.05,
+        "gamma": 1.0,
+        "lam": 0.95,
+        "num_sample_generations": 0,
+    }
+    kinds = {
+        "model": ("policy", AutoModelForCausalLM),
+        "ref_model": ("policy", AutoModelForCausalLM),
+        "reward_model": ("reward", AutoModelForSequenceClassification),
+        "value_model": ("value", AutoModelForSequenceClassification),
+    }
+    trainer = PPOTrainer(
+        args=PPOConfig(**training_options(task, output_dir) | options),
+        processing_class=build_tokenizer(),
+        train_dataset=Dataset.from_list([{"input_ids": row["input_ids"]} for row in read_rows(task.rows)]),
+        callbacks=[Steps(turns)],
+        **{
+            name: kind.from_pretrained(Path(task.models, part), dtype=torch.float32)
+            for name, (part, kind) in kinds.items()
+        },
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+TRAINERS = {
+    "sft": build_sft_trainer,
+    "reward": build_reward_trainer,
+    "ppo": build_ppo_trainer,
+    "memory": build_memory_trainer,
+}
+
+
+def main() -> None:
+    """Train."""
+    turns = Turns()
+    task = Task(**json.loads(sys.argv[1]))
+    torch.manual_seed(0)
+    if task.labels_only:
+        score_labels_only()
+    with tempfile.TemporaryDirectory() as output_dir:
+        TRAINERS[task.task](task, turns, output_dir).train()
+
+
+if __name__ == "__main__":
+    main()
