@@ -43,10 +43,15 @@ def judge(client, pair: str, choice: str):
     return client.post("/api/judgements", json={"pair": pair, "choice": choice})
 
 
+def refusal(answer, status: int = 422) -> str:
+    assert answer.status_code == status, answer.text
+    return answer.json()["detail"]
+
+
 # ---- the usual way
 
 
-def test_both_answers_come_in_pieces_and_without_names(client):
+def test_answers_come_in_pieces_and_names_with_the_judgement_and_only_then(client):
     events = ask(client, text=" Hi ")
     assert events[0]["event"] == "pair" and events[0]["prompt"] == [{"role": "user", "content": "Hi"}]
     assert "models" not in events[0] and events[-1] == {"event": "done", "is_answered": True}
@@ -57,45 +62,37 @@ def test_both_answers_come_in_pieces_and_without_names(client):
         assert len(pieces) > 5 and pieces[0] in "lr"
     sides = [event["side"] for event in events[1:-1]]
     assert sides == sorted(sides), "one after the other"
-
-
-def test_names_are_told_by_the_judgement_and_only_then(client, arena):
-    events = ask(client, text="Hi")
-    pair_id = events[0]["id"]
-    before = client.get(f"/api/pairs/{pair_id}").json()
-    assert "models" not in before and before["choice"] is None
-    judged = judge(client, pair_id, "a").json()
+    address = f"/api/pairs/{events[0]['id']}"
+    assert "models" not in client.get(address).json()
+    judged = judge(client, events[0]["id"], "a").json()
     assert sorted(judged["models"].values()) == ["left", "right"] and judged["choice"] == "a"
     for side in "ab":
         assert judged["answers"][side] == f"{judged['models'][side]} heard Hi"
-    assert client.get(f"/api/pairs/{pair_id}").json() == judged
+    assert client.get(address).json() == judged
 
 
-def test_sides_are_shuffled(client, arena):
+def test_sides_are_shuffled_and_those_meet_that_have_met_least(client, arena, tmp_path):
     first = [arena.store.get(ask(client, text="Hi")[0]["id"]).model_a for _ in range(24)]
     assert 5 <= first.count("left") <= 19
-
-
-def test_of_three_models_those_meet_that_have_met_least(path):
-    arena = make_arena(path, **{name: FakeModel(name) for name in "xyz"})
-    client = make_client(arena)
+    three = make_arena(tmp_path / "three", **{name: FakeModel(name) for name in "xyz"})
     for _ in range(9):
-        ask(client, text="Hi")
-    assert sorted(arena.store.num_answered_by_models().values()) == [3, 3, 3]
+        ask(make_client(three), text="Hi")
+    assert sorted(three.store.num_answered_by_models().values()) == [3, 3, 3]
 
 
 def test_a_follow_up_goes_on_from_the_preferred_answer_with_the_same_models(client, arena):
     first = ask(client, text="Hi")[0]["id"]
-    assert client.post("/api/pairs", json={"text": "And?", "follows": first}).status_code == 422, "not judged"
+    follow_up = {"text": "And?", "follows": first}
+    assert "was preferred" in refusal(client.post("/api/pairs", json=follow_up)), "not judged"
     judged = judge(client, first, "b").json()
-    events = ask(client, text="And?", follows=first)
+    events = ask(client, **follow_up)
     said = [message["content"] for message in events[0]["prompt"]]
     assert said == ["Hi", judged["answers"]["b"], "And?"]
     second = arena.store.get(events[0]["id"])
     assert {second.model_a, second.model_b} == {"left", "right"} and second.source == "follow-up"
     judge(client, second.id, "both_bad")
     answer = client.post("/api/pairs", json={"text": "x", "follows": second.id})
-    assert answer.status_code == 422 and "begin a new one" in answer.json()["detail"]
+    assert "begin a new one" in refusal(answer)
 
 
 def test_prompts_of_a_data_set_are_drawn_once_each(path, tmp_path):
@@ -104,13 +101,15 @@ def test_prompts_of_a_data_set_are_drawn_once_each(path, tmp_path):
     prompts = draw_prompts(load_source(str(tmp_path / "rows.jsonl")), random.Random(1))
     client = make_client(arena := make_arena(path, prompts))
     assert client.get("/api/state").json() == {"has_prompts": True, "num_models": 2}
-    pairs = [arena.store.get(ask(client, draw=True)[0]["id"]) for _ in range(5)]
-    assert {pair.prompt[0].content for pair in pairs} == {f"question {i}" for i in range(5)}
+    pairs = [arena.store.get(ask(client, draw=True)[0]["id"]) for _ in range(10)]
+    for five in (pairs[:5], pairs[5:]):
+        assert {pair.prompt[0].content for pair in five} == {f"question {i}" for i in range(5)}
     assert all(pair.source.startswith("rows.jsonl:") for pair in pairs)
-    ask(client, draw=True)
 
 
 def test_results_count_every_judgement(client, arena):
+    empty = {"num_judgements": 0, "choices": {}, "ratings": [], "duels": []}
+    assert client.get("/api/results").json() == empty
     for choice in ("left", "left", "left", "right", "tie", "both_bad"):
         pair = arena.store.get(ask(client, text="Hi")[0]["id"])
         side = {pair.model_a: "a", pair.model_b: "b"}.get(choice, choice)
@@ -125,77 +124,55 @@ def test_results_count_every_judgement(client, arena):
     assert results["ratings"][0]["low"] < results["ratings"][0]["rating"]
 
 
-def test_an_arena_without_judgements_has_results(shared):
-    empty = {"num_judgements": 0, "choices": {}, "ratings": [], "duels": []}
-    assert shared.get("/api/results").json() == empty
-
-
-# ---- judgements that come twice, late, or from two people
+# ---- what goes wrong
 
 
 def test_a_judgement_sent_twice_counts_once(client):
     pair_id = ask(client, text="Hi")[0]["id"]
-    first, again = judge(client, pair_id, "a"), judge(client, pair_id, "a")
-    assert first.status_code == again.status_code == 200 and first.json() == again.json()
-    other = judge(client, pair_id, "b")
-    assert other.status_code == 409 and "which stays" in other.json()["detail"]
+    assert judge(client, pair_id, "a").json() == judge(client, pair_id, "a").json()
+    assert "which stays" in refusal(judge(client, pair_id, "b"), 409)
     assert client.get("/api/results").json()["num_judgements"] == 1
 
 
 def test_a_page_left_open_over_a_restart_is_judged(client, arena, path):
     pair_id = ask(client, text="Hi")[0]["id"]
+    lost = arena.store.add_pair((), "typed", "left", "right", {})
     arena.store.close()
     restarted = make_client(make_arena(path, other=FakeModel("other"), another=FakeModel("another")))
-    judged = judge(restarted, pair_id, "b")
-    assert judged.status_code == 200 and sorted(judged.json()["models"].values()) == ["left", "right"]
+    judged = judge(restarted, pair_id, "b").json()
+    assert sorted(judged["models"].values()) == ["left", "right"]
     answer = restarted.post("/api/pairs", json={"text": "And?", "follows": pair_id})
-    assert answer.status_code == 422 and "is not served any more" in answer.json()["detail"]
-
-
-def test_a_pair_whose_answers_were_lost_in_a_restart_is_said(client, arena):
-    pair = arena.store.add_pair((), "typed", "left", "right", {})
-    answer = judge(client, pair.id, "a")
-    assert answer.status_code == 409 and "ask again" in answer.json()["detail"]
-    assert judge(client, "0" * 32, "a").status_code == 404
-    assert client.get("/api/pairs/nothing").status_code == 404
-
-
-# ---- what goes wrong
-
-
-def fail(text: str) -> str:
-    raise RuntimeError("right has no memory\nmore lines")
+    assert "is not served any more" in refusal(answer)
+    assert "ask again" in refusal(judge(restarted, lost.id, "a"), 409)
+    assert refusal(judge(restarted, "0" * 32, "a"), 404) == refusal(restarted.get("/api/pairs/none"), 404)
 
 
 def test_a_model_that_fails_is_said_without_its_name_and_the_other_answer_is_kept(path, capsys):
+    def fail(text: str) -> str:
+        raise RuntimeError("right has no memory\nmore lines")
+
     arena = make_arena(path, left=FakeModel("left"), right=FakeModel("right", fail))
-    client = make_client(arena)
-    events = ask(client, text="Hi")
+    events = ask(make_client(arena), text="Hi")
     [error] = [event for event in events if event["event"] == "error"]
     assert error["message"] == "RuntimeError: the model has no memory"
     assert events[-1] == {"event": "done", "is_answered": False}
     pair = arena.store.get(events[0]["id"])
     kept = {pair.model_a: (pair.answer_a, pair.error_a), pair.model_b: (pair.answer_b, pair.error_b)}
-    assert kept["left"] == ("left heard Hi", None)
-    assert kept["right"] == (None, "RuntimeError: right has no memory")
-    assert judge(client, pair.id, "a").status_code == 409
+    assert kept == {"left": ("left heard Hi", None), "right": (None, "RuntimeError: right has no memory")}
     assert "right gave no answer" in capsys.readouterr().err
 
 
 def test_a_disk_that_takes_nothing_is_said_and_the_judgement_can_be_sent_again(client, arena):
     pair_id = ask(client, text="Hi")[0]["id"]
-    arena.store._connection.execute("PRAGMA query_only = ON")
-    answer = judge(client, pair_id, "a")
-    assert answer.status_code == 507 and "make room and try again" in answer.json()["detail"]
+    run = arena.store._connection.execute
+    run("PRAGMA query_only = ON")
+    assert "make room and try again" in refusal(judge(client, pair_id, "a"), 507)
     assert client.post("/api/pairs", json={"text": "Hi"}).status_code == 507
-    arena.store._connection.execute("PRAGMA query_only = OFF")
+    run("PRAGMA query_only = OFF")
     assert judge(client, pair_id, "a").status_code == 200
-
-
-def test_a_disk_that_fills_up_during_an_answer_is_said(client, arena):
-    arena.models["left"].say = lambda text: arena.store._connection.execute("PRAGMA query_only = ON") and "x"
+    arena.models["left"].say = lambda text: run("PRAGMA query_only = ON") and "x"
     events = ask(client, text="Hi")
-    assert events[-1]["event"] == "failed" and "not written" in events[-1]["message"]
+    assert events[-1]["event"] == "failed" and "not written" in events[-1]["message"], "during an answer"
 
 
 @pytest.mark.parametrize(
@@ -203,36 +180,25 @@ def test_a_disk_that_fills_up_during_an_answer_is_said(client, arena):
     [
         ({"text": "x" * 200}, "the prompt has 200 tokens, but prompt and answer together may have 200"),
         ({"text": " \n"}, "the prompt is empty"),
-        ({}, "the prompt is empty"),
         ({"text": "refuse me"}, "the chat template refuses this dialogue"),
+        ({"text": "\ud800"}, "lone surrogate"),
         ({"draw": True}, "without --data_path"),
     ],
 )
-def test_prompts_that_cannot_be_asked(client, arena, body, words):
-    answer = client.post("/api/pairs", json=body)
-    assert answer.status_code == 422 and words in answer.json()["detail"]
-    assert "left" not in answer.text and "right" not in answer.text
-    assert arena.store.num_answered_by_models() == {}
+def test_prompts_that_cannot_be_asked(shared, body, words):
+    headers = {"content-type": "application/json"}
+    answer = shared.post("/api/pairs", content=json.dumps(body), headers=headers)
+    assert words in refusal(answer) and "left" not in answer.text and "right" not in answer.text
 
 
-def test_half_a_character_is_refused(shared):
-    content = '{"text": "\\ud800"}'
-    answer = shared.post("/api/pairs", content=content, headers={"content-type": "application/json"})
-    assert answer.status_code == 422 and "lone surrogate" in answer.json()["detail"]
-
-
-@pytest.mark.parametrize(
-    "body", [{"pair": "x", "choice": "c"}, {"pair": 3, "choice": "a"}, {"choice": "a"}, [], "text", None]
-)
+@pytest.mark.parametrize("body", [{"pair": "x", "choice": "c"}, {"pair": 3, "choice": "a"}, [], None])
 def test_malformed_judgements_are_told_in_one_line(shared, body):
-    answer = shared.post("/api/judgements", json=body)
-    assert answer.status_code == 422 and "\n" not in answer.json()["detail"] and len(answer.text) < 300
+    assert "\n" not in refusal(answer := shared.post("/api/judgements", json=body)) and len(answer.text) < 300
 
 
 def test_one_model_alone_cannot_be_compared(path):
     client = make_client(make_arena(path, left=FakeModel("left")))
-    answer = client.post("/api/pairs", json={"text": "Hi"})
-    assert answer.status_code == 422 and "one model only" in answer.json()["detail"]
+    assert "one model only" in refusal(client.post("/api/pairs", json={"text": "Hi"}))
 
 
 def test_who_leaves_during_an_answer_ends_it_and_it_is_not_kept(arena):
@@ -255,8 +221,10 @@ def test_who_leaves_during_an_answer_ends_it_and_it_is_not_kept(arena):
 @pytest.mark.parametrize(
     ("headers", "words"),
     [
-        ({"Host": "evil.example"}, "the host 'evil.example' is none of this server's names"),
-        ({"Host": "localhost.evil.example"}, "the host"),
+        (
+            {"Host": "localhost.evil.example"},
+            "the host 'localhost.evil.example' is none of this server's names",
+        ),
         ({"Host": "["}, "the host"),
         ({"Origin": "http://evil.example"}, "the origin 'http://evil.example' is another site"),
         ({"Origin": "null"}, "the origin 'null'"),
@@ -264,30 +232,30 @@ def test_who_leaves_during_an_answer_ends_it_and_it_is_not_kept(arena):
         ({"Sec-Fetch-Site": "cross-site"}, "another site's page"),
     ],
 )
-@pytest.mark.parametrize("address", ["/api/pairs", "/v1/chat/completions"])
-def test_requests_of_other_sites_are_refused(shared, headers, words, address):
-    answer = shared.post(address, json={"text": "Hi"}, headers=headers)
-    assert answer.status_code == 403
-    body = answer.json()
-    assert words in (body["error"]["message"] if address.startswith("/v1") else body["detail"])
+def test_requests_of_other_sites_are_refused(shared, headers, words):
+    assert words in refusal(shared.post("/api/pairs", json={"text": "Hi"}, headers=headers), 403)
+    answer = shared.post("/v1/chat/completions", json={}, headers=headers)
+    assert answer.status_code == 403 and words in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("host", ["localhost:8080", "127.0.0.1", "127.0.0.1:8080", "[::1]:8080", "LOCALHOST"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]:8080", "LOCALHOST"])
 def test_the_servers_own_page_may_ask_by_each_of_its_names(shared, host):
     headers = {"Host": host, "Origin": f"http://{host}", "Sec-Fetch-Site": "same-origin"}
     assert shared.get("/api/state", headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("address", ["/", "/api/state", "/nowhere"])
-def test_every_answer_forbids_scripts_of_others_and_frames(shared, address):
-    headers = shared.get(address).headers
-    policy = headers["content-security-policy"]
-    for part in ("default-src 'none'", "script-src 'self'", "frame-ancestors 'none'", "form-action 'none'"):
-        assert part in policy
-    assert "unsafe" not in policy and headers["x-content-type-options"] == "nosniff"
-
-
-def test_the_page_has_nothing_inline_and_nothing_from_elsewhere(shared):
+def test_the_page_and_its_policy_run_nothing_else(shared):
+    for address in ("/", "/api/state", "/nowhere"):
+        headers = shared.get(address).headers
+        policy = headers["content-security-policy"]
+        for part in (
+            "default-src 'none'",
+            "script-src 'self'",
+            "frame-ancestors 'none'",
+            "form-action 'none'",
+        ):
+            assert part in policy
+        assert "unsafe" not in policy and headers["x-content-type-options"] == "nosniff"
     page, script, style = (shared.get(path).text for path in ("/", "/page.js", "/style.css"))
     for text in (page, script, style):
         assert "http://" not in text and "https://" not in text
@@ -309,6 +277,6 @@ def test_with_a_token_the_page_is_open_and_nothing_else(arena):
 
 
 def test_what_is_not_there_is_told_in_json(shared):
-    assert shared.get("/nowhere").json() == {"detail": "there is nothing at /nowhere"}
-    assert shared.get("/api/pairs").json() == {"detail": "GET is not answered at /api/pairs"}
+    assert refusal(shared.get("/nowhere"), 404) == "there is nothing at /nowhere"
+    assert refusal(shared.get("/api/pairs"), 405) == "GET is not answered at /api/pairs"
     assert shared.get("/v1/nowhere").json()["error"]["message"] == "there is nothing at /v1/nowhere"

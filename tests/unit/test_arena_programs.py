@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 
 import pytest
 import uvicorn
@@ -27,6 +28,18 @@ def run(monkeypatch, tmp_path, capsys):
 
 
 @pytest.fixture
+def refused(run, capsys):
+    """Run arena.py, which leaves with one message; return it."""
+
+    def start(*words: object) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            run(*words)
+        return capsys.readouterr().err
+
+    return start
+
+
+@pytest.fixture
 def folder(tiny_model_folder) -> str:
     return tiny_model_folder("llama")
 
@@ -34,9 +47,7 @@ def folder(tiny_model_folder) -> str:
 def test_models_are_named_by_their_paths_or_by_names(run, folder, tiny_model_folder, monkeypatch, tmp_path):
     made, create_app = [], arena.create_app
     monkeypatch.setattr(
-        arena,
-        "create_app",
-        lambda rules, **more: made.append((rules, more)) or create_app(rules, **more),
+        arena, "create_app", lambda *a, **more: made.append((*a, more)) or create_app(*a, **more)
     )
     other = tiny_model_folder("gpt2")
     out = run(folder, f"ppo={other}", "--port", 0, "--temperature", 0.5, "--max_new_tokens", 9)
@@ -47,96 +58,57 @@ def test_models_are_named_by_their_paths_or_by_names(run, folder, tiny_model_fol
     assert f"the arena of {folder}, ppo is at http://127.0.0.1:" in out
     assert (tmp_path / "output/arena.sqlite3").is_file()
     pair, events = rules.ask("Hi"), []
-    import threading
-
     rules.answer(pair, events.append, threading.Event())
     assert events[-1]["is_answered"], "real models answer"
-    kept = rules.store.get(pair.id)
-    assert kept.answer_a == next(e["text"] for e in events if e["event"] == "end" and e["side"] == "a")
+    texts = {event["side"]: event["text"] for event in events if event["event"] == "end"}
+    assert rules.store.get(pair.id).answer_a == texts["a"]
 
 
-def test_everything_wrong_is_told_at_once(run, folder, tmp_path, capsys):
+def test_everything_wrong_is_told_at_once(refused, folder, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "no prompt"}\n')
-    (tmp_path / "notes").write_text("mine")
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="2"):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        run(folder, folder, "x=nowhere", "--port", port, "--data_path", tmp_path / "rows.jsonl",
-            "--temperature", -1, "--top_p", 2, "--token_file", tmp_path / "none")  # fmt: skip
-    error = capsys.readouterr().err
+        error = refused(folder, folder, "x=nowhere", "--port", port, "--data_path", tmp_path / "rows.jsonl",
+                        "--top_p", 2, "--token_file", tmp_path / "none", "--tempature", 1)  # fmt: skip
     for words in (
         f"--models names {folder} twice", "--models nowhere is neither a model folder nor a hub model",
-        f"--port {port}: ", "choose another port", "has no prompts", "--temperature -1 must be",
+        f"--port {port}: ", "choose another port", "has no prompts", "did you mean --temperature?",
         "--top_p 2 must be", "--token_file", "nothing was started",
     ):  # fmt: skip
         assert words in error, words
     assert not (tmp_path / "output").exists()
+    assert "no model is given: arena.py SFT PPO" in refused("--port", 0)
 
 
-def test_other_machines_need_a_token(run, folder, monkeypatch, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        run(folder, "--host", "0.0.0.0", "--port", 0)
-    assert "--host 0.0.0.0 lets other machines in; give --token_file" in capsys.readouterr().err
+def test_other_machines_need_a_token(run, refused, folder, monkeypatch):
+    assert "--host 0.0.0.0 lets other machines in; give --token_file" in refused(
+        folder, "--host", "0.0.0.0", "--port", 0
+    )
     monkeypatch.setenv("TRIPTYCH_TOKEN", "s3cret")
     out = run(folder, "--host", "0.0.0.0", "--port", 0)
     assert "is at http://0.0.0.0:" in out and "s3cret" not in out
-
-
-def test_a_database_of_others_is_named_and_kept(run, folder, tmp_path, capsys):
-    (tmp_path / "notes").write_text("mine" * 99)
-    with pytest.raises(SystemExit, match="2"):
-        run(folder, "--db", "notes", "--port", 0)
-    assert "--db notes cannot be used" in capsys.readouterr().err
-    assert (tmp_path / "notes").read_text() == "mine" * 99
-
-
-def test_no_models_and_unknown_flags(run, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        run("--tempature", 1, "--port", 0)
-    error = capsys.readouterr().err
-    assert "no model is given: arena.py SFT PPO" in error and "did you mean --temperature?" in error
-
-
-def test_a_name_is_on_the_loopback_only_if_its_address_is(run, folder, monkeypatch, capsys):
-    """127.example.org may lead anywhere."""
-    resolve = socket.getaddrinfo
+    monkeypatch.delenv("TRIPTYCH_TOKEN")
+    resolve = socket.getaddrinfo  # 127.example.org may lead anywhere
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **rest: resolve("0.0.0.0", *more, **rest))
-    with pytest.raises(SystemExit, match="2"):
-        run(folder, "--host", "127.example.org", "--port", 0)
-    assert "--host 127.example.org lets other machines in" in capsys.readouterr().err
+    words = "--host 127.example.org lets other machines in"
+    assert words in refused(folder, "--host", "127.example.org", "--port", 0)
 
 
-# ---- export
-
-
-@pytest.fixture
-def judged(tmp_path) -> JudgementStore:
+def test_export_writes_pairs_and_overwrites_nothing_unless_told(run, refused, tmp_path):
     store = JudgementStore(tmp_path / "db")
     for choice in ("a", "b", "tie"):
         pair = store.add_pair((Message("user", "Hi"),), "typed", "m1", "m2", {})
         store.set_answer(pair.id, "a", "one")
         store.set_answer(pair.id, "b", "two")
         store.judge(pair.id, choice)
-    return store
-
-
-def test_export_writes_pairs_and_says_what_it_left_out(run, judged, tmp_path):
     out = run("export", "pairs.jsonl", "--db", "db")
     assert out == "2 pairs written to pairs.jsonl; left out: 1 ties\n"
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     assert [(row["chosen"], row["rejected"]) for row in rows] == [("one", "two"), ("two", "one")]
-
-
-def test_export_overwrites_nothing_unless_told(run, judged, tmp_path, capsys):
     (tmp_path / "pairs.jsonl").write_text("mine")
-    with pytest.raises(SystemExit, match="2"):
-        run("export", "pairs.jsonl", "--db", "nowhere")
-    error = capsys.readouterr().err
+    error = refused("export", "pairs.jsonl", "--db", "nowhere")
     assert "pairs.jsonl exists already; give another name, or --overwrite" in error
     assert "--db nowhere is no file" in error and (tmp_path / "pairs.jsonl").read_text() == "mine"
     assert "2 pairs" in run("export", "pairs.jsonl", "--db", "db", "--overwrite")
-    with pytest.raises(SystemExit, match="2"):
-        run("export", "no/folder/pairs.jsonl", "--db", "db")
-    assert "no/folder/pairs.jsonl" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        run("export")
-    assert "--output is required" in capsys.readouterr().err
+    assert "no/folder/pairs.jsonl" in refused("export", "no/folder/pairs.jsonl", "--db", "db")
+    assert "--output is required" in refused("export")

@@ -62,25 +62,14 @@ def asked(monkeypatch) -> list[list[tuple[str, str]]]:
     return found
 
 
-def test_path_may_stand_alone(talk, folder):
-    assert talk("Hi\n", folder)[0] == talk("Hi\n", "--path", folder)[0]
-    assert talk("Hi\n", folder, "--temperature", "0")[0].startswith("bot> ")
-
-
 def test_commands_change_what_is_asked(talk, folder, asked):
-    lines = "/system Be kind.\nHi\n/reset\nHo\n/system\n//x\n/nope\n/temperature -1\n"
+    lines = "/system Be kind.\nHi\n/reset\nHo\n/system\n//x\n/nope\n/temperature -1\n/quit\nunasked\n"
     out, said = talk(lines, folder)
     first, second, third = asked
     assert first == [("system", "Be kind."), ("user", "Hi")] and second == [first[0], ("user", "Ho")]
     assert third[0] == ("user", "Ho") and third[-1] == ("user", "/x")
     assert out.count("bot> ") == 3
     assert "/nope is no command; /help" in said and "/temperature -1: expected a number from 0" in said
-
-
-@pytest.mark.parametrize("word", ["/quit", "/exit", ""])
-def test_words_that_leave(talk, folder, asked, word):
-    talk(f"Hi\n{word}\nHo\n", folder)
-    assert [messages[-1] for messages in asked] == [("user", "Hi")]
 
 
 def test_temperature_0_gives_one_answer_each_time(talk, folder):
@@ -139,17 +128,12 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(talk, folder, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_dialogue_that_the_template_refuses_is_said(talk, folder, tmp_path, tiny_tokenizer, monkeypatch):
-    target = tmp_path / "model"
-    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(target)
-    tiny_tokenizer.save_pretrained(target)
-    template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "{{ m.content }}{{ eos_token }}{% endfor %}"
-    )
-    (target / "chat_template.jinja").write_text(template)
-    out, _ = talk("/system Be kind.\nHi\n/system\nHi\n", str(target), "--template", "chat")
-    assert "no answer: the chat template refuses this dialogue: no system" in out and out.count("bot> ") == 2
+def test_a_dialogue_that_the_template_refuses_is_said(talk, folder, monkeypatch):
+    def refuse(self, conversations, **more):
+        raise ValueError("the chat template refuses this dialogue")
+
+    monkeypatch.setattr(Answerer, "answer", refuse)
+    assert talk("Hi\nHo\n", folder)[0].count("no answer: the chat template refuses this dialogue") == 2
 
 
 def test_an_adapter_answers_as_the_merged_model(talk, folder, tmp_path):
@@ -159,22 +143,17 @@ def test_an_adapter_answers_as_the_merged_model(talk, folder, tmp_path):
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     save_adapter(tmp_path / "adapter", adapted, load_tokenizer(folder))
-    save_export(tmp_path / "export", _exportable(adapted), load_tokenizer(folder))
+    adapted.get_base_model().num_exported_rows = model.config.vocab_size
+    save_export(tmp_path / "export", adapted, load_tokenizer(folder))
     greedy = ("--temperature", "0")
     merged, _ = talk("Hi\n", str(tmp_path / "export"), *greedy)
     assert talk("Hi\n", str(tmp_path / "adapter"), *greedy)[0] == merged != talk("Hi\n", folder, *greedy)[0]
-
-
-def _exportable(adapted):
-    adapted.get_base_model().num_exported_rows = adapted.get_base_model().config.vocab_size
-    return adapted
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         ('{"peft_type": "LORA"}', "names no base model"),
-        ("{", "cannot be read"),
         ('{"peft_type": "IA3", "base_model_name_or_path": "BASE"}', "only LORA can be merged"),
         ('{"peft_type": "LORA", "base_model_name_or_path": "BASE", "r": 2}', "cannot be loaded"),
     ],

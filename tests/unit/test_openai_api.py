@@ -95,13 +95,6 @@ def test_a_streamed_answer_put_together_is_the_answer(ours):
     assert chunks[-1].usage.completion_tokens == 30 and chunks[-1].choices == []
 
 
-def test_the_stream_ends_with_done(client):
-    lines = [line for line in post(client, stream=True).text.split("\n\n") if line]
-    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
-    assert json.loads(lines[0][6:])["object"] == "chat.completion.chunk"
-    assert all("usage" not in line for line in lines)
-
-
 def test_texts_are_gone_on_from(ours):
     answer = ours.completions.create(model="left", prompt=["one", "two"], n=2, max_tokens=20)
     texts = ["left heard one"] * 2 + ["left heard two"] * 2
@@ -136,23 +129,17 @@ def test_log_probabilities_of_an_answer_have_its_end(ours):
     [
         ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
-        ({"temprature": 1}, "temprature", "not supported"),
         ({"temperature": -1}, "temperature", "temperature -1: Input should be greater than or equal to 0"),
-        ({"temperature": "0.5"}, "temperature", "valid number"),
         ({"max_tokens": 61}, "max_tokens", "more than this server's --max_new_tokens 60"),
-        ({"n": 17}, "n", "less than or equal to 16"),
         ({"stop": ["a"] * 5}, "stop", "at most 4"),
-        ({"seed": 1.5}, "seed", "valid integer"),
         ({"stream": True, "logprobs": True}, "logprobs", "together with stream"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"model": None}, "model", "model is missing"),
         ({"messages": [*HI, {"role": "assistant", "content": "x"}]}, "messages", "must end with"),
         ({"messages": [*HI, {"role": "system", "content": "x"}, *HI]}, "messages", "only the first"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "should be 'system'"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "expected a text"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, None, "the body: Invalid JSON"),
         ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages.0.content.0.type", "text"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages.0.tool_calls", "not"),
         ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages", "template refuses"),
     ],
 )  # fmt: skip
@@ -179,19 +166,12 @@ def test_neutral_values_of_fields_that_we_do_not_have_are_taken(client):
         ({"prompt": [0x110000]}, "the model has 1114112 tokens, none is 1114112"),
         ({"prompt": "x", "max_tokens": 0}, "leaves nothing to answer without echo"),
         ({"prompt": "x", "best_of": 3}, "best_of is not supported"),
-        ({"prompt": "x", "suffix": "y"}, "suffix is not supported"),
         ({"prompt": "x", "stream": True, "echo": True}, "echo is not supported together with stream"),
     ],
 )
 def test_completions_that_are_refused(shared, body, words):
     answer = post(shared[0], "completions", **body)
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
-
-
-def test_a_prompt_that_is_too_long_is_told_in_openais_word_for_it(ours):
-    with pytest.raises(openai.BadRequestError, match="the prompt has 200 tokens") as error:
-        ours.chat.completions.create(model="left", messages=[{"role": "user", "content": "x" * 200}])
-    assert error.value.code == "context_length_exceeded"
 
 
 def test_errors_of_the_server_have_openais_form_too(client, models):
@@ -204,10 +184,18 @@ def test_errors_of_the_server_have_openais_form_too(client, models):
     assert answer.json()["error"] == {
         "message": "no memory", "type": "server_error", "param": None, "code": None
     }  # fmt: skip
+    models["left"].say = str
+    lines = [line for line in post(client, stream=True).text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    models["left"].say = fail
     streamed = post(client, stream=True).text
     assert '"message":"no memory"' in streamed and "[DONE]" not in streamed
     assert post(client, model="third").status_code == 404
     assert client.post("/v1/chat/completions", content="{").json()["error"]["message"].startswith("the body")
+    too_long = post(client, messages=[{"role": "user", "content": "x" * 200}]).json()["error"]
+    assert (
+        too_long["code"] == "context_length_exceeded" and "the prompt has 200 tokens" in too_long["message"]
+    )
     too_large = post(client, messages=[{"role": "user", "content": "x" * 5000}])
     assert too_large.status_code == 413 and "--max_request_bytes" in too_large.json()["error"]["message"]
     assert client.post("/v1/chat/completions", content="[]").status_code == 400

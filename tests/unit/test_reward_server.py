@@ -2,7 +2,6 @@
 
 import socket
 import sys
-import threading
 
 import pytest
 import torch
@@ -19,8 +18,6 @@ from common.models.loading import ModelOptions
 from common.models.value_model import load_value_model
 from common.runs.export import save_export
 from serving import reward_server as serve
-from step3_ppo.rewards.http_reward import HttpReward
-from step3_ppo.rewards.text_rewards import Answers, RewardError
 from step3_ppo.roles import Frozen, Reward
 
 PROMPTS = [
@@ -100,19 +97,14 @@ def test_a_score_is_that_of_step_3s_reward_role_for_the_same_token_ids(export, c
     torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_response_that_ends_with_the_end_of_turn_gets_no_second_one(export, client):
-    eos = AutoTokenizer.from_pretrained(export).eos_token
-    bodies = [{"prompts": ["a"], "responses": [response]} for response in (" b", f" b{eos}")]
-    first, second = (client.post("/score", json=body).json()["scores"] for body in bodies)
-    assert first == second
-
-
 def test_token_ids_are_those_of_training(export):
     scorer = load_scorer(export)
     template = build_template("human_assistant", load_tokenizer(export))
     messages = [Message("user", "How are you today?")]
     row = template.encode(template.segments(messages, "I am fine."), 100)
-    assert scorer.encode(template.prompt_text(messages), " I am fine.") == row.input_ids
+    prompt, eos = template.prompt_text(messages), scorer.template.tokenizer.eos_token
+    assert scorer.encode(prompt, " I am fine.") == row.input_ids
+    assert scorer.encode(prompt, f" I am fine.{eos}") == row.input_ids, "no second end of turn"
 
 
 def test_neither_batches_nor_order_change_a_score(export):
@@ -128,23 +120,6 @@ def test_health_says_what_is_served(export, client):
     expected = {"name": export, "step": "reward", "template": "human_assistant", "accuracy": 0.75}
     expected |= {"accuracy_low": None, "accuracy_high": None, "pairs": 8}
     assert client.get("/health").json() == expected
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ('{"prompts": ["a"], "responses": []}', "1 prompts but 0 responses"),
-        ('{"prompts": ["a"]}', "responses: Field required; expected"),
-        ('{"prompts": ["a"], "responses": [3]}', "responses.0: Input should be a valid string"),
-        ('{"prompts": "a", "responses": ["b"]}', "prompts: Input should be a valid list"),
-        ("[1]", "expected"),
-        ("no json", "JSON decode error"),
-    ],
-)
-def test_a_bad_request_is_refused_in_one_line(content, words, client):
-    answer = client.post("/score", content=content, headers={"content-type": "application/json"})
-    assert answer.status_code == 422
-    assert words in answer.json()["detail"] and len(answer.json()["detail"]) < 300
 
 
 def test_a_score_that_is_not_finite_is_an_error_with_its_cure(export):
@@ -173,15 +148,6 @@ def started(monkeypatch):
     return start
 
 
-def test_the_program_serves_what_its_flags_say(export, started, capsys):
-    app, (bound,) = started("--model_name_or_path", export, "--port", "0", "--dtype", "fp32")
-    assert f"http://127.0.0.1:{bound.getsockname()[1]}/score" in capsys.readouterr().out
-    expected = load_scorer(export).score(PROMPTS, RESPONSES)
-    body = {"prompts": PROMPTS, "responses": RESPONSES}
-    assert TestClient(app).post("/score", json=body).json()["scores"] == pytest.approx(expected, abs=1e-5)
-    bound.close()
-
-
 def test_a_port_in_use_and_all_else_are_told_before_a_model_is_loaded(
     started, monkeypatch, capsys, tiny_model_folder
 ):
@@ -205,53 +171,26 @@ def test_a_port_in_use_and_all_else_are_told_before_a_model_is_loaded(
     assert "Traceback" not in text
 
 
-def test_the_program_asks_for_the_token_of_a_file_and_never_tells_it(
-    export, started, capsys, tmp_path, caplog
-):
+def test_the_program_asks_for_the_token_of_a_file_and_never_tells_it(export, started, capsys, tmp_path):
     (tmp_path / "token").write_text("s3cret-of-a-file\n")
-    app, (bound,) = started(
-        "--model_name_or_path", export, "--port", "0", "--token_file", str(tmp_path / "token")
-    )
-    bound.close()
-    for given, status in (("", 401), ("wrong", 401), ("s3cret-of-a-file", 200)):
-        headers = {"Authorization": f"Bearer {given}"}
-        answer = TestClient(app).post("/score", json={"prompts": ["a"], "responses": ["b"]}, headers=headers)
-        assert answer.status_code == status and "s3cret" not in answer.text
+    words = ("--model_name_or_path", export, "--port", "0", "--dtype", "fp32")
+    app, (bound,) = started(*words, "--token_file", str(tmp_path / "token"))
     shown = capsys.readouterr()
-    assert "s3cret" not in shown.out + shown.err + caplog.text
+    assert f"http://127.0.0.1:{bound.getsockname()[1]}/score" in shown.out
+    assert "s3cret" not in shown.out + shown.err
+    bound.close()
+    client, body = TestClient(app), {"prompts": PROMPTS, "responses": RESPONSES}
+    for token in ("", "wrong"):
+        answer = client.post("/score", json=body, headers={"Authorization": f"Bearer {token}"})
+        assert answer.status_code == 401
+    answer = client.post("/score", json=body, headers={"Authorization": "Bearer s3cret-of-a-file"})
+    expected = load_scorer(export).score(PROMPTS, RESPONSES)
+    assert answer.json()["scores"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_server_for_other_machines_without_a_token_says_so(export, started, capsys, monkeypatch):
     monkeypatch.delenv("TRIPTYCH_TOKEN", raising=False)
-    assert serve.ServeArguments.host == "127.0.0.1"
-    _, (bound,) = started("--model_name_or_path", export, "--port", "0", "--host", "0.0.0.0")
-    bound.close()
-    assert "--host 0.0.0.0 without a token" in capsys.readouterr().err
-    _, (bound,) = started("--model_name_or_path", export, "--port", "0")
-    bound.close()
-    assert "token" not in capsys.readouterr().err
-
-
-def test_step_3_brings_the_token_of_its_environment(export, monkeypatch):
-    scorer, bound = load_scorer(export), serve.bind("127.0.0.1", 0, Problems())
-    bound.listen()
-    app = serve.create_app(scorer, serve.ServeArguments(), token="shared")
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-    thread.start()
-    url = f"http://127.0.0.1:{bound.getsockname()[1]}/score"
-    try:
-        for token in ("shared", "another"):
-            monkeypatch.setenv("TRIPTYCH_TOKEN", token)
-            reward = HttpReward(url, timeout_seconds=10.0)
-            if token == "shared":
-                assert reward.score(Answers(PROMPTS, RESPONSES)) == pytest.approx(
-                    scorer.score(PROMPTS, RESPONSES), abs=1e-5
-                )
-            else:
-                with pytest.raises(RewardError, match="status 401.*set TRIPTYCH_REWARD_TOKEN"):
-                    reward.score(Answers(PROMPTS, RESPONSES))
-            reward.close()
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    for host, is_said in (("0.0.0.0", True), (serve.ServeArguments.host, False)):
+        _, (bound,) = started("--model_name_or_path", export, "--port", "0", "--host", host)
+        bound.close()
+        assert (f"--host {host} without a token" in capsys.readouterr().err) == is_said
