@@ -2,7 +2,9 @@
 
 from types import SimpleNamespace
 
+import numpy
 import pytest
+import torch
 import transformers
 
 from common.flags.args import Problems
@@ -31,7 +33,6 @@ def problems_of(*rewards: str, **changes) -> list[str]:
         ("0.7*model:A", "model", "A", 0.7, "model"),
         ("-2*classifier:org/toxic:toxic", "classifier", "org/toxic:toxic", -2.0, "classifier"),
         ("1e-1*function:a.b:polite", "function", "a.b:polite", 0.1, "function_polite"),
-        ("http://host:80/score", "http", "http://host:80/score", 1.0, "http"),
         ("0.5*https://host/a*b", "http", "https://host/a*b", 0.5, "http"),
         ("model:a*b:c", "model", "a*b:c", 1.0, "model"),
     ],
@@ -54,11 +55,9 @@ def test_names_are_unique_even_where_a_function_is_called_like_a_second_one():
         ("modle:A", ["--reward modle:A", "'modle'", "did you mean model:PATH?"]),
         ("polite.py", ["--reward polite.py", "use one of", "function:MODULE:NAME"]),
         ("much*model:A", ["--reward much*model:A", "'much' is no number", "0.5*model:PATH"]),
-        ("nan*model:A", ["'nan' is no number"]),
         ("model:", ["'' is no path", "model:PATH"]),
         ("classifier::LABEL", ["is no path", "PATH[:LABEL]"]),
         ("function:my_module", ["'my_module' is no function", "function:MODULE:NAME"]),
-        ("function:my/module.py:f", ["is no function"]),
         ("http:///score", ["is no address", "http://HOST:PORT/PATH"]),
         ("http://host:eighty/", ["is no address"]),
     ],
@@ -80,37 +79,33 @@ def test_weights_that_are_all_zero_are_refused():
 TWO = Answers(["Say yes. " * 30, "And no?"], ["yes", "no"])
 
 
-@pytest.mark.parametrize("values", [[1, 2.5], (True, False), {"a": 1}.values(), []])
-def test_lists_of_numbers_become_floats(values):
-    answers = Answers(["p"] * len(values), ["r"] * len(values))
-    scores = checked_scores("x", values, answers)
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 2.5],
+        (True, False),
+        {"a": 1, "b": 2}.values(),
+        numpy.array([1, 2]),
+        [numpy.float32(1), torch.tensor(2)],
+    ],
+)
+def test_lists_arrays_and_tensors_of_numbers_become_floats(values):
+    scores = checked_scores("x", values, TWO)
     assert scores == [float(value) for value in values] and all(type(score) is float for score in scores)
-
-
-def test_arrays_and_tensors_become_floats():
-    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
-    for values in (numpy.array([1, 2]), torch.tensor([1.0, 2.0]), [numpy.float32(1), torch.tensor(2)]):
-        scores = checked_scores("x", values, TWO)
-        assert scores == [1.0, 2.0] and all(type(score) is float for score in scores)
+    assert checked_scores("x", [], Answers([], [])) == []
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         (None, ["gave 'None' in place of a list of 2 numbers", "return one number"]),
-        ("12", ["gave '12' in place"]),
         ({0: 1.0, 1: 2.0}, ["in place of a list"]),
-        ({1.0, 2.0}, ["in place of a list"]),
         ([1.0], ["gave 1 scores for 2 responses"]),
-        (
-            [1.0, None],
-            ["gave 'None' for response 2 of 2", "prompt 'And no?', response 'no'", "finite number"],
-        ),
+        ([1.0, None], ["gave 'None' for response 2 of 2", "prompt 'And no?', response 'no'", "finite"]),
         ([float("nan"), 1.0], ["gave 'nan' for response 1 of 2", "response 'yes'"]),
         ([1.0, float("inf")], ["gave 'inf' for response 2 of 2"]),
         ([1.0, "2"], ["gave '2' for response 2 of 2"]),
         ([1.0, [2.0]], ["gave '[2.0]' for response 2 of 2"]),
-        ([1.0, 10**400], ["for response 2 of 2"]),
     ],
 )
 def test_what_is_no_list_of_finite_numbers_is_named_with_the_sample(values, words):
@@ -176,16 +171,10 @@ def test_rewards_that_read_text_are_built_from_the_flags():
     reward.close()
 
 
-@pytest.mark.parametrize(
-    "address", ["http://me:pass@host:1/s", "https://t0ken@host/score", "http://pass@host:x/"]
-)
-def test_a_secret_in_an_address_is_refused_and_not_repeated(address):
-    (message,) = problems_of(address)
-    assert "host" in message and "TRIPTYCH_REWARD_TOKEN" in message
-    assert "pass@" not in message and "t0ken" not in message
-
-
-def test_a_token_that_cannot_be_sent_is_told_before_a_model_is_loaded(monkeypatch):
+def test_secrets_of_addresses_and_tokens_are_told_before_a_model_is_loaded_and_not_repeated(monkeypatch):
+    for address in ("http://me:pass@host:1/s", "https://pass@host/score", "http://pass@host:x/"):
+        (message,) = problems_of(address)
+        assert "host" in message and "TRIPTYCH_REWARD_TOKEN" in message and "pass@" not in message
     monkeypatch.setenv("TRIPTYCH_REWARD_TOKEN", "two words")
     (message,) = problems_of("http://h:1/s")
     assert "TRIPTYCH_REWARD_TOKEN holds 9 characters" in message and "two words" not in message

@@ -21,30 +21,14 @@ def test_the_length_term_by_hand():
     assert length_shortfall(LENGTHS, 0).tolist() == [0.0] * 4
 
 
-def test_nothing_is_changed_without_flags():
-    assert shape_scores(SCORES, LENGTHS, FINISHED).equal(SCORES)
-
-
 def test_clip_then_penalty_then_length():
     found = shape_scores(
         SCORES, LENGTHS, FINISHED,
         reward_clip=5.0, cut_score=-2.0, length_reward_tokens=10,
     )  # fmt: skip
     # 1 - 1; clip(-9) = -5, - 0.5; cut: -2; cut: -2
-    assert found.tolist() == [0.0, -5.5, -2.0, -2.0]
-
-
-def test_the_length_term_still_counts_at_the_clip():
-    short, enough = torch.tensor([2]), torch.tensor([10])
-    options = {"reward_clip": 5.0, "length_reward_tokens": 10}
-    done = torch.tensor([True])
-    a, b = (shape_scores(torch.tensor([9.0]), n, done, **options) for n in (short, enough))
-    assert abs(float(b - a) - 0.8) < 1e-6
-
-
-def test_whitened_scores_have_mean_0_and_deviation_1():
-    found = shape_scores(SCORES, LENGTHS, FINISHED, whiten_scores=True)
-    assert abs(float(found.mean())) < 1e-6 and abs(float(found.std(correction=0)) - 1) < 1e-5
+    assert found.tolist() == [0.0, -5.5, -2.0, -2.0], "it still counts at the clip"
+    assert shape_scores(SCORES, LENGTHS, FINISHED).equal(SCORES), "nothing is changed without flags"
 
 
 def test_scores_are_whitened_before_they_are_clipped():
@@ -68,20 +52,13 @@ def test_a_number_is_the_score_of_a_cut_response():
 # --- the overlong penalty ---
 
 
-def wrong_share(change):
-    return lambda lengths, buffer, most: change(lengths.float(), buffer, most)
-
-
-SHARE_FORMS = forms(
+@forms(
     overlong_share,
-    from_the_first_token=wrong_share(lambda n, buffer, most: n / most),
-    step=wrong_share(lambda n, buffer, most: (n > most - buffer).float()),
-    not_bounded=wrong_share(lambda n, buffer, most: (n - (most - buffer)) / buffer),
-    reversed=wrong_share(lambda n, buffer, most: ((most - n) / buffer).clamp(0, 1) * (n > most - buffer)),
+    from_the_first_token=lambda n, buffer, most: n / most,
+    step=lambda n, buffer, most: (n > most - buffer).float(),
+    not_bounded=lambda n, buffer, most: (n - (most - buffer)) / buffer,
+    reversed=lambda n, buffer, most: ((most - n) / buffer).clamp(0, 1) * (n > most - buffer),
 )
-
-
-@SHARE_FORMS
 def test_the_overlong_share_by_hand(form, is_right):
     """A31: DAPO's eq. 13 with L_max 40 and L_cache 8."""
 
