@@ -5,7 +5,7 @@ Each rank receives only what it lacks; weights that are whole on every rank are 
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -46,29 +46,21 @@ class TPGroups:
 
 @dataclass
 class SwitchCosts:
-    """What the last change to generate mode took, on this rank.
-
-    `peak_bytes` is the most that was held on the compute device at once: the trainer's shards, finished
-    slices (views of shards count once) and staging buffers.
-    """
+    """What the last change to generate mode took, on this rank."""
 
     received_bytes: int = 0
-    peak_bytes: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Return them under the names of the log."""
-        return {
-            "hybrid/received_gib": self.received_bytes / 2**30,
-            "hybrid/peak_gib": self.peak_bytes / 2**30,
-        }
+        """Return it under the name of the log."""
+        return {"hybrid/received_gib": self.received_bytes / 2**30}
 
     def state_dict(self) -> dict[str, int]:
-        """Return all of it, for a checkpoint: a resumed step logs the switch that was made before."""
-        return asdict(self)
+        """Return it for a checkpoint: a resumed step logs the switch that was made before."""
+        return {"received_bytes": self.received_bytes}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take what `state_dict` gave."""
-        vars(self).update(state)
+        self.received_bytes = state["received_bytes"]
 
 
 class _Source(NamedTuple):
@@ -82,13 +74,6 @@ class _Source(NamedTuple):
         """Whether every rank has all of it at this moment."""
         status = getattr(self.parameter, "ds_status", None)
         return not is_sharded(self.parameter) or status is ZeroParamStatus.AVAILABLE
-
-    def trainer_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the memory that the trainer has of it: its shard, and the whole where that is there."""
-        if is_sharded(self.parameter):
-            yield self.parameter.ds_tensor
-        if self.is_whole:
-            yield self.parameter.data
 
 
 class Resharder:
@@ -125,19 +110,9 @@ class Resharder:
         A tensor that lies in the trainer's own memory is a view of it: read it, and fetch it anew after an
         update. All others are contiguous and the caller's own. Every rank must call and exhaust this.
         """
-        device = distributed.device()
-        sources = [source for of_weight in self._sources.values() for source in of_weight]
-        trainer = [tensor for source in sources for tensor in source.trainer_tensors()]
-        memory = {tensor.untyped_storage().data_ptr() for tensor in trainer}
-        held = sum(tensor.nbytes for tensor in trainer if tensor.device == device)
-        self.costs = SwitchCosts(peak_bytes=held)
+        self.costs = SwitchCosts()
         for names in self._name_groups:
-            of_group = [source for name in names for source in self._sources[name]]
-            passing = _passing_bytes(of_group, device)
-            tensors = deque(self._load_group(of_group))
-            held += sum(t.nbytes for t in tensors if t.untyped_storage().data_ptr() not in memory)
-            staged = sum(buffer.nbytes for buffer in self._staging.values())
-            self.costs.peak_bytes = max(self.costs.peak_bytes, held + staged + passing)
+            tensors = deque(self._load_group([source for name in names for source in self._sources[name]]))
             for name in names:
                 loaded = [tensors.popleft() for _ in self._sources[name]]
                 yield name, self._weights[name].replace_tensors(loaded)
@@ -154,7 +129,9 @@ class Resharder:
         for index, source in enumerate(sources):
             parameter, plan = source
             if source.is_whole:
-                slices[index] = _cut_whole(parameter.data, plan)
+                is_cut = plan.cut is not None
+                whole = parameter.data
+                slices[index] = plan.cut.take(whole, plan.layout.tp_rank).contiguous() if is_cut else whole
             elif plan.is_view:
                 slices[index] = _fetch_shard(source).view(plan.local_shape)
             else:
@@ -209,18 +186,6 @@ class Resharder:
         return self._staging[role][:num_bytes].view(like.dtype)
 
 
-def _cut_whole(whole: torch.Tensor, plan: WeightPlan) -> torch.Tensor:
-    return whole if plan.cut is None else plan.cut.take(whole, plan.layout.tp_rank).contiguous()
-
-
 def _fetch_shard(source: _Source) -> torch.Tensor:
     """Return the shard on the compute device: one that lives on the CPU is copied."""
     return source.parameter.ds_tensor.detach().to(distributed.device())
-
-
-def _passing_bytes(sources: list[_Source], device: torch.device) -> int:
-    """Return what is held besides slices and buffers while these move: copied shards, a whole weight."""
-    moved = [(s.parameter.ds_tensor, s.plan) for s in sources if not (s.is_whole or s.plan.is_view)]
-    copied = sum(shard.nbytes for shard, _ in moved if shard.device != device)
-    unpacked = [plan.numel * shard.element_size() for shard, plan in moved if plan.route is Route.WHOLE]
-    return copied + max(unpacked, default=0)

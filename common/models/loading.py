@@ -120,15 +120,6 @@ def set_dropout(owner: PreTrainedConfig | nn.Module, dropout: float) -> None:
             set_dropout(part, dropout)
 
 
-def load_config(options: ModelOptions) -> Any:
-    """Return the model's configuration, every dropout set to `options.dropout` (None: unchanged)."""
-    config = AutoConfig.from_pretrained(options.name_or_path, trust_remote_code=options.trust_remote_code)
-    if options.dropout is not None:
-        set_dropout(config, options.dropout)
-    config.use_cache = False
-    return config
-
-
 def load_pretrained(
     auto_class: Any, options: ModelOptions, num_tokens: int, **config_changes: Any
 ) -> PreTrainedModel:
@@ -139,7 +130,10 @@ def load_pretrained(
     `num_tokens` must be masked out of every softmax (`num_valid_tokens`). Every rank must
     call this. Raises ValueError: see `load_weights`.
     """
-    config = load_config(options)
+    config = AutoConfig.from_pretrained(options.name_or_path, trust_remote_code=options.trust_remote_code)
+    config.use_cache = False
+    if options.dropout is not None:
+        set_dropout(config, options.dropout)
     for name, value in config_changes.items():
         setattr(config, name, value)
     # transformers looks for this object while it loads and resizes: it shards from the first layer on.

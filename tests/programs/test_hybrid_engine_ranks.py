@@ -75,7 +75,7 @@ def test_adapters_are_merged_for_generation_alone(ranks, stage, family, results_
 
 @pytest.mark.parametrize("case", SLICES)
 def test_slices_are_those_of_the_gathered_weights(case, results_of):
-    """Received bytes are those that a meter counts, and no more memory is held than was said."""
+    """Received bytes are those that a meter counts, and little memory is held besides the slices."""
     assert complaints(results_of(4, f"slices {case}")) == {}
 
 

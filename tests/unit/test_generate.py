@@ -54,29 +54,24 @@ def test_greedy_text_of_left_padded_prompts_is_that_of_transformers_one_by_one(f
     for row, length in enumerate(LENGTHS):
         prompt = ids[row : row + 1, -length:]
         expected = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=12,
-            do_sample=False,
-            eos_token_id=stop,
-            pad_token_id=stop,
-        )[0, length:]
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False,
+            eos_token_id=stop, pad_token_id=stop,
+        )[0, length:]  # fmt: skip
         assert ours.response_ids[row][ours.response_mask[row]].tolist() == expected.tolist()
         assert bool(ours.is_finished[row]) == (int(expected[-1]) == stop)
     assert ours.is_finished.any()
+    check_logprobs(model, ids, mask, ours)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "gemma2", "falcon_alibi"])
-def test_logprobs_are_those_of_one_training_forward(family, tiny_model_folder):
-    model = load(tiny_model_folder(family))
-    ids, mask = make_prompts(model.config.vocab_size)
-    out = generate(model, ids, mask, torch.arange(4), options(temperature=1.3, top_k=20, seed=5))
-    whole = torch.cat([ids, out.response_ids], dim=1)
+def check_logprobs(model, ids, mask, out, vocabulary=None, **chosen) -> torch.Tensor:
+    """The log-probabilities are those of one training forward, of which this returns the logits."""
     whole_mask = torch.cat([mask, out.response_mask.long()], dim=1)
-    logits = compute_logits(model, whole, whole_mask, num_last=out.response_ids.shape[1] + 1)[:, :-1]
-    expected = token_logprobs(logits, out.response_ids, temperature=1.3)
-    torch.testing.assert_close(out.logprobs, torch.where(out.response_mask, expected, 0.0), atol=1e-5, rtol=0)
+    whole, num_last = torch.cat([ids, out.response_ids], dim=1), out.response_ids.shape[1] + 1
+    logits = compute_logits(model, whole, whole_mask, num_last=num_last)[:, :-1, :vocabulary]
+    expected = torch.where(out.response_mask, token_logprobs(logits, out.response_ids, **chosen), 0.0)
+    torch.testing.assert_close(out.logprobs, expected, atol=1e-5, rtol=0)
     assert (out.logprobs[out.response_mask] < 0).all()
+    return logits
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt_neox", "falcon_new", "mistral_window", "gemma2"])
@@ -112,13 +107,9 @@ def test_padding_holds_any_id_and_the_limit_leaves_a_response_unfinished(tiny_mo
 def test_vocabulary_padding_is_never_sampled_and_has_no_probability(tiny_model_folder):
     model = load(tiny_model_folder("llama"))
     ids, mask = make_prompts(50)
-    chosen = options(num_valid_tokens=50, temperature=5.0, stop_token_id=-1)
-    out = generate(model, ids, mask, torch.arange(4), chosen)
+    out = generate(model, ids, mask, torch.arange(4), options(num_valid_tokens=50, temperature=5.0))
     assert int(out.response_ids.max()) < 50
-    whole_mask = torch.cat([mask, torch.ones_like(out.response_ids)], dim=1)
-    logits = compute_logits(model, torch.cat([ids, out.response_ids], 1), whole_mask, num_last=13)[:, :-1]
-    expected = token_logprobs(logits[..., :50], out.response_ids, temperature=5.0)
-    torch.testing.assert_close(out.logprobs, expected, atol=1e-5, rtol=0)
+    check_logprobs(model, ids, mask, out, 50, temperature=5.0)
 
 
 @pytest.mark.parametrize(("family", "num_slots"), [("llama", 1), ("bloom", 2), ("gemma2", 3), ("llama", 64)])
@@ -163,8 +154,7 @@ def test_truncation_keeps_both_log_probabilities(tiny_model_folder):
     model = load(tiny_model_folder("llama"))
     ids, mask = make_prompts(model.config.vocab_size)
     out = generate(model, ids, mask, torch.arange(4), options(top_k=5, stop_token_id=-1))
-    whole_mask = torch.cat([mask, torch.ones_like(out.response_ids)], dim=1)
-    logits = compute_logits(model, torch.cat([ids, out.response_ids], 1), whole_mask, num_last=13)[:, :-1]
+    logits = check_logprobs(model, ids, mask, out)
     kept = logits.masked_fill(logits < logits.topk(5).values[..., -1:], -torch.inf)
     expected = token_logprobs(kept, out.response_ids)
     torch.testing.assert_close(out.truncated_logprobs, expected, atol=1e-5, rtol=0)
