@@ -33,12 +33,10 @@ class TransformersGenerator:
         sample_ids: torch.Tensor,
         options: SamplingOptions,
         *,
-        num_samples: int = 1,
-        limits: torch.Tensor | None = None,
+        num_samples: int,
+        limits: torch.Tensor,
     ) -> Generation:
         """Return `num_samples` responses for each left-padded prompt (B, P), see `Generator.generate`."""
-        if limits is None:
-            limits = torch.full_like(sample_ids, options.max_new_tokens)
         ids, mask = (x.repeat_interleave(num_samples, dim=0) for x in (prompt_ids, prompt_mask.long()))
         state = DecodeState.build(len(sample_ids), options.max_new_tokens, ids.device)
         state.enter(0, mask.sum(1), limits, sample_ids, options.seed)

@@ -51,11 +51,6 @@ def loop_tokens(logits: torch.Tensor, uniforms: torch.Tensor, **options) -> list
     return [next(token for token, total in enumerate(totals) if total > u) for totals, u in cumulated]
 
 
-def plain_sampler(adapt):
-    """Return a sampler that first changes the options it was given by `adapt`."""
-    return lambda logits, uniforms, **options: sample_tokens(logits, uniforms, **adapt(options))
-
-
 def drops_the_crossing_token(logits, uniforms, *, top_p=1.0, **options):
     if top_p < 1:
         ordered, order = (logits / options.get("temperature", 1.0)).softmax(-1).sort(-1, descending=True)
@@ -65,19 +60,6 @@ def drops_the_crossing_token(logits, uniforms, *, top_p=1.0, **options):
     return sample_tokens(logits, uniforms, **options)
 
 
-SAMPLER_FORMS = forms(
-    sample_tokens,
-    no_temperature=plain_sampler(lambda options: options | {"temperature": 1.0}),
-    temperature_inverted=plain_sampler(
-        lambda options: options | {"temperature": 1 / options.get("temperature", 1.0)}
-    ),
-    one_more_top_k=plain_sampler(
-        lambda options: options | {"top_k": options["top_k"] + 1 if options.get("top_k") else 0}
-    ),
-    no_top_p=plain_sampler(lambda options: options | {"top_p": 1.0}),
-    drops_the_crossing_token=drops_the_crossing_token,
-    greedy=plain_sampler(lambda options: options | {"do_sample": False}),
-)
 ALL_OPTIONS = [
     {},
     {"temperature": 0.6},
@@ -88,7 +70,17 @@ ALL_OPTIONS = [
 ]
 
 
-@SAMPLER_FORMS
+@forms(
+    sample_tokens,
+    temperature_inverted=lambda *args, temperature=1.0, **options: sample_tokens(
+        *args, temperature=1 / temperature, **options
+    ),
+    one_more_top_k=lambda *args, top_k=0, **options: sample_tokens(
+        *args, top_k=top_k + 1 if top_k else 0, **options
+    ),
+    no_top_p=lambda *args, top_p=1.0, **options: sample_tokens(*args, **options),
+    drops_the_crossing_token=drops_the_crossing_token,
+)
 def test_a_token_by_hand(form, is_right):
     def check(form):
         # p = .1 .4 .2 .3, cumulated .1 .5 .7 1
@@ -278,27 +270,18 @@ def test_uniforms_are_those_of_unbounded_integers_and_of_every_version():
     assert (pinned * 2**24).long().tolist() == [2970356, 2995282, 11027298, 3397742]
 
 
-def unmixed(seed, ids, positions):
-    return ((seed + ids * 7919 + positions * 104729) % 2**24).float() / 2**24
-
-
-UNIFORM_FORMS = forms(
-    counter_uniform,
-    unmixed=unmixed,
-    ignores_position=lambda seed, ids, positions: counter_uniform(seed, ids, 0 * positions),
-    ignores_sample=lambda seed, ids, positions: counter_uniform(seed, 0 * ids, positions),
-    ignores_seed=lambda seed, ids, positions: counter_uniform(0, ids, positions),
-    adds_sample_and_position=lambda seed, ids, positions: counter_uniform(seed, ids + positions, 0 * ids),
-    squared=lambda seed, ids, positions: counter_uniform(seed, ids, positions).square(),
-)
-
-
 def grid(num_rows: int, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     ids, positions = torch.meshgrid(torch.arange(num_rows), torch.arange(num_columns), indexing="ij")
     return ids.flatten(), positions.flatten()
 
 
-@UNIFORM_FORMS
+@forms(
+    counter_uniform,
+    unmixed=lambda seed, ids, positions: ((seed + ids * 7919 + positions * 104729) % 2**24).float() / 2**24,
+    ignores_position=lambda seed, ids, positions: counter_uniform(seed, ids, 0 * positions),
+    ignores_seed=lambda seed, ids, positions: counter_uniform(0, ids, positions),
+    adds_sample_and_position=lambda seed, ids, positions: counter_uniform(seed, ids + positions, 0 * ids),
+)
 def test_uniforms_are_uniform_and_neighbours_are_independent(form, is_right):
     def check(form):
         fixed = torch.zeros(NUM_DRAWS, dtype=torch.int64)
