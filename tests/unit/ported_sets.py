@@ -11,7 +11,7 @@ class PromptRawDataset:
         self.output_path, self.seed, self.local_rank = output_path, seed, local_rank
         if os.path.exists(dataset_name):
             self.raw_datasets = load_from_disk(dataset_name)
-        elif not dataset_name == "local/jsonfile":
+        else:
             self.raw_datasets = load_dataset(dataset_name)
 
     def get_train_data(self):
@@ -37,6 +37,8 @@ class PromptRawDataset:
 
 
 class StaticDataset(PromptRawDataset):
+    """None where a text is missing."""
+
     def __init__(self, output_path, seed, local_rank, dataset_name):
         super().__init__(output_path, seed, local_rank, dataset_name)
         self.dataset_name = "team/static"
@@ -51,16 +53,15 @@ class StaticDataset(PromptRawDataset):
     def get_prompt(self, sample):
         return sample["prompt"]
 
-    def get_chosen(self, sample):
-        return sample["chosen"]
-
-    def get_rejected(self, sample):
-        return sample["rejected"]
-
     def get_prompt_and_chosen(self, sample):
-        return sample["prompt"] + sample["chosen"]
+        if sample["prompt"] is not None and sample["chosen"] is not None:
+            return sample["prompt"] + sample["chosen"]
+        return None
 
     def get_prompt_and_rejected(self, sample):
+        if sample.get("rejected") is None:
+            print(f"Warning: {self.dataset_name} has no rejected answers")
+            return None
         return sample["prompt"] + sample["rejected"]
 
 
@@ -80,40 +81,3 @@ class SharedOutDataset(StaticDataset):
 
     def get_eval_data(self):
         return self.share(1)
-
-
-class AnswersDataset(PromptRawDataset):
-    """No rejected answers; None where a text is missing."""
-
-    def __init__(self, output_path, seed, local_rank, dataset_name):
-        super().__init__(output_path, seed, local_rank, dataset_name)
-        self.dataset_name = "team/answers"
-
-    def get_train_data(self):
-        return self.raw_datasets["train"]
-
-    def get_eval_data(self):
-        return self.raw_datasets["validation"]  # there is none
-
-    def get_prompt(self, sample):
-        if sample["prompt"] is not None:
-            return " Human: " + sample["prompt"] + " Assistant:"
-        return None
-
-    def get_chosen(self, sample):
-        if sample["chosen"] is not None:
-            return " " + sample["chosen"]
-        return None
-
-    def get_rejected(self, sample):
-        print(f"Warning: {self.dataset_name} has no rejected answers")
-        return None
-
-    def get_prompt_and_chosen(self, sample):
-        if sample["prompt"] is not None and sample["chosen"] is not None:
-            return " Human: " + sample["prompt"] + " Assistant: " + sample["chosen"]
-        return None
-
-    def get_prompt_and_rejected(self, sample):
-        print(f"Warning: {self.dataset_name} has no rejected answers")
-        return None

@@ -87,35 +87,6 @@ def test_pairs_of_seven_answers_stay_within_the_limit_and_step_1_learns_the_best
     assert len(build(path, 3, tiny_tokenizer, tmp_path).train) == 2
 
 
-MIXED = [{"answer": "a", "rank": 1}, {"answer": "b", "score": 1}]
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"prompt": "hi", "ranked_answers": ["a", None]}, r"'ranked_answers\[1\]' is null"),
-        ({"prompt": "hi", "responses": ["a", "b"], "scores": [1]}, "'scores' has 1 numbers for 2 responses"),
-        ({"prompt": "hi", "responses": ["a", "b"], "ranks": [1, "x"]}, r"'ranks\[1\]' is 'x', not a number"),
-        ({"prompt": "hi", "responses": ["a"], "scores": 3}, "'scores' is of type int, not a list"),
-        ({"prompt": "hi", "answers": [{"rank": 1}]}, r"answers\[0\] has none of answer, response, text"),
-        ({"prompt": "hi", "answers": MIXED}, r"answers\[1\] has 'score', unlike"),
-        ({"instruction": "hi", "completions": ["a"]}, r"completions\[0\] is of type str, not an object"),
-        (
-            {"context": LIST, "response1": "a", "response2": "b", "overall_preference": "much"},
-            "'overall_preference' is 'much', not a number",
-        ),
-        (
-            {"context": [{"role": "bot", "content": "x"}], "response1": "", "response2": "",
-             "overall_preference": 1},
-            r"context\[0\] has role 'bot'; roles are system",
-        ),
-    ],
-)  # fmt: skip
-def test_a_wrong_ranking_says_why(row, reason):
-    with pytest.raises(BadRow, match=reason):
-        read_row(row)
-
-
 def test_an_empty_ranking_is_empty_and_one_answer_is_no_pair():
     with pytest.raises(EmptyRow):
         read_row({"prompt": "hi", "ranked_answers": []})
@@ -136,12 +107,8 @@ def test_helpsteer3(preference, expected, margin):
     row = {"domain": "general", "context": LIST, "individual_preference": []} | answers
     (example,) = read_row(row)
     assert pairs([example]) == [expected] and (example.prompt, example.margin) == (TURNS, margin)
-    row = {
-        "prompt": "hi\n\n<extra_id_1>Assistant\nhello\n\n<extra_id_1>User\nand?",
-        "response_1": "one",
-        "response_2": "two",
-        "preference_strength": preference,
-    }
+    prompt = "hi\n\n<extra_id_1>Assistant\nhello\n\n<extra_id_1>User\nand?"
+    row = {"prompt": prompt, "response_1": "one", "response_2": "two", "preference_strength": preference}
     (example,) = read_row(row)
     assert pairs([example]) == [expected] and example.prompt == TURNS
 
@@ -171,10 +138,8 @@ def test_rows_of_one_prompt_make_a_pair_by_the_chosen_column(monkeypatch, tmp_pa
     assert texts(data, 2, tiny_tokenizer) == [(HI_TEXT, f" second{END}", f" first{END}")]
     assert (data.report.num_ties, data.report.num_raw_rows, data.train[0]["margin"]) == (1, 2, 2.0)
     data = build(source, 2, tiny_tokenizer, tmp_path, score_column="correctness")
-    assert texts(data, 2, tiny_tokenizer) == [
-        (HI_TEXT, f" first{END}", f" second{END}"),
-        (ABC_TEXT, f" fourth{END}", f" third{END}"),
-    ]
+    expected = [(HI_TEXT, f" first{END}", f" second{END}"), (ABC_TEXT, f" fourth{END}", f" third{END}")]
+    assert texts(data, 2, tiny_tokenizer) == expected
     data = build(source, 1, tiny_tokenizer, tmp_path)
     assert texts(data, 1, tiny_tokenizer) == [(HI_TEXT, f" second{END}"), (ABC_TEXT, f" third{END}")]
     data = build(source, 3, tiny_tokenizer, tmp_path)
@@ -205,9 +170,8 @@ def test_a_response_without_a_score_is_a_bad_row_and_harms_no_other_prompt(tmp_p
 def test_a_score_column_that_a_plain_file_lacks_is_said(tmp_path, tiny_tokenizer):
     path = write_rows(tmp_path / "plain.jsonl", [{"prompt": "hi", "response": "hello"}])
     report = build(path, 1, tiny_tokenizer, tmp_path, score_column="quality").report
-    assert any(
-        "no column 'quality' (--score_column): read as prompt/response" in line for line in report.lines()
-    )
+    told = "no column 'quality' (--score_column): read as prompt/response"
+    assert any(told in line for line in report.lines())
     assert not build(path, 1, tiny_tokenizer, tmp_path).report.notes
 
 
@@ -232,14 +196,7 @@ A, B = replied(LIST, "a"), replied(LIST, "b")
     "row",
     [
         {"chosen": A, "rejected": B},
-        {
-            "prompt": "hi",
-            "prompt_id": "x",
-            "chosen": A,
-            "rejected": B,
-            "score_chosen": 8,
-            "score_rejected": 7,
-        },
+        {"prompt": "hi", "prompt_id": "x", "chosen": A, "rejected": B, "score_chosen": 8},
         {"prompt": " and? ", "chosen": A, "rejected": B},
         {"prompt": LIST, "chosen": A, "rejected": B},
         {"prompt": LIST, "chosen": replied([], "a"), "rejected": "b"},
@@ -258,21 +215,6 @@ def test_equal_scores_of_a_pair_are_a_tie(tmp_path, tiny_tokenizer):
     assert (len(data.train), data.report.num_ties) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"prompt": "other", "chosen": A, "rejected": B}, "do not hold 'prompt'"),
-        ({"prompt": "hi", "chosen": A, "rejected": replied(LIST[:1], "b")}, "do not share the turns"),
-        ({"prompt": "hi", "chosen": LIST, "rejected": LIST}, "ends with a turn of the user"),
-        ({"chosen": replied([], "a"), "rejected": replied([], "b")}, "no turn before the reply in chosen"),
-        ({"conversations": SHAREGPT, "chosen": SHAREGPT[0], "rejected": "b"}, "ends with a turn of the user"),
-    ],
-)
-def test_a_wrong_pair_of_lists_says_why(row, reason):
-    with pytest.raises(BadRow, match=reason):
-        read_row(row)
-
-
 # ---- conversations
 
 
@@ -286,31 +228,6 @@ def test_sharegpt(tmp_path, tiny_tokenizer):
     assert (first.prompt, first.chosen, first.learn_all_turns) == (TURNS, "２０度\nです", True)
     assert (second.prompt, second.chosen) == ((Message("system", "Be kind."), *HI), "hello")
     assert (third.prompt, third.chosen) == ((Message("user", "x"),), None)
-    path = write_rows(tmp_path / "chats.jsonl", rows[:2])
-    ((_, learnt), _) = texts(build(path, 1, tiny_tokenizer, tmp_path), 1, tiny_tokenizer)
+    path = write_rows(tmp_path / "chats.jsonl", rows[:1])
+    ((_, learnt),) = texts(build(path, 1, tiny_tokenizer, tmp_path), 1, tiny_tokenizer)
     assert learnt == f" hello{END} ２０度\nです{END}"
-    prompts = texts(build(path, 3, tiny_tokenizer, tmp_path), 3, tiny_tokenizer)
-    assert prompts == [
-        "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: and?\n\nAssistant:",
-        "Be kind.\n\nHuman: hi\n\nAssistant:",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("turns", "reason"),
-    [
-        ("hi", "'conversations' is of type str, not a list"),
-        ([{"from": "human"}], r"conversations\[0\] has no 'role' and 'content', nor 'from' and 'value'"),
-        ([{"from": "tool", "value": "x"}], r"conversations\[0\] has role 'tool'; roles are"),
-        ([SHAREGPT[0], {"from": "gpt", "value": None}], r"conversations\[1\]\['value'\] is null, not text"),
-    ],
-)
-def test_a_wrong_conversation_says_why(turns, reason):
-    with pytest.raises(BadRow, match=reason):
-        read_row({"conversations": turns})
-
-
-def test_an_empty_conversation_is_empty():
-    for turns in ([], [SHAREGPT[0], {"from": "gpt", "value": " "}]):
-        with pytest.raises(EmptyRow):
-            read_row({"conversations": turns})

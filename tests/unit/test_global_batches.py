@@ -65,9 +65,8 @@ def test_grouping_by_length_brings_like_rows_together_in_mixed_order():
 
 
 def test_too_few_rows_for_one_batch_is_an_error_with_the_arithmetic():
-    with pytest.raises(
-        ValueError, match="50 rows, fewer than one global batch of 64 = 16 rows x 2 .* x 2 ranks"
-    ):
+    told = "50 rows, fewer than one global batch of 64 = 16 rows x 2 .* x 2 ranks"
+    with pytest.raises(ValueError, match=told):
         GlobalBatches(ROWS, list, rows_per_micro_batch=16, accumulation=2, world_size=2)
 
 

@@ -41,25 +41,27 @@ def problems_of(*names):
     return problems.messages
 
 
-def test_what_a_plugin_registers_can_be_named(here):
+@pytest.fixture
+def package(here):
     (here / "my_pkg").mkdir()
     (here / "my_pkg" / "sets.py").write_text(REGISTERS)
+    return here / "my_pkg"
+
+
+def test_what_a_plugin_registers_can_be_named(package):
     assert problems_of("my_pkg.sets") == []
     source = load_source("team/plugged")
     (example,) = source.adapter.to_examples(source.train[0])
     assert (example.prompt[0].content, example.chosen) == ("hi", "hello")
-    assert problems_of() == []
 
 
-def test_the_same_class_may_be_registered_twice_but_not_another_one(here):
-    (here / "my_pkg").mkdir()
-    (here / "my_pkg" / "sets.py").write_text(REGISTERS)
+def test_the_same_class_may_be_registered_twice_but_not_another_one(here, package):
     assert problems_of("my_pkg.sets", "my_pkg.sets") == []
     sys.modules.pop("my_pkg.sets")  # a reload
     assert problems_of("my_pkg.sets") == []
-    sys.path.append(str(here / "my_pkg"))  # the same file under another name
+    sys.path.append(str(package))  # the same file under another name
     assert problems_of("sets") == []
-    (here / "others.py").write_text(REGISTERS.replace("hello", "other"))
+    (here / "others.py").write_text(REGISTERS)
     (problem,) = problems_of("others")
     told = "--plugins others: importing it raised ValueError: data set name 'team/plugged' is"
     assert problem.startswith(f"{told} registered twice")
@@ -78,10 +80,8 @@ def test_the_working_folder_comes_last(here):
     ("name", "text", "reason"),
     [
         ("absent", None, "there is no module absent; start from the folder that holds it"),
-        ("no.such.module", None, "there is no module no; start from"),
         ("folder/my_module.py", None, "named without path and .py; use folder.my_module"),
         ("mine", "import absent_library\n", "ModuleNotFoundError: No module named 'absent_library' ("),
-        ("mine", "\n\nraise KeyError('x')\n", "importing it raised KeyError: 'x' ("),
         ("mine", "def f(:\n", "importing it raised SyntaxError: invalid syntax ("),
         ("mine", "import sys\nsys.exit('usage')\n", "importing it raised SystemExit: usage ("),
     ],

@@ -17,6 +17,9 @@ from common.data.registry import Adapter, load_source, register_dataset
 ROW = {"prompt": "\n\nHuman: hi\n\nAssistant:", "chosen": " hello", "rejected": " no"}
 HI = (Message("user", "hi"),)
 ASKED = [{"role": "user", "content": "hi"}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "a"}]
+MIXED = [{"answer": "a", "rank": 1}, {"answer": "b", "score": 1}]
+COMPARED = {"context": "hi", "response1": "a", "response2": "b", "overall_preference": 1}
 
 
 def only_example(source):
@@ -225,9 +228,29 @@ def test_the_first_form_whose_columns_are_there_is_the_rows():
         ({"a": 1, "b": None}, "columns 'a' fit none of prompt/chosen/rejected"),
         (ROW | {"chosen": 3}, "'chosen' is of type int, not text"),
         (ROW | {"margin": "much"}, "'margin' is 'much', not a number"),
+        # turns
+        ({"conversations": "hi"}, "'conversations' is of type str, not a list"),
         ({"messages": [{"role": "bot", "content": "a"}]}, r"messages\[0\] has role 'bot'; roles are system"),
-        ({"messages": [{"content": "a"}]}, "no 'role' and 'content'"),
+        ({"conversations": [{"from": "x"}]}, r"\[0\] has no 'role' and 'content', nor 'from' and 'value'"),
+        (
+            {"messages": [*ASKED, {"from": "gpt", "value": None}]},
+            r"messages\[1\]\['value'\] is null, not text",
+        ),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "begins with its only turn of the assistant"),
+        # pairs of lists of turns
+        ({"prompt": "x", "chosen": ANSWERED, "rejected": ANSWERED}, "do not hold 'prompt'"),
+        ({"chosen": ANSWERED, "rejected": ANSWERED[1:]}, "do not share the turns"),
+        ({"prompt": "hi", "chosen": ASKED, "rejected": ASKED}, "chosen ends with a turn of the user"),
+        ({"chosen": ANSWERED[1:], "rejected": ANSWERED[1:]}, "no turn before the reply in chosen"),
+        # several answers
+        ({"prompt": "hi", "ranked_answers": ["a", None]}, r"'ranked_answers\[1\]' is null"),
+        ({"prompt": "hi", "responses": ["a", "b"], "scores": [1]}, "'scores' has 1 numbers for 2 responses"),
+        ({"prompt": "hi", "responses": ["a"], "ranks": ["x"]}, r"'ranks\[0\]' is 'x', not a number"),
+        ({"prompt": "hi", "answers": [{"rank": 1}]}, r"answers\[0\] has none of answer, response, text"),
+        ({"prompt": "hi", "answers": MIXED}, r"answers\[1\] has 'score', unlike"),
+        ({"instruction": "hi", "completions": ["a"]}, r"completions\[0\] is of type str, not an object"),
+        (COMPARED | {"overall_preference": "much"}, "'overall_preference' is 'much', not a number"),
+        (COMPARED | {"context": [{"role": "bot", "content": "x"}]}, r"context\[0\] has role 'bot'"),
     ],
 )
 def test_a_row_of_bad_form_says_why(row, reason):
@@ -235,7 +258,10 @@ def test_a_row_of_bad_form_says_why(row, reason):
         read_row(row)
 
 
-@pytest.mark.parametrize("row", [ROW | {"chosen": " \n"}, {"text": ""}, {"prompt": [], "answer": "x"}])
+@pytest.mark.parametrize(
+    "row",
+    [ROW | {"chosen": " \n"}, {"text": ""}, {"prompt": [], "answer": "x"}, {"conversations": []}],
+)
 def test_an_empty_row_is_no_bad_row(row):
     with pytest.raises(EmptyRow):
         read_row(row)

@@ -51,12 +51,7 @@ def test_an_unwritable_cache_names_the_flag(tmp_path):
 def test_token_table(tmp_path):
     columns = {"input_ids": "ids", "mask": "mask", "margin": "float", "name": "text"}
     rows = [
-        {
-            "input_ids": list(range(i)),
-            "mask": [k % 2 == 0 for k in range(i)],
-            "margin": i / 2,
-            "name": f"é{i}",
-        }
+        {"input_ids": [i] * i, "mask": [k % 2 == 0 for k in range(i)], "margin": i / 2, "name": f"é{i}"}
         for i in range(7)
     ]
     with TokenWriter(tmp_path / "t.arrow", columns) as writer:

@@ -8,21 +8,16 @@ from tokenizers import processors
 from common.data.tokenizer import adds_bos, load_tokenizer, prepare_tokenizer, vocabulary_difference
 
 
-def test_pad_falls_back_to_eos_and_no_id_changes(tmp_path, tiny_tokenizer):
-    tiny_tokenizer.save_pretrained(tmp_path)
-    loaded = load_tokenizer(str(tmp_path))
-    assert loaded.pad_token_id == loaded.eos_token_id == tiny_tokenizer.eos_token_id
-    assert loaded.get_vocab() == tiny_tokenizer.get_vocab()
-    assert len(loaded) == len(tiny_tokenizer)
-
-
-def test_own_pad_is_kept(tmp_path, make_tokenizer):
+def test_pad_falls_back_to_eos_and_no_id_changes(tmp_path, make_tokenizer):
     tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "without")
+    loaded = load_tokenizer(str(tmp_path / "without"))
+    assert loaded.pad_token_id == loaded.eos_token_id == tokenizer.eos_token_id
+    assert loaded.get_vocab() == tokenizer.get_vocab() and len(loaded) == len(tokenizer)
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
-    tokenizer.save_pretrained(tmp_path)
-    loaded = load_tokenizer(str(tmp_path))
-    assert loaded.pad_token == "<pad>"
-    assert loaded.pad_token_id != loaded.eos_token_id
+    tokenizer.save_pretrained(tmp_path / "own")
+    loaded = load_tokenizer(str(tmp_path / "own"))
+    assert loaded.pad_token == "<pad>" and loaded.pad_token_id != loaded.eos_token_id
 
 
 def test_no_eos_names_both_cures(make_tokenizer):
@@ -54,9 +49,8 @@ def test_eot_that_the_vocabulary_holds_keeps_its_id(make_tokenizer):
 
 
 def test_a_folder_without_tokenizer_names_flag_and_value(tmp_path):
-    with pytest.raises(
-        ValueError, match=f"--actor_model_name_or_path {tmp_path}: no tokenizer could be loaded"
-    ):
+    told = f"--actor_model_name_or_path {tmp_path}: no tokenizer could be loaded"
+    with pytest.raises(ValueError, match=told):
         load_tokenizer(str(tmp_path), flag="--actor_model_name_or_path")
 
 
