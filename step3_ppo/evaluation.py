@@ -94,20 +94,18 @@ class Judged:
     answers: list[str]  # a digest of each answer's tokens
 
 
-def judge(batch: PackedBatch, scores: torch.Tensor, ids: Sequence[int]) -> Judged:
-    """Return the scores with the digests of the answers, in the order of the sample ids `ids`, of all ranks.
+def judge(batch: PackedBatch, scores: torch.Tensor) -> Judged:
+    """Return the scores with the digests of the answers, in the order of the sample ids, of all ranks.
 
     scores (b,), NaN for an answer that has none. Every rank must call this.
     """
     answers = [sequence.tolist() for sequence in batch.sequences("response_ids")]
-    digests = [hashlib.blake2b(str(answer).encode(), digest_size=8).hexdigest() for answer in answers]
-    own = dict(zip(batch.ids, zip(scores.tolist(), digests, strict=True), strict=True))
-    everyone = {
-        sample: judged for of_rank in distributed.gather_objects(own) for sample, judged in of_rank.items()
-    }
-    ordered = [everyone[sample] for sample in ids]
+    digests = [hashlib.blake2b(str(answer).encode(), digest_size=8).digest() for answer in answers]
+    numbers = [int.from_bytes(digest, signed=True) for digest in digests]
+    everyone = gather_numbers(batch, scores=scores, answers=torch.tensor(numbers, dtype=torch.int64))
     return Judged(
-        [None if math.isnan(score) else score for score, _ in ordered], [digest for _, digest in ordered]
+        [None if math.isnan(score) else score for score in everyone["scores"].tolist()],
+        [number.to_bytes(8, signed=True).hex() for number in everyone["answers"].tolist()],
     )
 
 
@@ -214,9 +212,9 @@ class Evaluation:
         batch, scores = self._score(self._answer(step)), self.rollout.scores
         self.rollout.refuse_if_not_finite(batch)
         ids = range(FIRST_NUMBER, FIRST_NUMBER + len(self.rows))
-        batch = in_order(batch, [sample for sample in batch.ids if sample in ids])
+        batch = batch.select([row for row, sample in enumerate(batch.ids) if sample in ids])
         has_score = scores.counts(batch)
-        judged = judge(batch, torch.where(has_score, batch.numbers("scores"), torch.nan), ids)
+        judged = judge(batch, torch.where(has_score, batch.numbers("scores"), torch.nan))
         if step == 0:
             self.before = judged
         checks = [spec.name for spec in scores.specs if spec.kind in VERIFIABLE]
@@ -246,9 +244,8 @@ class Evaluation:
             numbers = torch.arange(first, first + len(is_real))
             self._texts |= zip(numbers.tolist(), prompt_texts(prompts), strict=True)
             parts.append(self.rollout.sample(prompts, numbers, step))
-            num_kept += max(
-                min(size, num_prompts - index * world_size * size), 0
-            )  # the first rank's real ones
+            num_of_main = num_prompts - index * world_size * size  # real ones of the first rank, or more
+            num_kept += max(min(size, num_of_main), 0)
         return PackedBatch.concat(parts).select(range(num_kept))
 
     def _score(self, batch: PackedBatch) -> PackedBatch:

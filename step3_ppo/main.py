@@ -10,19 +10,15 @@ held-out prompts with --keep_best. --help lists the flags.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-
-import torch
-
-from common.data.collators import collate_prompts, collate_texts
 from common.data.data_options import DataOptions
 from common.data.global_batches import BatchStream, GlobalBatches
-from common.data.pretraining import build_pretraining
 from common.data.stage_datasets import build_data
 from common.flags.args import Problems, parse_args
 from common.flags.refusal import StepRefused, TooManyBadSteps
@@ -37,20 +33,17 @@ from common.runs.export import ExportFailed, save_adapter, save_export
 from common.runs.run import Run
 from common.runs.saved_state import Progress
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.evaluation import Evaluation, choose_prompts
+from step3_ppo.builders import (
+    build_pretraining_batches,
+    build_prompt_batches,
+    build_roles,
+    build_rollout,
+)
+from step3_ppo.evaluation import choose_prompts
 from step3_ppo.ppo_losses import PPOLosses
-from step3_ppo.ppo_math import KLController
 from step3_ppo.ppo_trainer import PPOTrainer
-from step3_ppo.rewards.reward_specs import RewardSpec, build_text_reward
-from step3_ppo.rewards.score_sum import ScoreSum
-from step3_ppo.rewards.text_rewards import Failures
-from step3_ppo.role_builder import build_roles
-from step3_ppo.roles import Roles
-from step3_ppo.rollout import Rollout
-from step3_ppo.rollout_batch import MinibatchPlan
-from step3_ppo.running_averages import ExponentialMovingAverage, ValueNormaliser
-from step3_ppo.start_up import StartUp, check_start_up, samples_per_rank
-from step3_ppo.trainer_state import SavingHooks, TrainerState
+from step3_ppo.start_up import StartUp, check_start_up
+from step3_ppo.trainer_state import TrainerState
 
 EXPORT_BEST = "export_best"
 COLUMNS = (
@@ -65,94 +58,21 @@ COLUMNS = (
 )
 
 
-def build_pretraining_batches(args: PPOArguments, tokenizer: Any, ranks: dict[str, int]) -> Any:
-    """Return endless micro-batches of text blocks for the actor's second loss, None without the flag."""
-    if not args.unsupervised_dataset_name:
-        return None
-    blocks = build_pretraining(
-        args.unsupervised_dataset_name,
-        args.unsupervised_dataset_config_name or None,
-        args.max_prompt_seq_len + args.max_answer_seq_len,
-        tokenizer,
-        cache_dir=args.data_output_path,
-        max_bad_rows=args.max_bad_rows,
-    )
-    batches = GlobalBatches(
-        blocks,
-        collate_texts,
-        rows_per_micro_batch=args.per_device_training_batch_size,
-        accumulation=args.gradient_accumulation_steps,
-        seed=args.seed,
-        what="--unsupervised_dataset_name data",
-        rows_flag="--per_device_training_batch_size",
-        **ranks,
-    )
-    return BatchStream(batches)
-
-
-def build_rollout(args: PPOArguments, roles: Roles, specs: list[RewardSpec], tokenizer: Any) -> Rollout:
-    """Return what collects the rollout batches of the steps."""
-    failures = Failures.parse(args.reward_on_error)
-    texts = {s.name: build_text_reward(s, args, failures) for s in specs if s.kind != "model"}
-
-    def decode(ids: torch.Tensor) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True)
-
-    return Rollout(args, roles, ScoreSum(specs, texts, decode, failures))
-
-
-def num_optimizer_steps(args: PPOArguments, num_steps: int) -> int:
-    """Return the optimizer steps that so many PPO steps make: the schedules' length."""
-    update = args.per_device_training_batch_size * args.gradient_accumulation_steps
-    return num_steps * args.ppo_epochs * (samples_per_rank(args) // update)
-
-
 def build_trainer(
     args: PPOArguments,
     start: StartUp,
     num_steps: int,
     prompts: GlobalBatches,
-    held_out: list[dict[str, Any]],
-    pretraining: Any,
+    held_out: Sequence[dict[str, Any]],
+    pretraining: BatchStream | None,
 ) -> PPOTrainer:
     """Load the models and return what does the PPO steps. Every rank must call this."""
-    is_cut_by_tokens = args.packed or args.max_tokens_per_micro_batch > 0
-    reward_paths = {spec.name: spec.target for spec in start.rewards if spec.kind == "model"}
-    roles = build_roles(
-        args,
-        start.tokenizer,
-        num_optimizer_steps(args, num_steps),
-        needs_critic=start.algorithm.needs_critic,
-        reward_paths=reward_paths,
-    )
-    rollout = build_rollout(args, roles, start.rewards, start.tokenizer)
-    plan = MinibatchPlan(
-        args.per_device_training_batch_size,
-        args.gradient_accumulation_steps,
-        args.ppo_epochs,
-        args.seed,
-        rollout.cap if is_cut_by_tokens else None,
-    )
-    has_norm = args.value_norm != "none" and roles.critic
+    roles = build_roles(args, start, num_steps)
+    rollout = build_rollout(args, start, roles)
+    losses = PPOLosses(args, roles, pretraining)
     logger = build_logger(args, COLUMNS, num_steps)
-
-    def decode(ids: torch.Tensor) -> str:
-        return start.tokenizer.decode(ids, skip_special_tokens=True)
-
     return PPOTrainer(
-        args,
-        roles,
-        BatchStream(prompts),
-        rollout,
-        start.algorithm,
-        PPOLosses(args, roles, pretraining),
-        plan,
-        KLController(args.kl_coef, args.kl_target),
-        logger,
-        decode,
-        value_normaliser=ValueNormaliser(args.value_norm) if has_norm else None,
-        ema=ExponentialMovingAverage(roles.actor.engine.module, args.ema_decay) if args.ema_decay else None,
-        evaluation=Evaluation(args, rollout, logger, decode, held_out) if held_out else None,
+        args, start.algorithm, roles, rollout, BatchStream(prompts), losses, logger, start.decode, held_out
     )
 
 
@@ -170,7 +90,7 @@ def build_run(args: PPOArguments, start: StartUp, trainer: PPOTrainer, progress:
 
 def train(trainer: PPOTrainer, run: Run, num_steps: int, tokenizer: Any) -> None:
     """Do the steps that are left. Raises Stopped, and TooManyBadSteps with the state saved."""
-    progress, hooks = run.progress, SavingHooks(run)
+    progress = run.progress
     if progress.step == 0:
         if trainer.evaluation is None or trainer.evaluation.step < 0:
             remove_best(trainer.args)
@@ -178,15 +98,14 @@ def train(trainer: PPOTrainer, run: Run, num_steps: int, tokenizer: Any) -> None
             judge_and_export(trainer, run, tokenizer)  # again where it was refused: the rest compares with it
             run.point(checkpoint_name(0), is_due=False)
     while progress.step < num_steps:
-        step, refusal = progress.step + 1, None
+        step = progress.step + 1
         try:
-            metrics = trainer.train_step(step, hooks)
+            metrics = trainer.train_step(step, run)
             progress.facts = {name: metrics[name] for name in ("objective/score", "objective/kl")}
+            progress.step = step
         except StepRefused as error:
-            refusal = error
-        progress.step = step
-        if refusal:
-            run.refuse(step, refusal, checkpoint_name(step))
+            progress.step = step
+            run.refuse(step, error, checkpoint_name(step))
         judge_and_export(trainer, run, tokenizer)
         run.point(checkpoint_name(step), is_due=run.is_due(step))
 
@@ -259,22 +178,11 @@ def main() -> None:
         return
 
     # ---- data -------------------------------------------------------------------------------------------
-    tokenizer = start.tokenizer
-    ranks = {"rank": distributed.rank(), "world_size": distributed.world_size()}
     with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
         data = build_data(options, start.template)
-        prompts = GlobalBatches(
-            data.train,
-            collate_prompts,
-            rows_per_micro_batch=args.per_device_generation_batch_size,
-            accumulation=args.generation_batches,
-            seed=args.seed,
-            what="prompt data",
-            rows_flag="--per_device_generation_batch_size",
-            **ranks,
-        )
+        prompts = build_prompt_batches(args, data.train)
         held_out, told = choose_prompts(args, options, data, start.template)
-        pretraining = build_pretraining_batches(args, tokenizer, ranks)
+        pretraining = build_pretraining_batches(args, start.tokenizer)
     num_steps = count_steps(args, len(prompts))
 
     # ---- models -----------------------------------------------------------------------------------------
@@ -294,13 +202,13 @@ def main() -> None:
     # ---- training ---------------------------------------------------------------------------------------
     too_many = None
     try:
-        train(trainer, run, num_steps, tokenizer)
+        train(trainer, run, num_steps, start.tokenizer)
     except TooManyBadSteps as error:  # by all ranks alike: what was learned before it can be kept
         too_many = error
 
     # ---- export -----------------------------------------------------------------------------------------
     if args.output_dir and progress.facts:
-        save_all(args, trainer, tokenizer, progress.facts)
+        save_all(args, trainer, start.tokenizer, progress.facts)
     trainer.rollout.scores.close()
     trainer.logger.close()
     if too_many:

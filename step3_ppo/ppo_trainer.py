@@ -4,8 +4,8 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -14,6 +14,8 @@ from common.data.packed_batch import PackedBatch
 from common.flags.refusal import StepRefused
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
+from common.runs.checkpoints import checkpoint_name
+from common.runs.run import Run
 from common.runs.run_logger import RunLogger
 from step3_ppo import metrics
 from step3_ppo.algorithms import Algorithm
@@ -33,49 +35,69 @@ from step3_ppo.rollout_batch import (
     with_tokens,
 )
 from step3_ppo.running_averages import ExponentialMovingAverage, ValueNormaliser
-from step3_ppo.trainer_state import OpenStep, StepHooks
+from step3_ppo.trainer_state import OpenStep
 
 
-@dataclass
 class PPOTrainer:
     """Everything a PPO step needs; `train_step` reads like the paper. Every rank must call all methods."""
 
-    args: PPOArguments
-    roles: Roles
-    prompts: BatchStream
-    rollout: Rollout
-    algorithm: Algorithm
-    losses: PPOLosses
-    plan: MinibatchPlan
-    kl_controller: KLController
-    logger: RunLogger
-    decode: Callable[[torch.Tensor], str]
-    value_normaliser: ValueNormaliser | None = None
-    ema: ExponentialMovingAverage | None = None
-    evaluation: Evaluation | None = None
-    # Rollout batches that wait to be used, the oldest first: --rollout_staleness of them between steps.
-    waiting: deque[PackedBatch] = field(default_factory=deque, init=False)
-    open_step: OpenStep | None = field(default=None, init=False)
+    def __init__(
+        self,
+        args: PPOArguments,
+        algorithm: Algorithm,
+        roles: Roles,
+        rollout: Rollout,
+        prompts: BatchStream,
+        losses: PPOLosses,
+        logger: RunLogger,
+        decode: Callable[[torch.Tensor], str],
+        held_out: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """`held_out` are prompts to judge the policy by, see `Evaluation`."""
+        self.args, self.algorithm, self.roles, self.rollout = args, algorithm, roles, rollout
+        self.prompts, self.losses, self.logger, self.decode = prompts, losses, logger, decode
+        is_cut_by_tokens = args.packed or args.max_tokens_per_micro_batch > 0
+        self.plan = MinibatchPlan(
+            args.per_device_training_batch_size,
+            args.gradient_accumulation_steps,
+            args.ppo_epochs,
+            args.seed,
+            rollout.cap if is_cut_by_tokens else None,
+        )
+        self.kl_controller = KLController(args.kl_coef, args.kl_target)
+        self.value_normaliser, self.ema, self.evaluation = None, None, None
+        if algorithm.needs_critic and args.value_norm != "none":
+            self.value_normaliser = ValueNormaliser(args.value_norm)
+        if args.ema_decay:
+            self.ema = ExponentialMovingAverage(roles.actor.engine.module, args.ema_decay)
+        if held_out:
+            self.evaluation = Evaluation(args, rollout, logger, decode, held_out)
+        # Rollout batches that wait to be used, the oldest first: --rollout_staleness of them between steps.
+        self.waiting: deque[PackedBatch] = deque()
+        self.open_step: OpenStep | None = None
 
-    def train_step(self, step: int, hooks: StepHooks | None = None) -> dict[str, float]:
+    def train_step(self, step: int, run: Run | None = None) -> dict[str, float]:
         """Do PPO step `step` (from 1), or what is left of it, log it, return its numbers.
 
-        Raises StepRefused when nothing can be learned from its rollout.
+        A `run` counts the minibatches that are refused, and may be stopped between any two. Raises
+        StepRefused when nothing can be learned from the step's rollout, or without a run of a minibatch.
         """
         COSTS.begin_step()
-        hooks = hooks or StepHooks()
         if self.open_step is None:
-            batch = self.collect(step, hooks)  # generate, score
+            batch = self.collect(step, run)  # generate, score
             self.open_step = self.add_advantages(step, batch)  # rewards, advantages, returns
         for micro_batches in self.minibatches(self.open_step):  # ppo_epochs passes
             try:
                 self.update(self.open_step, micro_batches)
             except StepRefused as error:
-                hooks.refuse(step, error, self.open_step.position)
-            hooks.pause(step, self.open_step.position)
+                if run is None:
+                    raise
+                run.refuse(step, error, checkpoint_name(step - 1, self.open_step.position))
+            if run:
+                run.point(checkpoint_name(step - 1, self.open_step.position), is_due=False)
         return self.finish_step(self.open_step)
 
-    def collect(self, step: int, hooks: StepHooks) -> PackedBatch:
+    def collect(self, step: int, run: Run | None = None) -> PackedBatch:
         """Return the rollout batch of a step, values in real units: statistics may move before it is used."""
         while len(self.waiting) <= self.args.rollout_staleness:
             with watchdog.phase("the rollout", step):
@@ -84,7 +106,8 @@ class PPOTrainer:
                     values = self.value_normaliser.denormalise(batch.data[name])
                     batch = batch.with_key(name, values, like=name)
                 self.waiting.append(batch)
-            hooks.pause(step, "rollout")
+            if run:
+                run.point(checkpoint_name(step - 1, "rollout"), is_due=False)
         return self.waiting.popleft()
 
     def add_advantages(self, step: int, batch: PackedBatch) -> OpenStep:
@@ -105,8 +128,13 @@ class PPOTrainer:
             summary |= metrics.summarise_scores(batch, self.rollout.scores)
             if self.args.rollout_staleness:
                 summary |= metrics.summarise_staleness(batch, step)
-            self._tell_failures(step, summary)
-            batch = self._add_loss_weights(batch, has_score)
+            share, first = summary.get("objective/failed_fraction"), self.rollout.scores.first_failure
+            if share and step % self.logger.log_interval == 0:
+                text = f"{share:.1%} of the responses have no score, the first failure: {first}"
+                self.logger.note(f"step {step}: {text}")
+            mask = tokens(batch, "loss_mask")
+            weights, counts = loss_weights(mask, self.args.loss_aggregation, self.args.max_answer_seq_len)
+            batch = with_tokens(batch, loss_weights=weights).with_numbers("loss_counts", counts * has_score)
             if self.args.use_decoupled_loss:
                 batch = self._add_prox_logprobs(batch)
             self.losses.begin_step(self.kl_controller.coef)
@@ -123,11 +151,6 @@ class PPOTrainer:
         batch = batch.with_key("old_values", old_values, like="response_ids")
         return batch.with_key("returns", returns, like="response_ids")
 
-    def _add_loss_weights(self, batch: PackedBatch, has_score: torch.Tensor) -> PackedBatch:
-        mask = tokens(batch, "loss_mask")
-        weights, counts = loss_weights(mask, self.args.loss_aggregation, self.args.max_answer_seq_len)
-        return with_tokens(batch, loss_weights=weights).with_numbers("loss_counts", counts * has_score)
-
     def _add_prox_logprobs(self, batch: PackedBatch) -> PackedBatch:
         """Return the batch with the log-probabilities of the policy before the updates."""
         if self.rollout.old_logprobs.recomputes and not self.args.rollout_staleness:
@@ -135,14 +158,6 @@ class PPOTrainer:
         parts = self.rollout.cap.cut(batch)
         scored = join_scores(parts, {"prox_logprobs": self.roles.actor.score(parts)}, {})
         return in_order(scored, batch.ids)
-
-    def _tell_failures(self, step: int, summary: dict[str, float]) -> None:
-        share = summary.get("objective/failed_fraction")
-        if share and step % self.logger.log_interval == 0:
-            first = self.rollout.scores.first_failure
-            self.logger.note(
-                f"step {step}: {share:.1%} of the responses have no score, the first failure: {first}"
-            )
 
     def minibatches(self, current: OpenStep) -> Iterator[list[PackedBatch]]:
         """Yield this rank's micro-batches of the optimizer steps that a PPO step still has before it."""

@@ -48,6 +48,10 @@ class StartUp:
     warnings: list[str]
     earlier: EarlierRun
 
+    def decode(self, token_ids: torch.Tensor) -> str:
+        """Return the text of token ids, without special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
 
 def check_start_up(
     args: PPOArguments, options: DataOptions, problems: Problems
@@ -74,14 +78,13 @@ def check_start_up(
     except ValueError as error:
         problems.add(str(error))
     rewards = find_rewards(args, problems)
-    warnings += doubtful_rewards(rewards)
     tokenizer = check_models(args, algorithm, rewards, problems)
     for problem in check_sources(options):
         problems.add(problem)
     check_evaluation(args, options, rewards, problems)
     actor = args.actor_model_name_or_path
     template, notes = startup.find_template("--actor_model_name_or_path", actor, args, tokenizer, problems)
-    warnings += notes + foreign_templates(args, rewards)
+    warnings += notes + doubts_about_rewards(args, rewards)
     earlier = find_run(args, problems)
     problems.exit_if_any()
     assert algorithm is not None
@@ -180,35 +183,30 @@ def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:
     return [RewardSpec("model", path, 1.0, f"model:{path}")]
 
 
-def doubtful_rewards(rewards: list[RewardSpec]) -> list[str]:
-    """Return a warning for each reward model that may have ranked too few held-out pairs rightly."""
+def doubts_about_rewards(args: PPOArguments, rewards: list[RewardSpec]) -> list[str]:
+    """Return a warning for each reward model that may have ranked too few held-out pairs rightly, or that was
+    trained on dialogues of another form.
+    """
     lines = []
-    for spec in rewards:
-        told = read_metadata(spec.target).get("eval", {}) if spec.kind == "model" else {}
-        if not {"accuracy", "pairs"} <= told.keys():
-            continue
-        rate = wilson_interval(told["accuracy"] * told["pairs"], told["pairs"])
-        if rate.low < MIN_REWARD_ACCURACY:
+    for path in dict.fromkeys(spec.target for spec in rewards if spec.kind == "model"):
+        metadata = read_metadata(path)
+        told, template = metadata.get("eval", {}), metadata.get("template")
+        if {"accuracy", "pairs"} <= told.keys():
+            rate = wilson_interval(told["accuracy"] * told["pairs"], told["pairs"])
             is_weak = rate.high < MIN_REWARD_ACCURACY
+            if rate.low < MIN_REWARD_ACCURACY:
+                lines.append(
+                    f"the reward model {path} ranked {told['accuracy']:.1%} of {told['pairs']} held-out "
+                    f"pairs rightly (95 % interval {rate.low:.1%} to {rate.high:.1%}): "
+                    f"{'less than' if is_weak else 'too few pairs to tell that it is above'} "
+                    f"{MIN_REWARD_ACCURACY:.0%}, so what it prefers may be noise"
+                )
+        if template and args.template and template != args.template:
             lines.append(
-                f"the reward model {spec.target} ranked {told['accuracy']:.1%} of {told['pairs']} held-out "
-                f"pairs rightly (95 % interval {rate.low:.1%} to {rate.high:.1%}): "
-                f"{'less than' if is_weak else 'too few pairs to tell that it is above'} "
-                f"{MIN_REWARD_ACCURACY:.0%}, so what it prefers may be noise"
+                f"the reward model {path} was trained with --template {template}, and scores dialogues of "
+                f"--template {args.template}"
             )
     return lines
-
-
-def foreign_templates(args: PPOArguments, rewards: list[RewardSpec]) -> list[str]:
-    """Return a warning for each reward model that was trained on dialogues of another form."""
-    paths = dict.fromkeys(spec.target for spec in rewards if spec.kind == "model")
-    found = {path: read_metadata(path).get("template") for path in paths}
-    return [
-        f"the reward model {path} was trained with --template {name}, and scores dialogues of --template "
-        f"{args.template}"
-        for path, name in found.items()
-        if name and args.template and name != args.template
-    ]
 
 
 def check_models(
@@ -257,12 +255,9 @@ def check_models(
 
 # ---- the hybrid engine
 
-_FLAG_OF_KEY = {
-    "enabled": "enable_hybrid_engine",
-    "inference_tp_size": "inference_tp_size",
-    "release_inference_cache": "release_inference_cache",
-    "pin_parameters": "unpin_actor_parameters",
-    "tp_gather_partition_size": "tp_gather_partition_size",
+_FLAG_OF_KEY = {"enabled": "enable_hybrid_engine", "pin_parameters": "unpin_actor_parameters"}
+_FLAG_OF_KEY |= {
+    key: key for key in ("inference_tp_size", "release_inference_cache", "tp_gather_partition_size")
 }
 
 

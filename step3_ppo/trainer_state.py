@@ -9,10 +9,7 @@ from typing import Any
 import torch
 
 from common.data.packed_batch import PackedBatch
-from common.flags.refusal import StepRefused
 from common.ranks import distributed
-from common.runs.checkpoints import checkpoint_name
-from common.runs.run import Run
 from common.runs.saved_state import Stateful, TensorReader, TensorSlice
 
 OPEN = "open"
@@ -33,32 +30,6 @@ class OpenStep:
     def position(self) -> str:
         """Return the name of where the step is: after its last minibatch."""
         return f"update-{self.num_minibatches:04d}"
-
-
-class StepHooks:
-    """What happens between the minibatches of a step, in a run that nobody saves: nothing."""
-
-    def pause(self, step: int, position: str) -> None:
-        """Save the state here, where the run was asked to stop."""
-
-    def refuse(self, step: int, error: StepRefused, position: str) -> None:
-        """Count a minibatch that was refused, or raise."""
-        raise error
-
-
-class SavingHooks(StepHooks):
-    """A run that was asked to stop saves and leaves between the minibatches of a step."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def pause(self, step: int, position: str) -> None:
-        """Save and leave where the run was asked to stop. Every rank must call this."""
-        self.run.point(checkpoint_name(step - 1, position), is_due=False)
-
-    def refuse(self, step: int, error: StepRefused, position: str) -> None:
-        """Count it; TooManyBadSteps, with the state saved, when it is one too many."""
-        self.run.refuse(step, error, checkpoint_name(step - 1, position))
 
 
 class TrainerState(Stateful):

@@ -176,8 +176,8 @@ def test_what_a_reward_draws_is_not_missing_in_the_training(monkeypatch):
 
 def test_a_resumed_run_knows_what_it_compares_with_and_its_best():
     first, second = (evaluation(keep_best="eval/score") for _ in range(2))
-    first.before = judge(scored_record(), torch.tensor([1.0, float("nan"), 3.0]), [2, 0, 1])
-    assert first.before.scores == [3.0, 1.0, None]
+    first.before = judge(scored_record().select([2, 0, 1]), torch.tensor([3.0, 1.0, float("nan")]))
+    assert first.before.scores == [1.0, None, 3.0], "in the order of the sample ids"
     first.step = 20
     first.best = {"metric": "eval/score", "value": 1.0, "step": 10}
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))

@@ -9,7 +9,7 @@ from tiny_configs import tiny_config
 from common.flags.args import Problems, parse_args
 from step3_ppo import start_up
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.role_builder import hybrid_options
+from step3_ppo.builders import hybrid_options
 
 REQUIRED = "--data_path x --actor_model_name_or_path a --critic_model_name_or_path c"
 

@@ -8,8 +8,7 @@ from records import make_record
 
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.main import num_optimizer_steps
-from step3_ppo.ppo_math import KLController
+from step3_ppo.builders import count_optimizer_steps
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.running_averages import ValueNormaliser
 
@@ -20,7 +19,7 @@ def test_the_schedules_are_as_long_as_the_optimizer_steps():
         per_device_training_batch_size=4, gradient_accumulation_steps=2,  # 6 updates an epoch
         ppo_epochs=3,
     )  # fmt: skip
-    assert num_optimizer_steps(args, 5) == 5 * 3 * 6
+    assert count_optimizer_steps(args, 5) == 5 * 3 * 6
 
 
 class KnowingCritic:
@@ -33,10 +32,11 @@ class KnowingCritic:
     scores = SimpleNamespace(
         counts=lambda batch: torch.ones(len(batch), dtype=torch.bool),
         failures=SimpleNamespace(are_borne=False),
+        first_failure="",
     )
 
-    def __init__(self, normaliser: ValueNormaliser) -> None:
-        self.normaliser, self.num_rollouts = normaliser, 0
+    normaliser: ValueNormaliser
+    num_rollouts = 0
 
     def collect(self, prompts, version):
         """Three responses, of which the last was cut."""
@@ -48,29 +48,29 @@ class KnowingCritic:
         return record.with_key("old_values", says(values), like="response_ids")
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["exp", "ma"])
+@pytest.mark.parametrize(("kind", "staleness"), [("exp", 0), ("ma", 1), ("exp", 2)])
 def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, staleness):
     args = PPOArguments(
         value_norm=kind, adv_norm="none", kl_coef=0.0, gamma=1.0, reward_clip=0.0, truncated="bootstrap",
         rollout_staleness=staleness,
     )  # fmt: skip
-    learned = []
-    costs = SimpleNamespace(metrics=dict)
-    normaliser, algorithm = ValueNormaliser(kind, beta=0.5), ALGORITHMS["ppo"]
+    learned, algorithm = [], ALGORITHMS["ppo"]
+    rollout = KnowingCritic()
     trainer = PPOTrainer(
         fill_defaults(args, algorithm),
-        SimpleNamespace(actor=SimpleNamespace(hybrid_engine=SimpleNamespace(costs=costs))),
+        algorithm,
+        SimpleNamespace(
+            actor=SimpleNamespace(hybrid_engine=SimpleNamespace(costs=SimpleNamespace(metrics=dict)))
+        ),
+        rollout,
         prompts=None,
-        rollout=KnowingCritic(normaliser),
-        algorithm=algorithm,
         losses=SimpleNamespace(begin_step=lambda coef: None, first_gap=0.0, first_gap_max=0.0),
-        plan=SimpleNamespace(minibatches=lambda batch, step, first: learned.append(batch) or iter(())),
-        kl_controller=KLController(0.0),
         logger=SimpleNamespace(log=lambda *_: None),
         decode=str,
-        value_normaliser=normaliser,
     )
+    rollout.normaliser = normaliser = trainer.value_normaliser
+    normaliser.beta = 0.5
+    trainer.plan = SimpleNamespace(minibatches=lambda batch, step, first: learned.append(batch) or iter(()))
     trainer._write_responses = lambda *_: None
     for step in range(1, 5):
         worth = (torch.tensor([1.0, 2.0, 4.0]) * 3**step).repeat_interleave(torch.tensor([3, 1, 6]))

@@ -17,7 +17,7 @@ from step2_reward.ranking_metrics import (
 )
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec
-from step3_ppo.start_up import doubtful_rewards, foreign_templates
+from step3_ppo.start_up import doubts_about_rewards
 
 
 @forms(
@@ -155,7 +155,6 @@ def test_a_reward_model_is_doubted_by_the_interval_of_its_accuracy(tmp_path, acc
     (tmp_path / "triptych.json").write_text(json.dumps(facts))
     args = parse_args(PPOArguments, ["--template", "chat"], problems=Problems())
     specs = [RewardSpec("model", str(tmp_path), 1.0, "model")]
-    lines = doubtful_rewards(specs)
+    *lines, of_template = doubts_about_rewards(args, specs)
     assert (told in lines[0] and len(lines) == 1) if told else lines == []
-    (line,) = foreign_templates(args, specs)
-    assert line.endswith("was trained with --template plain, and scores dialogues of --template chat")
+    assert of_template.endswith("was trained with --template plain, and scores dialogues of --template chat")

@@ -19,7 +19,6 @@ from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
 from step3_ppo.rewards.text_rewards import Failures, RewardError
-from step3_ppo.running_averages import ValueNormaliser
 
 
 @pytest.mark.parametrize("text", ["", "default:", "default:nan", "mask:1"])
@@ -73,7 +72,7 @@ def test_a_models_nan_is_a_failure_and_one_of_a_reward_without_weight_masks_nobo
 def test_held_out_answers_without_a_score_are_in_no_mean_and_tie():
     scores, record = scores_of("mask", texts=[1.0, None, 2.0, math.nan], weights=(1.0, 0.0))
     shown = torch.where(scores.counts(record), record.numbers("scores"), math.nan)
-    judged = judge(record, shown, record.ids)
+    judged = judge(record, shown)
     assert judged.scores == [1.0, None, 2.0, None]
     before = Judged([0.0, 5.0, None, None], ["another"] * 4)
     assert compare(judged, before)["eval/win_rate"] == (1 + 0.5 + 0.5 + 0.5) / 4
@@ -89,23 +88,20 @@ def learned(name, record, on_error, **flags):
     """Return (the batch with what the losses read, the numbers) of a PPO step without engines."""
     algorithm = ALGORITHMS[name]
     flags = {"algorithm": name, "kl_in": algorithm.kl_in, "kl_estimator": "k1", "adv_norm": "batch"} | flags
-    args = dataclasses.replace(PPOArguments(), whiten_scores=True, **flags)
+    args = dataclasses.replace(PPOArguments(), whiten_scores=True, value_norm="exp", **flags)
     specs = [RewardSpec("function", "m:f", 1.0, "f")]
     trainer = PPOTrainer(
         args,
+        algorithm,
         roles=None,
-        prompts=None,
         rollout=SimpleNamespace(
             scores=ScoreSum(specs, failures=Failures.parse(on_error)),
             old_logprobs=SimpleNamespace(recomputes=False),
         ),
-        algorithm=algorithm,
+        prompts=None,
         losses=SimpleNamespace(begin_step=lambda coef: None),
-        plan=None,
-        kl_controller=SimpleNamespace(coef=0.1),
         logger=SimpleNamespace(log_interval=100),
         decode=None,
-        value_normaliser=ValueNormaliser("exp", 0.9) if algorithm.needs_critic else None,
     )
     done = trainer.add_advantages(1, record)
     state = trainer.value_normaliser.state_dict() if trainer.value_normaliser else {}

@@ -1,10 +1,13 @@
-"""Builds the roles of a run from its flags."""
+"""Builds the parts of a run from its flags: prompts, models, rewards, the trainer."""
 
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from common.data.collators import collate_prompts, collate_texts
+from common.data.global_batches import BatchStream, GlobalBatches
+from common.data.pretraining import build_pretraining
 from common.engine.ds_config import EngineOptions, build_frozen_config, build_train_config
 from common.engine.optim import build_engine
 from common.generation.decode import SamplingOptions
@@ -14,27 +17,83 @@ from common.models.lora import LoraOptions, add_lora
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ValueModel, load_value_model
 from common.models.varlen_attention import takes_packed
+from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.rewards.reward_specs import build_text_reward
+from step3_ppo.rewards.score_sum import ScoreSum
+from step3_ppo.rewards.text_rewards import Failures
 from step3_ppo.role_arguments import RoleFlags
 from step3_ppo.roles import Actor, Critic, Frozen, LoraReference, Reference, Reward, Roles
+from step3_ppo.rollout import Rollout
+from step3_ppo.start_up import StartUp, samples_per_rank
 
 
-def build_roles(
-    args: PPOArguments,
-    tokenizer: Any,
-    num_optimizer_steps: int,
-    *,
-    needs_critic: bool,
-    reward_paths: dict[str, str],
-) -> Roles:
-    """Return all of them. Every rank must call this.
+def build_prompt_batches(args: PPOArguments, dataset: Any) -> GlobalBatches:
+    """Return this rank's prompts of the steps; ValueError when the data do not fill one."""
+    return GlobalBatches(
+        dataset,
+        collate_prompts,
+        rows_per_micro_batch=args.per_device_generation_batch_size,
+        accumulation=args.generation_batches,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        seed=args.seed,
+        what="prompt data",
+        rows_flag="--per_device_generation_batch_size",
+    )
 
-    `num_optimizer_steps` is the length of both learning-rate schedules; `reward_paths` are the reward models
-    by the name under which they are logged.
+
+def build_pretraining_batches(args: PPOArguments, tokenizer: Any) -> BatchStream | None:
+    """Return endless micro-batches of text blocks for the actor's second loss, None without the flag."""
+    if not args.unsupervised_dataset_name:
+        return None
+    blocks = build_pretraining(
+        args.unsupervised_dataset_name,
+        args.unsupervised_dataset_config_name or None,
+        args.max_prompt_seq_len + args.max_answer_seq_len,
+        tokenizer,
+        cache_dir=args.data_output_path,
+        max_bad_rows=args.max_bad_rows,
+    )
+    batches = GlobalBatches(
+        blocks,
+        collate_texts,
+        rows_per_micro_batch=args.per_device_training_batch_size,
+        accumulation=args.gradient_accumulation_steps,
+        seed=args.seed,
+        what="--unsupervised_dataset_name data",
+        rows_flag="--per_device_training_batch_size",
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+    )
+    return BatchStream(batches)
+
+
+def build_rollout(args: PPOArguments, start: StartUp, roles: Roles) -> Rollout:
+    """Return what collects the rollout batches of the steps, with all rewards."""
+    failures = Failures.parse(args.reward_on_error)
+    texts = {s.name: build_text_reward(s, args, failures) for s in start.rewards if s.kind != "model"}
+    return Rollout(args, roles, ScoreSum(start.rewards, texts, start.decode, failures))
+
+
+def count_optimizer_steps(args: PPOArguments, num_steps: int) -> int:
+    """Return the optimizer steps that so many PPO steps make: the schedules' length."""
+    update = args.per_device_training_batch_size * args.gradient_accumulation_steps
+    return num_steps * args.ppo_epochs * (samples_per_rank(args) // update)
+
+
+def build_roles(args: PPOArguments, start: StartUp, num_steps: int) -> Roles:
+    """Return all of them; both learning-rate schedules last for `num_steps` PPO steps.
+
+    Every rank must call this.
     """
+    tokenizer, num_optimizer_steps = start.tokenizer, count_optimizer_steps(args, num_steps)
     actor = _build_actor(args, tokenizer, num_optimizer_steps)
-    critic = _build_critic(args, tokenizer, num_optimizer_steps) if needs_critic else None
-    rewards = {name: _build_reward(args, tokenizer, path) for name, path in reward_paths.items()}
+    critic = None
+    if start.algorithm.needs_critic:
+        critic = _build_critic(args, tokenizer, num_optimizer_steps)
+    models = {spec.name: spec.target for spec in start.rewards if spec.kind == "model"}
+    rewards = {name: _build_reward(args, tokenizer, path) for name, path in models.items()}
     return Roles(actor, _build_reference(args, tokenizer, actor), critic, rewards)
 
 
