@@ -1,21 +1,18 @@
-"""What a check found, as a line for a terminal, and how far apart two ways to compute a number may be.
-
-No torch at run time in here: python -m tools.doctor works without it.
-"""
+"""What a check found, as a line for a terminal, and how far apart two ways to compute a number may be."""
 
 import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+
+from common.ranks.failures import first_line, kind_and_line
 
 # Of the largest number that is computed: rounding alone stays well below, an error in a formula well above.
 RELATIVE = {"fp32": 3e-5, "bf16": 4e-2}
-_NAME_WIDTH = 25
 # SGR codes, ECMA-48 8.3.117. A special token has a background: it shows though its text be blank.
 STYLES = {
     "learned": "32",
@@ -29,12 +26,12 @@ STYLES = {
     "good": "1;32",
     "bad": "1;31",
 }
-_STATES = {True: "good", False: "bad", None: "note"}
+_STATES = {True: ("ok", "good"), False: ("FAIL", "bad"), None: ("note", "note")}
 
 
-def use_color(no_color: bool) -> bool:
-    """Return whether stdout is a terminal, unless refused by the flag, NO_COLOR (no-color.org), TERM=dumb."""
-    is_refused = no_color or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+def use_color() -> bool:
+    """Return whether stdout is a terminal, unless NO_COLOR (no-color.org) or TERM=dumb refuses colours."""
+    is_refused = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return sys.stdout.isatty() and not is_refused
 
 
@@ -65,11 +62,10 @@ class Finding:
     is_ok: bool | None = None
     why: str = ""
 
-    def line(self, has_color: bool, bad_word: str = "FAIL") -> str:
-        """Return state, name, what was found, and why it matters; `bad_word` is what is not ok."""
-        state = {True: "ok", False: bad_word, None: "note"}[self.is_ok]
-        shown = paint(f"{state:<{len(bad_word) + 1}}", _STATES[self.is_ok], has_color)
-        shown += visible(f"{self.name:<{_NAME_WIDTH}}{self.text}")
+    def line(self, has_color: bool) -> str:
+        """Return state, name, what was found, and why it matters."""
+        state, style = _STATES[self.is_ok]
+        shown = paint(f"{state:<5}", style, has_color) + visible(f"{self.name:<25}{self.text}")
         return shown + paint(f"  ({self.why})", "context", has_color) if self.why else shown
 
 
@@ -78,9 +74,7 @@ def tolerance_of(dtype: str, largest: float) -> float:
     return RELATIVE[dtype] * max(largest, 1.0)
 
 
-def compare(
-    name: str, found: "torch.Tensor", expected: "torch.Tensor", tolerance: float, why: str
-) -> Finding:
+def compare(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float, why: str) -> Finding:
     """Return the finding on two tensors of one shape; NaN in either is a failure."""
     difference = float((found.double() - expected.double().to(found.device)).abs().max())
     text = f"largest difference {difference:.1e}, at most {tolerance:.1e}"
@@ -97,8 +91,7 @@ def guarded(name: str, check: Callable[..., Iterable[Finding]], *args: Any) -> I
 
 def told(error: BaseException) -> str:
     """Return an error in one line: our own speak for themselves, others with their type."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return text if type(error) is ValueError and text else f"{type(error).__name__}: {text}"
+    return first_line(error) if type(error) is ValueError else kind_and_line(error)
 
 
 def run_tool(main: Callable[[], Any]) -> None:
@@ -106,11 +99,9 @@ def run_tool(main: Callable[[], Any]) -> None:
     if hasattr(sys.stdout, "reconfigure"):  # what the terminal's encoding lacks becomes a question mark
         sys.stdout.reconfigure(errors="replace")
     try:
-        code = main()
+        main()
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    else:
-        raise SystemExit(code)

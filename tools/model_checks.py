@@ -6,6 +6,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ValueModel
 from common.models.varlen_attention import FLASH_ATTENTION, NAME, takes_packed
-from tools.findings import Finding, compare, guarded, tolerance_of
+from tools.findings import Finding, compare, tolerance_of
 
 TIE = 1e-3  # logits closer than this change places with the order of additions
 
@@ -75,12 +76,6 @@ def plain_outputs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list
 # ---- causal LMs -----------------------------------------------------------------------------------------
 
 
-def find_causal(subject: Subject) -> Iterator[Finding]:
-    """Yield what all checks of one process find."""
-    yield from guarded("log-probabilities", check_logprobs, subject)
-    yield from guarded("cached decoding", check_generation, subject)
-
-
 def score(subject: Subject, *, is_packed: bool) -> torch.Tensor:
     """Return (N,) log-probabilities in one pass of ours, of all tokens but each row's first."""
     policy = PolicyModel(subject.model, num_valid_tokens=subject.num_valid_tokens).eval()
@@ -90,28 +85,30 @@ def score(subject: Subject, *, is_packed: bool) -> torch.Tensor:
     return policy(inputs, inputs.token_slots[is_scored], token_ids[is_scored])[0]
 
 
-def plain_logprobs(
-    subject: Subject, rows: Sequence[Sequence[int]], starts: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return transformers' log-probabilities (N,) float64 of each row's tokens from its start on, padded
-    vocabulary left out, the most logit that another token had above theirs (N,), and the largest logit.
-    """
-    logprobs, behind, largest = [], [], 0.0
-    for row, start, output in zip(rows, starts, plain_outputs(subject.model, rows), strict=True):
-        logits = output[start - 1 : -1, : subject.num_valid_tokens]
-        chosen = torch.tensor(row[start:], device=logits.device, dtype=torch.int64).unsqueeze(1)
-        logprobs.append(logits.log_softmax(-1).gather(1, chosen).squeeze(1))
-        behind.append(logits.amax(-1) - logits.gather(1, chosen).squeeze(1))
-        largest = max(largest, float(output.abs().max()))
-    return torch.cat(logprobs), torch.cat(behind), largest
+class PlainScores(NamedTuple):
+    """What transformers' logits say of the last tokens of a row."""
+
+    logprobs: torch.Tensor  # (N,) float64, padded vocabulary left out
+    behind: torch.Tensor  # (N,) the most logit that another token had above theirs
+    largest: float  # logit, without its sign
+
+
+def plain_scores(subject: Subject, row: Sequence[int], start: int) -> PlainScores:
+    """Return transformers' scores of a row's tokens from `start` on."""
+    [output] = plain_outputs(subject.model, [row])
+    logits = output[start - 1 : -1, : subject.num_valid_tokens]
+    chosen = torch.tensor(row[start:], device=logits.device, dtype=torch.int64).unsqueeze(1)
+    behind = logits.amax(-1) - logits.gather(1, chosen).squeeze(1)
+    return PlainScores(logits.log_softmax(-1).gather(1, chosen).squeeze(1), behind, float(output.abs().max()))
 
 
 @torch.inference_mode()
 def check_logprobs(subject: Subject) -> Iterator[Finding]:
     """Yield log-probabilities of a padded and of a packed batch, and what the vocabulary's padding is."""
-    rows, why = subject.rows, "PPO's ratios and KL are differences of these"
-    expected, _, largest = plain_logprobs(subject, rows, [1] * len(rows))
-    tolerance = tolerance_of(subject.dtype, largest)
+    plain = [plain_scores(subject, row, 1) for row in subject.rows]
+    expected = torch.cat([scores.logprobs for scores in plain])
+    tolerance = tolerance_of(subject.dtype, max(scores.largest for scores in plain))
+    why = "PPO's ratios and KL are differences of these"
     yield compare("log-probabilities", score(subject, is_packed=False), expected, tolerance, why)
     if takes_packed(subject.model):
         found = score(subject, is_packed=True)
@@ -132,7 +129,6 @@ def check_generation(subject: Subject) -> Iterator[Finding]:
     tokenizer, device, rows = subject.tokenizer, subject.model.device, subject.rows
     # Different ends: a prompt that waits enters while others are in their middle.
     limits = [max(subject.max_new_tokens - 2 * (i % 3), 1) for i in range(len(rows))]
-    num_slots = max(len(rows) // 2, 1)
     ids, mask = pad_rows(rows, tokenizer.pad_token_id, on_left=True)
     options = SamplingOptions(
         subject.max_new_tokens,
@@ -142,52 +138,42 @@ def check_generation(subject: Subject) -> Iterator[Finding]:
         do_sample=False,
     )
     prompt_ids = torch.arange(len(ids), device=device)
-    generation = Generator(share_weights(subject.model), num_slots=num_slots).generate(
+    generation = Generator(share_weights(subject.model), num_slots=len(rows) // 2).generate(
         ids.to(device), mask.to(device), prompt_ids, options, limits=torch.tensor(limits, device=device)
     )
     pairs = zip(generation.response_ids, generation.response_mask, strict=True)
     texts = [response[is_token].tolist() for response, is_token in pairs]
-    wholes = [row + text for row, text in zip(rows, texts, strict=True)]
-    starts = [len(row) for row in rows]
-    expected, behind, largest = plain_logprobs(subject, wholes, starts)
-    tolerance = tolerance_of(subject.dtype, largest)
-    yield text_finding(subject, texts, limits, behind, max(TIE, tolerance), num_slots)
+    plain = [plain_scores(subject, row + text, len(row)) for row, text in zip(rows, texts, strict=True)]
+    tolerance = tolerance_of(subject.dtype, max(scores.largest for scores in plain))
+    gaps = [scores.behind for scores in plain]
+    yield text_finding(texts, limits, gaps, tokenizer.eos_token_id, max(TIE, tolerance))
     sampled = generation.logprobs[generation.response_mask]
     why = "the sampler's and the scorer's numbers meet in PPO's ratio"
+    expected = torch.cat([scores.logprobs for scores in plain])
     yield compare("their log-probabilities", sampled, expected, tolerance, why)
 
 
 def text_finding(
-    subject: Subject,
-    texts: Sequence[Sequence[int]],
-    limits: Sequence[int],
-    behind: torch.Tensor,
-    tie: float,
-    num_slots: int,
+    texts: Sequence[Sequence[int]], limits: Sequence[int], gaps: Sequence[torch.Tensor], eos: int, tie: float
 ) -> Finding:
     """Return the finding on greedy texts: each token is the likeliest or ties, each text ends where it must.
 
-    `behind` (N,) is what each token's logit lacks to the largest; less than `tie` is a tie.
+    `gaps` (N,) of each text is what its tokens' logits lack to the largest; less than `tie` is a tie.
     """
     name, why = "cached decoding", "PPO learns from what is generated here"
-    eos = subject.tokenizer.eos_token_id
-    for i, (text, limit) in enumerate(zip(texts, limits, strict=True)):
+    for i, (text, limit, behind) in enumerate(zip(texts, limits, gaps, strict=True), start=1):
         end = text.index(eos) + 1 if eos in text else limit
         if len(text) != end:
-            return Finding(name, f"prompt {i + 1}: ends after {len(text)} tokens, not {end}", False, why)
-    if not float(behind.max()) < tie:
-        at = int(behind.argmax())
-        row = next(i for i in range(len(texts)) if sum(map(len, texts[: i + 1])) > at)
-        token = at - sum(map(len, texts[:row]))
-        what = f"prompt {row + 1}, token {token + 1}: {texts[row][token]} is not transformers' likeliest"
-        gap = f"its logit is {float(behind[at]):.4f} lower; less than {tie:.1e} would be a tie"
-        return Finding(name, f"{what}, {gap}", False, why)
-    num_ties = int((behind > 0).sum())
+            return Finding(name, f"prompt {i}: ends after {len(text)} tokens, not {end}", False, why)
+        if not float(behind.max()) < tie:  # NaN is no tie
+            at = int(behind.argmax())
+            what = f"prompt {i}, token {at + 1}: {text[at]} is not transformers' likeliest"
+            gap = f"its logit is {float(behind[at]):.4f} lower; less than {tie:.1e} would be a tie"
+            return Finding(name, f"{what}, {gap}", False, why)
+    num_tokens, num_ties = sum(map(len, texts)), sum(int((behind > 0).sum()) for behind in gaps)
     ties = f", {num_ties} of them by a tie (logits less than {tie:.1e} apart)" if num_ties else ""
-    text = (
-        f"{len(behind)} tokens of {len(texts)} texts in {num_slots} slots are transformers' likeliest{ties}"
-    )
-    return Finding(name, text, True, why)
+    told = f"{num_tokens} tokens of {len(texts)} texts are transformers' likeliest{ties}"
+    return Finding(name, told, True, why)
 
 
 def unpacked_finding(model: PreTrainedModel) -> Finding:
@@ -201,11 +187,6 @@ def unpacked_finding(model: PreTrainedModel) -> Finding:
 
 
 # ---- reward models --------------------------------------------------------------------------------------
-
-
-def find_scores(subject: Subject, value_model: ValueModel) -> Iterator[Finding]:
-    """Yield what all checks of a reward model find; `subject.rows` end with the end-of-turn token."""
-    yield from guarded("scores", check_scores, subject, value_model)
 
 
 @contextmanager

@@ -14,10 +14,10 @@ MAX_SHOWN = 1600  # characters of one span; of a longer one the beginning and th
 
 
 class TokenSequence(NamedTuple):
-    """One sequence of a row: its tokens, which of them count, and where its context ends."""
+    """One sequence of a row: its tokens, which of them are learned or scored, and where its context ends."""
 
     ids: list[int]
-    counts: list[bool]
+    loss_mask: list[bool]
     start: int
 
 
@@ -26,11 +26,6 @@ class Span(NamedTuple):
 
     text: str
     kind: str
-
-    @property
-    def counts(self) -> bool:
-        """Whether it is learned or scored."""
-        return self.kind.startswith(("learned", "rejected"))
 
 
 def sequences_of(kind: RowKind, row: dict[str, Any]) -> list[TokenSequence]:
@@ -65,7 +60,7 @@ def sample_lines(
 
 
 def _counts(row: dict[str, Any], sequences: list[TokenSequence]) -> str:
-    counted = [sum(sequence.counts) for sequence in sequences]
+    counted = [sum(sequence.loss_mask) for sequence in sequences]
     if "prompt_ids" in row:
         return f"prompt {len(sequences[0].ids)} tokens"
     if len(sequences) == 1:
@@ -80,7 +75,7 @@ def _text_lines(sequences: list[TokenSequence], template: Template, has_color: b
     if len(sequences) == 1:
         blocks = [("  | ", spans_of(first, template))]
     else:
-        shared = TokenSequence(first.ids[: first.start], first.counts[: first.start], first.start)
+        shared = TokenSequence(first.ids[: first.start], first.loss_mask[: first.start], first.start)
         chosen = spans_of(first, template, start=first.start)
         rejected = spans_of(sequences[1], template, start=sequences[1].start, style="rejected")
         blocks = [("  | ", spans_of(shared, template)), ("  c ", chosen), ("  r ", rejected)]
@@ -92,14 +87,14 @@ def _text_lines(sequences: list[TokenSequence], template: Template, has_color: b
 def spans_of(
     sequence: TokenSequence, template: Template, *, start: int = 0, style: str = "learned"
 ) -> list[Span]:
-    """Return the tokens from `start` on as spans of one kind each; `style` is the kind of those that count.
+    """Return the tokens from `start` on as spans of one kind each; `style` is that of scored ones.
 
     A span's text is what its tokens add to the text of all before them: decoded alone, the tokens of some
     tokenizers lose the space at their start.
     """
     ids, special_ids = sequence.ids, {*template.tokenizer.all_special_ids, template.eot_id}
     special = {"context": "special", style: f"{style} special"}
-    kinds = [style if counts else "context" for counts in sequence.counts]
+    kinds = [style if is_scored else "context" for is_scored in sequence.loss_mask]
     kinds = [special[kind] if i in special_ids else kind for i, kind in zip(ids, kinds, strict=True)]
     changes = [i for i in range(start + 1, len(ids)) if kinds[i] != kinds[i - 1]]
 
@@ -113,7 +108,7 @@ def spans_of(
 
 
 def show(spans: list[Span], has_color: bool) -> str:
-    """Return spans end to end, long ones shortened; without colours `[[` and `]]` surround what counts."""
+    """Return spans end to end, long ones shortened; without colours `[[` and `]]` surround what is scored."""
     shown = [Span(shorten(visible(span.text)), span.kind) for span in spans if span.text]
     if shown:  # a template's own line breaks would look like empty lines of ours
         text = shown[0].text.lstrip("\n")
@@ -121,9 +116,9 @@ def show(spans: list[Span], has_color: bool) -> str:
     if has_color:
         return "".join(paint(*span, True) for span in shown)
     result = ""
-    for counts, group in groupby(shown, key=lambda span: span.counts):
+    for is_scored, group in groupby(shown, lambda span: span.kind.startswith(("learned", "rejected"))):
         text = "".join(span.text for span in group)
-        result += f"[[{text}]]" if counts else text
+        result += f"[[{text}]]" if is_scored else text
     return result
 
 

@@ -46,7 +46,7 @@ def start(tiny, tmp_path, monkeypatch, lone_process, no_pictures):
 def test_own_data(start, tiny, capsys):
     look, train = commands(ROOT / "examples/own_data/README.md")
     words = [str(tiny.base) if word.startswith("Qwen") else word for word in look[3:]]
-    check_data.main([*words, "--data_output_path", str(tiny.cache), "--no_color"])
+    check_data.main([*words, "--data_output_path", str(tiny.cache)])
     assert "has" in capsys.readouterr().out
     output = start(train)
     assert len(read_curve(output, "sft/loss")) == 2

@@ -2,13 +2,12 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from common.data.data_options import DataOptions
 from common.data.dialogue import build_template
 from common.data.stage_datasets import build_data
-from tools.check_data import length_columns, length_lines, main, padding_line
+from tools.check_data import length_columns, length_lines, main
 from tools.findings import use_color, visible
 from tools.row_samples import MAX_SHOWN, Span, sample_lines, shorten, show
 
@@ -74,7 +73,7 @@ def test_step_1_shows_what_is_learned(check, write_rows):
     held_out = int(lines[-1].split()[-3])
     assert code == 0 and lines[-1] == f"ok: {40 - held_out} rows to train, {held_out} held out"
     assert 0 < held_out < 40
-    assert lines[0] == "context [[learned]]"
+    assert lines[0] == "context [[learned end of turn]]"
     assert "1 rows skipped: bad form" in lines
     assert any(
         line.startswith("bad row ") and "rows.jsonl:41: the line is not JSON" in line for line in lines
@@ -96,7 +95,6 @@ def test_step_2_shows_both_answers_behind_one_prompt(check, write_rows):
     assert sum(line == "  c [[ good<|endoftext|>]]" for line in lines) == 3
     assert any(line.startswith("  r [[ bad ") for line in lines)
     assert any(line.endswith("tokens, margin 0.5") for line in lines)
-    assert "5 rows do not fill a batch of 16" in lines
 
 
 def test_step_3_shows_prompts_and_the_fields_of_a_reward(check, write_rows):
@@ -106,7 +104,7 @@ def test_step_3_shows_prompts_and_the_fields_of_a_reward(check, write_rows):
     assert (code, lines[-1]) == (0, "ok: 4 rows to train, 0 held out")  # step 3 holds nothing out by default
     (fields,) = [line for line in lines if line.startswith("  fields ")]
     assert fields == '  fields {"answer":"4"}'
-    assert not any("padding" in line or "[[" in line for line in lines)
+    assert not any("[[" in line for line in lines)
 
 
 # ---- what is wrong
@@ -195,22 +193,21 @@ def test_a_row_cannot_steer_the_terminal_and_colours_end_with_the_line(first_row
 
 
 @pytest.mark.parametrize(
-    ("is_terminal", "environment", "no_color", "expected"),
+    ("is_terminal", "environment", "expected"),
     [
-        (True, {"NO_COLOR": ""}, False, True),
-        (True, {"NO_COLOR": "1"}, False, False),
-        (True, {"TERM": "dumb"}, False, False),
-        (True, {}, True, False),
-        (False, {}, False, False),
+        (True, {"NO_COLOR": ""}, True),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"TERM": "dumb"}, False),
+        (False, {}, False),
     ],
 )
-def test_when_there_are_colours(monkeypatch, is_terminal, environment, no_color, expected):
+def test_when_there_are_colours(monkeypatch, is_terminal, environment, expected):
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal, raising=False)
-    assert use_color(no_color) is expected
+    assert use_color() is expected
 
 
 def test_text_is_kept_readable():
@@ -223,7 +220,7 @@ def test_text_is_kept_readable():
     assert show([*spans, Span("c", "context")], has_color=False) == r"\n\nHuman:[[a<e>]]c"
 
 
-# ---- lengths and padding
+# ---- lengths
 
 
 def test_lengths_of_the_parts(write_rows, tmp_path, tiny_tokenizer):
@@ -241,12 +238,3 @@ def test_lengths_of_the_parts(write_rows, tmp_path, tiny_tokenizer):
     assert lines[0].split() == ["tokens", "min", "median", "p95", "max"]
     assert lines[3].split()[0] == "rejected" and len(set(lines[3].split()[1:])) == 1
     assert sum(int(line.split()[1]) for line in lines[7:]) == 20 and all("#" in line for line in lines[7:])
-
-
-def test_padding_by_hand():
-    lengths = np.array([10, 2] * 32)  # by twos: 0 of 20, 8 of 20 or 0 of 4
-    told = padding_line(lengths, 2, seed=0)
-    share = float(told.split(":")[1].split("%")[0])
-    assert told.startswith("padding in batches of 2 rows: ") and 10 < share < 40
-    assert told.endswith("with --group_by_length at least 0.0%")
-    assert padding_line(lengths, 65, seed=0) == "64 rows do not fill a batch of 65"
