@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from training_scripts.launch_table import DEPLOYMENTS, STEPS, default_of, find_s
 
 ROOT = Path(__file__).resolve().parent
 BAD_INPUT = 2  # as they leave when they have refused what they were given
-STATE_FILE, LOG_FILE = "train.json", "train.log"
+LOG_FILE = "train.log"
 # DeepSpeed-Chat's words for a model are sizes of OPT.
 SIZES = {
     size: f"facebook/opt-{size}" for size in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
@@ -160,12 +159,9 @@ def build_launch(args: TrainArguments, step: int) -> Launch:
 def _more_flags(args: TrainArguments, step: int) -> list[str]:
     """Return the user's flags of a step: they stand last, and win."""
     words = ["--data_path", *args.data_path] if args.data_path else []
-    stages = {
-        1: {"--zero_stage": args.actor_zero_stage},
-        2: {"--zero_stage": args.reward_zero_stage},
-        3: {"--actor_zero_stage": args.actor_zero_stage, "--critic_zero_stage": args.reward_zero_stage},
-    }[step]
-    words += [word for name, stage in stages.items() if stage for word in (name, stage)]
+    names = {1: ("zero_stage", ""), 2: ("", "zero_stage"), 3: ("actor_zero_stage", "critic_zero_stage")}[step]
+    for name, stage in zip(names, (args.actor_zero_stage, args.reward_zero_stage), strict=True):
+        words += [f"--{name}", stage] if name and stage else []
     return words + shlex.split({1: args.sft_flags, 2: args.reward_flags, 3: args.ppo_flags}[step])
 
 
@@ -179,45 +175,22 @@ def run_launch(launch: Launch) -> int:
 # ---- what is kept, and shown ----------------------------------------------------------------------------
 
 
-def read_state(args: TrainArguments) -> dict[str, Any]:
-    """Return the seconds that each step has taken so far, over all starts."""
-    try:
-        return json.loads((Path(args.output_dir) / STATE_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-
-
-def add_seconds(args: TrainArguments, step: int, seconds: float) -> None:
-    """Add to the seconds of a step."""
-    state = read_state(args)
-    state[STEPS[step - 1]] = round(state.get(STEPS[step - 1], 0.0) + seconds, 1)
-    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    (Path(args.output_dir) / STATE_FILE).write_text(json.dumps(state))
-
-
-def read_results(folder: Path, names: tuple[str, ...]) -> dict[str, list[float]]:
-    """Return the first and the last number under each of these names in a step's metrics."""
-    try:
-        curves = read_run(folder).curves
-    except NoRun:
-        return {}
-    return {name: [curves[name].values[0], curves[name].last] for name in names if name in curves}
-
-
 def summarise(args: TrainArguments) -> dict[str, Any]:
-    """Print what the steps made, a line each, and return it."""
-    state, summary = read_state(args), {}
-    print("\nstep           minutes  result")
+    """Print what the steps made, a line each, and return it: some metrics, their first number and last."""
+    summary = {}
+    print("\nstep           result")
     for step in (1, 2, 3):
         name, folder = STEPS[step - 1], step_folder(args, step)
         if not (folder / "export").exists():
             continue
-        results = read_results(folder, SHOWN[step])
-        seconds = state.get(name)
-        summary[name] = {"export": str(folder / "export"), "seconds": seconds, "results": results}
+        try:
+            curves = read_run(folder).curves
+        except NoRun:
+            curves = {}
+        results = {n: [curves[n].values[0], curves[n].last] for n in SHOWN[step] if n in curves}
+        summary[name] = {"export": str(folder / "export"), "results": results}
         shown = ", ".join(f"{key} {first:.4g} -> {last:.4g}" for key, (first, last) in results.items())
-        minutes = "-" if seconds is None else f"{seconds / 60:.1f}"
-        print(f"{name:<13}  {minutes:>7}  {shown or 'no metrics'}\n{'':24}{folder / 'export'}")
+        print(f"{name:<13}  {shown or 'no metrics'}\n{'':15}{folder / 'export'}")
     from common.runs.report.page import write_report  # matplotlib is slow to import
 
     report = Path(args.output_dir).absolute() / REPORT
@@ -243,9 +216,7 @@ def main() -> None:
         if args.dry_run:
             continue
         step_folder(args, step).mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
         code = run_launch(launch)
-        add_seconds(args, step, time.monotonic() - started)
         if code:
             how = "was stopped" if code == STOPPED else f"ended with exit code {code}"
             log = step_folder(args, step) / LOG_FILE

@@ -6,8 +6,8 @@ python training_scripts/launch_table.py STEP MODEL MACHINE      prints the flags
 
 import re
 import sys
+from collections import namedtuple
 from pathlib import Path
-from typing import NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
 TABLE = FOLDER / "models.txt"
@@ -23,33 +23,10 @@ FOUR_SETS = [
 ]
 
 
-class Row(NamedTuple):
-    """The settings of a model on a kind of machine, as the table has them; "-" where there is none."""
-
-    model: str
-    machine: str
-    gpus: str
-    batch: str
-    accumulation: str
-    zero: str
-    lora: str
-    checkpointing: str
-    sft_rate: str
-    ppo_rate: str
-    generation_batch: str
-    offload: str
-    tp: str
-    sft_gib: str
-    reward_gib: str
-    dpo_gib: str
-    ppo_gib: str
-
-
-def read_rows() -> list[Row]:
-    """Return the lines of the table."""
-    lines = [line.split() for line in TABLE.read_text().splitlines() if not line.startswith("#")]
-    assert tuple(lines[0]) == Row._fields
-    return [Row(*line) for line in lines[1:]]
+LINES = [line.split() for line in TABLE.read_text().splitlines() if not line.startswith("#")]
+# The settings of a model on a kind of machine, by the table's columns: all texts, "-" where there is none.
+Row = namedtuple("Row", LINES[0])
+ROWS = [Row(*line) for line in LINES[1:]]
 
 
 def find_row(model: str, machine: str) -> Row:
@@ -57,7 +34,7 @@ def find_row(model: str, machine: str) -> Row:
 
     Raises ValueError when there is no such kind of machine.
     """
-    rows = [row for row in read_rows() if row.machine == machine]
+    rows = [row for row in ROWS if row.machine == machine]
     if not rows:
         raise ValueError(f"MACHINE {machine} must be one of {', '.join(DEPLOYMENTS)}")
     return next((row for row in rows if row.model.lower() == model.lower()), rows[-1])

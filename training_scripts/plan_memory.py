@@ -77,7 +77,7 @@ def planned_gib(step: str, row: table.Row) -> float:
 
 def with_figures(text: str) -> str:
     """Return the table with the figures that are planned now."""
-    for row in (row for row in table.read_rows() if row.model != "*"):
+    for row in (row for row in table.ROWS if row.model != "*"):
         figures = {f"{step}_gib": str(planned_gib(step, row)) for step in table.FOLDER_OF_STEP}
         [line] = [line for line in text.splitlines() if line.split()[:2] == [row.model, row.machine]]
         new = "".join(figure.ljust(len(f"{name}  ")) for name, figure in figures.items())

@@ -342,8 +342,9 @@ def _convert(field: dataclasses.Field, text: str, scalar: type) -> Any:
         check_value(value)
     except ValueError as error:
         raise ValueError(f"{shown}: {error}") from error
-    if not is_in_range(value, **field.metadata["range"]):
-        raise ValueError(f"{shown} must be {describe_range(**field.metadata['range'])}")
+    limits = field.metadata["range"]
+    if limits and not is_in_range(value, **limits):
+        raise ValueError(f"{shown} must be {describe_range(**limits)}")
     choices = field.metadata["choices"]
     if choices and value not in choices:
         raise ValueError(f"{shown}: choose from {', '.join(map(str, choices))}")

@@ -5,6 +5,7 @@ import argparse
 import dataclasses
 import re
 import sys
+from math import inf
 from typing import Any
 
 from common.flags.other_names import IGNORED, OLDER_NAMES, SWITCHES
@@ -40,15 +41,10 @@ def describe_range(
 
 
 def is_in_range(
-    value: float,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
+    value: float, low: float = -inf, high: float = inf, above: float = -inf, below: float = inf
 ) -> bool:
-    """Return whether a number lies from `low` to `high`, above `above` and below `below`, where given."""
-    from_low = (low is None or value >= low) and (above is None or value > above)
-    return from_low and (high is None or value <= high) and (below is None or value < below)
+    """Return whether a number lies from `low` to `high`, above `above` and below `below`."""
+    return low <= value <= high and above < value < below
 
 
 def shortened(text: str) -> str:

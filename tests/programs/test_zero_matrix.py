@@ -156,7 +156,8 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
 
 def make_jobs() -> list[Job]:
     """Return runs in which any two of stage, offload, adapters, cut, family and way of generating that can
-    meet do meet, in every step; the first ones of a step are what the others are compared to.
+    meet do meet; step 2, which shares all but its model with step 1, has a few. The first ones of a step are
+    what the others are compared to.
     """
     jobs = []
     for step in STEPS:
@@ -165,11 +166,13 @@ def make_jobs() -> list[Job]:
             Job(step, ranks=1, lora=True),
             Job(step, ranks=1, lora=True, family="gpt2"),
         ]
-        jobs += [Job(step), Job(step, ranks=1, accumulation=2), Job(step, ranks=1, packed=110)]
+        jobs += [Job(step), Job(step, 3, True, "all"), Job(step, 3, accumulation=2, packed=200)]
+        if step == 2:
+            continue
+        jobs += [Job(step, ranks=1, accumulation=2), Job(step, ranks=1, packed=110)]
         jobs += [Job(step, 0, True, accumulation=2), Job(step, 2, True, packed=130)]
-        jobs += [Job(step, 2, offload="optimizer", accumulation=2), Job(step, 3, True, "all")]
+        jobs += [Job(step, 2, offload="optimizer", accumulation=2), Job(step, 3, dtype="bf16", packed=110)]
         jobs += [Job(step, 3, threshold=None), Job(step, 3, True, family="gpt2")]
-        jobs += [Job(step, 3, accumulation=2, packed=200), Job(step, 3, dtype="bf16", packed=110)]
         jobs += [Job(step, 2, True, "optimizer", dtype="bf16")]
     jobs += [
         Job(3, ranks=1, tp=1),

@@ -73,37 +73,6 @@ def test_losses_of_bf16_scores_are_fp32():
 # --- token_wise_loss ---
 
 
-def over_window(start, stop, hold=True):
-    """Return a wrong form that averages over [start, stop) of its own choice."""
-
-    def form(chosen_values, rejected_values, chosen_lengths, rejected_lengths, divergence):
-        positions = torch.arange(chosen_values.shape[1])
-        longer = torch.maximum(chosen_lengths, rejected_lengths)
-        shorter = torch.minimum(chosen_lengths, rejected_lengths)
-        held = []
-        for values, lengths in ((chosen_values, chosen_lengths), (rejected_values, rejected_lengths)):
-            index = torch.minimum(positions, lengths[:, None] - 1) if hold else positions.expand_as(values)
-            held.append(values.gather(1, index))
-        first, last = start(divergence)[:, None], stop(shorter, longer)[:, None]
-        counts = (positions >= first) & (positions < last)
-        terms = torch.where(counts, -torch.nn.functional.logsigmoid(held[0] - held[1]), 0.0)
-        return torch.where(divergence < longer, terms.sum(1) / counts.sum(1).clamp(min=1), 0.0)
-
-    return form
-
-
-TOKEN_WISE_FORMS = forms(
-    token_wise_loss,
-    reads_padding_of_the_shorter=over_window(lambda d: d, lambda shorter, longer: longer, hold=False),
-    to_the_shorter_end=over_window(lambda d: d, lambda shorter, longer: shorter),
-    to_the_last_column=over_window(lambda d: d, lambda shorter, longer: torch.full_like(longer, 7)),
-    from_the_prompt_on=over_window(lambda d: 0 * d, lambda shorter, longer: longer),
-    after_the_divergence=over_window(lambda d: d + 1, lambda shorter, longer: longer),
-    last_token_left_out=over_window(lambda d: d, lambda shorter, longer: longer - 1),
-    sign=lambda c, r, *lengths: token_wise_loss(-c, -r, *lengths),
-)
-
-
 def right_padded_pairs() -> tuple[torch.Tensor, ...]:
     """Return values, lengths, divergence: chosen longer, rejected longer, equal, a prefix, identical."""
     values = random_numbers(2, 5, 7)
@@ -111,8 +80,10 @@ def right_padded_pairs() -> tuple[torch.Tensor, ...]:
     return *values, chosen_lengths, rejected_lengths, torch.tensor([2, 1, 4, 4, 5])
 
 
-@TOKEN_WISE_FORMS
+@forms(token_wise_loss, sign=lambda c, r, *lengths: token_wise_loss(-c, -r, *lengths))
 def test_token_wise_loss_by_hand(form, is_right):
+    """Another window, or a value read at padding, gives another number."""
+
     def check(form):
         log3 = math.log(3)
         # the same prompt of 2, answers of 3 and 1 tokens, padding in column 5 and 6
@@ -125,27 +96,20 @@ def test_token_wise_loss_by_hand(form, is_right):
     judge(check, form, is_right)
 
 
-@forms(
-    token_wise_loss,
-    reads_padding_of_the_shorter=over_window(lambda d: d, lambda shorter, longer: longer, hold=False),
-)
-def test_token_wise_loss_and_its_gradient_do_not_read_padding(form, is_right):
-    def check(form):
-        *values, chosen_lengths, rejected_lengths, divergence = right_padded_pairs()
-        lengths = (chosen_lengths, rejected_lengths)
-        expected = token_wise_loss(*values, *lengths, divergence)
-        masks = [torch.arange(7) < length[:, None] for length in lengths]
-        for padding in (0.0, 1e6, math.nan, -math.inf):
-            filled = [
-                torch.where(mask, x, padding).requires_grad_() for x, mask in zip(values, masks, strict=True)
-            ]
-            loss = form(*filled, *lengths, divergence)
-            assert torch.equal(loss, expected)
-            loss.sum().backward()
-            for leaf, mask in zip(filled, masks, strict=True):
-                assert leaf.grad.isfinite().all() and leaf.grad[~mask].eq(0).all()
-
-    judge(check, form, is_right)
+def test_token_wise_loss_and_its_gradient_do_not_read_padding():
+    *values, chosen_lengths, rejected_lengths, divergence = right_padded_pairs()
+    lengths = (chosen_lengths, rejected_lengths)
+    expected = token_wise_loss(*values, *lengths, divergence)
+    masks = [torch.arange(7) < length[:, None] for length in lengths]
+    for padding in (1e6, math.nan, -math.inf):
+        filled = [
+            torch.where(mask, x, padding).requires_grad_() for x, mask in zip(values, masks, strict=True)
+        ]
+        loss = token_wise_loss(*filled, *lengths, divergence)
+        assert torch.equal(loss, expected)
+        loss.sum().backward()
+        for leaf, mask in zip(filled, masks, strict=True):
+            assert leaf.grad.isfinite().all() and leaf.grad[~mask].eq(0).all()
 
 
 def test_token_wise_gradient_sums_up_on_the_value_that_is_held():

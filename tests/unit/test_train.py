@@ -121,13 +121,10 @@ def test_several_machines_need_a_hostfile(tmp_path, capsys):
     [
         (["--actor_model", "./nowhere"], "--actor_model ./nowhere: no such folder"),
         (["--reward_model", "/no/where"], "--reward_model /no/where: no such folder"),
-        (["--step", "4"], "--step 4 must be from 1 to 3"),
         (["--step"], "--step without a number"),
         (["--step", "3"], "step1_sft/export, which step 1 writes; add 1"),
-        (["--num_gpus", "-1"], "--num_gpus -1 must be at least 0"),
         (["--ppo_flags", "'"], "--ppo_flags ': No closing quotation"),
         (["--deployment_type", "cloud"], "--deployment_type cloud: choose from single_gpu, single_node"),
-        (["--actor_zero_stage", "4"], "--actor_zero_stage 4: choose from"),
     ],
     ids=str,
 )
@@ -161,9 +158,8 @@ def test_flags_of_a_step_keep_their_dashes():
 
 
 def test_exit_codes():
-    assert train.run_launch(train.Launch(["bash", "-c", "exit 3"], {})) == 3
-    assert train.run_launch(train.Launch(["bash", "-c", "kill -9 $$"], {})) == 137
-    assert train.run_launch(train.Launch(["bash", "-c", 'exit "$CODE"'], {"CODE": "0"})) == 0
+    for code, command in ((3, "exit 3"), (137, "kill -9 $$")):
+        assert train.run_launch(train.Launch(["bash", "-c", command], {})) == code
 
 
 def test_a_signal_is_passed_on_and_its_end_waited_for(tmp_path):
@@ -189,7 +185,6 @@ def test_the_summary(tmp_path, capsys):
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "metrics.jsonl").write_text(text + '{"step": 4, "sft/lo')  # killed while it wrote
     args = train.TrainArguments(step=[1])
-    train.add_seconds(args, 1, 60.0), train.add_seconds(args, 1, 30.0)
     summary = train.summarise(args)
     assert summary["step1_sft"]["results"] == {"sft/eval_perplexity": [40.0, 12.0], "sft/loss": [3.5, 2.5]}
-    assert "1.5  sft/eval_perplexity 40 -> 12, sft/loss 3.5 -> 2.5" in capsys.readouterr().out
+    assert "step1_sft      sft/eval_perplexity 40 -> 12, sft/loss 3.5 -> 2.5" in capsys.readouterr().out
