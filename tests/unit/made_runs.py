@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-VOID = {"meta", "br", "link", "img", "input", "hr", "wbr"}
+VOID = {"meta", "wbr"}
 
 
 def write_run(
@@ -63,6 +63,3 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if not self.open or self.open[-1] != "style":
             self.texts.append(data)
-
-    def names(self) -> set[str]:
-        return {tag for tag, _ in self.tags}

@@ -14,10 +14,10 @@ from common.runs.report.tables import as_duration, differing_flags, find_phases
 from common.runs.run_files import NoRun, build_curves, name_runs, read_run
 from tools.report import main
 
-HARMLESS = {"html", "head", "meta", "title", "style", "body", "main", "header", "section", "div", "p", "h2",
-            "h3", "b", "ul", "li", "table", "tr", "th", "td", "span", "details", "summary", "figure",
-            "figcaption", "svg", "g", "defs", "use", "path", "text", "circle", "ins", "del",
-            "wbr"}  # fmt: skip
+HARMLESS = {
+    *"html head meta title style body main header section div p h2 h3 b ul li table tr th td span".split(),
+    *"details summary figure figcaption svg g defs use path text circle ins del wbr".split(),
+}
 PPO = {
     "objective__score": lambda s: s / 10,
     "objective__kl": lambda s: s / 5,
@@ -97,8 +97,8 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path):
 
 
 def test_the_page_has_the_numbers(tmp_path):
-    rows = over_steps(30, **PPO, perf__step_seconds=lambda s: 2.0, perf__rest_seconds=lambda s: 1.5,
-                      perf__generate_seconds=lambda s: 0.5)  # fmt: skip
+    rows = over_steps(30, **PPO)
+    rows[0]["policy/grad_norm"] = 1.0
     rows[-1] |= {"seconds": 100.0, "policy/grad_norm": None}
     rows += [{"step": step, "eval/score": step / 8, "eval/win_rate": 0.5} for step in (0, 4)]
     about = {
@@ -106,21 +106,18 @@ def test_the_page_has_the_numbers(tmp_path):
         "defaults": {"seed": 1234, "kl_coef": 0.1},
         "starts": [{"world_size": 2, "device": "GPU X", "data_key": "abc", "versions": {"torch": "9.9"}}],
     }
-    rows[0]["policy/grad_norm"] = 1.0
     page = page_of(write_run(tmp_path / "ppo", rows, flags={"seed": 7, "kl_coef": 0.1}, about=about))
-    for text in ("step 30 of 40", "1 min 40 s", "2 × GPU X", "9.9", "abc", "--seed", "1234",
-                 "generation 15 s, 15 %", "rest of the steps 45 s, 45 %", "outside steps 40 s, 40 %",
-                 "1, 1 × not finite", "held-out prompts, against the answers before training"):  # fmt: skip
+    for text in ("step 30 of 40", "1 min 40 s", "2 × GPU X", "9.9", "abc", "1, 1 × not finite",
+                 "held-out prompts, against the answers before training"):  # fmt: skip
         assert text in page.text, text
     tiles = page.text[: page.text.index("Curves")]
     assert "eval/score0.5from 0" in tiles
     assert "objective/score3from 0.1" in tiles and "objective/kl6from 0.2" in tiles
     changed = page.text[page.text.index("not at its default") : page.text.index("all 2 flags")]
-    assert "--seed" in changed and "--kl_coef" not in changed
+    assert changed.split()[-1] == "--seed71234" and "--kl_coef" not in changed
 
 
-@pytest.mark.parametrize("num_runs", [1, 2])
-def test_the_page_needs_nothing_else_and_runs_nothing(tmp_path, num_runs):
+def test_the_page_needs_nothing_else_and_runs_nothing(tmp_path):
     evil = "</div><script>alert(1)</script><img src=x onerror=alert(1)> & \"quotes' \x00"
     samples = [
         {"step": step, "prompt": f"P {evil}", "answer": f"A {evil} {step}", "score": 1.0} for step in (1, 2)
@@ -130,12 +127,10 @@ def test_the_page_needs_nothing_else_and_runs_nothing(tmp_path, num_runs):
     rows[0][f"objective/{evil}"] = 1.0
     flags = {"seed": 1, "eot_token": evil, evil: [evil]}
     about = {"defaults": {"eot_token": evil + "x"}, "starts": [{"device": evil, "versions": {evil: evil}}]}
-    folders = [
-        write_run(tmp_path / f"<i>{n}", rows, samples, flags | {"seed": n}, about) for n in range(num_runs)
-    ]
+    folders = [write_run(tmp_path / f"<i>{n}", rows, samples, flags | {"seed": n}, about) for n in (1, 2)]
     text = build_page([read_run(folder) for folder in folders], [evil])
     page = Page(text)
-    assert page.names() <= HARMLESS
+    assert {tag for tag, _ in page.tags} <= HARMLESS
     for tag, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on") or name in ("src", "href")], tag
         assert (attributes.get("xlink:href") or "#").startswith("#"), "of this page"
@@ -189,8 +184,9 @@ def test_phases_are_all_of_the_clock(tmp_path):
     rows = over_steps(4, **{f"perf__{name}_seconds": lambda s, v=v: v for name, v in of_step.items()})
     rows[2]["perf/save_seconds"] = 2.0
     rows[3]["seconds"] = 20.0
-    phases = find_phases(read_run(write_run(tmp_path, rows)))
-    assert list(phases.items()) == [
+    folder = write_run(tmp_path, rows)
+    assert "generation 4.0 s, 20 %" in page_of(folder).text
+    assert list(find_phases(read_run(folder)).items()) == [
         ("generation", 4.0), ("update of the actor", 6.0), ("rest of the steps", 1.0), ("checkpoints", 2.0),
         ("of my own", 1.0), ("outside steps", 6.0),
     ]  # fmt: skip
@@ -223,71 +219,54 @@ def seen_in(diagnostics=HACKING, **metrics) -> list[str]:
     return [one.title for one, seen in found if seen]
 
 
+SCORE, KL = "objective__score", "objective__kl"
+CORRELATION, TOKENS = "objective__score_length_correlation", "rollout__response_tokens"
+FINISHED, DISTINCT = "rollout__finished_fraction", "rollout__distinct_2"
+ENTROPY, VARIANCE = "policy__entropy", "value__explained_variance"
+SOUND = PPO | {
+    CORRELATION: lambda s: 0.1,
+    FINISHED: lambda s: 0.95,
+    DISTINCT: lambda s: 0.9,
+    ENTROPY: lambda s: 3.0 - s / 50,
+    VARIANCE: lambda s: s / 100,
+}
+
+
 def test_a_sound_run_shows_nothing_and_few_steps_say_nothing():
-    sound = PPO | {
-        "objective__score_length_correlation": lambda s: 0.1,
-        "rollout__finished_fraction": lambda s: 0.95,
-        "rollout__distinct_2": lambda s: 0.9,
-        "policy__entropy": lambda s: 3.0 - s / 50,
-        "value__explained_variance": lambda s: s / 100,
-    }
-    assert seen_in(**sound) == []
-    assert (
-        find_diagnostics(build_curves(over_steps(9, policy__entropy=lambda s: float(s < 5))), HACKING) == []
-    )
+    assert seen_in(**SOUND) == []
+    few = build_curves(over_steps(9, policy__entropy=lambda s: float(s < 5)))
+    assert find_diagnostics(few, HACKING) == []
 
 
 # What shows a pattern, and a neighbour that does not: metrics over the steps 1 to 50.
 HACKS = {
     "The score falls while KL rises (over-optimisation)": (
-        {"objective__score": lambda s: min(s, 60 - s), "objective__kl": lambda s: s / 5},
-        {"objective__kl": lambda s: 6.0},
-    ),
+        {SCORE: lambda s: min(s, 60 - s), KL: lambda s: s / 5}, {KL: lambda s: 6.0}),
     "The score stands still while KL rises": (
-        {"objective__score": lambda s: min(s, 20), "objective__kl": lambda s: s / 5},
-        {"objective__kl": lambda s: min(s, 20) / 5},
-    ),
+        {SCORE: lambda s: min(s, 20), KL: lambda s: s / 5}, {KL: lambda s: min(s, 20) / 5}),
     "The score is paid for length": (
-        {
-            "objective__score_length_correlation": lambda s: s / 130,
-            "rollout__response_tokens": lambda s: 20 + s,
-        },
-        {"rollout__response_tokens": lambda s: 20.0},
-    ),
+        {CORRELATION: lambda s: s / 130, TOKENS: lambda s: 20 + s}, {TOKENS: lambda s: 20.0}),
     "Responses do not end": (
-        {"rollout__finished_fraction": lambda s: 1 - s / 130},
-        {"rollout__finished_fraction": lambda s: 1 - s / 200},
-    ),
+        {FINISHED: lambda s: 1 - s / 130}, {FINISHED: lambda s: 1 - s / 200}),
     "Responses have become very short": (
-        {"rollout__response_tokens": lambda s: 60 - s},
-        {"rollout__response_tokens": lambda s: 60 - s / 2},
-    ),
+        {TOKENS: lambda s: 60 - s}, {TOKENS: lambda s: 60 - s / 2}),
     "Responses repeat each other, or themselves": (
-        {"rollout__distinct_2": lambda s: 0.9 - s / 100},
-        {"rollout__distinct_2": lambda s: 0.9 - s / 250},
-    ),
+        {DISTINCT: lambda s: 0.9 - s / 100}, {DISTINCT: lambda s: 0.9 - s / 250}),
     "The policy has stopped exploring": (
-        {"policy__entropy": lambda s: 3 * 0.95**s},
-        {"policy__entropy": lambda s: 3 * 0.98**s},
-    ),
-    "KL is negative": ({"objective__kl": lambda s: -s / 50}, {"objective__kl": lambda s: -0.2}),
+        {ENTROPY: lambda s: 3 * 0.95**s}, {ENTROPY: lambda s: 3 * 0.98**s}),
+    "KL is negative": (
+        {KL: lambda s: -s / 50}, {KL: lambda s: -0.2}),
     "The critic is worse than a constant": (
-        {"value__explained_variance": lambda s: 0.4 - s / 50},
-        {"value__explained_variance": lambda s: -0.4 + s / 50},
-    ),
+        {VARIANCE: lambda s: 0.4 - s / 50}, {VARIANCE: lambda s: -0.4 + s / 50}),
     "Another reward falls while the score rises": (
-        {
-            "objective__score": lambda s: s,
-            "objective__score_b": lambda s: -s,
-            "objective__agreement_b": lambda s: 0,
-        },
-        {"objective__score_b": lambda s: s},
-    ),
-}
+        {SCORE: lambda s: s, f"{SCORE}_b": lambda s: -s, "objective__agreement_b": lambda s: 0},
+        {f"{SCORE}_b": lambda s: s}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("title", HACKS)
 def test_a_pattern_is_seen_and_its_neighbour_is_not(title):
+    assert HACKS.keys() == {one.title for one in HACKING}
     shows, changes = HACKS[title]
     assert title in seen_in(**shows)
     assert title not in seen_in(**shows | changes)
@@ -363,12 +342,12 @@ def test_only_noise_is_smoothed_by_centred_means():
     assert smooth([0, 3, 6, 9], 3) == [1.5, 3, 6, 7.5]
 
 
-@pytest.mark.parametrize("is_trail", [False, True])
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0, 2.0], [0.0, 1e-300], [1e149, -1e149], [-5.0] * 50])
-def test_any_curve_can_be_drawn(values, is_trail):
-    text = render_svg([Line(range(len(values)), values)], "x", is_trail=is_trail)
-    Page(text)
-    assert "nan" not in text and "inf" not in text
+def test_any_curve_can_be_drawn(values):
+    for is_trail in (False, True):
+        text = render_svg([Line(range(len(values)), values)], "x", is_trail=is_trail)
+        Page(text)
+        assert "nan" not in text and "inf" not in text
 
 
 def test_a_point_stands_where_its_numbers_say():
@@ -398,10 +377,8 @@ def test_the_program_writes_the_page_beside_the_run(tmp_path, capsys, monkeypatc
     ("words", "said"),
     [
         ([], "no run is named: give --output_dir of one or several"),
-        (["{}/nothing"], "nothing does not exist"),
         (["{}", "--output", "{}"], "is a folder; give a file"),
         (["{}/a", "--output", "{}/none/x.html"], "cannot be written (No such file or directory)"),
-        (["{}/a", "--outptu", "x"], "did you mean --output?"),
     ],
 )
 def test_bad_input_is_told_in_one_line(tmp_path, capsys, words, said):
