@@ -47,10 +47,32 @@ NOISY: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 FAMILIES = ("opt", "gpt2", "gpt_neox", "bloom", "llama", "qwen2")  # for what need not go through all
+# What tensor parallelism must cut, and the families above do not have.
+VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "opt_projected": (
+        transformers.OPTConfig,
+        _MLP | {"ffn_dim": 64, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    ),
+    "bloom_twelve_heads": (transformers.BloomConfig, {"hidden_size": 48, "n_layer": 2, "n_head": 12}),
+    "falcon_biased": (
+        transformers.FalconConfig,
+        _FALCON | {"alibi": False, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "falcon_alibi_one_key": (transformers.FalconConfig, _FALCON | {"alibi": True, "multi_query": True}),
+    "llama_odd_vocabulary": (
+        transformers.LlamaConfig,
+        _GROUPED | {"vocab_size": 321, "mlp_bias": True, "attention_bias": True},
+    ),
+    "qwen2_tied": (transformers.Qwen2Config, _GROUPED | {"tie_word_embeddings": True}),
+    "gemma_one_key_head": (transformers.GemmaConfig, _GEMMA | {"num_key_value_heads": 1}),
+    "phi_with_norms": (transformers.PhiConfig, _MLP | {"num_key_value_heads": 2, "qk_layernorm": True}),
+    "gemma3": (transformers.Gemma3TextConfig, _GROUPED | {"head_dim": 16}),
+}
 
 
 def tiny_config(family: str, vocab_size: int) -> Any:
     """Return the configuration; its BOS and EOS are token 0."""
-    maker, options = (CONFIGS | NOISY)[family]
+    maker, options = (CONFIGS | NOISY | VARIANTS)[family]
     pad = 0 if family == "modernbert_decoder" else None  # it takes no other
-    return maker(vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, pad_token_id=pad, **options)
+    tokens = {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": pad}
+    return maker(**(tokens | options))

@@ -23,7 +23,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE)]
 
 import hybrid_engine_checks as checks  # noqa: E402
 from hybrid_engine_checks import Found  # noqa: E402
-from tensor_parallel_checks import CASES, check_cut  # noqa: E402
+from tiny_configs import VARIANTS  # noqa: E402
 
 from common.programs import startup  # noqa: E402
 from common.ranks import distributed  # noqa: E402
@@ -32,7 +32,7 @@ SECONDS_PER_GROUP = 120  # a rank that waits for another one must not wait for g
 # (ranks, stage, families, sizes): every family once on two ranks, a third of them with each stage
 GREEDY = (
     (4, 3, ("llama", "gpt2", "falcon", "gemma2"), (1, 2, 4)),
-    (4, 0, ("gpt2",), (4,)),
+    (4, 0, ("gpt2", *VARIANTS), (2, 4)),
     (2, 0, ("opt", "gpt2", "gptj", "bloom", "falcon_alibi", "qwen2"), (1, 2)),
     (2, 2, ("llama", "falcon", "mistral", "gemma", "qwen3"), (1, 2)),
     (2, 3, ("gpt_neox", "falcon_new", "mistral_window", "gemma2", "phi"), (1, 2)),
@@ -66,8 +66,6 @@ def list_groups(folders: dict[str, str]) -> Iterator[tuple[str, Callable[[], Fou
         for case, (family, num_tokens, smallest, options) in SLICES.items():
             check = partial(checks.check_slices, folders[family], num_tokens, smallest, **options)
             yield f"slices {case}", check
-        for case in CASES:
-            yield f"cut {case}", partial(check_cut, case)
 
 
 def run_group(check: Callable[[], Found]) -> tuple[str, Found]:

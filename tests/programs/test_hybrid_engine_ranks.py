@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from hybrid_engine_worker import BY_LAYER, GREEDY, LORA, SAMPLED, SLICES
 from program_runs import run, torchrun
-from tensor_parallel_checks import CASES
-from tiny_configs import CONFIGS
+from tiny_configs import CONFIGS, VARIANTS
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +29,7 @@ def cases_of(table: tuple) -> list[tuple[int, int, str]]:
 def results_of(tmp_path_factory, tiny_model_folder) -> Callable[[int, str], dict[str, Any]]:
     """What so many ranks found in a group of cases; they are started when first asked for."""
     folder = tmp_path_factory.mktemp("hybrid")
-    folders = {family: tiny_model_folder(family) for family in CONFIGS}
+    folders = {family: tiny_model_folder(family) for family in (*CONFIGS, *VARIANTS)}
     (folder / "folders.json").write_text(json.dumps(folders))
     worlds: dict[int, tuple[dict[str, Any], str]] = {}
 
@@ -77,11 +76,6 @@ def test_adapters_are_merged_for_generation_alone(ranks, stage, family, results_
 def test_slices_are_those_of_the_gathered_weights(case, results_of):
     """Received bytes are those that a meter counts, and little memory is held besides the slices."""
     assert complaints(results_of(4, f"slices {case}")) == {}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_parts_compute_what_the_whole_does(case, results_of):
-    assert complaints(results_of(4, f"cut {case}")) == {}
 
 
 @pytest.mark.parametrize("kind", ["once", "thrice"])

@@ -176,7 +176,7 @@ def test_the_block_is_used_again_and_grows_when_it_must(tiny_model_folder):
     assert generator._step is not step and generator._step.cache.max_length == 24 + 12
 
 
-def test_draws_follow_the_distribution(tiny_model_folder):
+def test_samples_follow_the_distribution(tiny_model_folder):
     model = load(tiny_model_folder("llama"))
     prompt = torch.tensor([[5, 9, 2]])
     one_token = options(max_new_tokens=1, stop_token_id=-1, temperature=0.7, top_k=12)
