@@ -49,15 +49,15 @@ class CheckpointExportArguments:
     )
 
 
-def find_checkpoint(args: CheckpointExportArguments, problems: Problems) -> Checkpoint:
+def find_checkpoint(path: Path, problems: Problems) -> Checkpoint:
     """Return the newest whole checkpoint that is meant; leave with what is wrong where there is none."""
-    found, doubts = find_named(Path(args.checkpoint))
+    found, doubts = find_named(path)
     for checkpoint in found:
         damage = checkpoint.damaged_file()
         if damage is None:
             return checkpoint
         doubts.append(f"{checkpoint.folder}: {damage}")
-    problems.add(f"{args.checkpoint}: {'; '.join(doubts)}")
+    problems.add(f"{path}: {'; '.join(doubts)}")
     problems.exit_if_any()
     raise AssertionError
 
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems = Problems()
     args = parse_args(CheckpointExportArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     problems.exit_if_any()
-    checkpoint = find_checkpoint(args, problems)
+    checkpoint = find_checkpoint(Path(args.checkpoint), problems)
     flags = read_flags(checkpoint)
     trained = "actor" if isinstance(flags, PPOArguments) else "model"
     part = args.what if args.what in ("ema", "critic") else trained

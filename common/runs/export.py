@@ -30,8 +30,7 @@ base_model: {base}
 library_name: peft
 ---
 
-What was trained beside {base}: a LoRA adapter of rank {rank} and alpha {alpha:g}{head}. Training left the
-same model, whole, in export/. `python chat.py FOLDER` talks to an adapter of a language model; PEFT loads it:
+A LoRA adapter{head}, trained beside {base}; export/ has the same model, whole. chat.py and PEFT load it:
 
 ```python
 from peft import {auto_class}
@@ -104,24 +103,24 @@ def save_export(
     (template, step, held-out numbers), which chat.py and step 3 read. Every rank must call this.
     """
     state = gather_state_dict(model)
-    if distributed.is_main():
-        plain = plain_model(model)
-        if needs_own_pad:
-            tokenizer = with_own_pad_token(tokenizer)
-        num_rows = max(plain.num_exported_rows, len(tokenizer))
+    plain = plain_model(model)
+    if needs_own_pad:
+        tokenizer = with_own_pad_token(tokenizer)
+    num_rows = max(plain.num_exported_rows, len(tokenizer))
+
+    def fill(temporary: Path) -> None:
         _set_num_rows(plain, state, num_rows)
+        _write_model(plain, state, tokenizer, num_rows, temporary)
 
-        def fill(temporary: Path) -> None:
-            _write_model(plain, state, tokenizer, num_rows, temporary)
-            tokenizer.save_pretrained(temporary)
-            (temporary / METADATA_FILE).write_text(json.dumps(without_nan(metadata or {}), indent=2))
-
-        _replace(Path(folder), fill)
-    else:
-        _replace(Path(folder), lambda temporary: None)
+    _replace(Path(folder), fill, tokenizer, metadata)
 
 
-def _replace(folder: Path, fill: Callable[[Path], None]) -> None:
+def _replace(
+    folder: Path,
+    fill: Callable[[Path], None],
+    tokenizer: PreTrainedTokenizerFast,
+    metadata: dict[str, Any] | None,
+) -> None:
     """Let the first rank fill a folder that takes the place of `folder` when it is whole.
 
     Every rank must call this. Raises ExportFailed, on every rank, where it cannot be written; what was there
@@ -134,6 +133,8 @@ def _replace(folder: Path, fill: Callable[[Path], None]) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             fill(temporary)
+            tokenizer.save_pretrained(temporary)
+            (temporary / METADATA_FILE).write_text(json.dumps(without_nan(metadata or {}), indent=2))
             publish_folder(temporary, folder)
         except Exception as error:  # safetensors, tokenizers and Python each have their own for a full disk
             shutil.rmtree(temporary, ignore_errors=True)
@@ -154,20 +155,19 @@ def _write_model(
 ) -> None:
     """Write weights and configuration; the live model's own configuration is put back afterwards."""
     pad_and_eos = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    changes: list[tuple[Any, dict[str, Any]]] = [
+    changes = [
         (plain.config, {"use_cache": True, **pad_and_eos}),
         (plain.config.get_text_config(), {"vocab_size": num_rows}),
     ]
     if getattr(plain, "generation_config", None) is not None:
-        changes.append(
-            (plain, {"generation_config": _savable_generation_config(plain.generation_config, pad_and_eos)})
-        )
-    before = [(owner, {name: getattr(owner, name, None) for name in new}) for owner, new in changes]
-    try:
-        _set_all(changes)
+        savable = _savable_generation_config(plain.generation_config, pad_and_eos)
+        changes.append((plain, {"generation_config": savable}))
+    with contextlib.ExitStack() as stack:
+        for owner, values in changes:
+            for name, value in values.items():
+                stack.callback(setattr, owner, name, getattr(owner, name, None))
+                setattr(owner, name, value)
         plain.save_pretrained(folder, state_dict=state)
-    finally:
-        _set_all(before)
 
 
 def _savable_generation_config(generation_config: GenerationConfig, token_ids: dict[str, Any]) -> Any:
@@ -178,17 +178,12 @@ def _savable_generation_config(generation_config: GenerationConfig, token_ids: d
     """
     for more in ({}, {"do_sample": True}):
         changed = copy.deepcopy(generation_config)
-        _set_all([(changed, token_ids | more)])
+        for name, value in (token_ids | more).items():
+            setattr(changed, name, value)
         with contextlib.suppress(ValueError):
             changed.validate(strict=True)
             return changed
     return GenerationConfig(bos_token_id=generation_config.bos_token_id, **token_ids)
-
-
-def _set_all(changes: list[tuple[Any, dict[str, Any]]]) -> None:
-    for owner, values in changes:
-        for name, value in values.items():
-            setattr(owner, name, value)
 
 
 @watchdog.phase("the export of the adapter")
@@ -221,19 +216,15 @@ def save_adapter(
         config.task_type, config.inference_mode = "SEQ_CLS" if others else "CAUSAL_LM", True
         config.save_pretrained(temporary)
         save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-        tokenizer.save_pretrained(temporary)
-        (temporary / METADATA_FILE).write_text(json.dumps(without_nan(metadata or {}), indent=2))
         card = ADAPTER_CARD.format(
             base=config.base_model_name_or_path,
-            rank=config.r,
-            alpha=config.lora_alpha,
-            head=" and the score head" if others else "",
+            head=" and a score head" if others else "",
             auto_class=f"AutoPeftModelFor{'SequenceClassification' if others else 'CausalLM'}",
             options=", num_labels=1" if others else "",
         )
         (temporary / "README.md").write_text(card)
 
-    _replace(Path(folder), fill)
+    _replace(Path(folder), fill, tokenizer, metadata)
 
 
 def read_metadata(folder: str) -> dict[str, Any]:

@@ -146,33 +146,27 @@ def read_rows(path: Path, notes: list[str], *, is_expected: bool = False) -> lis
 
     This is the only reader of these files: a killed run, a full disk, or two runs may have torn any line.
     """
-    rows, bad = [], []
     lines = _read_text(path, notes, is_expected=is_expected).split("\n")
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            row = _parse_object(line)
-            if row is None:
-                bad.append(number)
-            else:
-                rows.append(row)
+    rows = [_parse_object(line) for line in lines]
+    bad = [i + 1 for i, line in enumerate(lines) if line.strip() and rows[i] is None]
     if bad and bad[-1] == len(lines):  # no line break behind it
         bad.pop()
         notes.append(f"the last line of {path.name} is torn: the run was killed in it, or is writing it now")
     if bad:
         told = ", ".join(map(str, bad[:3])) + (", ..." if len(bad) > 3 else "")
         notes.append(f"{path.name}: {len(bad)} lines are no JSON objects and are left out (line {told})")
-    return [row for row in rows if isinstance(row.get("step"), int)]
+    return [row for row in rows if row and isinstance(row.get("step"), int)]
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    text = _read_text(path, notes, is_expected=True)
+    text = _read_text(path, notes)
     found = _parse_object(text)
     if text and found is None:
         notes.append(f"{path.name} is no JSON object, or torn")
     return found or {}
 
 
-def _read_text(path: Path, notes: list[str], *, is_expected: bool) -> str:
+def _read_text(path: Path, notes: list[str], *, is_expected: bool = True) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
