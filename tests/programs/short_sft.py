@@ -12,6 +12,12 @@ SAVE = "common.runs.run:save_checkpoint"
 TRAIN_STEP = "step1_sft.sft_trainer:SFTTrainer.train_step"
 
 
+def from_words(text: str) -> dict[str, str]:
+    """Return the flags of a command line, by name."""
+    words = text.split()
+    return {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+
+
 def hook(at: str, call: int, do: str, **more: Any) -> dict[str, Any]:
     """Return a hook that strikes before a call."""
     return {"at": at, "call": call, "do": do} | more
@@ -22,19 +28,11 @@ class ShortSFT:
 
     def __init__(self, forks: ForkServer, tiny: SimpleNamespace, folder: Path) -> None:
         self.forks, self.folder = forks, folder
-        self.flags = {
-            "data_path": tiny.rows,
-            "data_output_path": tiny.cache,
-            "data_split": "4,4,2",
-            "model_name_or_path": tiny.gpt2,
-            "max_seq_len": 64,
-            "gradient_accumulation_steps": 2,
-            "eval_fraction": 0.2,
-            "dropout": 0.1,
-            "num_train_epochs": 9,
-            "max_train_steps": STEPS,
-            "save_interval": 1,
-        }
+        self.flags = {"model_name_or_path": tiny.gpt2, "data_path": tiny.rows, "data_output_path": tiny.cache}
+        self.flags |= from_words(
+            "--data_split 4,4,2 --max_seq_len 64 --gradient_accumulation_steps 2 --eval_fraction 0.2 "
+            f"--dropout 0.1 --num_train_epochs 9 --max_train_steps {STEPS} --save_interval 1"
+        )
         self._undisturbed: dict[int, Path] = {}
 
     def run(

@@ -5,6 +5,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from short_sft import from_words
 
 pytestmark = pytest.mark.slow
 
@@ -48,15 +49,11 @@ def test_nothing_but_the_server_sees_the_token(tiny, forks, server, output, fail
         "data_path": tiny.rows,
         "data_output_path": tiny.cache,
         "output_dir": output,
-        "per_device_generation_batch_size": 2,
-        "per_device_training_batch_size": 2,
-        "max_prompt_seq_len": 24,
-        "max_answer_seq_len": 6,
-        "max_train_steps": 3,
-        "save_interval": 1,
-        "max_bad_steps": 0,
-        "print_answers": True,
     }
+    flags |= from_words(
+        "--per_device_generation_batch_size 2 --per_device_training_batch_size 2 --max_prompt_seq_len 24 "
+        "--max_answer_seq_len 6 --max_train_steps 3 --save_interval 1 --max_bad_steps 0 --print_answers true"
+    )
     done = forks.run(3, flags, env={"TRIPTYCH_REWARD_TOKEN": TOKEN})
     assert done.code == (3 if fails_at else 0), done.text()
     assert server.tokens == [f"Bearer {TOKEN}"] * (fails_at or 3)

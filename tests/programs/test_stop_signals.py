@@ -110,26 +110,3 @@ def test_a_crashed_run_is_started_again_and_a_refused_one_is_not(tiny, tmp_path,
     done = run([*until_done, *command, "--max_seq_len", "1"], may_fail=True)
     assert done.returncode == {"torchrun": 1, "deepspeed": 2}[launcher]
     assert done.stderr.count("nothing was started") == 1 and "until_done" not in done.stderr
-
-
-def test_stops_when_nobody_reads_what_it_says(tiny, tmp_path):
-    """A launch script pipes into tee, and a signal for the whole group ends tee first."""
-    output = tmp_path / "output"
-    flags = {"model_name_or_path": tiny.base, "data_path": tiny.rows, "data_output_path": tiny.cache}
-    flags |= {"max_seq_len": 48, "per_device_train_batch_size": 2, "output_dir": output, "save_interval": 0}
-    flags |= {"num_train_epochs": 10000, "max_train_steps": 5000}
-    command = [sys.executable, "step1_sft/main.py", *as_flags(flags)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        for _ in range(10):  # notes, then steps
-            process.stdout.readline()
-        process.stdout.close()
-        wait_for_steps(output, 3, process, output / "metrics.jsonl")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == STOPPED
-    finally:
-        process.kill()
-    (found, *_), doubts = find_checkpoints(output)
-    assert found.meta["numbers"]["progress"]["step"] == len(read_curve(output, "sft/loss")) and not doubts

@@ -95,17 +95,3 @@ def test_a_batch_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, capsy
     with files_up_to(6000):
         bad_steps.refuse(1, StepRefused("no", [batch]))
     assert "its batch could not be written to" in capsys.readouterr().out
-    (tmp_path / "bad_batches" / "step-000001-001-rank-00000.jsonl").unlink()
-    (tmp_path / "bad_batches").rmdir()
-    (tmp_path / "bad_batches").write_text("a file in the folder's place")
-    bad_steps.refuse(2, StepRefused("no", [batch]))
-    assert bad_steps.count == 2 and "(File exists)" in capsys.readouterr().out
-
-
-def test_without_a_folder_steps_are_counted_all_the_same(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(TooManyBadSteps):
-        bad_steps = BadSteps("", 1, RunLogger("", columns=(), num_steps=9))
-        for step in (1, 2):
-            bad_steps.refuse(step, StepRefused("no", [collate_sft(SFT_ROWS)]))
-    assert not list(tmp_path.iterdir()) and "step 1 refused: no\n" in capsys.readouterr().out

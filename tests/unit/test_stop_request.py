@@ -50,7 +50,7 @@ def start():
     yield begin
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def ask(process: subprocess.Popen) -> str:
@@ -102,6 +102,15 @@ def test_a_signal_that_is_ignored_stays_ignored(start):
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     assert ask(process) == "nothing False"
+    process.send_signal(signal.SIGTERM)
+    ask_until(process, "SIGTERM True")
+
+
+@pytest.mark.slow
+def test_a_request_is_taken_where_nobody_reads_what_is_said(start):
+    """A launch script pipes into tee, and a signal for the whole group ends tee first."""
+    process = start()
+    process.stderr.close()
     process.send_signal(signal.SIGTERM)
     ask_until(process, "SIGTERM True")
 
