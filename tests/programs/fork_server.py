@@ -2,9 +2,9 @@
 
 python fork_server.py SOCKET
 
-Reads one JSON line a request, {"step": 1, "module": "main", "argv": [...], "ranks": 2, "env": {...}, "cwd":
-..., "log": FOLDER, "hooks": [...], "seconds": 120, "trap": "..."}, and answers with one: exit codes (negative
-for a signal) and seconds. A rank's output goes to FOLDER/rank-0.out and .err.
+Reads one JSON line a request, {"step": 1, "argv": [...], "ranks": 2, "env": {...}, "log": FOLDER, "hooks":
+[...], "seconds": 120}, and answers with one: exit codes (negative for a signal) and seconds. A rank's output
+goes to FOLDER/rank-0.out and .err.
 
 A hook is {"at": "package.module:Class.method", "call": 3, "when": "before", "do": "kill", "rank": 0}: at the
 third call of that function the rank does it: kill | term | int | stop (signals to itself), raise:TEXT,
@@ -96,7 +96,6 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> None:
         os.environ |= {name: str(value) for name, value in world.items()}
     os.environ |= request.get("env", {})
     set_debug_level_from_env()  # torch was imported before
-    os.chdir(request.get("cwd", "."))
     code = 1
     try:
         from common.programs import startup
@@ -105,8 +104,7 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> None:
         run_logger.draw_run = lambda *_: None  # a picture takes longer than a tiny run
         for hook in request.get("hooks", ()):
             set_hook(hook, rank)
-        module = request.get("module", "main")
-        startup.run_program(lambda: run_here(request["step"], request["argv"], module=module))
+        startup.run_program(lambda: run_here(request["step"], request["argv"]))
         code = 0
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 1 if left.code else 0

@@ -190,17 +190,11 @@ def contents(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def fail_with(error: Exception):
-    def fail(*args, **kwargs):
-        raise error
-
-    return fail
-
-
 def test_an_export_takes_the_place_of_an_earlier_one(exported, tmp_path):
     model, tokenizer, folder = exported
     before = contents(folder)
     (folder / "of the old one").touch()
+    shutil.copytree(folder, tmp_path / "export.writing")  # left by a crash
     shake(model)
     save_export(folder, model, tokenizer, metadata={"run": 2})
     after = contents(folder)
@@ -211,31 +205,25 @@ def test_an_export_takes_the_place_of_an_earlier_one(exported, tmp_path):
 
 # What goes wrong where, and with which error: each library has its own for a full disk.
 FAILURES = {
-    "weights": (SafetensorError("Error while serializing: I/O error: No space left"), "SafetensorError"),
-    "metadata": (OSError(28, "No space left on device"), "OSError"),
-    "putting it in place": (OSError(5, "Input/output error"), "OSError"),
+    (export, "_write_model"): SafetensorError("Error while serializing: I/O error: No space left"),
+    (durable_files, "sync"): OSError(5, "Input/output error"),
 }
 
 
-@pytest.mark.parametrize("what", FAILURES)
-def test_an_export_that_fails_in_the_middle_leaves_the_old_one(what, exported, tmp_path, monkeypatch):
-    model, tokenizer, folder = exported
+@pytest.mark.parametrize("place", FAILURES)
+def test_an_export_that_fails_in_the_middle_leaves_the_old_one(place, exported, tmp_path, monkeypatch):
+    (model, tokenizer, folder), error = exported, FAILURES[place]
     before = contents(folder)
-    error, kind = FAILURES[what]
-    owner, name = {
-        "weights": (export, "_write_model"),
-        "metadata": (export.json, "dumps"),
-        "putting it in place": (durable_files, "sync"),
-    }[what]
-    with monkeypatch.context() as patch, pytest.raises(ExportFailed, match=kind) as caught:
-        patch.setattr(owner, name, fail_with(error))
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(*place, fail)
+    with pytest.raises(ExportFailed, match=type(error).__name__) as caught:
         save_export(folder, model, tokenizer, metadata={"run": 2})
     assert caught.value.__cause__ is error and str(error) in str(caught.value)
     assert str(folder) in str(caught.value) and "what was there before is as it was" in str(caught.value)
     assert contents(folder) == before and [path.name for path in tmp_path.iterdir()] == ["export"]
-    AutoModelForCausalLM.from_pretrained(folder)
-    save_export(folder, model, tokenizer, metadata={"run": 3})
-    assert read_metadata(str(folder)) == {"run": 3}
 
 
 def test_a_first_export_that_fails_leaves_nothing(exported, tmp_path):
@@ -244,21 +232,6 @@ def test_a_first_export_that_fails_leaves_nothing(exported, tmp_path):
     with files_up_to(10_000), pytest.raises(ExportFailed, match="File too large"):
         save_export(tmp_path / "other", model, tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
-
-
-def test_a_place_that_is_no_folder_fails_with_a_name(exported, tmp_path):
-    model, tokenizer, _ = exported
-    (tmp_path / "file").touch()
-    with pytest.raises(ExportFailed, match=f"{tmp_path / 'file' / 'export'} could not be written"):
-        save_export(tmp_path / "file" / "export", model, tokenizer)
-
-
-def test_what_a_crash_left_unfinished_is_in_nobodys_way(exported, tmp_path):
-    model, tokenizer, folder = exported
-    shutil.copytree(folder, tmp_path / "export.writing")
-    (tmp_path / "export.writing" / "half a file").touch()
-    save_export(folder, model, tokenizer, metadata={"run": 2})
-    assert not (folder / "half a file").exists() and read_metadata(str(folder)) == {"run": 2}
 
 
 def test_a_failure_of_the_first_rank_is_one_of_all(exported, monkeypatch):
@@ -274,14 +247,3 @@ def test_a_failure_of_the_first_rank_is_one_of_all(exported, monkeypatch):
     monkeypatch.setattr("common.ranks.distributed.gather_objects", lambda mine, _: [(None, None), mine])
     save_export(folder, model, tokenizer, metadata={"run": 2})
     assert contents(folder) == before
-
-
-def test_an_adapter_that_fails_leaves_the_old_one(tiny_model_folder, tmp_path, tiny_tokenizer):
-    model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
-    model = add_lora(model, LoraOptions(dim=3))
-    save_adapter(tmp_path / "adapter", model, tiny_tokenizer)
-    before = contents(tmp_path / "adapter")
-    shake(model)
-    with files_up_to(1000), pytest.raises(ExportFailed, match="adapter could not be written"):
-        save_adapter(tmp_path / "adapter", model, tiny_tokenizer)
-    assert contents(tmp_path / "adapter") == before

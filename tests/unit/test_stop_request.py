@@ -67,21 +67,6 @@ def ask_until(process: subprocess.Popen, expected: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_signal_asks_and_those_at_once_after_it_are_the_same_request(start):
-    process, number = start(), signal.SIGINT
-    assert ask(process) == "nothing False"
-    process.send_signal(number)
-    ask_until(process, f"{number.name} True")
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
-    assert ask(process) == f"{number.name} True", "what a launcher passes on is no second request"
-    _, errors = process.communicate("")
-    assert process.returncode == 0
-    assert errors == f"{number.name}: saving, then leaving; once more leaves at once\n"
-
-
-@pytest.mark.slow
 def test_a_second_request_leaves_at_once_even_where_python_does_not_run(start):
     second = signal.SIGINT
     process = start("import common.runs.stop_request as s; s.SAME_REQUEST_SECONDS = 0.1")

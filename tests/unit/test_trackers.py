@@ -26,18 +26,16 @@ class Service:
         self.known_step: int | None = None
 
 
-class FakeTracker:
+class FakeTracker(Tracker):
     """A tracker without a package."""
 
-    is_purged = False
-
     def __init__(self, service: Service, fails_from: int = 999) -> None:
-        self.service, self.fails_from, self.is_closed = service, fails_from, False
+        super().__init__("fake", "run", "")
+        self.service, self.fails_from = service, fails_from
 
     def open(self, run_id, config, first_step):
         self.id = run_id or f"run-{len(self.service.runs)}"
-        if not run_id:
-            self.service.runs[self.id] = {"config": dict(config), "sent": []}
+        self.service.runs.setdefault(self.id, {"config": dict(config), "sent": []})
         return self.id
 
     def known_step(self):
@@ -49,7 +47,7 @@ class FakeTracker:
         self.service.runs[self.id]["sent"] += [(step, name, value) for name, value in metrics.items()]
 
     def close(self):
-        self.is_closed = True
+        pass
 
 
 def started(folder, trackers, numbers=None, **config) -> RunLogger:
@@ -121,17 +119,6 @@ def test_what_a_server_never_got_is_sent_again(tmp_path):
     assert sent_of(service, names=["a/b"]) == [(number, "a/b") for number in (1, 2, 3, 4)]
 
 
-def test_a_new_run_in_the_folder_is_a_new_run_in_the_tracker(tmp_path):
-    service = Service()
-    for _ in range(2):
-        logger = started(tmp_path, {"fake": FakeTracker(service)})
-        step(logger, 1)
-        logger.close()
-    assert sent_of(service, "run-0") == sent_of(service, "run-1") == [(1, "a/b")]
-    started(tmp_path, {}).close()
-    assert not (tmp_path / "trackers.json").exists(), "a later --trackers must not go on with an older run"
-
-
 def test_a_tracker_that_joins_later_begins_there(tmp_path):
     old, new = Service(), Service()
     first = started(tmp_path, {"old": FakeTracker(old)})
@@ -141,6 +128,10 @@ def test_a_tracker_that_joins_later_begins_there(tmp_path):
     step(second, 2)
     assert sent_of(old) == [(1, "a/b"), (2, "a/b")] and sent_of(new) == [(2, "a/b")]
     assert new.runs["run-0"]["config"] == {"seed": 3}
+    step(started(tmp_path, {"old": FakeTracker(old)}), 1)
+    assert sent_of(old, "run-1") == [(1, "a/b")], "a new run in the folder is a new run in the tracker"
+    started(tmp_path, {}).close()
+    assert not (tmp_path / "trackers.json").exists(), "a later --trackers must not go on with an older run"
 
 
 def test_a_tracker_that_fails_is_given_up_with_a_word_and_others_go_on(tmp_path, capsys):
