@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import re
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -45,37 +43,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
 
 
-def describe_mismatch(error: BaseException) -> str:
-    """Return what ranks were about to do where they begin different collectives, as torch finds it under
-    TORCH_DISTRIBUTED_DEBUG=DETAIL; empty for another error.
-    """
-    text = str(error)
-    if "Detected mismatch between collectives" not in text:
-        return ""
-    told = text.partition("Rank ")[2].partition(".Collectives differ")[0]
-    return "rank " + re.sub(r", TensorDeviceTypes=TensorOptions\(.*?\)\)\)", ")", told).replace(
-        "Rank", "rank"
-    )
-
-
 def communication_failure(error: BaseException) -> str | None:
     """Return how the ranks lost each other (TIMEOUT, CLOSED, OTHER), None for a failure of this rank alone.
 
     The exception may be the cause of this one.
     """
-    for cause in _chain(error):
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
         text = str(cause).lower()
         is_of_backend = isinstance(cause, RuntimeError) and any(w in str(cause) for w in COMMUNICATION)
         if isinstance(cause, dist.DistError) or is_of_backend:
             if any(words in text for words in TIMEOUT_WORDS):
                 return TIMEOUT
             return CLOSED if any(words in text for words in CLOSED_WORDS) else OTHER
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
     return None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__

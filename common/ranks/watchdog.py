@@ -17,7 +17,6 @@ import torch.distributed as dist
 from common.ranks.failure_detector import OTHER_RANK_FAILED, FailureDetector
 from common.ranks.failures import (
     communication_failure,
-    describe_mismatch,
     first_line,
     is_out_of_memory,
     kind_and_line,
@@ -142,9 +141,7 @@ def leave_after(error: Exception) -> None:
     if not is_out_of_memory(error):
         traceback.print_exception(error)
     sys.stderr.flush()
-    mismatch = describe_mismatch(error)
-    told = f"the ranks' collectives differ, rank {rank} {_place}: {mismatch}"
-    is_told = _detector.report_failure(told if mismatch else f"rank {rank} failed first, {_place}: {text}")
+    is_told = _detector.report_failure(f"rank {rank} failed first, {_place}: {text}")
     if is_out_of_memory(error):
         if rank != "0" or not is_told:  # the first rank has said it for all
             say(f"error: rank {rank} ran out of memory {_place}: {text}")

@@ -187,13 +187,8 @@ PPO_POINTS = {
     "in an evaluation": ("step3_ppo.evaluation:measure", 2),
     "in the export of the best": ("common.runs.export:_write_model", 1),
     "generation": ("step3_ppo.roles:Actor.generate", 8),
-    "scoring by the reward model": ("step3_ppo.roles:Reward.score", 3),
-    "between rollout and advantages": ("step3_ppo.ppo_trainer:PPOTrainer.add_advantages", 2),
     "between two accumulation steps": ("step3_ppo.ppo_losses:PPOLosses._policy_sums", 12),
-    "between actor and critic": ("step3_ppo.ppo_losses:PPOLosses.compute_critic_gradients", 6),
     "between two minibatches": ("step3_ppo.ppo_trainer:PPOTrainer.update", 7),
-    "in the average": ("step3_ppo.running_averages:ExponentialMovingAverage.update", 6),
-    "steering the KL": ("step3_ppo.ppo_math:KLController.update", 2),
     "in the log": ("common.runs.run_logger:RunLogger.log", 2),
     "in the export of the average": ("common.runs.export:_write_model", 3),
 }

@@ -27,7 +27,6 @@ from common.ranks.failures import (
     OTHER,
     TIMEOUT,
     communication_failure,
-    describe_mismatch,
     first_line,
     is_out_of_memory,
     kind_and_line,
@@ -288,20 +287,3 @@ def test_processes():
     assert find_process(process) is not None and not is_dead(process)
     kill(process)
     assert child.wait(10) == -signal.SIGKILL and is_dead(process)
-
-
-MISMATCH = (
-    "Detected mismatch between collectives on ranks. Rank 1 is running collective: CollectiveFingerPrint("
-    "SequenceNumber=9, OpType=ALLREDUCE, TensorShape=[777], TensorDtypes=Float, TensorDeviceTypes="
-    "TensorOptions(dtype=float (default), device=cpu, memory_format=(nullopt))), but Rank 0 is running "
-    "collective: CollectiveFingerPrint(SequenceNumber=9, OpType=BARRIER).Collectives differ in: ..."
-)
-
-
-def test_what_ranks_were_about_to_do():
-    assert describe_mismatch(RuntimeError(MISMATCH)) == (
-        "rank 1 is running collective: CollectiveFingerPrint(SequenceNumber=9, OpType=ALLREDUCE, "
-        "TensorShape=[777], TensorDtypes=Float), but rank 0 is running collective: CollectiveFingerPrint("
-        "SequenceNumber=9, OpType=BARRIER)"
-    )
-    assert describe_mismatch(RuntimeError("a bug")) == ""
