@@ -147,7 +147,7 @@ def shaped_scores(batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
 
 
 def step_mean(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the mean of a number a response (b,) over all ranks: fp64 scalar. Every rank must call this."""
+    """Return the mean of numbers (N) over all ranks: fp64 scalar. Every rank must call this."""
     sums = torch.stack([numbers.double().sum(), torch.tensor(float(len(numbers)), dtype=torch.float64)])
     total, count = distributed.reduce_sum(sums)
     return total / count.clamp(min=1)

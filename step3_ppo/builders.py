@@ -18,11 +18,10 @@ from common.models.policy_model import PolicyModel
 from common.models.value_model import ValueModel, load_value_model
 from common.models.varlen_attention import takes_packed
 from common.ranks import distributed
-from step3_ppo.arguments import PPOArguments
+from step3_ppo.arguments import PPOArguments, RoleFlags
 from step3_ppo.rewards.reward_specs import build_text_reward
 from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.rewards.text_rewards import Failures
-from step3_ppo.role_arguments import RoleFlags
 from step3_ppo.roles import Actor, Critic, Frozen, LoraReference, Reference, Reward, Roles
 from step3_ppo.rollout import Rollout
 from step3_ppo.start_up import StartUp, samples_per_rank

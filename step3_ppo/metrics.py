@@ -13,6 +13,7 @@ import torch
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.models.tensor_ops import correlation, masked_sum
 from common.ranks import distributed
+from step3_ppo.algorithms import step_mean
 from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
 from step3_ppo.rollout_batch import gather_numbers, response_mask, tokens
 
@@ -109,10 +110,7 @@ def summarise_staleness(batch: PackedBatch, step: int) -> dict[str, float]:
 
     Every rank must call this.
     """
-    versions = batch.data["versions"].double()
-    sums = torch.tensor([float(versions.sum()), len(versions)], dtype=torch.float64)
-    total, count = distributed.reduce_sum(sums)
-    return {"rollout/staleness": step - 1 - float(total / count)}
+    return {"rollout/staleness": step - 1 - float(step_mean(batch.data["versions"]))}
 
 
 def summarise_updates(means: dict[str, list[float]], num_minibatches: int | None) -> dict[str, float]:
@@ -129,16 +127,15 @@ def distinct_ngrams(sequences: Sequence[torch.Tensor], n: int) -> float:
     """
     windows = [ids.unfold(0, n, 1) for ids in sequences if len(ids) >= n]
     grams = torch.cat(windows) if windows else torch.zeros(0, n, dtype=torch.int64)
-    unique = grams.unique(dim=0)
-    if distributed.world_size() > 1:  # each rank counts its share of them, told by a number
-        codes = torch.zeros(len(unique), dtype=torch.int64)
-        for column in unique.unbind(1):
-            codes = codes * 1_000_003 + column  # 64 bits: another n-gram has the same number as good as never
-        owners = codes % distributed.world_size()
-        parts = distributed.all_to_all([codes[owners == r] for r in range(distributed.world_size())])
-        unique = torch.cat(parts).unique()
-    sums = torch.tensor([len(unique), len(grams)], dtype=torch.float64)
-    num_unique, num_grams = distributed.reduce_sum(sums).tolist()
+    codes = torch.zeros(len(grams), dtype=torch.int64)
+    for column in grams.unbind(1):
+        codes = codes * 1_000_003 + column  # 64 bits: another n-gram has the same number as good as never
+    unique, num_ranks = codes.unique(), distributed.world_size()
+    owners = unique % num_ranks  # each rank counts its share of them
+    parts = distributed.all_to_all([unique[owners == rank] for rank in range(num_ranks)])
+    num_unique, num_grams = distributed.reduce_sum(
+        torch.tensor([len(torch.cat(parts).unique()), len(grams)], dtype=torch.float64)
+    ).tolist()
     return num_unique / num_grams if num_grams else 0.0
 
 

@@ -16,7 +16,7 @@ from common.data.source_checks import check_sources
 from common.data.tokenizer import vocabulary_difference
 from common.engine.ds_config import HYBRID_SECTION, effective_zero_stage, load_overrides
 from common.flags.args import Problems
-from common.flags.flag_values import describe_range, given_flags, is_in_range
+from common.flags.flag_values import given_flags
 from common.generation.generate import DEFAULT_SLOTS
 from common.generation.kv_cache import kv_bytes_per_token
 from common.generation.tp_plans import NoPlan, build_cuts
@@ -63,7 +63,6 @@ def check_start_up(
     import_plugins(args.plugins, problems)
     stages = {"--actor_zero_stage": args.actor_zero_stage, "--critic_zero_stage": args.critic_zero_stage}
     startup.check_run(args, stages, problems)
-    take_hybrid_section(args, problems)
     check_numbers(args, problems)
     warnings: list[str] = []
     algorithm = None
@@ -255,47 +254,15 @@ def check_models(
 
 # ---- the hybrid engine
 
-_FLAG_OF_KEY = {"enabled": "enable_hybrid_engine", "pin_parameters": "unpin_actor_parameters"}
-_FLAG_OF_KEY |= {
-    key: key for key in ("inference_tp_size", "release_inference_cache", "tp_gather_partition_size")
-}
-
-
-def take_hybrid_section(args: PPOArguments, problems: Problems) -> None:
-    """Set the flags that the `hybrid_engine` section of --ds_config names; a flag that was given must agree.
-
-    DeepSpeed never sees the section: it would build its own hybrid engine.
-    """
-    if not args.ds_config or problems.messages:
-        return
-    for key, value in load_overrides(args).get(HYBRID_SECTION, {}).items():
-        if key == "max_out_tokens":  # a slot has room for what the lengths need
-            continue
-        flag = _FLAG_OF_KEY.get(key)
-        if flag is None:
-            problems.add(
-                f"--ds_config {args.ds_config}: {HYBRID_SECTION} has no key {key!r}; it knows "
-                + ", ".join(_FLAG_OF_KEY)
-            )
-            continue
-        field = PPOArguments.__dataclass_fields__[flag]
-        limits = field.metadata["range"]
-        if type(value) is not field.type or not is_in_range(value, **limits):
-            kind = "true or false" if field.type is bool else f"a whole number {describe_range(**limits)}"
-            problems.add(f"--ds_config {args.ds_config}: {HYBRID_SECTION}.{key} {value!r} must be {kind}")
-            continue
-        value = not value if key == "pin_parameters" else value
-        given, default = getattr(args, flag), getattr(PPOArguments, flag)
-        if given not in (default, value):
-            problems.add(
-                f"--{flag} {given} and {HYBRID_SECTION}.{key} of --ds_config {args.ds_config} differ; "
-                "give one of them"
-            )
-        setattr(args, flag, value)
-
 
 def check_hybrid(args: PPOArguments, config: Any, problems: Problems) -> None:
     """Add what is wrong with the hybrid engine's flags; `config` is the actor's, None if there is none."""
+    if args.ds_config and HYBRID_SECTION in load_overrides(args):  # DeepSpeed would build its own from it
+        problems.add(
+            f"--ds_config {args.ds_config}: step 3 reads no section {HYBRID_SECTION}; give "
+            "--enable_hybrid_engine, --inference_tp_size, --tp_gather_partition_size, "
+            "--release_inference_cache or --unpin_actor_parameters in place of its keys"
+        )
     dtype = distributed.dtype_name(args.dtype)
     if args.offload_states_for_generation and effective_zero_stage(args.actor_zero_stage, dtype) == 0:
         problems.add("--offload_states_for_generation needs --actor_zero_stage 1, 2 or 3")

@@ -16,7 +16,7 @@ from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAG_FILES = ("args.py", "arguments.py", "role_arguments.py")  # they define flags, and read none
+FLAG_FILES = ("args.py", "arguments.py")  # they define flags, and read none
 OF_ALL_PROGRAMS = pytest.mark.parametrize(
     "program", find_programs(), ids=lambda program: program.flags.__name__
 )
