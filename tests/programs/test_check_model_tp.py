@@ -27,10 +27,10 @@ def check(folder, *words, may_fail=False):
     return done.returncode, line, done
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon_new"])
+@pytest.mark.parametrize("family", ["llama", "falcon_new"])
 def test_slices_compute_what_the_whole_does(family, tiny_model_folder):
     code, line, done = check(tiny_model_folder(family))
-    assert code == 0 and line.startswith("ok ") and "of the bytes are whole on every rank" in line
+    assert code == 0 and line.startswith("ok ") and "largest difference " in line
     assert done.stdout.splitlines()[-1].startswith("ok: 4 checks of ")
 
 
