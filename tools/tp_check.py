@@ -9,7 +9,6 @@ whole copy and the slices at most.
 import gc
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +28,7 @@ from common.programs import startup
 from tools.findings import Finding, compare, tolerance_of
 
 MAX_DEFAULT_SIZE = 4
-LIMIT_SECONDS = 1200.0  # of the ranks of one size
+LIMIT = timedelta(minutes=20)  # that a rank waits for another one
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,6 @@ def check_ranks(job: RankJob) -> Iterator[Finding]:
     except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
         last = str(error).strip().splitlines()[-1]  # of a rank's traceback: what it raised
         yield Finding(name, f"a rank failed: {last}", is_ok=False, why=why)
-    except TimeoutError:
-        yield Finding(name, f"no answer after {LIMIT_SECONDS / 60:g} minutes", is_ok=False, why=why)
     else:
         tolerance = tolerance_of(job.options.dtype, float(expected.abs().max()))
         finding = compare(name, found, expected, tolerance, why)
@@ -90,23 +87,14 @@ def run_ranks(job: RankJob) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Return logits (N, V) of the slices, of the whole model, and whether all ranks have the same bits.
 
     Raises:
-        ProcessRaisedException, ProcessExitedException: a rank failed; TimeoutError: they took too long.
+        ProcessRaisedException, ProcessExitedException: a rank failed, or waited too long for another.
     """
     with tempfile.TemporaryDirectory(prefix="triptych_ranks_") as folder:
         # A process that has done nothing but the imports, seconds of them, makes the ranks of all sizes.
         multiprocessing.set_forkserver_preload([__name__])
-        context = multiprocessing.start_processes(
-            run_rank, (job, folder), nprocs=job.tp_size, join=False, start_method="forkserver"
-        )
-        deadline = time.monotonic() + LIMIT_SECONDS
-        try:
-            while not context.join(timeout=max(deadline - time.monotonic(), 0)):
-                if time.monotonic() >= deadline:
-                    raise TimeoutError
-        finally:
-            for process in context.processes:  # a rank may wait for ever for one that is gone
-                process.kill()
-                process.join()
+        multiprocessing.start_processes(
+            run_rank, (job, folder), nprocs=job.tp_size, start_method="forkserver"
+        )  # one that fails ends the others
         return torch.load(Path(folder, "logits.pt"))
 
 
@@ -116,8 +104,8 @@ def run_rank(rank: int, job: RankJob, folder: str) -> None:
     torch.set_num_threads(1)
     startup.quiet_libraries()
     import_plugins(job.plugins, Problems())
-    store, limit = dist.FileStore(str(Path(folder, "store")), job.tp_size), timedelta(seconds=LIMIT_SECONDS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.tp_size, timeout=limit)
+    store = dist.FileStore(str(Path(folder, "store")), job.tp_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.tp_size, timeout=LIMIT)
     with torch.inference_mode():
         for turn in range(job.tp_size):  # whole models one at a time
             if turn == rank:

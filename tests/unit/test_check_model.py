@@ -187,18 +187,6 @@ def test_wrong_scores_fail(save_reward_model, check, monkeypatch):
     assert shown.code == 1 and shown.failed() == ["scores"] and shown.lines[-1] == "not ok: scores"
 
 
-def test_a_bias_that_our_head_drops_fails(save_reward_model, check, monkeypatch):
-    def load(*args):
-        value_model = loaded(*args)
-        value_model.classifier.score.bias = torch.nn.Parameter(torch.ones(1))
-        return value_model
-
-    loaded = check_model.load_value_model
-    monkeypatch.setattr(check_model, "load_value_model", load)
-    shown = check(save_reward_model())
-    assert shown.failed() == ["scores"] and shown.texts["scores"].startswith("largest difference 1.0e+00")
-
-
 # ---- tensor parallel: what one process can tell; the ranks are in tests/programs/test_check_model_tp.py
 
 
@@ -243,7 +231,6 @@ def test_sizes_up_to_four_are_run_once_the_model_is_gone(tiny_model_folder, chec
     [
         ((torch.tensor([math.nan]), torch.tensor([5.0]), True), "largest difference nan, at most 1.5e-04"),
         ((torch.zeros(1), torch.zeros(1), False), "ranks differ among themselves"),
-        (TimeoutError(), "no answer after 20 minutes"),
         (
             multiprocessing.ProcessRaisedException("-- Process 1\nTraceback\nRuntimeError: sizes\n", 1, 2),
             "a rank failed: RuntimeError: sizes",
