@@ -113,11 +113,6 @@ class DecodeState:
         row["is_stopped"].logical_or_(is_stop & is_live)
         is_live.logical_and_(~is_stop & (row["num_sampled"] < row["limits"]))
 
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy rows to other rows; both (m,) int64, no target a source."""
-        for tensor in self.tensors():
-            tensor[targets] = tensor[sources]
-
 
 class DecodeGraphs:
     """Captured passes by (rows, positions), kept as long as the weights stay at their addresses."""

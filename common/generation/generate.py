@@ -295,7 +295,8 @@ class _DecodeLoop:
         if moves:
             sources, targets = self._tensor(moves).unbind(1)
             self.step.cache.copy_slots(sources, targets, max(self.lengths[source] for source, _ in moves))
-            state.move(sources, targets)
+            for tensor in state.tensors():
+                tensor[targets] = tensor[sources]
             for source, target in moves:
                 self.lengths[target] = self.lengths[source]
         num_left = num_rows - len(finished)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from common.generation.decode import DecodeState, SamplingOptions
 from common.generation.generate import Generation, collect_responses
@@ -40,6 +40,15 @@ class TransformersGenerator:
         ids, mask = (x.repeat_interleave(num_samples, dim=0) for x in (prompt_ids, prompt_mask.long()))
         state = DecodeState.build(len(sample_ids), options.max_new_tokens, ids.device)
         state.enter(0, mask.sum(1), limits, sample_ids, options.seed)
+
+        def choose_sampled(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            """Leave one token possible: the one that was sampled."""
+            state.sample(slice(None), scores, options)
+            return torch.full_like(scores, -torch.inf).scatter_(1, state.last_ids.unsqueeze(1), 0.0)
+
+        def have_ended(input_ids: torch.Tensor, scores: torch.Tensor, **more: Any) -> torch.Tensor:
+            return ~state.is_live
+
         self.model.generate(
             ids,
             attention_mask=mask,
@@ -47,26 +56,7 @@ class TransformersGenerator:
             max_new_tokens=options.max_new_tokens,
             pad_token_id=options.pad_token_id,
             eos_token_id=None,
-            logits_processor=LogitsProcessorList([_OurSampler(state, options)]),
-            stopping_criteria=StoppingCriteriaList([_EndedByOurCount(state)]),
+            logits_processor=LogitsProcessorList([choose_sampled]),
+            stopping_criteria=StoppingCriteriaList([have_ended]),
         )
         return collect_responses(state, options)
-
-
-class _OurSampler(LogitsProcessor):
-    """Leaves one token possible: the one that was sampled."""
-
-    def __init__(self, state: DecodeState, options: SamplingOptions) -> None:
-        self.state, self.options = state, options
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.state.sample(slice(None), scores, self.options)
-        return torch.full_like(scores, -torch.inf).scatter_(1, self.state.last_ids.unsqueeze(1), 0.0)
-
-
-class _EndedByOurCount(StoppingCriteria):
-    def __init__(self, state: DecodeState) -> None:
-        self.state = state
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return ~self.state.is_live

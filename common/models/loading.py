@@ -55,11 +55,6 @@ class ModelOptions:
         )
 
 
-def zero_stage_of(ds_config: dict[str, Any] | None) -> int:
-    """Return the ZeRO stage of a DeepSpeed configuration, 0 without one."""
-    return int((ds_config or {}).get("zero_optimization", {}).get("stage", 0))
-
-
 def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedModel:
     """Return `auto_class.from_pretrained(...)` with every weight from the files; only a new head may be new.
 
@@ -136,8 +131,9 @@ def load_pretrained(
         set_dropout(config, options.dropout)
     for name, value in config_changes.items():
         setattr(config, name, value)
+    zero = (options.ds_config or {}).get("zero_optimization", {})
     # transformers looks for this object while it loads and resizes: it shards from the first layer on.
-    sharding = HfDeepSpeedConfig(options.ds_config) if zero_stage_of(options.ds_config) == 3 else None
+    sharding = HfDeepSpeedConfig(options.ds_config) if zero.get("stage") == 3 else None
     model_class = auto_class._model_mapping.get(type(config), None)  # None: remote code
     model = load_weights(
         auto_class,
