@@ -12,7 +12,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def collate_sft(rows: Rows) -> PackedBatch:
-    """Batch of `sft_rows`: input_ids int64, loss_mask bool of their length.
+    """Batch of step 1's rows: input_ids int64, loss_mask bool of their length.
 
     loss_mask is True where the token itself is a target (the hidden state one position before predicts it);
     a row's first token never is.
@@ -31,7 +31,7 @@ def collate_texts(rows: Rows) -> PackedBatch:
 
 
 def collate_pairs(rows: Rows) -> PackedBatch:
-    """Batch of `pair_rows`, an item a pair.
+    """Batch of step 2's rows, an item a pair.
 
     chosen_ids, rejected_ids int64; numbers chosen_response_start, rejected_response_start int64 (a response
     is [response_start, length): its end is never searched for) and margin fp32; `reference_logprobs` (2,)
@@ -47,7 +47,7 @@ def collate_pairs(rows: Rows) -> PackedBatch:
 
 
 def collate_prompts(rows: Rows) -> PackedBatch:
-    """Batch of `prompt_rows`: prompt_ids int64; texts prompt_texts, row_fields (JSON) and row_ids."""
+    """Batch of step 3's rows: prompt_ids int64; texts prompt_texts, row_fields (JSON) and row_ids."""
     batch = PackedBatch.build(_unique_ids(rows), {"prompt_ids": _tensors(rows, "prompt_ids")})
     batch = batch.with_texts("prompt_texts", [row["prompt_text"] for row in rows])
     batch = batch.with_texts("row_fields", [row["fields"] for row in rows])

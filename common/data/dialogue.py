@@ -9,7 +9,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tokenizers import Tokenizer, processors
@@ -19,8 +19,7 @@ from common.data.example import BadRow, Message, Turn
 from common.data.tokenizer import adds_bos
 
 GAP = " ... "  # stands where a question has lost its middle
-BATCH_CHARACTERS = 1_000_000  # tokenised in one call
-TEMPLATE_NAMES = ("human_assistant", "chat", "plain")
+BATCH_TEXTS = 64  # tokenised in one call
 
 
 class Segment(NamedTuple):
@@ -54,6 +53,8 @@ class Template(ABC):
     """Text of a dialogue, and its tokens. The subclasses say only how the text looks."""
 
     name: str
+    _lead = " "  # stands before a reply
+    _form = ""  # what decides the text besides the name
     keeps_headers = False  # what says who speaks must not be cut: rows are shortened by turns, see `shorten`
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -112,7 +113,8 @@ class Template(ABC):
         """Ids and response masks of many rows, each from one tokenisation; bos is added at most once."""
         # Offsets are a Python tuple for every token, so long documents must not come all at once.
         result: list[Tokenised] = []
-        for some in _by_characters(rows):
+        for start in range(0, len(rows), BATCH_TEXTS):
+            some = rows[start : start + BATCH_TEXTS]
             texts = ["".join(segment.text for segment in segments) for segments in some]
             encodings = self._fast.encode_batch(texts, add_special_tokens=False)
             result += [self._tokenised(segments, enc) for segments, enc in zip(some, encodings, strict=True)]
@@ -138,11 +140,11 @@ class Template(ABC):
 
     def digest(self) -> str:
         """Changes with the vocabulary, the added tokens, the special ids and the text of the template."""
-        parts = [self.name, self._fast.to_str(), self.eot_token, self.eot_id, self.bos_id, self._form()]
+        parts = [self.name, self._fast.to_str(), self.eot_token, self.eot_id, self.bos_id, self._form]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def _form(self) -> str:
-        return ""
+    def _response(self, text: str) -> Segment:
+        return Segment(f"{self._lead}{self._without_eot(text).strip()}{self.eot_token}", True)
 
     def _without_eot(self, text: str) -> str:
         """Some data sets end their replies with the end-of-turn text; it must not stand there twice."""
@@ -172,9 +174,6 @@ class HumanAssistantTemplate(Template):
         if response is not None:
             result.append(self._response(response))
         return result
-
-    def _response(self, text: str) -> Segment:
-        return Segment(f" {self._without_eot(text).strip()}{self.eot_token}", True)
 
 
 class PlainTemplate(HumanAssistantTemplate):
@@ -213,6 +212,7 @@ class ChatTemplate(Template):
                 "--template chat: the tokenizer has no chat template; use --template human_assistant, or a "
                 "tokenizer with a chat_template.jinja"
             )
+        self._form = json.dumps(tokenizer.chat_template)
         question, reply = Message("user", "probe question"), "probe reply"
         before = self._render([question], add_generation_prompt=True)
         whole = self._render([question, Message("assistant", reply)], add_generation_prompt=False)
@@ -262,9 +262,6 @@ class ChatTemplate(Template):
                 break
         return (*head, last)
 
-    def _response(self, text: str) -> Segment:
-        return Segment(f"{self._lead}{self._without_eot(text).strip()}{self.eot_token}", True)
-
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         try:
             return self.tokenizer.apply_chat_template(
@@ -275,25 +272,9 @@ class ChatTemplate(Template):
         except Exception as error:  # a template is a program of its author's: it raises what it likes
             raise BadRow(f"the chat template refuses this dialogue: {error}") from error
 
-    def _form(self) -> str:
-        return json.dumps(self.tokenizer.chat_template)
-
-
-def _by_characters(rows: Sequence[Sequence[Segment]]) -> Iterator[list[Sequence[Segment]]]:
-    """Rows in groups of about BATCH_CHARACTERS."""
-    group: list[Sequence[Segment]] = []
-    num_characters = 0
-    for segments in rows:
-        group.append(segments)
-        num_characters += sum(len(segment.text) for segment in segments)
-        if num_characters >= BATCH_CHARACTERS:
-            yield group
-            group, num_characters = [], 0
-    if group:
-        yield group
-
 
 _TEMPLATES = {template.name: template for template in (HumanAssistantTemplate, ChatTemplate, PlainTemplate)}
+TEMPLATE_NAMES = tuple(_TEMPLATES)
 
 
 def build_template(name: str, tokenizer: PreTrainedTokenizerFast) -> Template:
@@ -320,7 +301,7 @@ def truncate(
     max_tokens: int,
     *,
     bos_id: int | None = None,
-    max_response_tokens: int | None = None,
+    max_response_tokens: int = 0,
     min_context_tokens: int = 1,
 ) -> Encoded:
     """A row of at most `max_tokens`: context is cut on its left (bos stays), then the response at its end.
@@ -332,7 +313,7 @@ def truncate(
     """
     input_ids, mask = row.input_ids, row.response_mask
     start = response_start(mask)
-    room = max(len(input_ids) - start, max_response_tokens or 0)
+    room = max(len(input_ids) - start, max_response_tokens)
     if start + room <= max_tokens:
         return Encoded(input_ids, mask, row.is_shortened)
     kept_context = min(start, max(max_tokens - room, min_context_tokens))

@@ -132,10 +132,6 @@ class BatchStream:
         self.batches, self.num_drawn = batches, 0
         self._steps = batches.forever()
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        """Return itself."""
-        return self
-
     def __next__(self) -> list[Any]:
         """Return this rank's micro-batches of the next step."""
         found = next(self._steps)

@@ -7,7 +7,7 @@ make the same number of passes.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # What a pass costs beside its tokens (launches, hooks), in tokens: padding up to it is cheaper than another
 # pass. From 64 to 256 bench_train.py's rates are alike on a CPU; 16 and 512 are slower.
@@ -30,19 +30,18 @@ def plan_micro_batches(
 
     Raises ValueError when an item alone is above `max_tokens`, or the items are fewer than the ranks need.
     """
-    costs = [_cost([item], item_lengths, is_packed) for item in range(len(item_lengths))]
+
+    def cost(items: Sequence[int]) -> int:
+        lengths = [length for item in items for length in item_lengths[item]]
+        return sum(lengths) if is_packed else len(lengths) * max(lengths, default=0)
+
+    costs = [cost([item]) for item in range(len(item_lengths))]
     _check(item_lengths, costs, num_ranks, max_tokens, is_packed)
     if is_packed:
         micro_batches = _fill(costs, max_tokens, num_ranks)
     else:
         micro_batches = _cut_by_length(item_lengths, max_tokens)
-    micro_batches = _split_to_a_multiple(micro_batches, item_lengths, num_ranks, is_packed)
-    return _deal(micro_batches, item_lengths, num_ranks, is_packed)
-
-
-def _cost(items: Sequence[int], item_lengths: Sequence[Sequence[int]], is_packed: bool) -> int:
-    lengths = [length for item in items for length in item_lengths[item]]
-    return sum(lengths) if is_packed else len(lengths) * max(lengths, default=0)
+    return _deal(_split_to_a_multiple(micro_batches, cost, num_ranks), cost, num_ranks)
 
 
 def _check(
@@ -111,14 +110,12 @@ def _balance(order: list[int], costs: list[int], num_bins: int) -> list[list[int
 
 
 def _split_to_a_multiple(
-    micro_batches: list[list[int]], item_lengths: Sequence[Sequence[int]], num_ranks: int, is_packed: bool
+    micro_batches: list[list[int]], cost: Callable[[Sequence[int]], int], num_ranks: int
 ) -> list[list[int]]:
     """Halve the dearest until each rank gets as many: their number is a multiple of `num_ranks`."""
     found = list(micro_batches)
     while len(found) % num_ranks:
-        costs = [
-            (_cost(items, item_lengths, is_packed), i) for i, items in enumerate(found) if len(items) > 1
-        ]
+        costs = [(cost(items), i) for i, items in enumerate(found) if len(items) > 1]
         if not costs:
             raise ValueError(
                 f"{len(found)} items cannot be dealt to {num_ranks} ranks: give a multiple of {num_ranks}"
@@ -129,13 +126,10 @@ def _split_to_a_multiple(
 
 
 def _deal(
-    micro_batches: list[list[int]], item_lengths: Sequence[Sequence[int]], num_ranks: int, is_packed: bool
+    micro_batches: list[list[int]], cost: Callable[[Sequence[int]], int], num_ranks: int
 ) -> list[list[list[int]]]:
     """Deal in descending cost, there and back over the ranks, so that their sums come out alike too."""
-    ordered = sorted(
-        (sorted(micro_batch) for micro_batch in micro_batches),
-        key=lambda micro_batch: (-_cost(micro_batch, item_lengths, is_packed), micro_batch),
-    )
+    ordered = sorted(map(sorted, micro_batches), key=lambda items: (-cost(items), items))
     plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for i, micro_batch in enumerate(ordered):
         turn, place = divmod(i, num_ranks)

@@ -1,5 +1,6 @@
 """Plain text in blocks of equal length, for the pretraining loss that step 3 mixes in."""
 
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def _write(
     report = DataReport(kind="text")
     texts = report.read(raw.train, range(len(raw.train)), _text_of, max_bad_rows)
     left: list[int] = []
-    with TokenWriter(folder / "train.arrow", {"input_ids": "ids"}) as writer:
+    with closing(TokenWriter(folder / "train.arrow", {"input_ids": "ids"})) as writer:
         while some := list(islice(texts, BATCH_TEXTS)):
             for row in template.tokenise_batch([template.text_segments(text) for _, text in some]):
                 left += row.input_ids

@@ -27,11 +27,7 @@ class RawRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Row `index`.
-
-        Raises:
-            BadRow: what is there is no row.
-        """
+        """Row `index`. Raises BadRow: what is there is no row."""
         row = self._rows[index]
         if not isinstance(row, dict):
             raise BadRow(f"the row is of type {type(row).__name__}, not an object with named columns")

@@ -6,7 +6,7 @@ Rank 0 tokenises, the others wait, then all read the same files.
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from common.data.example import Example, missing_for
 from common.data.hub_data import is_offline
 from common.data.registry import RawSource, load_source
 from common.data.source_checks import NUM_READ
-from common.data.stage_rows import KINDS, Item, RowKind, build_row_fields
+from common.data.stage_rows import KINDS, PAIR, PROMPT, Item, RowBuilder, build_row_fields, text_key
 from common.data.token_cache import REPORT_NAME, TokenTable, TokenWriter, build_once, cache_key
 from common.ranks import watchdog
 from common.ranks.distributed import make_on_first_rank
@@ -59,7 +59,7 @@ class _Share:
 
 
 def build_data(options: DataOptions, template: Template) -> StageData:
-    """The rows of step `options.stage`: see `stage_rows.sft_rows`, `pair_rows`, `prompt_rows`.
+    """The rows of step `options.stage`: see `stage_rows.RowBuilder`.
 
     Every rank must call this.
 
@@ -108,7 +108,7 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
         report = DataReport(kind=kind.name)
         share = _Share(source, is_whole=True)  # the shares of the steps are drawn from all rows
         items = [item for item, _ in _items(share, options, report)]
-        rows = kind.to_rows(items, template, report, options)
+        rows = RowBuilder(template, options, report).build(items)
         which = "first " if source.is_cut else ""
         lines.append(
             f"{name}: its {which}{report.num_raw_rows} rows give {len(rows)} of step {options.stage}, "
@@ -144,10 +144,11 @@ def _write(folder: Path, shares: Sequence[_Share], options: DataOptions, templat
     """Tokenise all shares into train.arrow, eval.arrow and report.json."""
     kind = KINDS[options.stage]
     report = DataReport(kind=kind.name)
+    builder = RowBuilder(template, options, report)
     total = sum(len(share.source.train) for share in shares)
     with ExitStack() as stack:
         train, held_out = (
-            stack.enter_context(TokenWriter(folder / f"{name}.arrow", kind.columns))
+            stack.enter_context(closing(TokenWriter(folder / f"{name}.arrow", kind.columns)))
             for name in ("train", "eval")
         )
         for share in shares:
@@ -156,7 +157,7 @@ def _write(folder: Path, shares: Sequence[_Share], options: DataOptions, templat
             while chunk := list(islice(items, CHUNK_ROWS)):
                 for writer in (train, held_out):
                     some = [item for item, is_eval in chunk if is_eval == (writer is held_out)]
-                    writer.append(kind.to_rows(some, template, report, options))
+                    writer.append(builder.build(some))
                 report.check_bad_rows(options.max_bad_rows)
             report.notes += [f"{share.source.name}: {note}" for note in share.source.adapter.notes]
             if train.num_rows == num_before:
@@ -183,7 +184,7 @@ def _items(share: _Share, options: DataOptions, report: DataReport) -> Iterator[
     source, kind = share.source, KINDS[options.stage]
 
     def read(row: dict) -> tuple[dict, list[Example]]:
-        return row, _usable(source.adapter.to_examples(row), kind, report)
+        return row, _usable(source.adapter.to_examples(row), options.stage, report)
 
     parts = [(source.train, share.indexes(options))]
     if source.eval is not None:
@@ -193,35 +194,33 @@ def _items(share: _Share, options: DataOptions, report: DataReport) -> Iterator[
         for index, (row, examples) in report.read(rows, indexes, read, options.max_bad_rows):
             row_id = rows.row_id(index)
             fields = build_row_fields(row) if "fields" in kind.columns else "{}"
-            if kind.name == "pair":
+            if kind is PAIR:
                 examples = _at_most(
                     examples, options.max_pairs_per_prompt, f"{options.seed} {row_id}", report
                 )
             for number, example in enumerate(examples):
                 name = row_id if len(examples) == 1 else f"{row_id}#{number}"
                 # Many rows may have one prompt: step 3 must not train on those that it judges by.
-                content = example.prompt if kind.name == "prompt" else row
+                content = example.prompt if kind is PROMPT else row
                 is_eval = eval_fraction > 0 and is_held_out(content, eval_fraction, options.seed)
                 yield Item(example, name, rows.location(index), fields), is_eval or rows is source.eval
 
 
-def _usable(examples: Sequence[Example], kind: RowKind, report: DataReport) -> list[Example]:
-    """Examples of one raw row that this step can use, without repeats.
+def _usable(examples: Sequence[Example], stage: int, report: DataReport) -> list[Example]:
+    """Examples of one raw row that a step can use, without repeats.
 
     Raises:
         BadRow: none of them has what the step needs.
     """
-    problems = [missing_for(kind.stage, example) for example in examples]
+    problems = [missing_for(stage, example) for example in examples]
     if None not in problems:
         raise problems[0] or AssertionError("a row gave no example")
     kept: dict[object, Example] = {}
     for example, problem in zip(examples, problems, strict=True):
-        if problem is not None:
-            continue
-        if kind.name == "pair" and example.is_tie:
+        if stage == 2 and problem is None and example.is_tie:
             report.num_ties += 1
-        else:
-            kept.setdefault(kind.text_key(example), example)
+        elif problem is None:
+            kept.setdefault(text_key(stage, example), example)
     return list(kept.values())
 
 

@@ -10,7 +10,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +29,7 @@ COLUMN_TYPES = {
 
 
 class TokenWriter:
-    """Appends rows to an Arrow stream; use it in a `with`."""
+    """Appends rows to an Arrow stream until it is closed."""
 
     def __init__(self, path: Path, columns: dict[str, str]) -> None:
         """`columns` maps a name to a key of COLUMN_TYPES."""
@@ -44,11 +44,7 @@ class TokenWriter:
             self._stream.write_batch(pa.RecordBatch.from_pylist(list(rows), schema=self._schema))
             self.num_rows += len(rows)
 
-    def __enter__(self) -> Self:
-        """Nothing to prepare."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """End the stream."""
         self._stream.close()
         self._file.close()

@@ -8,7 +8,7 @@ from common.data.data_options import DataOptions
 from common.data.data_report import DataReport
 from common.data.dialogue import Segment, Tokenised, build_template, response_start, truncate
 from common.data.example import BadRow, Example, Message
-from common.data.stage_rows import Item, pair_rows, prompt_rows, sft_rows
+from common.data.stage_rows import Item, RowBuilder
 
 QUESTION = (Message("user", "How are you today?"),)
 CHAT_JINJA = (
@@ -174,10 +174,10 @@ def test_a_chat_prompt_that_is_too_long_keeps_its_headers_and_system_prompt(make
     def rows_of(prompt, reply, max_tokens) -> tuple[list[str], DataReport]:
         report = DataReport()
         item = Item(Example(prompt=prompt, chosen=reply, rejected=f"No {reply}"), "row", "rows:1")
-        options = DataOptions([], 1, max_seq_len=max_tokens)
-        (sft,) = sft_rows([item], template, report, options)
-        (pair,) = pair_rows([item], template, report, options)
-        (prompt,) = prompt_rows([item], template, report, options)
+        lengths = {"max_seq_len": max_tokens, "max_prompt_tokens": max_tokens}
+        all_options = [DataOptions([], stage, **lengths) for stage in (1, 2, 3)]
+        rows = [RowBuilder(template, options, report).build([item]) for options in all_options]
+        (sft,), (pair,), (prompt,) = rows
         ids = [sft["input_ids"], pair["chosen_ids"], pair["rejected_ids"], prompt["prompt_ids"]]
         assert max(map(len, ids)) <= max_tokens
         return [tokenizer.decode(row) for row in ids], report

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def test_two_builders_at_once_leave_one_whole_cache(tmp_path):
 
     def write(temporary):
         both_write.wait(timeout=10)  # neither has renamed yet
-        with TokenWriter(temporary / "train.arrow", {"input_ids": "ids"}) as writer:
+        with closing(TokenWriter(temporary / "train.arrow", {"input_ids": "ids"})) as writer:
             writer.append([{"input_ids": [1, 2]}] * 100)
         (temporary / "report.json").write_text("{}")
 
@@ -54,7 +55,7 @@ def test_token_table(tmp_path):
         {"input_ids": [i] * i, "mask": [k % 2 == 0 for k in range(i)], "margin": i / 2, "name": f"é{i}"}
         for i in range(7)
     ]
-    with TokenWriter(tmp_path / "t.arrow", columns) as writer:
+    with closing(TokenWriter(tmp_path / "t.arrow", columns)) as writer:
         writer.append(rows[:3])
         writer.append([])
         writer.append(rows[3:])

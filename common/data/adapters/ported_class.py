@@ -50,9 +50,9 @@ class PortedClass(Adapter):
         self._kind = kind
         self._name = dataset_name or _own_name(kind)
         if not hasattr(kind, "get_prompt"):
-            raise ValueError(
-                f"--data_path {source}: {kind.__name__} needs get_prompt, as DeepSpeed-Chat's classes "
-                "have, or must derive from common.data.registry.Adapter"
+            raise self._refusal(
+                f"{kind.__name__} needs get_prompt, as DeepSpeed-Chat's classes have, or must derive from "
+                "common.data.registry.Adapter"
             )
 
     def load(self) -> Parts:
@@ -67,16 +67,15 @@ class PortedClass(Adapter):
             train = raw.get("train") if isinstance(raw, Mapping) else raw
         if train is None:
             if not self._name:
-                raise ValueError(
-                    f"--data_path {self.source}: {self._kind.__name__} has no rows: neither get_train_data "
-                    "nor raw_datasets['train'] gives any; add one, or name a file, folder or hub data set by "
-                    f"--data_path {self.source}:NAME"
+                raise self._refusal(
+                    f"{self._kind.__name__} has no rows: neither get_train_data nor raw_datasets['train'] "
+                    f"gives any; add one, or name a file, folder or hub data set by --data_path {self.source}:NAME"
                 )
             reader = (LocalFiles if Path(self._name).exists() else AnyForm)(self._name)
             reader.max_rows = self.max_rows
             return reader.load()
         if len(train) == 0:
-            raise ValueError(f"--data_path {self.source}: get_train_data is empty; give at least one row")
+            raise self._refusal("get_train_data is empty; give at least one row")
         return Parts(RawRows(_Samples(train), self.source), self._held_out(train))
 
     def code_digest(self) -> str:
@@ -97,11 +96,7 @@ class PortedClass(Adapter):
 
     @cached_property
     def _inner(self) -> Any:
-        """An instance of the class.
-
-        Raises:
-            ValueError: its constructor takes something unknown, or raised.
-        """
+        """An instance of the class. Raises ValueError: its constructor takes something unknown, or raised."""
         # Some classes write their shares as files: each process has a folder, for as long as this lives.
         self._folder = tempfile.TemporaryDirectory(prefix="triptych-")
         values = {
@@ -117,9 +112,10 @@ class PortedClass(Adapter):
             return self._kind(*args, **named)
         except Exception as error:  # the network's, the disk's, or the class's own
             cure = "check the network and the class" if self._name else f"name its data: {self.source}:NAME"
-            raise ValueError(
-                f"--data_path {self.source}: {call} raised {kind_and_line(error)}; {cure}"
-            ) from error
+            raise self._refusal(f"{call} raised {kind_and_line(error)}; {cure}") from error
+
+    def _refusal(self, reason: str) -> ValueError:
+        return ValueError(f"--data_path {self.source}: {reason}")
 
     def _held_out(self, train: Any) -> RawRows | None:
         """The class's own evaluation part, where it has one that is not the training rows."""
@@ -147,11 +143,11 @@ class PortedClass(Adapter):
         try:
             data = getattr(inner, method)()
         except Exception as error:  # the class's own
-            raise ValueError(f"--data_path {self.source}: {method} raised {kind_and_line(error)}") from error
+            raise self._refusal(f"{method} raised {kind_and_line(error)}") from error
         if data is not None and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-            raise ValueError(
-                f"--data_path {self.source}: {method} gave {type(data).__name__}, which has no length and no "
-                "index; give a list or a map-style data set"
+            raise self._refusal(
+                f"{method} gave {type(data).__name__}, which has no length and no index; give a list or a "
+                "map-style data set"
             )
         return data
 
