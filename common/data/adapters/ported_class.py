@@ -69,7 +69,8 @@ class PortedClass(Adapter):
             if not self._name:
                 raise self._refusal(
                     f"{self._kind.__name__} has no rows: neither get_train_data nor raw_datasets['train'] "
-                    f"gives any; add one, or name a file, folder or hub data set by --data_path {self.source}:NAME"
+                    "gives any; add one, or name a file, folder or hub data set by "
+                    f"--data_path {self.source}:NAME"
                 )
             reader = (LocalFiles if Path(self._name).exists() else AnyForm)(self._name)
             reader.max_rows = self.max_rows
