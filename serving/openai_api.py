@@ -25,15 +25,12 @@ def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sam
     created = int(time.time())
 
     def describe(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": created, "owned_by": "triptych"}
-
-    def find(name: str) -> Answerer:
         if name not in models:
             known = ", ".join(models)
             raise BadRequest(
                 f"there is no model {name!r} here, only {known}", "model", "model_not_found", 404
             )
-        return models[name]
+        return {"id": name, "object": "model", "created": created, "owned_by": "triptych"}
 
     @app.exception_handler(BadRequest)
     def refuse(request: Request, error: BadRequest) -> Response:
@@ -44,102 +41,94 @@ def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sam
         """List what is served."""
         return {"object": "list", "data": [describe(name) for name in models]}
 
-    @app.get("/v1/models/{name:path}")
-    def show_model(name: str) -> dict[str, Any]:
-        """Describe one model."""
-        find(name)
-        return describe(name)
+    app.get("/v1/models/{name:path}")(describe)
+
+    async def respond(kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
+        asked = read_request(kind, await request.body())
+        describe(asked.model)
+        sampling = asked.sampling(default)
+        model = models[asked.model]
+        rows = await asyncio.to_thread(_encode, model, asked)
+        return await _respond(Task(model, asked, sampling, rows))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
-        asked = read_request(ChatRequest, await request.body())
-        return await _respond(Task(find(asked.model), asked, default))
+        return await respond(ChatRequest, request)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         """Continue texts or token ids."""
-        asked = read_request(CompletionRequest, await request.body())
-        return await _respond(Task(find(asked.model), asked, default))
+        return await respond(CompletionRequest, request)
+
+
+def _encode(model: Answerer, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
+    """Return the prompts' token ids. Raises BadRequest."""
+    try:
+        rows = asked.prompts_of(model)
+    except ValueError as error:
+        raise BadRequest(str(error), asked.param, "invalid_value") from error
+    for ids in rows:
+        if ids and max(ids) >= len(model.tokenizer):
+            known = f"the model has {len(model.tokenizer)} tokens"
+            raise BadRequest(f"prompt: {known}, none is {max(ids)}", asked.param)
+        if reason := model.why_too_long(ids) if ids else "the prompt has no token":
+            raise BadRequest(reason, asked.param, "context_length_exceeded")
+    return rows
 
 
 @dataclass
 class Task:
-    """A request, the model that answers it, and how it samples where the request does not say."""
+    """A request, the model that answers it and how, and the prompts' token ids."""
 
     model: Answerer
     asked: ChatRequest | CompletionRequest
-    default: Sampling
-
-    def sampling(self) -> Sampling:
-        """Return how the answers are sampled. Raises BadRequest."""
-        asked, default = self.asked, self.default
-        return Sampling(
-            max_new_tokens=asked.max_new_tokens(default.max_new_tokens),
-            temperature=default.temperature if asked.temperature is None else asked.temperature,
-            top_p=default.top_p if asked.top_p is None else asked.top_p,
-            top_k=default.top_k,
-            stop=tuple(asked.stop),
-            seed=asked.seed,
-            num_answers=asked.n,
-        )
-
-    def encode(self) -> list[list[int]]:
-        """Return the prompts' token ids. Raises BadRequest."""
-        model, param = self.model, self.asked.param
-        try:
-            rows = self.asked.prompts_of(model)
-        except ValueError as error:
-            raise BadRequest(str(error), param, "invalid_value") from error
-        for ids in rows:
-            if not ids:
-                raise BadRequest("the prompt has no token", param, "context_length_exceeded")
-            if max(ids) >= len(model.tokenizer):
-                known = f"the model has {len(model.tokenizer)} tokens"
-                raise BadRequest(f"prompt: {known}, none is {max(ids)}", param)
-            if reason := model.why_too_long(ids):
-                raise BadRequest(reason, param, "context_length_exceeded")
-        return rows
+    sampling: Sampling
+    rows: list[list[int]]
 
     def answer(self, ids: list[int], on_text: TextCallback) -> list[Answer]:
         """Return the answers to one prompt."""
-        sampling = self.sampling()
-        if not sampling.max_new_tokens:  # the prompt alone is wanted, with its log-probabilities
-            return [Answer("", [], "length", len(ids))] * sampling.num_answers
+        if not self.sampling.max_new_tokens:  # the prompt alone is wanted, with its log-probabilities
+            return [Answer("", [], "length", len(ids))] * self.sampling.num_answers
         keeps_space = isinstance(self.asked, CompletionRequest)
-        return self.model.respond([ids], sampling, on_text=on_text, keeps_space=keeps_space)[0]
+        return self.model.respond([ids], self.sampling, on_text=on_text, keeps_space=keeps_space)[0]
+
+    def usage(self, answers: list[Answer]) -> dict[str, int]:
+        """Return what the request cost."""
+        num_prompt = sum(map(len, self.rows))
+        num_new = sum(len(answer.token_ids) for answer in answers)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+        }
 
 
 async def _respond(task: Task) -> Response:
     asked = task.asked
-    task.sampling()  # may be refused
-    if asked.stream and (asked.num_logprobs is not None or asked.echo):
-        field = "echo" if asked.echo else "logprobs"
-        raise BadRequest(f"{field} is not supported together with stream", field, "unsupported_parameter")
-    rows = await asyncio.to_thread(task.encode)
     head = {"id": f"{asked.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
     if asked.stream:
-        lines = _stream(task, rows, head | {"object": asked.chunk_kind})
+        lines = _stream(task, head | {"object": asked.chunk_kind})
         return StreamingResponse(lines, media_type="text/event-stream")
     try:
-        choices, usage = await asyncio.to_thread(_answer_all, task, rows)
+        choices, usage = await asyncio.to_thread(_answer_all, task)
     except Exception as error:  # a device's or a library's: a client must be told in its own form
         return openai_error(first_line(error), 500)
     return JSONResponse(head | {"object": asked.kind, "choices": choices, "usage": usage})
 
 
-def _answer_all(task: Task, rows: list[list[int]]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+def _answer_all(task: Task) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Return the choices of a request, and what they cost."""
-    answers = [(ids, answer) for ids in rows for answer in task.answer(ids, lambda number, text: False)]
-    choices = [
-        {"index": index, "finish_reason": _FINISH[answer.finish_reason]}
-        | task.asked.choice(task.model, ids, answer)
-        for index, (ids, answer) in enumerate(answers)
-    ]
-    return choices, _usage(rows, [answer for _, answer in answers])
+    answers, choices = [], []
+    for ids in task.rows:
+        for answer in task.answer(ids, lambda number, text: False):
+            choice = {"index": len(choices), "finish_reason": _FINISH[answer.finish_reason]}
+            choices.append(choice | task.asked.choice(task.model, ids, answer))
+            answers.append(answer)
+    return choices, task.usage(answers)
 
 
-async def _stream(task: Task, rows: list[list[int]], head: dict[str, Any]) -> AsyncIterator[str]:
+async def _stream(task: Task, head: dict[str, Any]) -> AsyncIterator[str]:
     """Yield server-sent events: pieces of all answers, their ends, the usage if asked for, [DONE]."""
     with_usage = task.asked.stream_options.include_usage
 
@@ -153,7 +142,7 @@ async def _stream(task: Task, rows: list[list[int]], head: dict[str, Any]) -> As
             emit({"choices": [choice]} | ({"usage": None} if with_usage else {}))
             return is_gone.is_set()
 
-        for ids in rows:
+        for ids in task.rows:
             first = len(answers)
             of_one = task.answer(ids, lambda number, text, first=first: tell(first + number, text, None))
             for number, answer in enumerate(of_one):
@@ -162,7 +151,7 @@ async def _stream(task: Task, rows: list[list[int]], head: dict[str, Any]) -> As
             if is_gone.is_set():
                 return
         if with_usage:
-            emit({"choices": [], "usage": _usage(rows, answers)})
+            emit({"choices": [], "usage": task.usage(answers)})
 
     try:
         async for event in stream_from_thread(work):
@@ -171,8 +160,3 @@ async def _stream(task: Task, rows: list[list[int]], head: dict[str, Any]) -> As
         yield f"data: {openai_error(first_line(error), 500).body.decode()}\n\n"
         return
     yield "data: [DONE]\n\n"
-
-
-def _usage(rows: list[list[int]], answers: list[Answer]) -> dict[str, int]:
-    num_prompt, num_new = sum(map(len, rows)), sum(len(answer.token_ids) for answer in answers)
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}

@@ -3,6 +3,7 @@
 A field that is not honoured is refused by its name, unless it asks for nothing.
 """
 
+import dataclasses
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.responses import JSONResponse
@@ -17,6 +18,7 @@ from pydantic import (
 )
 
 from common.data.example import Message
+from serving.answering import Sampling
 
 MAX_ANSWERS, MAX_STOPS, MAX_LOGPROBS = 16, 4, 20
 # Values of fields that we do not have with which they ask for nothing.
@@ -133,13 +135,19 @@ class OpenAIRequest(_Fields):
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
 
-    def max_new_tokens(self, most: int) -> int:
-        """Return how many tokens an answer may have. Raises BadRequest for more than the server's `most`."""
-        limit = self._limit(most)
+    def _sampling(self, default: Sampling, limit: int) -> Sampling:
+        """Return how to sample; what is left out is the server's own. Raises BadRequest."""
+        most, given = default.max_new_tokens, {"temperature": self.temperature, "top_p": self.top_p}
         if limit > most:
             message = f"{limit} tokens are more than this server's --max_new_tokens {most}"
             raise BadRequest(message, "max_tokens")
-        return limit
+        if self.stream and (self.num_logprobs is not None or self.echo):
+            field = "echo" if self.echo else "logprobs"
+            message = f"{field} is not supported together with stream"
+            raise BadRequest(message, field, "unsupported_parameter")
+        given = {name: value for name, value in given.items() if value is not None}
+        given |= {"stop": tuple(self.stop), "seed": self.seed, "num_answers": self.n}
+        return dataclasses.replace(default, max_new_tokens=limit, **given)
 
 
 class ChatRequest(OpenAIRequest):
@@ -170,10 +178,12 @@ class ChatRequest(OpenAIRequest):
         """Return how many likely tokens are told beside each; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
-    def _limit(self, most: int) -> int:
+    def sampling(self, default: Sampling) -> Sampling:
+        """Return how to sample; what is left out is the server's own. Raises BadRequest."""
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
-        return self.max_completion_tokens or self.max_tokens or most
+        limit = self.max_completion_tokens or self.max_tokens or default.max_new_tokens
+        return self._sampling(default, limit)
 
     def prompts_of(self, model: Any) -> list[list[int]]:
         """Return the token ids of the one conversation. Raises ValueError when its template refuses it."""
@@ -216,10 +226,12 @@ class CompletionRequest(OpenAIRequest):
     prefix: ClassVar[str] = "cmpl"
     param: ClassVar[str] = "prompt"
 
-    def _limit(self, most: int) -> int:
+    def sampling(self, default: Sampling) -> Sampling:
+        """Return how to sample; what is left out is the protocol's or the server's own. Raises BadRequest."""
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest("max_tokens: 0 leaves nothing to answer without echo: true", "max_tokens")
-        return min(16, most) if self.max_tokens is None else self.max_tokens
+        limit = min(16, default.max_new_tokens) if self.max_tokens is None else self.max_tokens
+        return self._sampling(default, limit)
 
     def prompts_of(self, model: Any) -> list[list[int]]:
         """Return the token ids of the prompts."""

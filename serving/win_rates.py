@@ -67,27 +67,19 @@ def duels(outcomes: Iterable[Outcome]) -> list[Duel]:
     ]
 
 
-def bradley_terry(counts: Mapping[Outcome, int], *, prior_draws: float = PRIOR_DRAWS) -> dict[str, float]:
-    """Return each model's rating; `counts` tells how often each outcome was seen.
-
-    `prior_draws` against an average model keep it finite; with 0 only differences of ratings mean something,
-    and their mean is MEAN_RATING.
-    """
-    names = sorted({name for outcome in counts for name in outcome[:2]})
-    weights = np.array([list(counts.values())], dtype=float)
-    return dict(zip(names, _fit(names, list(counts), weights, prior_draws)[0].tolist(), strict=True))
-
-
-def _fit(names: list[str], outcomes: list[Outcome], weights: np.ndarray, prior_draws: float) -> np.ndarray:
-    """Return ratings (R, M) for outcomes that were seen `weights` (R, K) times.
+def bradley_terry(
+    counts: Mapping[Outcome, int], weights: np.ndarray, prior_draws: float = PRIOR_DRAWS
+) -> dict[str, np.ndarray]:
+    """Return each model's rating (R,) where outcomes, the keys of `counts`, were seen `weights` (R, K) times.
 
     The maximum of the likelihood in which i beats j with probability sigmoid(s_i - s_j) (R. A. Bradley and
-    M. E. Terry 1952), by Newton's method on the log-strengths s.
+    M. E. Terry 1952), by Newton's method on the log-strengths s. `prior_draws` against an average model keep
+    it finite; with 0 only differences of ratings mean something, and their mean is MEAN_RATING.
     """
-    firsts = np.array([[outcome.first == name for name in names] for outcome in outcomes], dtype=float)
-    seconds = np.array([[outcome.second == name for name in names] for outcome in outcomes], dtype=float)
-    contrast = firsts - seconds  # (K, M): s_i - s_j
-    scores = np.array([outcome.score for outcome in outcomes])
+    names = sorted({name for outcome in counts for name in outcome[:2]})
+    # (K, M): 1 for the first, -1 for the second, so that a product with it is s_i - s_j
+    contrast = np.array([[(o.first == n) - (o.second == n) for n in names] for o in counts], dtype=float)
+    scores = np.array([outcome.score for outcome in counts])
     strength = np.zeros((len(weights), len(names)))
     # Where only differences count, a step may have no part that moves all alike.
     anchor = 0.0 if prior_draws else 1.0
@@ -101,7 +93,7 @@ def _fit(names: list[str], outcomes: list[Outcome], weights: np.ndarray, prior_d
         strength += step
         if np.abs(step).max() < _SMALLEST_CHANGE:
             break
-    return MEAN_RATING + ELO_PER_FACTOR_10 / math.log(10.0) * strength
+    return dict(zip(names, MEAN_RATING + ELO_PER_FACTOR_10 / math.log(10.0) * strength.T, strict=True))
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
@@ -117,14 +109,11 @@ def ratings(outcomes: Sequence[Outcome], *, num_resamples: int = 200, seed: int 
     if not outcomes:
         return []
     counts = Counter(outcomes)
-    rating_of = bradley_terry(counts)
-    shares = np.array(list(counts.values())) / len(outcomes)
-    resamples = np.random.default_rng(seed).multinomial(len(outcomes), shares, size=num_resamples)  # (R, K)
-    resampled = _fit(list(rating_of), list(counts), resamples, PRIOR_DRAWS)
-    low, high = np.quantile(resampled, [0.025, 0.975], axis=0).tolist()
-    number = Counter(name for outcome in outcomes for name in outcome[:2])
-    rows = [
-        Rating(name, rating, low[index], high[index], number[name])
-        for index, (name, rating) in enumerate(rating_of.items())
-    ]
+    seen = np.array([list(counts.values())], dtype=float)
+    generator = np.random.default_rng(seed)
+    resamples = generator.multinomial(len(outcomes), seen[0] / len(outcomes), size=num_resamples)  # (R, K)
+    rows = []
+    for name, (rating, *others) in bradley_terry(counts, np.vstack([seen, resamples])).items():
+        low, high = np.quantile(others, [0.025, 0.975]).tolist()
+        rows.append(Rating(name, float(rating), low, high, sum(name in outcome[:2] for outcome in outcomes)))
     return sorted(rows, key=lambda row: -row.rating)

@@ -2,11 +2,18 @@
 
 import math
 
+import numpy
 import pytest
 
-from serving.win_rates import Outcome, bradley_terry, duels, ratings, wilson_interval
+from serving import win_rates
+from serving.win_rates import Outcome, duels, ratings, wilson_interval
 
 A_WINS, B_WINS, TIE = Outcome("a", "b", 1.0), Outcome("a", "b", 0.0), Outcome("a", "b", 0.5)
+
+
+def bradley_terry(counts: dict[Outcome, int], **more: float) -> dict[str, float]:
+    found = win_rates.bradley_terry(counts, numpy.array([list(counts.values())], dtype=float), **more)
+    return {name: float(rating) for name, [rating] in found.items()}
 
 
 def test_wilson_by_hand():
