@@ -66,23 +66,23 @@ def prompts(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sft_model(tiny, prompts, tmp_path_factory) -> Path:
+def train(tiny, prompts, tmp_path_factory):
+    """Run a step on the prompts unless other data are given; return its output folder."""
+
+    def run_step(step: int, **changes) -> Path:
+        output = tmp_path_factory.mktemp("run") / "output"
+        flags = {"data_path": prompts, "data_output_path": tiny.cache, "output_dir": output, "dtype": "fp32"}
+        run_here(step, flags | changes)
+        return output
+
+    return run_step
+
+
+@pytest.fixture(scope="module")
+def sft_model(tiny, train) -> Path:
     """A model that speaks in those words."""
-    output = tmp_path_factory.mktemp("sft") / "output"
-    flags = {
-        "model_name_or_path": tiny.base,
-        "data_path": prompts,
-        "data_split": "1,0,0",
-        "data_output_path": tiny.cache,
-        "output_dir": output,
-        "max_seq_len": 48,
-        "per_device_train_batch_size": 16,
-        "num_train_epochs": 5,
-        "learning_rate": 5e-3,
-        "dtype": "fp32",
-    }
-    run_here(1, flags)
-    return output / "export"
+    flags = {"model_name_or_path": tiny.base, "data_split": "1,0,0", "max_seq_len": 48, "num_train_epochs": 5}
+    return train(1, per_device_train_batch_size=16, learning_rate=5e-3, **flags) / "export"
 
 
 @pytest.fixture(scope="module")
@@ -105,52 +105,28 @@ def preferences(sft_model, prompts, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reward_model(tiny, sft_model, preferences, tmp_path_factory) -> Path:
+def reward_model(train, sft_model, preferences) -> Path:
     """A reward model of those preferences."""
-    output = tmp_path_factory.mktemp("reward") / "output"
-    flags = {
-        "model_name_or_path": sft_model,
-        "data_path": preferences,
-        "data_split": "0,1,0",
-        "data_output_path": tiny.cache,
-        "output_dir": output,
-        "max_seq_len": 64,
-        "per_device_train_batch_size": 16,
-        "num_train_epochs": 10,
-        "learning_rate": 3e-3,
-        "dtype": "fp32",
-    }
-    run_here(2, flags)
+    flags = {"model_name_or_path": sft_model, "data_path": preferences, "data_split": "0,1,0"}
+    flags |= {"max_seq_len": 64, "num_train_epochs": 10, "learning_rate": 3e-3}
+    output = train(2, per_device_train_batch_size=16, **flags)
     assert sum(read_curve(output, "reward/accuracy")[-5:]) / 5 > 0.8
     return output / "export"
 
 
-def test_ppo_on_what_people_prefer_wins_the_arena(tiny, sft_model, reward_model, prompts, tmp_path):
+def test_ppo_on_what_people_prefer_wins_the_arena(train, sft_model, reward_model, prompts, tmp_path):
     flags = {
-        "actor_model_name_or_path": sft_model,
-        "critic_model_name_or_path": reward_model,
-        "data_path": prompts,
-        "data_split": "0,0,1",
-        "data_output_path": tiny.cache,
-        "output_dir": tmp_path / "ppo",
-        "max_prompt_seq_len": 24,
-        "max_answer_seq_len": ANSWER_TOKENS,
-        "per_device_generation_batch_size": 32,
-        "per_device_training_batch_size": 32,
-        "actor_learning_rate": 5e-3,
-        "critic_learning_rate": 3e-3,
-        "lr_scheduler_type": "constant",
-        "num_warmup_steps": 0,
-        "num_train_epochs": 1000,
-        "max_train_steps": 24,
-        "ppo_epochs": 2,
+        "actor_model_name_or_path": sft_model, "critic_model_name_or_path": reward_model,
+        "data_split": "0,0,1", "max_prompt_seq_len": 24, "max_answer_seq_len": ANSWER_TOKENS,
+        "per_device_generation_batch_size": 32, "per_device_training_batch_size": 32,
+        "actor_learning_rate": 5e-3, "critic_learning_rate": 3e-3, "lr_scheduler_type": "constant",
+        "num_warmup_steps": 0, "num_train_epochs": 1000, "max_train_steps": 24, "ppo_epochs": 2,
         "kl_coef": 0.05,
-        "dtype": "fp32",
-    }
-    run_here(3, flags)
-    scores = read_curve(tmp_path / "ppo", "objective/score")
-    assert sum(scores[-8:]) > sum(scores[:8]), read_metrics(tmp_path / "ppo")
-    models = {"sft": sft_model, "ppo": tmp_path / "ppo" / "export"}
+    }  # fmt: skip
+    output = train(3, **flags)
+    scores = read_curve(output, "objective/score")
+    assert sum(scores[-8:]) > sum(scores[:8]), read_metrics(output)
+    models = {"sft": sft_model, "ppo": output / "export"}
     with arena_of(models, db=tmp_path / "arena.sqlite3", data_path=prompts) as client:
         judge_pairs(client, NUM_TEST_PAIRS)
         results = client.get("/api/results").json()

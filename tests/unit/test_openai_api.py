@@ -73,11 +73,9 @@ def test_a_conversation_is_answered(ours, models):
 
 
 def test_limits_and_stops_end_an_answer(ours):
-    cut = ours.chat.completions.create(model="left", messages=HI, max_completion_tokens=4)
-    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("left", "length")
-    for stop in (" heard", ["zzz", " heard"]):
-        stopped = ours.chat.completions.create(model="left", messages=HI, stop=stop)
-        assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("left", "stop")
+    for reason, more in (("length", {"max_completion_tokens": 4}), ("stop", {"stop": ["zzz", " heard"]})):
+        [choice] = ours.chat.completions.create(model="left", messages=HI, **more).choices
+        assert (choice.message.content, choice.finish_reason) == ("left", reason)
 
 
 def test_a_streamed_answer_put_together_is_the_answer(ours):
@@ -153,8 +151,8 @@ def test_what_is_not_honoured_is_refused_by_its_name(shared, body, param, words)
 
 
 def test_neutral_values_of_fields_that_we_do_not_have_are_taken(client):
-    neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "tools": None, "n": 1}
-    neutral |= {"response_format": {"type": "text"}, "user": "me", "metadata": {"a": 1}, "stop": None}
+    neutral = {"frequency_penalty": 0, "logit_bias": {}, "tools": None, "n": 1, "stop": "zzz"}
+    neutral |= {"response_format": {"type": "text"}, "user": "me", "metadata": {"a": 1}}
     assert post(client, **neutral).status_code == 200
 
 

@@ -31,16 +31,17 @@ def test_what_is_no_value_of_the_flag_is_named(text):
 
 
 def scores_of(on_error, *, texts, model=None, weights=(1.0, 1.0)):
-    """Return (ScoreSum, the record with what it gave) of four responses; `texts` are a function's scores."""
+    """Return (ScoreSum, the batch with what it gave) of four responses; `texts` are a function's scores."""
     specs = [RewardSpec("function", "m:f", weights[0], "f"), RewardSpec("model", "x", weights[1], "m")]
-    reward = SimpleNamespace(score=lambda answers: texts, close=lambda: None)
-    scores = ScoreSum(specs, {"function_f": reward}, lambda ids: "", Failures.parse(on_error))
-    record = make_record([0, 1, 2, 3], [2] * 4, [3, 1, 2, 4], num_samples=2)
+    scores = ScoreSum(
+        specs, {"function_f": FakeReward(lambda answers: texts)}, lambda ids: "", Failures.parse(on_error)
+    )
+    batch = make_record([0, 1, 2, 3], [2] * 4, [3, 1, 2, 4], num_samples=2)
     given = torch.tensor(model or [0.5] * 4)
-    models = {"model": SimpleNamespace(score=lambda records: [given])}
-    for name, found in scores.score(models, [record], {n: ("", {}) for n in (0, 1)}).items():
-        record = record.with_numbers(name, found[0])
-    return scores, record
+    models = {"model": SimpleNamespace(score=lambda batchs: [given])}
+    for name, found in scores.score(models, [batch], {n: ("", {}) for n in (0, 1)}).items():
+        batch = batch.with_numbers(name, found[0])
+    return scores, batch
 
 
 @pytest.mark.parametrize(
@@ -48,10 +49,10 @@ def scores_of(on_error, *, texts, model=None, weights=(1.0, 1.0)):
     [("default:-3", [1.5, -2.5, 2.5, -2.5], [True] * 4), ("mask", [1.5, 0.5, 2.5, 0.5], [True, False] * 2)],
 )
 def test_an_answer_without_a_score_has_the_default_or_does_not_count(on_error, total, counts):
-    scores, record = scores_of(on_error, texts=[1.0, None, 2.0, math.nan])
-    assert record.numbers("scores").tolist() == total and scores.counts(record).tolist() == counts
+    scores, batch = scores_of(on_error, texts=[1.0, None, 2.0, math.nan])
+    assert batch.numbers("scores").tolist() == total and scores.counts(batch).tolist() == counts
     assert "function_f gave 'None'" in scores.first_failure and not scores.failures.first
-    found = summarise_scores(record, scores)
+    found = summarise_scores(batch, scores)
     assert {k: v for k, v in found.items() if "failed" in k} == {
         "objective/failed_fraction": 0.5, "objective/failed_fraction_function_f": 0.5,
         "objective/failed_fraction_model": 0.0,
@@ -61,30 +62,30 @@ def test_an_answer_without_a_score_has_the_default_or_does_not_count(on_error, t
 
 def test_a_models_nan_is_a_failure_and_one_of_a_reward_without_weight_masks_nobody():
     texts = [None, 1.0, 1.0, 1.0]
-    scores, record = scores_of("mask", texts=texts, model=[0.0, 0.0, math.inf, 0.0], weights=(0.0, 1.0))
-    assert scores.counts(record).tolist() == [True, True, False, True]
-    assert record.numbers("scores").isfinite().all()
-    assert summarise_scores(record, scores)["objective/failed_fraction"] == 0.5
+    scores, batch = scores_of("mask", texts=texts, model=[0.0, 0.0, math.inf, 0.0], weights=(0.0, 1.0))
+    assert scores.counts(batch).tolist() == [True, True, False, True]
+    assert batch.numbers("scores").isfinite().all()
+    assert summarise_scores(batch, scores)["objective/failed_fraction"] == 0.5
     with pytest.raises(RewardError, match="function_f gave 'None'"):
         scores_of("refuse", texts=texts)
 
 
 def test_held_out_answers_without_a_score_are_in_no_mean_and_tie():
-    scores, record = scores_of("mask", texts=[1.0, None, 2.0, math.nan], weights=(1.0, 0.0))
-    shown = torch.where(scores.counts(record), record.numbers("scores"), math.nan)
-    judged = judge(record, shown)
+    scores, batch = scores_of("mask", texts=[1.0, None, 2.0, math.nan], weights=(1.0, 0.0))
+    shown = torch.where(scores.counts(batch), batch.numbers("scores"), math.nan)
+    judged = judge(batch, shown)
     assert judged.scores == [1.0, None, 2.0, None]
     before = Judged([0.0, 5.0, None, None], ["another"] * 4)
     assert compare(judged, before)["eval/win_rate"] == (1 + 0.5 + 0.5 + 0.5) / 4
-    kept = record.select(scores.counts(record).nonzero()[:, 0])
+    kept = batch.select(scores.counts(batch).nonzero()[:, 0])
     assert measure(kept, [])["eval/score"] == 1.5
-    assert measure(record, [])["eval/score_function_f"] == 1.5
+    assert measure(batch, [])["eval/score_function_f"] == 1.5
 
 
 # ---- masked answers count nowhere --------------------------------------------------------------------------
 
 
-def learned(name, record, on_error, **flags):
+def learned(name, batch, on_error, **flags):
     """Return (the batch with what the losses read, the numbers) of a PPO step without engines."""
     algorithm = ALGORITHMS[name]
     flags = {"algorithm": name, "kl_in": algorithm.kl_in, "kl_estimator": "k1", "adv_norm": "batch"} | flags
@@ -103,7 +104,7 @@ def learned(name, record, on_error, **flags):
         logger=SimpleNamespace(log_interval=100),
         decode=None,
     )
-    done = trainer.add_advantages(1, record)
+    done = trainer.add_advantages(1, batch)
     state = trainer.value_normaliser.state_dict() if trainer.value_normaliser else {}
     summary = {name: value for name, value in done.summary.items() if "failed" not in name}
     return done.batch, summary | {k: float(v) for k, v in state.items()}
@@ -112,21 +113,16 @@ def learned(name, record, on_error, **flags):
 @pytest.mark.parametrize(
     ("name", "aggregation"),
     [
-        ("ppo", "sequence"),
-        ("ppo", "constant"),
-        ("grpo", "sequence"),
-        ("dr_grpo", "constant"),
-        ("rloo", "sequence"),
-        ("reinforce++", "constant"),
-        ("reinforce++-baseline", "sequence"),
+        *(("ppo", "sequence"), ("ppo", "constant"), ("grpo", "sequence"), ("dr_grpo", "constant")),
+        *(("rloo", "sequence"), ("reinforce++", "constant"), ("reinforce++-baseline", "sequence")),
     ],
 )
 def test_a_step_with_masked_answers_is_a_step_without_them(name, aggregation):
     """Whatever the algorithm: no baseline, whitening, mean or normaliser sees what is masked."""
-    record = make_record(range(9), [2] * 9, [3, 1, 2, 4, 5, 2, 3, 1, 4], num_samples=3)
+    batch = make_record(range(9), [2] * 9, [3, 1, 2, 4, 5, 2, 3, 1, 4], num_samples=3)
     is_scored = torch.tensor([True, False, True, True, True, True, False, False, True])
-    given = torch.where(is_scored, record.numbers("scores"), torch.nan)
-    masked = record.with_numbers("scores", torch.where(is_scored, record.numbers("scores"), 1e6))
+    given = torch.where(is_scored, batch.numbers("scores"), torch.nan)
+    masked = batch.with_numbers("scores", torch.where(is_scored, batch.numbers("scores"), 1e6))
     masked = masked.select([4, 0, 1, 2, 3, 5, 6, 7, 8]).with_numbers(
         PREFIX + "function_f", given[[4, 0, 1, 2, 3, 5, 6, 7, 8]]
     )
@@ -153,17 +149,21 @@ def test_dynamic_sampling_looks_at_scored_answers_alone():
 # ---- beside the other roles --------------------------------------------------------------------------------
 
 
-def asked_of(*scores_of_texts):
-    """Return (ScoreSum, records, texts) of functions of Answers."""
-    rewards = {}
-    for number, function in enumerate(scores_of_texts, start=1):
-        rewards[RewardSpec("function", "m:f", 1.0, "f", number).name] = SimpleNamespace(
-            score=function, close=lambda: closed.append(True)
-        )
-    closed: list = []
-    specs = [RewardSpec("function", "m:f", 1.0, "f", number + 1) for number in range(len(rewards))]
+class FakeReward:
+    """Gives the scores of a function of Answers."""
+
+    def __init__(self, score) -> None:
+        self.score, self.is_closed = score, False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def asked_of(*functions):
+    """Return (ScoreSum, batches, texts) of functions of Answers."""
+    specs = [RewardSpec("function", "m:f", 1.0, "f", number + 1) for number in range(len(functions))]
+    rewards = {spec.name: FakeReward(function) for spec, function in zip(specs, functions, strict=True)}
     scores = ScoreSum(specs, rewards, lambda ids: "")
-    scores.closed = closed
     return scores, [make_record([0, 1], [2, 2], [3, 1])], {0: ("", {}), 1: ("", {})}
 
 
@@ -176,8 +176,8 @@ def test_a_reward_is_asked_while_the_other_roles_score():
         assert scoring.wait(30)
         return [1.0, 2.0]
 
-    scores, records, texts = asked_of(slow)
-    with scores.asked(records, texts) as get_scores:
+    scores, batchs, texts = asked_of(slow)
+    with scores.asked(batchs, texts) as get_scores:
         assert asked.wait(30)
         scoring.set()
         found = get_scores({})
@@ -192,9 +192,9 @@ def test_the_first_reward_that_fails_is_told_as_in_a_row():
     def never(answers):
         raise RewardError("the second")
 
-    scores, records, texts = asked_of(lambda answers: [0.0, 0.0], fails, never)
+    scores, batchs, texts = asked_of(lambda answers: [0.0, 0.0], fails, never)
     with pytest.raises(RewardError, match="the first"):
-        scores.score({}, records, texts)
+        scores.score({}, batchs, texts)
 
 
 @pytest.mark.parametrize("error", [StepRefused("no"), KeyboardInterrupt()])
@@ -208,12 +208,12 @@ def test_an_error_of_another_role_leaves_no_question_open(error):
         ended.set()
         return [1.0, 2.0]
 
-    scores, records, texts = asked_of(slow)
+    scores, batchs, texts = asked_of(slow)
     goes_on = isinstance(error, StepRefused)
-    with pytest.raises(type(error)), scores.asked(records, texts):
+    with pytest.raises(type(error)), scores.asked(batchs, texts):
         assert asked.wait(30)
         if goes_on:
             threading.Timer(0.05, scores_may_end.set).start()
         raise error
-    assert ended.is_set() == goes_on and bool(scores.closed) != goes_on
+    assert ended.is_set() == goes_on and scores.texts["function_f"].is_closed != goes_on
     scores_may_end.set()
