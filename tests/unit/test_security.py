@@ -4,7 +4,8 @@ import ast
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,80 +35,44 @@ SOURCES = "chat.py arena.py serving tools common step1_sft step2_reward step3_pp
 # ---- our own source
 
 
-def dotted(node: ast.AST) -> str:
-    """Return `a.b.c` of a name or an attribute, else an empty text."""
-    if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
+NEVER = re.compile(
+    r"allow_pickle=(?!False)|trust_remote_code=True|weights_only=(?!True)|torch\.load\((?!.*weights_only=True)"
+)
 
 
-def keyword(call: ast.Call, name: str) -> Any:
-    """Return the constant that a call gives for a keyword, its source for another value, None without one."""
-    found = next((k.value for k in call.keywords if k.arg == name), None)
-    return found.value if isinstance(found, ast.Constant) else found and ast.unparse(found)
+def findings(source: str) -> list[str]:
+    """Return what could run something that a file says, beside what ruff finds (S rules of pyproject.toml).
 
-
-NEVER = {
-    "eval", "exec", "compile", "os.system", "os.popen", "pickle.load", "pickle.loads", "pickle.Unpickler",
-    "dill.load", "joblib.load", "marshal.load", "marshal.loads", "shelve.open", "yaml.load",
-    "yaml.unsafe_load",
-}  # fmt: skip
-
-
-def findings(source: str) -> Iterator[str]:
-    """Give what could run something that a file says."""
+    That is what NEVER is in a call, and a load of a model's files that leaves it to the library whether code
+    that comes with them is run.
+    """
+    found = []
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call):
-            continue
-        name, weights_only = dotted(node.func), keyword(node, "weights_only")
-        what = [name] if name in NEVER else []
-        what += [word for word in ("shell", "allow_pickle") if keyword(node, word) not in (None, False)]
-        if keyword(node, "trust_remote_code") is True:
-            what.append("trust_remote_code=True")
-        if weights_only is False or (name == "torch.load" and weights_only is not True):
-            what.append("weights_only is not True")
-        yield from (f"{node.lineno}: {word}" for word in what)
-
-
-def loads_without_a_word(source: str) -> Iterator[str]:
-    """Give loads of a model's files that leave it to the library whether code that comes with them is run."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and dotted(node.func).endswith(".from_pretrained"):
-            names = {k.arg for k in node.keywords}
-            if not names & {"trust_remote_code", None}:
-                yield f"{node.lineno}: {dotted(node.func)} without trust_remote_code"
-
-
-def sources(*names: str) -> list[Path]:
-    files = [path for name in names for path in sorted([ROOT / name, *(ROOT / name).rglob("*.py")])]
-    return [path for path in files if path.is_file()]
+        text = ast.unparse(node) if isinstance(node, ast.Call) else ""
+        is_load = text and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
+        says_nothing = is_load and not {k.arg for k in node.keywords} & {"trust_remote_code", None}
+        if NEVER.search(text) or says_nothing:
+            found.append(f"{node.lineno}: {text}")
+    return found
 
 
 def test_no_source_of_ours_runs_what_a_file_says():
-    found = {
-        str(path.relative_to(ROOT)): list(findings(path.read_text()))
-        for path in sources(*SOURCES, "benchmarks", "training_scripts")
-    }
+    paths = [
+        path for name in SOURCES for path in [ROOT / name, *(ROOT / name).rglob("*.py")] if path.is_file()
+    ]
+    found = {str(path): findings(path.read_text()) for path in paths}
     assert len(found) > 100 and {name: lines for name, lines in found.items() if lines} == {}
-
-
-def test_every_load_of_a_model_says_whether_its_code_may_run():
-    found = {str(path): list(loads_without_a_word(path.read_text())) for path in sources(*SOURCES)}
-    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 @pytest.mark.parametrize(
     "line",
-    ["eval(text)", "torch.load(f)", "torch.load(f, weights_only=False)", "pickle.load(f)",
-     "subprocess.run(c, shell=is_shell)", "np.load(f, allow_pickle=True)",
-     "Auto.from_pretrained(p, trust_remote_code=True)"],
+    ["torch.load(f)", "torch.load(f, weights_only=x)", "np.load(f, allow_pickle=True)",
+     "Auto.from_pretrained(p, trust_remote_code=True)", "AutoModel.from_pretrained(p)"],
 )  # fmt: skip
 def test_the_search_finds(line):
-    assert len(list(findings(line))) == 1
-    assert list(findings("torch.load(f, weights_only=True); model.eval(); run(shell=False)")) == []
-    assert list(loads_without_a_word("AutoModel.from_pretrained(p)")) and not list(
-        loads_without_a_word("AutoModel.from_pretrained(p, trust_remote_code=args.trust)")
-    )
+    assert len(findings(line)) == 1
+    good = "torch.load(f, weights_only=True); AutoModel.from_pretrained(p, trust_remote_code=args.trust)"
+    assert findings(good) == []
 
 
 # ---- pickles that would run something
