@@ -32,6 +32,10 @@ ALWAYS = {"args.json", "curves.png", "metrics.jsonl", "finished.json", "report.h
 NUM_STEPS = 3
 
 
+def whole_program(test):
+    return pytest.mark.slow(pytest.mark.smoke(test))
+
+
 def checkpoint(*parts: str, ranks: int = 1) -> set[str]:
     """Return the files of the last step's checkpoint."""
     pieces = {f"{part}-rank-{rank:05d}.safetensors" for part in (*parts, "random") for rank in range(ranks)}
@@ -121,16 +125,14 @@ def pipeline(tiny, tmp_path_factory) -> dict:
     return {"sft": sft, "reward": reward, "ppo": ppo, "done": done}
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
+@whole_program
 @pytest.mark.parametrize("name", ["sft", "reward", "ppo"])
 def test_the_files_of_a_run_have_the_rights_that_umask_leaves(pipeline, name):
     rights = {path: path.stat().st_mode & 0o777 for path in pipeline[name].rglob("*")}
     assert {p: oct(r) for p, r in rights.items() if r != (0o750 if p.is_dir() else 0o640)} == {}
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
+@whole_program
 def test_step1_leaves(pipeline):
     output, done = pipeline["sft"], pipeline["done"]["step1_sft/main.py"]
     adapter = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
@@ -161,8 +163,7 @@ def test_step1_leaves(pipeline):
     assert not [name for name, _ in model.named_parameters() if "lora" in name]
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
+@whole_program
 def test_step2_leaves(pipeline):
     output, done = pipeline["reward"], pipeline["done"]["step2_reward/main.py"]
     assert files_in(output) == ALWAYS | within("export", CLASSIFIER) | checkpoint("model")
@@ -173,8 +174,7 @@ def test_step2_leaves(pipeline):
     assert model.config.num_labels == 1 and model.config.architectures == ["LlamaForSequenceClassification"]
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
+@whole_program
 def test_plain_transformers_gives_the_printed_scores(pipeline):
     """The samples that rw_eval prints, scored by nothing but `from_pretrained`."""
     text = pipeline["done"]["step2_reward/rw_eval.py"].stdout
@@ -192,8 +192,7 @@ def test_plain_transformers_gives_the_printed_scores(pipeline):
                 )  # printed to .001
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
+@whole_program
 def test_rw_eval_ends_in_one_line_of_json(pipeline):
     figures = json.loads(pipeline["done"]["step2_reward/rw_eval.py"].stdout.splitlines()[-1])
     assert figures["pairs"] == 50 and 0 <= figures["accuracy"] <= 1
@@ -201,8 +200,7 @@ def test_rw_eval_ends_in_one_line_of_json(pipeline):
     assert figures["margin"] == pytest.approx(figures["chosen_score"] - figures["rejected_score"], abs=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
+@whole_program
 def test_step3_leaves(pipeline):
     output, done = pipeline["ppo"], pipeline["done"]["step3_ppo/main.py"]
     assert files_in(output) == (
@@ -232,8 +230,7 @@ def test_step3_leaves(pipeline):
     AutoModelForSequenceClassification.from_pretrained(critic)
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
+@whole_program
 def test_nothing_noisy_is_printed(pipeline):
     for script, done in pipeline["done"].items():
         assert "Traceback" not in done.stderr and "Warning" not in done.stderr, f"{script}\n{done.stderr}"
@@ -242,21 +239,10 @@ def test_nothing_noisy_is_printed(pipeline):
 # ---- other ways to start
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
-def test_from_its_own_folder(tiny, output):
-    """As DeepSpeed-Chat's scripts do; Python then puts the step's folder first on its path."""
-    flags = single_model_flags(tiny, output_dir=output, data_split="1,0,0")
-    done = run([sys.executable, "main.py", *as_flags(flags)], cwd=ROOT / "step1_sft")
-    assert files_in(output) == ALWAYS | within("export", EXPORT) | checkpoint("model")
-    assert done.stdout.splitlines()[-1] == f"saved {output}/export"
-
-
-@pytest.mark.slow
-@pytest.mark.smoke
+@whole_program
 def test_torchrun_prints_once(tiny, output):
     flags = single_model_flags(tiny, output_dir=output, data_split="0,1,0", per_device_train_batch_size=2)
-    done = run(torchrun("step2_reward/main.py", *as_flags(flags)))
+    done = run(torchrun("main.py", *as_flags(flags)), cwd=ROOT / "step2_reward")  # from its own folder
     assert files_in(output) == ALWAYS | within("export", CLASSIFIER) | checkpoint("model", ranks=2)
     check_log(done.stdout, output, NUM_STEPS, len(read_metrics(output, "reward/eval_accuracy")))
     assert len(read_curve(output, "reward/loss")) == NUM_STEPS

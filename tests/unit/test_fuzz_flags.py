@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import importlib
 import io
-import json
 import os
 import re
 import shutil
@@ -229,36 +228,6 @@ def test_good_flags_reach_the_model(good, program):
     words = [word for name, value in good[program].items() for word in (f"--{name}", str(value))]
     assert check_command_line(program, words) == "reached"
     assert check_command_line(program, [*words, "--dry_run"]) == "returned"
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_the_template_that_a_model_was_trained_with_is_the_default(good, program, tmp_path, make_tokenizer):
-    """Another one is told; so is a chat template that is not used."""
-    flag = "actor_model_name_or_path" if program.startswith("step3") else "model_name_or_path"
-    folder = shutil.copytree(good[program][flag], tmp_path / "model")
-    flags = good[program] | {flag: str(folder)}
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-
-    def template_of(*more: str) -> tuple[str, str]:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            ended, said = outcome_of(program, [*words, "--dry_run", *more])
-        assert ended == "returned", said
-        told = "".join(line for line in said.splitlines() if "template" in line)
-        return json.loads(printed.getvalue())["template"], told
-
-    assert template_of() == ("human_assistant", "")
-    (folder / "triptych.json").write_text('{"template": "plain"}')
-    assert template_of() == ("plain", "")
-    name, said = template_of("--template", "human_assistant")
-    assert name == "human_assistant" and f"{folder} was trained with --template plain; leave the flag" in said
-    (folder / "triptych.json").write_text("{}")
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    name, said = template_of()
-    assert name == "human_assistant" and "has a chat template of its own, which is not used" in said
-    assert template_of("--template", "chat") == ("chat", "")
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
