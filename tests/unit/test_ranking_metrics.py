@@ -43,10 +43,10 @@ def test_pair_accuracy_by_hand(form, is_right):
 )
 def test_calibration_error_by_hand(form, is_right):
     def check(form):
-        # confidence 3/4 (bin [.7, .8) of 5): right, right, wrong, right: 3/4, no gap
+        # confidence 3/4 (bin [.7, .8) of 5): four times right, gap 1/4, weight 4/6
         # confidence 9/10 (bin [.9, 1]): right, wrong: 1/2, gap 0.4, weight 2/6
-        odds = torch.tensor([3.0, 3.0, 1 / 3, 3.0, 9.0001, 1 / 9.0001])
-        close(form(odds.log(), bins=5), 0.4 * 2 / 6, atol=1e-5)
+        odds = torch.tensor([3.0, 3.0, 3.0, 3.0, 9.0001, 1 / 9.0001])
+        close(form(odds.log(), bins=5), (0.25 * 4 + 0.4 * 2) / 6, atol=1e-5)
 
     judge(check, form, is_right)
 
