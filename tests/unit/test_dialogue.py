@@ -11,6 +11,7 @@ from common.data.example import BadRow, Example, Message
 from common.data.stage_rows import Item, RowBuilder
 
 QUESTION = (Message("user", "How are you today?"),)
+SAID = (Message("system", "Be kind."), *QUESTION, Message("assistant", "Fine."))
 CHAT_JINJA = (
     "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -71,9 +72,8 @@ def test_a_straddling_token_belongs_to_the_side_it_starts_on_and_is_told(trim_of
     (row,) = template.tokenise_batch([[Segment("x", False), Segment(" the", True)]])
     assert not row.straddles and row.response_mask[-1] and not row.response_mask[0]
     spaces = template.tokenise_batch([[Segment("x  ", False), Segment("<|endoftext|>", True)]])[0]
-    assert spaces.response_mask == [False] * (len(spaces.input_ids) - 1) + [
-        True
-    ]  # white space stays the prompt's
+    *before, last = spaces.response_mask
+    assert last and not any(before)  # white space stays the prompt's
 
 
 def test_all_turns_are_learnt_each_with_its_end(tiny_tokenizer):
@@ -100,7 +100,6 @@ def test_plain_template_keeps_the_text_to_the_letter(tiny_tokenizer):
     ("row", "is_dialogue"),
     [
         ({"prompt": "Hi?", "chosen": "Yes"}, False),
-        ({"instruction": "Hi?", "output": "Yes"}, False),
         ({"prompt": "\n\nHuman: Hi?\n\nAssistant:", "chosen": "Yes"}, True),
         ({"prompt": [{"role": "user", "content": "Hi?"}], "chosen": "Yes"}, True),
         ({"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes"}]}, True),
@@ -146,12 +145,7 @@ def test_chat_template_of_the_tokenizer(make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_JINJA
     template = build_template("chat", tokenizer)
-    prompt = (
-        Message("system", "Be kind."),
-        *QUESTION,
-        Message("assistant", "Fine."),
-        Message("user", "Good!"),
-    )
+    prompt = (*SAID, Message("user", "Good!"))
     row = template.encode(template.segments(prompt, "Bye."), 1000)
     assert tokenizer.decode(row.input_ids) == (
         "<|system|>\nBe kind.<|endoftext|>\n<|user|>\nHow are you today?<|endoftext|>\n<|assistant|>\nFine."
@@ -168,7 +162,6 @@ def test_a_chat_prompt_that_is_too_long_keeps_its_headers_and_system_prompt(make
     tokenizer.chat_template = CHAT_JINJA
     template = build_template("chat", tokenizer)
     head = "<|system|>\nBe kind.<|endoftext|>\n<|user|>\n"
-    said = (Message("system", "Be kind."), *QUESTION, Message("assistant", "Fine."))
     question = "begin " + "How are you today? " * 40 + "end"
 
     def rows_of(prompt, reply, max_tokens) -> tuple[list[str], DataReport]:
@@ -182,16 +175,16 @@ def test_a_chat_prompt_that_is_too_long_keeps_its_headers_and_system_prompt(make
         assert max(map(len, ids)) <= max_tokens
         return [tokenizer.decode(row) for row in ids], report
 
-    texts, report = rows_of((*said, Message("user", "Good!")), "Bye.", 60)
+    texts, report = rows_of((*SAID, Message("user", "Good!")), "Bye.", 60)
     assert all(text.startswith(f"{head}Good!<|endoftext|>\n<|assistant|>\n") for text in texts)
     assert report.num_truncated == 3
     for num_tokens in range(110, 130):
-        texts, report = rows_of((*said, Message("user", question)), "Bye.", num_tokens)
+        texts, report = rows_of((*SAID, Message("user", question)), "Bye.", num_tokens)
         for text in texts:
             assert text.startswith(f"{head}begin How") and " ... " in text
             assert "end<|endoftext|>\n<|assistant|>\n" in text and "Fine." not in text
         assert texts[0].endswith("<|assistant|>\nBye.<|endoftext|>") and report.num_truncated == 3
-    texts, report = rows_of((*said, Message("user", "Good!")), "Bye. " * 99, 140)
+    texts, report = rows_of((*SAID, Message("user", "Good!")), "Bye. " * 99, 140)
     assert all(text.startswith(head) for text in texts) and texts[0].count("Bye.") > 10
 
 

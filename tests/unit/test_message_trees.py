@@ -142,33 +142,15 @@ def test_a_tree_stays_in_one_share(tmp_path, tiny_tokenizer):
     seen = []
     for step in (1, 2, 3):
         data = build(path, step, tiny_tokenizer, tmp_path, data_split="1,1,1", eval_fraction=0.3)
-        names = [
-            table[i]["row_id"].partition("#")[0]
-            for table in (data.train, data.eval)
-            for i in range(len(table))
-        ]
-        train = {data.train[i]["row_id"].partition("#")[0] for i in range(len(data.train))}
-        assert not train & {data.eval[i]["row_id"].partition("#")[0] for i in range(len(data.eval))}
-        seen.append(set(names))
-    assert len(seen[0] | seen[1] | seen[2]) == sum(map(len, seen)) == 30
+        for table in (data.train, data.eval):
+            seen.append({table[i]["row_id"].partition("#")[0] for i in range(len(table))})
+    assert len(set().union(*seen)) == sum(map(len, seen)) == 30
 
 
 def test_a_long_chain_of_messages_is_put_together_quickly():
     count = 20_000
-    rows = [
-        said(f"{i}", f"{i - 1}" if i else None, "x", "assistant" if i % 2 else "prompter")
-        for i in range(count)
-    ]
+    roles = ("prompter", "assistant")
+    rows = [said(f"{i}", f"{i - 1}" if i else None, "x", roles[i % 2]) for i in range(count)]
     adapter = load_source("OpenAssistant/oasst1").adapter
-
     grouped = adapter.arrange(RawRows(rows[::-1], "rows"))
     assert len(grouped) == 1 and len(grouped[0][TREE]) == count
-
-
-def test_step_2_says_what_a_tree_without_ranks_lacks(tmp_path, tiny_tokenizer):
-    rows = [said("a", None, "q", "prompter"), said("b", "a", "x", "assistant")]
-    path = write_rows(tmp_path / "messages.jsonl", rows)
-    with pytest.raises(
-        ValueError, match="none of its 1 rows is left to train step 2 on.*1 rows skipped: empty"
-    ):
-        build(path, 2, tiny_tokenizer, tmp_path)

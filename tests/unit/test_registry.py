@@ -201,7 +201,6 @@ def test_an_unregistered_hub_set_is_read_by_its_columns(monkeypatch):
     ("row", "expected"),
     [
         (ROW, [(HI, " hello", " no")]),
-        ({"prompt": "hi", "response": "hello", "rejected": None}, [(HI, "hello", None)]),
         ({"prompt": ASKED, "answer": "hello"}, [(HI, "hello", None)]),
         ({"prompt": " Human: hi Assistant:", "answer": "hello"}, [(HI, "hello", None)]),
         (

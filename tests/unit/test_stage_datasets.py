@@ -72,13 +72,6 @@ def test_loss_on_all_counts_every_token_that_something_predicts(write_rows, buil
     assert row["loss_mask"] == [False] + [True] * (len(row["input_ids"]) - 1)
 
 
-def test_messages_rows_learn_every_assistant_turn(tiny_tokenizer, write_rows, build):
-    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    path = write_rows([{"messages": [{"role": role, "content": text} for role, text in turns]}])
-    ((_, learnt),) = texts(build(path, 1), 1, tiny_tokenizer)
-    assert learnt == f" b{END} d{END}"
-
-
 def test_pair_rows(tiny_tokenizer, write_rows, build):
     data = build(write_rows([pairs(1)[0] | {"margin": 0.5}]), 2)
     prompt = "\n\nHuman: question 0\n\nAssistant:"
@@ -241,11 +234,6 @@ def test_more_bad_rows_than_allowed_stop_the_run_and_leave_no_cache(tmp_path, wr
     with pytest.raises(ValueError, match=told):
         build(path, 1, max_bad_rows=0)
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_rows_that_cannot_serve_the_step_are_bad(write_rows, build):
-    with pytest.raises(ValueError, match="no pair of a chosen and a rejected answer.*--sft_only_data_path"):
-        build(write_rows(answers(3)), 2, max_bad_rows=0)
 
 
 def test_no_rows_left_names_source_and_cure(write_rows, build):
