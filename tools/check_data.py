@@ -25,7 +25,7 @@ from common.flags.args import Problems, flag
 from common.flags.flag_values import no_effect_notes
 from common.programs import startup
 from tools.findings import paint, run_tool, use_color
-from tools.row_samples import KINDS, Span, sample_lines, sequences_of, show
+from tools.row_samples import Span, sample_lines, sequences_of, show
 from tools.step_flags import STEP_NAMES, StageArguments, parse_step_args
 
 LEGENDS = {
@@ -126,7 +126,7 @@ def length_columns(stage: int, table: TokenTable) -> dict[str, np.ndarray]:
     The last part is what a batch is as wide as.
     """
     step = -(-len(table) // MAX_MEASURED)
-    rows = [sequences_of(KINDS[stage], table[i]) for i in range(0, len(table), step)]
+    rows = [sequences_of(table[i]) for i in range(0, len(table), step)]
     whole = np.array([[len(sequence.ids) for sequence in row] for row in rows])  # (rows, sequences)
     scored = np.array([[sum(sequence.loss_mask) for sequence in row] for row in rows])
     if stage == 3:

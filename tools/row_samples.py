@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from common.data.data_options import DataOptions
 from common.data.dialogue import Template, response_start
-from common.data.stage_rows import KINDS, PROMPT, SFT, RowKind
 from common.data.token_cache import TokenTable
 from tools.findings import paint, visible
 
@@ -28,11 +27,11 @@ class Span(NamedTuple):
     kind: str
 
 
-def sequences_of(kind: RowKind, row: dict[str, Any]) -> list[TokenSequence]:
-    """Return the sequences of a row of any kind."""
-    if kind is SFT:
+def sequences_of(row: dict[str, Any]) -> list[TokenSequence]:
+    """Return the sequences of a row of any step: one, or the two of a pair."""
+    if "input_ids" in row:
         return [TokenSequence(row["input_ids"], row["loss_mask"], response_start(row["loss_mask"]))]
-    if kind is PROMPT:
+    if "prompt_ids" in row:
         ids = row["prompt_ids"]
         return [TokenSequence(ids, [False] * len(ids), len(ids))]
     result = []
@@ -49,7 +48,7 @@ def sample_lines(
     count = min(num_samples, len(table))
     for i in range(count):
         row = table[(2 * i + 1) * len(table) // (2 * count)]
-        sequences = sequences_of(KINDS[options.stage], row)
+        sequences = sequences_of(row)
         is_full = any(len(sequence.ids) >= options.max_tokens for sequence in sequences)
         note = paint(f", which fill the {options.max_tokens} allowed", "note", has_color) if is_full else ""
         yield ""

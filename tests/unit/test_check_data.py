@@ -149,18 +149,15 @@ def test_wrong_flags_come_all_at_once(check, write_rows):
         assert text in errors
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
+def test_the_step_must_be_named_and_has_only_its_own_flags(capsys):
+    for words, told in (
         ([], "--stage is required"),
         (["--stage", "4", "--data_path", "x"], "--stage 4: choose from 1, 2, 3"),
         (["--stage", "1", "--critic_zero_stage", "3"], "unknown flag --critic_zero_stage"),
-    ],
-)
-def test_the_step_must_be_named_and_has_only_its_own_flags(words, told, capsys):
-    with pytest.raises(SystemExit):
-        main(words)
-    assert told in capsys.readouterr().err
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert told in capsys.readouterr().err
 
 
 # ---- samples
@@ -192,22 +189,17 @@ def test_a_row_cannot_steer_the_terminal_and_colours_end_with_the_line(first_row
     assert lines[-1] == "  | \x1b[32mline two\x1b[0m\x1b[30;42m<|endoftext|>\x1b[0m"
 
 
-@pytest.mark.parametrize(
-    ("is_terminal", "environment", "expected"),
-    [
-        (True, {"NO_COLOR": ""}, True),
-        (True, {"NO_COLOR": "1"}, False),
-        (True, {"TERM": "dumb"}, False),
-        (False, {}, False),
-    ],
-)
-def test_when_there_are_colours(monkeypatch, is_terminal, environment, expected):
-    for name in ("NO_COLOR", "TERM"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal, raising=False)
-    assert use_color() is expected
+def test_when_there_are_colours(monkeypatch):
+    for is_terminal, no_color, term, expected in (
+        (True, "", "xterm", True),
+        (True, "1", "xterm", False),
+        (True, "", "dumb", False),
+        (False, "", "xterm", False),
+    ):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        monkeypatch.setenv("TERM", term)
+        monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
+        assert use_color() is expected
 
 
 def test_text_is_kept_readable():
