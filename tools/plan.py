@@ -21,7 +21,7 @@ from tools.memory_plan import TRAINING, Holdings, MemoryPlan, Moment
 from tools.plan_changes import Change, apply, find_changes
 from tools.planned_run import PlanArguments, Run, find_problems, read_models
 from tools.step_flags import STEP_NAMES, parse_step_args
-from tools.traffic_plan import SHARES, TrafficPlan, is_recomputed, plan_traffic
+from tools.traffic_plan import SHARES, Phase, is_recomputed, plan_traffic
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,15 +30,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems = Problems()
     args = parse_step_args(PlanArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     run = check_run(args, problems)
-    memory, traffic = MemoryPlan(run), plan_traffic(run)
+    memory, phases = MemoryPlan(run), plan_traffic(run)
     changes = None if memory.fits else find_changes(args, run.models)
     left = MemoryPlan(Run(apply(args, changes), run.models)).left if changes else memory.left
     sections = [head_lines(run), memory_lines(run, memory), verdict_lines(run, memory, changes, left)]
-    sections += [traffic_lines(run, traffic), assumption_lines(run)]
+    sections += [traffic_lines(run, phases), assumption_lines(run)]
     print("\n\n".join("\n".join(lines) for lines in sections))
     if args.json:
         suggestion = {"changes": [change.flags for change in changes], "left": left} if changes else None
-        print(json.dumps(as_object(run, memory, traffic) | {"suggestion": suggestion}))
+        print(json.dumps(as_object(run, memory, phases) | {"suggestion": suggestion}))
     sys.stdout.flush()
     if not memory.fits:
         raise SystemExit(1)
@@ -156,21 +156,20 @@ def verdict_lines(run: Run, memory: MemoryPlan, changes: Sequence[Change] | None
     return [*lines, f"change: {' '.join(words)}", f"        leaves {gib(left)} GiB; {costs}"]
 
 
-def traffic_lines(run: Run, traffic: TrafficPlan) -> list[str]:
+def traffic_lines(run: Run, phases: dict[str, Phase]) -> list[str]:
     """Show the time of each phase, what bounds it, and what a rank receives in it."""
     rows = [["time of a step", "bound by", "seconds", "share", "GiB in machine", "GiB from others"]]
-    for name, phase in traffic.phases.items():
-        seconds_by = traffic.seconds[name]
-        seconds, bound = sum(seconds_by.values()), max(seconds_by, key=seconds_by.__getitem__)
+    seconds_by = {name: phase.seconds_by(run) for name, phase in phases.items()}
+    step = sum(sum(by.values()) for by in seconds_by.values())
+    for name, phase in phases.items():
+        seconds, bound = sum(seconds_by[name].values()), max(seconds_by[name], key=seconds_by[name].get)
         if seconds:
             received = [gib(phase.intra_bytes), gib(phase.inter_bytes)]
-            rows.append([name, bound, f"{seconds:.3g}", f"{seconds / traffic.step_seconds:.0%}", *received])
-    rows.append(["all", "", f"{traffic.step_seconds:.3g}", "", "", ""])
-    speed = traffic.num_tokens / traffic.step_seconds
-    what = "response tokens" if run.actor else "tokens"
-    told = (
-        f"{traffic.num_tokens:,.0f} {what} a step, {speed:,.0f} a second, {speed / run.num_ranks:,.0f} a rank"
-    )
+            rows.append([name, bound, f"{seconds:.3g}", f"{seconds / step:.0%}", *received])
+    rows.append(["all", "", f"{step:.3g}", "", "", ""])
+    what, speed = "response tokens" if run.actor else "tokens", run.num_tokens / step
+    of_rank = speed / run.num_ranks
+    told = f"{run.num_tokens:,.0f} {what} a step, {speed:,.0f} a second, {of_rank:,.0f} a rank"
     return [*grid(rows, num_left=2), told]
 
 
@@ -198,7 +197,7 @@ def assumption_lines(run: Run) -> list[str]:
     return ["assumed", *(f"  {line}" for line in lines)]
 
 
-def as_object(run: Run, memory: MemoryPlan, traffic: TrafficPlan) -> dict[str, Any]:
+def as_object(run: Run, memory: MemoryPlan, phases: dict[str, Phase]) -> dict[str, Any]:
     """Return the plan for programs; bytes of a rank, seconds of a step."""
 
     def words(moment: Moment) -> dict[str, str]:
@@ -209,14 +208,15 @@ def as_object(run: Run, memory: MemoryPlan, traffic: TrafficPlan) -> dict[str, A
 
     moments = [words(m) | {"gpu": by_name(m.gpu), "cpu": by_name(m.cpu)} for m in memory.moments]
     peak = words(memory.peak)
+    seconds = {name: phase.seconds_by(run) for name, phase in phases.items()}
     return {
         "name": "plan",
         "flags": asdict(run.args),
         "dtype": run.dtype,
         "parameters": {role.name: asdict(role.counts) for role in run.roles},
         "memory": {"fits": memory.fits, "left": memory.left, "peak": peak, "moments": moments},
-        "step_seconds": traffic.step_seconds,
-        "phases": {n: asdict(p) | {"seconds": traffic.seconds[n]} for n, p in traffic.phases.items()},
+        "step_seconds": sum(sum(by.values()) for by in seconds.values()),
+        "phases": {name: asdict(phase) | {"seconds": seconds[name]} for name, phase in phases.items()},
     }
 
 

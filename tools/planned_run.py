@@ -89,9 +89,12 @@ class Run:
         # Of a rank and optimizer step, then of its passes.
         self.sequences_per_update = rows * sequences_of_row(args) * args.gradient_accumulation_steps
         self.num_micro_batches = -(-self.sequences_per_update * self.length // self.tokens_per_pass)
+        # Of all ranks in a step: read, or in step 3 sampled.
+        self.num_tokens = self.sequences_per_update * self.length * self.num_ranks
         if not self.actor:
             return
         self.num_samples = samples_per_rank(args)
+        self.num_tokens = self.num_samples * args.max_answer_seq_len * self.num_ranks
         # 1 without a plan for the family, as in the hybrid engine.
         self.tp_size = args.inference_tp_size if find_cuts(models["actor"], args.inference_tp_size) else 1
         is_hybrid = args.enable_hybrid_engine

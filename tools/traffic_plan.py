@@ -87,36 +87,18 @@ class Phase:
         return work | {"link to the CPU": host, "Adam": adam}
 
 
-@dataclass(frozen=True)
-class TrafficPlan:
-    """The phases of a step in their order; tokens of all ranks that are sampled, or in steps 1 and 2 read."""
-
-    phases: dict[str, Phase]
-    seconds: dict[str, dict[str, float]]  # by phase and resource
-    num_tokens: float
-
-    @property
-    def step_seconds(self) -> float:
-        """The whole step."""
-        return sum(sum(by.values()) for by in self.seconds.values())
-
-
-def plan_traffic(run: Run) -> TrafficPlan:
-    """Return the plan of a run's step: a PPO step, or an optimizer step of steps 1 and 2."""
-    if run.actor:
-        num_tokens = run.num_samples * run.args.max_answer_seq_len * run.num_ranks
-        num_updates = run.args.ppo_epochs * run.num_samples / run.sequences_per_update
-        prefill, generate = plan_generation(run)
-        phases = {"switch": plan_switch(run), "prefill": prefill, "generate": generate}
-        for role in run.roles:
-            if role.name != "actor" or is_recomputed(run):
-                phases[f"score {role.name}"] = plan_scoring(run, role)
-        trained = [role for role in run.roles if role.is_trained]
-        phases |= {f"train {role.name}": plan_update(run, role, num_updates) for role in trained}
-    else:
-        num_tokens = run.sequences_per_update * run.length * run.num_ranks
-        phases = {"train": plan_update(run, run.roles[0])}
-    return TrafficPlan(phases, {name: phase.seconds_by(run) for name, phase in phases.items()}, num_tokens)
+def plan_traffic(run: Run) -> dict[str, Phase]:
+    """Return the phases of a run's step, a PPO step or an optimizer step of steps 1 and 2, in their order."""
+    if not run.actor:
+        return {"train": plan_update(run, run.roles[0])}
+    prefill, generate = plan_generation(run)
+    phases = {"switch": plan_switch(run), "prefill": prefill, "generate": generate}
+    for role in run.roles:
+        if role is not run.actor or is_recomputed(run):
+            phases[f"score {role.name}"] = plan_scoring(run, role)
+    num_updates = run.args.ppo_epochs * run.num_samples / run.sequences_per_update
+    trained = [role for role in run.roles if role.is_trained]
+    return phases | {f"train {role.name}": plan_update(run, role, num_updates) for role in trained}
 
 
 def is_recomputed(run: Run) -> bool:

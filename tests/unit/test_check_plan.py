@@ -108,14 +108,14 @@ def test_every_device_can_be_planned_for(run_plan, gpu):
     code, printed, plan = run_plan(2, "--gpu", gpu, "--per_device_train_batch_size", "2")
     assert code in (0, 1) and plan["dtype"] == ("fp32" if gpu == "cpu" else "bf16")
     assert f"step 2, reward model, on 1 x {gpu}" in printed
-    assert plan["step_seconds"] > 0 and plan["phases"]["train"]["flops"]
+    assert plan["phases"]["train"]["seconds"]["arithmetic"] > 0
 
 
 def test_dpo_is_a_policy_on_two_sequences_a_pair(run_plan):
     _, printed, pairs = run_plan(2, "--loss", "dpo", "--per_device_train_batch_size", "3")
     _, _, rows = run_plan(1, "--per_device_train_batch_size", "6", "--per_device_eval_batch_size", "32")
     assert "step 2, DPO, on 1 x" in printed
-    assert pairs["memory"] == rows["memory"] and pairs["step_seconds"] == rows["step_seconds"]
+    assert pairs["memory"] == rows["memory"] and pairs["phases"] == rows["phases"]
     _, _, scores = run_plan(2, "--per_device_train_batch_size", "3")
     assert set(pairs["parameters"]) == {"policy"} and set(scores["parameters"]) == {"reward"}
 

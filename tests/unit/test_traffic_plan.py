@@ -19,7 +19,7 @@ def on_machines(num_gpus: int, num_nodes: int, *flags: str) -> Run:
 
 
 def plan_rloo(*flags: str, model: str = LLAMA_7B) -> dict[str, Phase]:
-    return plan_traffic(ppo(model, "", *flags)).phases
+    return plan_traffic(ppo(model, "", *flags))
 
 
 # ---- collectives and rates ------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_training_takes_6_operations_a_parameter_and_token_and_8_with_recomputat
 
 
 def received(*flags: str) -> float:
-    phase = plan_traffic(single(LLAMA_7B, "--num_gpus", "8", *flags)).phases["train"]
+    phase = plan_traffic(single(LLAMA_7B, "--num_gpus", "8", *flags))["train"]
     return phase.intra_bytes + phase.inter_bytes
 
 
@@ -127,9 +127,9 @@ def test_a_token_step_of_few_sequences_reads_the_weights():
     flags += ("--per_device_generation_batch_size", "1", "--max_prompt_seq_len", "4")
     run = ppo(LLAMA_7B, "", *flags)
     read = 2 * 6.607e9 + 5 * 2 * 32 * 4096 * 2  # all but the input embedding, and five tokens' keys
-    plan = plan_traffic(run)
-    assert plan.phases["generate"].memory_bytes == pytest.approx(2 * read, rel=1e-3)  # two tokens
-    assert plan.seconds["generate"]["memory"] == pytest.approx(2 * read / READ, rel=1e-3)
+    phase = plan_traffic(run)["generate"]
+    assert phase.memory_bytes == pytest.approx(2 * read, rel=1e-3)  # two tokens
+    assert phase.seconds_by(run)["memory"] == pytest.approx(2 * read / READ, rel=1e-3)
 
 
 def test_sums_over_a_replicas_ranks_cross_the_network_where_it_spans_machines():
@@ -142,28 +142,30 @@ def test_sums_over_a_replicas_ranks_cross_the_network_where_it_spans_machines():
 
 
 def test_gathering_layer_by_layer_is_slower_than_holding_a_slice():
-    flags = (HYBRID, *ZERO3, "--num_gpus", "8")
-    pinned, unpinned = (
-        plan_traffic(ppo(LLAMA_7B, "", *flags, *more)) for more in ((), ("--unpin_actor_parameters",))
-    )
-    assert sum(unpinned.seconds["generate"].values()) > 4 * sum(pinned.seconds["generate"].values())
-    assert unpinned.phases["switch"] == Phase()
+    runs = [
+        ppo(LLAMA_7B, "", HYBRID, *ZERO3, "--num_gpus", "8", *more)
+        for more in ((), ("--unpin_actor_parameters",))
+    ]
+    pinned, unpinned = (sum(plan_traffic(run)["generate"].seconds_by(run).values()) for run in runs)
+    assert unpinned > 4 * pinned and plan_traffic(runs[1])["switch"] == Phase()
 
 
 def test_an_offloaded_reference_crosses_the_link_to_the_cpu_and_back():
-    plan = plan_traffic(ppo(LLAMA_7B, "", "--offload_reference_model"))
-    assert plan.seconds["score reference"]["link to the CPU"] == pytest.approx(2 * 2 * NUM_7B / (0.7 * 50e9))
+    run = ppo(LLAMA_7B, "", "--offload_reference_model")
+    seconds = plan_traffic(run)["score reference"].seconds_by(run)
+    assert seconds["link to the CPU"] == pytest.approx(2 * 2 * NUM_7B / (0.7 * 50e9))
 
 
 # ---- whole steps ----------------------------------------------------------------------------------------
 
 
-def test_phases_and_tokens_add_up():
+def test_a_step_has_its_phases_and_tokens():
     flags = ("--num_gpus", "8", "--num_samples_per_prompt", "4", "--generation_batches", "2")
-    plan = plan_traffic(ppo(LLAMA_7B, "", *flags, HYBRID, *ZERO3))
-    assert list(plan.phases) == "switch,prefill,generate,score actor,score reference,train actor".split(",")
-    assert plan.step_seconds == pytest.approx(sum(sum(by.values()) for by in plan.seconds.values()))
-    assert plan.num_tokens == 8 * 16 * 2 * 4 * 256
+    run = ppo(LLAMA_7B, "", *flags, HYBRID, *ZERO3)
+    assert list(plan_traffic(run)) == "switch,prefill,generate,score actor,score reference,train actor".split(
+        ","
+    )
+    assert run.num_tokens == 8 * 16 * 2 * 4 * 256
     assert "score actor" not in plan_rloo("--old_logprobs", "rollout")
 
 
@@ -179,7 +181,8 @@ def test_1024_ranks_are_planned_at_once():
     MemoryPlan(ppo(LLAMA_70B, "", *flags))  # traces the activations: once, whatever the number of ranks
     started = time.process_time()
     run = ppo(LLAMA_70B, "", *flags, "--gpu", "h200")
-    memory, traffic = MemoryPlan(run), plan_traffic(run)
+    memory, phases = MemoryPlan(run), plan_traffic(run)
     assert time.process_time() - started < 2
-    assert run.num_ranks == 1024 and memory.fits and traffic.num_tokens == 1024 * 16 * 1024
-    assert max(traffic.seconds["train actor"].items(), key=lambda item: item[1])[0] == "arithmetic"
+    assert run.num_ranks == 1024 and memory.fits and run.num_tokens == 1024 * 16 * 1024
+    seconds = phases["train actor"].seconds_by(run)
+    assert max(seconds, key=seconds.get) == "arithmetic"
