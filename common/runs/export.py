@@ -25,19 +25,6 @@ from common.runs.durable_files import WRITING, publish_folder, without_nan
 
 METADATA_FILE = "triptych.json"
 NEW_PAD_TOKEN = "<|pad|>"
-ADAPTER_CARD = """---
-base_model: {base}
-library_name: peft
----
-
-A LoRA adapter{head}, trained beside {base}; export/ has the same model, whole. chat.py and PEFT load it:
-
-```python
-from peft import {auto_class}
-
-model = {auto_class}.from_pretrained("FOLDER"{options})
-```
-"""
 
 
 class ExportFailed(OSError):
@@ -216,13 +203,6 @@ def save_adapter(
         config.task_type, config.inference_mode = "SEQ_CLS" if others else "CAUSAL_LM", True
         config.save_pretrained(temporary)
         save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-        card = ADAPTER_CARD.format(
-            base=config.base_model_name_or_path,
-            head=" and a score head" if others else "",
-            auto_class=f"AutoPeftModelFor{'SequenceClassification' if others else 'CausalLM'}",
-            options=", num_labels=1" if others else "",
-        )
-        (temporary / "README.md").write_text(card)
 
     _replace(Path(folder), fill, tokenizer, metadata)
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from simple_parts import SimplePart, make_parts, versions
 
 from common.runs import checkpoints
@@ -124,6 +122,11 @@ FIRST_LOOK = {
         lambda f: (f / "meta.json").write_text((f / "meta.json").read_text().replace(": 2}", ": 3}")),
         "meta.json has changed since it was written",
     ),
+    "a meta that is not ours": (lambda f: (f / "meta.json").write_text("[]"), "not one of ours, or torn"),
+    "a torn meta": (
+        lambda f: (f / "meta.json").write_bytes(b'{"content": "\xff'),
+        "not one of ours, or torn",
+    ),
     "a later format": (lambda f: change_meta(f, format=99), f"its format is 99, this program reads {FORMAT}"),
     "a file that is missing": (lambda f: (f / MODEL).unlink(), f"{MODEL} cannot be read: No such file"),
     "a file that is cut": (
@@ -169,33 +172,6 @@ def test_another_runs_checkpoint_is_an_error_and_no_damage(two):
         load_newest(found, {"critic": SimplePart()})
     with pytest.raises(ValueError, match="not of this run: model: it holds 5000 elements of tensor, not the"):
         load_newest(found, {"model": SimplePart(0, 6000)})
-
-
-@pytest.fixture(scope="module")
-def one_saved(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    save(folder, 1)
-    return folder / "checkpoints" / "step-000001"
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_whatever_a_meta_becomes_it_is_refused(one_saved, tmp_path, data):
-    """Some bytes are cut out, others put in: a ValueError, never another one, and never a wrong content."""
-    text = (one_saved / "meta.json").read_bytes()
-    start = data.draw(st.integers(0, len(text)))
-    end = data.draw(st.integers(start, len(text)))
-    changed = text[:start] + data.draw(st.binary(max_size=30)) + text[end:]
-    folder = tmp_path / "copy"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(one_saved, folder)
-    (folder / "meta.json").write_bytes(changed)
-    try:
-        found = read_checkpoint(folder)
-    except ValueError:
-        assert changed != text
-    else:
-        assert found.meta == read_checkpoint(one_saved).meta
 
 
 # ---------------------------------------------------------------------------------------------------------
