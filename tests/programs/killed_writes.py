@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from simple_parts import make_parts, versions  # noqa: E402
 
 from common.runs.checkpoints import find_checkpoints, load_newest, save_checkpoint  # noqa: E402
-from common.runs.durable_files import publish_folder, remove_folder, remove_leftovers, write_file  # noqa: E402
+from common.runs.durable_files import publish_folder, remove_leftovers  # noqa: E402
 
 TEXTS = {"old": "first " * 2000, "new": "second" * 2000}
 
@@ -69,17 +69,6 @@ def export(folder: Path) -> None:
     publish_folder(write_folder(folder / "export.writing", "new"), folder / "export")
 
 
-def read_removed(folder: Path) -> str:
-    """Return "new" where the folder is gone; half of one fails."""
-    return read_folder(folder / "gone") if (folder / "gone").exists() else "new"
-
-
-def remove(folder: Path) -> None:
-    """Remove a folder that may be gone."""
-    if (folder / "gone").exists():
-        remove_folder(folder / "gone")
-
-
 class Scenario(NamedTuple):
     """Something that is done to a folder, and that a kill may cut short."""
 
@@ -102,14 +91,6 @@ SCENARIOS = {
         export,
         ["export", "export/a", "export/b", "export/below", "export/below/c"],
     ),
-    "file": Scenario(
-        lambda f: write_file(f / "file", TEXTS["old"]),
-        lambda f: write_file(f / "file", TEXTS["new"]),
-        lambda f: {text: age for age, text in TEXTS.items()}[(f / "file").read_text()],
-        lambda f: write_file(f / "file", TEXTS["new"]),
-        ["file"],
-    ),
-    "remove": Scenario(lambda f: write_folder(f / "gone", "old"), remove, read_removed, remove, []),
 }
 
 

@@ -1,6 +1,6 @@
 """What is saved survives a kill at every call that writes.
 
-A save, an export or a file is the old or the new one whenever the process dies, and nothing is left over. A
+A save or an export is the old or the new one whenever the process dies, and nothing is left over. A
 whole run goes on from there and ends with the bits of one that was never killed.
 """
 
@@ -45,7 +45,7 @@ def killer(tmp_path_factory) -> Path:
 
 
 # The least calls that a scenario has: fewer would show that some are not seen.
-SCENARIOS = {"save": 20, "save over": 20, "export": 15, "file": 5, "remove": 5}
+SCENARIOS = {"save": 20, "save over": 20, "export": 15}
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

@@ -1,17 +1,9 @@
 """A rank that dies, fails or stands still ends all ranks, and one line names it, its step and its place."""
 
-import contextlib
-import os
 import re
-import signal
-import subprocess
-import time
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from program_runs import ROOT, as_flags, deepspeed, environment, torchrun
 from short_sft import from_words
 
 pytestmark = pytest.mark.slow
@@ -192,69 +184,3 @@ def test_one_collective_more(forks, flags, kind):
     assert re.match(what, line), everything(done)
     # Each rank's error has the call that it was about to make, and its traceback says where.
     assert words in done.text(0) + done.text(1) and "Traceback" in done.text(1), everything(done)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Under the launchers
-# ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("launcher", "rank"),
-    [
-        (torchrun, 0),
-        (deepspeed, 1),
-        pytest.param(deepspeed, 0, marks=pytest.mark.long),
-    ],
-)
-def test_launchers(flags, tmp_path, launcher, rank):
-    """A rank of theirs is killed: the launcher ends, and so do all that it started."""
-    output = tmp_path / "output"
-    values = flags[1] | {"output_dir": output, "max_train_steps": 5000, "num_train_epochs": 5000}
-    command = launcher("step1_sft/main.py", *as_flags(values))
-    log = tmp_path / "log"
-    with open(log, "w") as file:
-        launched = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=file, stderr=file, start_new_session=True
-        )
-    try:
-        wait_for(lambda: "step     3/" in log.read_text(), 120, log)
-        ranks = ranks_below(launched.pid)
-        assert set(ranks) == {0, 1}
-        ranks[rank].kill()
-        killed_at = time.monotonic()
-        wait_for(lambda: not any(map(is_alive, ranks.values())), 60, log)
-        assert launched.wait(90) != 0
-        assert time.monotonic() - killed_at < 90
-    finally:
-        if launched.poll() is None:
-            os.killpg(launched.pid, signal.SIGKILL)
-            launched.wait()
-    named = [line for line in log.read_text().splitlines() if line.startswith("error: rank")]
-    assert len(named) == 1 and f"rank {rank} died at step" in named[0], log.read_text()[-3000:]
-
-
-def wait_for(is_so: Any, seconds: float, log: Path) -> None:
-    """Return once something is so; fail after some time."""
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.1)
-
-
-def ranks_below(launcher: int) -> dict[int, psutil.Process]:
-    """Return the processes of the ranks that a launcher has started, by rank."""
-    found: dict[int, psutil.Process] = {}
-    for process in psutil.Process(launcher).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            variables = process.environ()
-            if "RANK" in variables:
-                found.setdefault(int(variables["RANK"]), process)
-    return found
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process is there and no zombie."""
-    with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False

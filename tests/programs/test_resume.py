@@ -14,7 +14,7 @@ import pytest
 import torch
 from program_runs import read_metrics
 from safetensors.torch import load_file
-from short_sft import from_words
+from short_sft import TRAIN_STEP, from_words
 
 from common.runs.checkpoints import find_checkpoints
 from common.runs.stop_request import STOPPED
@@ -260,6 +260,20 @@ def test_a_checkpoint_that_cannot_be_exported_is_told_in_one_message(finished, t
         run_export([str(checkpoint), "--output", str(checkpoint.parent)])
     assert "is there already; give a folder that is not" in capsys.readouterr().err
     assert checkpoint.is_dir()
+
+
+def test_resumes_after_damage(forks, flags, finished, tmp_path):
+    """A checkpoint with one flipped bit, in a file that rank 1 looks through, is passed over by all."""
+    step, ranks, values = flags["sft, two ranks, ZeRO 2"]
+    folder = tmp_path / "output"
+    values = values | {"output_dir": folder}
+    forks.run(step, values, ranks=ranks, hooks=[{"at": TRAIN_STEP, "call": 4, "do": "kill"}])
+    damaged = find_checkpoints(folder)[0][0].folder / "model-rank-00001.safetensors"
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
+    again = forks.run(step, values, ranks=ranks)
+    assert again.codes == [0] * ranks and f"{damaged.name} has changed" in again.text()
+    assert_same_run(folder, finished("sft, two ranks, ZeRO 2"))
 
 
 def test_finished_run_does_nothing(forks, flags, finished, tmp_path):

@@ -106,6 +106,7 @@ def test_a_crashed_run_is_started_again_and_a_refused_one_is_not(tiny, tmp_path,
         process.kill()
     text = log.read_text()
     assert text.count("until_done: the run ended with exit code") == 1 and "resumes from" in text
+    assert text.count("error: rank") == text.count("error: rank 0 died at step") == 1, text
     assert read_lock(output)["exit_code"] == STOPPED
     done = run([*until_done, *command, "--max_seq_len", "1"], may_fail=True)
     assert done.returncode == {"torchrun": 1, "deepspeed": 2}[launcher]
