@@ -2,9 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from common.data.raw_rows import RawRows
@@ -56,18 +55,16 @@ def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | N
     Raises:
         ValueError: it cannot be had, with the reason and the cure.
     """
-    import datasets
-
+    datasets = _quiet_datasets()
     place = HUB_PLACES.get(name, HubPlace(name, config, config or "default"))
     try:
-        with _quiet():
-            try:
-                loaded = datasets.load_dataset(place.name, place.config)
-            except RuntimeError as error:
-                if "scripts are no longer supported" not in str(error):
-                    raise
-                folder = place.copied_config
-                loaded = datasets.load_dataset(place.name, data_dir=folder, revision=_PARQUET_COPY)
+        try:
+            loaded = datasets.load_dataset(place.name, place.config)
+        except RuntimeError as error:
+            if "scripts are no longer supported" not in str(error):
+                raise
+            folder = place.copied_config
+            loaded = datasets.load_dataset(place.name, data_dir=folder, revision=_PARQUET_COPY)
     except Exception as error:  # the library raises its own, OSError, ValueError, requests' errors, ...
         reason = first_line(error)
         raise ValueError(
@@ -83,14 +80,21 @@ def load_saved(path: Path) -> tuple[RawRows, RawRows | None]:
     Raises:
         ValueError: the folder is damaged.
     """
-    import datasets
-
     try:
-        with _quiet():
-            loaded = datasets.load_from_disk(str(path))
+        loaded = _quiet_datasets().load_from_disk(str(path))
     except Exception as error:  # pyarrow's, json's and the library's own
         raise ValueError(f"--data_path {path}: the saved data set cannot be read: {error}") from error
     return _parts(loaded, str(path))
+
+
+def _quiet_datasets() -> ModuleType:
+    """The library, whose progress bars and notices stay off the console: its errors are raised."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry
+    return datasets
 
 
 def _parts(loaded: Any, name: str, named: tuple[str, str] | None = None) -> tuple[RawRows, RawRows | None]:
@@ -110,25 +114,3 @@ def _rows(split: Any, origin: str) -> RawRows:
     if len(split) == 0:
         raise ValueError(f"--data_path {origin}: the data set is empty; it must hold at least one row")
     return RawRows(split.with_format(None), origin, str(split._fingerprint))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The library's progress bars and notices stay off the console; its errors are raised, not logged."""
-    import datasets
-
-    had_bars = not datasets.are_progress_bars_disabled()
-    loggers = [
-        logging.getLogger(name) for name in ("datasets", "huggingface_hub")
-    ]  # they tell of every retry
-    levels = [logger.level for logger in loggers]
-    datasets.disable_progress_bars()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if had_bars:
-            datasets.enable_progress_bars()

@@ -132,6 +132,6 @@ def _deal(
     ordered = sorted(map(sorted, micro_batches), key=lambda items: (-cost(items), items))
     plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for i, micro_batch in enumerate(ordered):
-        turn, place = divmod(i, num_ranks)
-        plan[place if turn % 2 == 0 else num_ranks - 1 - place].append(micro_batch)
+        turn, slot = divmod(i, num_ranks)
+        plan[slot if turn % 2 == 0 else num_ranks - 1 - slot].append(micro_batch)
     return plan

@@ -33,18 +33,18 @@ class RawRows:
             raise BadRow(f"the row is of type {type(row).__name__}, not an object with named columns")
         return row
 
-    def place(self, index: int) -> tuple[str, int]:
+    def origin_and_line(self, index: int) -> tuple[str, int]:
         """The file or data set that a row came from, and its line there, or its number from 1."""
         return self.origin, index + 1
 
     def location(self, index: int) -> str:
         """Where the row is, for a message: file:line."""
-        origin, line = self.place(index)
+        origin, line = self.origin_and_line(index)
         return f"{origin}:{line}"
 
     def row_id(self, index: int) -> str:
         """A name for the row that does not depend on the folder it lies in."""
-        origin, line = self.place(index)
+        origin, line = self.origin_and_line(index)
         return f"{PurePath(origin).name}:{line}"
 
     def update_digest(self, total: Any) -> None:
@@ -91,7 +91,7 @@ class FileRows(RawRows):
         self._file.seek(self._starts[index])
         return self._parse(self._file.read(self._sizes[index]))
 
-    def place(self, index: int) -> tuple[str, int]:
+    def origin_and_line(self, index: int) -> tuple[str, int]:
         return self.origin, self._lines[index]
 
 
@@ -163,9 +163,9 @@ class JoinedRows(RawRows):
         part, inner = self._find(index)
         return part[inner]
 
-    def place(self, index: int) -> tuple[str, int]:
+    def origin_and_line(self, index: int) -> tuple[str, int]:
         part, inner = self._find(index)
-        return part.place(inner)
+        return part.origin_and_line(inner)
 
 
 class GroupedRows(RawRows):
@@ -184,8 +184,8 @@ class GroupedRows(RawRows):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._build([self._base[i] for i in self._rows[index]])
 
-    def place(self, index: int) -> tuple[str, int]:
-        return self._base.place(self._rows[index][0])
+    def origin_and_line(self, index: int) -> tuple[str, int]:
+        return self._base.origin_and_line(self._rows[index][0])
 
     def update_digest(self, total: Any) -> None:
         self._base.update_digest(total)

@@ -54,7 +54,7 @@ def test_places_are_lines_of_the_file(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\n{"text": "a"}\n\n{"text": \n[1]\n{"text": "\xff"}\n')
     rows = load_source(str(path)).train
-    assert [rows.place(i)[1] for i in range(len(rows))] == [2, 4, 5, 6]
+    assert [rows.origin_and_line(i)[1] for i in range(len(rows))] == [2, 4, 5, 6]
     assert rows.location(1) == f"{path}:4" and rows.row_id(1) == "a.jsonl:4"
     for index, reason in ((1, "not JSON"), (2, "a JSON list, not an object"), (3, "not UTF-8")):
         with pytest.raises(BadRow, match=reason):
@@ -62,7 +62,7 @@ def test_places_are_lines_of_the_file(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('prompt,answer\n"two\nlines",x\n\ny,z\nonly one\n')
     rows = load_source(str(path)).train
-    assert [rows.place(i)[1] for i in range(len(rows))] == [2, 5, 6]
+    assert [rows.origin_and_line(i)[1] for i in range(len(rows))] == [2, 5, 6]
     with pytest.raises(BadRow, match="1 fields, the header 2"):
         rows[2]
 
@@ -79,16 +79,13 @@ def test_folder_of_train_and_eval_files(tmp_path):
 
 def test_folder_saved_by_datasets_says_nothing(tmp_path, capfd):
     datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
     train, held_out = datasets.Dataset.from_list([ROW, ROW]), datasets.Dataset.from_list([ROW])
     datasets.DatasetDict({"train": train, "test": held_out}).save_to_disk(str(tmp_path / "saved"))
-    datasets.enable_progress_bars()
     capfd.readouterr()
     source = load_source(str(tmp_path / "saved"))
     assert (len(source.train), len(source.eval)) == (2, 1) and source.train[0] == ROW
     assert source.digest() == load_source(str(tmp_path / "saved")).digest()
     assert capfd.readouterr() == ("", "")
-    assert not datasets.are_progress_bars_disabled()
 
 
 def test_deepspeed_chats_local_jsonfile(tmp_path, monkeypatch):
