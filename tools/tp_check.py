@@ -95,7 +95,7 @@ def run_ranks(job: RankJob) -> tuple[torch.Tensor, torch.Tensor, bool]:
         multiprocessing.start_processes(
             run_rank, (job, folder), nprocs=job.tp_size, start_method="forkserver"
         )  # one that fails ends the others
-        return torch.load(Path(folder, "logits.pt"))
+        return torch.load(Path(folder, "logits.pt"), weights_only=True)
 
 
 def run_rank(rank: int, job: RankJob, folder: str) -> None:
