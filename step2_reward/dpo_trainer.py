@@ -16,6 +16,7 @@ from common.ranks import distributed
 from common.runs.run_logger import RunLogger
 from step2_reward.losses import DPOLoss, dpo_loss
 from step2_reward.ranking_metrics import accuracy_figures, expected_calibration_error
+from step2_reward.reward_trainer import gather_columns
 
 
 def compute_answer_logprobs(model: Any, batch: PackedBatch, *, is_packed: bool = False) -> torch.Tensor:
@@ -57,12 +58,7 @@ class DPOTrainer:
     def evaluate(self, step: int, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
         """Return and log the held-out figures. Every rank must call this."""
         self.engine.eval()
-        columns = []
-        for batch, is_real in batches:
-            found = self._compute_losses(batch)
-            columns.append(tuple(x.cpu()[is_real] for x in found))
-        gathered = [row for rank_rows in distributed.gather_objects(columns) for row in rank_rows]
-        losses, chosen, rejected = (torch.cat(column) for column in zip(*gathered, strict=True))
+        losses, chosen, rejected = gather_columns(self._compute_losses, batches)
         figures = {
             "loss": float(losses.mean()),
             **accuracy_figures(chosen, rejected),

@@ -7,7 +7,7 @@ Each metric takes the scores of a whole evaluation, gathered from all ranks: non
 
 import torch
 
-from common.models.tensor_ops import correlation, wilson_interval
+from common.models.tensor_ops import wilson_interval
 
 
 @torch.no_grad()
@@ -45,17 +45,6 @@ def expected_calibration_error(score_differences: torch.Tensor, bins: int = 10) 
     # |sum of wins - sum of confidences| of a bin is its count times |accuracy - mean confidence|.
     gaps = differences.new_zeros(bins).index_add_(0, bin_index, wins - confidence)
     return (gaps.abs().sum() / len(differences)).float()
-
-
-@torch.no_grad()
-def score_length_correlation(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return Pearson's correlation of scores (N,) and lengths (N,): fp32 scalar, 0 where either is constant.
-
-    Near 1 means the model rewards length. Raises ValueError without entries.
-    """
-    if len(scores) == 0:
-        raise ValueError("there are no scores to correlate with lengths")
-    return correlation(scores, lengths)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 # N pairs; a pass holds each pair's chosen answer, then its rejected one
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from common.data.packed_batch import PackedBatch, pad_sequences
 from common.engine.engine_step import LossTerm
 from common.models.model_inputs import build_model_inputs
+from common.models.tensor_ops import correlation
 from common.programs.training_loop import train_and_log
 from common.ranks import distributed
 from common.runs.run_logger import RunLogger
@@ -19,7 +20,6 @@ from step2_reward.ranking_metrics import (
     accuracy_figures,
     expected_calibration_error,
     longer_share,
-    score_length_correlation,
 )
 
 
@@ -71,7 +71,7 @@ def judge_pairs(chosen: torch.Tensor, rejected: torch.Tensor, lengths: torch.Ten
         **accuracy_figures(chosen, rejected),
         "margin": float((chosen - rejected).mean()),
         "calibration_error": float(expected_calibration_error(chosen - rejected)),
-        "length_correlation": float(score_length_correlation(scores, lengths.float())),
+        "length_correlation": float(correlation(scores, lengths.float())),
         "prefers_longer": float(longer_share(chosen - rejected, longer)),
         "longer_is_chosen": float(longer_share(torch.ones_like(chosen), longer)),
         "chosen_score": float(chosen.mean()),
@@ -80,22 +80,32 @@ def judge_pairs(chosen: torch.Tensor, rejected: torch.Tensor, lengths: torch.Ten
     }
 
 
+def gather_columns(
+    columns_of: Callable[[PackedBatch], Sequence[torch.Tensor]],
+    batches: Iterable[tuple[PackedBatch, torch.Tensor]],
+) -> list[torch.Tensor]:
+    """Return what `columns_of` gives of the batches, an entry a pair, of all ranks' real rows, on the CPU.
+
+    Every rank must call this.
+    """
+    own = [[column.cpu()[is_real] for column in columns_of(batch)] for batch, is_real in batches]
+    parts = [part for of_rank in distributed.gather_objects(own) for part in of_rank]
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
 @torch.no_grad()
 def evaluate_pairs(
     model: Any, batches: Iterable[tuple[PackedBatch, torch.Tensor]], *, is_packed: bool = False
 ) -> dict[str, float]:
     """Return `judge_pairs` over the rows of all ranks. Every rank must call this."""
-    columns: list[tuple[torch.Tensor, ...]] = []
-    for batch, is_real in batches:
+
+    def columns_of(batch: PackedBatch) -> list[torch.Tensor]:
         scores = compute_pair_scores(model, batch, is_packed=is_packed)
-        lengths = [
-            batch.lengths[f"{side}_ids"] - batch.numbers(f"{side}_response_start")
-            for side in ("chosen", "rejected")
-        ]
-        found = (scores.chosen, scores.rejected, *lengths)
-        columns.append(tuple(x.cpu()[is_real] for x in found))
-    gathered = [row for rank_rows in distributed.gather_objects(columns) for row in rank_rows]
-    chosen, rejected, chosen_lengths, rejected_lengths = (torch.cat(c) for c in zip(*gathered, strict=True))
+        sides = ("chosen", "rejected")
+        lengths = [batch.lengths[f"{s}_ids"] - batch.numbers(f"{s}_response_start") for s in sides]
+        return [scores.chosen, scores.rejected, *lengths]
+
+    chosen, rejected, chosen_lengths, rejected_lengths = gather_columns(columns_of, batches)
     return judge_pairs(chosen, rejected, torch.cat([chosen_lengths, rejected_lengths]))
 
 

@@ -8,12 +8,12 @@ import torch
 from right_or_wrong import close, forms, judge
 
 from common.flags.args import Problems, parse_args
+from common.models.tensor_ops import correlation
 from step2_reward.ranking_metrics import (
     accuracy_figures,
     expected_calibration_error,
     longer_share,
     pair_accuracy,
-    score_length_correlation,
 )
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec
@@ -62,11 +62,11 @@ def not_centred(x, y):
 
 
 @forms(
-    score_length_correlation,
+    correlation,
     not_centred=not_centred,
     covariance=lambda x, y: ((x - x.mean()) * (y - y.mean())).mean(),
-    sign=lambda x, y: -score_length_correlation(x, y),
-    of_ranks=lambda x, y: score_length_correlation(x.argsort().argsort(), y.argsort().argsort()),
+    sign=lambda x, y: -correlation(x, y),
+    of_ranks=lambda x, y: correlation(x.argsort().argsort(), y.argsort().argsort()),
 )
 def test_correlation_by_hand(form, is_right):
     def check(form):
@@ -79,10 +79,10 @@ def test_correlation_by_hand(form, is_right):
 
 def test_correlation_of_extremes_and_of_whole_lengths():
     scores, lengths = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([100, 200, 400])
-    close(score_length_correlation(scores, lengths), 1.0)
-    close(score_length_correlation(-scores, lengths), -1.0)
-    assert score_length_correlation(scores, torch.tensor([7, 7, 7])) == 0
-    assert score_length_correlation(torch.full((3,), 0.1), lengths) == 0
+    close(correlation(scores, lengths), 1.0)
+    close(correlation(-scores, lengths), -1.0)
+    assert correlation(scores, torch.tensor([7, 7, 7])) == 0
+    assert correlation(torch.full((3,), 0.1), lengths) == 0
 
 
 def test_metrics_of_nothing_say_so():
@@ -91,8 +91,6 @@ def test_metrics_of_nothing_say_so():
         pair_accuracy(nothing, nothing)
     with pytest.raises(ValueError, match="no pairs"):
         expected_calibration_error(nothing)
-    with pytest.raises(ValueError, match="no scores"):
-        score_length_correlation(nothing, nothing)
 
 
 def test_share_of_the_longer_by_hand():
