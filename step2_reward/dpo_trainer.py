@@ -11,12 +11,11 @@ import torch
 from common.data.packed_batch import PackedBatch, token_positions
 from common.engine.engine_step import LossTerm
 from common.models.model_inputs import build_model_inputs
-from common.programs.training_loop import train_and_log
+from common.programs.training_loop import gather_columns, train_and_log
 from common.ranks import distributed
 from common.runs.run_logger import RunLogger
 from step2_reward.losses import DPOLoss, dpo_loss
 from step2_reward.ranking_metrics import accuracy_figures, expected_calibration_error
-from step2_reward.reward_trainer import gather_columns
 
 
 def compute_answer_logprobs(model: Any, batch: PackedBatch, *, is_packed: bool = False) -> torch.Tensor:

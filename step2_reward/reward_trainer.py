@@ -3,7 +3,7 @@
 # N pairs; a pass holds each pair's chosen answer, then its rejected one
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from common.data.packed_batch import PackedBatch, pad_sequences
 from common.engine.engine_step import LossTerm
 from common.models.model_inputs import build_model_inputs
 from common.models.tensor_ops import correlation
-from common.programs.training_loop import train_and_log
+from common.programs.training_loop import gather_columns, train_and_log
 from common.ranks import distributed
 from common.runs.run_logger import RunLogger
 from step2_reward.losses import center_penalty, end_score_loss, first_difference, token_wise_loss
@@ -78,19 +78,6 @@ def judge_pairs(chosen: torch.Tensor, rejected: torch.Tensor, lengths: torch.Ten
         "rejected_score": float(rejected.mean()),
         "score_std": float(scores.std(correction=0)),
     }
-
-
-def gather_columns(
-    columns_of: Callable[[PackedBatch], Sequence[torch.Tensor]],
-    batches: Iterable[tuple[PackedBatch, torch.Tensor]],
-) -> list[torch.Tensor]:
-    """Return what `columns_of` gives of the batches, an entry a pair, of all ranks' real rows, on the CPU.
-
-    Every rank must call this.
-    """
-    own = [[column.cpu()[is_real] for column in columns_of(batch)] for batch, is_real in batches]
-    parts = [part for of_rank in distributed.gather_objects(own) for part in of_rank]
-    return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
 @torch.no_grad()

@@ -1,11 +1,12 @@
 """What the single-model programs (steps 1 and 2) share: checks, batches, engine, and the loop over epochs."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from common.data.data_options import DataOptions
@@ -160,6 +161,19 @@ def train_and_log(step: int, engine: Any, term: LossTerm, logger: RunLogger) -> 
     numbers = {name if "/" in name else f"{kind}/{name}": value for name, value in means.items()}
     logger.log(step, numbers | speed)
     return means[term.name]
+
+
+def gather_columns(
+    columns_of: Callable[[Any], Sequence[torch.Tensor]],
+    batches: Iterable[tuple[Any, torch.Tensor]],
+) -> list[torch.Tensor]:
+    """Return what `columns_of` gives of the batches, an entry a pair, of all ranks' real rows, on the CPU.
+
+    Every rank must call this.
+    """
+    own = [[column.cpu()[is_real] for column in columns_of(batch)] for batch, is_real in batches]
+    parts = [part for of_rank in distributed.gather_objects(own) for part in of_rank]
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
 def train(
