@@ -169,7 +169,10 @@ class Worker:
         words = ["-P", "-m", "step3_ppo.rewards.function_worker", str(theirs.fileno()), self.target]
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, *words], pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path}
+            [sys.executable, *words],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env=os.environ | {"PYTHONPATH": path},
         )
         theirs.close()
         self._is_ready = False
