@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Training: tokens a second of SFT, reward modelling and a PPO update, padded and packed, beside TRL.
+"""Training: tokens a second of SFT and reward modelling, padded and packed, beside TRL.
 
 python benchmarks/bench_train.py --trl_python DIR/bin/python [--quick]
 
@@ -11,7 +11,6 @@ rows, and all take turns in one run. Tokens are real ones, padding counts nothin
   sft     ours padded and packed; TRL's SFTTrainer padded (16 rows at once, and one by one with accumulation),
           padding_free, and packed (best fit decreasing)
   reward  ours padded and packed; TRL's RewardTrainer padded, both ways, and grouped by length (no packing)
-  ppo     ours padded and packed: actor and critic updated by 64 responses, 16 a step
 
 The last line is a JSON object; `ratio` is SFT's: our best over TRL's best as it is shipped. `packed, labels
 only` is TRL with its output head as it is on a GPU, where it skips what has no label.
@@ -40,15 +39,7 @@ from benchmarks.measuring import (
     take_turns,
     timed,
 )
-from benchmarks.our_side import (
-    MAX_SEQ_LEN,
-    ROWS_PER_STEP,
-    SilentLogger,
-    build_ppo_update,
-    build_rollout_batch,
-    policy_engine,
-    value_engine,
-)
+from benchmarks.our_side import ROWS_PER_STEP, SilentLogger, policy_engine, value_engine
 from benchmarks.ppo_models import save_models
 from common.data.collators import collate_pairs, collate_sft
 from common.data.global_batches import GlobalBatches, TokenBudget
@@ -57,7 +48,7 @@ from common.ranks import distributed
 from step1_sft.sft_trainer import SFTTrainer
 from step2_reward.reward_trainer import RewardTrainer
 
-NUM_RESPONSES = 64  # of the PPO update
+MAX_SEQ_LEN = 512
 # Ways of TRL by section. An optimizer step has 16 rows, or 4 packs of 512 tokens; smaller micro-batches with
 # accumulation are what a user of TRL can do about padding on a CPU.
 PACKS = {"batching": "bfd", "batch_size": 1, "accumulation": 4}
@@ -124,24 +115,10 @@ def peer_rate(peer: Peer) -> float:
     return answer["tokens"] / answer["seconds"]
 
 
-def run_ppo(config: Any, num_runs: int) -> dict[str, Any]:
-    """Return the rates of our updates of PPO, and packed over padded."""
-    batch = build_rollout_batch(NUM_RESPONSES)
-    num_tokens = len(batch.data["prompt_ids"]) + len(batch.data["response_ids"])
-    runs = {
-        f"ours, {way}": build_ppo_update(batch, config, is_packed=way == "packed")
-        for way in ("padded", "packed")
-    }
-    rates = take_turns({name: rate(run, num_tokens) for name, run in runs.items()}, num_runs)
-    return {"rates": rates, "ratio": print_rates("ppo: an update of actor and critic", rates, "ours, padded")}
-
-
 def run_section(section: str, args: argparse.Namespace, num_rows: int, num_runs: int) -> dict[str, Any]:
     """Return the rates of a section, and ours over TRL's best, or over our padded way without TRL."""
     sizes = TINY if args.quick else {}
     config = small_llama_config(num_labels=1, **sizes)
-    if section == "ppo":
-        return run_ppo(config, num_runs)
     rows = sft_rows(num_rows, seed=1) if section == "sft" else pair_rows(num_rows, seed=1)
     num_tokens = sum(len(row[key]) for row in rows for key in columns_of(section))
     ways: dict[str, Callable[[], float]] = {}
@@ -168,7 +145,7 @@ def main() -> None:
     distributed.start()
     num_runs = args.runs or (1 if args.quick else 5)
     num_rows = ROWS_PER_STEP if args.quick else 160
-    found = {section: run_section(section, args, num_rows, num_runs) for section in ("sft", "reward", "ppo")}
+    found = {section: run_section(section, args, num_rows, num_runs) for section in ("sft", "reward")}
     rates = found["sft"]["rates"]
     print_result(
         "train",

@@ -18,6 +18,7 @@ Attention is torch's (sdpa): FlashAttention needs a GPU, and flex_attention has 
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,64 +87,58 @@ def supervised_options(task: Task, output_dir: str) -> dict[str, Any]:
     return options | {"num_train_epochs": 10**6, "max_grad_norm": 1.0, "logging_strategy": "no"}
 
 
-class Passes(TrainerCallback):
-    """Waits for a turn before each epoch and answers after it."""
-
-    def __init__(self, turns: Turns, num_tokens: int) -> None:
-        self.turns, self.num_tokens = turns, num_tokens
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Say that the set-up is done."""
-        self.turns.answer()
-
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Wait."""
-        self.turns.wait()
-
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Answer."""
-        self.turns.answer(seconds=self.turns.seconds(), tokens=self.num_tokens)
+def call_at(**functions: Callable[[], None]) -> TrainerCallback:
+    """Return a callback that calls these functions, without arguments, at a trainer's events."""
+    callback = TrainerCallback()
+    for event, function in functions.items():
+        setattr(callback, event, lambda *_, function=function, **__: function())
+    return callback
 
 
-class Meter(TrainerCallback):
-    """Measures memory from the end of the first step to that of the second, and ends."""
-
-    def __init__(self, turns: Turns) -> None:
-        self.turns = turns
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Measure."""
-        if state.global_step == 1:
-            self.baseline = start_peak()
-        else:
-            self.turns.answer(peak_bytes=peak_since(self.baseline))
-            control.should_training_stop = True
+def turn_by_epoch(turns: Turns, num_tokens: int) -> TrainerCallback:
+    """Return a callback that waits for a turn before each epoch and answers after it."""
+    return call_at(
+        on_train_begin=turns.answer,
+        on_epoch_begin=turns.wait,
+        on_epoch_end=lambda: turns.answer(seconds=turns.seconds(), tokens=num_tokens),
+    )
 
 
-class Steps(TrainerCallback):
-    """Waits for a turn before each PPO step and answers after it."""
+def turn_by_ppo_step(turns: Turns) -> TrainerCallback:
+    """Return a callback that waits for a turn before each PPO step and answers after it."""
+    from trl.experimental.ppo import ppo_trainer
 
-    def __init__(self, turns: Turns) -> None:
-        from trl.experimental.ppo import ppo_trainer
+    generate, num_tokens = ppo_trainer.batch_generation, []
 
-        self.turns, self.generate = turns, ppo_trainer.batch_generation
-        ppo_trainer.batch_generation = self._generate
-
-    def _generate(self, model: Any, queries: Any, *args: Any, **kwargs: Any) -> Any:
-        found = self.generate(model, queries, *args, **kwargs)
+    def watched(model: Any, queries: Any, *args: Any, **kwargs: Any) -> Any:
+        found = generate(model, queries, *args, **kwargs)
         is_end = (found[0][:, queries.shape[1] :] == EOS).long()  # (B, R)
-        self.num_tokens = int((is_end.cumsum(1) - is_end == 0).sum())
+        num_tokens.append(int((is_end.cumsum(1) - is_end == 0).sum()))
         return found
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Say that the set-up is done, and wait."""
-        self.turns.answer()
-        self.turns.wait()
+    def begin() -> None:
+        turns.answer()
+        turns.wait()
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Answer, and wait."""
-        self.turns.answer(seconds=self.turns.seconds(), tokens=self.num_tokens)
-        self.turns.wait()
+    def end() -> None:
+        turns.answer(seconds=turns.seconds(), tokens=num_tokens[-1])
+        turns.wait()
+
+    ppo_trainer.batch_generation = watched
+    return call_at(on_train_begin=begin, on_step_end=end)
+
+
+def measure_second_step(turns: Turns) -> TrainerCallback:
+    """Return a callback that answers the memory from the end of the first step to that of the second."""
+    baselines: list[int] = []
+
+    def end() -> None:
+        if baselines:
+            turns.answer(peak_bytes=peak_since(baselines[0]))
+        else:
+            baselines.append(start_peak())
+
+    return call_at(on_step_end=end)
 
 
 def score_labels_only() -> None:
@@ -165,14 +160,14 @@ def build_memory_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
         memory_rows(task.batch_size, length, task.vocabulary) for length in (WARM_UP_TOKENS, task.length)
     )
     rows = [{"input_ids": row["input_ids"], "completion_mask": row["loss_mask"]} for row in first + measured]
-    options = {"train_sampling_strategy": "sequential", "max_length": task.length}
+    options = {"train_sampling_strategy": "sequential", "max_length": task.length, "num_train_epochs": 1}
     config = small_llama_config(vocab_size=task.vocabulary, max_position_embeddings=max(2048, task.length))
     return trl.SFTTrainer(
         model=transformers.LlamaForCausalLM(config),
         args=trl.SFTConfig(**supervised_options(task, output_dir) | options, completion_only_loss=True),
         train_dataset=Dataset.from_list(rows),
         processing_class=build_tokenizer(),
-        callbacks=[Meter(turns)],
+        callbacks=[measure_second_step(turns)],
     )
 
 
@@ -191,7 +186,7 @@ def build_sft_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
             [{"input_ids": row["input_ids"], "completion_mask": row["loss_mask"]} for row in rows]
         ),
         processing_class=build_tokenizer(),
-        callbacks=[Passes(turns, num_tokens)],
+        callbacks=[turn_by_epoch(turns, num_tokens)],
     )
     kept = sum(len(ids) for ids in trainer.train_dataset["input_ids"])
     if kept != num_tokens:
@@ -216,7 +211,7 @@ def build_reward_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
         args=trl.RewardConfig(**supervised_options(task, output_dir) | options),
         train_dataset=Dataset.from_list(columns),
         processing_class=build_tokenizer(),
-        callbacks=[Passes(turns, sum(len(pair[side]) for pair in pairs for side in sides))],
+        callbacks=[turn_by_epoch(turns, sum(len(pair[side]) for pair in pairs for side in sides))],
     )
 
 
@@ -249,7 +244,7 @@ def build_ppo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
         args=PPOConfig(**training_options(task, output_dir) | options),
         processing_class=build_tokenizer(),
         train_dataset=Dataset.from_list([{"input_ids": row["input_ids"]} for row in read_rows(task.rows)]),
-        callbacks=[Steps(turns)],
+        callbacks=[turn_by_ppo_step(turns)],
         **{
             name: kind.from_pretrained(Path(task.models, part), dtype=torch.float32)
             for name, (part, kind) in kinds.items()
