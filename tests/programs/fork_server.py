@@ -2,9 +2,9 @@
 
 python fork_server.py SOCKET
 
-Reads one JSON line a request, {"step": 1, "argv": [...], "ranks": 2, "env": {...}, "log": FOLDER, "hooks":
-[...], "seconds": 120}, and answers with one: exit codes (negative for a signal) and seconds. A rank's output
-goes to FOLDER/rank-0.out and .err.
+Reads one JSON line a request, {"jobs": [[step, argv], ...], "ranks": 2, "env": {...}, "log": FOLDER, "hooks":
+[...], "seconds": 120}, and answers with one: exit codes (negative for a signal) and seconds. Jobs are run one
+after the other in one process group. A rank's output goes to FOLDER/rank-0.out and .err.
 
 A hook is {"at": "package.module:Class.method", "call": 3, "when": "before", "do": "kill", "rank": 0}: at the
 third call of that function the rank does it: kill | term | int | stop (signals to itself), raise:TEXT,
@@ -83,6 +83,13 @@ def spoil(result: Any) -> Any:
     return result * float("nan")
 
 
+def run_jobs(jobs: list[tuple[int, list[str]]]) -> None:
+    """Run programs, and say when each has ended."""
+    for step, words in jobs:
+        run_here(step, words)
+        print("ended well", flush=True)
+
+
 def run_rank(request: dict[str, Any], rank: int, port: int) -> None:
     """Be a rank; leaves with the exit code of the program."""
     folder = Path(request["log"])
@@ -104,7 +111,7 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> None:
         run_logger.draw_run = lambda *_: None  # a picture takes longer than a tiny run
         for hook in request.get("hooks", ()):
             set_hook(hook, rank)
-        startup.run_program(lambda: run_here(request["step"], request["argv"]))
+        startup.run_program(lambda: run_jobs(request["jobs"]))
         code = 0
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 1 if left.code else 0

@@ -42,11 +42,16 @@ class ForkServer:
 
     def run(self, step: int, flags: dict[str, Any] | list[str], **more: Any) -> ForkedRun:
         """Return what became of a run of a step's program; `more` is that of fork_server.py's requests."""
+        return self.run_all([(step, flags)], **more)
+
+    def run_all(self, jobs: list[tuple[int, dict[str, Any] | list[str]]], **more: Any) -> ForkedRun:
+        """Return what became of runs one after the other in one process group; one that fails ends them."""
         self.num_runs += 1
         folder = self.folder / f"run-{self.num_runs:04d}"
         folder.mkdir()
-        words = as_flags(flags) if isinstance(flags, dict) else [str(word) for word in flags]
-        request = {"step": step, "argv": words, "log": str(folder)} | more
+        words = [as_flags(flags) if isinstance(flags, dict) else [*map(str, flags)] for _, flags in jobs]
+        steps = [step for step, _ in jobs]
+        request = {"jobs": list(zip(steps, words, strict=True)), "log": str(folder)} | more
         self.channel.write(json.dumps(request) + "\n")
         self.channel.flush()
         answer = self.channel.readline()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from program_runs import (
-    ROOT,
     STEPS,
     as_flags,
     deepspeed,
@@ -20,7 +19,6 @@ from program_runs import (
     read_weights,
     run,
     selected_params,
-    torchrun,
 )
 
 pytestmark = pytest.mark.slow
@@ -203,20 +201,15 @@ def wanted(request) -> list[Job]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, tiny, wanted) -> Path:
-    """Run everything: one launch for one rank, one for two. A launch ends at its first run that fails."""
+def results(forks, tmp_path_factory, tiny, wanted) -> Path:
+    """Run everything: in one process, and in two. The first run that fails ends those of its processes."""
     folder = tmp_path_factory.mktemp("matrix")
     threshold = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
     (folder / "threshold.json").write_text(json.dumps(threshold))
     for ranks in (1, 2):
-        jobs = [job for job in wanted if job.ranks == ranks]
-        file = folder / f"ranks{ranks}.json"
-        file.write_text(
-            json.dumps([{"step": j.step, "argv": as_flags(flags_of(j, tiny, folder))} for j in jobs])
-        )
-        command = torchrun(ROOT / "tests/programs/run_many.py", file, processes=ranks)
-        done = run(command, may_fail=True, seconds=540)
-        (folder / f"ranks{ranks}.log").write_text(done.stdout + done.stderr)
+        jobs = [(job.step, flags_of(job, tiny, folder)) for job in wanted if job.ranks == ranks]
+        done = forks.run_all(jobs, ranks=ranks, seconds=540)
+        (folder / f"ranks{ranks}.log").write_text(done.text())
     return folder
 
 
@@ -231,7 +224,7 @@ def finished(results: Path, job: Job) -> Path:
 def test_every_run_ends_well(results, wanted):
     for ranks in (1, 2):
         log = (results / f"ranks{ranks}.log").read_text()
-        assert log.count("\ntook ") == sum(job.ranks == ranks for job in wanted), log[-6000:]
+        assert log.count("ended well\n") == sum(job.ranks == ranks for job in wanted), log[-6000:]
 
 
 def check_same(job: Job, found: Path, expected: Path) -> None:
