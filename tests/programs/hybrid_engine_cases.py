@@ -1,18 +1,25 @@
-"""What a hybrid engine promises, check by check; run on every rank by hybrid_engine_worker.py.
+"""The hybrid engine on several ranks: the trainer's weights, transformers' texts, and no trace left.
 
-A check returns {what: complaint or ""}, or texts to compare with those of other worlds.
+test_hybrid_engine_ranks.py starts it on 1, 2 and 4 ranks: torchrun --nproc_per_node N -m pytest THIS_FILE.
+All ranks run all cases together; the first that fails ends all of them.
 """
 
-from collections.abc import Iterator
+import gc
+import json
+import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from hybrid_engines import build_tiny_engine
 from plain_logits import compute_logits
+from tiny_configs import VARIANTS
 from transformers import AutoModelForCausalLM
 
 from benchmarks.bench_reshard import SwitchMeter
@@ -26,10 +33,23 @@ from common.models.output_head import token_logprobs
 from common.ranks import distributed
 from common.ranks.zero3 import gather_whole, is_sharded, local_shard
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
+NUM_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 VOCABULARY = 320
 NEW_TOKENS = 8
 WHENS = ("before", "after")
 LENGTHS_OF_RANK = ((3, 7, 5), (11, 2, 9, 4), (1, 6, 8), (13, 5, 10))  # of prompts: numbers and widths differ
+# (ranks, stage, families, sizes): every family once on two ranks, a third of them with each stage
+GREEDY = (
+    (4, 3, ("llama", "gpt2", "falcon", "gemma2"), (1, 2, 4)),
+    (4, 0, ("gpt2", *VARIANTS), (2, 4)),
+    (2, 0, ("opt", "gpt2", "gptj", "bloom", "falcon_alibi", "qwen2"), (1, 2)),
+    (2, 2, ("llama", "falcon", "mistral", "gemma", "qwen3"), (1, 2)),
+    (2, 3, ("gpt_neox", "falcon_new", "mistral_window", "gemma2", "phi"), (1, 2)),
+)
+# Conv1D; grouped heads; those in one projection
+LORA = ((2, 3, ("gpt2", "llama"), (1, 2)), (2, 0, ("falcon_new",), (2,)), (4, 3, ("llama",), (2,)))
 # tensor-parallel size -> (slots, 0: the default; whether the prompts change places)
 SLOTS_OF_SIZE = {
     1: ((0, False), (3, True), (1, False)),
@@ -37,7 +57,41 @@ SLOTS_OF_SIZE = {
     4: ((1, False), (3, True)),
 }
 SAMPLED_LENGTHS = (3, 7, 5, 12, 9, 2, 8, 6)  # dealt out to the ranks
-Found = dict[str, Any]
+ON_FOUR = pytest.mark.skipif(NUM_RANKS != 4, reason="for four ranks")
+
+
+def cases_of(table: tuple) -> list[tuple[int, str, tuple[int, ...]]]:
+    """Return (stage, family, sizes) of what these ranks do."""
+    rows = [row for row in table if row[0] == NUM_RANKS]
+    return [(stage, family, sizes) for _, stage, families, sizes in rows for family in families]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_collections() -> None:
+    """What the imports made stays: collections would take longer than the work."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def model_folder(tiny_model_folder) -> Callable[[str], str]:
+    """`tiny_model_folder` of rank 0, for all ranks."""
+    return lambda family: distributed.gather_objects(tiny_model_folder(family))[0]
+
+
+@pytest.fixture
+def tiny_engine() -> Iterator[Any]:
+    """`build_tiny_engine`; the engines go at the end: they are in cycles with their hooks."""
+    engines = []
+
+    def build(*args: Any, **options: Any) -> Any:
+        engines.append(build_tiny_engine(*args, **options))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.destroy()
+    gc.collect()
 
 
 def make_prompt(number: int, length: int) -> torch.Tensor:
@@ -129,8 +183,10 @@ def pick_stop(rows: list[list[int]]) -> int:
     return best
 
 
-def compare_greedy(hybrid: HybridEngine, reference: Reference) -> Found:
-    """Return complaints about this rank's greedy texts, their log-probabilities, traffic and the trainer."""
+def check_greedy(hybrid: HybridEngine, reference: Reference) -> None:
+    """Texts are the reference's, log-probabilities the trainer's, bytes came only to shards, and the trainer
+    keeps every bit.
+    """
     engine, stop = hybrid.engine, reference.stop
     lengths = torch.tensor([len(prompt) for prompt in reference.prompts])
     ids, mask = pad_sequences(torch.cat(reference.prompts), lengths, pad_value=stop, on_left=True)
@@ -140,110 +196,111 @@ def compare_greedy(hybrid: HybridEngine, reference: Reference) -> Found:
     before = {name: local_shard(p).detach().clone() for name, p in engine.module.named_parameters()}
     with hybrid.generation_mode():
         out = hybrid.generate(ids, mask, torch.arange(len(ids)), sampling)
-    is_left = hybrid.gather_by_layer or all(p.is_meta for p in hybrid.inference_module.parameters())
-    parameters = dict(engine.module.named_parameters())
-    changed = [name for name, p in parameters.items() if not local_shard(p).equal(before[name])]
-    found = {"trainer": f"changed: {changed}" if changed else "", "left": "" if is_left else "weights stayed"}
-    texts, is_stopped = texts_of(out), [text[-1] == stop for text in reference.texts]
-    found["texts"] = "" if texts == reference.texts else f"{texts}, expected {reference.texts}"
-    if out.is_finished.tolist() != is_stopped or not (out.response_ids[~out.response_mask] == stop).all():
-        found["texts"] += f" wrong ends: {out.is_finished.tolist()}, {out.response_ids.tolist()}"
+    assert hybrid.gather_by_layer or all(p.is_meta for p in hybrid.inference_module.parameters())
+    for name, parameter in engine.module.named_parameters():
+        assert local_shard(parameter).equal(before[name]), f"{name} has changed"
+    assert texts_of(out) == reference.texts
+    assert out.is_finished.tolist() == [text[-1] == stop for text in reference.texts]
+    assert (out.response_ids[~out.response_mask] == stop).all()
     engine.eval()
     with torch.no_grad():
         whole = torch.cat([ids, out.response_ids], dim=1)
         whole_mask = torch.cat([mask, out.response_mask], dim=1).long()
         logits = compute_logits(engine, whole, whole_mask, num_last=out.response_ids.shape[1] + 1)[:, :-1]
         expected = torch.where(out.response_mask, token_logprobs(logits, out.response_ids), 0.0)
-    gap = float((out.logprobs - expected).abs().max())
-    found["logprobs"] = "" if gap <= 1e-5 else f"off by {gap:.1e}"
-    received, must_move = hybrid.costs.received_bytes, hybrid.is_sharded and not hybrid.gather_by_layer
-    found["traffic"] = "" if (received > 0) == must_move else f"{received} bytes came"
-    return found
+    torch.testing.assert_close(out.logprobs, expected, atol=1e-5, rtol=0)
+    assert (hybrid.costs.received_bytes > 0) == (hybrid.is_sharded and not hybrid.gather_by_layer)
 
 
-def check_greedy(folder: str, stage: int, tp_sizes: tuple[int, ...], lora_dim: int = 0) -> Found:
-    """Hybrid engines of all sizes before and after an update; adapters only after, when they are not zero."""
-    engine, found = build_tiny_engine(folder, stage, lora_dim), {}
-    sharded = [p for p in engine.module.parameters() if is_sharded(p)]
-    assert len(sharded) == (len(list(engine.module.parameters())) if stage == 3 else 0)
+def check_sizes(folder: str, engine: Any, tp_sizes: tuple[int, ...], whens: tuple[str, ...] = WHENS) -> None:
+    """Hybrid engines of all sizes before and after an update."""
     with ExitStack() as stack:
-        hybrids = {t: stack.enter_context(hybrid_engine(engine, inference_tp_size=t)) for t in tp_sizes}
-        for when in WHENS[bool(lora_dim) :]:
+        hybrids = [stack.enter_context(hybrid_engine(engine, inference_tp_size=t)) for t in tp_sizes]
+        for when in whens:
             reference = untrained_reference(folder)
             if when == "after":
                 train_once(engine)
                 reference = trained_reference(folder, engine)
-            for tp_size, hybrid in hybrids.items():
-                one = compare_greedy(hybrid, reference)
-                found |= {f"{tp_size} {when} {what}": complaint for what, complaint in one.items()}
-    if lora_dim:
-        adapters = [w.lora_b for w in trained_weights(engine.module).values() if w.lora_b is not None]
-        assert adapters and any(bool(local_shard(b).any()) for b in adapters), "zeros would show nothing"
-    engine.destroy()
-    return found
+            for hybrid in hybrids:
+                check_greedy(hybrid, reference)
 
 
-def check_slices(folder: str, num_tokens: int, smallest_sharded: int | None, **options: str) -> Found:
-    """Slices of all sizes, before and after an update, against those of the gathered weights."""
-    more = {"num_tokens": num_tokens, "smallest_sharded": smallest_sharded}
-    engine, found = build_tiny_engine(folder, 3, **more, **options), {}
+@pytest.mark.parametrize(("stage", "family", "tp_sizes"), cases_of(GREEDY))
+def test_greedy_generation(stage, family, tp_sizes, model_folder, tiny_engine):
+    folder = model_folder(family)
+    engine = tiny_engine(folder, stage)
     parameters = list(engine.module.parameters())
+    assert sum(map(is_sharded, parameters)) == (len(parameters) if stage == 3 else 0)
+    check_sizes(folder, engine, tp_sizes)
+
+
+@pytest.mark.parametrize(("stage", "family", "tp_sizes"), cases_of(LORA))
+def test_adapters_are_merged_for_generation_alone(stage, family, tp_sizes, model_folder, tiny_engine):
+    folder = model_folder(family)
+    engine = tiny_engine(folder, stage, 2)
+    check_sizes(folder, engine, tp_sizes, ("after",))
+    adapters = [w.lora_b for w in trained_weights(engine.module).values() if w.lora_b is not None]
+    assert adapters and any(bool(local_shard(b).any()) for b in adapters), "zeros would show nothing"
+
+
+@ON_FOUR
+@pytest.mark.parametrize(
+    ("family", "num_tokens", "smallest_sharded", "options"),
+    [
+        ("llama", 320, 0, {}),
+        ("gpt2", 323, 0, {}),
+        ("gpt2", 320, None, {}),  # small weights stay whole
+        ("llama", 320, 99, {"dtype": "bf16", "offload": "all"}),
+    ],
+)
+def test_slices_are_those_of_the_gathered_weights(
+    family, num_tokens, smallest_sharded, options, model_folder, tiny_engine
+):
+    """Before and after an update; as many bytes come as it says, and little is held besides the slices."""
+    more = {"num_tokens": num_tokens, "smallest_sharded": smallest_sharded}
+    engine = tiny_engine(model_folder(family), 3, **more, **options)
     with ExitStack() as stack:
-        hybrids = {
-            t: stack.enter_context(hybrid_engine(engine, inference_tp_size=t, tp_gather_partition_size=1))
+        hybrids = [
+            stack.enter_context(hybrid_engine(engine, inference_tp_size=t, tp_gather_partition_size=1))
             for t in (1, 2, 4)
-        }
+        ]
         for when in WHENS:
             if when == "after":
                 train_once(engine)
-            num_whole = sum(p.ds_status is ZeroParamStatus.AVAILABLE for p in parameters)
-            if smallest_sharded is None and when == "after":
-                found["small"] = "" if num_whole else "after an update small weights are whole on every rank"
-            loaded = {tp_size: load_slices(hybrid) for tp_size, hybrid in hybrids.items()}
-            for tp_size, hybrid in hybrids.items():  # to gather ends the time of small weights as whole ones
-                slices, one = loaded[tp_size]
-                one["slices"] = compare_slices(hybrid, slices)
-                found |= {f"{tp_size} {when} {what}": complaint for what, complaint in one.items()}
-    engine.destroy()
-    return found
+                is_whole = [p.ds_status is ZeroParamStatus.AVAILABLE for p in engine.module.parameters()]
+                assert any(is_whole) or smallest_sharded is not None
+            loaded = [load_slices(hybrid) for hybrid in hybrids]
+            # What follows gathers, which ends the time of small weights as whole ones.
+            for hybrid, slices in zip(hybrids, loaded, strict=True):
+                for name, weight in trained_weights(hybrid.module).items():
+                    with torch.no_grad(), gather_whole([weight.parameter]):
+                        wanted = weight.parameter.data.clone()
+                    if name in hybrid._cuts:
+                        wanted = hybrid._cuts[name].take(wanted, hybrid.layout.tp_rank)
+                    assert torch.equal(slices[name], wanted) and slices[name].is_contiguous(), name
 
 
-def load_slices(hybrid: HybridEngine) -> tuple[dict[str, torch.Tensor], Found]:
-    """Return the slices, and complaints about the bytes that a load received and made."""
+def load_slices(hybrid: HybridEngine) -> dict[str, torch.Tensor]:
+    """Return the slices; the bytes that a load received and made are those that a meter counts."""
     resharder, weights = hybrid._resharder, trained_weights(hybrid.module)
     with SwitchMeter() as meter:
         slices = {name: weight.parameter for name, weight in resharder.load()}
-    received = resharder.costs.received_bytes
-    found = {"received": "" if received == meter.received_bytes else f"{meter.received_bytes} bytes came"}
+    assert resharder.costs.received_bytes == meter.received_bytes
     sizes = {name: w.parameter.ds_numel * w.parameter.element_size() for name, w in weights.items()}
     largest = max(sum(sizes[name] for name in names) for names in group_by_layers(list(sizes), 1))
-    bound = sum(part.nbytes for part in slices.values()) * 1.05 + 2 * largest
-    found["peak"] = "" if meter.peak_bytes <= bound else f"held {meter.peak_bytes}, at most {bound}"
-    return slices, found
+    assert meter.peak_bytes <= sum(part.nbytes for part in slices.values()) * 1.05 + 2 * largest
+    return slices
 
 
-def compare_slices(hybrid: HybridEngine, slices: dict[str, torch.Tensor]) -> str:
-    """Return a complaint if a slice is not that of the gathered weight."""
-    wrong = []
-    for name, weight in trained_weights(hybrid.module).items():
-        with torch.no_grad(), gather_whole([weight.parameter]):
-            whole = weight.parameter.data.clone()
-        wanted = hybrid._cuts[name].take(whole, hybrid.layout.tp_rank) if name in hybrid._cuts else whole
-        if not (torch.equal(slices[name], wanted) and slices[name].is_contiguous()):
-            wrong.append(name)
-    return f"wrong slices: {wrong}" if wrong else ""
-
-
-def check_by_layer(folder: str) -> Found:
-    """Weights gathered layer by layer: ranks with few prompts keep step with those that have many."""
-    engine, found = build_tiny_engine(folder, stage=3), {}
-    for num_slots in (0, 2):
-        with hybrid_engine(engine, gather_by_layer=True, num_slots=num_slots) as hybrid:
-            assert hybrid.gather_by_layer
-            one = compare_greedy(hybrid, untrained_reference(folder))
-        found |= {f"{num_slots} {what}": complaint for what, complaint in one.items()}
-    engine.destroy()
-    return found
+@ON_FOUR
+@pytest.mark.parametrize("num_slots", [0, 2])
+@pytest.mark.parametrize("family", ["llama", "bloom", "gemma2"])
+def test_ranks_that_gather_layer_by_layer_keep_step(family, num_slots, model_folder, tiny_engine):
+    """They have different numbers of prompts, of different lengths, that end at different times."""
+    folder = model_folder(family)
+    with hybrid_engine(tiny_engine(folder, 3), gather_by_layer=True, num_slots=num_slots) as hybrid:
+        assert hybrid.gather_by_layer
+        check_greedy(hybrid, untrained_reference(folder))
 
 
 def sample(
@@ -268,24 +325,31 @@ def sample(
     return [texts[sample] for sample in sorted(texts)]
 
 
-def check_sampled(folder: str, tp_sizes: tuple[int, ...]) -> Found:
-    """Return texts, not complaints: they are compared across worlds."""
-    engine, found = build_tiny_engine(folder, stage=3), {}
+@pytest.mark.parametrize("family", ["llama", "gpt2"] if NUM_RANKS < 4 else ["llama"])
+def test_sampled_texts_depend_on_nothing_but_sample_and_weights(family, model_folder, tiny_engine):
+    """Not on slots, order, ranks or tensor-parallel size, and three samples of a prompt share only that."""
+    engine, once, thrice = tiny_engine(model_folder(family), 3), [], []
     with hybrid_engine(engine) as hybrid:
         stop = pick_stop(sample(hybrid, stop=-1))
-    for tp_size in tp_sizes:
+    for tp_size in (size for size in (1, 2, 4) if size <= NUM_RANKS):
         with hybrid_engine(engine, inference_tp_size=tp_size) as hybrid:
             for num_slots, permuted in SLOTS_OF_SIZE[tp_size]:
                 hybrid.generator.num_slots = num_slots
-                found[f"once: t {tp_size}, {num_slots} slots"] = sample(hybrid, stop, permuted=permuted)
-            hybrid.generator.num_slots = 3
-            found[f"thrice: t {tp_size}, 3 slots"] = sample(hybrid, stop, num_samples=3)
-            if tp_size == 1:
-                hybrid.generator.num_slots = 0
-                found["thrice: t 1, 0 slots"] = sample(hybrid, stop, num_samples=3)
-                found["thrice: t 1, prompts repeated"] = sample(hybrid, stop, repeat=3)
+                once.append(sample(hybrid, stop, permuted=permuted))
+            for num_slots in (0, 3):
+                hybrid.generator.num_slots = num_slots
+                thrice.append(sample(hybrid, stop, num_samples=3))
+            thrice.append(sample(hybrid, stop, repeat=3))
     with hybrid_engine(engine, gather_by_layer=True, num_slots=3) as hybrid:
-        found["once: by layer"] = sample(hybrid, stop)
-        found["thrice: by layer"] = sample(hybrid, stop, num_samples=3)
-    engine.destroy()
-    return found
+        once.append(sample(hybrid, stop))
+        thrice.append(sample(hybrid, stop, num_samples=3))
+    file = Path(os.environ["SAMPLED_TEXTS"]) / f"{family}.json"
+    if NUM_RANKS == 1:
+        file.write_text(json.dumps([once[0], thrice[0]]))
+    for found, expected, num_samples in zip(
+        (once, thrice), json.loads(file.read_text()), (1, 3), strict=True
+    ):
+        assert all(texts == expected for texts in found)
+        assert len(expected) == num_samples * len(SAMPLED_LENGTHS)
+        assert len({tuple(text) for text in expected}) > len(expected) // 2, "samples must differ"
+        assert len({len(text) for text in expected}) > 1, "some must meet the stop token"
