@@ -23,6 +23,9 @@ from common.models.value_model import ValueModel
 from common.models.varlen_attention import FLASH_ATTENTION, NAME, takes_packed
 from tools.findings import Finding, compare, tolerance_of
 
+UNPACKED = Finding(
+    "packed rows", "padded rows are used: packed ones take a GPU, 16 bits, and attention that is told of them"
+)
 TIE = 1e-3  # logits closer than this change places with the order of additions
 
 
@@ -114,7 +117,7 @@ def check_logprobs(subject: Subject) -> Iterator[Finding]:
         found = score(subject, is_packed=True)
         yield compare("packed rows", found, expected, tolerance, "--packed trains on such rows")
     else:
-        yield unpacked_finding(subject.model)
+        yield UNPACKED
     num_rows = subject.model.get_output_embeddings().weight.shape[0]
     if num_rows > subject.num_valid_tokens:
         what = f"{num_rows:,} rows for {subject.num_valid_tokens:,} tokens"
@@ -176,16 +179,6 @@ def text_finding(
     return Finding(name, told, True, why)
 
 
-def unpacked_finding(model: PreTrainedModel) -> Finding:
-    """Return the remark on a model whose rows are padded, with the reason."""
-    reason = f"{type(model).__name__} does not tell its attention where sequences begin"
-    if model.device.type != "cuda":
-        reason = "only a GPU has a kernel for packed ones"
-    elif model.dtype == torch.float32:
-        reason = "the kernel takes 16 bits, --dtype bf16"
-    return Finding("packed rows", f"padded rows are used: {reason}")
-
-
 # ---- reward models --------------------------------------------------------------------------------------
 
 
@@ -213,7 +206,7 @@ def check_scores(subject: Subject, value_model: ValueModel) -> Iterator[Finding]
         ("packed rows", True, "--packed trains on such rows"),
     ):
         if is_packed and not takes_packed(model):
-            yield unpacked_finding(model)
+            yield UNPACKED
             continue
         inputs = subject.inputs(is_packed=is_packed)
         yield compare(name, value_model(inputs, inputs.last_slots), expected, tolerance, why)

@@ -160,30 +160,23 @@ class Activations:
     forward_peak: float  # most that a pass without gradients holds
 
 
-_TRACED: dict[tuple[str, str, int, bool], Activations] = {}  # by configuration
-_OF_THE_HEAD = ("num_labels", "id2label", "label2id", "architectures", "_name_or_path")
-
-
+@cache
 def trace_activations(model: ModelSizes, dtype: str, length: int, *, is_flash: bool) -> Activations:
     """Return what a pass over one sequence of `length` tokens saves and holds, by running it on fake tensors.
 
     The attention is the family's own under torch: with a padding mask of length x length numbers a layer, or
     (`is_flash`, where the family takes it) flash-attn's, which keeps no mask and no weights.
     """
-    dtype = "bf16" if dtype == "fp16" else dtype  # as wide
-    backbone = {key: value for key, value in model.config.to_dict().items() if key not in _OF_THE_HEAD}
-    key = (str(backbone), dtype, length, is_flash)
-    if key not in _TRACED:
-        with FakeTensorMode():
-            one, two = (_trace(model, dtype, length, is_flash, n) for n in (1, 2))
-        by_layer = two.saved_by_layer - one.saved_by_layer
-        outside = one.saved_by_layer - by_layer
-        _TRACED[key] = Activations(by_layer, outside, two.backward_work, two.forward_peak)
-    return _TRACED[key]
+    with FakeTensorMode():
+        one, two = (_trace(model, dtype, length, is_flash, n) for n in (1, 2))
+    by_layer = two.saved_by_layer - one.saved_by_layer
+    outside = one.saved_by_layer - by_layer
+    return Activations(by_layer, outside, two.backward_work, two.forward_peak)
 
 
 def _trace(model: ModelSizes, dtype: str, length: int, is_flash: bool, num_layers: int) -> Activations:
     """Return what a model of a few layers holds, all that it saves as `saved_by_layer`."""
+    dtype = "bf16" if dtype == "fp16" else dtype  # as wide
     config = copy.deepcopy(model.config)
     config.num_hidden_layers, config.use_cache = num_layers, False
     if getattr(config, "layer_types", None):

@@ -192,7 +192,7 @@ def assumption_lines(run: Run) -> list[str]:
         lines += [
             f"generation {how}: {run.num_slots} sequences at a time, slots of {run.length} tokens",
             f"log-probabilities at rollout {again} (--old_logprobs {args.old_logprobs})",
-            "no text for --unsupervised_dataset_name, no evaluation, no reward but models'",
+            "no unsupervised text, no evaluation, no reward but models'",
         ]
     return ["assumed", *(f"  {line}" for line in lines)]
 

@@ -14,7 +14,6 @@ from fastapi.testclient import TestClient
 from program_runs import as_flags, run_here
 
 import chat
-import train
 from arena import ArenaArguments, serve
 from serving import prompt_eval, reward_server
 from serving.prompt_eval import PromptEvalArguments
@@ -71,7 +70,6 @@ RUNS: dict[type, Callable[[list[str]], None]] = {
     chat.ChatArguments: lambda words: run_top(chat, words),
     ServeArguments: lambda words: answers(lambda: run_top(reward_server, words), "/score", TEXTS),
     ArenaArguments: lambda words: answers(lambda: serve(words), "/v1/chat/completions", MESSAGES),
-    train.TrainArguments: lambda words: run_top(train, words),
 }
 BASE: dict[type, dict[str, Any]] = {
     RewardEvalArguments: {
@@ -87,7 +85,6 @@ BASE: dict[type, dict[str, Any]] = {
     ArenaArguments: {
         "models": "a={base}", "dtype": "fp32", "max_new_tokens": 8, "port": 0, "db": "{folder}/db",
     },
-    train.TrainArguments: {"dry_run": True, "actor_model": "facebook/opt-125m", "output_dir": "{folder}/out"},
 }  # fmt: skip
 TOKENS = {"eot_token": "a", "add_eot_token": (True, {"eot_token": "<|eot|>"})}
 SAMPLED = {"temperature": 2.0, "top_k": 1, "top_p": 0.1, "max_new_tokens": 3}
@@ -134,26 +131,11 @@ ACTS: dict[type, dict[str, Any]] = {
     ArenaArguments: ANSWERING
     | SAMPLED
     | {"models": "a={gpt2}", "token_file": "{token}", "max_request_bytes": 9},
-    train.TrainArguments: {
-        "actor_model": "facebook/opt-1.3b",
-        "reward_model": "facebook/opt-350m",
-        "deployment_type": "single_node",
-        "step": 1,
-        "output_dir": "{folder}/other",
-        "actor_zero_stage": 3,
-        "reward_zero_stage": 3,
-        "num_gpus": 2,
-        "hostfile": ("other", {"deployment_type": "multi_node"}),
-        "data_path": "{rows}",
-        "sft_flags": "--packed",
-        "reward_flags": "--packed",
-        "ppo_flags": "--packed",
-    },
 }  # fmt: skip
 ELSEWHERE = {
     "places": "data_output_path plugins host port db",
     "of hub names": "trust_remote_code",
-    "limits, time alone": "max_bad_rows per_device_eval_batch_size batch_size dry_run",
+    "limits, time alone": "max_bad_rows per_device_eval_batch_size batch_size",
     "drawn by people": "data_path",
 }
 CASES = [
