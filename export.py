@@ -116,10 +116,10 @@ def check(
     """Return the run's tokenizer after checking that there is what is asked for; leave where there is not."""
     if not checkpoint.files(part):
         problems.add(f"--what {args.what}: {checkpoint.folder} holds none; the run was made without")
-    if args.what == "adapter" and not (getattr(flags, "lora_dim", 0) or getattr(flags, "actor_lora_dim", 0)):
-        problems.add(f"--what adapter: the run of {checkpoint.folder} had no LoRA")
-    elif args.what == "adapter" and not flags.only_optimize_lora:
-        problems.add("--what adapter: with --only_optimize_lora false more was trained; use --what model")
+    has_lora = getattr(flags, "lora_dim", 0) or getattr(flags, "actor_lora_dim", 0)
+    if args.what == "adapter" and not (has_lora and flags.only_optimize_lora):
+        what = f"the run of {checkpoint.folder} had no LoRA, or trained more (--only_optimize_lora false)"
+        problems.add(f"--what adapter: {what}; use --what model")
     folder = Path(args.output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         problems.add(f"--output {folder} is there already; give a folder that is not")

@@ -53,21 +53,18 @@ class TensorReader:
 
         Raises ValueError when they are not all there.
         """
+        slices = self.index.get(key, [])
         end = self.numel(key) if numel is None else start + numel
-        parts = []
-        position = start
-        for first, last, number, name in self.index.get(key, ()):
-            if last <= position or first >= end:
-                continue
-            if first > position:
-                break
-            parts.append(self.files[number].get_slice(name)[position - first : min(end, last) - first])
-            position = min(end, last)
-        if position < end or not self.index.get(key):
+        parts = [
+            self.files[number].get_slice(name)[max(start - first, 0) : min(end, last) - first]
+            for first, last, number, name in slices
+            if first < end and start < last
+        ]
+        if not slices or sum(map(len, parts)) < end - start:
             raise ValueError(f"it holds {self.numel(key)} elements of {key}, not the {end} that are needed")
         if not parts:  # nothing, of the right dtype
-            _, _, number, name = self.index[key][0]
-            parts = [self.files[number].get_slice(name)[:0]]
+            _, _, number, name = slices[0]
+            return self.files[number].get_slice(name)[:0]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
