@@ -168,15 +168,11 @@ def test_several_runs_lie_over_one_another(tmp_path):
     page = page_of(first, second, sft)
     title = page.text.index("objective/score", page.text.index("Curves"))
     assert page.text[title:].removeprefix("objective/score").split()[:2] == ["2", "2"]
-    strokes = [
-        a["style"] for t, a in page.tags if t == "path" and "stroke: var(--c" in (a.get("style") or "")
-    ]
-    of_first, of_second = (sum(f"var(--c{i})" in style for style in strokes) for i in (0, 1))
+    styles = [attributes.get("style") or "" for tag, attributes in page.tags if tag == "path"]
+    of_first, of_second = (sum(f"stroke: var(--c{i})" in style for style in styles) for i in (0, 1))
     assert of_first == of_second > 0
-    diagnostics = page.text[
-        page.text.index("Diagnostics of reward hacking") : page.text.index("what is looked")
-    ]
-    assert "b: none of the" in diagnostics and "sft" not in diagnostics
+    section = page.text.partition("Diagnostics of reward hacking")[2].partition("what is looked")[0]
+    assert "b: none of the" in section and "sft" not in section
 
 
 def test_phases_are_all_of_the_clock(tmp_path):
