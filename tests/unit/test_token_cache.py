@@ -1,16 +1,15 @@
 """common/data/token_cache.py and make_on_first_rank: whole or absent, written once, read by memory map."""
 
-import subprocess
-import sys
 import threading
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from common.data.token_cache import TokenTable, TokenWriter, build_once
-
-ROOT = Path(__file__).parents[2]
+from common.ranks.distributed import make_on_first_rank
 
 
 def test_two_builders_at_once_leave_one_whole_cache(tmp_path):
@@ -72,39 +71,23 @@ def test_token_table(tmp_path):
         TokenTable(tmp_path / "t.arrow")
 
 
-# ---- several ranks
+def _run_rank(rank: int, folder: Path) -> None:
+    def make() -> Path:
+        made.append(rank)
+        folder.mkdir()
+        return folder
 
-RANKS = """
-import os, sys
-from pathlib import Path
-import torch.distributed as dist
-from common.ranks.distributed import make_on_first_rank
-folder = Path(sys.argv[1])
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-made = []
-def make():
-    made.append(rank)
-    folder.mkdir()
-    return folder
-def fail():
-    raise ValueError("rows.jsonl:4 is bad")
-assert make_on_first_rank(make) == folder
-assert made == ([0] if rank == 0 else [])
-try:
-    make_on_first_rank(fail)
-except ValueError as error:
-    Path(f"{folder}.{rank}").write_text(str(error))
-dist.destroy_process_group()
-"""
+    def fail() -> Path:
+        raise ValueError("rows.jsonl:4 is bad")
+
+    made: list[int] = []
+    dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=2)
+    assert make_on_first_rank(make) == folder and made == [0][rank:]
+    with pytest.raises(ValueError, match="^rows.jsonl:4 is bad$"):
+        make_on_first_rank(fail)
+    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_one_rank_works_and_its_failure_is_every_ranks(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    (tmp_path / "ranks.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{RANKS}")
-    command += [str(tmp_path / "ranks.py"), str(tmp_path / "made")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        assert (tmp_path / f"made.{rank}").read_text() == "rows.jsonl:4 is bad"
+    torch.multiprocessing.spawn(_run_rank, (tmp_path / "made",), nprocs=2)
