@@ -136,7 +136,7 @@ ACTS: dict[int, dict[str, Any]] = {
         "early_stop_kl": 1e-9,
         "value_clip_range": 0.001,
         "value_loss": "huber",
-        "value_norm": "exp",
+        "value_norm": ["exp", ("ma", {"value_norm": "exp"})],
         "entropy_coef": 0.1,
         "old_logprobs": "recompute",
         "replay_sampling_support": (True, {"top_k": 3}),
