@@ -20,7 +20,7 @@ FLAGS = {field.name for program in find_programs() for field in dataclasses.fiel
 FLAGS |= IGNORED.keys() | SWITCHES.keys()
 STATES = ("done", "partly", "not here", "does not apply")
 MISSING = "Missing: "
-TEST = re.compile(r"test_\w+\.py::test_\w+")
+TEST = re.compile(r"(test_\w+|\w+_cases)\.py::test_\w+")
 NAMED = re.compile(r"`([^`]+)`")
 
 
