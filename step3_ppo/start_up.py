@@ -263,7 +263,23 @@ def check_hybrid(args: PPOArguments, config: Any, problems: Problems) -> None:
             "--enable_hybrid_engine, --inference_tp_size, --tp_gather_partition_size, "
             "--release_inference_cache or --unpin_actor_parameters in place of its keys"
         )
-    dtype = distributed.dtype_name(args.dtype)
+    num_ranks, tp_size = distributed.world_size(), args.inference_tp_size
+    check_hybrid_flags(args, num_ranks, distributed.dtype_name(args.dtype), problems)
+    if config is not None and args.enable_hybrid_engine and tp_size > 1 and num_ranks % tp_size == 0:
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+        try:
+            build_cuts(model, tp_size)
+        except NoPlan:
+            pass  # it generates with 1, and says so
+        except ValueError as error:
+            problems.add(str(error))
+    if config is not None and args.enable_hybrid_engine and not problems.messages:
+        _check_slots(args, config, problems)
+
+
+def check_hybrid_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Problems) -> None:
+    """Add what is wrong with the hybrid engine's flags on so many ranks."""
     if args.offload_states_for_generation and effective_zero_stage(args.actor_zero_stage, dtype) == 0:
         problems.add("--offload_states_for_generation needs --actor_zero_stage 1, 2 or 3")
     if args.offload_states_for_generation and args.offload in ("param", "all"):
@@ -274,33 +290,16 @@ def check_hybrid(args: PPOArguments, config: Any, problems: Problems) -> None:
     tp_size = args.inference_tp_size
     if tp_size > 1 and not args.enable_hybrid_engine:
         problems.add(f"--inference_tp_size {tp_size} needs --enable_hybrid_engine")
-    elif tp_size > 1:
-        _check_tp_size(args, config, problems)
-    if config is not None and args.enable_hybrid_engine and not problems.messages:
-        _check_slots(args, config, problems)
-
-
-def _check_tp_size(args: PPOArguments, config: Any, problems: Problems) -> None:
-    tp_size, num_ranks = args.inference_tp_size, distributed.world_size()
-    if num_ranks % tp_size:
+    elif num_ranks % tp_size:
         divisors = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
         problems.add(
             f"--inference_tp_size {tp_size} does not divide the number of ranks, {num_ranks}; use {divisors}"
         )
-    elif args.unpin_actor_parameters and args.actor_zero_stage == 3:
+    elif tp_size > 1 and args.unpin_actor_parameters and args.actor_zero_stage == 3:
         problems.add(
             f"--inference_tp_size {tp_size} and --unpin_actor_parameters exclude each other: what is "
             "gathered layer by layer is whole; give one of them"
         )
-    elif config is not None:
-        with init_empty_weights():
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
-        try:
-            build_cuts(model, tp_size)
-        except NoPlan:
-            pass  # it generates with 1, and says so
-        except ValueError as error:
-            problems.add(str(error))
 
 
 def _check_slots(args: PPOArguments, config: Any, problems: Problems) -> None:

@@ -19,7 +19,7 @@ from common.models.model_flops import DEVICES
 from common.programs import startup
 from step3_ppo.algorithms import find_algorithm
 from step3_ppo.rewards.reward_specs import parse_rewards
-from step3_ppo.start_up import check_numbers, samples_per_rank
+from step3_ppo.start_up import check_hybrid_flags, check_numbers, samples_per_rank
 from tools.model_sizes import Counts, ModelSizes, count_parameters, find_cuts, switch_sizes
 from tools.step_flags import StageArguments
 
@@ -226,29 +226,18 @@ def longest_row(args: Any) -> int:
 def find_problems(args: Any, models: Models) -> list[str]:
     """Return what is wrong with the flags; what a step would refuse is refused here too."""
     found = Problems()
+    roles = ("actor_", "critic_") if args.stage == 3 else ("",)
+    stages = {f"--{role}zero_stage": getattr(args, f"{role}zero_stage") for role in roles}
+    startup.check_offload(args.offload, stages, dtype_of(args), found)
+    if args.stage == 3:
+        check_numbers(args, found)
+        check_hybrid_flags(args, args.num_gpus * args.num_nodes, dtype_of(args), found)
+        try:
+            find_cuts(models["actor"], args.inference_tp_size)
+        except ValueError as error:
+            found.add(str(error))
+        return found.messages
     cap, longest = args.max_tokens_per_micro_batch, longest_row(args)
     text = f"--max_tokens_per_micro_batch {cap} holds no whole row; raise it to at least {longest}"
-    found.check(args.stage == 3 or cap == 0 or cap >= longest, text)
-    for stage in [args.zero_stage] if args.stage < 3 else [args.actor_zero_stage, args.critic_zero_stage]:
-        text = f"--offload {args.offload} needs ZeRO stage 3, not {stage}"
-        found.check(args.offload != "param" or stage == 3, text)
-        needs_states = args.offload in ("optimizer", "all") and dtype_of(args) == "fp32"
-        text = f"--offload {args.offload} needs ZeRO stage 1, 2 or 3: under stage 0 no state can move"
-        found.check(stage > 0 or not needs_states, text)
-    if args.stage < 3:
-        return found.messages
-    check_numbers(args, found)
-    num_ranks, tp = args.num_gpus * args.num_nodes, f"--inference_tp_size {args.inference_tp_size}"
-    try:
-        find_cuts(models["actor"], args.inference_tp_size)
-    except ValueError as error:
-        found.add(str(error))
-    if args.inference_tp_size > 1:
-        found.check(args.enable_hybrid_engine, f"{tp} needs --enable_hybrid_engine")
-        fits = num_ranks % args.inference_tp_size == 0
-        found.check(fits, f"{tp} does not divide the number of ranks, {num_ranks}")
-        is_whole = args.unpin_actor_parameters and args.actor_zero_stage == 3
-        found.check(not is_whole, f"{tp} and --unpin_actor_parameters exclude each other")
-    text = f"--offload_states_for_generation and --offload {args.offload} exclude each other"
-    found.check(not args.offload_states_for_generation or args.offload not in ("param", "all"), text)
+    found.check(cap == 0 or cap >= longest, text)
     return found.messages

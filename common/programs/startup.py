@@ -53,15 +53,19 @@ def check_run(args: RunArguments, zero_stages: dict[str, int], problems: Problem
         problems.exit_if_any(is_told_by_all=True)
     if args.dtype == "fp16" and not distributed.has_gpu():
         problems.add("--dtype fp16 needs a GPU; use fp32 or bf16 on a CPU")
-    for name, stage in zero_stages.items():
-        if args.offload == "param" and stage != 3:
-            problems.add(f"--offload param needs {name} 3, not {stage}; use --offload optimizer or stage 3")
-        runs_at = effective_zero_stage(stage, distributed.dtype_name(args.dtype))
-        if args.offload in ("optimizer", "all") and runs_at == 0:
-            problems.add(f"--offload {args.offload} needs {name} 1, 2 or 3: under stage 0 no state can move")
+    check_offload(args.offload, zero_stages, distributed.dtype_name(args.dtype), problems)
     for problem in missing_trackers(args.trackers):
         problems.add(problem)
     _check_ds_config(args, problems)
+
+
+def check_offload(offload: str, zero_stages: dict[str, int], dtype: str, problems: Problems) -> None:
+    """Add a problem where --offload needs another ZeRO stage than a flag says."""
+    for name, stage in zero_stages.items():
+        if offload == "param" and stage != 3:
+            problems.add(f"--offload param needs {name} 3, not {stage}; use --offload optimizer or stage 3")
+        if offload in ("optimizer", "all") and effective_zero_stage(stage, dtype) == 0:
+            problems.add(f"--offload {offload} needs {name} 1, 2 or 3: under stage 0 no state can move")
 
 
 def _check_ds_config(args: Any, problems: Problems) -> None:

@@ -45,7 +45,7 @@ def run_plan(capsys) -> Plan:
         (("--inference_tp_size", "3", "--enable_hybrid_engine"), "sizes that work for this model: 1, 2, 4"),
         (("--inference_tp_size", "2", "--enable_hybrid_engine"), "does not divide the number of ranks, 1"),
         (("--inference_tp_size", "2", "--num_gpus", "2"), "size 2 needs --enable_hybrid_engine"),
-        (("--offload", "param"), "--offload param needs ZeRO stage 3, not 0"),
+        (("--offload", "param"), "--offload param needs --actor_zero_stage 3, not 0"),
         (("--algorithm", "pp"), "--algorithm pp"),
         (("--max_tokens_per_micro_batch", "100"), "raise it to at least 512"),
         (("--per_device_training_batch_size", "6"), "16 samples a rank must be a multiple of"),
