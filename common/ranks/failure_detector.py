@@ -36,7 +36,7 @@ class Beat(NamedTuple):
     """What a rank tells of itself."""
 
     number: int
-    place: str  # such as "at step 3 in the rollout"
+    position: str  # such as "at step 3 in the rollout"
     num_phases: int  # begun so far
     calls: dict[str, int]  # collectives begun so far, by group
     process: Process
@@ -66,7 +66,7 @@ class Watched:
 
 
 class FailureDetector(threading.Thread):
-    """A rank's thread. `place()` says where the rank is, and how many phases it has begun.
+    """A rank's thread. `position()` says where the rank is, and how many phases it has begun.
 
     `stores`: two clients of the group's store, for the thread and for the main thread, which waits for no
     answer: one that waits blocks its other callers. Time is counted in looks, one every BEAT_SECONDS: where
@@ -78,11 +78,11 @@ class FailureDetector(threading.Thread):
         rank: int,
         world_size: int,
         collective_timeout: float,
-        place: Callable[[], tuple[str, int]],
+        position: Callable[[], tuple[str, int]],
         stores: tuple[dist.Store, dist.Store],
     ) -> None:
         super().__init__(daemon=True, name="failure detector")
-        self.rank, self.world_size, self.place = rank, world_size, place
+        self.rank, self.world_size, self.position = rank, world_size, position
         self.collective_timeout = collective_timeout
         self.store, self.main_store = stores
         self.process = this_process()
@@ -95,7 +95,7 @@ class FailureDetector(threading.Thread):
         self.heard, self._is_over, self._leaving = threading.Event(), threading.Event(), threading.Lock()
         self._num_beats = self._num_looks = 0
 
-    def tell_place(self) -> None:
+    def tell_position(self) -> None:
         """Let the others know where this rank is."""
         with contextlib.suppress(dist.DistError):  # the thread finds out why
             self._beat(self.main_store)
@@ -114,12 +114,12 @@ class FailureDetector(threading.Thread):
             before = self._num_looks
             if silent_seconds > 2 * SETTLE_SECONDS:  # the store does not answer the thread
                 process = self.watched[0].beat.process if 0 in self.watched else None
-                self.leave(self._about_first(stuck(0, self.place()[0], silent_seconds, process)))
+                self.leave(self._about_first(stuck(0, self.position()[0], silent_seconds, process)))
 
     def say_goodbye(self, code: int, reason: str) -> None:
         """Say that this rank leaves by its own will. Rank 0, which holds the store, leaves last."""
         self.code, self.reason = code, reason
-        self.tell_place()
+        self.tell_position()
         self._wait_for_others(LEFT_SECONDS + DRAIN_SECONDS if code else float("inf"))
         self._is_over.set()
         self.join(DRAIN_SECONDS)
@@ -131,7 +131,7 @@ class FailureDetector(threading.Thread):
                 verdict = self.look()
             except dist.DistError:  # the store is gone, and rank 0 with it
                 time.sleep(SETTLE_SECONDS / 10)  # all may be on their way out, by a signal
-                verdict = self._about_first(died(0, self.place()[0]))
+                verdict = self._about_first(died(0, self.position()[0]))
             if verdict and not self._is_over.is_set():
                 self.leave(verdict)
                 return
@@ -159,7 +159,7 @@ class FailureDetector(threading.Thread):
         self._num_beats += 1
         lost = self.lost[0] if self.lost else ""
         beat = Beat(
-            self._num_beats, *self.place(), count_collectives(), self.process, lost, self.code, self.reason
+            self._num_beats, *self.position(), count_collectives(), self.process, lost, self.code, self.reason
         )
         store.set(f"beat/{self.rank}", json.dumps(beat))
 
@@ -194,7 +194,7 @@ class FailureDetector(threading.Thread):
             if known.beat.code is None:
                 was_dead, known.was_dead = known.was_dead, is_dead(known.beat.process)
                 if was_dead and known.was_dead:
-                    return died(rank, known.beat.place)
+                    return died(rank, known.beat.position)
             elif known.beat.code:
                 if self._seconds_since(known.left_at) >= min(LEFT_SECONDS, self.collective_timeout):
                     return left(rank, known.beat)
@@ -222,7 +222,7 @@ class FailureDetector(threading.Thread):
         hint = "where ranks send each other different things, TORCH_DISTRIBUTED_DEBUG=DETAIL shows the first"
         if how == CLOSED:
             hint = "every other rank is there: look at the network between the machines"
-        return Verdict(f"rank {self.rank} failed first, {self.place()[0]}: {text}; {hint}", self.rank)
+        return Verdict(f"rank {self.rank} failed first, {self.position()[0]}: {text}; {hint}", self.rank)
 
     def _find_late(self) -> dict[int, Watched]:
         """Return the ranks that have begun fewer collectives than another for longer than the limit."""
@@ -244,14 +244,14 @@ class FailureDetector(threading.Thread):
         for rank, known in sorted(ranks.items()):
             seconds = self._seconds_since(known.moved_at)
             if seconds >= SILENT_SECONDS:
-                return stuck(rank, known.beat.place, seconds, known.beat.process)
+                return stuck(rank, known.beat.position, seconds, known.beat.process)
         return None
 
     def _did_not_come(self, ranks: dict[int, Watched]) -> Verdict:
         rank = min(ranks, key=lambda r: (ranks[r].beat.num_phases, sum(ranks[r].beat.calls.values()), r))
         return Verdict(
-            f"rank {rank} is stuck {ranks[rank].beat.place}: others wait for it in a collective, longer than "
-            f"--collective_timeout {self.collective_timeout:g} s; raise that where the work needs it",
+            f"rank {rank} is stuck {ranks[rank].beat.position}: others wait for it in a collective, longer "
+            f"than --collective_timeout {self.collective_timeout:g} s; raise that where the work needs it",
             rank,
         )
 
@@ -266,7 +266,7 @@ class FailureDetector(threading.Thread):
             kill(verdict.stuck)
         if not self.failure and not self.code:
             self.code = OTHER_RANK_FAILED
-            self.tell_place()
+            self.tell_position()
             self._wait_for_others(2 * DRAIN_SECONDS, but=verdict.rank)
             if is_speaker:
                 time.sleep(DRAIN_SECONDS)  # those that speak only after this rank see that it is there
@@ -292,22 +292,23 @@ class FailureDetector(threading.Thread):
         return verdict._replace(by=self.rank if is_first else -1)
 
 
-def died(rank: int, place: str) -> Verdict:
+def died(rank: int, position: str) -> Verdict:
     """Return the verdict on a process that is gone."""
-    text = f"rank {rank} died {place}: its process is gone without a word. The launcher names the signal; "
+    text = f"rank {rank} died {position}: its process is gone without a word. The launcher names the signal; "
     return Verdict(text + "the kernel's log (dmesg) says whether memory had run out", rank)
 
 
-def stuck(rank: int, place: str, seconds: float, process: Process | None) -> Verdict:
+def stuck(rank: int, position: str, seconds: float, process: Process | None) -> Verdict:
     """Return the verdict on a process that stands still, or a machine that is gone."""
-    text = f"rank {rank} is stuck: no sign of life for {seconds:.0f} s; last seen {place}"
+    text = f"rank {rank} is stuck: no sign of life for {seconds:.0f} s; last seen {position}"
     return Verdict(text, rank, process)
 
 
 def left(rank: int, beat: Beat) -> Verdict:
     """Return the verdict on a process that left before the others."""
     why = f": {beat.reason}" if beat.reason else ""
-    return Verdict(f"rank {rank} left before the others, with exit code {beat.code}, {beat.place}{why}", rank)
+    text = f"rank {rank} left before the others, with exit code {beat.code}, {beat.position}{why}"
+    return Verdict(text, rank)
 
 
 def this_process() -> Process:

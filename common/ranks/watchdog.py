@@ -27,7 +27,7 @@ from common.ranks.step_costs import COSTS
 OWN_FAILURE, NO_MEMORY = 1, 3
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """What a rank does."""
 
     phase: str = "the start-up"
@@ -39,15 +39,21 @@ class Place(NamedTuple):
         return where if self.step is None else f"at step {self.step} {where}"
 
 
-_place = Place()
+_position = Position()
 _num_phases = _depth = 0
 _reason = ""
 _detector: FailureDetector | None = None
-os.register_at_fork(
-    after_in_child=lambda: globals().update(_detector=None)
-)  # a child that is forked is no rank
 _told: set[str] | None = None  # outermost phases that the first rank has printed; None: it prints none
 _began = time.monotonic()
+
+
+def _forget() -> None:
+    """A child that is forked is no rank."""
+    global _detector
+    _detector = None
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def tell_phases() -> None:
@@ -69,26 +75,26 @@ def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[No
 
     With a `clock` its seconds are logged as perf/CLOCK_seconds (`StepCosts.clock`).
     """
-    global _place, _num_phases, _depth
+    global _position, _num_phases, _depth
     kind = clock or name
     if _told is not None and not _depth and kind not in _told:
         _told.add(kind)
         tell(name)
-    before = _place
-    _place = mine = Place(name, before.step if step is None else step)
+    before = _position
+    _position = mine = Position(name, before.step if step is None else step)
     _num_phases, _depth = _num_phases + 1, _depth + 1
     if _detector:
-        _detector.tell_place()
+        _detector.tell_position()
     try:
         with COSTS.clock(clock) if clock else contextlib.nullcontext():
             yield
     except BaseException as error:
-        if not hasattr(error, "rank_place"):
-            error.rank_place = _place  # the innermost; who takes the error has left it
+        if not hasattr(error, "rank_position"):
+            error.rank_position = _position  # the innermost; who takes the error has left it
         raise
     finally:
         _depth -= 1
-        _place = before if _depth else mine._replace(is_over=True)
+        _position = before if _depth else mine._replace(is_over=True)
 
 
 def start(collective_timeout: float) -> None:
@@ -96,8 +102,9 @@ def start(collective_timeout: float) -> None:
     global _detector
     store = dist.distributed_c10d._get_default_store()
     stores = tuple(dist.PrefixStore("triptych", store.clone()) for _ in range(2))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     _detector = FailureDetector(
-        dist.get_rank(), dist.get_world_size(), collective_timeout, lambda: (str(_place), _num_phases), stores
+        rank, world_size, collective_timeout, lambda: (str(_position), _num_phases), stores
     )
     _detector.start()
     atexit.register(say_goodbye, 0)  # a program that does not go through run_program
@@ -113,9 +120,9 @@ def say_goodbye(code: int, reason: str = "") -> None:
 
 def keep_reason(text: str, error: Exception) -> None:
     """Remember why this rank is about to leave, and from where: the others may not have the same reason."""
-    global _reason, _place
+    global _reason, _position
     if not _reason:
-        _reason, _place = text, getattr(error, "rank_place", _place)
+        _reason, _position = text, getattr(error, "rank_position", _position)
 
 
 def leave_after(error: Exception) -> None:
@@ -124,14 +131,14 @@ def leave_after(error: Exception) -> None:
     Without memory it ends in one line, after another rank's failure in the line that names that one, else
     with a traceback. Returns in a world of one, where the interpreter is to show the error.
     """
-    global _place
-    _place = getattr(error, "rank_place", _place)  # the beats go on telling it
+    global _position
+    _position = getattr(error, "rank_position", _position)  # the beats go on telling it
     text, rank = kind_and_line(error), os.environ.get("RANK")
     how = communication_failure(error) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
     if how and not is_out_of_memory(error):
         if _detector:
             _detector.leave_with_others(how, text)
-        say(f"error: rank {rank} has lost other ranks {_place}: {text}")
+        say(f"error: rank {rank} has lost other ranks {_position}: {text}")
         os._exit(OTHER_RANK_FAILED)
     if _detector is None:
         if is_out_of_memory(error):
@@ -141,9 +148,9 @@ def leave_after(error: Exception) -> None:
     if not is_out_of_memory(error):
         traceback.print_exception(error)
     sys.stderr.flush()
-    is_told = _detector.report_failure(f"rank {rank} failed first, {_place}: {text}")
+    is_told = _detector.report_failure(f"rank {rank} failed first, {_position}: {text}")
     if is_out_of_memory(error):
         if rank != "0" or not is_told:  # the first rank has said it for all
-            say(f"error: rank {rank} ran out of memory {_place}: {text}")
+            say(f"error: rank {rank} ran out of memory {_position}: {text}")
         os._exit(NO_MEMORY)
     os._exit(OWN_FAILURE)

@@ -54,24 +54,24 @@ class Run:
         Raises ValueError when no checkpoint is whole, or it is not of this run.
         """
         taken: Checkpoint | None = None
-        goes_on = bool(self.earlier.checkpoints) and not self.earlier.is_elsewhere
+        is_resumed = bool(self.earlier.checkpoints) and not self.earlier.is_elsewhere
         if self.earlier.checkpoints:
             parts = dict(self.parts)
-            if not goes_on:
+            if not is_resumed:
                 del parts["log"]  # this folder's files have nothing of that run
             with watchdog.phase("the loading of the checkpoint"):
                 taken = load_newest(self.earlier.checkpoints, parts)
             self.last_saved = taken.name
-        if not goes_on:
+        if not is_resumed:
             self.logger.open()
         if distributed.is_main() and self.folder:
-            self._clear(taken if goes_on else None)
+            self._clear(taken if is_resumed else None)
         distributed.barrier()
-        if not goes_on:
+        if not is_resumed:
             self.logger.begin_anew()
         if distributed.is_main() and self.folder:
             about = describe_run(
-                self.folder, self.args, self.parts, num_steps=self.logger.num_steps, is_resumed=goes_on
+                self.folder, self.args, self.parts, num_steps=self.logger.num_steps, is_resumed=is_resumed
             )
             write_file(self.folder / ARGS_FILE, json.dumps(self.flags, indent=2, sort_keys=True) + "\n")
             write_file(self.folder / RUN_FILE, json.dumps(about, indent=2) + "\n")

@@ -145,7 +145,7 @@ def kept_random_numbers() -> Iterator[None]:
 class RandomState(Stateful):
     """The generators of python, numpy and torch on every rank.
 
-    More ranks than were saved share what there is; what is drawn (dropout) then differs from a run that was
+    More ranks than were saved share what there is; dropout then differs from a run that was
     not stopped.
     """
 

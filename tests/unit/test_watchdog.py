@@ -33,33 +33,33 @@ from common.ranks.failures import (
 )
 
 # ---------------------------------------------------------------------------------------------------------
-# Places
+# Positions
 # ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
-def fresh_place(monkeypatch):
-    monkeypatch.setattr(watchdog, "_place", watchdog.Place())
+def fresh_position(monkeypatch):
+    monkeypatch.setattr(watchdog, "_position", watchdog.Position())
     monkeypatch.setattr(watchdog, "_reason", "")
     monkeypatch.setattr(failure_detector, "count_collectives", dict)  # a World changes it
 
 
 def test_phases_are_nested():
-    assert str(watchdog._place) == "in the start-up"
+    assert str(watchdog._position) == "in the start-up"
     with watchdog.phase("the rollout", 3):
-        assert str(watchdog._place) == "at step 3 in the rollout"
+        assert str(watchdog._position) == "at step 3 in the rollout"
         with watchdog.phase("the checkpoint step-000003"):
-            assert str(watchdog._place) == "at step 3 in the checkpoint step-000003"
-        assert str(watchdog._place) == "at step 3 in the rollout"
-    assert str(watchdog._place) == "at step 3 after the rollout"
+            assert str(watchdog._position) == "at step 3 in the checkpoint step-000003"
+        assert str(watchdog._position) == "at step 3 in the rollout"
+    assert str(watchdog._position) == "at step 3 after the rollout"
 
 
-def test_an_error_keeps_the_innermost_place():
+def test_an_error_keeps_the_innermost_position():
     error = ValueError("no")
     with pytest.raises(ValueError), watchdog.phase("the step", 2), watchdog.phase("the update"):
         raise error
-    assert str(error.rank_place) == "at step 2 in the update"
-    assert str(watchdog._place) == "at step 2 after the step"
+    assert str(error.rank_position) == "at step 2 in the update"
+    assert str(watchdog._position) == "at step 2 after the step"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -148,11 +148,13 @@ class World:
     """Ranks of one process and one store, that look where they are told to."""
 
     def __init__(self, world_size: int = 3) -> None:
-        self.silent, self.places = set(), ["at step 3 in the rollout"] * world_size
+        self.silent, self.positions = set(), ["at step 3 in the rollout"] * world_size
         self.calls = [{"world": 7} for _ in range(world_size)]
         store = dist.HashStore()
         self.ranks = [
-            FailureDetector(rank, world_size, LIMIT, lambda rank=rank: (self.places[rank], 5), (store, store))
+            FailureDetector(
+                rank, world_size, LIMIT, lambda rank=rank: (self.positions[rank], 5), (store, store)
+            )
             for rank in range(world_size)
         ]
 
@@ -201,7 +203,7 @@ def test_a_process_that_is_gone(world):
     world.ranks[rank].process = ("another", 1, 0.0)
     assert world.wait(10) == [None] * 3
     world.ranks[rank].process = (machine, pid, started - 100.0)  # the number belongs to another one now
-    world.ranks[rank].tell_place()
+    world.ranks[rank].tell_position()
     world.silent.add(rank)
     assert world.wait(0) == [None, None]
     assert text_of(world.wait(2)).startswith(f"rank {rank} died at step 3 in the rollout")
@@ -249,7 +251,7 @@ def test_a_rank_that_does_not_come():
     world = World(4)
     world.wait(1)
     world.calls = [{"world": 8}, {"world": 6}, {"world": 7, "tensor parallel": 1}, {"world": 7}]
-    world.places[3] = "at step 2 after the update"
+    world.positions[3] = "at step 2 after the update"
     for rank in (0, 1):
         world.lose(rank, TIMEOUT)
     verdicts = world.wait(SETTLE_SECONDS + 1)
