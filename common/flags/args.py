@@ -10,7 +10,6 @@ prints them all once and leaves with exit code 2 before any model is loaded.
 import argparse
 import dataclasses
 import difflib
-import json
 import math
 import re
 import sys
@@ -399,8 +398,3 @@ def parse_args(
         except ValueError as error:  # the default stands in, so that the checks after this one can be made
             problems.add(str(error), flag=f"--{field.name}")
     return cls(**values)
-
-
-def as_json(args: Any, **more: Any) -> str:
-    """Return the resolved flags, and whatever else is given, as indented JSON."""
-    return json.dumps(dataclasses.asdict(args) | more, indent=2, sort_keys=True)

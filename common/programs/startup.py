@@ -2,6 +2,8 @@
 problems."""
 
 import contextlib
+import dataclasses
+import json
 import logging
 import os
 import signal
@@ -20,7 +22,7 @@ from common.data.dialogue import Template, build_template
 from common.data.stage_datasets import preview_rows
 from common.data.tokenizer import load_tokenizer
 from common.engine.ds_config import effective_zero_stage, load_overrides
-from common.flags.args import Problems, RunArguments, as_json
+from common.flags.args import Problems, RunArguments
 from common.flags.flag_values import has_hub_form, no_effect_notes
 from common.flags.refusal import StepRefused, TooManyBadSteps
 from common.models.lora import linear_module_names, lora_targets
@@ -213,7 +215,8 @@ def enter(
         with as_problem(problems):
             print_note(*preview_rows(options, template))
         if distributed.is_main():
-            print(as_json(args, resolved_dtype=distributed.dtype_name(args.dtype), **resolved))
+            resolved["resolved_dtype"] = distributed.dtype_name(args.dtype)
+            print(json.dumps(dataclasses.asdict(args) | resolved, indent=2, sort_keys=True))
         return False
     if earlier.finished:
         if distributed.is_main():
