@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,31 +48,21 @@ class Subject:
         return build_model_inputs(*pack_rows(self.rows), is_packed=is_packed, device=self.model.device)
 
 
-# ---- transformers' plain pass ---------------------------------------------------------------------------
-
-
-@contextmanager
-def torchs_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Put torch's attention, transformers' own choice, in the place of a kernel that we chose."""
-    ours = model.config._attn_implementation
-    if ours not in (NAME, FLASH_ATTENTION):
-        yield
-        return
-    model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(ours)
-
-
 def plain_outputs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Return transformers' logits of each row alone, without mask and positions of ours, float64.
 
-    They are (T, V) of a causal LM and (1,) of a classifier.
+    They are (T, V) of a causal LM and (1,) of a classifier. The attention is torch's, transformers' own
+    choice, in the place of a kernel that we chose.
     """
-    with torchs_attention(model):
+    ours = model.config._attn_implementation
+    if ours in (NAME, FLASH_ATTENTION):
+        model.set_attn_implementation("sdpa")
+    try:
         ids = [torch.tensor([row], device=model.device) for row in rows]
         return [model(input_ids=row, use_cache=False).logits[0].double() for row in ids]
+    finally:
+        if ours in (NAME, FLASH_ATTENTION):
+            model.set_attn_implementation(ours)
 
 
 # ---- causal LMs -----------------------------------------------------------------------------------------
@@ -182,24 +171,18 @@ def text_finding(
 # ---- reward models --------------------------------------------------------------------------------------
 
 
-@contextmanager
-def plain_classifier(model: PreTrainedModel) -> Iterator[None]:
-    """Leave transformers its own head, and no pad id: it then scores the last token of a row."""
-    config, ours = model.config.get_text_config(), type(model.score)
-    pad_token_id = config.pad_token_id
-    model.score.__class__, config.pad_token_id = nn.Linear, None
-    try:
-        yield
-    finally:
-        model.score.__class__, config.pad_token_id = ours, pad_token_id
-
-
 @torch.inference_mode()
 def check_scores(subject: Subject, value_model: ValueModel) -> Iterator[Finding]:
     """Yield scores of a padded and of a packed batch, and what the saved pad id would do."""
     model = plain_model(value_model.classifier)
-    with plain_classifier(model):
+    config, ours = model.config.get_text_config(), type(model.score)
+    pad, eos = config.pad_token_id, subject.tokenizer.eos_token_id
+    # With its own head, and without a pad id, transformers scores the last token of a row.
+    model.score.__class__, config.pad_token_id = nn.Linear, None
+    try:
         expected = torch.cat(plain_outputs(model, subject.rows))
+    finally:
+        model.score.__class__, config.pad_token_id = ours, pad
     tolerance = tolerance_of(subject.dtype, float(expected.abs().max()))
     for name, is_packed, why in (
         ("scores", False, "these are PPO's rewards"),
@@ -210,7 +193,6 @@ def check_scores(subject: Subject, value_model: ValueModel) -> Iterator[Finding]
             continue
         inputs = subject.inputs(is_packed=is_packed)
         yield compare(name, value_model(inputs, inputs.last_slots), expected, tolerance, why)
-    pad, eos = model.config.get_text_config().pad_token_id, subject.tokenizer.eos_token_id
     why = "transformers looks for padding, our programs count lengths"
     if pad is None:
         text = "the config has none: transformers alone scores one row at a time, our programs any number"
