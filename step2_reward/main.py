@@ -83,7 +83,7 @@ def find_reference(
     if missing and not may_compute:
         raise ValueError(
             f"--max_train_steps {args.max_train_steps}: {len(missing)} more pairs need the reference's "
-            "log-probabilities, and the model that gave them has moved on; begin anew with --resume never"
+            "log-probabilities, and the model that gave them has moved on; begin anew with --resume overwrite"
         )
     size, score = args.per_device_eval_batch_size, trainer.score_reference
     batches.dataset.compute(score, batches.collate, missing, size)

@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.command:
         parser.error("COMMAND is missing: what starts the run")
-    for word in ("--overwrite_output_dir", "--resume never"):
+    for word in ("--overwrite_output_dir", "--resume overwrite"):
         if word in " ".join(args.command):
             parser.error(f"{word} in COMMAND would begin anew after every crash: leave it out")
     return run_until_done(args.output_dir, args.command, args.tries)

@@ -257,8 +257,8 @@ class CheckpointArguments:
     save_total_limit: int = flag(2, "checkpoints that are kept, the newest; 0: all", may_change=True, low=0)
     resume: str = flag(
         "auto",
-        "auto: resume from the newest valid checkpoint in --output_dir; never: replace what an earlier run "
-        "left there; or a checkpoint's path",
+        "auto: resume from the newest valid checkpoint in --output_dir; never: refuse a folder "
+        "with an earlier run; overwrite: replace that run; or a checkpoint's path",
         may_change=True,
     )
     max_bad_steps: int = flag(3, "skip at most this many non-finite steps, then stop", may_change=True, low=0)

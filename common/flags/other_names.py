@@ -19,7 +19,7 @@ SWITCHES = {
     "enable_tensorboard": ("trackers", "tensorboard"),
     "enable_ema": ("ema_decay", "0.992"),
     "print_answers": ("print_answers_interval", "1"),
-    "overwrite_output_dir": ("resume", "never"),
+    "overwrite_output_dir": ("resume", "overwrite"),
 }
 
 

@@ -37,12 +37,12 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
     if held:
         problems.add(held)
         return EarlierRun()
-    if args.resume not in ("auto", "never"):
+    if args.resume not in ("auto", "never", "overwrite"):
         return _named_checkpoint(args, problems)
     folder = Path(args.output_dir) if args.output_dir else None
-    if folder is None or not _can_write(folder, problems) or args.resume == "never":
+    if folder is None or not _can_write(folder, problems) or args.resume == "overwrite":
         return EarlierRun()
-    if not (folder / ARGS_FILE).is_file():
+    if args.resume == "never" or not (folder / ARGS_FILE).is_file():
         _refuse_other_files(folder, args, problems)
         return EarlierRun()
     found, doubts = find_checkpoints(folder)
@@ -52,13 +52,13 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
         text = (
             f"the run in {folder} has finished: {finished['steps']} steps; its models are in {folder}/export"
         )
-        return EarlierRun(finished=f"{text}. --resume never starts it anew")
+        return EarlierRun(finished=f"{text}. --resume overwrite starts it anew")
     if finished and not found:
         _refuse_other_files(folder, args, problems)
         return EarlierRun()
     if doubts and not found:
         problems.add(
-            f"{'; '.join(doubts)}. No checkpoint of {folder} can be used: --resume never starts anew"
+            f"{'; '.join(doubts)}. No checkpoint of {folder} can be used: --resume overwrite starts anew"
         )
     notes = [f"{doubt}; it is passed over" for doubt in doubts]
     notes += compare_flags(args, saved, str(found[0].folder if found else folder), problems)
@@ -109,7 +109,7 @@ def _refuse_other_files(folder: Path, args: Any, problems: Problems) -> None:
     if left:
         problems.add(
             f"--output_dir {folder} holds {', '.join(left[:3])} of an earlier run; choose another folder"
-            + (", or give --resume never to replace it" if args.resume == "auto" else "")
+            + (", or give --resume overwrite to replace it" if args.resume in ("auto", "never") else "")
         )
 
 
@@ -122,7 +122,7 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
         if saved[name] != default:
             problems.add(
                 f"{origin} was made with --{name} {saved[name]}, a flag that has been removed ({instead}): "
-                "resume it with the version that wrote it, or give --resume never to begin anew"
+                "resume it with the version that wrote it, or give --resume overwrite to begin anew"
             )
     saved = flag_defaults(args) | saved  # an older program did not have all flags
     for flag in dataclasses.fields(args):
@@ -137,6 +137,6 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
         else:
             problems.add(
                 f"--{flag.name} {now} differs from the {before} of {origin}, and would make it another run: "
-                f"give {before}, or another --output_dir, or --resume never to begin anew"
+                f"give {before}, or another --output_dir, or --resume overwrite to begin anew"
             )
     return notes

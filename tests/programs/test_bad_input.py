@@ -125,7 +125,8 @@ MODELS = [
 ]  # fmt: skip
 
 CHECKPOINTS = [
-    Row("all cut", 1, resume(1, lambda c: cut(weights_file(c))), ["has 500 bytes, not", "--resume never"]),
+    Row("all cut", 1, resume(1, lambda c: cut(weights_file(c))),
+        ["has 500 bytes, not", "--resume overwrite"]),
     Row("a bit in all", 3, resume(3, lambda c: flip_bit(weights_file(c))),
         ["actor-rank-00000.safetensors has changed"]),
     Row("another format", 1, resume(1, change_format), ["its format is 99, this program reads"]),
@@ -149,7 +150,7 @@ CHECKPOINTS = [
     Row("into a used folder", 1,
         lambda p: {"resume": p.stopped(1) / "checkpoints/step-000002", "output_dir": p.tiny.base},
         ["--output_dir", "of an earlier run"]),
-    Row("finished", 1, lambda p: p.finished(1) and {}, ["has finished: 3 steps", "--resume never"], DONE),
+    Row("finished", 1, lambda p: p.finished(1) and {}, ["has finished: 3 steps", "--resume overwrite"], DONE),
 ]  # fmt: skip
 
 SCORES = "def f(prompts, responses, rows): return"
@@ -260,7 +261,7 @@ def test_output_of_an_earlier_run(place, output):
         done = place.forks.run(step, place.flags(step, **changes))
         assert done.code == BAD and snapshot(output) == before
         assert changes or f"--output_dir {output} holds metrics.jsonl" in done.text()
-        assert changes or "--resume never" in done.text()
+        assert changes or "--resume overwrite" in done.text()
     done = place.forks.run(1, place.flags(1, overwrite_output_dir=True, eval_fraction=0, max_train_steps=1))
     assert done.code == DONE and len(read_metrics(output)) == 1
 

@@ -87,8 +87,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_unasked(run):
         (run / "checkpoints" / f"step-00000{step}" / "meta.json").unlink()
     earlier, (problem,) = find(f"--output_dir {run}")
     assert "step-000002: meta.json cannot be read" in problem and "step-000001: " in problem
-    assert "--resume never starts anew" in problem
-    assert find(f"--output_dir {run} --resume never") == (EarlierRun(), [])
+    assert "--resume overwrite starts anew" in problem
+    assert find(f"--output_dir {run} --resume overwrite") == (EarlierRun(), [])
 
 
 def test_a_run_that_had_saved_nothing_begins_anew_and_says_so(tmp_path):
@@ -102,8 +102,8 @@ def test_a_finished_run_has_nothing_left_to_do_unless_it_is_to_be_longer(tmp_pat
     run = leave_run(tmp_path / "run", is_finished=True)
     earlier, problems = find(f"--output_dir {run}")
     assert f"the run in {run} has finished: 2 steps; its models are in {run}/export" in earlier.finished
-    assert "--resume never starts it anew" in earlier.finished and not problems
-    assert find(f"--output_dir {run} --resume never") == (EarlierRun(), [])
+    assert "--resume overwrite starts it anew" in earlier.finished and not problems
+    assert find(f"--output_dir {run} --resume overwrite") == (EarlierRun(), [])
     earlier, problems = find(f"--output_dir {run} --num_train_epochs 7")
     assert names(earlier)[0] == "step-000002" and not earlier.finished and not problems
     assert earlier.notes == ["--num_train_epochs is 7 from here on; it was 1"]
@@ -113,17 +113,19 @@ def test_a_finished_run_has_nothing_left_to_do_unless_it_is_to_be_longer(tmp_pat
 
 
 def test_other_files_are_not_written_over_unasked(run):
+    _, (problem,) = find(f"--output_dir {run} --resume never")
+    assert problem.startswith(f"--output_dir {run} holds ")
     (run / "args.json").unlink()  # some folder, and no run's
     earlier, (problem,) = find(f"--output_dir {run}")
     assert problem.startswith(f"--output_dir {run} holds ") and "of an earlier run" in problem
-    assert "--resume never to replace it" in problem and not names(earlier)
+    assert "--resume overwrite to replace it" in problem and not names(earlier)
 
 
 def test_what_a_launch_script_has_put_there_is_no_earlier_run(tmp_path):
     (tmp_path / "run" / "log").mkdir(parents=True)
     (tmp_path / "run" / "train.log").write_text("")
     assert find(f"--output_dir {tmp_path / 'run'}") == (EarlierRun(), [])
-    assert find(f"--output_dir {tmp_path / 'run'} --resume never") == (EarlierRun(), [])
+    assert find(f"--output_dir {tmp_path / 'run'} --resume overwrite") == (EarlierRun(), [])
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -171,7 +173,7 @@ def test_a_flag_that_makes_it_another_run_is_refused_with_both_values():
     notes, problems = compare("--learning_rate 1e-3 --seed 5", flags_of("--learning_rate 2e-3 --seed 4"))
     rate, seed = sorted(problems)
     expected = "--learning_rate 0.001 differs from the 0.002 of ORIGIN, and would make it another run: give"
-    assert rate.startswith(f"{expected} 0.002") and "--resume never" in rate and not notes
+    assert rate.startswith(f"{expected} 0.002") and "--resume overwrite" in rate and not notes
     assert seed.startswith("--seed 5 differs from the 4 of ORIGIN")
 
 

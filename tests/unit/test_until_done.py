@@ -89,7 +89,7 @@ def test_a_signal_is_passed_on_and_ends_it(tmp_path):
     assert run_lock.read_lock(folder)["exit_code"] == 75 and Path(f"{folder}.starts").read_text() == "1"
 
 
-@pytest.mark.parametrize("words", [["out"], ["out", "python", "main.py", "--resume", "never"], []])
+@pytest.mark.parametrize("words", [["out"], ["out", "python", "main.py", "--resume", "overwrite"], []])
 def test_bad_input_is_refused(words, capsys):
     with pytest.raises(SystemExit) as left:
         until_done.main(words)
@@ -120,7 +120,7 @@ def test_a_second_run_is_told_of_the_first_until_that_is_dead(tmp_path):
         with pytest.raises(ValueError, match="belongs to a run that has not ended"):
             run_lock.take(str(tmp_path))
         assert run_lock.read_lock(tmp_path)["process"] == first.pid
-        for words in ("", "--overwrite_output_dir", "--resume never", f"--resume {tmp_path}"):
+        for words in ("", "--overwrite_output_dir", "--resume overwrite", f"--resume {tmp_path}"):
             problems = Problems()
             flags = ["--model_name_or_path", "m", "--output_dir", str(tmp_path), *words.split()]
             find_run(parse_args(SFTArguments, flags, problems=problems), problems)
