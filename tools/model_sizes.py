@@ -49,16 +49,11 @@ class ModelSizes:
             raise ValueError(f"{type(self.model).__name__} has no linear `score` head")
         text = config.get_text_config()
         self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
-        head_dim = getattr(text, "head_dim", None) or self.hidden_size // text.num_attention_heads
-        self.attention_width = text.num_attention_heads * head_dim
         self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         self.num_params = sum(map(prod, self.shapes.values()))
         head = (self.model.score if is_value_model else self.model.get_output_embeddings()).weight
-        embedding = self.model.get_input_embeddings().weight  # of which a token reads one row
         self.vocabulary = head.shape[0]  # 1 of a value model
-        # Each scored token is multiplied with the head, tied or not, and every token with the body.
         self.num_head = head.numel()
-        self.num_body = self.num_params - embedding.numel() - (0 if head is embedding else self.num_head)
         # ZeRO 3 cannot but gather the parameters of one module together.
         modules = self.model.modules()
         self.largest_module = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in modules)
@@ -75,7 +70,6 @@ class Counts:
     num_params: int  # adapters included
     num_trained: int
     num_adapter: int
-    num_adapted: int  # of the matrices that adapters are merged into for generation
 
 
 @cache
@@ -85,7 +79,7 @@ def count_parameters(model: ModelSizes, lora: LoraOptions) -> Counts:
     Raises ValueError where no linear layer would get an adapter.
     """
     if not lora.dim:
-        return Counts(model.num_params, model.num_params, 0, 0)
+        return Counts(model.num_params, model.num_params, 0)
     targets = adapted_modules(model, lora)
     weights = [model.shapes[f"{name}.weight"] for name in targets]
     num_adapter = sum(lora.dim * sum(shape) for shape in weights)
@@ -93,7 +87,7 @@ def count_parameters(model: ModelSizes, lora: LoraOptions) -> Counts:
     others = sum(prod(shape) for name, shape in model.shapes.items() if name not in frozen)
     if lora.only_optimize_lora:
         others = model.num_head if model.is_value_model else 0
-    return Counts(model.num_params + num_adapter, others + num_adapter, num_adapter, sum(map(prod, weights)))
+    return Counts(model.num_params + num_adapter, others + num_adapter, num_adapter)
 
 
 def adapted_modules(model: ModelSizes, lora: LoraOptions) -> list[str]:

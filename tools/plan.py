@@ -1,4 +1,4 @@
-"""Whether a run fits into its machines, which flag to change where it does not, and how long a step takes.
+"""Whether a run fits into its machines, which flag to change where it does not, and what ranks send.
 
 python -m tools.plan --stage 3 --actor_model_name_or_path SFT --critic_model_name_or_path REWARD \\
     --actor_zero_stage 3 --enable_hybrid_engine --gpu a100-80g --num_gpus 8
@@ -21,7 +21,7 @@ from tools.memory_plan import TRAINING, Holdings, MemoryPlan, Moment
 from tools.plan_changes import Change, apply, find_changes
 from tools.planned_run import PlanArguments, Run, find_problems, read_models
 from tools.step_flags import STEP_NAMES, parse_step_args
-from tools.traffic_plan import SHARES, Phase, is_recomputed, plan_traffic
+from tools.traffic_plan import Phase, is_recomputed, plan_traffic
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     changes = None if memory.fits else find_changes(args, run.models)
     left = MemoryPlan(Run(apply(args, changes), run.models)).left if changes else memory.left
     sections = [head_lines(run), memory_lines(run, memory), verdict_lines(run, memory, changes, left)]
-    sections += [traffic_lines(run, phases), assumption_lines(run)]
+    sections += [traffic_lines(phases), assumption_lines(run)]
     print("\n\n".join("\n".join(lines) for lines in sections))
     if args.json:
         suggestion = {"changes": [change.flags for change in changes], "left": left} if changes else None
@@ -156,21 +156,12 @@ def verdict_lines(run: Run, memory: MemoryPlan, changes: Sequence[Change] | None
     return [*lines, f"change: {' '.join(words)}", f"        leaves {gib(left)} GiB; {costs}"]
 
 
-def traffic_lines(run: Run, phases: dict[str, Phase]) -> list[str]:
-    """Show the time of each phase, what bounds it, and what a rank receives in it."""
-    rows = [["time of a step", "bound by", "seconds", "share", "GiB in machine", "GiB from others"]]
-    seconds_by = {name: phase.seconds_by(run) for name, phase in phases.items()}
-    step = sum(sum(by.values()) for by in seconds_by.values())
+def traffic_lines(phases: dict[str, Phase]) -> list[str]:
+    """Show what a rank receives in each phase of a step."""
+    rows = [["a rank receives in a step, GiB", "in its machine", "from others", "from and to the CPU"]]
     for name, phase in phases.items():
-        seconds, bound = sum(seconds_by[name].values()), max(seconds_by[name], key=seconds_by[name].get)
-        if seconds:
-            received = [gib(phase.intra_bytes), gib(phase.inter_bytes)]
-            rows.append([name, bound, f"{seconds:.3g}", f"{seconds / step:.0%}", *received])
-    rows.append(["all", "", f"{step:.3g}", "", "", ""])
-    what, speed = "response tokens" if run.actor else "tokens", run.num_tokens / step
-    of_rank = speed / run.num_ranks
-    told = f"{run.num_tokens:,.0f} {what} a step, {speed:,.0f} a second, {of_rank:,.0f} a rank"
-    return [*grid(rows, num_left=2), told]
+        rows.append([name, *map(gib, asdict(phase).values())])
+    return grid(rows)
 
 
 def assumption_lines(run: Run) -> list[str]:
@@ -179,12 +170,10 @@ def assumption_lines(run: Run) -> list[str]:
     cpu = f"{args.cpu_memory_gib:g} GiB" if args.cpu_memory_gib else "not known, so not checked"
     by_kernel = "without a mask (flash-attn)" if run.is_flash else "torch's, with a mask of length x length"
     lines = [
-        f"of what is sold {SHARES['matmul']:.0%} of matrix products, {SHARES['memory']:.0%} of memory and "
-        f"{SHARES['link']:.0%} of links is reached; launches, sampling, data and stragglers come on top",
         f"reserved of a device {run.device.reserved_gib:g} GiB; CPU memory {cpu}",
         f"sequences are full: {run.length} tokens; a pass has {run.tokens_per_pass:,}, and an optimizer step "
         f"passes: {run.num_micro_batches}",
-        f"attention {by_kernel}; ZeRO 3 gathers and reduces beside the arithmetic, lower stages after it",
+        f"attention {by_kernel}",
     ]
     if run.actor:
         again = "are computed again" if is_recomputed(run) else "are the sampler's"
@@ -198,7 +187,7 @@ def assumption_lines(run: Run) -> list[str]:
 
 
 def as_object(run: Run, memory: MemoryPlan, phases: dict[str, Phase]) -> dict[str, Any]:
-    """Return the plan for programs; bytes of a rank, seconds of a step."""
+    """Return the plan for programs; bytes of a rank."""
 
     def words(moment: Moment) -> dict[str, str]:
         return {"phase": moment.phase, "role": moment.role, "verb": moment.verb}
@@ -208,15 +197,13 @@ def as_object(run: Run, memory: MemoryPlan, phases: dict[str, Phase]) -> dict[st
 
     moments = [words(m) | {"gpu": by_name(m.gpu), "cpu": by_name(m.cpu)} for m in memory.moments]
     peak = words(memory.peak)
-    seconds = {name: phase.seconds_by(run) for name, phase in phases.items()}
     return {
         "name": "plan",
         "flags": asdict(run.args),
         "dtype": run.dtype,
         "parameters": {role.name: asdict(role.counts) for role in run.roles},
         "memory": {"fits": memory.fits, "left": memory.left, "peak": peak, "moments": moments},
-        "step_seconds": sum(sum(by.values()) for by in seconds.values()),
-        "phases": {name: asdict(phase) | {"seconds": seconds[name]} for name, phase in phases.items()},
+        "phases": {name: asdict(phase) for name, phase in phases.items()},
     }
 
 

@@ -36,7 +36,6 @@ class PlanArguments(StageArguments):
     num_gpus: int = flag(1, "GPUs, or CPU processes, of each machine", low=1)
     num_nodes: int = flag(1, "machines", low=1)
     gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: what --gpu has", low=0)
-    inter_node_gb_s: float = flag(0.0, "from other machines, for each GPU; 0: what --gpu usually has", low=0)
     cpu_memory_gib: float = flag(0.0, "CPU memory of a machine; 0: not known, so not checked", low=0)
     flash_attention: bool = flag(False, "flash-attn is installed there (requirements-gpu.txt)")
     json: bool = flag(False, "print the whole plan as one JSON object in the last line, too")
@@ -89,12 +88,9 @@ class Run:
         # Of a rank and optimizer step, then of its passes.
         self.sequences_per_update = rows * sequences_of_row(args) * args.gradient_accumulation_steps
         self.num_micro_batches = -(-self.sequences_per_update * self.length // self.tokens_per_pass)
-        # Of all ranks in a step: read, or in step 3 sampled.
-        self.num_tokens = self.sequences_per_update * self.length * self.num_ranks
         if not self.actor:
             return
         self.num_samples = samples_per_rank(args)
-        self.num_tokens = self.num_samples * args.max_answer_seq_len * self.num_ranks
         # 1 without a plan for the family, as in the hybrid engine.
         self.tp_size = args.inference_tp_size if find_cuts(models["actor"], args.inference_tp_size) else 1
         is_hybrid = args.enable_hybrid_engine

@@ -87,20 +87,16 @@ class Device(NamedTuple):
     memory_gib: float
     tflops_16bit: float
     tflops_fp32: float  # without TF32, torch's default
-    bandwidth_gb_s: float
-    intra_node_gb_s: float  # NVLink, or PCIe where there is none
-    inter_node_gb_s: float  # the usual network card of such a machine, for each GPU
-    host_link_gb_s: float  # PCIe to the CPU's memory
     reserved_gib: float  # CUDA context, NCCL, fragments; on a CPU the libraries of a process
 
 
 DEVICES = {
-    "a6000-48g": Device(48, 154.8, 38.7, 768, 25, 12.5, 25, 2.0),
-    "a100-40g": Device(40, 312, 19.5, 1555, 300, 25, 25, 2.0),
-    "a100-80g": Device(80, 312, 19.5, 2039, 300, 25, 25, 2.0),
-    "h100-80g": Device(80, 989, 67, 3350, 450, 50, 50, 2.0),
-    "h200": Device(140, 989, 67, 4800, 450, 50, 50, 2.0),
-    "cpu": Device(16, 0.1, 0.1, 20, 5, 1, 20, 0.7),
+    "a6000-48g": Device(48, 154.8, 38.7, 2.0),
+    "a100-40g": Device(40, 312, 19.5, 2.0),
+    "a100-80g": Device(80, 312, 19.5, 2.0),
+    "h100-80g": Device(80, 989, 67, 2.0),
+    "h200": Device(140, 989, 67, 2.0),
+    "cpu": Device(16, 0.1, 0.1, 0.7),
 }
 
 

@@ -43,17 +43,11 @@ def run_plan(capsys) -> Plan:
     ("flags", "problem"),
     [
         (("--inference_tp_size", "3", "--enable_hybrid_engine"), "sizes that work for this model: 1, 2, 4"),
-        (("--inference_tp_size", "2", "--enable_hybrid_engine"), "does not divide the number of ranks, 1"),
-        (("--inference_tp_size", "2", "--num_gpus", "2"), "size 2 needs --enable_hybrid_engine"),
         (("--offload", "param"), "--offload param needs --actor_zero_stage 3, not 0"),
-        (("--algorithm", "pp"), "--algorithm pp"),
         (("--max_tokens_per_micro_batch", "100"), "raise it to at least 512"),
         (("--per_device_training_batch_size", "6"), "16 samples a rank must be a multiple of"),
-        (("--num_gpus", "0"), "--num_gpus 0 must be at least 1"),
         (("--max_answer_seq_len", "5000"), "tokens are more than the model's 2048 positions"),
         (("--ds_config", "missing.json"), "--ds_config missing.json cannot be read as JSON"),
-        (("--actor_zero_stag", "3"), "did you mean --actor_zero_stage?"),
-        (("--actor_model_name_or_path", "tests"), "tests holds no config.json"),
         (("--critic_model_name_or_path", ""), "--critic_model_name_or_path is needed for --stage 3: give it"),
     ],
 )
@@ -65,16 +59,11 @@ def test_wrong_flags_leave_with_2_and_say_what(capsys, flags, problem):
     assert problem in capsys.readouterr().err
 
 
-def test_a_model_of_known_shape_is_planned_without_a_hub(monkeypatch, run_plan):
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", None)
-    _, _, plan = run_plan(3)
-    assert plan["parameters"]["critic"]["num_params"] == NUM_350M + 512  # and the score head
-
-
 # ---- what is said ---------------------------------------------------------------------------------------
 
 
-def test_a_run_that_fits_leaves_with_0_and_says_what_is_left(run_plan):
+def test_a_run_that_fits_leaves_with_0_and_says_what_is_left(monkeypatch, run_plan):
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", None)  # a known shape: no hub is asked
     code, printed, plan = run_plan(3, "--gpu", "h100-80g", "--num_gpus", "8", "--enable_hybrid_engine")
     assert code == 0 and plan["memory"]["fits"]
     left = plan["memory"]["left"] / 2**30
@@ -82,19 +71,22 @@ def test_a_run_that_fits_leaves_with_0_and_says_what_is_left(run_plan):
     totals = [sum(moment["gpu"].values()) for moment in plan["memory"]["moments"]]
     assert max(totals) + plan["memory"]["left"] == pytest.approx(80 * 2**30)
     assert plan["suggestion"] is None
+    assert plan["parameters"]["critic"]["num_params"] == NUM_350M + 512  # and the score head
 
 
 def test_everything_that_is_assumed_is_said(run_plan):
     flags = ("--num_gpus", "8", "--cpu_memory_gib", "900", "--old_logprobs", "rollout")
     _, printed, plan = run_plan(3, *flags)
     assumed = printed[printed.index("assumed") : printed.index("{")]
-    for text in ("40% of matrix products", "512 tokens", "900 GiB", "are the sampler's", "a mask of"):
+    for text in ("512 tokens", "900 GiB", "are the sampler's", "a mask of"):
         assert text in assumed
     assert plan["flags"]["num_gpus"] == 8 and plan["dtype"] == "bf16"
 
 
-def test_the_table_adds_up(run_plan):
-    _, printed, _ = run_plan(1, "--num_gpus", "2", "--zero_stage", "2")
+def test_the_tables_say_what_the_numbers_are(run_plan):
+    _, printed, plan = run_plan(1, "--num_gpus", "2", "--zero_stage", "2")
+    [received] = [line.split()[1:] for line in printed.splitlines() if line.startswith("train ")]
+    assert received == [f"{plan['phases']['train']['intra_bytes'] / 2**30:.2f}", "-", "-"]
     lines = printed.splitlines()
     top = next(i for i, line in enumerate(lines) if line.startswith("GPU memory"))
     bottom = next(i for i, line in enumerate(lines) if line.startswith("all "))
@@ -108,7 +100,6 @@ def test_every_device_can_be_planned_for(run_plan, gpu):
     code, printed, plan = run_plan(2, "--gpu", gpu, "--per_device_train_batch_size", "2")
     assert code in (0, 1) and plan["dtype"] == ("fp32" if gpu == "cpu" else "bf16")
     assert f"step 2, reward model, on 1 x {gpu}" in printed
-    assert plan["phases"]["train"]["seconds"]["arithmetic"] > 0
 
 
 def test_dpo_is_a_policy_on_two_sequences_a_pair(run_plan):

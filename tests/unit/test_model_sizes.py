@@ -34,15 +34,15 @@ def test_counts_are_those_of_a_built_model(family, is_value_model):
     assert counts.num_adapter == sum(p.numel() for p in factors)
 
 
-def test_tied_embeddings_count_once_and_the_head_computes_all_the_same():
+def test_tied_embeddings_count_once():
     options = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     options |= {"num_attention_heads": 4, "num_key_value_heads": 4}
     tied = ModelSizes(transformers.LlamaConfig(**options, tie_word_embeddings=True))
     untied = ModelSizes(transformers.LlamaConfig(**options, tie_word_embeddings=False))
     # a layer: 4 projections, 3 matrices of the MLP, 2 norms; then the last norm
-    assert tied.num_body == untied.num_body == 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
-    assert tied.num_params == tied.num_body + 320 * 32
-    assert untied.num_params == untied.num_body + 2 * 320 * 32
+    body = 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
+    assert tied.num_params == body + 320 * 32
+    assert untied.num_params == body + 2 * 320 * 32
     assert tied.num_head == untied.num_head == 320 * 32
     assert ModelSizes(known_config(LLAMA_7B)).num_params == NUM_7B  # as published
 
@@ -63,9 +63,8 @@ def even_cut(dim: int, size: int, tp_size: int) -> Cut:
     return Cut(dim, tuple(((j * step, (j + 1) * step),) for j in range(tp_size)))
 
 
-@pytest.mark.parametrize(("n", "t"), [(4, 2), (1024, 8)])
-def test_shares_of_a_matrix_by_hand(n, t):
-    size = 8192 * 8192
+def test_shares_of_a_matrix_by_hand():
+    size, n, t = 8192 * 8192, 1024, 8
     rows = plan_move((8192, 8192), even_cut(0, 8192, t), n, t)
     assert rows.from_gather_group == size * (n - t) / (n * t) and rows.from_all == 0
     columns = plan_move((8192, 8192), even_cut(1, 8192, t), n, t)
@@ -81,7 +80,7 @@ def test_whole_weights_move_nothing_and_cost_memory_only_where_they_are_copied()
     assert plan_move((64, 64), even_cut(1, 64, 2), 4, 2, False) == (64 * 32, 64 * 32, 0, 0, 0)
     sizes, lora = ModelSizes(tiny_config("llama", 320)), LoraOptions(dim=4)
     merged = switch_sizes(sizes, 1, 1, False, 8, lora)  # new memory though nothing is sent
-    assert merged.new == count_parameters(sizes, lora).num_adapted > 0
+    assert merged.new == sum(torch.Size(s).numel() for n, s in sizes.shapes.items() if "_proj" in n) > 0
     assert merged.from_gather_group == merged.from_all == 0
 
 
