@@ -157,18 +157,6 @@ def test_rows_of_known_data_sets(name, row):
 
 
 @fuzz(100)
-@given(
-    content=st.one_of(st.binary(max_size=300), st.lists(line, max_size=4).map(b"\n".join)),
-    name=st.sampled_from(["rows.csv", "rows.json", "rows.jsonl.gz", "rows.parquet", "rows.json.gz"]),
-)
-def test_files_of_other_kinds(template, content, name):
-    try:
-        build(1, content, name, template, 100)
-    except ValueError as error:
-        assert_named(error, name)
-
-
-@fuzz(100)
 @given(lines=st.lists(line, max_size=4), texts=st.lists(text, min_size=0, max_size=20))
 def test_text_to_mix_in(tiny_tokenizer, lines, texts):
     with tempfile.TemporaryDirectory() as folder:

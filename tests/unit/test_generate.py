@@ -2,8 +2,6 @@
 what CUDA graphs ask of a decode step, without a GPU.
 """
 
-import random
-
 import pytest
 import torch
 from plain_logits import compute_logits
@@ -163,19 +161,6 @@ def test_truncation_keeps_both_log_probabilities(tiny_model_folder):
     assert whole_out.truncated_logprobs.equal(whole_out.logprobs)
 
 
-def test_the_block_is_used_again_and_grows_when_it_must(tiny_model_folder):
-    model = load(tiny_model_folder("llama"))
-    ids, mask = make_prompts(model.config.vocab_size)
-    generator = Generator(model, num_slots=4)
-    first = generator.generate(ids, mask, torch.arange(4), options())
-    step = generator._step
-    assert generator.generate(ids, mask, torch.arange(4), options()).response_ids.equal(first.response_ids)
-    assert generator._step is step
-    longer = torch.cat([ids, ids], dim=1), torch.cat([mask, mask], dim=1)
-    generator.generate(*longer, torch.arange(4), options())
-    assert generator._step is not step and generator._step.cache.max_length == 24 + 12
-
-
 def test_samples_follow_the_distribution(tiny_model_folder):
     model = load(tiny_model_folder("llama"))
     prompt = torch.tensor([[5, 9, 2]])
@@ -204,38 +189,6 @@ def test_gpt_neo_beyond_its_window_is_refused():
 
 
 # ---- schedule of slots ------------------------------------------------------------------------------------
-
-
-def run_schedule(schedule: SlotSchedule, seed: int) -> list[int]:
-    """Run a schedule to its end with random endings; return the samples in the order in which they ended."""
-    draw, ended = random.Random(seed), []
-    while schedule.has_work():
-        if schedule.should_admit():
-            before = len(schedule.slots)
-            samples = schedule.admit().samples
-            assert schedule.slots[before:] == samples and samples
-            assert len(schedule.slots) <= schedule.num_slots
-        finished = [slot for slot in range(len(schedule.slots)) if draw.random() < 0.2]
-        old = list(schedule.slots)
-        expected = list(old)
-        for source, target in schedule.retire(finished):
-            assert target in finished and source not in finished
-            expected[target] = old[source]
-        assert schedule.slots == expected[: len(old) - len(finished)]
-        assert sorted(schedule.slots) == sorted(s for slot, s in enumerate(old) if slot not in finished)
-        ended += [old[slot] for slot in finished]
-    return ended
-
-
-@pytest.mark.parametrize(("num_slots", "num_samples"), [(1, 3), (2, 1), (5, 3), (64, 3)])
-def test_every_sample_runs_once(num_slots, num_samples):
-    draw = random.Random(4)
-    lengths = [draw.randint(1, 60) for _ in range(23)]
-    for seed in range(5):
-        schedule = SlotSchedule(
-            lengths, num_samples=num_samples, num_slots=num_slots, max_tokens_per_pass=4096
-        )
-        assert sorted(run_schedule(schedule, seed)) == list(range(23 * num_samples))
 
 
 def test_samples_of_a_prompt_share_one_pass_and_late_ones_copy_from_a_sibling_that_still_runs():

@@ -133,7 +133,6 @@ def test_what_passes_by_itself_is_tried_again(server, reward_of):
     ("behaviour", "words"),
     [
         ((500, "out of order"), ["status 500", "out of order", "--reward_timeout_seconds 20"]),
-        ("dies", ["RemoteProtocolError"]),
     ],
 )
 def test_a_server_that_never_answers_is_named(behaviour, words, server, reward_of, pauses):
@@ -149,13 +148,10 @@ def test_a_server_that_never_answers_is_named(behaviour, words, server, reward_o
     [
         ((422, '{"detail": "no prompts"}'), ["status 422", "no prompts", "correct the address"]),
         ((200, "<html>hello</html>" * 100), ["no JSON", "<html>hello", 'must answer {"scores": [...]}']),
-        ((200, '{"score": [1, 2, 3]}'), ['no "scores"', '{"score": [1, 2, 3]}']),
-        ((200, '{"scores": [1, 2]}'), ["gave 2 scores for 3 responses"]),
         ((200, '{"scores": [1, NaN, 3]}'), ["gave 'nan' for response 2 of 3", "response 'bb'"]),
         # what a server may do to us
         ((200, b'{"scores": [1, 2, 3], "more": "' + b"x" * 2_000_000 + b'"}'), ["more than 1049344 bytes"]),
         ((200, b"[" * 500_000), ["no JSON"]),
-        ((200, b"\xff\xfe\x00"), ["no JSON"]),
         ((200, gzip.compress(b" " * 10_000_000), (("content-encoding", "gzip"),)), ["compressed ('gzip')"]),
         ((302, "", (("location", "http://h:9/else"),)), ["status 302", "sends us on to 'http://h:9/else'"]),
     ],

@@ -1,6 +1,5 @@
 """Generation mode: shared weights where they are whole, gathered ones where they are sharded."""
 
-import copy
 import gc
 
 import pytest
@@ -12,7 +11,6 @@ from common.generation import hybrid_engine
 from common.generation.decode import SamplingOptions
 from common.generation.hybrid_engine import HybridEngine, named_out_of_memory
 from common.generation.tp_plans import NoPlan
-from common.models.loading import plain_model
 from common.models.lora import trained_weights
 from common.ranks.zero3 import local_shard
 
@@ -144,14 +142,6 @@ def test_the_cache_is_kept_or_released_as_asked(tiny_model_folder):
         generate(released)
         assert released.generator._step is None
     assert pointers[0] == pointers[1]
-
-
-def test_what_generation_wants_of_the_configuration_leaves_the_trainers_alone(tiny_model_folder):
-    hybrid = build(tiny_model_folder("llama"), 0)
-    before = copy.deepcopy(plain_model(hybrid.engine.module).config.to_dict())
-    generate(hybrid)
-    assert plain_model(hybrid.engine.module).config.to_dict() == before
-    assert not before["use_cache"] and hybrid.inference_module.config.use_cache
 
 
 def test_out_of_memory_names_the_cure():

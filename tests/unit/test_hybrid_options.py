@@ -8,7 +8,6 @@ from tiny_configs import tiny_config
 from common.flags.args import Problems, parse_args
 from step3_ppo import start_up
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.builders import hybrid_options
 
 REQUIRED = "--data_path x --actor_model_name_or_path a --critic_model_name_or_path c"
 
@@ -101,9 +100,3 @@ def test_a_section_of_ds_config_is_refused_with_the_flags_in_its_place(tmp_path,
     assert "hybrid_engine" in message and "give --enable_hybrid_engine, --inference_tp_size" in message
     path.write_text('{"zero_optimization": {}}')
     assert problems_of(f"--ds_config {path}") == []
-
-
-def test_the_flags_reach_the_engine():
-    made = hybrid_options(parse("--enable_hybrid_engine --inference_tp_size 2 --unpin_actor_parameters"))
-    assert (made.enabled, made.inference_tp_size, made.gather_by_layer) == (True, 2, True)
-    assert made.max_out_tokens == 512, "a slot has room for what the lengths need"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_generate import load, make_prompts, options
-from transformers import FalconConfig, GPT2Config, LlamaConfig
+from transformers import FalconConfig, LlamaConfig
 
 from common.generation import inference_module, kv_cache
 from common.generation.generate import Generator
@@ -42,15 +42,7 @@ def test_prompts_and_tokens_land_at_each_rows_own_position():
     ("config", "numbers"),
     [
         (LlamaConfig(num_hidden_layers=3, hidden_size=64, num_attention_heads=8, num_key_value_heads=2), 96),
-        (GPT2Config(n_layer=2, n_embd=32, n_head=4), 128),
         (FalconConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, multi_query=True), 16),
-        (
-            FalconConfig(
-                num_hidden_layers=1, hidden_size=32, num_attention_heads=4, new_decoder_architecture=True,
-                num_kv_heads=2,
-            ),
-            64,
-        ),
     ],
 )  # fmt: skip
 def test_bytes_of_a_token(config, numbers):

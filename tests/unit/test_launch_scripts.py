@@ -102,16 +102,8 @@ def check_flags(step: str, words: list[str]) -> Any:
 
 @each_script
 def test_a_script_has_its_form_and_the_program_accepts_its_flags(script: Path, tmp_path: Path):
-    text = script.read_text()
-    lines = text.splitlines()
-    header = text[: text.index("set -euo pipefail")]
-    assert lines[0] == "#!/usr/bin/env bash"
+    header = script.read_text().partition("set -euo pipefail")[0]
     assert all(f"# {what}: " in header for what in ("Hardware", "Memory", "Time"))
-    assert lines[-1] == '    "$@" 2>&1 | tee -ai "$OUTPUT_DIR/train.log"'
-    start = next(i for i, line in enumerate(lines) if line.startswith("deepspeed "))
-    for line in lines[start + 1 : -1]:
-        assert line.count(" --") <= 1 and line.endswith(" \\"), f"one flag a line: {line}"
-
     step = script_id(script).split("/")[0]
     run = launch(script, tmp_path)
     assert (run.exit_code, run.cwd, run.program) == (0, ROOT, f"{step}/main.py")
@@ -132,19 +124,6 @@ def test_the_programs_accept_the_flags_of_every_row(row):
         models = models if step == "ppo" else ["--model_name_or_path", "m"]
         args = check_flags(folder, [*models, *step_flags(step, row)])
         assert step != "dpo" or args.loss == "dpo"
-
-
-def test_a_row_becomes_the_flags_of_its_columns():
-    row = find_row("qwen/qwen2.5-14b", "single_node")
-    words = step_flags("ppo", row)
-    assert value_after(words, "--actor_zero_stage") == value_after(words, "--critic_zero_stage") == "3"
-    assert value_after(words, "--inference_tp_size") == "2" and "--offload_reward_model" in words
-    assert value_after(words, "--per_device_generation_batch_size") == "8"
-    assert value_after(words, "--actor_learning_rate") == "1e-6"
-    lora = step_flags("reward", find_row("google/gemma-2-2b", "single_gpu"))
-    assert value_after(lora, "--lora_dim") == "64" and value_after(lora, "--learning_rate") == "1e-5"
-    assert value_after(lora, "--per_device_train_batch_size") == "4"
-    assert find_row("my/own", "multi_node").zero == "3"
 
 
 TORCHRUN = {"LAUNCHER": "torchrun", "NODE_RANK": "1", "MASTER_ADDR": "first", "NUM_NODES": "2"}
@@ -170,19 +149,6 @@ def test_run_sh_starts_by_each_launcher(variables: dict, words: str, tmp_path: P
     assert "a line of complaint" in log
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["sft", "a"], "bash training_scripts/run.sh sft"),
-        (["ppp", "a", "single_gpu"], "STEP ppp must be one of"),
-        (["sft", "a", "cloud"], "MACHINE cloud must be one of"),
-    ],
-)
-def test_run_sh_says_what_it_needs(words: list[str], told: str):
-    done = subprocess.run(["bash", str(RUN), *words], capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0 and told in done.stderr
-
-
 # ---- what the scripts have in common
 
 
@@ -199,13 +165,12 @@ def test_default_models_of_step_3_are_what_a_script_exports(script: Path):
         assert f"OUTPUT_DIR=${{OUTPUT_DIR:-{model.removesuffix('/export')}}}" in producer.read_text()
 
 
-EXAMPLES = ["step1_sft/opt/single_gpu/run_1.3b.sh", "step3_ppo/opt/multi_node/run_66b.sh"]
+EXAMPLE = "step1_sft/opt/single_gpu/run_1.3b.sh"
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_knobs_and_extra_flags_reach_the_program(name: str, tmp_path: Path):
-    variables = {"NUM_GPUS": "3", "MODEL": "my model", "ACTOR_MODEL": "my model"}
-    run = launch(FOLDER / name, tmp_path, "--seed", "7", "--data_path", "my data.jsonl", **variables)
+def test_knobs_and_extra_flags_reach_the_program(tmp_path: Path):
+    variables = {"NUM_GPUS": "3", "MODEL": "my model"}
+    run = launch(FOLDER / EXAMPLE, tmp_path, "--seed", "7", "--data_path", "my data.jsonl", **variables)
     assert value_after(run.launcher_words, "--num_gpus") == "3"
     assert "my model" in run.program_words
     assert run.program_words[-4:] == ["--seed", "7", "--data_path", "my data.jsonl"]
@@ -213,7 +178,7 @@ def test_knobs_and_extra_flags_reach_the_program(name: str, tmp_path: Path):
 
 def test_a_script_runs_through_a_symbolic_link_and_leaves_with_the_programs_code(tmp_path: Path):
     link = tmp_path / "mine.sh"
-    link.symlink_to(FOLDER / EXAMPLES[0])
+    link.symlink_to(FOLDER / EXAMPLE)
     run = launch(link, tmp_path, FAKE_EXIT_CODE="3")
     assert (run.cwd, run.exit_code) == (ROOT, 3)  # tee must not swallow it
 
@@ -286,9 +251,3 @@ def test_a_sweep_runs_every_point_and_names_the_one_that_failed(tmp_path: Path):
     ]  # fmt: skip
     assert done.returncode == 1 and "4 points failed" in done.stderr
     assert (tmp_path / "sweep/zero0_offload-none_lora8/words").read_text() == "--seed 7\n"
-
-
-def test_a_sweep_of_nothing_names_what_there_is(tmp_path: Path):
-    done = sweep(tmp_path, "nowhere.sh")
-    assert done.returncode == 2 and "nowhere.sh: no such script" in done.stderr
-    assert "training_scripts/step3_ppo/opt/single_node/sweep/run_single.sh" in done.stderr

@@ -77,7 +77,6 @@ def test_full_bins_are_halved_until_each_rank_has_as_many():
     [
         # neighbours by length, up to the cap
         ([[10], [100], [90], [12]], {"max_tokens": 200}, [[[1, 2], [0, 3]]]),
-        ([[5], [5], [5]], {"max_tokens": 10}, [[[0, 1], [2]]]),
         # up to OVERHEAD_TOKENS of padding are cheaper than a pass
         ([[100], [100 - OVERHEAD_TOKENS]], {"max_tokens": 400}, [[[0, 1]]]),
         ([[100], [99 - OVERHEAD_TOKENS]], {"max_tokens": 400}, [[[0], [1]]]),
@@ -101,9 +100,7 @@ def test_padded_by_hand(item_lengths, options, expected):
             "a sequence of 70 tokens is longer than --max_tokens_per_micro_batch 64; raise it to at least 70",
         ),
         ([[5, 5], [50, 30]], {"max_tokens": 99}, "a pair of 100 tokens, padding included, is longer than"),
-        ([[5, 5, 5]], {"max_tokens": 14, "is_packed": True}, "a group of 3 sequences of 15 tokens, laid end"),
         ([[5]] * 3, {"num_ranks": 4, "max_tokens": 10}, "3 items do not fill a micro-batch on each of 4"),
-        ([[5]] * 3, {"num_ranks": 2, "max_tokens": 5}, "3 items cannot be dealt to 2 ranks"),
     ],
 )
 def test_errors_name_the_numbers(item_lengths, options, message):

@@ -116,20 +116,6 @@ def test_a_flag_means_what_the_page_says_as_their_scripts_write_it(flag, program
         ) == float(meant[0])
 
 
-def test_a_flag_that_no_program_had_is_refused():
-    for program in OURS:
-        assert read(program, "--max_sequence")[1] != []
-
-
-def test_what_differs_is_what_the_programs_do():
-    """The table of differences names each flag's default as it is."""
-    assert our_default(field_of("learning_rate", "SFT")) == 1e-5 and "| 1e-3 | 1e-5 |" in PAGE
-    assert our_default(field_of("lora_module_name", "SFT")) == "auto"
-    assert our_default(field_of("temperature", "PPO")) == 1.0 and our_default(field_of("top_k", "PPO")) == 0
-    assert our_default(field_of("loss_on", "SFT")) == "response"
-    assert our_default(field_of("loss", "RM")) == "end_score"
-
-
 def test_an_old_reward_model_is_renamed_by_the_pages_own_lines(tmp_path, monkeypatch, tiny_tokenizer):
     monkeypatch.chdir(tmp_path)
     for family in ("opt", "llama"):

@@ -1,7 +1,5 @@
 """Loading: vocabulary growth, LoRA targets, dropout, positions."""
 
-import dataclasses
-
 import pytest
 import torch
 from plain_logits import compute_logits
@@ -13,9 +11,6 @@ from common.models.loading import ModelOptions, build_position_ids, init_weight,
 from common.models.lora import LoraOptions, add_lora, linear_module_names, lora_targets
 from common.models.model_inputs import build_model_inputs
 from common.models.value_model import ScoreHead, has_saved_head, load_value_model
-from step1_sft.arguments import SFTArguments
-from step2_reward.arguments import RewardArguments
-from step3_ppo.arguments import PPOArguments
 
 NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
 
@@ -137,23 +132,6 @@ def test_an_adapted_model_is_one_with_alpha_by_dim_times_the_factors_added(
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_flags_of_a_model_and_its_lora_arrive():
-    """Step 3 has them once for each of its roles."""
-    model = {"model_name_or_path": "x", "gradient_checkpointing": True}
-    lora = {"lora_dim": 2, "lora_alpha": 6.0, "lora_module_name": "q"}
-    more = {"only_optimize_lora": False, "dtype": "bf16", "packed": True}
-    sft = SFTArguments(**model, **lora, **more)
-    assert LoraOptions.of(sft, sft) == LoraOptions(2, 6.0, "q", only_optimize_lora=False)
-    expected = ModelOptions("x", "bf16", 0.3, gradient_checkpointing=True, ds_config={}, is_packed=True)
-    assert ModelOptions.of(sft, sft, {}, dropout=0.3) == expected
-    for role in ("actor", "critic"):
-        own = {f"{role}_{name}": value for name, value in (model | lora).items() if name != "lora_alpha"}
-        ppo = PPOArguments(**own, lora_alpha=6.0, **more)
-        flags = {"actor": ppo.actor, "critic": ppo.critic}[role]
-        assert LoraOptions.of(ppo, flags) == LoraOptions.of(sft, sft)
-        assert ModelOptions.of(ppo, flags, {}, dropout=0.3) == expected
-
-
 def test_lora_begins_as_no_change_and_does_not_depend_on_what_was_sampled_before(tiny_model_folder):
     ids = torch.arange(1, 9).view(1, 8)
     logits, factors = [], []
@@ -228,37 +206,3 @@ def test_matrices_decay_biases_and_norms_do_not_and_adapters_have_their_own_rate
         expected = (2e-3 if "lora_" in name else 1e-3, 0.1 if parameter.dim() == 2 else 0.0)
         assert found[parameter] == expected, name
     assert {p.dim() for p in trained} == {1, 2}
-
-
-def moved_by_noise(model, optimizer) -> float:
-    """The KL to the beginning, in nats a row, after eight updates that noise as reward has made."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, 320, (8, 16), generator=generator)
-
-    def logprobs() -> torch.Tensor:
-        return compute_logits(model, ids, torch.ones_like(ids)).log_softmax(-1)
-
-    before = logprobs().detach()
-    for _ in range(8):
-        of_tokens = logprobs()[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
-        (of_tokens * torch.randn(8, 1, generator=generator)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return float((before.exp() * (before - logprobs())).sum(-1).sum(1).mean())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "role"),
-    [(SFTArguments, ""), (RewardArguments, ""), (PPOArguments, "actor_"), (PPOArguments, "critic_")],
-)
-def test_adapters_move_a_model_about_as_far_as_all_weights_do(arguments, role, tiny_model_folder):
-    """At the default rates, which suit the scaling: else PPO leaves its reference within a few steps."""
-    default = {field.name: field.default for field in dataclasses.fields(arguments)}
-    rate, lora_rate = default[f"{role}learning_rate"], default[f"{role}lora_learning_rate"]
-    moved = []
-    for dim in (0, 8):
-        model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
-        model = add_lora(model, LoraOptions(dim))
-        optimizer = build_optimizer(model, learning_rate=rate, lora_learning_rate=lora_rate)
-        moved.append(moved_by_noise(model, optimizer))
-    assert 0.1 < moved[1] / moved[0] < 10, moved

@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rollout_batch import tokens
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples"
-
 
 def test_a_line_of_the_quiz_is_a_pair():
     source = load_source("examples.own_data.quiz:Quiz")
@@ -23,16 +20,6 @@ def test_a_line_of_the_quiz_is_a_pair():
     [example] = source.adapter.to_examples(source.train[0])
     assert example.prompt[0].content == "How many legs has a spider?"
     assert (example.chosen, example.rejected) == ("A spider has eight legs.", "A spider has six legs.")
-
-
-def test_another_file_may_be_named_and_a_bad_line_is(tmp_path):
-    path = tmp_path / "more.txt"
-    path.write_text("Why? | Because. | So.\nno answers\n")
-    source = load_source(f"examples.own_data.quiz:Quiz:{path}")
-    [example] = source.adapter.to_examples(source.train[0])
-    assert example.chosen == "Because."
-    with pytest.raises(Exception, match="no column 'right', 'wrong'; found 'question'"):
-        source.adapter.to_examples(source.train[1])
 
 
 def test_a_keyword_is_worth_one_and_words_too_many_a_tenth():
@@ -64,10 +51,3 @@ def test_advantages_are_what_was_won_of_each_group(add_advantages):
     assert tokens(done, "rewards").sum(1).tolist() == [3.0, 1.0, 1.0, 5.0, 2.0]
     scaled = batch.with_numbers("scores", batch.numbers("scores") * 0.01)
     assert torch.equal(tokens(add_advantages(scaled, args, 0.1), "advantages"), advantages)
-
-
-def test_they_are_small():
-    for path in FOLDER.glob("*/*.py"):
-        assert len(path.read_text().splitlines()) <= 40, path
-    for folder in (path.parent for path in FOLDER.glob("*/*.py")):
-        assert len((folder / "README.md").read_text().splitlines()) <= 14, folder

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from common.data.plugins import get_from, import_own_module, import_plugins
+from common.data.plugins import import_own_module, import_plugins
 from common.data.registry import ADAPTERS, load_source
 from common.flags.args import Problems
 
@@ -94,11 +94,3 @@ def test_a_module_that_cannot_be_imported_is_one_problem(here, name, text, reaso
     if text is not None:
         line = text.rstrip("\n").count("\n") + 1
         assert problem.endswith(f"mine.py:{line}); mend it")
-
-
-def test_the_nearest_name_of_a_module_is_offered(here):
-    (here / "mine.py").write_text("def exact_match():\n    pass\n")
-    module = import_own_module("mine")
-    assert get_from(module, "exact_match") is module.exact_match
-    with pytest.raises(ImportError, match="module mine has no exact_mach; did you mean exact_match\\?"):
-        get_from(module, "exact_mach")

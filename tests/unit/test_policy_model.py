@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, Llam
 
 from common.models.lora import LoraOptions, add_lora
 from common.models.model_inputs import build_model_inputs
-from common.models.output_head import read_logit_transform, summed_logprobs
+from common.models.output_head import summed_logprobs
 from common.models.policy_model import PolicyModel
 
 LENGTHS = (5, 1, 9, 3)
@@ -69,15 +69,6 @@ def test_what_the_padding_holds_changes_nothing():
     found = policy(inputs, slots, token_ids)[0]
     inputs.input_ids[~inputs.is_token] = 17
     assert policy(inputs, slots, token_ids)[0].equal(found)
-
-
-@pytest.mark.parametrize(
-    ("family", "multiplier", "cap"),
-    [("llama", 1.0, None), ("granite", 1 / 7, None), ("cohere", 0.0625, None), ("gemma2", 1.0, 30.0)],
-)
-def test_the_models_own_treatment_of_logits_is_read(family, multiplier, cap):
-    options = read_logit_transform(build(family).config)
-    assert options.multiplier == pytest.approx(multiplier) and options.cap == cap
 
 
 def test_a_treatment_of_logits_that_is_not_known_is_refused():

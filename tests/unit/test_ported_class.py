@@ -181,15 +181,6 @@ def test_a_prompt_alone_serves_step_3_and_a_method_that_fails_only_the_steps_tha
         first_example(load_plain(write_module, prompt="sample['question']"))
 
 
-def test_rows_need_not_be_dicts(write_module, tmp_path, tiny_tokenizer):
-    source = load_plain(
-        write_module, [("hi", "hello"), ("hi", "hey")], prompt="sample[0]", chosen="sample[1]"
-    )
-    assert texts(first_example(source, 1))[0] == "hey"
-    assert source.eval is None and source.train.row_id(0) == "my_sets:Mine:1"
-    assert len(build(source.name, 1, tiny_tokenizer, tmp_path).train) == 2
-
-
 def test_rows_may_come_from_a_file_that_is_named(write_module, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [PAIR])
     module = write_module("class Mine:\n" + METHODS)
@@ -214,7 +205,6 @@ def test_raw_datasets_stand_in_for_get_train_data_and_a_repeated_part_is_no_eval
 @pytest.mark.parametrize(
     ("signature", "expected"),
     [
-        ("self", ""),
         ("self, seed=0, dataset_name='own'", "given"),
         ("self, where, seed, rank, dataset_name, chat_path", "given"),
         ("self, *args", ""),
@@ -233,9 +223,7 @@ def test_constructors_of_many_forms(write_module, signature, expected):
     ("text", "reason"),
     [
         ("class Mine:\n    pass\n", "Mine needs get_prompt, as DeepSpeed-Chat's"),
-        ("Mine = 3\n", "Mine is of type int, not a class"),
         ("class Mime:\n    pass\n", r"module my_sets has no Mine; did you mean Mime\?; MODULE:CLASS must n"),
-        ("import no_such_thing\n", "importing it raised ModuleNotFoundError.*no_such_thing.*my_sets.py:1"),
     ],
 )
 def test_what_cannot_be_used_is_told_when_it_is_named(write_module, text, reason):
@@ -248,8 +236,6 @@ def test_what_cannot_be_used_is_told_when_it_is_named(write_module, text, reason
     [
         ("def __init__(self, tokenizer):\n        pass", "its constructor needs tokenizer"),
         ("def get_train_data(self):\n        raise OSError('disk')", "get_train_data raised OSError: disk"),
-        ("def get_train_data(self):\n        return iter([])", "gave list_iterator, which has no length"),
-        ("def get_train_data(self):\n        return []", "get_train_data is empty"),
     ],
 )
 def test_rows_that_cannot_be_had(write_module, body, reason):

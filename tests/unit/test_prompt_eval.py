@@ -58,20 +58,3 @@ def test_built_in_questions_and_flags_that_do_nothing(folders, monkeypatch, caps
     assert all(question in out for question in prompt_eval.QUESTIONS["Japanese"])
     assert out.count("  baseline: ") == out.count("  finetune: ") == 2
     assert err.startswith("note: --num_beams has no effect: ")
-
-
-@pytest.mark.parametrize(
-    ("flags", "messages"),
-    [
-        (["--num_prompts", "0"], ["--num_prompts 0 must be at least 1"]),
-        (["--data_path", "nowhere.jsonl"], ["--data_path nowhere.jsonl"]),
-        (["--template", "chat"], ["baseline", "finetune"]),
-    ],
-)
-def test_wrong_arguments_give_one_message(flags, messages, folders, monkeypatch, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        ask(monkeypatch, *folders.values(), *flags)
-    out, err = capsys.readouterr()
-    first, *lines = err.splitlines()
-    assert not out and first.startswith(f"error: {len(messages)} problem")
-    assert all(message in line for message, line in zip(messages, lines, strict=True))

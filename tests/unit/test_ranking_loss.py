@@ -5,12 +5,7 @@ import math
 import torch
 from right_or_wrong import close, forms, judge
 
-from step2_reward.losses import (
-    center_penalty,
-    end_score_loss,
-    first_difference,
-    token_wise_loss,
-)
+from step2_reward.losses import center_penalty, end_score_loss, first_difference, token_wise_loss
 
 
 def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -20,38 +15,17 @@ def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 # --- end_score_loss ---
 
 
-END_FORMS = forms(
-    end_score_loss,
-    sign=lambda chosen, rejected, margin=0.0: end_score_loss(rejected, chosen, margin),
-    margin_sign=lambda chosen, rejected, margin=0.0: end_score_loss(
-        chosen, rejected, -torch.as_tensor(margin)
-    ),
-    without_log=lambda chosen, rejected, margin=0.0: 1 - torch.sigmoid(chosen - rejected - margin),
-    reduced=lambda chosen, rejected, margin=0.0: (
-        end_score_loss(chosen, rejected, margin).mean().expand_as(chosen)
-    ),
-)
+def test_end_score_loss_by_hand():
+    # sigmoid(log 3) = 3 / 4; sigmoid(-log 3) = 1 / 4; sigmoid(0) = 1 / 2
+    chosen, rejected = torch.tensor([math.log(3), 0.0, 5.0]), torch.tensor([0.0, math.log(3), 5.0])
+    close(end_score_loss(chosen, rejected), [math.log(4 / 3), math.log(4), math.log(2)])
+    # a margin of log 3 takes the first advantage away
+    margin = torch.tensor([math.log(3), 0.0, 0.0])
+    close(end_score_loss(chosen, rejected, margin), [math.log(2), math.log(4), math.log(2)])
+    close(end_score_loss(chosen, rejected, math.log(3))[0], math.log(2))
 
 
-@END_FORMS
-def test_end_score_loss_by_hand(form, is_right):
-    def check(form):
-        # sigmoid(log 3) = 3 / 4; sigmoid(-log 3) = 1 / 4; sigmoid(0) = 1 / 2
-        chosen, rejected = torch.tensor([math.log(3), 0.0, 5.0]), torch.tensor([0.0, math.log(3), 5.0])
-        close(form(chosen, rejected), [math.log(4 / 3), math.log(4), math.log(2)])
-        # a margin of log 3 takes the first advantage away
-        margin = torch.tensor([math.log(3), 0.0, 0.0])
-        close(form(chosen, rejected, margin), [math.log(2), math.log(4), math.log(2)])
-        close(form(chosen, rejected, math.log(3))[0], math.log(2))
-
-    judge(check, form, is_right)
-
-
-def log_of_sigmoid(chosen, rejected):
-    return -torch.log(torch.sigmoid(chosen - rejected))
-
-
-@forms(end_score_loss, log_of_sigmoid=log_of_sigmoid)
+@forms(end_score_loss, log_of_sigmoid=lambda c, r: -torch.log(torch.sigmoid(c - r)))
 def test_end_score_loss_of_far_apart_scores_is_finite(form, is_right):
     def check(form):
         chosen = torch.tensor([-150.0, 150.0], requires_grad=True)
@@ -80,20 +54,15 @@ def right_padded_pairs() -> tuple[torch.Tensor, ...]:
     return *values, chosen_lengths, rejected_lengths, torch.tensor([2, 1, 4, 4, 5])
 
 
-@forms(token_wise_loss, sign=lambda c, r, *lengths: token_wise_loss(-c, -r, *lengths))
-def test_token_wise_loss_by_hand(form, is_right):
+def test_token_wise_loss_by_hand():
     """Another window, or a value read at padding, gives another number."""
-
-    def check(form):
-        log3 = math.log(3)
-        # the same prompt of 2, answers of 3 and 1 tokens, padding in column 5 and 6
-        chosen = torch.tensor([[9.0, 9.0, log3, 0.0, log3, 70.0, 70.0]])
-        rejected = torch.tensor([[5.0, 5.0, 0.0, -80.0, -80.0, -80.0, -80.0]])
-        terms = form(chosen, rejected, torch.tensor([5]), torch.tensor([3]), torch.tensor([2]))
-        # differences log 3, 0 - 0, log 3 - 0, the rejected value 0 held: (log 4/3 + log 2 + log 4/3) / 3
-        close(terms, [(2 * math.log(4 / 3) + math.log(2)) / 3])
-
-    judge(check, form, is_right)
+    log3 = math.log(3)
+    # the same prompt of 2, answers of 3 and 1 tokens, padding in column 5 and 6
+    chosen = torch.tensor([[9.0, 9.0, log3, 0.0, log3, 70.0, 70.0]])
+    rejected = torch.tensor([[5.0, 5.0, 0.0, -80.0, -80.0, -80.0, -80.0]])
+    terms = token_wise_loss(chosen, rejected, torch.tensor([5]), torch.tensor([3]), torch.tensor([2]))
+    # differences log 3, 0 - 0, log 3 - 0, the rejected value 0 held: (log 4/3 + log 2 + log 4/3) / 3
+    close(terms, [(2 * math.log(4 / 3) + math.log(2)) / 3])
 
 
 def test_token_wise_loss_and_its_gradient_do_not_read_padding():
@@ -133,55 +102,20 @@ def test_identical_pairs_have_no_gradient():
 # --- first_difference ---
 
 
-def reads_padding(chosen_ids, rejected_ids, chosen_lengths, rejected_lengths):
-    whole = torch.full_like(chosen_lengths, chosen_ids.shape[1])
-    return first_difference(chosen_ids, rejected_ids, whole, whole)
-
-
-DIFFERENCE_FORMS = forms(
-    first_difference,
-    reads_padding=reads_padding,
-    last_difference=lambda c, r, *lengths: c.shape[1] - 1 - reads_padding(c.flip(1), r.flip(1), *lengths),
-    one_later=lambda *pair: first_difference(*pair) + 1,
-    same_token=lambda c, r, *lengths: first_difference(c, torch.where(c == r, r + 1, c), *lengths),
-)
-
-
-@DIFFERENCE_FORMS
-def test_first_difference_by_hand(form, is_right):
-    def check(form):
-        chosen = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 0, 0], [5, 6, 7, 1], [1, 2, 3, 4]])
-        rejected = torch.tensor([[5, 6, 9, 8], [5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 2], [9, 2, 3, 4]])
-        chosen_lengths, rejected_lengths = torch.tensor([4, 4, 2, 3, 4]), torch.tensor([4, 2, 4, 3, 4])
-        # at 7 / 9; where the shorter one ends, twice; identical, of length 3; at the very first
-        assert form(chosen, rejected, chosen_lengths, rejected_lengths).tolist() == [2, 2, 2, 3, 0]
-
-    judge(check, form, is_right)
-
-
-def test_what_differs_first_is_where_the_token_wise_loss_begins():
-    chosen, rejected = torch.tensor([[5, 6, 7], [5, 6, 7]]), torch.tensor([[5, 6, 7], [5, 9, 7]])
-    lengths = torch.tensor([3, 3])
-    divergence = first_difference(chosen, rejected, lengths, lengths)
-    terms = token_wise_loss(torch.zeros(2, 3), torch.zeros(2, 3), lengths, lengths, divergence)
-    close(terms, [0.0, math.log(2)])
+def test_first_difference_by_hand():
+    chosen = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 0, 0], [5, 6, 7, 1], [1, 2, 3, 4]])
+    rejected = torch.tensor([[5, 6, 9, 8], [5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 2], [9, 2, 3, 4]])
+    chosen_lengths, rejected_lengths = torch.tensor([4, 4, 2, 3, 4]), torch.tensor([4, 2, 4, 3, 4])
+    # at 7 / 9; where the shorter one ends, twice; identical, of length 3; at the very first
+    assert first_difference(chosen, rejected, chosen_lengths, rejected_lengths).tolist() == [2, 2, 2, 3, 0]
 
 
 # --- center_penalty ---
 
 
-@forms(
-    center_penalty,
-    of_the_difference=lambda chosen, rejected: (chosen - rejected).square(),
-    of_each=lambda chosen, rejected: chosen.square() + rejected.square(),
-    not_squared=lambda chosen, rejected: (chosen + rejected).abs(),
-)
-def test_center_penalty_by_hand(form, is_right):
-    def check(form):
-        chosen = torch.tensor([1.0, 2.0, -1.0], requires_grad=True)
-        penalty = form(chosen, torch.tensor([-1.0, 1.0, -3.0]))
-        penalty.sum().backward()
-        close(penalty, [0.0, 9.0, 16.0])  # (1 - 1)^2, (2 + 1)^2, (-1 - 3)^2
-        close(chosen.grad, [0.0, 6.0, -8.0])
-
-    judge(check, form, is_right)
+def test_center_penalty_by_hand():
+    chosen = torch.tensor([1.0, 2.0, -1.0], requires_grad=True)
+    penalty = center_penalty(chosen, torch.tensor([-1.0, 1.0, -3.0]))
+    penalty.sum().backward()
+    close(penalty, [0.0, 9.0, 16.0])  # (1 - 1)^2, (2 + 1)^2, (-1 - 3)^2
+    close(chosen.grad, [0.0, 6.0, -8.0])
