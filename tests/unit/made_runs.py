@@ -6,6 +6,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from common.runs.run_logger import RunLogger
+from common.runs.saved_state import TensorReader
+
 VOID = {"meta", "wbr"}
 
 
@@ -25,6 +28,17 @@ def write_run(
         if value is not None:
             (folder / name).write_text(json.dumps(value))
     return folder
+
+
+def start_logger(folder: Path, numbers: dict[str, Any] | None = None, **options: Any) -> RunLogger:
+    """A logger that begins anew, or resumes where another was when it gave these numbers."""
+    logger = RunLogger(str(folder), columns=("a/b",), num_steps=9, **options)
+    if numbers is None:
+        logger.open()
+        logger.begin_anew()
+    else:
+        logger.load(TensorReader([]), json.loads(json.dumps(numbers)))
+    return logger
 
 
 def over_steps(num_steps: int, **numbers: Callable[[int], float]) -> list[dict[str, Any]]:

@@ -62,20 +62,16 @@ def test_a_torn_last_line_and_strange_lines_are_named_and_the_rest_is_shown(tmp_
     ]
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe{}", b'{}\n[]\n{"step": "x"}\n', b"[" * 99999])
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe{}", b'{}\n[]\n{"step": "x"}\n', b"[" * 99999, b'{"starts": [{"data": 3, "parameters": 3}]}'],
+)
 def test_a_file_of_anything_is_no_error(tmp_path, content):
     for name in ("metrics.jsonl", "samples.jsonl", "args.json", "run.json"):
         (tmp_path / name).write_bytes(content)
     run = read_run(tmp_path)
     assert run.curves == {} and "metrics.jsonl has no step yet" in run.notes
     Page(build_page([run]))
-
-
-def test_a_run_json_of_another_form_is_no_error(tmp_path):
-    odd = [{"starts": 3}, {"starts": [3, {"versions": 1}]}, {"defaults": [], "num_steps": "9"}]
-    odd += [{"starts": [{"data": {"num_train": "many"}, "parameters": {"actor": 3}}]}]
-    rows = over_steps(2, sft__loss=lambda s: 1.0)
-    page_of(*(write_run(tmp_path / str(i), rows, flags={"seed": 1}, about=of) for i, of in enumerate(odd)))
 
 
 def test_a_folder_that_is_no_run_is_named_with_runs_inside_it(tmp_path):
@@ -89,8 +85,6 @@ def test_a_folder_that_is_no_run_is_named_with_runs_inside_it(tmp_path):
 def test_runs_are_named_by_what_tells_them_apart(tmp_path):
     folders = [tmp_path / "a" / "output", tmp_path / "b" / "output"]
     assert name_runs(folders) == ["a/output", "b/output"]
-    assert name_runs([tmp_path / "x", tmp_path / "y"]) == ["x", "y"]
-    assert len(set(name_runs([tmp_path, tmp_path]))) == 2
 
 
 # --- The page
@@ -168,9 +162,6 @@ def test_several_runs_lie_over_one_another(tmp_path):
     page = page_of(first, second, sft)
     title = page.text.index("objective/score", page.text.index("Curves"))
     assert page.text[title:].removeprefix("objective/score").split()[:2] == ["2", "2"]
-    styles = [attributes.get("style") or "" for tag, attributes in page.tags if tag == "path"]
-    of_first, of_second = (sum(f"stroke: var(--c{i})" in style for style in styles) for i in (0, 1))
-    assert of_first == of_second > 0
     section = page.text.partition("Diagnostics of reward hacking")[2].partition("what is looked")[0]
     assert "b: none of the" in section and "sft" not in section
 
@@ -186,20 +177,6 @@ def test_phases_are_all_of_the_clock(tmp_path):
         ("generation", 4.0), ("update of the actor", 6.0), ("rest of the steps", 1.0), ("checkpoints", 2.0),
         ("of my own", 1.0), ("outside steps", 6.0),
     ]  # fmt: skip
-
-
-def test_data_and_models_are_told(tmp_path):
-    data = {"num_train": 400, "num_eval": 100, "num_raw_rows": 512, "num_tokens": 9000, "num_truncated": 25}
-    start = {"data": data, "global_rows": 16, "parameters": {"actor": {"all": 1200, "trained": 80}}}
-    speed = {"perf__tokens_per_second": lambda s: 50.0, "perf__step_seconds": lambda s: 2.0}
-    metrics = over_steps(50, sft__loss=lambda s: 1.0, **speed)
-    text = page_of(write_run(tmp_path / "run", metrics, about={"starts": [start]})).text
-    for told in (
-        "rows to train on400 of 512 raw rows", "rows held out100", "tokens of these rows9,000",
-        "truncated25, 5.0 %", "passes over the rows2.00", "tokens seen in training5,000",
-        "parameters of the actor1,200, 80 trained",
-    ):  # fmt: skip
-        assert told in text.replace("\n", ""), told
 
 
 def test_a_large_run_makes_a_small_page(tmp_path):
@@ -269,12 +246,9 @@ def test_a_pattern_is_seen_and_its_neighbour_is_not(title):
 
 
 def test_a_fit_that_goes_too_far():
-    for metric, title in (
-        ("sft", "The held-out loss rises again"),
-        ("dpo", "The held-out DPO loss rises again"),
-    ):
-        assert seen_in(ANYWHERE, **{f"{metric}__eval_loss": lambda s: abs(s - 20) + 5}) == [title]
-        assert seen_in(ANYWHERE, **{f"{metric}__eval_loss": lambda s: 60 - s}) == []
+    assert seen_in(ANYWHERE, sft__eval_loss=lambda s: abs(s - 20)) == ["The held-out loss rises again"]
+    assert seen_in(ANYWHERE, dpo__eval_loss=lambda s: abs(s - 20)) == ["The held-out DPO loss rises again"]
+    assert seen_in(ANYWHERE, sft__eval_loss=lambda s: 60 - s, dpo__eval_loss=lambda s: 60 - s) == []
 
 
 def test_weak_judges_and_skipped_steps_are_told_with_their_numbers():
@@ -306,13 +280,6 @@ def test_a_finding_stands_on_the_page_with_its_rule(tmp_path):
 
 
 # --- Words and charts
-
-
-@pytest.mark.parametrize(("before", "after"), [("", ""), ("a b", "a"), ("b", "a b"), ("a  b\nc", "a b d\n")])
-def test_changes_hold_both_texts(before, after):
-    changes = find_changes(before, after)
-    assert "".join(text for kind, text in changes if kind != "gone") == after
-    assert "".join(text for kind, text in changes if kind != "new") == before
 
 
 def test_changes_are_by_words_unless_hardly_one_has_stayed():

@@ -28,25 +28,23 @@ PROMPTS = [
 RESPONSES = [" I am fine, thank you.", "", " jumps over the lazy dog"]
 
 
-@pytest.fixture(scope="module", params=["llama"])
-def export(request, tiny_model_folder, tmp_path_factory) -> str:
+@pytest.fixture(scope="module")
+def export(tiny_model_folder, tmp_path_factory) -> str:
     """An export of step 2, whose PAD is not its EOS."""
-    name = tiny_model_folder(request.param)
+    name = tiny_model_folder("llama")
     model = load_value_model(ModelOptions(name, dropout=0.0), 320, seed=3)
     torch.nn.init.normal_(model.classifier.score.weight)
     folder = tmp_path_factory.mktemp("reward") / "export"
-    metadata = {"step": "reward", "template": "human_assistant", "eval": {"accuracy": 0.75, "pairs": 8}}
+    metadata = {"step": "reward", "template": "human_assistant"}
     save_export(folder, model.classifier, load_tokenizer(name), metadata=metadata, needs_own_pad=True)
     return str(folder)
 
 
-def load_scorer(export: str, **changes) -> serve.RewardScorer:
+def load_scorer(export: str) -> serve.RewardScorer:
     problems = Problems()
     args = serve.ServeArguments(model_name_or_path=export, dtype="fp32", batch_size=2)
     config = serve.startup.check_model("--model_name_or_path", export, args, problems)
     tokenizer = serve.startup.check_tokenizer("--model_name_or_path", export, args, problems)
-    for name, value in changes.items():
-        setattr(args, name, value)
     return serve.load_scorer(args, config, tokenizer)
 
 
@@ -55,15 +53,11 @@ def client(export) -> TestClient:
     return TestClient(serve.create_app(load_scorer(export), serve.ServeArguments()))
 
 
-def ids_of(export: str, text: str) -> list[int]:
-    return AutoTokenizer.from_pretrained(export)(text)["input_ids"]
-
-
-def plain_score(export: str, token_ids: list[int]) -> float:
-    """Return what transformers alone reads at the last of these tokens."""
+def plain_score(export: str, text: str) -> float:
+    """Return what transformers alone reads at the text's last token."""
     model = AutoModelForSequenceClassification.from_pretrained(export).eval()
     with torch.no_grad():
-        return float(model(torch.tensor([token_ids])).logits)
+        return float(model(**AutoTokenizer.from_pretrained(export)(text, return_tensors="pt")).logits)
 
 
 def test_a_score_is_read_at_the_end_of_turn_that_is_added(export, client):
@@ -71,8 +65,8 @@ def test_a_score_is_read_at_the_end_of_turn_that_is_added(export, client):
     assert answer.status_code == 200
     eos = AutoTokenizer.from_pretrained(export).eos_token
     texts = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
-    expected = [plain_score(export, ids_of(export, text + eos)) for text in texts]
-    without_end = [plain_score(export, ids_of(export, text)) for text in texts]
+    expected = [plain_score(export, text + eos) for text in texts]
+    without_end = [plain_score(export, text) for text in texts]
     assert answer.json()["scores"] == pytest.approx(expected, abs=1e-5)
     assert min(abs(a - b) for a, b in zip(expected, without_end, strict=True)) > 1e-3
     assert torch.tensor(expected).std() > 1e-2
@@ -105,21 +99,6 @@ def test_token_ids_are_those_of_training(export):
     prompt, eos = template.prompt_text(messages), scorer.template.tokenizer.eos_token
     assert scorer.encode(prompt, " I am fine.") == row.input_ids
     assert scorer.encode(prompt, f" I am fine.{eos}") == row.input_ids, "no second end of turn"
-
-
-def test_neither_batches_nor_order_change_a_score(export):
-    prompts = [*PROMPTS, "x" * 40, "y"]
-    responses = [*RESPONSES, " z", " z" * 20]
-    one = load_scorer(export, batch_size=1).score(prompts, responses)
-    for batch_size in (2, 5):
-        scores = load_scorer(export, batch_size=batch_size).score(prompts, responses)
-        assert scores == pytest.approx(one, abs=1e-5)
-
-
-def test_health_says_what_is_served(export, client):
-    expected = {"name": export, "step": "reward", "template": "human_assistant", "accuracy": 0.75}
-    expected |= {"accuracy_low": None, "accuracy_high": None, "pairs": 8}
-    assert client.get("/health").json() == expected
 
 
 def test_a_score_that_is_not_finite_is_an_error_with_its_cure(export):

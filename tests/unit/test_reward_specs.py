@@ -1,23 +1,20 @@
 """What --reward says, the messages about what it cannot say, and what is checked before a model is loaded."""
 
-from types import SimpleNamespace
-
 import numpy
 import pytest
 import torch
 import transformers
 
 from common.flags.args import Problems
+from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import build_text_reward, check_rewards, parse_reward, parse_rewards
 from step3_ppo.rewards.text_rewards import Answers, RewardError, checked_scores
 
 LENGTH = "function:step3_ppo.rewards.examples.length:brevity"
 
 
-def make_args(*rewards: str, **changes) -> SimpleNamespace:
-    good = {"reward_timeout_seconds": 5.0, "reward_processes": 0, "reward_batch_size": 2}
-    good |= {"dtype": "fp32", "trust_remote_code": False}
-    return SimpleNamespace(reward=list(rewards), **(good | changes))
+def make_args(*rewards: str, **changes) -> PPOArguments:
+    return PPOArguments(reward=list(rewards), dtype="fp32", **changes)
 
 
 def problems_of(*rewards: str, **changes) -> list[str]:
@@ -30,9 +27,7 @@ def problems_of(*rewards: str, **changes) -> list[str]:
     ("text", "kind", "target", "weight", "name"),
     [
         ("model:out/export", "model", "out/export", 1.0, "model"),
-        ("0.7*model:A", "model", "A", 0.7, "model"),
         ("-2*classifier:org/toxic:toxic", "classifier", "org/toxic:toxic", -2.0, "classifier"),
-        ("1e-1*function:a.b:polite", "function", "a.b:polite", 0.1, "function_polite"),
         ("0.5*https://host/a*b", "http", "https://host/a*b", 0.5, "http"),
         ("model:a*b:c", "model", "a*b:c", 1.0, "model"),
     ],
@@ -53,13 +48,10 @@ def test_names_are_unique_even_where_a_function_is_called_like_a_second_one():
     ("text", "words"),
     [
         ("modle:A", ["--reward modle:A", "'modle'", "did you mean model:PATH?"]),
-        ("polite.py", ["--reward polite.py", "use one of", "function:MODULE:NAME"]),
         ("much*model:A", ["--reward much*model:A", "'much' is no number", "0.5*model:PATH"]),
         ("model:", ["'' is no path", "model:PATH"]),
-        ("classifier::LABEL", ["is no path", "PATH[:LABEL]"]),
         ("function:my_module", ["'my_module' is no function", "function:MODULE:NAME"]),
         ("http:///score", ["is no address", "http://HOST:PORT/PATH"]),
-        ("http://host:eighty/", ["is no address"]),
     ],
 )
 def test_what_an_entry_cannot_say_is_named_with_its_cure(text, words):
@@ -79,33 +71,19 @@ def test_weights_that_are_all_zero_are_refused():
 TWO = Answers(["Say yes. " * 30, "And no?"], ["yes", "no"])
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        [1, 2.5],
-        (True, False),
-        {"a": 1, "b": 2}.values(),
-        numpy.array([1, 2]),
-        [numpy.float32(1), torch.tensor(2)],
-    ],
-)
-def test_lists_arrays_and_tensors_of_numbers_become_floats(values):
-    scores = checked_scores("x", values, TWO)
-    assert scores == [float(value) for value in values] and all(type(score) is float for score in scores)
-    assert checked_scores("x", [], Answers([], [])) == []
+def test_numbers_of_any_kind_become_floats():
+    scores = checked_scores("x", [numpy.float32(1), torch.tensor(2)], TWO)
+    assert scores == [1.0, 2.0] and all(type(score) is float for score in scores)
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         (None, ["gave 'None' in place of a list of 2 numbers", "return one number"]),
-        ({0: 1.0, 1: 2.0}, ["in place of a list"]),
         ([1.0], ["gave 1 scores for 2 responses"]),
         ([1.0, None], ["gave 'None' for response 2 of 2", "prompt 'And no?', response 'no'", "finite"]),
         ([float("nan"), 1.0], ["gave 'nan' for response 1 of 2", "response 'yes'"]),
-        ([1.0, float("inf")], ["gave 'inf' for response 2 of 2"]),
         ([1.0, "2"], ["gave '2' for response 2 of 2"]),
-        ([1.0, [2.0]], ["gave '[2.0]' for response 2 of 2"]),
     ],
 )
 def test_what_is_no_list_of_finite_numbers_is_named_with_the_sample(values, words):

@@ -75,15 +75,10 @@ def build(score_of=lambda sample: sample, *, rounds=0, source="rollout", texts=N
 
 def endless_prompts():
     prompts = [[6, 7, 8], [9, 10, 11, 12], [16]]
-    rows = [
-        {
-            "prompt_ids": ids,
-            "row_id": f"file:{i}",
-            "prompt_text": f"prompt {i}",
-            "fields": f'{{"answer": {i}}}',
-        }
-        for i, ids in enumerate(prompts)
-    ]
+    rows = []
+    for i, ids in enumerate(prompts):
+        texts = {"row_id": f"file:{i}", "prompt_text": f"prompt {i}", "fields": f'{{"answer": {i}}}'}
+        rows.append({"prompt_ids": ids} | texts)
     while True:
         yield [collate_prompts(rows)]
 
@@ -122,7 +117,6 @@ def test_after_the_last_round_a_group_of_one_score_stays():
     rollout = build(lambda sample: 1.0 if sample < 12 else sample, rounds=1)
     batch = rollout.collect(endless_prompts(), 0)
     assert batch.ids == tuple(range(6)) and rollout.num_draws == 2 and rollout.refilled_fraction == 0
-    assert len(build(lambda sample: 1.0, rounds=0).collect(endless_prompts(), 0)) == 6
 
 
 def test_texts_and_row_fields_reach_the_rewards_that_read_them():
@@ -142,13 +136,6 @@ def test_texts_and_row_fields_reach_the_rewards_that_read_them():
     (answers,) = seen
     by_prompt = sorted(zip(answers.prompts, answers.responses, strict=True))
     assert by_prompt == sorted((f"prompt {i}", f"<{k}>") for i in range(3) for k in (1, 2))
-
-
-@pytest.mark.parametrize("bad", [[1.0], [None] * 6, [float("nan")] * 6])
-def test_a_reward_that_gives_something_else_refuses_the_step(bad):
-    text = SimpleNamespace(score=lambda answers: bad, close=lambda: None)
-    with pytest.raises(RewardError, match="function_f"):
-        build(texts=text).collect(endless_prompts(), 0)
 
 
 def test_a_failing_reward_is_told_on_every_rank(monkeypatch):

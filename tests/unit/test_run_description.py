@@ -1,14 +1,12 @@
 """run.json: what a run notes of itself at each start."""
 
 import json
-import subprocess
 
 import pytest
 import torch
 
 from common.data.data_report import DataReport
-from common.runs import run_description
-from common.runs.run_description import describe_run, installed_versions
+from common.runs.run_description import describe_run
 from common.runs.saved_state import Progress, Stateful
 from step1_sft.arguments import SFTArguments
 
@@ -55,13 +53,3 @@ def test_a_resumed_run_keeps_its_earlier_starts(tmp_path):
 def test_a_file_that_cannot_be_read_decides_nothing(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
     assert [start["from_step"] for start in describe(tmp_path, 4, is_resumed=True)["starts"]] == [4]
-
-
-def test_what_is_absent_is_left_out(monkeypatch):
-    assert list(installed_versions(["torch", "no-such-thing"])) == ["torch"]
-
-    def fail(*_, **__):
-        raise FileNotFoundError("git")
-
-    monkeypatch.setattr(subprocess, "run", fail)
-    assert run_description.code_version() == ""

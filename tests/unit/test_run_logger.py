@@ -7,35 +7,17 @@ import sys
 
 import pytest
 from disk_limit import files_up_to
+from made_runs import start_logger
 
 from common.runs import run_logger
 from common.runs.durable_files import sync
 from common.runs.run_files import Curve, read_run
 from common.runs.run_logger import RunLogger
-from common.runs.saved_state import TensorReader
 from common.runs.trackers import build_trackers
 
 
 def lines_of(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-NOTHING = TensorReader([])
-
-
-def begun(folder, **more) -> RunLogger:
-    """A logger of a new run."""
-    logger = RunLogger(str(folder), columns=("a/b",), num_steps=9, **more)
-    logger.open()
-    logger.begin_anew()
-    return logger
-
-
-def resumed(folder, numbers, **more) -> RunLogger:
-    """A logger that resumes where another was when it gave these numbers."""
-    logger = RunLogger(str(folder), columns=("a/b",), num_steps=9, **more)
-    logger.load(NOTHING, json.loads(json.dumps(numbers)))
-    return logger
 
 
 def steps_of(folder) -> list[int]:
@@ -79,7 +61,7 @@ def test_a_number_that_json_cannot_hold_is_null_and_leaves_a_gap_in_the_curve(tm
 
 def test_a_new_run_replaces_the_old_numbers(tmp_path):
     for value in (1.0, 2.0):
-        logger = begun(tmp_path)
+        logger = start_logger(tmp_path)
         logger.log(1, {"a/b": value})
         if value == 1.0:
             logger.sample(1, prompt="p")
@@ -99,15 +81,13 @@ def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == [] and "1/1" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Resuming
-# ---------------------------------------------------------------------------------------------------------
+# ---- resuming
 
 
 def test_a_resumed_run_has_every_line_once(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(run_logger, "sync", lambda path: synced.append(path.name) or sync(path))
-    first = begun(tmp_path)
+    first = start_logger(tmp_path)
     first.started -= 1000.0
     for step in (1, 2):
         first.log(step, {"a/b": 1.0})
@@ -124,7 +104,7 @@ def test_a_resumed_run_has_every_line_once(tmp_path, monkeypatch):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "torn')
     assert json.dumps(numbers) == before, "a checkpoint writes them a moment later"
-    second = resumed(tmp_path, numbers)
+    second = start_logger(tmp_path, numbers)
     assert steps_of(tmp_path) == [1, 2], "cut at once: nobody knows when the next line comes"
     sizes = {name: (tmp_path / name).stat().st_size for name in numbers["sizes"]}
     assert sizes == numbers["sizes"]
@@ -143,7 +123,7 @@ def test_a_resumed_run_has_every_line_once(tmp_path, monkeypatch):
 
 
 def test_files_that_have_lost_lines_are_said_to_have_and_are_gone_on_with(tmp_path, capsys):
-    first = begun(tmp_path)
+    first = start_logger(tmp_path)
     for step in (1, 2):
         first.log(step, {"a/b": 1.0})
         first.rollout(step, [{"answer": "x"}])
@@ -154,7 +134,7 @@ def test_files_that_have_lost_lines_are_said_to_have_and_are_gone_on_with(tmp_pa
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text(lines[0])
     (tmp_path / "samples.jsonl").unlink()
-    second = resumed(tmp_path, numbers)
+    second = start_logger(tmp_path, numbers)
     printed = capsys.readouterr().out
     assert f"metrics.jsonl has lost lines: {len(lines[0])} bytes, where {len(''.join(lines))} were" in printed
     assert "samples.jsonl has lost lines: 0 bytes" in printed
@@ -166,13 +146,11 @@ def test_files_that_have_lost_lines_are_said_to_have_and_are_gone_on_with(tmp_pa
     assert second.json_state()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Disks that fail
-# ---------------------------------------------------------------------------------------------------------
+# ---- disks that fail
 
 
 def test_lines_wait_while_the_disk_is_full_and_none_is_torn_or_lost(tmp_path, capsys):
-    logger = begun(tmp_path)
+    logger = start_logger(tmp_path)
     logger.log(1, {"a/b": 1.0})
     size = (tmp_path / "metrics.jsonl").stat().st_size
     with files_up_to(size + 20):
@@ -188,24 +166,10 @@ def test_lines_wait_while_the_disk_is_full_and_none_is_torn_or_lost(tmp_path, ca
     assert logger.json_state()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
 
 
-def test_a_folder_that_is_away_for_a_while_loses_no_line(tmp_path):
-    folder = tmp_path / "run"
-    logger = begun(folder)
-    logger.log(1, {"a/b": 1.0})
-    folder.rename(tmp_path / "away")
-    logger.log(2, {"a/b": 1.0})
-    with pytest.raises(OSError, match="cannot be written"):
-        logger.json_state()
-    assert not folder.exists()
-    (tmp_path / "away").rename(folder)
-    logger.log(3, {"a/b": 1.0})
-    assert steps_of(folder) == [1, 2, 3]
-
-
 @pytest.mark.parametrize("kept", [0, 1, 1.5, 3])
 def test_a_file_that_is_not_as_it_was_written_gets_no_hole_and_no_torn_line(tmp_path, capsys, kept):
     """Someone has cut it, or a disk has failed the cut of a torn line as well as the line."""
-    logger = begun(tmp_path)
+    logger = start_logger(tmp_path)
     for step in (1, 2):
         logger.log(step, {"a/b": 1.0})
     file = tmp_path / "metrics.jsonl"
@@ -219,7 +183,7 @@ def test_a_file_that_is_not_as_it_was_written_gets_no_hole_and_no_torn_line(tmp_
 
 
 def test_a_full_disk_under_the_output_or_a_reader_that_has_gone_ends_no_run(tmp_path, monkeypatch):
-    logger = begun(tmp_path)
+    logger = start_logger(tmp_path)
     reading, writing = os.pipe()
     os.close(reading)
     for file in (open("/dev/full", "w"), os.fdopen(writing, "w")):  # noqa: SIM115
@@ -232,7 +196,7 @@ def test_a_full_disk_under_the_output_or_a_reader_that_has_gone_ends_no_run(tmp_
 
 
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys, monkeypatch):
-    logger = begun(tmp_path)
+    logger = start_logger(tmp_path)
     logger.log(1, {"a/b": 1.0})
     with files_up_to(200):
         logger.close()
@@ -245,7 +209,7 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("common.ranks.distributed.is_main", lambda: False)
     folder = tmp_path / "run"
     numbers = {"sizes": {"metrics.jsonl": 5, "samples.jsonl": 0}, "seconds": 1.0, "step": 1}
-    for logger in (begun(folder), resumed(folder, numbers)):
+    for logger in (start_logger(folder), start_logger(folder, numbers)):
         logger.log(2, {"a/b": 1.0})
         logger.sample(2, answer="x")
         logger.json_state()

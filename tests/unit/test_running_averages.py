@@ -34,32 +34,10 @@ class MeanOfMeans(ValueNormaliser):
         self.weight /= int(mask.sum())
 
 
-class OnlyWithinBatches(ValueNormaliser):
-    """Average the variances of the batches, and forget how far their means are apart."""
-
-    def update(self, returns, mask):
-        super().update(returns + (self.mean - returns[mask].mean() if self.weight else 0), mask)
-
-
-class ReadsPadding(ValueNormaliser):
-    def update(self, returns, mask):
-        super().update(returns, torch.ones_like(mask))
-
-
-class Forgets(ValueNormaliser):
-    """Does not resume where it was."""
-
-    def load_state_dict(self, state):
-        self.mean = state["mean"]
-
-
 @forms(
     ValueNormaliser,
     biased=Biased,
     mean_of_means=MeanOfMeans,
-    only_within_batches=OnlyWithinBatches,
-    reads_padding=ReadsPadding,
-    forgets=Forgets,
 )
 def test_both_kinds_by_hand(form, is_right):
     """R56: value_norm exp and ma; every stateful one is checkpointed."""

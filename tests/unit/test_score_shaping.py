@@ -54,10 +54,8 @@ def test_a_number_is_the_score_of_a_cut_response():
 
 @forms(
     overlong_share,
-    from_the_first_token=lambda n, buffer, most: n / most,
     step=lambda n, buffer, most: (n > most - buffer).float(),
     not_bounded=lambda n, buffer, most: (n - (most - buffer)) / buffer,
-    reversed=lambda n, buffer, most: ((most - n) / buffer).clamp(0, 1) * (n > most - buffer),
 )
 def test_the_overlong_share_by_hand(form, is_right):
     """A31: DAPO's eq. 13 with L_max 40 and L_cache 8."""

@@ -99,7 +99,7 @@ def proof(tmp_path) -> Path:
 
 @pytest.fixture
 def model_folder(tmp_path, tiny_tokenizer) -> Callable[..., Path]:
-    """Make a model's folder whose weights are this pickle, as one file, in shards, or as an adapter."""
+    """Make a model's folder whose weights are this pickle, or that of an adapter."""
 
     def make(content: Any, *, is_classifier: bool = False, form: str = "pytorch_model.bin") -> Path:
         config = tiny_config("llama", len(tiny_tokenizer))
@@ -109,18 +109,13 @@ def model_folder(tmp_path, tiny_tokenizer) -> Callable[..., Path]:
         folder = tmp_path / f"model-{is_classifier}-{form}"
         kind.from_config(config).save_pretrained(folder)
         tiny_tokenizer.save_pretrained(folder)
-        weights = load_file(folder / "model.safetensors")
-        content = weights if content is None else content
+        content = load_file(folder / "model.safetensors") if content is None else content
         if form == "adapter_model.bin":
             adapter = {"peft_type": "LORA", "base_model_name_or_path": str(folder), "r": 2, "lora_alpha": 2}
             adapter |= {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
             (folder / "adapter_config.json").write_text(json.dumps(adapter))
         else:
             (folder / "model.safetensors").unlink()
-        if form == "shards":
-            index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "pytorch_model-00001-of-00001.bin")}
-            (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-            form = "pytorch_model-00001-of-00001.bin"
         torch.save(content, folder / form)
         return folder
 
@@ -135,12 +130,10 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("loader", "form"), [(name, "pytorch_model.bin") for name in LOADERS] + [("actor", "shards")]
-)
-def test_a_pickle_that_runs_code_is_refused_and_not_run(model_folder, proof, loader, form):
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_pickle_that_runs_code_is_refused_and_not_run(model_folder, proof, loader):
     is_classifier, load = LOADERS[loader]
-    folder = model_folder(RunsCode(proof), is_classifier=is_classifier, form=form)
+    folder = model_folder(RunsCode(proof), is_classifier=is_classifier)
     with pytest.raises(ValueError, match="a pickle that holds more than tensors.*nothing of it was run"):
         load(folder)
     assert not proof.exists()
@@ -163,9 +156,9 @@ def test_other_pickles_are_refused_and_not_run(model_folder, proof, tmp_path):
 
 def test_a_pickle_of_tensors_alone_is_read(model_folder):
     """Many older models of the hub are one."""
-    folder = model_folder(None, form="shards")
+    folder = model_folder(None)
     model = load_causal_lm(ModelOptions(str(folder)), 320)
-    saved = torch.load(next(folder.glob("pytorch_model*.bin")), weights_only=True)
+    saved = torch.load(folder / "pytorch_model.bin", weights_only=True)
     assert torch.equal(model.state_dict()["model.norm.weight"], saved["model.norm.weight"])
 
 
@@ -207,31 +200,21 @@ def test_code_that_comes_with_a_model_is_off_unless_asked(tmp_path, proof, model
 def test_code_that_comes_with_data_is_not_run(tmp_path, proof, monkeypatch):
     """datasets has no loading scripts any more, and a folder's modules are not looked at."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for name in ("data/data.py", "data/train.py", "data/__init__.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(code_that_proves(proof))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/data.py").write_text(code_that_proves(proof))
     for name in (tmp_path / "data", tmp_path / "data/data.py"):
         with pytest.raises(ValueError, match="--data_path"):
             hub_data.load_hub(str(name))
-        with pytest.raises(ValueError, match="--data_path"):
-            assert load_source(str(name)).train
     (tmp_path / "data/train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     assert len(load_source(str(tmp_path / "data")).train) == 1
     assert not proof.exists()
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{{{ cycler.__init__.__globals__.os.mkdir({proof!r}) }}}}",
-        "{{% for x in ().__class__.__base__.__subclasses__() %}}{{{{ x }}}}{{% endfor %}}",
-    ],
-)
-def test_a_chat_template_has_no_way_out(make_tokenizer, proof, template):
+def test_a_chat_template_has_no_way_out(make_tokenizer, proof):
     """It comes with a tokenizer and is a program, in a language that reaches nothing outside."""
     tokenizer = make_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.chat_template = template.format(proof=str(proof))
+    tokenizer.chat_template = f"{{{{ cycler.__init__.__globals__.os.mkdir({str(proof)!r}) }}}}"
     with pytest.raises(ValueError, match="chat template refuses"):
         build_template("chat", tokenizer)
     assert not proof.exists()

@@ -122,16 +122,14 @@ def test_fields_are_json_of_what_json_holds():
     fits = "x" * (MAX_FIELD_CHARACTERS - 2)  # two quotes
     row = {
         "text": "é\n\"'",
-        "nested": {"tests": [["1", 1], ("2", 2)], "nan": float("nan")},
-        "infinite": [-float("inf"), 1.0],
+        "nested": {"tests": [["1", 1], ("2", 2)], "nan": float("nan"), "infinite": -float("inf")},
         "numpy": [np.float32(0.25), np.float64("nan"), np.arange(3)],
         "day": date(2020, 1, 1),
         "long": fits,
     }
     expected = {
         "text": "é\n\"'",
-        "nested": {"tests": [["1", 1], ["2", 2]], "nan": None},
-        "infinite": [None, 1.0],
+        "nested": {"tests": [["1", 1], ["2", 2]], "nan": None, "infinite": None},
         "numpy": [0.25, None, [0, 1, 2]],
         "day": "2020-01-01",
         "long": fits,
@@ -140,15 +138,6 @@ def test_fields_are_json_of_what_json_holds():
     left_out = {f"other {number}": value for number, value in enumerate(others)}
     text = build_row_fields({"prompt": "q", "chosen": "a", "messages": []} | left_out | row)
     assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON")) == expected
-
-
-def test_truncated_sft_row(tiny_tokenizer, write_rows, build):
-    path = write_rows([{"prompt": "q", "answer": "y" * 100}, {"prompt": "q", "answer": "y"}])
-    data = build(path, 1, max_seq_len=32)
-    row = data.train[0]
-    assert len(row["input_ids"]) == 32 and row["input_ids"][-1] != tiny_tokenizer.eos_token_id
-    assert row["loss_mask"] == [False] + [True] * 31
-    assert data.report.num_truncated == 1
 
 
 def test_answer_lists_give_pairs_up_to_a_limit_and_answers_once(write_rows, build):
@@ -214,9 +203,12 @@ def test_sft_only_data_is_used_whole_by_step_1_alone(write_rows, build):
 # ---- what stops a run
 
 
-def test_bad_rows_are_counted_and_named(write_rows, build):
+def test_bad_rows_are_counted_and_named(tmp_path, write_rows, build):
     wrong = ["{no json", {"question": "x"}, {"prompt": "x", "answer": "\ud83d"}, {"text": " "}]
     path = write_rows([*answers(3), *wrong])
+    with pytest.raises(ValueError, match="more than --max_bad_rows 1 "):
+        build(path, 1, max_bad_rows=1)
+    assert list((tmp_path / "cache").iterdir()) == []
     report = build(path, 1, max_bad_rows=3).report
     assert (report.num_train, report.num_bad, report.num_empty) == (3, 3, 1)
     places = sorted(row.split(": ")[0] for row in report.bad_rows)
@@ -226,14 +218,6 @@ def test_bad_rows_are_counted_and_named(write_rows, build):
     # The same rows under a stricter limit stop the run, though their tokens are in the cache.
     with pytest.raises(ValueError, match=r"(?s)--max_bad_rows 2 .*rows.jsonl:4: the line is not JSON"):
         build(path, 1, max_bad_rows=2)
-
-
-def test_more_bad_rows_than_allowed_stop_the_run_and_leave_no_cache(tmp_path, write_rows, build):
-    path = write_rows([*answers(3), {"question": "x"}])
-    told = r"(?s)more than --max_bad_rows 0 .*rows.jsonl:4: columns 'question' fit none"
-    with pytest.raises(ValueError, match=told):
-        build(path, 1, max_bad_rows=0)
-    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_no_rows_left_names_source_and_cure(write_rows, build):
@@ -248,24 +232,20 @@ def test_check_sources_tells_all_problems_at_once(tmp_path, write_rows, options)
     good = write_rows(pairs(10))
     wrong = write_rows([{"question": "x", "answer": "y"}], "wrong.jsonl")
     sft_only = write_rows(answers(2), "answers.jsonl")
-    empty = write_rows([], "empty.jsonl")
-    missing, unknown = str(tmp_path / "missing.jsonl"), write_rows(["x"], "a.txt")
+    missing = str(tmp_path / "missing.jsonl")
     assert check_sources(options(good, 2)) == []
-    paths = [good, missing, unknown, empty, wrong, sft_only, "no/such/thing"]
+    paths = [good, missing, wrong, sft_only]
     problems = check_sources(replace(options(good, 2), data_path=paths, data_split="1,2"))
     expected = [
         "--data_split '1,2' must be three numbers",
         "missing.jsonl: there is no such file",
-        "a.txt: the kind of file is unknown",
-        "empty.jsonl: the file is empty",
         "wrong.jsonl:1: columns 'question', 'answer' fit none of",
         "answers.jsonl:1: there is no pair",
-        "no/such/thing: there is no such file",
     ]
     assert len(problems) == len(expected)
     for problem, text in zip(problems, expected, strict=True):
         assert text in problem
-    assert "step 2 reads prompt/chosen/rejected" in problems[5]
+    assert "step 2 reads prompt/chosen/rejected" in problems[3]
     few = write_rows(pairs(1), "few.jsonl")
     (problem,) = check_sources(options(few, 1, data_split="1,9,9"))
     assert "step 1 gets no row" in problem
@@ -305,11 +285,9 @@ def test_a_dry_run_reads_the_first_rows_and_shows_one(tiny_tokenizer, write_rows
     assert lines[0].startswith(f"{path}: its first 200 rows give 198 of step 2, ")
     assert lines[1] == "pair data: 2 rows skipped: bad form"
     assert lines[2].startswith(f"pair data: bad row {path}:6: columns 'question' fit none of prompt/chosen")
-    assert lines[3:] == [
-        f"pair data: bad row {path}:7: the line is not JSON (Expecting value: line 1 column 1 (char 0))",
-        "rows.jsonl:1, chosen_ids: '\\n\\nHuman: question 0\\n\\nAssistant: good 0<|endoftext|>'",
-        "rows.jsonl:1, rejected_ids: '\\n\\nHuman: question 0\\n\\nAssistant: bad 0<|endoftext|>'",
-    ]
+    assert lines[-1] == (
+        "rows.jsonl:1, rejected_ids: '\\n\\nHuman: question 0\\n\\nAssistant: bad 0<|endoftext|>'"
+    )
     with pytest.raises(ValueError, match="more than --max_bad_rows 1 of the rows are bad"):
         preview_rows(options(path, 2, max_bad_rows=1), template)
 
@@ -327,9 +305,6 @@ def test_a_person_sees_what_is_being_done(write_rows, build, monkeypatch, capsys
     lines = [line.split("] ")[1] for line in capsys.readouterr().err.splitlines()]
     counts = [f"tokenised {n} of at most 3 rows" for n in (1, 2, 3)]
     assert lines == ["the preparation of the data", *counts], "once, and the second time it is in the cache"
-    monkeypatch.setenv("RANK", "1")
-    with watchdog.phase("the export"):
-        assert capsys.readouterr().err == ""
 
 
 # ---- the token cache
@@ -347,14 +322,9 @@ def test_the_cache_is_reused_and_its_key_follows_what_decides_the_tokens(
     assert [first.train[i] for i in range(20)] == [again.train[i] for i in range(20)]
 
     folders = {first.report.cache_folder}
-    for change in (
-        {"max_seq_len": 64},
-        {"seed": 1},
-        {"eval_fraction": 0.2},
-        {"loss_on": "all"},
-        {"data_split": "9,1,0"},
-    ):
-        folders.add(build_data(replace(given, **change), template).report.cache_folder)
+    changes = {"max_seq_len": 64, "seed": 1, "eval_fraction": 0.2, "loss_on": "all", "data_split": "9,1,0"}
+    for name, value in changes.items():
+        folders.add(build_data(replace(given, **{name: value}), template).report.cache_folder)
     for name, tokenizer in (("human_assistant", make_tokenizer(300)), ("plain", tiny_tokenizer)):
         folders.add(build_data(given, build_template(name, tokenizer)).report.cache_folder)
     write_rows(answers(21))

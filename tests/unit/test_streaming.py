@@ -11,7 +11,7 @@ from common.flags.args import Problems
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
-from serving.answering import Answerer, AnsweringArguments, Sampling, load_answerer, load_template
+from serving.answering import Answerer, AnsweringArguments, load_answerer, load_template
 
 PROMPTS = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10], [0, 11, 12, 13]])
 MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]]).bool()
@@ -30,22 +30,6 @@ def answerer(tiny_model_folder) -> Answerer:
     folder, args = tiny_model_folder("llama"), AnsweringArguments()
     template = load_template("--path", folder, args, Problems())
     return load_answerer(folder, template, args, max_new_tokens=12, seed=0)
-
-
-def test_every_token_is_heard_once_and_in_order(generator):
-    heard: dict[int, list[int]] = {}
-
-    def listen(sample: int, token_ids: list[int]) -> bool:
-        heard.setdefault(sample, []).extend(token_ids)
-        return False
-
-    ids = torch.arange(6)
-    found = generator.generate(PROMPTS, MASK, ids, OPTIONS, num_samples=2, on_tokens=listen)
-    unheard = generator.generate(PROMPTS, MASK, ids, OPTIONS, num_samples=2)
-    assert torch.equal(found.response_ids, unheard.response_ids)
-    assert torch.equal(found.logprobs, unheard.logprobs)
-    for sample, (row, mask) in enumerate(zip(found.response_ids, found.response_mask, strict=True)):
-        assert heard[sample] == row[mask].tolist()
 
 
 def test_a_listener_ends_one_response_and_no_other(generator):
@@ -106,13 +90,3 @@ def test_who_has_heard_enough_ends_the_answer(answerer):
     [[answer]] = answerer.respond(rows, on_text=lambda _, text: told.append(text) or len(told) == 2)
     assert answer.finish_reason == "cancelled" and answer.text == "".join(told) and len(told) == 2
     assert len(answer.token_ids) < 12
-
-
-def test_a_lower_limit_and_the_models_positions_bound_an_answer(answerer):
-    prompt = answerer.encode(QUESTION)
-    [[answer]] = answerer.respond([prompt], Sampling(max_new_tokens=4, temperature=0))
-    assert len(answer.token_ids) == 4 and answer.finish_reason == "length"
-    [[answer]] = answerer.respond([(prompt * 20)[:125]], Sampling(max_new_tokens=40, temperature=0))
-    assert len(answer.token_ids) <= 3
-    with pytest.raises(ValueError, match="no room for an answer in the model's 128 positions"):
-        answerer.respond([(prompt * 20)[:128]])

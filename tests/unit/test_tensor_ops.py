@@ -15,28 +15,12 @@ def random_entries(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     return 2 + 3 * torch.randn(*shape, generator=generator), torch.rand(*shape, generator=generator) < 0.5
 
 
-def one_pass_whiten(x, mask, eps=1e-8, **_):
-    count = mask.sum()
-    mean = (x * mask).sum() / count
-    variance = (x.square() * mask).sum() / count - mean.square()
-    return (x - mean) * mask * torch.rsqrt(variance + eps)
-
-
-def padded_whiten(x, mask, eps=1e-8, **_):
-    return (x - x.mean()) * torch.rsqrt(x.var(correction=0) + eps)
-
-
-WHITEN_FORMS = forms(
+@forms(
     whiten,
-    adds_the_mean_back=lambda x, mask, **_: whiten(x, mask) + mask * x[mask].mean(),
-    statistics_of_padding=padded_whiten,
-    divides_by_variance=lambda x, mask, **_: whiten(x, mask) / x[mask].std(correction=0),
-    only_centred=lambda x, mask, **_: torch.where(mask, x - x[mask].mean(), 0.0),
-    opposite_mask=lambda x, mask, **_: whiten(x, ~mask),
+    adds_the_mean_back=lambda x, mask: whiten(x, mask) + mask * x[mask].mean(),
+    statistics_of_padding=lambda x, mask: (x - x.mean()) * torch.rsqrt(x.var(correction=0)) * mask,
+    divides_by_variance=lambda x, mask: whiten(x, mask) / x[mask].std(correction=0),
 )
-
-
-@WHITEN_FORMS
 def test_whiten_by_hand(form, is_right):
     def check(form):
         # 1, 3, 5, 7: mean 4, variance (9 + 1 + 1 + 9) / 4 = 5
@@ -44,16 +28,6 @@ def test_whiten_by_hand(form, is_right):
         mask = torch.tensor([[True, True, False], [True, True, False]])
         expected = torch.tensor([[-3.0, -1.0, 0.0], [1.0, 3.0, 0.0]]) / math.sqrt(5)
         close(form(x, mask), expected)
-
-    judge(check, form, is_right)
-
-
-@forms(whiten, one_pass_variance=one_pass_whiten)
-def test_whiten_of_constants_is_zero(form, is_right):
-    def check(form):
-        for step in range(1, 200):
-            x = torch.full((7, 13), 0.1 * step)
-            assert torch.equal(form(x, torch.ones_like(x).bool()), torch.zeros_like(x))
 
     judge(check, form, is_right)
 

@@ -5,11 +5,11 @@ import sys
 from unittest.mock import MagicMock
 
 import pytest
+from made_runs import start_logger
 
 from common.flags.args import Problems
 from common.programs.startup import check_run
 from common.runs.run_logger import RunLogger
-from common.runs.saved_state import TensorReader
 from common.runs.trackers import (
     Tracker,
     build_trackers,
@@ -51,14 +51,7 @@ class FakeTracker(Tracker):
 
 
 def started(folder, trackers, numbers=None, **config) -> RunLogger:
-    """A logger that begins anew, or goes on where another was when it gave these numbers."""
-    logger = RunLogger(str(folder), columns=("a/b",), num_steps=9, trackers=trackers, config=config)
-    if numbers is None:
-        logger.open()
-        logger.begin_anew()
-    else:
-        logger.load(TensorReader([]), json.loads(json.dumps(numbers)))
-    return logger
+    return start_logger(folder, numbers, trackers=trackers, config=config)
 
 
 def step(logger, number, evaluates=False) -> None:
@@ -190,9 +183,7 @@ def test_tensorboard_hides_what_comes_again_and_is_sent_it_all(tmp_path):
     assert [event.step for event in events.Scalars("a/b")] == [1, 2, 3]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What is built of the flags
-# ---------------------------------------------------------------------------------------------------------
+# ---- what is built of the flags
 
 
 def test_a_package_that_is_missing_is_a_problem_of_the_start(monkeypatch):
@@ -231,28 +222,25 @@ IDS = {"wandb": "w1", "mlflow": "m1", "trackio": "t1"}
 CONFIG_CALLS = ("wandb.config.update", "mlflow.log_params", "trackio.config.update")
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
 @pytest.mark.parametrize("kind", STARTS)
-def test_accelerates_classes_are_told_the_run_its_flags_and_its_numbers(tmp_path, packages, kind):
+def test_accelerates_classes_are_told_the_run_its_flags_and_its_numbers(tmp_path, packages, kind, is_resumed):
     tracker = Tracker(kind, "my-run", str(tmp_path))
-    assert tracker.open("", {"data_path": ["a", "b"], "seed": 1}, 0) == IDS[kind]
+    assert tracker.open(IDS[kind] if is_resumed else "", {"data_path": ["a", "b"], "seed": 1}, 0) == IDS[kind]
     tracker.log({"a/b": 1.0, "a/bad": float("nan")}, 7)
     tracker.close()
     found = packages()
     options = found[STARTS[kind]][1]
-    assert str(options.get("name") or options["run_name"]).startswith("my-run")
-    assert not options.get("id") and not options.get("run_id") and options.get("resume") in (None, "never")
-    (config,) = (found[name][0][0] for name in CONFIG_CALLS if name in found)
-    assert config == {"data_path": "a b", "seed": 1}
+    config = [found[name][0][0] for name in CONFIG_CALLS if name in found]
+    if is_resumed:
+        assert IDS[kind] in (options.get("id"), options.get("run_id"), options.get("name"))
+        assert options.get("resume") == {"wandb": "allow", "trackio": "must"}.get(kind) and not config
+    else:
+        assert str(options.get("name") or options["run_name"]).startswith("my-run")
+        assert (
+            not options.get("id") and not options.get("run_id") and options.get("resume") in (None, "never")
+        )
+        assert config == [{"data_path": "a b", "seed": 1}]
     args, options = found["mlflow.log_metrics" if kind == "mlflow" else f"{kind}.log"]
     assert (args[0], options["step"]) == ({"a/b": 1.0}, 7)
     assert ("mlflow.end_run" if kind == "mlflow" else f"{kind}.finish") in found
-
-
-@pytest.mark.parametrize("kind", STARTS)
-def test_a_run_is_taken_up_again_by_its_id_and_its_flags_stay(tmp_path, packages, kind):
-    Tracker(kind, "my-run", str(tmp_path)).open(IDS[kind], {"seed": 1}, 5)
-    found = packages()
-    options = found[STARTS[kind]][1]
-    assert IDS[kind] in (options.get("id"), options.get("run_id"), options.get("name"))
-    assert options.get("resume") == {"wandb": "allow", "trackio": "must"}.get(kind)
-    assert not set(CONFIG_CALLS) & set(found)

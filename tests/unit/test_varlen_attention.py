@@ -97,11 +97,9 @@ def test_without_a_kernel_transformers_makes_a_block_mask_from_the_positions():
     ("has_gpu", "is_installed", "dtype", "is_packed", "expected"),
     [
         (True, True, "bf16", False, "flash_attention_2"),
-        (True, True, "fp16", True, "flash_attention_2"),
         (True, False, "bf16", True, NAME),
         (True, False, "bf16", False, None),
         (True, False, "fp32", True, None),
-        (True, True, "fp32", False, None),
         (False, True, "bf16", True, None),
     ],
 )

