@@ -33,7 +33,7 @@ from step3_ppo.ppo_math import (
     kl_estimate,
     kl_penalised_rewards,
 )
-from step3_ppo.rewards.score_shaping import parse_truncated, shape_scores
+from step3_ppo.rewards.score_shaping import shape_scores
 from step3_ppo.rollout_batch import response_mask, tokens, with_tokens
 
 AddAdvantages = Callable[[PackedBatch, PPOArguments, float], PackedBatch]
@@ -136,13 +136,8 @@ def shaped_scores(batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
         batch.numbers("scores"),
         batch.lengths["response_ids"],
         batch.numbers("is_finished"),
-        reward_clip=args.reward_clip,
-        cut_score=parse_truncated(args.truncated),
-        length_reward_tokens=args.length_reward_tokens,
-        overlong_buffer_tokens=args.overlong_buffer_tokens,
-        max_response_tokens=args.max_answer_seq_len,
-        whiten_scores=args.whiten_scores,
-        reduce_sum=distributed.reduce_sum,
+        args,
+        distributed.reduce_sum,
     )
 
 

@@ -37,6 +37,8 @@ NUM_SHOWN = 4  # prompts whose answers are in samples.jsonl
 FIRST_NUMBER = 2**40
 VERIFIABLE = ("function", "http")  # kinds of rewards that check an answer
 
+Judged = dict[str, list]  # what became of the prompts at one time, see `judge`
+
 
 def choose_prompts(
     args: PPOArguments, options: DataOptions, data: StageData, template: Template
@@ -86,27 +88,20 @@ def known_bests(args: PPOArguments, rewards: Sequence[RewardSpec]) -> list[str]:
     return names + ["eval/win_rate", "eval/win_rate_low"]
 
 
-@dataclass(frozen=True)
-class Judged:
-    """What became of the prompts at one time: all that a comparison needs, as JSON can hold it."""
-
-    scores: list[float | None]  # None: no reward gave one
-    answers: list[str]  # a digest of each answer's tokens
-
-
 def judge(batch: PackedBatch, scores: torch.Tensor) -> Judged:
-    """Return the scores with the digests of the answers, in the order of the sample ids, of all ranks.
+    """Return {"scores", "answers"}: the scores with the digests of the answers' tokens, in the order of the
+    sample ids, of all ranks: all that a comparison needs, as JSON can hold it.
 
-    scores (b,), NaN for an answer that has none. Every rank must call this.
+    scores (b,), NaN, in the result None, for an answer that has none. Every rank must call this.
     """
     answers = [sequence.tolist() for sequence in batch.sequences("response_ids")]
     digests = [hashlib.blake2b(str(answer).encode(), digest_size=8).digest() for answer in answers]
     numbers = [int.from_bytes(digest, signed=True) for digest in digests]
     everyone = gather_numbers(batch, scores=scores, answers=torch.tensor(numbers, dtype=torch.int64))
-    return Judged(
-        [None if math.isnan(score) else score for score in everyone["scores"].tolist()],
-        [number.to_bytes(8, signed=True).hex() for number in everyone["answers"].tolist()],
-    )
+    return {
+        "scores": [None if math.isnan(score) else score for score in everyone["scores"].tolist()],
+        "answers": [number.to_bytes(8, signed=True).hex() for number in everyone["answers"].tolist()],
+    }
 
 
 def compare(mine: Judged, before: Judged) -> dict[str, float]:
@@ -117,11 +112,11 @@ def compare(mine: Judged, before: Judged) -> dict[str, float]:
     """
     wins = 0.0
     for score, answer, old_score, old_answer in zip(
-        mine.scores, mine.answers, before.scores, before.answers, strict=True
+        mine["scores"], mine["answers"], before["scores"], before["answers"], strict=True
     ):
         is_tie = answer == old_answer or score is None or old_score is None or score == old_score
         wins += 0.5 if is_tie else float(score > old_score)
-    rate = wilson_interval(wins, len(mine.scores))
+    rate = wilson_interval(wins, len(mine["scores"]))
     return {"eval/win_rate": rate.value, "eval/win_rate_low": rate.low, "eval/win_rate_high": rate.high}
 
 
@@ -173,8 +168,7 @@ class Evaluation:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what lasts from one evaluation to the next."""
-        before = vars(self.before) if self.before else None
-        state = {"step": self.step, "metrics": self.metrics, "before": before, "best": self.best}
+        state = {"step": self.step, "metrics": self.metrics, "before": self.before, "best": self.best}
         return state | {"prompts": self._digest()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -182,7 +176,7 @@ class Evaluation:
         if state["prompts"] != self._digest():
             raise ValueError("the held-out prompts have changed since it was saved; bring the old ones back")
         self.step, self.metrics, self.best = state["step"], state["metrics"], state["best"]
-        self.before = Judged(**state["before"]) if state["before"] else None
+        self.before = state["before"]
 
     def _digest(self) -> str:
         tokens = json.dumps([row["prompt_ids"] for row in self.rows])

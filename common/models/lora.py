@@ -36,7 +36,7 @@ class LoraOptions:
     @classmethod
     def of(cls, args: Any, role: Any) -> Self:
         """Return the adapters that a program's flags ask for; `role` as in `ModelOptions.of`."""
-        return cls(role.lora_dim, role.lora_alpha, role.lora_module_name, args.only_optimize_lora)
+        return cls(role.lora_dim, args.lora_alpha, role.lora_module_name, args.only_optimize_lora)
 
 
 def linear_module_names(model: nn.Module) -> list[str]:

@@ -36,8 +36,7 @@ class ClassifierReward:
         failures: Failures = REFUSE,
     ) -> None:
         """Load model and tokenizer; `dtype` is a key of DTYPES. Raises ValueError, see `load_parts`."""
-        self.name, self.batch_size, self.device = f"classifier:{target}", batch_size, device
-        self.failures = failures
+        self.name, self.device, self.failures = f"classifier:{target}", device, failures
         path, self.tokenizer, self.label_index = load_parts(target, trust_remote_code=trust_remote_code)
         self.tokenizer.truncation_side = "left"  # the end of the answer is what is judged
         model = load_weights(
@@ -45,6 +44,10 @@ class ClassifierReward:
         )
         self.model = model.requires_grad_(False).to(device).eval()
         self.max_tokens = _max_tokens(self.model, self.tokenizer)
+        # A decoder is read at the last token that is not PAD; one that has no PAD gets one text at a time.
+        own_pad_id = self.model.config.get_text_config().pad_token_id
+        has_pad = own_pad_id is not None and own_pad_id >= 0
+        self.pad_id, self.batch_size = (own_pad_id, batch_size) if has_pad else (0, 1)
 
     @torch.no_grad()
     def score(self, answers: Answers) -> list[float]:
@@ -60,28 +63,9 @@ class ClassifierReward:
         """Do nothing: the model goes when this object does."""
 
     def _score_rows(self, rows: list[list[int]]) -> list[float]:
-        config, pad_id = self.model.config.get_text_config(), self._choose_pad_id(rows)
-        input_ids, is_token = pad_rows(rows, pad_id)  # (B, T), on the right: positions count from 0
-        own_pad_id, config.pad_token_id = config.pad_token_id, pad_id
-        try:
-            logits = self.model(
-                input_ids=input_ids.to(self.device), attention_mask=is_token.long().to(self.device)
-            ).logits  # (B, L)
-        finally:
-            config.pad_token_id = own_pad_id
-        return logits[:, self.label_index].float().tolist()
-
-    def _choose_pad_id(self, rows: list[list[int]]) -> int:
-        """Return the model's own PAD; where it has none, the first of PAD, EOS, 0, 1 ... that ends no row.
-
-        A decoder is read at the last token that is not PAD, so an EOS that ends a text must not be PAD.
-        """
-        own = self.model.config.get_text_config().pad_token_id
-        if own is not None and own >= 0:
-            return own
-        ends = {row[-1] for row in rows}
-        candidates = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, *range(len(rows) + 1))
-        return next(i for i in candidates if i is not None and i not in ends)
+        input_ids, is_token = pad_rows(rows, self.pad_id)  # (B, T), on the right: positions count from 0
+        inputs = {"input_ids": input_ids.to(self.device), "attention_mask": is_token.long().to(self.device)}
+        return self.model(**inputs).logits[:, self.label_index].float().tolist()  # of (B, L)
 
 
 def load_parts(target: str, *, trust_remote_code: bool = False) -> tuple[str, Any, int]:

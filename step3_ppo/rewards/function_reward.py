@@ -1,29 +1,31 @@
-"""`--reward function:MODULE:NAME`: scores from a Python function of your own. No torch in here.
+"""`--reward function:MODULE:NAME`: scores from a Python function of your own.
 
     def polite(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
         return [float("please" in response.lower()) for response in responses]
 
 A plain function is called for one batch after another in a thread of this process, which cannot be ended
 when it hangs; or, with --reward_processes, in processes of their own, which can, and in their main thread
-(see function_worker.py). An `async def` is awaited for all batches at the same time, always in the same event
-loop, so it may keep its connections.
+(`serve`: this file as a program, without torch). An `async def` is awaited for all batches at the same time,
+always in the same event loop, so it may keep its connections.
 """
 
 import asyncio
+import importlib
 import inspect
 import multiprocessing
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
-from common.data.plugins import get_from, import_own_module
-from step3_ppo.rewards.function_worker import raised, score_plainly
 from step3_ppo.rewards.text_rewards import REFUSE, Answers, Failures, RewardError, checked_scores, join
 
 LATE_SECONDS = 1.0  # an event loop that is so late is blocked
@@ -64,7 +66,9 @@ class FunctionReward:
         """See `TextReward.close`."""
         for worker in self._workers:
             worker.close()
-        self._leave_loop()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
 
     def _bear_late(self, batch: Answers, what_became: str) -> list[float]:
         failure = RewardError(
@@ -150,11 +154,6 @@ class FunctionReward:
             return self.failures.bear(raised(self.target, error, batch), len(batch))
         return checked_scores(f"function:{self.target}", values, batch, self.failures)
 
-    def _leave_loop(self) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
-
 
 class Worker:
     """A process that calls the function; after it hung or died, another one for the next batch."""
@@ -166,7 +165,7 @@ class Worker:
 
     def _start(self) -> None:
         self._connection, theirs = multiprocessing.Pipe()
-        words = ["-P", "-m", "step3_ppo.rewards.function_worker", str(theirs.fileno()), self.target]
+        words = ["-P", "-m", "step3_ppo.rewards.function_reward", str(theirs.fileno()), self.target]
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, *words],
@@ -193,13 +192,10 @@ class Worker:
                 raise TimeoutError
             return self._connection.recv()
         except (EOFError, OSError):  # a TimeoutError is one, too
-            self._end()
+            self._process.kill()  # nothing, to a process that has died
+            self.exit_code = self._process.wait()
+            self._connection.close()
             raise
-
-    def _end(self) -> None:
-        self._process.kill()  # nothing, to a process that has died
-        self.exit_code = self._process.wait()
-        self._connection.close()
 
     def close(self) -> None:
         """End the process for good; who waits for its answer is told that it died."""
@@ -213,6 +209,8 @@ def import_function(target: str) -> Callable[..., Any]:
 
     Raises ValueError: it cannot be imported, is no function, or cannot take (prompts, responses, rows).
     """
+    from common.data.plugins import get_from, import_own_module  # with torch: not in a process of `serve`
+
     flag = f"--reward function:{target}"
     module_name, _, name = target.partition(":")
     try:
@@ -237,3 +235,66 @@ def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives something to await."""
     call = getattr(function, "__call__", None)  # noqa: B004  (an object whose call is async)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def score_plainly(
+    target: str, function: Callable[..., Any], batch: Answers, failures: Failures
+) -> list[float]:
+    """Return the scores that a plain function gives a batch. Raises RewardError.
+
+    Where failures are borne, the answers of a batch that raised are tried one by one.
+    """
+    try:
+        values = function(batch.prompts, batch.responses, batch.rows)
+    except (Exception, SystemExit) as error:
+        if failures.are_borne and len(batch) > 1:
+            return join(score_plainly(target, function, one, failures) for one in batch.batches(1))
+        return failures.bear(raised(target, error, batch), len(batch))
+    return checked_scores(f"function:{target}", values, batch, failures)
+
+
+def raised(target: str, error: BaseException, batch: Answers) -> RewardError:
+    """Return what is told of a function that raised."""
+    failure = RewardError(
+        f"reward function:{target} raised {type(error).__name__}: {error}, in a batch of {len(batch)} "
+        f"(first: {batch.shown(0)}); let it return 0.0 for what it cannot judge"
+    )
+    failure.__cause__ = error
+    return failure
+
+
+# ---- a process of --reward_processes
+
+
+def serve(connection: Connection, target: str) -> None:
+    """Answer (batch, failures) by (scores, first failure that was borne, text of an error), until killed.
+
+    Nothing of the run is imported: the process is ready soon, and never sees a GPU unless the function does.
+    The function runs in the main thread: some libraries need that for their time limits.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's, which ends this process
+    asked: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, asked), daemon=True).start()
+    module_name, _, name = target.partition(":")
+    function = getattr(importlib.import_module(module_name), name)
+    connection.send("ready")
+    while True:
+        batch, failures = asked.get()
+        try:
+            connection.send((score_plainly(target, function, batch, failures), failures.first, ""))
+        except RewardError as error:
+            cause = traceback.format_exception(error.__cause__) if error.__cause__ else []
+            connection.send(([], "", "\n".join([str(error), *cause])))
+
+
+def _read(connection: Connection, asked: queue.SimpleQueue) -> None:
+    """Read what is asked; leave when the program is gone, even killed, and even while the function hangs."""
+    try:
+        while True:
+            asked.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])), sys.argv[2])

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -53,30 +54,26 @@ def shape_scores(
     scores: torch.Tensor,
     response_lengths: torch.Tensor,
     is_finished: torch.Tensor,
-    *,
-    reward_clip: float = 0.0,
-    cut_score: float | None = None,
-    length_reward_tokens: int = 0,
-    overlong_buffer_tokens: int = 0,
-    max_response_tokens: int = 0,
-    whiten_scores: bool = False,
+    args: Any,
     reduce_sum: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return scores (B,) fp32 after, in this order: whitening, clipping, `cut_score` in place of the score of
-    a cut response, the two length terms.
+    """Return scores (B,) fp32 after, in this order: whitening, clipping, the score that --truncated gives to
+    a cut response, the two length terms; `args` are the flags of step 3.
 
     Those come after clipping, else a response at the clip could be shortened, or drawn out, for nothing.
     scores, response_lengths, is_finished (B,). `reduce_sum` adds a float64 vector up over ranks that each
     have some of the scores; with it every rank must call this.
     """
     shaped = scores.float()
-    if whiten_scores:
+    if args.whiten_scores:
         shaped = whiten(shaped, torch.ones_like(shaped, dtype=torch.bool), reduce_sum=reduce_sum)
-    if reward_clip:
-        shaped = shaped.clamp(-reward_clip, reward_clip)
+    if args.reward_clip:
+        shaped = shaped.clamp(-args.reward_clip, args.reward_clip)
+    cut_score = parse_truncated(args.truncated)
     if cut_score is not None:
         shaped = torch.where(is_finished, shaped, cut_score)
-    shaped = shaped - length_shortfall(response_lengths, length_reward_tokens)
-    if overlong_buffer_tokens:
-        shaped = shaped - overlong_share(response_lengths, overlong_buffer_tokens, max_response_tokens)
+    shaped = shaped - length_shortfall(response_lengths, args.length_reward_tokens)
+    if args.overlong_buffer_tokens:
+        share = overlong_share(response_lengths, args.overlong_buffer_tokens, args.max_answer_seq_len)
+        shaped = shaped - share
     return shaped

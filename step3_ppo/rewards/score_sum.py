@@ -50,30 +50,32 @@ class ScoreSum:
         """Ask functions and servers in a thread, beside what the block does; give what waits for them and
         returns `score` of the models.
         """
-        found: dict[str, Future] = {name: Future() for name in self.texts}
+        of_texts: dict[str, list[torch.Tensor]] = {}
+        background: Future[None] = Future()
 
         def ask(is_classifier: bool) -> None:
             for name, reward in self.texts.items():
                 if isinstance(reward, ClassifierReward) == is_classifier:
-                    try:
-                        found[name].set_result(self._score_texts(name, answers, sizes))
-                    except BaseException as error:  # raised where it is waited for
-                        found[name].set_exception(error)
-                        return
+                    of_texts[name] = self._score_texts(name, answers, sizes)
+
+        def ask_beside() -> None:
+            try:
+                background.set_result(ask(is_classifier=False))
+            except BaseException as error:  # raised where it is waited for
+                background.set_exception(error)
 
         def wait() -> None:
             ask(is_classifier=True)  # on this rank's device, which a thread would take from the other roles
-            for future in found.values():
-                future.result()
+            background.result()
 
         # A daemon: the program must be able to end while a reward hangs.
-        thread = threading.Thread(target=ask, args=(False,), name="rewards", daemon=True)
+        thread = threading.Thread(target=ask_beside, name="rewards", daemon=True)
         if self.texts:
             with watchdog.phase("the texts of the responses", clock="reward"):
                 answers, sizes = self._read(batches, texts), [len(batch) for batch in batches]
                 thread.start()
         try:
-            yield lambda models: self._add_up(models, batches, found, wait)
+            yield lambda models: self._add_up(models, batches, of_texts, wait)
         except StepRefused:
             if self.texts:
                 thread.join()  # the run goes on: a reward is asked by one step at a time
@@ -86,14 +88,14 @@ class ScoreSum:
         self,
         models: dict[str, Any],
         batches: Sequence[PackedBatch],
-        asked: dict[str, Future],
+        of_texts: dict[str, list[torch.Tensor]],
         wait: Callable[[], None],
     ) -> Scores:
         found = {spec.name: models[spec.name].score(batches) for spec in self.specs if spec.name in models}
         if self.texts:
             with watchdog.phase("the rewards", clock="reward"):
                 distributed.run_together(wait, RewardError)
-        found |= {name: future.result() for name, future in asked.items()}
+        found |= {name: of_texts[name] for name in self.texts}
         if self.failures.are_borne:
             found = {n: [torch.where(x.isfinite(), x, torch.nan) for x in of] for n, of in found.items()}
             messages = distributed.gather_objects(self.failures.first)

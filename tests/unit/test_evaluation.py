@@ -15,7 +15,7 @@ from common.data.packed_batch import ROW_IDS
 from common.data.stage_datasets import build_data
 from common.flags.args import Problems
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.evaluation import Evaluation, Judged, choose_prompts, compare, judge, measure
+from step3_ppo.evaluation import Evaluation, choose_prompts, compare, judge, measure
 from step3_ppo.metrics import response_rows
 from step3_ppo.rewards.reward_specs import parse_rewards
 from step3_ppo.start_up import check_evaluation
@@ -23,8 +23,8 @@ from step3_ppo.start_up import check_evaluation
 
 def test_a_win_rate_by_hand():
     """Two wins, one loss, one tie by the score, one by the answer: 3 of 5."""
-    before = Judged([0.0, 1.0, 2.0, 3.0, 4.0], ["a", "b", "c", "d", "e"])
-    now = Judged([1.0, 2.0, 1.0, 3.0, 4.5], ["A", "B", "C", "D", "e"])
+    before = {"scores": [0.0, 1.0, 2.0, 3.0, 4.0], "answers": ["a", "b", "c", "d", "e"]}
+    now = {"scores": [1.0, 2.0, 1.0, 3.0, 4.5], "answers": ["A", "B", "C", "D", "e"]}
     found = compare(now, before)
     assert found["eval/win_rate"] == pytest.approx(0.6)
     # (p + z2/2n) / (1 + z2/n) -+ z sqrt(p(1 - p)/n + z2/4n2) / (1 + z2/n) with n = 5, z = 1.96
@@ -177,7 +177,7 @@ def test_what_a_reward_draws_is_not_missing_in_the_training(monkeypatch):
 def test_a_resumed_run_knows_what_it_compares_with_and_its_best():
     first, second = (evaluation(keep_best="eval/score") for _ in range(2))
     first.before = judge(scored_record().select([2, 0, 1]), torch.tensor([3.0, 1.0, float("nan")]))
-    assert first.before.scores == [1.0, None, 3.0], "in the order of the sample ids"
+    assert first.before["scores"] == [1.0, None, 3.0], "in the order of the sample ids"
     first.step = 20
     first.best = {"metric": "eval/score", "value": 1.0, "step": 10}
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))

@@ -12,7 +12,7 @@ from records import make_record
 from common.flags.refusal import StepRefused
 from step3_ppo.algorithms import ALGORITHMS
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.evaluation import Judged, compare, judge, measure
+from step3_ppo.evaluation import compare, judge, measure
 from step3_ppo.metrics import summarise_scores
 from step3_ppo.ppo_math import constant_groups
 from step3_ppo.ppo_trainer import PPOTrainer
@@ -74,8 +74,8 @@ def test_held_out_answers_without_a_score_are_in_no_mean_and_tie():
     scores, batch = scores_of("mask", texts=[1.0, None, 2.0, math.nan], weights=(1.0, 0.0))
     shown = torch.where(scores.counts(batch), batch.numbers("scores"), math.nan)
     judged = judge(batch, shown)
-    assert judged.scores == [1.0, None, 2.0, None]
-    before = Judged([0.0, 5.0, None, None], ["another"] * 4)
+    assert judged["scores"] == [1.0, None, 2.0, None]
+    before = {"scores": [0.0, 5.0, None, None], "answers": ["another"] * 4}
     assert compare(judged, before)["eval/win_rate"] == (1 + 0.5 + 0.5 + 0.5) / 4
     kept = batch.select(scores.counts(batch).nonzero()[:, 0])
     assert measure(kept, [])["eval/score"] == 1.5

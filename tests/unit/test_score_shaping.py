@@ -4,16 +4,19 @@ import pytest
 import torch
 from right_or_wrong import close, forms, judge
 
-from step3_ppo.rewards.score_shaping import (
-    length_shortfall,
-    overlong_share,
-    parse_truncated,
-    shape_scores,
-)
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.rewards import score_shaping
+from step3_ppo.rewards.score_shaping import length_shortfall, overlong_share, parse_truncated
 
 LENGTHS = torch.tensor([0, 5, 10, 40])
 FINISHED = torch.tensor([True, True, False, False])
 SCORES = torch.tensor([1.0, -9.0, 9.0, 2.0])
+
+
+def shape_scores(scores, lengths, finished, *, reward_clip=0.0, **flags):
+    return score_shaping.shape_scores(
+        scores, lengths, finished, PPOArguments(reward_clip=reward_clip, **flags)
+    )
 
 
 def test_the_length_term_by_hand():
@@ -22,10 +25,8 @@ def test_the_length_term_by_hand():
 
 
 def test_clip_then_penalty_then_length():
-    found = shape_scores(
-        SCORES, LENGTHS, FINISHED,
-        reward_clip=5.0, cut_score=-2.0, length_reward_tokens=10,
-    )  # fmt: skip
+    flags = {"reward_clip": 5.0, "truncated": "-2", "length_reward_tokens": 10}
+    found = shape_scores(SCORES, LENGTHS, FINISHED, **flags)
     # 1 - 1; clip(-9) = -5, - 0.5; cut: -2; cut: -2
     assert found.tolist() == [0.0, -5.5, -2.0, -2.0], "it still counts at the clip"
     assert shape_scores(SCORES, LENGTHS, FINISHED).equal(SCORES), "nothing is changed without flags"
@@ -42,7 +43,7 @@ def test_a_number_is_the_score_of_a_cut_response():
     """R57, A32: score only when it ended, told by the flag; "mask" is the loss's business."""
     for truncated in ("score", "bootstrap", "mask"):
         assert parse_truncated(truncated) is None
-    found = shape_scores(SCORES, LENGTHS, FINISHED, cut_score=parse_truncated("0"))
+    found = shape_scores(SCORES, LENGTHS, FINISHED, truncated="0")
     assert found.tolist() == [1.0, -9.0, 0.0, 0.0]
     for text in ("penalty", "", "nan", "inf"):
         with pytest.raises(ValueError, match=f"--truncated {text}: choose score, bootstrap or mask, or give"):
@@ -68,10 +69,10 @@ def test_the_overlong_share_by_hand(form, is_right):
 
 def test_the_overlong_penalty_comes_after_clipping_by_hand():
     """A31."""
-    options = {"overlong_buffer_tokens": 20, "max_response_tokens": 40}
+    options = {"overlong_buffer_tokens": 20, "max_answer_seq_len": 40}
     lengths = torch.tensor([0, 25, 30, 40])
     found = shape_scores(SCORES, lengths, FINISHED, reward_clip=5.0, **options)
     close(found, [1.0, -5.0 - 0.25, 5.0 - 0.5, 2.0 - 1.0])
-    cut = shape_scores(SCORES, lengths, FINISHED, cut_score=-1.0, **options)
+    cut = shape_scores(SCORES, lengths, FINISHED, truncated="-1", **options)
     close(cut, [1.0, -9.25, -1.0 - 0.5, -1.0 - 1.0])  # both are taken off
-    assert shape_scores(SCORES, lengths, FINISHED, max_response_tokens=40).equal(SCORES)
+    assert shape_scores(SCORES, lengths, FINISHED, max_answer_seq_len=40).equal(SCORES)
