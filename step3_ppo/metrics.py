@@ -13,7 +13,6 @@ import torch
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.models.tensor_ops import correlation, masked_sum
 from common.ranks import distributed
-from step3_ppo.algorithms import step_mean
 from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
 from step3_ppo.rollout_batch import gather_numbers, response_mask, tokens
 
@@ -103,14 +102,6 @@ def summarise_gap(batch: PackedBatch) -> dict[str, float]:
         "policy/logprob_gap": float(total / count.clamp(min=1)),
         "policy/logprob_gap_max": distributed.max_float(largest),
     }
-
-
-def summarise_staleness(batch: PackedBatch, step: int) -> dict[str, float]:
-    """Return the steps that the policy has made since it sampled a token, on average.
-
-    Every rank must call this.
-    """
-    return {"rollout/staleness": step - 1 - float(step_mean(batch.data["versions"]))}
 
 
 def summarise_updates(means: dict[str, list[float]], num_minibatches: int | None) -> dict[str, float]:

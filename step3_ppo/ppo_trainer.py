@@ -18,7 +18,7 @@ from common.runs.checkpoints import checkpoint_name
 from common.runs.run import Run
 from common.runs.run_logger import RunLogger
 from step3_ppo import metrics
-from step3_ppo.algorithms import Algorithm
+from step3_ppo.algorithms import Algorithm, step_mean
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import Evaluation
 from step3_ppo.ppo_losses import PPOLosses
@@ -127,7 +127,8 @@ class PPOTrainer:
             batch = batch.with_numbers("scores", torch.where(has_score, batch.numbers("scores"), torch.nan))
             summary |= metrics.summarise_scores(batch, self.rollout.scores)
             if self.args.rollout_staleness:
-                summary |= metrics.summarise_staleness(batch, step)
+                # The steps that the policy has made since it sampled a token, on average.
+                summary["rollout/staleness"] = step - 1 - float(step_mean(batch.data["versions"]))
             share, first = summary.get("objective/failed_fraction"), self.rollout.scores.first_failure
             if share and step % self.logger.log_interval == 0:
                 text = f"{share:.1%} of the responses have no score, the first failure: {first}"

@@ -4,7 +4,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
@@ -17,10 +16,7 @@ from common.data.tokenizer import vocabulary_difference
 from common.engine.ds_config import HYBRID_SECTION, effective_zero_stage, load_overrides
 from common.flags.args import Problems
 from common.flags.flag_values import given_flags
-from common.generation.generate import DEFAULT_SLOTS
-from common.generation.kv_cache import kv_bytes_per_token
 from common.generation.tp_plans import NoPlan, build_cuts
-from common.models.loading import DTYPES
 from common.models.tensor_ops import wilson_interval
 from common.models.value_model import has_saved_head
 from common.programs import startup
@@ -274,8 +270,6 @@ def check_hybrid(args: PPOArguments, config: Any, problems: Problems) -> None:
             pass  # it generates with 1, and says so
         except ValueError as error:
             problems.add(str(error))
-    if config is not None and args.enable_hybrid_engine and not problems.messages:
-        _check_slots(args, config, problems)
 
 
 def check_hybrid_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Problems) -> None:
@@ -299,24 +293,4 @@ def check_hybrid_flags(args: PPOArguments, num_ranks: int, dtype: str, problems:
         problems.add(
             f"--inference_tp_size {tp_size} and --unpin_actor_parameters exclude each other: what is "
             "gathered layer by layer is whole; give one of them"
-        )
-
-
-def _check_slots(args: PPOArguments, config: Any, problems: Problems) -> None:
-    """Add a problem when keys and values alone would not fit into what is free now."""
-    num_bytes = DTYPES[distributed.dtype_name(args.dtype)].itemsize
-    slot_length = args.max_prompt_seq_len + args.max_answer_seq_len
-    num_samples = args.per_device_generation_batch_size * args.num_samples_per_prompt * args.inference_tp_size
-    num_slots = min(args.generation_slots or DEFAULT_SLOTS, num_samples)
-    slot_bytes = slot_length * kv_bytes_per_token(config, num_bytes, args.inference_tp_size)
-    if distributed.has_gpu():
-        free_bytes, _ = torch.cuda.mem_get_info()
-    else:
-        free_bytes = psutil.virtual_memory().available // distributed.local_world_size()
-    if num_slots * slot_bytes > free_bytes:
-        advised = max(free_bytes // (2 * slot_bytes), 1)
-        problems.add(
-            f"--generation_slots {num_slots} of {slot_length} tokens need "
-            f"{num_slots * slot_bytes / 2**30:.1f} GiB for keys and values, and {free_bytes / 2**30:.1f} GiB "
-            f"are free; use at most {advised}, which leaves half of it to the rest"
         )
