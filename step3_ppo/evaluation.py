@@ -246,9 +246,10 @@ class Evaluation:
         """Return the answers with log-probabilities and scores."""
         rollout, roles = self.rollout, self.rollout.roles
         parts = rollout.cap.cut(batch)
-        columns = {"old_logprobs": roles.actor.score(parts), "ref_logprobs": roles.reference.score(parts)}
-        scored = join_scores(parts, columns, rollout.scores.score(roles.rewards, parts, self._texts))
-        return in_order(scored, batch.ids)
+        with rollout.scores.asked(parts, self._texts) as get_scores:
+            columns = {"old_logprobs": roles.actor.score(parts), "ref_logprobs": roles.reference.score(parts)}
+            numbers = get_scores(roles.rewards)
+        return in_order(join_scores(parts, columns, numbers), batch.ids)
 
     def _show(self, step: int, batch: PackedBatch) -> None:
         """Write the answers to the first prompts to samples.jsonl. Every rank must call this."""

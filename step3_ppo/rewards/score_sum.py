@@ -30,25 +30,19 @@ class ScoreSum:
     texts: dict[str, TextReward] = field(default_factory=dict)  # by the spec's name
     decode: Callable[[torch.Tensor], str] | None = None
     failures: Failures = field(default_factory=Failures)
-    first_failure: str = field(default="", init=False)  # of all ranks, in the last call of `score`
-
-    def score(self, models: dict[str, Any], batches: Sequence[PackedBatch], texts: PromptTexts) -> Scores:
-        """Return {"scores": the weighted sum, "score/NAME": one reward's}: for each batch (B,) fp32.
-
-        `models` are the Reward roles by name. Every rank must call this with as many batches. Raises
-        RewardError, naming the reward, when one gives something other than a finite number a response. Where
-        failures are borne, "score/NAME" is NaN for such a response, and counts as the default, or 0, in the
-        sum: see `counts`.
-        """
-        with self.asked(batches, texts) as get_scores:
-            return get_scores(models)
+    first_failure: str = field(default="", init=False)  # of all ranks, of the last scores
 
     @contextmanager
     def asked(
         self, batches: Sequence[PackedBatch], texts: PromptTexts
     ) -> Iterator[Callable[[dict[str, Any]], Scores]]:
-        """Ask functions and servers in a thread, beside what the block does; give what waits for them and
-        returns `score` of the models.
+        """Ask functions and servers in a thread, beside what the block does; give a function of the Reward
+        roles by name, which waits for them.
+
+        It returns {"scores": the weighted sum, "score/NAME": one reward's}: for each batch (B,) fp32. Every
+        rank must call this, and that, with as many batches. That raises RewardError, naming the reward, when
+        one gives something other than a finite number a response. Where failures are borne, "score/NAME" is
+        NaN for such a response, and counts as the default, or 0, in the sum: see `counts`.
         """
         of_texts: dict[str, list[torch.Tensor]] = {}
         background: Future[None] = Future()

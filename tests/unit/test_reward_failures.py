@@ -39,7 +39,9 @@ def scores_of(on_error, *, texts, model=None, weights=(1.0, 1.0)):
     batch = make_record([0, 1, 2, 3], [2] * 4, [3, 1, 2, 4], num_samples=2)
     given = torch.tensor(model or [0.5] * 4)
     models = {"model": SimpleNamespace(score=lambda batchs: [given])}
-    for name, found in scores.score(models, [batch], {n: ("", {}) for n in (0, 1)}).items():
+    with scores.asked([batch], {n: ("", {}) for n in (0, 1)}) as get_scores:
+        of_names = get_scores(models)
+    for name, found in of_names.items():
         batch = batch.with_numbers(name, found[0])
     return scores, batch
 
@@ -193,8 +195,8 @@ def test_the_first_reward_that_fails_is_told_as_in_a_row():
         raise RewardError("the second")
 
     scores, batchs, texts = asked_of(lambda answers: [0.0, 0.0], fails, never)
-    with pytest.raises(RewardError, match="the first"):
-        scores.score({}, batchs, texts)
+    with pytest.raises(RewardError, match="the first"), scores.asked(batchs, texts) as get_scores:
+        get_scores({})
 
 
 @pytest.mark.parametrize("error", [StepRefused("no"), KeyboardInterrupt()])

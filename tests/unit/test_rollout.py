@@ -144,8 +144,9 @@ def test_a_failing_reward_is_told_on_every_rank(monkeypatch):
     text = SimpleNamespace(score=lambda answers: [0.0] * len(answers), close=lambda: None)
     rollout = build(texts=text)
     batches = [make_record([0, 1], [1, 1], [2, 1], num_samples=2)]
-    with pytest.raises(RewardError, match="gave nothing"):
-        rollout.scores.score(rollout.roles.rewards, batches, {0: ("p", {})})
+    refused = pytest.raises(RewardError, match="gave nothing")
+    with refused, rollout.scores.asked(batches, {0: ("p", {})}) as get_scores:
+        get_scores(rollout.roles.rewards)
 
 
 def test_the_sampling_mask_of_each_token_is_packed_beside_it():
