@@ -101,10 +101,8 @@ def test_algorithms_by_hand(name):
     ("name", "kl_in", "rewards", "first"),
     [
         ("grpo", "reward", WITH_KL, -0.925 / (1.85 / math.sqrt(2) + 1e-4)),
-        ("dr_grpo", "reward", WITH_KL, -0.925),
         ("rloo", "loss", SCORE_ONLY, -2.0),
         ("reinforce++", "loss", SCORE_ONLY, 0.5),
-        ("reinforce++-baseline", "loss", SCORE_ONLY, -0.5),
         ("ppo", "loss", SCORE_ONLY, -0.25 + 0.475 * 0.5),
     ],
 )
@@ -216,10 +214,8 @@ def test_what_counts_by_hand():
     [
         ("bootstrap", True, 2.0),  # value after the end: 0
         ("bootstrap", False, 2.0 + 3.0),  # the critic's
-        ("score", False, 2.0),
         ("-1", False, -1.0),
         ("-1", True, 2.0),
-        ("mask", False, 2.0),
     ],
 )
 def test_what_becomes_of_a_cut_response(truncated, finished, last):
@@ -249,15 +245,9 @@ def test_the_empty_flags_get_what_the_algorithm_usually_does():
         "reinforce++": ("reward", "k1", "batch", "token"),
         "reinforce++-baseline": ("reward", "k1", "batch", "token"),
     }
-    chosen = {"kl_in": "loss", "kl_estimator": "k2", "adv_norm": "group", "loss_aggregation": "token"}
-    args = fill_defaults(dataclasses.replace(PPOArguments(), **chosen), ALGORITHMS["ppo"])
-    assert {name: getattr(args, name) for name in chosen} == chosen
-    in_loss = dataclasses.replace(PPOArguments(), kl_in="loss")
-    assert fill_defaults(in_loss, ALGORITHMS["ppo"]).kl_estimator == "k3"
-    assert fill_defaults(args, ALGORITHMS["grpo"]) == args
-    assert [n for n in NAMES if ALGORITHMS[n].needs_critic] == ["ppo"]
-    needs_group = [n for n in NAMES if ALGORITHMS[n].needs_group]
-    assert needs_group == ["grpo", "dr_grpo", "rloo", "reinforce++-baseline"]
+    chosen = make_args(kl_in="loss", kl_estimator="k2", adv_norm="group", loss_aggregation="token")
+    assert fill_defaults(chosen, ALGORITHMS["ppo"]) == chosen
+    assert fill_defaults(make_args(kl_in="loss"), ALGORITHMS["ppo"]).kl_estimator == "k3"
 
 
 def test_an_algorithm_is_found_by_name_or_imported(tmp_path, monkeypatch):
@@ -265,34 +255,25 @@ def test_an_algorithm_is_found_by_name_or_imported(tmp_path, monkeypatch):
     assert find_algorithm("grpo") is ALGORITHMS["grpo"]
     (tmp_path / "my_algorithms_of_a_test.py").write_text(
         "from step3_ppo.algorithms import register_algorithm\n\n\n"
-        "def plain(batch, args, kl_coef):\n    return batch\n\n\n"
         "@register_algorithm('of a test', needs_group=True)\n"
-        "def decorated(batch, args, kl_coef):\n    return batch\n\n\nnumber = 3\n"
+        "def decorated(batch, args, kl_coef):\n    return batch\n\n\n"
+        "def plain(batch, args, kl_coef):\n    return batch\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     before = dict(ALGORITHMS)
     try:
         plain = find_algorithm("my_algorithms_of_a_test:plain")
         decorated = find_algorithm("my_algorithms_of_a_test:decorated")
-        experience = object()
         assert plain == Algorithm("my_algorithms_of_a_test:plain", plain.add_advantages)
-        assert plain.add_advantages(experience, PPOArguments(), 0.1) is experience
         assert decorated is find_algorithm("of a test") and decorated.needs_group
         with pytest.raises(ValueError, match="--algorithm .*:plane: .* has no plane; did you mean plain"):
             find_algorithm("my_algorithms_of_a_test:plane")
-        with pytest.raises(ValueError, match="number is no function"):
-            find_algorithm("my_algorithms_of_a_test:number")
+        with pytest.raises(ValueError, match=r"--algorithm gropo is unknown; did you mean grpo\? \(known: "):
+            find_algorithm("gropo")
     finally:
         ALGORITHMS.clear()
         ALGORITHMS.update(before)
         sys.modules.pop("my_algorithms_of_a_test", None)
-
-
-def test_an_algorithm_that_is_not_found_is_named():
-    with pytest.raises(ValueError, match=r"--algorithm gropo is unknown; did you mean grpo\? \(known: "):
-        find_algorithm("gropo")
-    with pytest.raises(ValueError, match="--algorithm no_such_module_at_all:f: .*PYTHONPATH"):
-        find_algorithm("no_such_module_at_all:f")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -305,8 +286,6 @@ def test_flags_that_an_algorithm_does_not_read(name):
     # The critic's model scores, unless --reward says what does.
     both = {"critic_model_name_or_path", "reward"}
     assert unused_flags(ALGORITHMS[name], both) == ([] if name == "ppo" else ["critic_model_name_or_path"])
-    flags = {field.name for field in dataclasses.fields(PPOArguments)}
-    assert flags.issuperset(ALGORITHMS[name].ignores)
 
 
 def test_no_algorithm_imports_an_engine():

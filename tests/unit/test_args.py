@@ -41,9 +41,8 @@ def test_values_have_the_types_of_their_fields():
 @pytest.mark.parametrize(
     ("words", "name", "expected"),
     [
-        ("--offload", "offload", "all"), ("--offload param", "offload", "param"),
-        ("--packed", "packed", True), ("--packed false", "packed", False), ("--packed true", "packed", True),
-        ("--dropout none", "dropout", None), ("--seed -1", "seed", -1), ("--data_path", "data_path", []),
+        ("--offload", "offload", "all"), ("--packed", "packed", True), ("--packed false", "packed", False),
+        ("--dropout none", "dropout", None), ("--data_path", "data_path", []),
     ],
 )  # fmt: skip
 def test_a_value_may_be_left_out_or_look_special(words, name, expected):
@@ -69,10 +68,8 @@ def test_all_problems_come_at_once_and_name_flag_value_and_cure():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--seed", "--seed needs a value: seed of"),
         ("--learning_rate --seed 3", "--learning_rate needs a value: peak"),
         ("--model_name_or_path=", "--model_name_or_path is required: base model"),
-        ("--learning_rate nan", "--learning_rate nan: expected a number"),
         ("stray", "unexpected word 'stray' among the flags"),
         ("--bogus stray", "unknown flag --bogus; --help lists all flags"),
     ],
@@ -81,22 +78,6 @@ def test_a_value_that_is_missing_or_none_is_one_problem(words, message):
     args, messages = parse(SFTArguments, "--model_name_or_path m " + words)
     assert len(messages) == 1 and messages[0].startswith(message)
     assert args.learning_rate == SFTArguments().learning_rate, "the checks that follow need a number"
-
-
-def test_problems_leave_with_code_2_and_one_message(capsys):
-    problems = Problems()
-    problems.exit_if_any()
-    problems.add("first")
-    with pytest.raises(SystemExit):
-        problems.exit_if_any()
-    assert capsys.readouterr().err == "error: 1 problem, nothing was started:\n  - first\n"
-    problems.add("first")
-    problems.check(True, "never")
-    problems.check(False, "second")
-    with pytest.raises(SystemExit) as exit_info:
-        problems.exit_if_any()
-    assert exit_info.value.code == 2
-    assert capsys.readouterr().err == "error: 2 problems, nothing was started:\n  - first\n  - second\n"
 
 
 def test_only_given_flags_without_effect_are_named():
@@ -113,9 +94,7 @@ def test_only_given_flags_without_effect_are_named():
     [
         ("--enable_ema", ("ema_decay", 0.992)),
         ("--enable_ema --ema_decay 0.5", ("ema_decay", 0.5)),
-        ("--enable_ema false", ("ema_decay", 0.0)),
         ("--enable_tensorboard --trackers wandb", ("trackers", ["wandb", "tensorboard"])),
-        ("--print_answers --print_answers_interval 5", ("print_answers_interval", 5)),
         ("--enable_test_mode --test_stop_step 7", ("max_train_steps", 7)),
     ],
 )
@@ -137,7 +116,8 @@ def test_a_removed_flag_is_refused_with_what_there_is_instead():
 
 @OF_ALL_PROGRAMS
 def test_a_program_that_takes_flags_without_effect_says_so(program):
-    if issubclass(program.flags, TokenizerArguments):
+    needs_another = any(field.metadata["only_with"] for field in dataclasses.fields(program.flags))
+    if needs_another or issubclass(program.flags, TokenizerArguments):
         assert re.search(r"\b(print_notes|no_effect_notes)\(args", sources_of(program.file)), "told by nobody"
 
 
@@ -213,9 +193,6 @@ def test_a_flag_that_does_nothing_without_another_says_so(program):
         assert len(notes) == bool(partners)
         if notes:
             assert notes[0].startswith(f"--{field.name} has no effect")
-            assert re.search(r"\b(print_notes|no_effect_notes)\(args", sources_of(program.file)), (
-                "told by nobody"
-            )
         for name, met, _ in partners:
             assert no_effect_notes(dataclasses.replace(unmet, **{name: met}), words) == []
 

@@ -70,23 +70,13 @@ def test_the_batch_of_a_refused_step_is_written_sequence_by_sequence(tmp_path, m
     assert c == {"id": "c", "ids": [5, 6]}
 
 
-SFT_ROWS = [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "row_id": "r1"}]
-SFT_ROWS.append({"input_ids": [4, 5], "loss_mask": [0, 1], "row_id": "r2"})
-STARTS = {"chosen_response_start": 1, "rejected_response_start": 1}
-PAIR_ROWS = [
-    STARTS | {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 4], "margin": 1.5, "row_id": "p1"},
-    STARTS | {"chosen_ids": [5, 6], "rejected_ids": [5, 7], "margin": 0.5, "row_id": "p2"},
-]
-
-
-@pytest.mark.parametrize(
-    ("collate", "rows"), [(collate_sft, SFT_ROWS), (collate_pairs, PAIR_ROWS)], ids=["rows", "pairs"]
-)
-def test_every_kind_of_batch_can_be_written_and_names_its_rows(tmp_path, collate, rows):
-    build(tmp_path).refuse(1, StepRefused("no", [collate(rows)]))
+def test_every_kind_of_batch_can_be_written_and_names_its_rows(tmp_path):
+    row = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "row_id": "r"}
+    pair = {"chosen_response_start": 1, "rejected_response_start": 1, "margin": 1.5, "row_id": "p"}
+    pair |= {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 4]}
+    build(tmp_path).refuse(1, StepRefused("no", [collate_sft([row]), collate_pairs([pair])]))
     (file,) = (tmp_path / "bad_batches").iterdir()
-    _, *written = rows_of(file)
-    assert [row["id"] for row in written] == [str((i, row["row_id"])) for i, row in enumerate(rows)]
+    assert [written["id"] for written in rows_of(file)[1:]] == ["(0, 'r')", "(0, 'p')"]
 
 
 def test_a_batch_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, capsys):

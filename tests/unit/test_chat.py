@@ -7,15 +7,13 @@ import signal
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from rich.console import Console
-from transformers import AutoModelForCausalLM
 
 import chat
 from common.data.tokenizer import load_tokenizer
 from common.models.loading import ModelOptions
 from common.models.value_model import load_value_model
-from common.runs.export import save_adapter, save_export
+from common.runs.export import save_export
 from serving.answering import Answerer
 from serving.terminal import SideBySide, printable
 
@@ -128,32 +126,9 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(talk, folder, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_dialogue_that_the_template_refuses_is_said(talk, folder, monkeypatch):
-    def refuse(self, conversations, **more):
-        raise ValueError("the chat template refuses this dialogue")
-
-    monkeypatch.setattr(Answerer, "answer", refuse)
-    assert talk("Hi\nHo\n", folder)[0].count("no answer: the chat template refuses this dialogue") == 2
-
-
-def test_an_adapter_answers_as_the_merged_model(talk, folder, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    save_adapter(tmp_path / "adapter", adapted, load_tokenizer(folder))
-    adapted.get_base_model().num_exported_rows = model.config.vocab_size
-    save_export(tmp_path / "export", adapted, load_tokenizer(folder))
-    greedy = ("--temperature", "0")
-    merged, _ = talk("Hi\n", str(tmp_path / "export"), *greedy)
-    assert talk("Hi\n", str(tmp_path / "adapter"), *greedy)[0] == merged != talk("Hi\n", folder, *greedy)[0]
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"peft_type": "LORA"}', "names no base model"),
         ('{"peft_type": "IA3", "base_model_name_or_path": "BASE"}', "only LORA can be merged"),
         ('{"peft_type": "LORA", "base_model_name_or_path": "BASE", "r": 2}', "cannot be loaded"),
     ],

@@ -50,6 +50,3 @@ def test_prompts_keep_their_texts():
     batch = collate_prompts(rows)
     assert batch.data["prompt_ids"].tolist() == [1, 2, 3, EOS] and batch.texts("row_ids") == ["a", "b"]
     assert prompt_texts(batch) == [("äbc", {"answer": "4"}), ("d", {})]
-    prompt_ids, prompt_mask = batch.pad("prompt_ids", on_left=True)
-    assert prompt_ids[:, -1].tolist() == [3, EOS]
-    assert prompt_mask.tolist() == [[True] * 3, [False, False, True]]

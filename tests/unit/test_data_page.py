@@ -24,6 +24,7 @@ ENTRY = re.compile(
 )
 QUESTIONS = {"How warm is it?", "有多暖和？", "どのくらい暖かい？", "How warm is it?\n\nHere, today."}
 BEST = {"20 degrees.", "２０度。", "２０度", "今日は２０度です。", "朝は寒い。今日は２０度です。"}
+WORSE = {"No.", "Warm.", "Mild.", "As always.", "鱼在水里。"}
 
 
 class Entry(NamedTuple):
@@ -62,14 +63,7 @@ def check_entry(adapter, entry: Entry) -> None:
     if 1 in steps and best.text is None:
         assert best.chosen.strip() in BEST
     if 2 in steps:
-        assert {example.rejected.strip() for example in found} <= {
-            "No.",
-            "Warm.",
-            "Mild.",
-            "As always.",
-            "鱼在水里。",
-        }
-        assert best.rejected.strip() not in BEST
+        assert {example.rejected.strip() for example in found} <= WORSE
 
 
 def test_the_page_has_every_name_and_every_form_in_the_order_of_the_program():
@@ -139,13 +133,12 @@ def test_shp_follows_its_label():
 
 
 def test_vicuna_text_without_marks_with_a_preface_and_with_ends_of_turns():
-    name = "pvduy/sharegpt_alpaca_oa_vicuna_format"
+    name, hi = "pvduy/sharegpt_alpaca_oa_vicuna_format", [("user", "Hi")]
     for prompt, expected in (
-        ("How warm?", [("user", "How warm?")]),
-        ("Be kind. USER: Hi ASSISTANT:", [("system", "Be kind."), ("user", "Hi")]),
+        ("Hi", hi),
         (
-            "USER: Hi ASSISTANT: Fine.</s>USER: And\nnow? It says USER ASSISTANT:",
-            [("user", "Hi"), ("assistant", "Fine."), ("user", "And\nnow? It says USER")],
+            "Be kind. USER: Hi ASSISTANT: Fine.</s>USER: And\nnow? It says USER ASSISTANT:",
+            [("system", "Be kind."), *hi, ("assistant", "Fine."), ("user", "And\nnow? It says USER")],
         ),
     ):
         example = example_of(name, prompt=prompt, label="Warm.\nVery.</s>")
@@ -161,10 +154,8 @@ def test_vicuna_text_without_marks_with_a_preface_and_with_ends_of_turns():
         ("pvduy/sharegpt_alpaca_oa_vicuna_format", {"label": 3}, "'label' is of type int, not text"),
         ("wangrui6/Zhihu-KOL", {"RESPONSE": ["a"]}, r"the chosen answer\[0\] is of type str, not an object"),
         ("Cohere/miracl-ja-queries-22-12", {"negative_passages": ["a"]}, r"'negative_passages\[0\]' is of"),
-        ("Cohere/miracl-ja-queries-22-12", {"positive_passages": [{"title": "a"}]}, "has no 'text'"),
         ("Hello-SimpleAI/HC3-Chinese", {"human_answers": "a"}, "'human_answers' is of type str, not a list"),
         ("mkqa-Chinese", {"queries": {"en": "how warm is it"}}, "'queries' has no 'zh_cn'"),
-        ("openai/webgpt_comparisons", {"question": {"id": "1"}}, "'question' has no 'full_text'"),
         ("openai/webgpt_comparisons", {"score_0": None}, "'score_0' is None, not a number"),
         ("stanfordnlp/SHP", {"labels": "x"}, "'labels' is 'x'"),
     ],
@@ -188,10 +179,8 @@ def test_every_column_that_is_needed_is_named_when_it_is_missing():
     [
         ("wangrui6/Zhihu-KOL", {"INSTRUCTION": " \n"}, ()),
         ("wangrui6/Zhihu-KOL", {"RESPONSE": None}, (3,)),
-        ("pvduy/sharegpt_alpaca_oa_vicuna_format", {"label": None}, ()),
         ("pvduy/sharegpt_alpaca_oa_vicuna_format", {"label": "</s>"}, ()),
         ("Cohere/miracl-ja-queries-22-12", {"negative_passages": []}, (1, 3)),
-        ("Cohere/miracl-ja-queries-22-12", {"positive_passages": None}, (3,)),
         ("Hello-SimpleAI/HC3-Chinese", {"human_answers": [None]}, (3,)),
         ("mkqa-Chinese", {"answers": {"zh_cn": [{"type": 8, "text": None}]}}, (3,)),
     ],
@@ -225,32 +214,27 @@ class FakeSplit(list):
 
 
 @pytest.mark.parametrize(
-    ("name", "asked"),
+    ("name", "asked", "parts"),
     [
-        ("mkqa-Japanese", ("apple/mkqa", None)),
-        ("nvidia/HelpSteer3", ("nvidia/HelpSteer3", "preference")),
-        ("stanfordnlp/SHP", ("stanfordnlp/SHP", None)),
+        ("mkqa-Japanese", ("apple/mkqa", None), ("train", "test", "validation")),  # validation before test
+        ("nvidia/HelpSteer3", ("nvidia/HelpSteer3", "preference"), ("train", "test", "validation")),
+        (
+            "HuggingFaceH4/ultrafeedback_binarized",
+            ("HuggingFaceH4/ultrafeedback_binarized", None),
+            ("train_prefs", "train_sft", "test_prefs"),
+        ),
     ],
 )
-def test_where_a_name_lies(monkeypatch, name, asked):
+def test_where_a_name_lies(monkeypatch, name, asked, parts):
     calls = []
 
     def load_dataset(*given):
         calls.append(given)
-        return {"train": FakeSplit([{"a": 1}]), "test": FakeSplit([{}]), "validation": FakeSplit([{}, {}])}
+        return {part: FakeSplit(range(size)) for size, part in enumerate(parts, 1)}
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     train, held_out = hub_data.load_hub(name)
-    assert calls == [asked]
-    assert (len(train), len(held_out)) == (1, 2)  # validation before test
-
-
-def test_splits_by_other_names(monkeypatch):
-    sizes = {"train_sft": 3, "train_prefs": 1, "test_sft": 4, "test_prefs": 2}
-    splits = {name: FakeSplit(range(size)) for name, size in sizes.items()}
-    monkeypatch.setattr("datasets.load_dataset", lambda *_: splits)
-    train, held_out = hub_data.load_hub("HuggingFaceH4/ultrafeedback_binarized")
-    assert (len(train), len(held_out)) == (1, 2)
+    assert calls == [asked] and (len(train), len(held_out)) == (1, 3)
 
 
 def test_a_set_that_is_a_program_is_read_from_the_hubs_copy(monkeypatch):

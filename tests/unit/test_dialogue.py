@@ -6,7 +6,7 @@ from tokenizers import processors
 from common.data.adapters.row_forms import read_row
 from common.data.data_options import DataOptions
 from common.data.data_report import DataReport
-from common.data.dialogue import Segment, Tokenised, build_template, response_start, truncate
+from common.data.dialogue import Segment, Tokenised, build_template, truncate
 from common.data.example import BadRow, Example, Message
 from common.data.stage_rows import Item, RowBuilder
 
@@ -49,16 +49,7 @@ def test_ids_are_those_of_the_whole_text_and_the_mask_is_the_response(tiny_token
     whole = "\n\nHuman: How are you today?\n\nAssistant: I am fine é漢.<|endoftext|>"
     assert row.input_ids == tiny_tokenizer(whole).input_ids
     assert response_text(template, row) == " I am fine é漢.<|endoftext|>"
-    assert row.input_ids.count(template.eot_id) == 1 and row.input_ids[-1] == template.eot_id
-    assert not row.truncated
-
-
-def test_a_prompt_alone_has_the_ids_it_has_before_its_response(tiny_tokenizer):
-    template = build_template("human_assistant", tiny_tokenizer)
-    whole = template.encode(template.segments(QUESTION, "Fine."), 1000)
-    alone = template.encode(template.segments(QUESTION, None), 1000)
-    assert alone.input_ids == whole.input_ids[: response_start(whole.response_mask)]
-    assert not any(alone.response_mask)
+    assert row.input_ids.count(template.eot_id) == 1 and not row.truncated
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
@@ -76,24 +67,11 @@ def test_a_straddling_token_belongs_to_the_side_it_starts_on_and_is_told(trim_of
     assert last and not any(before)  # white space stays the prompt's
 
 
-def test_all_turns_are_learnt_each_with_its_end(tiny_tokenizer):
-    template = build_template("human_assistant", tiny_tokenizer)
-    prompt = (*QUESTION, Message("assistant", "Fine."), Message("user", "Good!"))
-    row = template.encode(template.segments(prompt, "Bye.", learn_all_turns=True), 1000)
-    assert response_text(template, row) == " Fine.<|endoftext|> Bye.<|endoftext|>"
-
-
 def test_an_end_of_turn_in_the_data_is_not_doubled(tiny_tokenizer):
     for name in ("human_assistant", "plain"):
         template = build_template(name, tiny_tokenizer)
         row = template.encode(template.segments(QUESTION, "Bye.<|endoftext|>"), 1000)
         assert row.input_ids.count(template.eot_id) == 1
-
-
-def test_plain_template_keeps_the_text_to_the_letter(tiny_tokenizer):
-    template = build_template("plain", tiny_tokenizer)
-    segments = template.segments((Message("user", "TL;DR: "),), " short ")
-    assert [segment.text for segment in segments] == ["TL;DR: ", " short <|endoftext|>"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +80,6 @@ def test_plain_template_keeps_the_text_to_the_letter(tiny_tokenizer):
         ({"prompt": "Hi?", "chosen": "Yes"}, False),
         ({"prompt": "\n\nHuman: Hi?\n\nAssistant:", "chosen": "Yes"}, True),
         ({"prompt": [{"role": "user", "content": "Hi?"}], "chosen": "Yes"}, True),
-        ({"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes"}]}, True),
         ({"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Yes"}]}, True),
         ({"chosen": "\n\nHuman: Hi?\n\nAssistant: Yes", "rejected": "\n\nHuman: Hi?\n\nAssistant: No"}, True),
     ],
@@ -188,17 +165,6 @@ def test_a_chat_prompt_that_is_too_long_keeps_its_headers_and_system_prompt(make
     assert all(text.startswith(head) for text in texts) and texts[0].count("Bye.") > 10
 
 
-def test_chat_template_with_white_space_before_the_reply(make_tokenizer):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
-        "{% else %} {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}"
-    )
-    template = build_template("chat", tokenizer)
-    texts = [segment.text for segment in template.segments(QUESTION, "Fine.")]
-    assert texts == ["[INST] How are you today? [/INST]", " Fine.<|endoftext|>"]
-
-
 def test_chat_template_problems_name_the_cure(make_tokenizer):
     with pytest.raises(ValueError, match="no chat template; use --template human_assistant"):
         build_template("chat", make_tokenizer())
@@ -206,8 +172,6 @@ def test_chat_template_problems_name_the_cure(make_tokenizer):
     tokenizer.chat_template = CHAT_JINJA.replace("{{ eos_token }}", "<|im_end|>")
     with pytest.raises(ValueError, match=r"ends a turn by '<\|im_end\|>'.*pass that token by --eot_token"):
         build_template("chat", tokenizer)
-    with pytest.raises(ValueError, match="--template nope is unknown; use one of human_assistant, chat"):
-        build_template("nope", tokenizer)
     tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + (CHAT_JINJA)
     )
@@ -216,15 +180,12 @@ def test_chat_template_problems_name_the_cure(make_tokenizer):
 
 
 def test_digest_changes_with_tokenizer_and_template(tiny_tokenizer, make_tokenizer):
-    digests = [build_template("human_assistant", tiny_tokenizer).digest()]
-    assert build_template("human_assistant", make_tokenizer()).digest() == digests[0]
-    digests.append(build_template("plain", tiny_tokenizer).digest())
-    digests.append(build_template("human_assistant", make_tokenizer(300)).digest())
-    more = make_tokenizer()
+    more, chat = make_tokenizer(), make_tokenizer()
     more.add_tokens(["<new>"])
-    digests.append(build_template("human_assistant", more).digest())
-    for jinja in (CHAT_JINJA, CHAT_JINJA + " "):
-        tokenizer = make_tokenizer()
-        tokenizer.chat_template = jinja
-        digests.append(build_template("chat", tokenizer).digest())
-    assert len(set(digests)) == len(digests)
+    digests = [
+        build_template("human_assistant", t).digest() for t in (tiny_tokenizer, make_tokenizer(), more)
+    ]
+    digests.append(build_template("plain", tiny_tokenizer).digest())
+    for chat.chat_template in (CHAT_JINJA, CHAT_JINJA + " "):
+        digests.append(build_template("chat", chat).digest())
+    assert digests[0] == digests[1] and len(set(digests)) == len(digests) - 1

@@ -20,9 +20,7 @@ def sums(*values):
     return [torch.tensor([value], dtype=torch.float32) for value in values]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The loss
-# ---------------------------------------------------------------------------------------------------------
+# ---- The loss
 
 
 def test_loss_by_hand():
@@ -32,12 +30,6 @@ def test_loss_by_hand():
     assert found.loss.item() == pytest.approx(math.log(1 + math.exp(-1.5)), abs=1e-7)  # 0.2014133
     smooth = dpo_loss(*sums(-10, -8, -12, -7), beta=0.5, label_smoothing=0.1)
     assert smooth.loss.item() == pytest.approx(0.9 * 0.2014133 + 0.1 * 1.7014133, abs=1e-6)
-
-
-def test_an_unmoved_policy_has_the_loss_log_2():
-    for beta, smoothing in ((0.1, 0.0), (3.0, 0.2)):
-        found = dpo_loss(*sums(-31.7, -2.9, -31.7, -2.9), beta=beta, label_smoothing=smoothing)
-        assert found.loss.item() == pytest.approx(math.log(2), abs=1e-7)
 
 
 def test_gradient_by_hand():
@@ -58,13 +50,10 @@ def test_bf16_sums_are_refused():
 
 def test_losses_are_finite_far_away():
     for z in (1e4, -1e4):
-        found = dpo_loss(*sums(z, 0, 0, 0), beta=1.0, label_smoothing=0.1)
-        assert found.loss.isfinite().all()
+        assert dpo_loss(*sums(z, 0, 0, 0), beta=1.0, label_smoothing=0.1).loss.isfinite()
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Sums over answers
-# ---------------------------------------------------------------------------------------------------------
+# ---- Sums over answers
 
 
 @pytest.fixture
@@ -79,15 +68,10 @@ def plain_logprob(model, ids: list[int], start: int) -> float:
     return sum(float(logits[t - 1].log_softmax(-1)[ids[t]]) for t in range(max(start, 1), len(ids)))
 
 
-def with_an_empty_prompt():
-    rows = pairs()
-    rows[1] |= {"chosen_response_start": 0, "rejected_response_start": 0}
-    return rows
-
-
 @torch.no_grad()
 def test_answers_against_the_plain_loop(policy):
-    rows = with_an_empty_prompt()
+    rows = pairs()
+    rows[1] |= {"chosen_response_start": 0, "rejected_response_start": 0}  # an empty prompt
     sides = ("chosen", "rejected")
     expected = [
         plain_logprob(policy.causal_lm, row[f"{side}_ids"], row[f"{side}_response_start"])
@@ -112,9 +96,7 @@ def test_any_cut_gives_the_same_gradient(cut, policy):
     check_same(gradients(policy, [loss_of(collate_pairs([rows[i] for i in part])) for part in cut]), expected)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The reference's numbers
-# ---------------------------------------------------------------------------------------------------------
+# ---- The reference's numbers
 
 
 class Table(list):
@@ -130,10 +112,6 @@ def last_ids(batch):
     return token_ids[lengths.flatten().cumsum(0) - 1].float()
 
 
-def known(row):
-    return [float(row["chosen_ids"][-1]), float(row["rejected_ids"][-1])]
-
-
 @pytest.mark.parametrize("rows_per_batch", [1, 2, 7])
 def test_rows_get_their_own_numbers(rows_per_batch):
     table = Table(pairs())
@@ -141,9 +119,8 @@ def test_rows_get_their_own_numbers(rows_per_batch):
     data.compute(last_ids, collate_pairs, [0, 3, 4], rows_per_batch)
     for index, row in enumerate(table):
         found = data[index]["reference_logprobs"]
-        assert found.tolist() == known(row) if index in (0, 3, 4) else found.isnan().all()
-        assert data[index]["chosen_ids"] == row["chosen_ids"]
-    data.compute(last_ids, collate_pairs, [], rows_per_batch)
+        last = [row["chosen_ids"][-1], row["rejected_ids"][-1]]
+        assert found.tolist() == last if index in (0, 3, 4) else found.isnan().all()
 
 
 def test_numbers_come_back_from_a_checkpoint(tmp_path):
@@ -156,11 +133,14 @@ def test_numbers_come_back_from_a_checkpoint(tmp_path):
     assert torch.equal(after.logprobs[1:3], before.logprobs[1:3]) and after.logprobs[[0, 3, 4]].isnan().all()
 
 
-@pytest.mark.parametrize("grouped", [None, [5, 1, 4, 2, 3, 6, 9]])
-def test_rows_of_the_first_steps(grouped):
-    batches = GlobalBatches(
-        list(range(7)), list, rows_per_micro_batch=1, accumulation=3, seed=5, group_lengths=grouped
-    )
+def test_rows_of_the_first_steps():
+    options = {
+        "rows_per_micro_batch": 1,
+        "accumulation": 3,
+        "seed": 5,
+        "group_lengths": [5, 1, 4, 2, 3, 6, 9],
+    }
+    batches = GlobalBatches(list(range(7)), list, **options)
     first = [row for micro_batch in next(batches.epoch(0)) for row in micro_batch]
     assert batches.rows_until(1) == sorted(first) and batches.rows_until(0) == []
     assert batches.rows_until(2) == batches.rows_until(9) == list(range(7))

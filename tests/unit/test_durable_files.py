@@ -62,20 +62,7 @@ def fail(*_):
     raise OSError(errno.EIO, "Input/output error")
 
 
-def fail_rename(monkeypatch, target_name: str) -> None:
-    """Let a new folder's rename to a name fail."""
-    plain = Path.rename
-
-    def rename(self, target):
-        is_new = Path(target).name == target_name and self.suffix != DELETING
-        return fail() if is_new else plain(self, target)
-
-    monkeypatch.setattr(Path, "rename", rename)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Files
-# ---------------------------------------------------------------------------------------------------------
+# ---- Files
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
@@ -83,12 +70,8 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
     write_file(tmp_path / "a.json", "ä2")
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == "ä2"
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
-    once = [
-        ("sync", "a.json.writing"),
-        ("rename", "a.json.writing to a.json"),
-        ("sync", tmp_path.name),
-    ]
-    assert calls == once * 2
+    renamed = ("rename", "a.json.writing to a.json")
+    assert calls == [("sync", "a.json.writing"), renamed, ("sync", tmp_path.name)] * 2
 
 
 @pytest.mark.parametrize("failing", ["fsync", "rename"])
@@ -122,9 +105,7 @@ def test_a_file_system_that_cannot_sync_a_folder_is_no_failure_but_a_broken_disk
         sync(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Folders
-# ---------------------------------------------------------------------------------------------------------
+# ---- Folders
 
 
 def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
@@ -156,9 +137,12 @@ def test_a_link_to_a_folder_is_replaced_and_what_it_leads_to_is_left_alone(tmp_p
 @pytest.mark.parametrize("failing", ["fsync", "rename"])
 def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(tmp_path, monkeypatch, failing):
     make_folder(tmp_path / "f", "old")
-    fail_rename(monkeypatch, "f")
-    if failing == "fsync":
-        monkeypatch.setattr(os, "fsync", fail)
+    plain = Path.rename
+
+    def rename(self, target):
+        return fail() if self.name == "f.writing" else plain(self, target)
+
+    monkeypatch.setattr(*((os, "fsync", fail) if failing == "fsync" else (Path, "rename", rename)))
     with pytest.raises(OSError, match="Input/output"):
         publish_folder(make_folder(tmp_path / "f.writing", "new"), tmp_path / "f")
     assert text_of(tmp_path / "f") == "old"
@@ -172,9 +156,7 @@ def test_a_removed_folder_loses_its_name_before_its_files(tmp_path, monkeypatch,
     assert calls == [("rename", "f to f.deleting"), ("sync", tmp_path.name)]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What a crash leaves
-# ---------------------------------------------------------------------------------------------------------
+# ---- What a crash leaves
 
 
 def test_what_is_unfinished_goes_and_everything_else_stays(tmp_path):

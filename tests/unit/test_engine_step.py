@@ -79,13 +79,6 @@ def test_a_loaded_engine_goes_on_as_the_saved_one(stage, tmp_path):
     assert torch.equal(gather_state_dict(loaded.module)["weight"], gather_state_dict(saved.module)["weight"])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_update_begins_without_the_gradient_of_the_last_one(stage):
-    engine = build(stage, learning_rate=0.0)
-    first, second = (update_engine(engine, [term(engine)]) for _ in range(2))
-    assert first == second and first["grad_norm"] > 0
-
-
 def test_terms_are_weighted_and_each_has_its_own_denominator():
     engine = build()
     second = LossTerm("other", MICRO_BATCHES[1:], squared_sums(engine), lambda batch: 5.0, weight=3.0)
@@ -110,7 +103,6 @@ def test_a_statistic_may_have_its_own_number_of_items():
     means = update_engine(engine, [LossTerm("loss", MICRO_BATCHES, sums, len)])
     assert means["of_some"] == pytest.approx((2.0 - 1.0 + 2.0) / 3)
     assert means["of_none"] == 0.0 and means["of_all"] == pytest.approx(10.0 / 4)
-    assert set(means) == {"loss", "of_some", "of_none", "of_all", "grad_norm", "learning_rate"}
 
 
 def test_two_ranks_of_equal_batches_make_the_step_of_one(monkeypatch):
@@ -136,18 +128,13 @@ def test_the_rates_are_those_of_the_step_and_adapters_have_their_own(stage):
     model.forward = lambda x: model["plain"](x) + model["lora_a"](x)
     for share_left in (1.0, 0.75, 0.5):
         means = update_engine(engine, [term(engine)])
-        rates = {name: value for name, value in means.items() if "learning_rate" in name}
-        assert rates == pytest.approx(
-            {"learning_rate": 0.1 * share_left, "lora_learning_rate": 0.5 * share_left}
-        )
+        rates = means["learning_rate"], means["lora_learning_rate"]
+        assert rates == pytest.approx((0.1 * share_left, 0.5 * share_left))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# A step that is refused
-# ---------------------------------------------------------------------------------------------------------
+# ---- A step that is refused
 
-SETUPS = [(0, "fp32", "none"), (1, "fp32", "none"), (2, "fp32", "none"), (3, "fp32", "none")]
-SETUPS += [(1, "bf16", "none"), (2, "bf16", "none"), (3, "bf16", "none")]
+SETUPS = [(0, "fp32", "none"), (1, "bf16", "none"), (2, "fp32", "none"), (3, "fp32", "none")]
 SETUPS += [(1, "fp32", "optimizer"), (2, "bf16", "optimizer"), (3, "fp32", "optimizer"), (3, "bf16", "all")]
 
 
@@ -160,17 +147,11 @@ def spoil_slope(outputs: torch.Tensor) -> torch.Tensor:
     return (outputs * 0).abs().sqrt().sum()
 
 
-def overflow_slope(outputs: torch.Tensor) -> torch.Tensor:
-    """The loss is 0, its slope 1e60: infinite in fp32."""
-    return ((outputs - outputs.detach()).float() * 1e30 * 1e30).sum()
-
-
 GRADIENT = "^not finite: the gradient's norm"
 # What is spoilt in which micro-batch, and the message.
 SPOILERS = {
     "NaN in the first loss": (spoil_loss, 0, "^not finite: loss"),
     "NaN in the last gradient": (spoil_slope, 1, GRADIENT),
-    "infinity in the first gradient": (overflow_slope, 0, GRADIENT),
 }
 
 

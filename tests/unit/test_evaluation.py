@@ -103,7 +103,6 @@ def test_held_out_prompts_are_no_training_prompts_and_come_once(choose):
     assert len(train) + len(found) == 30, "all rows of a prompt fall on one side"
     assert told == f"evaluation: {len(found)} of {5 * len(found)} held-out prompts"
     assert choose(eval_fraction=0.3, eval_prompts=2)[2] == texts[:2], "the same ones, fewer"
-    assert choose(eval_fraction=0.3, eval_prompts=0)[1] == choose()[1] == []
 
 
 def test_prompts_of_ones_own_are_used_whole_but_for_those_that_are_trained_on(choose, tmp_path):
@@ -116,17 +115,15 @@ def test_prompts_of_ones_own_are_used_whole_but_for_those_that_are_trained_on(ch
         choose(eval_data_path=[taken])
 
 
-@pytest.mark.parametrize("asked", [{"eval_interval": 5}, {"keep_best": "eval/score"}])
-def test_an_evaluation_that_is_asked_for_needs_prompts(choose, asked):
-    with pytest.raises(ValueError, match=f"--{next(iter(asked))} .* raise --eval_fraction 0.0, or name"):
-        choose(**asked)
+def test_an_evaluation_that_is_asked_for_needs_prompts(choose):
+    with pytest.raises(ValueError, match="--keep_best .* raise --eval_fraction 0.0, or name"):
+        choose(keep_best="eval/score")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"keep_best": "eval/kl"}, "eval/kl is no number of .* choose from eval/score, eval/score_m"),
-        ({"eval_interval": 5, "eval_prompts": 0}, "--eval_interval 5 needs an evaluation"),
         ({"eval_data_path": ["none.jsonl"]}, "^--eval_data_path none.jsonl"),
         ({"eval_data_path": "FILE", "eval_fraction": 0.1}, "--eval_fraction 0.1 would hold prompts out for"),
         ({"keep_best": "eval/pass_rate", "save_rollouts": 3}, ""),
@@ -150,8 +147,7 @@ def test_wrong_flags_have_one_message(flags, message, tmp_path):
 
 
 def evaluation(**flags) -> Evaluation:
-    rows = [{"prompt_ids": [1, 2, i]} for i in range(5)]
-    return Evaluation(PPOArguments(**flags), None, None, None, rows)
+    return Evaluation(PPOArguments(**flags), None, None, None, [{"prompt_ids": [1, 2, i]} for i in range(5)])
 
 
 def test_when_it_is_due():
@@ -167,9 +163,10 @@ def test_what_a_reward_draws_is_not_missing_in_the_training(monkeypatch):
 
     monkeypatch.setattr(Evaluation, "_judge", draw_all)
     found = []
-    for answers in (lambda: evaluation().judge_if_due(0, 10), lambda: None):
+    for is_evaluated in (True, False):
         random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
-        answers()
+        if is_evaluated:
+            evaluation().judge_if_due(0, 10)
         found.append((random.random(), numpy.random.rand(), float(torch.rand(()))))
     assert found[0] == found[1]
 

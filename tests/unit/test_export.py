@@ -8,7 +8,6 @@ import torch
 from disk_limit import files_up_to
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from plain_logits import compute_logits
-from safetensors import SafetensorError
 from tiny_configs import FAMILIES
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -18,7 +17,7 @@ from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora, merge_adapter
 from common.models.model_inputs import build_model_inputs
 from common.models.value_model import load_value_model
-from common.runs import durable_files, export
+from common.runs import durable_files
 from common.runs.export import ExportFailed, read_metadata, save_adapter, save_export
 from serving.answering import AnsweringArguments, load_answerer, load_template
 
@@ -93,9 +92,7 @@ def test_a_reward_model_is_a_sequence_classifier_with_the_same_scores(
     save_export(tmp_path / "export", model.classifier, tokenizer, needs_own_pad=True)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export").eval()
     saved_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
-    assert saved_tokenizer.pad_token_id not in (None, 0), (
-        "EOS as PAD would hide the last token from the pooling"
-    )
+    assert saved_tokenizer.pad_token_id not in (None, 0), "EOS as PAD would hide the last token"
     padded, mask, _ = right_padded(saved_tokenizer.pad_token_id)
     theirs = loaded(input_ids=padded, attention_mask=mask).logits.squeeze(-1)
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
@@ -147,15 +144,11 @@ def test_no_adapter_is_written_when_more_was_trained(tiny_model_folder, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("published", "kept"),
-    [
-        ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9, "do_sample": True}),
-        ({"length_penalty": 2.0}, {}),
-        ({"eos_token_id": [3, 4], "max_length": 99}, {"max_length": 99}),
-    ],
+    ("published", "temperature"),
+    [({"temperature": 0.6, "eos_token_id": [3, 4]}, 0.6), ({"length_penalty": 2.0}, None)],
 )
 def test_a_generation_configuration_that_transformers_would_not_save_is_no_obstacle(
-    published, kept, tiny_model_folder, tmp_path
+    published, temperature, tiny_model_folder, tmp_path
 ):
     folder = tmp_path / "model"
     shutil.copytree(tiny_model_folder("llama"), folder)
@@ -167,13 +160,11 @@ def test_a_generation_configuration_that_transformers_would_not_save_is_no_obsta
     save_export(tmp_path / "export", model, tokenizer)
     assert model.generation_config is before
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "export").generation_config.to_dict()
-    assert {name: saved.get(name) for name in kept} == kept
+    assert saved["temperature"] == temperature
     assert (saved["eos_token_id"], saved["pad_token_id"]) == (0, 0)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The place of an earlier one
-# ---------------------------------------------------------------------------------------------------------
+# ---- The place of an earlier one
 
 
 @pytest.fixture
@@ -202,35 +193,21 @@ def test_an_export_takes_the_place_of_an_earlier_one(exported, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
-# What goes wrong where, and with which error: each library has its own for a full disk.
-FAILURES = {
-    (export, "_write_model"): SafetensorError("Error while serializing: I/O error: No space left"),
-    (durable_files, "sync"): OSError(5, "Input/output error"),
-}
-
-
-@pytest.mark.parametrize("place", FAILURES)
-def test_an_export_that_fails_in_the_middle_leaves_the_old_one(place, exported, tmp_path, monkeypatch):
-    (model, tokenizer, folder), error = exported, FAILURES[place]
+def test_an_export_that_fails_in_the_middle_leaves_the_old_one(exported, tmp_path, monkeypatch):
+    """A limit on the size of files fails the weights as a full disk does, in the library that writes them."""
+    model, tokenizer, folder = exported
     before = contents(folder)
+    with files_up_to(10_000), pytest.raises(ExportFailed, match="SafetensorError.*File too large"):
+        save_export(folder, model, tokenizer, metadata={"run": 2})
 
     def fail(*args, **kwargs):
-        raise error
+        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(*place, fail)
-    with pytest.raises(ExportFailed, match=type(error).__name__) as caught:
+    monkeypatch.setattr(durable_files, "sync", fail)
+    told = f"{folder}.*Input/output error.*what was there before is as it was"
+    with pytest.raises(ExportFailed, match=told):
         save_export(folder, model, tokenizer, metadata={"run": 2})
-    assert caught.value.__cause__ is error and str(error) in str(caught.value)
-    assert str(folder) in str(caught.value) and "what was there before is as it was" in str(caught.value)
     assert contents(folder) == before and [path.name for path in tmp_path.iterdir()] == ["export"]
-
-
-def test_a_first_export_that_fails_leaves_nothing(exported, tmp_path):
-    """A limit on the size of files fails the weights as a full disk does, in the library that writes them."""
-    model, tokenizer, _ = exported
-    with files_up_to(10_000), pytest.raises(ExportFailed, match="File too large"):
-        save_export(tmp_path / "other", model, tokenizer)
-    assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
 def test_a_failure_of_the_first_rank_is_one_of_all(exported, monkeypatch):

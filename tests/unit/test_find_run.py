@@ -57,16 +57,15 @@ def run(tmp_path) -> Path:
     return leave_run(tmp_path / "run")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The folder of the run itself
-# ---------------------------------------------------------------------------------------------------------
+# ---- The folder of the run itself
 
 
 def test_nothing_there_is_a_beginning(tmp_path):
-    (tmp_path / "empty").mkdir()
-    for words in ("", f"--output_dir {tmp_path / 'new' / 'deep'}", f"--output_dir {tmp_path / 'empty'}"):
+    (tmp_path / "run" / "log").mkdir(parents=True)  # as a launch script has left them
+    (tmp_path / "run" / "train.log").write_text("")
+    for words in ("", f"--output_dir {tmp_path / 'new' / 'deep'}", f"--output_dir {tmp_path / 'run'}"):
         assert find(words) == (EarlierRun(), [])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty"], "a check makes no folder"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"], "a check makes no folder"
 
 
 def test_the_same_command_goes_on_from_the_newest(run):
@@ -107,9 +106,6 @@ def test_a_finished_run_has_nothing_left_to_do_unless_it_is_to_be_longer(tmp_pat
     earlier, problems = find(f"--output_dir {run} --num_train_epochs 7")
     assert names(earlier)[0] == "step-000002" and not earlier.finished and not problems
     assert earlier.notes == ["--num_train_epochs is 7 from here on; it was 1"]
-    run = leave_run(tmp_path / "unsaved", steps=(), is_finished=True)
-    earlier, (problem,) = find(f"--output_dir {run} --num_train_epochs 7")
-    assert not names(earlier) and f"--output_dir {run} holds args.json" in problem
 
 
 def test_other_files_are_not_written_over_unasked(run):
@@ -117,20 +113,10 @@ def test_other_files_are_not_written_over_unasked(run):
     assert problem.startswith(f"--output_dir {run} holds ")
     (run / "args.json").unlink()  # some folder, and no run's
     earlier, (problem,) = find(f"--output_dir {run}")
-    assert problem.startswith(f"--output_dir {run} holds ") and "of an earlier run" in problem
     assert "--resume overwrite to replace it" in problem and not names(earlier)
 
 
-def test_what_a_launch_script_has_put_there_is_no_earlier_run(tmp_path):
-    (tmp_path / "run" / "log").mkdir(parents=True)
-    (tmp_path / "run" / "train.log").write_text("")
-    assert find(f"--output_dir {tmp_path / 'run'}") == (EarlierRun(), [])
-    assert find(f"--output_dir {tmp_path / 'run'} --resume overwrite") == (EarlierRun(), [])
-
-
-# ---------------------------------------------------------------------------------------------------------
-# --resume PATH
-# ---------------------------------------------------------------------------------------------------------
+# ---- --resume PATH
 
 
 def test_a_checkpoint_a_folder_of_them_or_a_run_can_be_named(run):
@@ -147,7 +133,7 @@ def test_a_run_goes_on_in_another_folder_that_is_free(run, tmp_path):
     assert earlier.is_elsewhere and names(earlier)[0] == "step-000002" and not problems
     other = leave_run(tmp_path / "other", steps=())
     _, (problem,) = find(f"--resume {run} --output_dir {other}")
-    assert problem.startswith(f"--output_dir {other} holds ") and problem.endswith("; choose another folder")
+    assert problem.endswith("; choose another folder")
 
 
 def test_a_path_that_is_no_checkpoint_is_named_with_the_reason(run, tmp_path):
@@ -159,9 +145,7 @@ def test_a_path_that_is_no_checkpoint_is_named_with_the_reason(run, tmp_path):
         assert "give a folder such as OUTPUT_DIR/checkpoints/step-000200" in problem
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Flags
-# ---------------------------------------------------------------------------------------------------------
+# ---- Flags
 
 
 def compare(now: str, before: dict) -> tuple[list[str], list[str]]:
@@ -181,13 +165,11 @@ def test_flags_that_move_no_number_are_taken_as_they_are_given_and_noted():
     before = flags_of("--zero_stage 0 --save_interval 5")
     notes, problems = compare("--zero_stage 3 --save_interval 7 --output_dir x --local_rank 1", before)
     assert not problems
-    assert sorted(notes) == [
-        "--save_interval is 7 from here on; it was 5",
-        "--zero_stage is 3 from here on; it was 0",
-    ]
+    told = {"--save_interval is 7 from here on; it was 5", "--zero_stage is 3 from here on; it was 0"}
+    assert set(notes) == told
 
 
-def test_flags_that_an_earlier_version_had():
+def test_flags_that_an_earlier_version_had_or_lacked():
     """Those without effect, and switches, are translated; a removed one is refused where it did something."""
     ignored = dict.fromkeys(IGNORED, "something else")
     assert compare("", flags_of("") | ignored | {"disable_dropout": False}) == ([], [])
@@ -195,8 +177,13 @@ def test_flags_that_an_earlier_version_had():
     assert compare("", flags_of("") | {"max_out_tokens": 0, "early_stop_imp_ratio": 0.0}) == ([], [])
     _, (problem,) = compare("", flags_of("") | {"early_stop_imp_ratio": 2.0})
     assert problem.startswith(
-        "ORIGIN was made with --early_stop_imp_ratio 2.0, a flag that has been removed (--"
+        "ORIGIN was made with --early_stop_imp_ratio 2.0, a flag that has been removed ("
     )
+    before = flags_of("")
+    del before["learning_rate"], before["data_path"]  # they were at their defaults
+    assert compare("", before) == ([], [])
+    _, (problem,) = compare("--learning_rate 1e-3", before)
+    assert problem.startswith(f"--learning_rate 0.001 differs from the {parse('').learning_rate} of")
 
 
 @pytest.mark.parametrize(("is_on", "decay", "words"), [(False, 0.992, ""), (True, 0.5, "--ema_decay 0.5")])
@@ -205,14 +192,6 @@ def test_the_average_of_an_earlier_version(is_on, decay, words):
     before = dataclasses.asdict(now) | {"enable_ema": is_on, "ema_decay": decay, "resolved_dtype": "fp32"}
     problems = Problems()
     assert compare_flags(now, before, "ORIGIN", problems) == [] == problems.messages
-
-
-def test_a_flag_that_an_older_program_did_not_have_was_at_its_default():
-    before = flags_of("")
-    del before["learning_rate"], before["data_path"]
-    assert compare("", before) == ([], [])
-    _, (problem,) = compare("--learning_rate 1e-3", before)
-    assert problem.startswith(f"--learning_rate 0.001 differs from the {parse('').learning_rate} of")
 
 
 def test_the_precision_is_compared_by_what_it_was_resolved_to(monkeypatch):

@@ -3,14 +3,9 @@
 import pytest
 
 from common.flags.args import Problems, parse_args
-from common.flags.flag_values import check_value, shortened
+from common.flags.flag_values import check_value
 from common.programs.environment import OF_A_LAUNCHER, check_environment
 from step3_ppo.arguments import PPOArguments
-
-
-def test_what_can_be_used_passes():
-    for value in (2**53, 3.4e38, -1e-300, "", "x" * 255, "http://h/?" + "q" * 500, "\u00e4\U0001f600"):
-        check_value(value)
 
 
 @pytest.mark.parametrize(
@@ -18,21 +13,17 @@ def test_what_can_be_used_passes():
     [
         (2**53 + 1, "2\\*\\*53 at most"),
         (1e39, "fp32"),
-        ("x" * 256, "names of 255 bytes at most, one has 256"),
-        ("\u00e4" * 128, "one has 256"),
+        ("\u00e4" * 128, "names of 255 bytes at most, one has 256"),
         ("a/" * 2048, "4095 bytes at most, it has 4096"),
         ("a\x00", "NUL"),
         ("ab\udcff", "UTF-8 text, which ends at character 2"),
     ],
 )
-def test_what_cannot_is_refused(value, words):
+def test_what_cannot_be_used_is_refused(value, words):
+    for usable in (2**53, 3.4e38, "x" * 255, "http://h/?" + "q" * 500):
+        check_value(usable)
     with pytest.raises(ValueError, match=words):
         check_value(value)
-
-
-def test_a_long_value_is_shortened_in_a_message():
-    assert shortened("a" * 60) == "a" * 60
-    assert shortened("a" * 61) == "a" * 60 + "..."
 
 
 def test_negative_values_of_every_form_are_values():
@@ -59,9 +50,7 @@ def problems_in(monkeypatch, **environment: str) -> list[str]:
 GOOD = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-@pytest.mark.parametrize(
-    "environment", [{}, GOOD, {"WORLD_SIZE": "1"}, {"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS": "4,2"}]
-)
+@pytest.mark.parametrize("environment", [{}, GOOD, {"WORLD_SIZE": "1"}, {"OMP_NUM_THREADS": "4,2"}])
 def test_good_surroundings(monkeypatch, environment):
     assert problems_in(monkeypatch, **environment) == []
 
@@ -71,10 +60,8 @@ def test_good_surroundings(monkeypatch, environment):
     [
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is in the environment and RANK is not"),
         (GOOD | {"RANK": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
-        (GOOD | {"RANK": "-1"}, "RANK=-1 in the environment is no whole number"),
         (GOOD | {"MASTER_PORT": "0"}, "MASTER_PORT=0 is no port"),
         (GOOD | {"MASTER_ADDR": ""}, "RANK is in the environment and MASTER_ADDR not"),
-        ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS=abc"),
         ({"OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS=0"),
     ],
 )

@@ -61,8 +61,8 @@ any_row = st.one_of(
 raw_line = st.one_of(
     st.text(max_size=40).map(lambda line: line.encode("utf-8", "surrogatepass")),
     st.binary(max_size=40),
-    st.integers(1, 3).map(lambda n: b"[" * (n * 50_000)),
-    st.integers(1, 3).map(lambda n: b'{"prompt":' * (n * 2_000)),
+    st.just(b"[" * 100_000),
+    st.just(b'{"prompt":' * 4_000),
     st.just(b'{"prompt": "a", "prompt": 3, "chosen": "b"}'),
     st.just(b'{"prompt": 1e999999, "answer": -0.0}'),
     st.just(b'{"prompt": ' + b"9" * 6000 + b"}"),
