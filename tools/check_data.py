@@ -24,7 +24,7 @@ from common.data.token_cache import TokenTable
 from common.flags.args import Problems, flag
 from common.flags.flag_values import no_effect_notes
 from common.programs import startup
-from tools.findings import paint, run_tool, use_color
+from tools.findings import paint, run_tool
 from tools.row_samples import Span, sample_lines, sequences_of, show
 from tools.step_flags import STEP_NAMES, StageArguments, parse_step_args
 
@@ -54,19 +54,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = DataOptions.of(args, args.stage)
     template = check_flags(args, options, problems)
     startup.print_note(*no_effect_notes(args, argv))
-    has_color, wrong = use_color(), []
+    wrong = []
     if args.num_samples:
-        print(show(LEGENDS[args.stage], has_color))
+        print(show(LEGENDS[args.stage]))
     num_train = num_eval = num_bad = 0
     sources = [("data_path", path) for path in options.data_path]
     sources += [("sft_only_data_path", path) for path in options.sft_only_data_path]
     for name, path in sources:  # the rows of a data set do not depend on the others
         alone = dataclasses.replace(options, **{"data_path": [], "sft_only_data_path": [], name: [path]})
         try:
-            data = show_source(path, alone, args.num_samples, template, has_color)
+            data = show_source(path, alone, args.num_samples, template)
         except (ValueError, OSError) as error:
             wrong.append(str(error))
-            print(paint(str(error), "bad", has_color))
+            print(paint(str(error), "bad"))
             continue
         num_train, num_eval = num_train + len(data.train), num_eval + len(data.eval)
         num_bad += data.report.num_bad
@@ -74,10 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         wrong.append(f"{num_bad} rows are bad, more than --max_bad_rows {args.max_bad_rows}; mend them")
     if wrong:
         told = "; ".join(text.splitlines()[0].removesuffix(" The first:") for text in wrong)
-        print("\n" + paint("not ok:", "bad", has_color) + f" {told}")
+        print("\n" + paint("not ok:", "bad") + f" {told}")
         raise SystemExit(1)
     verdict = f"{num_train:,} rows to train, {num_eval:,} held out"
-    print("\n" + paint("ok:", "good", has_color) + f" {verdict}")
+    print("\n" + paint("ok:", "good") + f" {verdict}")
 
 
 def check_flags(args: Any, options: DataOptions, problems: Problems) -> Template:
@@ -95,24 +95,22 @@ def check_flags(args: Any, options: DataOptions, problems: Problems) -> Template
     return template
 
 
-def show_source(
-    path: str, options: DataOptions, num_samples: int, template: Template, has_color: bool
-) -> StageData:
+def show_source(path: str, options: DataOptions, num_samples: int, template: Template) -> StageData:
     """Print all there is to say of one data set, and return its rows.
 
     Raises:
         ValueError: the step could not use it.
     """
     told = f"{STEP_NAMES[options.stage]}, template {template.name}, at most {options.max_tokens} tokens"
-    print("\n" + paint(path, "title", has_color) + f"  {told}", flush=True)
+    print("\n" + paint(path, "title") + f"  {told}", flush=True)
     found = check_sources(options)
     if found:
         raise ValueError("\n".join(found))
     data = build_data(options, template)
     lines = [line.removeprefix(f"{data.report.kind} data: ") for line in data.report.lines()]
-    print(lines[0], *(paint(line, "note", has_color) for line in lines[1:]), "", sep="\n")
-    print("\n".join(length_lines(length_columns(options.stage, data.train), has_color)))
-    for line in sample_lines(data.train, num_samples, options, template, has_color):
+    print(lines[0], *(paint(line, "note") for line in lines[1:]), "", sep="\n")
+    print("\n".join(length_lines(length_columns(options.stage, data.train))))
+    for line in sample_lines(data.train, num_samples, options, template):
         print(line)
     return data
 
@@ -137,14 +135,14 @@ def length_columns(stage: int, table: TokenTable) -> dict[str, np.ndarray]:
     return parts | {"longer row": whole.max(axis=1)}
 
 
-def length_lines(columns: dict[str, np.ndarray], has_color: bool) -> list[str]:
+def length_lines(columns: dict[str, np.ndarray]) -> list[str]:
     """Return a table of the parts, then the last of them as a histogram."""
     names = ("min", "median", "p95", "max")
-    lines = [paint(f"{'tokens':<12}" + "".join(f"{name:>9}" for name in names), "title", has_color)]
+    lines = [paint(f"{'tokens':<12}" + "".join(f"{name:>9}" for name in names), "title")]
     for name, lengths in columns.items():
         numbers = np.percentile(lengths, (0, 50, 95, 100)).round().astype(int)
         lines.append(f"{name:<12}" + "".join(f"{number:>9,}" for number in numbers))
-    lines += ["", paint(f"{name}, tokens", "title", has_color)]
+    lines += ["", paint(f"{name}, tokens", "title")]
     low, high = int(lengths.min()), int(lengths.max())
     width = -(-(high - low + 1) // NUM_BINS)
     counts = np.bincount((lengths - low) // width)
@@ -153,7 +151,7 @@ def length_lines(columns: dict[str, np.ndarray], has_color: bool) -> list[str]:
         label = f"{first:,}-{last:,}" if last > first else f"{first:,}"
         bar = "#" * (round(BAR_WIDTH * count / counts.max()) or bool(count))
         share = f"{label:<12}{count:>9,} {count / len(lengths):>6.1%}  "
-        lines.append((share + paint(bar, "learned", has_color)).rstrip())
+        lines.append((share + paint(bar, "learned")).rstrip())
     return lines
 
 

@@ -25,7 +25,7 @@ from common.models.loading import ModelOptions, load_causal_lm, plain_model
 from common.models.value_model import load_value_model
 from common.programs import startup
 from common.ranks import distributed
-from tools.findings import Finding, guarded, paint, run_tool, told, use_color
+from tools.findings import Finding, guarded, paint, run_tool, told
 from tools.model_checks import Subject, check_generation, check_logprobs, check_scores
 from tools.tp_check import MAX_DEFAULT_SIZE, RankJob, check_ranks, choose_sizes
 
@@ -61,16 +61,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(CheckModelArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     tokenizer, is_reward = check_flags(args, problems)
     startup.print_note(*no_effect_notes(args, argv))
-    has_color, findings = use_color(), []
+    findings = []
     for finding in find_all(args, tokenizer, problems, is_reward=is_reward):
-        print(finding.line(has_color), flush=True)
+        print(finding.line(), flush=True)
         findings.append(finding)
     wrong = [finding.name for finding in findings if finding.is_ok is False]
     if wrong:
-        print("\n" + paint("not ok:", "bad", has_color) + f" {', '.join(wrong)}")
+        print("\n" + paint("not ok:", "bad") + f" {', '.join(wrong)}")
         raise SystemExit(1)
     num_ok = sum(finding.is_ok is True for finding in findings)
-    print("\n" + paint("ok:", "good", has_color) + f" {num_ok} checks of {args.path}, all within rounding")
+    print("\n" + paint("ok:", "good") + f" {num_ok} checks of {args.path}, all within rounding")
 
 
 def check_flags(args: CheckModelArguments, problems: Problems) -> tuple[PreTrainedTokenizerFast, bool]:

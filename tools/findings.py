@@ -35,9 +35,9 @@ def use_color() -> bool:
     return sys.stdout.isatty() and not is_refused
 
 
-def paint(text: str, style: str, has_color: bool) -> str:
+def paint(text: str, style: str) -> str:
     """Return the text in a style of STYLES, which ends with each line: a margin can stand between."""
-    if not has_color:
+    if not use_color():
         return text
     return "\n".join(f"\x1b[{STYLES[style]}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
@@ -62,11 +62,11 @@ class Finding:
     is_ok: bool | None = None
     why: str = ""
 
-    def line(self, has_color: bool) -> str:
+    def line(self) -> str:
         """Return state, name, what was found, and why it matters."""
         state, style = _STATES[self.is_ok]
-        shown = paint(f"{state:<5}", style, has_color) + visible(f"{self.name:<25}{self.text}")
-        return shown + paint(f"  ({self.why})", "context", has_color) if self.why else shown
+        shown = paint(f"{state:<5}", style) + visible(f"{self.name:<25}{self.text}")
+        return shown + paint(f"  ({self.why})", "context") if self.why else shown
 
 
 def tolerance_of(dtype: str, largest: float) -> float:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from common.data.data_options import DataOptions
 from common.data.dialogue import Template, response_start
 from common.data.token_cache import TokenTable
-from tools.findings import paint, visible
+from tools.findings import paint, use_color, visible
 
 MAX_SHOWN = 1600  # characters of one span; of a longer one the beginning and the end are shown
 
@@ -42,7 +42,7 @@ def sequences_of(row: dict[str, Any]) -> list[TokenSequence]:
 
 
 def sample_lines(
-    table: TokenTable, num_samples: int, options: DataOptions, template: Template, has_color: bool
+    table: TokenTable, num_samples: int, options: DataOptions, template: Template
 ) -> Iterator[str]:
     """Yield `num_samples` rows as lines, evenly spaced over the table."""
     count = min(num_samples, len(table))
@@ -50,10 +50,10 @@ def sample_lines(
         row = table[(2 * i + 1) * len(table) // (2 * count)]
         sequences = sequences_of(row)
         is_full = any(len(sequence.ids) >= options.max_tokens for sequence in sequences)
-        note = paint(f", which fill the {options.max_tokens} allowed", "note", has_color) if is_full else ""
+        note = paint(f", which fill the {options.max_tokens} allowed", "note") if is_full else ""
         yield ""
-        yield paint(visible(row["row_id"]), "title", has_color) + f"  {_counts(row, sequences)}{note}"
-        yield from _text_lines(sequences, template, has_color)
+        yield paint(visible(row["row_id"]), "title") + f"  {_counts(row, sequences)}{note}"
+        yield from _text_lines(sequences, template)
         if row.get("fields", "{}") != "{}":
             yield f"  fields {shorten(visible(row['fields']))}"
 
@@ -68,7 +68,7 @@ def _counts(row: dict[str, Any], sequences: list[TokenSequence]) -> str:
     return f"prompt {sequences[0].start}, chosen {counted[0]}, rejected {counted[1]} tokens{margin}"
 
 
-def _text_lines(sequences: list[TokenSequence], template: Template, has_color: bool) -> Iterator[str]:
+def _text_lines(sequences: list[TokenSequence], template: Template) -> Iterator[str]:
     """Yield the text of a row behind a margin; of a pair what both share, once, then the answers."""
     first = sequences[0]
     if len(sequences) == 1:
@@ -79,7 +79,7 @@ def _text_lines(sequences: list[TokenSequence], template: Template, has_color: b
         rejected = spans_of(sequences[1], template, start=sequences[1].start, style="rejected")
         blocks = [("  | ", spans_of(shared, template)), ("  c ", chosen), ("  r ", rejected)]
     for margin, spans in blocks:
-        for line in show(spans, has_color).split("\n"):
+        for line in show(spans).split("\n"):
             yield (margin + line).rstrip()
 
 
@@ -106,14 +106,14 @@ def spans_of(
     return [Span(decode(end)[len(decode(begin)) :], kinds[begin]) for begin, end in borders if begin < end]
 
 
-def show(spans: list[Span], has_color: bool) -> str:
+def show(spans: list[Span]) -> str:
     """Return spans end to end, long ones shortened; without colours `[[` and `]]` surround what is scored."""
     shown = [Span(shorten(visible(span.text)), span.kind) for span in spans if span.text]
     if shown:  # a template's own line breaks would look like empty lines of ours
         text = shown[0].text.lstrip("\n")
         shown[0] = Span("\\n" * (len(shown[0].text) - len(text)) + text, shown[0].kind)
-    if has_color:
-        return "".join(paint(*span, True) for span in shown)
+    if use_color():
+        return "".join(paint(*span) for span in shown)
     result = ""
     for is_scored, group in groupby(shown, lambda span: span.kind.startswith(("learned", "rejected"))):
         text = "".join(span.text for span in group)

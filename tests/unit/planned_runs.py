@@ -7,7 +7,7 @@ from tools.planned_run import Models, PlanArguments, Run, find_problems, read_mo
 from tools.step_flags import parse_step_args
 
 GIB = 2**30
-OPT_350M, OPT_1B, OPT_13B = (f"facebook/opt-{size}" for size in ("350m", "1.3b", "13b"))
+OPT_350M, OPT_1B = (f"facebook/opt-{size}" for size in ("350m", "1.3b"))
 LLAMA_7B, LLAMA_70B = "meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.1-70B"
 NUM_350M, NUM_1B, NUM_7B = 331_196_416, 1_315_758_080, 6_738_415_616  # without score heads
 

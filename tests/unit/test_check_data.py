@@ -53,12 +53,11 @@ def check(model, tmp_path, capsys):
 def first_row(tmp_path):
     """The first row of a file as lines, under a tokenizer."""
 
-    def read(path, tokenizer, stage=1, has_color=False, **changes):
-        given = {"data_split": SHARES[stage], "eval_fraction": 0.0, "cache_dir": str(tmp_path / "cache")}
-        options = DataOptions([path], stage, **given | changes)
+    def read(path, tokenizer, **changes):
+        cache = str(tmp_path / "cache")
+        options = DataOptions([path], 1, SHARES[1], eval_fraction=0.0, cache_dir=cache, **changes)
         template = build_template("human_assistant", tokenizer)
-        data = build_data(options, template)
-        return list(sample_lines(data.train, 1, options, template, has_color))[1:]
+        return list(sample_lines(build_data(options, template).train, 1, options, template))[1:]
 
     return read
 
@@ -126,38 +125,26 @@ def test_bad_rows_count_over_all_sources(check, write_rows):
     options = ("--eval_fraction", "0", "--max_bad_rows", "1")
     code, lines, _ = check(1, "--data_path", paths[0], "--sft_only_data_path", paths[1], *options)
     assert (code, lines[-1]) == (1, "not ok: 2 rows are bad, more than --max_bad_rows 1; mend them")
-    assert [line.split("  ")[0] for line in lines if "step 1, SFT" in line] == list(paths)
-    code, lines, _ = check(1, "--data_path", paths[0], "--eval_fraction", "0", "--max_bad_rows", "0")
-    assert code == 1 and "mend them or raise the limit." in lines[-1]
     assert any("rows.jsonl:3: columns 'question'" in line for line in lines)
 
 
 def test_wrong_flags_come_all_at_once(check, write_rows):
-    code, lines, errors = check(
-        1, "--data_path", write_rows([]), "--max_seq_len", "2", "--num_samples", "-1", "--plugins", "absent",
-        "--template", "chat", "--los_on", "all",
-    )  # fmt: skip
+    flags = ("--num_samples", "-1", "--max_seq_len", "2", "--template", "chat", "--critic_zero_stage", "3")
+    code, lines, errors = check(1, "--data_path", write_rows([]), *flags)
     assert code == 2 and lines == []
     for text in (
-        "error: 5 problems, nothing was started",
-        "unknown flag --los_on; did you mean --loss_on?",
-        "--plugins absent: there is no module absent",
-        "--num_samples -1 must be at least 0",
+        "error: 4 problems, nothing was started",
+        "unknown flag --critic_zero_stage",  # one of step 3
         "--max_seq_len 2 must be at least 4",
         "--template chat: the tokenizer has no chat template",
     ):
         assert text in errors
 
 
-def test_the_step_must_be_named_and_has_only_its_own_flags(capsys):
-    for words, told in (
-        ([], "--stage is required"),
-        (["--stage", "4", "--data_path", "x"], "--stage 4: choose from 1, 2, 3"),
-        (["--stage", "1", "--critic_zero_stage", "3"], "unknown flag --critic_zero_stage"),
-    ):
-        with pytest.raises(SystemExit):
-            main(words)
-        assert told in capsys.readouterr().err
+def test_the_step_must_be_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["--data_path", "x"])
+    assert "--stage is required" in capsys.readouterr().err
 
 
 # ---- samples
@@ -171,20 +158,15 @@ def test_a_row_that_fills_its_limit_says_so(first_row, write_rows, tiny_tokenize
     assert "allowed" not in first_row(path, tiny_tokenizer)[0]
 
 
-def test_every_learned_turn_is_marked(first_row, write_rows, tiny_tokenizer):
-    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    path = write_rows([{"messages": [{"role": role, "content": text} for role, text in turns]}])
-    lines = first_row(path, tiny_tokenizer)
-    assert lines[3:] == ["  | Assistant:[[ b<|endoftext|>]]", "  |", "  | Human: c", "  |"] + [
-        "  | Assistant:[[ d<|endoftext|>]]"
-    ]
-
-
-def test_a_row_cannot_steer_the_terminal_and_colours_end_with_the_line(first_row, write_rows, tiny_tokenizer):
+def test_a_row_cannot_steer_the_terminal_and_colours_end_with_the_line(
+    first_row, write_rows, tiny_tokenizer, monkeypatch
+):
     path = write_rows([{"prompt": "red \x1b[31m\r\u202e", "answer": "a\tb\nline two"}])
     text = "\n".join(first_row(path, tiny_tokenizer))
     assert r"red \x1b[31m\r\u202e" in text and r"a\tb" in text and "\x1b" not in text
-    lines = first_row(path, tiny_tokenizer, has_color=True)
+    for name in ("findings", "row_samples"):
+        monkeypatch.setattr(f"tools.{name}.use_color", lambda: True)
+    lines = first_row(path, tiny_tokenizer)
     assert lines[-2] == "  | \x1b[90mAssistant:\x1b[0m\x1b[32m a\\tb\x1b[0m"
     assert lines[-1] == "  | \x1b[32mline two\x1b[0m\x1b[30;42m<|endoftext|>\x1b[0m"
 
@@ -209,7 +191,7 @@ def test_text_is_kept_readable():
     assert shorten("x" * MAX_SHOWN) == "x" * MAX_SHOWN
     assert f"a [... {MAX_SHOWN:,} characters ...] b" in shorten("a" * MAX_SHOWN + "b" * MAX_SHOWN)
     spans = [Span("\n\nHuman:", "context"), Span("a", "learned"), Span("<e>", "learned special")]
-    assert show([*spans, Span("c", "context")], has_color=False) == r"\n\nHuman:[[a<e>]]c"
+    assert show([*spans, Span("c", "context")]) == r"\n\nHuman:[[a<e>]]c"
 
 
 # ---- lengths
@@ -226,7 +208,7 @@ def test_lengths_of_the_parts(write_rows, tmp_path, tiny_tokenizer):
     row = data.train[9]
     assert columns["chosen"][9] == len(row["chosen_ids"]) - row["chosen_response_start"]
     assert columns["longer row"][9] == max(len(row["chosen_ids"]), len(row["rejected_ids"]))
-    lines = length_lines(columns, has_color=False)
+    lines = length_lines(columns)
     assert lines[0].split() == ["tokens", "min", "median", "p95", "max"]
     assert lines[3].split()[0] == "rejected" and len(set(lines[3].split()[1:])) == 1
     assert sum(int(line.split()[1]) for line in lines[7:]) == 20 and all("#" in line for line in lines[7:])

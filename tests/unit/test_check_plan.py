@@ -95,11 +95,9 @@ def test_the_tables_say_what_the_numbers_are(run_plan):
     assert sums == pytest.approx([float(x) for x in lines[bottom].split()[-3:]], abs=0.05)
 
 
-@pytest.mark.parametrize("gpu", ["h200", "cpu"])
-def test_every_device_can_be_planned_for(run_plan, gpu):
-    code, printed, plan = run_plan(2, "--gpu", gpu, "--per_device_train_batch_size", "2")
-    assert code in (0, 1) and plan["dtype"] == ("fp32" if gpu == "cpu" else "bf16")
-    assert f"step 2, reward model, on 1 x {gpu}" in printed
+def test_cpus_can_be_planned_for(run_plan):
+    _, printed, plan = run_plan(2, "--gpu", "cpu", "--per_device_train_batch_size", "2")
+    assert plan["dtype"] == "fp32" and "step 2, reward model, on 1 x cpu" in printed
 
 
 def test_dpo_is_a_policy_on_two_sequences_a_pair(run_plan):
