@@ -48,15 +48,6 @@ def test_a_listener_ends_one_response_and_no_other(generator):
     assert torch.equal(cut.response_ids[0], whole.response_ids[0, : cut.response_ids.shape[1]])
 
 
-def test_another_seed_keeps_the_memory_and_draws_other_tokens(generator):
-    first = generator.generate(PROMPTS, MASK, torch.arange(3), OPTIONS)
-    step = generator._step
-    other = generator.generate(PROMPTS, MASK, torch.arange(3), dataclasses.replace(OPTIONS, seed=6))
-    assert generator._step is step and not torch.equal(first.response_ids, other.response_ids)
-    again = generator.generate(PROMPTS, MASK, torch.arange(3), OPTIONS)
-    assert torch.equal(first.response_ids, again.response_ids)
-
-
 def test_the_streamed_answer_is_the_answer(answerer):
     told: list[str] = []
     rows, seeded = [answerer.encode(QUESTION)], dataclasses.replace(answerer.sampling, seed=1, num_answers=3)
