@@ -70,20 +70,13 @@ def good(tmp_path_factory, tiny_model_folder, tiny_tokenizer) -> dict[str, dict[
     (folder / "list.json").write_text("[]")
     (folder / "deep.json").write_text("[" * 100_000)
     shared = {"data_path": "rows.jsonl", "data_output_path": "cache", "output_dir": "output"}
-    single = {
-        "model_name_or_path": tiny_model_folder("llama"),
-        "max_seq_len": 32,
-        "per_device_train_batch_size": 2,
-    }
+    single = {"max_seq_len": 32, "per_device_train_batch_size": 2}
+    single |= shared | {"model_name_or_path": tiny_model_folder("llama")}
     ppo = {"actor_model_name_or_path": tiny_model_folder("llama"), "critic_model_name_or_path": "reward"}
     ppo |= {"per_device_generation_batch_size": 2, "per_device_training_batch_size": 2}
     ppo |= {"max_prompt_seq_len": 16, "max_answer_seq_len": 8}
     with contextlib.chdir(folder):
-        yield {
-            "step1_sft.main": shared | single,
-            "step2_reward.main": shared | single,
-            "step3_ppo.main": shared | ppo,
-        }
+        yield {"step1_sft.main": single, "step2_reward.main": single, "step3_ppo.main": shared | ppo}
 
 
 def words_of(cls: type) -> st.SearchStrategy[list[str]]:

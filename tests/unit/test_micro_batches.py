@@ -65,13 +65,6 @@ def test_packed_by_hand(item_lengths, options, expected):
     assert plan_micro_batches(item_lengths, **options, is_packed=True) == expected
 
 
-def test_full_bins_are_halved_until_each_rank_has_as_many():
-    # First-fit makes 8 full bins: 6, 3 + 3 four times and 2 + 2 + 2 three times. Balanced over 9, one has 7.
-    item_lengths = [[6]] + [[3]] * 8 + [[2]] * 9
-    plan = plan_micro_batches(item_lengths, num_ranks=9, max_tokens=6, is_packed=True)
-    assert [sum(item_lengths[item][0] for item in items) for (items,) in plan] == [6] * 7 + [4, 2]
-
-
 @pytest.mark.parametrize(
     ("item_lengths", "options", "expected"),
     [

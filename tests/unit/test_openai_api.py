@@ -23,13 +23,6 @@ def client(tmp_path, models):
     return make_client(make_arena(tmp_path / "a.sqlite3", **models), raise_server_exceptions=False)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """A client, and its model, for what is refused."""
-    model = FakeModel("left")
-    return make_client(make_arena(tmp_path_factory.mktemp("shared") / "a.sqlite3", left=model)), model
-
-
 @pytest.fixture
 def ours(client) -> openai.OpenAI:
     """OpenAI's own client, whose requests go to our application without a network."""
@@ -134,19 +127,11 @@ def test_log_probabilities_of_an_answer_have_its_end(ours):
         ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages", "template refuses"),
     ],
 )  # fmt: skip
-def test_what_is_not_honoured_is_refused_by_its_name(shared, body, param, words):
-    client, model = shared
-    body = {"model": "left", "messages": HI} | body
-    answer = client.post("/v1/chat/completions", content=json.dumps(body))
+def test_what_is_not_honoured_is_refused_by_its_name(client, models, body, param, words):
+    answer = client.post("/v1/chat/completions", content=json.dumps({"model": "left", "messages": HI} | body))
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param and words in error["message"]
-    assert error["type"] == "invalid_request_error" and model.asked == []
-
-
-def test_neutral_values_of_fields_that_we_do_not_have_are_taken(client):
-    neutral = {"frequency_penalty": 0, "logit_bias": {}, "tools": None, "n": 1, "stop": "zzz"}
-    neutral |= {"response_format": {"type": "text"}, "user": "me", "metadata": {"a": 1}}
-    assert post(client, **neutral).status_code == 200
+    assert error["type"] == "invalid_request_error" and models["left"].asked == []
 
 
 @pytest.mark.parametrize(
@@ -157,9 +142,15 @@ def test_neutral_values_of_fields_that_we_do_not_have_are_taken(client):
         ({"prompt": "x", "stream": True, "echo": True}, "echo is not supported together with stream"),
     ],
 )
-def test_completions_that_are_refused(shared, body, words):
-    answer = post(shared[0], "completions", **body)
+def test_completions_that_are_refused(client, body, words):
+    answer = post(client, "completions", **body)
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+
+
+def test_neutral_values_of_fields_that_we_do_not_have_are_taken(client):
+    neutral = {"frequency_penalty": 0, "logit_bias": {}, "tools": None, "n": 1, "stop": "zzz"}
+    neutral |= {"response_format": {"type": "text"}, "user": "me", "metadata": {"a": 1}}
+    assert post(client, **neutral).status_code == 200
 
 
 def test_errors_of_the_server_have_openais_form_too(client, models):

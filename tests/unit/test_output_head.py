@@ -112,12 +112,6 @@ def test_logprobs_of_a_large_vocabulary_equal_float64_to_a_millionth(dtype):
     close(found, plain_logprobs(logits.double(), ids))
 
 
-def identity_scores(logits, ids, **options):
-    """Scores of given logits: the head's weight is the identity, so the hidden state's gradient is theirs."""
-    eye = torch.eye(logits.shape[1], dtype=logits.dtype)
-    return token_scores(logits, eye, None, ids, LogitOptions(**options), with_entropy=True)
-
-
 @pytest.mark.parametrize("padding", [0.0, 1e4, torch.nan])
 def test_vocabulary_padding_is_out_of_the_softmax_and_gets_no_gradient(padding):
     g = torch.Generator().manual_seed(0)
@@ -125,7 +119,7 @@ def test_vocabulary_padding_is_out_of_the_softmax_and_gets_no_gradient(padding):
     bias = torch.zeros(60)
     bias[50:] = padding
     ids = torch.randint(0, 50, (8,), generator=g)
-    short = identity_scores(hidden[:, :50].contiguous(), ids)
+    short = token_scores(hidden[:, :50], torch.eye(50), None, ids, LogitOptions(), with_entropy=True)
     leaf = bias.requires_grad_()
     found = token_scores(hidden, weight, leaf, ids, LogitOptions(num_valid_tokens=50), with_entropy=True)
     (found[0] + found[1]).sum().backward()

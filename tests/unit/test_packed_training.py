@@ -146,11 +146,8 @@ def test_an_evaluation_does_not_count_what_fills_up_the_last_batches(kind, tiny_
     options, logger = ModelOptions(tiny_model_folder("llama"), dropout=0.0), Mock()
     policy = PolicyModel(load_causal_lm(options, 320), num_valid_tokens=320)
     if kind == "sft":
-        trainer, rows, collate = (
-            SFTTrainer(policy, is_packed=False, logger=logger),
-            sft_rows(),
-            collate_sft,
-        )
+        trainer = SFTTrainer(policy, is_packed=False, logger=logger)
+        rows, collate = sft_rows(), collate_sft
     elif kind == "reward":
         flags = {"rank_loss": "end_score", "use_margin": False, "center_coef": 0.0}
         model = load_value_model(options, 320)

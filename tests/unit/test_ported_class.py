@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+from unittest.mock import Mock
 
 import pytest
 from stage_texts import build, make_options, write_rows
@@ -84,25 +85,15 @@ def test_without_a_name_the_class_is_given_the_one_that_it_sets_itself(monkeypat
     pytest.importorskip("datasets")
     import ported_sets
 
-    asked = []
-
-    def load_dataset(name):
-        asked.append(name)
-        return {"train": [PAIR], "test": []}
-
+    load_dataset = Mock(return_value={"train": [PAIR], "test": []})
     monkeypatch.setattr(ported_sets, "load_dataset", load_dataset)
     source = load_source("ported_sets:StaticDataset")
-    assert asked == []  # nothing is loaded before a row is asked for
+    load_dataset.assert_not_called()  # nothing is loaded before a row is asked for
     assert first_example(source).chosen.strip() == "hello" and source.eval is None
-    assert asked == ["team/static"]
-
-    def refuse(name):
-        raise ConnectionError("no network\nmore")
-
-    monkeypatch.setattr(ported_sets, "load_dataset", refuse)
-    with pytest.raises(
-        ValueError, match=r"^--data_path ported_sets:StaticDataset: .*'team/static'.*no network; c"
-    ):
+    load_dataset.assert_called_once_with("team/static")
+    load_dataset.side_effect = ConnectionError("no network\nmore")
+    told = r"^--data_path ported_sets:StaticDataset: .*'team/static'.*no network; c"
+    with pytest.raises(ValueError, match=told):
         len(load_source("ported_sets:StaticDataset").train)
 
 
@@ -205,7 +196,6 @@ def test_raw_datasets_stand_in_for_get_train_data_and_a_repeated_part_is_no_eval
 @pytest.mark.parametrize(
     ("signature", "expected"),
     [
-        ("self, seed=0, dataset_name='own'", "given"),
         ("self, where, seed, rank, dataset_name, chat_path", "given"),
         ("self, *args", ""),
     ],

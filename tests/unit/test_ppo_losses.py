@@ -50,13 +50,13 @@ def test_policy_loss_and_gradient_by_hand():
 
 def test_policy_loss_with_a_higher_upper_bound_and_a_bounded_negative_side():
     """O20, A20: clip_range_high and c_clip."""
-    # 1.25 is inside a range to 1.28; 1.3 is not; -A * 4 is bounded to 3
-    new = torch.tensor([[1.25, 1.3, 4.0]]).log().requires_grad_()
-    advantages, mask = torch.tensor([[1.0, 1.0, -1.0]]), torch.ones(1, 3).bool()
-    loss = policy_loss(new, torch.zeros(1, 3), advantages, mask, 0.2, 0.28, 3.0)
+    # 1.25 is inside a range to 1.28; 1.3 is not; -A * 4 is bounded to 3; the lower bound stays 0.8
+    new = torch.tensor([[1.25, 1.3, 4.0, 0.75]]).log().requires_grad_()
+    advantages, mask = torch.tensor([[1.0, 1.0, -1.0, -1.0]]), torch.ones(1, 4).bool()
+    loss = policy_loss(new, torch.zeros(1, 4), advantages, mask, 0.2, 0.28, 3.0)
     loss.sum().backward()
-    close(loss, [[-1.25, -1.28, 3.0]])
-    close(new.grad, [[-1.25, 0.0, 0.0]])
+    close(loss, [[-1.25, -1.28, 3.0, 0.8]])
+    close(new.grad, [[-1.25, 0.0, 0.0, 0.0]])
 
 
 @forms(policy_loss, all_positions=lambda *x: policy_loss(*x[:3], torch.ones_like(x[3])))
@@ -123,35 +123,24 @@ def test_behaviour_weights_by_hand():
     assert behaviour_weights(prox, old, mask, cap=3.5)[0].isnan().tolist() == mask.tolist()
 
 
-def loop_means(data, args):
-    """Return the decoupled loss and the statistics of flat tokens, one after the other."""
-    loss, weights, kls, ratios = 0.0, [], [], []
-    for i in data["loss_mask"].nonzero()[:, 0].tolist():
-        new, old, prox = (data[k][i].item() for k in ("new", "old_logprobs", "prox_logprobs"))
-        advantage, ratio, weight = data["advantages"][i].item(), math.exp(new - prox), math.exp(prox - old)
-        ratios.append(ratio)
-        if weight <= args.behav_imp_weight_cap:
-            loss += max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2)) * weight
-            weights.append(weight)
-            kls.append(prox - old)
-    return loss, {"behav_imp_weight": weights, "behav_kl": kls, "ratio": ratios}
-
-
-def test_the_decoupled_loss_and_its_statistics_equal_a_float64_loop():
+def test_the_decoupled_loss_and_its_statistics_by_hand():
     """A14, A22: what is logged is the mean over the tokens that are not capped. A3: its own count."""
-    new, old, prox, advantages, mask = (x.flatten() for x in random_batch(4))
-    data = {"new": new / 3, "old_logprobs": old / 3, "prox_logprobs": prox / 3, "advantages": advantages}
-    data |= {"loss_mask": mask, "loss_weights": mask.float(), "rollout_logprobs": old / 3}
-    actor = SimpleNamespace(engine=None, compute_logprobs=lambda *_, **__: (data["new"], torch.zeros(45)))
-    args = PPOArguments(use_decoupled_loss=True, behav_imp_weight_cap=1.3, clip_range=0.2)
+    weights, ratios = torch.tensor([2.0, 1.0, 4.0, 9.0]), torch.tensor([1.5, 1.0, 0.5, 9.0])
+    mask, old = torch.tensor([True, True, True, False]), torch.full((4,), -3.0)
+    prox = old + weights.log()
+    data = {"old_logprobs": old, "prox_logprobs": prox, "rollout_logprobs": old, "loss_mask": mask}
+    data |= {"advantages": torch.tensor([1.0, -1.0, 1.0, 1.0]), "loss_weights": mask.float()}
+    new = prox + ratios.log()
+    actor = SimpleNamespace(engine=None, compute_logprobs=lambda *_, **__: (new, torch.zeros(4)))
+    args = PPOArguments(use_decoupled_loss=True, behav_imp_weight_cap=3.0, clip_range=0.2)
     losses = PPOLosses(fill_defaults(args, ALGORITHMS["ppo"]), SimpleNamespace(actor=actor))
     found, stats = losses._policy_sums(PackedBatch.build([0], {key: [x] for key, x in data.items()}))
-    loss, values = loop_means(data, args)
-    assert float(found) == pytest.approx(loss, abs=1e-5)
-    assert len(values["ratio"]) > len(values["behav_kl"]) > 0
-    for name, of_tokens in values.items():
+    # 2 * -1 * 1.2, at the bound; 1 * 1 * 1; the weight of 4 is above the cap; padding
+    assert float(found) == pytest.approx(-2.4 + 1.0, abs=1e-5)
+    means = {"behav_imp_weight": (2 + 1) / 2, "behav_kl": math.log(2) / 2, "ratio": (1.5 + 1 + 0.5) / 3}
+    for name, mean in means.items():
         total, count = stats[f"policy/{name}"]
-        assert float(total / count) == pytest.approx(sum(of_tokens) / len(of_tokens), abs=1e-5), name
+        assert float(total / count) == pytest.approx(mean, abs=1e-5), name
 
 
 # --- the critic's loss ---
@@ -209,32 +198,16 @@ def test_a_value_inside_its_range_is_not_counted_as_clipped_by_rounding():
 
 # --- weights: how token losses become one number ---
 
-AGGREGATIONS = ("token", "sequence", "constant")
-
-
-def aggregate(parts, aggregation, max_response_tokens):
-    """Return the loss of micro-batches (terms, mask): all sums first, one division at the end."""
-    total, count = 0.0, 0.0
-    for terms, mask in parts:
-        weights, counts = loss_weights(mask, aggregation, max_response_tokens)
-        total += float((weights.double() * torch.where(mask, terms, 0.0)).sum())
-        count += float(counts.sum())
-    return total / count
-
 
 def test_weights_by_hand():
-    """O24: the seed's sum over mask by mask.sum() is "token"; A18: however the batch is cut."""
-    terms = torch.tensor([[1.0, 2.0, 6.0, 99.0], [5.0, 99.0, 99.0, 99.0], [99.0, 99.0, 99.0, 99.0]])
+    """O24: the seed's sum over mask by mask.sum() is "token"; A18: of each response alone, so for any cut."""
     mask = torch.arange(4) < torch.tensor([3, 1, 0])[:, None]
-    # (1 + 2 + 6 + 5) / 4; (9 / 3 + 5 / 1) / 2; 14 / (3 * 5)
-    for aggregation, loss in zip(AGGREGATIONS, (3.5, 4.0, 14 / 15), strict=True):
-        for cut in ([3], [1, 2], [1, 1, 1]):
-            parts = list(zip(terms.split(cut), mask.split(cut), strict=True))
-            assert aggregate(parts, aggregation, 5) == pytest.approx(loss, abs=1e-6)
-    third = 1 / 3
-    close(loss_weights(mask, "sequence", 5)[0], [[third, third, third, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
-    assert [loss_weights(mask, a, 5)[1].tolist() for a in AGGREGATIONS] == [[3, 1, 0], [1, 1, 0], [5, 5, 5]]
-    for weights, counts in (loss_weights(mask, a, 5) for a in AGGREGATIONS):
+    ones, thirds = mask.float().tolist(), [[1 / 3] * 3 + [0], [1, 0, 0, 0], [0] * 4]
+    expected = {"token": (ones, [3, 1, 0]), "sequence": (thirds, [1, 1, 0]), "constant": (ones, [5, 5, 5])}
+    for aggregation, (of_tokens, of_responses) in expected.items():
+        weights, counts = loss_weights(mask, aggregation, 5)
+        close(weights, of_tokens)
+        assert counts.tolist() == of_responses
         assert weights.dtype == torch.float32 and counts.dtype == torch.float64
 
 
