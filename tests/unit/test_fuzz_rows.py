@@ -15,7 +15,6 @@ from common.data.adapters.row_forms import ROW_FORMS
 from common.data.data_options import DataOptions
 from common.data.dialogue import build_template
 from common.data.example import BadRow
-from common.data.pretraining import build_pretraining
 from common.data.raw_rows import RawRows
 from common.data.source_checks import check_sources
 from common.data.stage_datasets import build_data
@@ -154,16 +153,3 @@ def test_rows_of_known_data_sets(name, row):
             assert example.prompt or example.text
     except BadRow as error:
         assert 0 < len(str(error)) < 500
-
-
-@fuzz(100)
-@given(lines=st.lists(line, max_size=4), texts=st.lists(text, min_size=0, max_size=20))
-def test_text_to_mix_in(tiny_tokenizer, lines, texts):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "text.jsonl")
-        path.write_bytes(b"\n".join([*lines, *(json.dumps({"text": t}).encode() for t in texts)]))
-        try:
-            table = build_pretraining(str(path), None, 8, tiny_tokenizer, cache_dir=folder)
-            assert all(len(table[index]["input_ids"]) == 8 for index in range(len(table)))
-        except ValueError as error:
-            assert_named(error, "text.jsonl")
