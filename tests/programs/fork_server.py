@@ -3,8 +3,8 @@
 python fork_server.py SOCKET
 
 Reads one JSON line a request, {"jobs": [[step, argv], ...], "ranks": 2, "env": {...}, "log": FOLDER, "hooks":
-[...], "seconds": 120}, and answers with one: exit codes (negative for a signal) and seconds. Jobs are run one
-after the other in one process group. A rank's output goes to FOLDER/rank-0.out and .err.
+[...], "seconds": 120, "cwd": FOLDER}, and answers with one: exit codes (negative for a signal) and seconds.
+Jobs are run one after the other in one process group. A rank's output goes to FOLDER/rank-0.out and .err.
 
 A hook is {"at": "package.module:Class.method", "call": 3, "when": "before", "do": "kill", "rank": 0}: at the
 third call of that function the rank does it: kill | term | int | stop (signals to itself), raise:TEXT,
@@ -93,6 +93,7 @@ def run_jobs(jobs: list[tuple[int, list[str]]]) -> None:
 def run_rank(request: dict[str, Any], rank: int, port: int) -> None:
     """Be a rank; leaves with the exit code of the program."""
     folder = Path(request["log"])
+    os.chdir(request.get("cwd", "."))
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"rank-{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(file, number)

@@ -3,31 +3,19 @@
 import math
 
 import pytest
-import torch
-from program_runs import read_curve, read_metrics, run_here
-from safetensors.torch import load_file
+from program_runs import largest_difference, read_curve, read_metrics, read_weights, run_here
+from tiny_inputs import step_flags
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @pytest.fixture
 def flags(tiny, tmp_path):
-    return {
-        "loss": "dpo",
-        "data_path": tiny.rows,
-        "data_output_path": tiny.cache,
-        "data_split": "0,1,0",
-        "model_name_or_path": tiny.base,
-        "max_seq_len": 64,
-        "per_device_train_batch_size": 4,
-        "eval_fraction": 0.2,
-        "max_train_steps": 6,
-        "num_train_epochs": 9,
-        "learning_rate": 3e-3,
-        "output_dir": tmp_path / "output",
-    }
+    more = {"loss": "dpo", "data_split": "0,1,0", "max_seq_len": 64, "eval_fraction": 0.2}
+    more |= {"max_train_steps": 6, "num_train_epochs": 9, "learning_rate": 3e-3}
+    return step_flags(tiny, 2, **more, output_dir=tmp_path / "output")
 
 
-@pytest.mark.parametrize("more", [{}, {"packed": True}, {"lora_dim": 4, "lora_learning_rate": 3e-2}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"packed": True, "lora_dim": 4, "lora_learning_rate": 3e-2}], ids=str)
 def test_pairs_teach_a_chat_model(flags, tmp_path, capsys, lone_process, no_pictures, more):
     run_here(2, flags | more)
     output = tmp_path / "output"
@@ -37,7 +25,7 @@ def test_pairs_teach_a_chat_model(flags, tmp_path, capsys, lone_process, no_pict
     assert abs(first["dpo/margin"]) < 1e-4 and last["dpo/margin"] > 0.1 and last["dpo/accuracy"] > 0.5
     at_first, *_, at_last = read_metrics(output, "dpo/eval_loss")
     assert at_first["dpo/eval_loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert at_first["dpo/eval_accuracy"] == pytest.approx(0.5, abs=0.5) and "dpo/eval_margin" in at_last
+    assert "dpo/eval_margin" in at_last
     model = AutoModelForCausalLM.from_pretrained(output / "export")
     ids = AutoTokenizer.from_pretrained(output / "export")("the quick", return_tensors="pt").input_ids
     assert model(ids).logits.isfinite().all()
@@ -70,11 +58,7 @@ def test_two_ranks_learn_the_same(flags, forks, tmp_path, lone_process, no_pictu
         more = {"output_dir": folder, "zero_stage": stage, "per_device_train_batch_size": 2}
         done = forks.run(2, flags | more, ranks=2)
         assert done.codes == [0, 0], done.text()
-        mine, expected = (load_file(f / "export/model.safetensors") for f in (folder, tmp_path / "output"))
-        assert max(float((mine[n] - expected[n]).abs().max()) for n in expected) < 1e-4
-        torch.testing.assert_close(
-            torch.tensor(read_curve(folder, "dpo/loss")),
-            torch.tensor(read_curve(tmp_path / "output", "dpo/loss")),
-            atol=1e-5,
-            rtol=0,
-        )
+        mine, expected = (read_weights(f / "export") for f in (folder, tmp_path / "output"))
+        assert largest_difference(mine, expected) < 1e-4
+        losses = read_curve(tmp_path / "output", "dpo/loss")
+        assert read_curve(folder, "dpo/loss") == pytest.approx(losses, abs=1e-5)

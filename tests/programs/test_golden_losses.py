@@ -8,20 +8,17 @@ from pathlib import Path
 
 import pytest
 from program_runs import read_metrics, run_here
+from tiny_inputs import step_flags
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 TOLERANCE = 2e-5  # other processors add up in another order
 
-SINGLE = {"max_seq_len": 48, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "eval_fraction": 0.1}
+SINGLE = {"learning_rate": 1e-3, "eval_fraction": 0.1}
 PPO = {
     "data_split": "0,0,1",
-    "max_prompt_seq_len": 24,
-    "max_answer_seq_len": 8,
-    "per_device_generation_batch_size": 4,
     "generation_batches": 2,
-    "per_device_training_batch_size": 4,
     "ppo_epochs": 2,
     "actor_learning_rate": 1e-3,
     "critic_learning_rate": 1e-3,
@@ -47,10 +44,8 @@ def read_table(text: str) -> dict[tuple[str, str], float]:
 @pytest.mark.parametrize("name", RUNS)
 def test_losses(name, tiny, tmp_path, lone_process, no_pictures, capsys):
     step, flags, metrics = RUNS[name]
-    models = {"actor_model_name_or_path": tiny.base, "critic_model_name_or_path": tiny.reward}
-    models = models if step == 3 else {"model_name_or_path": tiny.base}
-    shared = {"data_path": tiny.rows, "data_output_path": tiny.cache, "max_train_steps": 4, "dtype": "fp32"}
-    run_here(step, shared | {"data_split": "1,1,1"} | flags | models | {"output_dir": tmp_path / "output"})
+    shared = {"data_split": "1,1,1", "max_train_steps": 4, "dtype": "fp32", "output_dir": tmp_path / "output"}
+    run_here(step, step_flags(tiny, step, **shared | flags))
     speeds = read_metrics(tmp_path / "output", "perf/step_seconds")
     assert all(0 < row["perf/mfu"] < 1 and row["perf/rest_seconds"] >= 0 for row in speeds)
     lines = [

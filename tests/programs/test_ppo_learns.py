@@ -5,8 +5,7 @@ import math
 import pytest
 import tiny_inputs
 from program_runs import largest_difference, read_curve, read_metrics, read_weights, run_here
-
-from step3_ppo.ppo_math import KL_HORIZON
+from tiny_inputs import step_flags
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("lone_process", "no_pictures")]
 
@@ -25,25 +24,11 @@ def ppo(tiny, tmp_path_factory, lone_process, no_pictures):
 
     def start(**changes):
         output = tmp_path_factory.mktemp("ppo") / "output"
-        flags = {
-            "actor_model_name_or_path": tiny.base,
-            "critic_model_name_or_path": tiny.reward,
-            "data_path": tiny.rows,
-            "data_split": "0,0,1",
-            "data_output_path": tiny.cache,
-            "output_dir": output,
-            "max_prompt_seq_len": 24,
-            "max_answer_seq_len": 8,
-            "per_device_generation_batch_size": NUM_PROMPTS,
-            "per_device_training_batch_size": NUM_PROMPTS,
-            "actor_learning_rate": 3e-3,
-            "critic_learning_rate": 3e-3,
-            "lr_scheduler_type": "constant",
-            "num_warmup_steps": 0,
-            "num_train_epochs": 1000,
-            "max_train_steps": 2,
-            "dtype": "fp32",
-        }
+        flags = {"data_split": "0,0,1", "output_dir": output, "dtype": "fp32", "num_train_epochs": 1000}
+        flags |= {"lr_scheduler_type": "constant", "num_warmup_steps": 0, "max_train_steps": 2}
+        flags |= dict.fromkeys(("actor_learning_rate", "critic_learning_rate"), 3e-3)
+        batches = ("per_device_generation_batch_size", "per_device_training_batch_size")
+        flags = step_flags(tiny, 3, **flags | dict.fromkeys(batches, NUM_PROMPTS))
         run_here(3, flags | changes)
         return output
 
@@ -80,16 +65,6 @@ def test_the_policy_begins_as_the_reference(one_step):
     assert row["objective/reward"] == pytest.approx(row["objective/score"], abs=1e-4)
 
 
-def test_the_sampler_s_logprobs_give_the_same_step(one_step, ppo):
-    (row,) = read_metrics(ppo(max_train_steps=1, reward_clip=0, old_logprobs="rollout"))
-    (expected,) = read_metrics(one_step)
-    for name in ("policy/loss", "value/loss", "policy/ratio", "objective/score"):
-        assert row[name] == pytest.approx(expected[name], abs=1e-5), name
-
-
-# ---- what memory it takes changes nothing
-
-
 def test_gradient_checkpointing_gives_the_same_losses(ppo):
     plain = ppo()
     saving = ppo(actor_gradient_checkpointing=True, critic_gradient_checkpointing=True)
@@ -102,18 +77,9 @@ def test_gradient_checkpointing_in_the_other_steps(tiny, tmp_path, step, name, l
     curves = []
     for is_on in (False, True):
         output = tmp_path / str(is_on)
-        flags = {
-            "model_name_or_path": tiny.base,
-            "data_path": tiny.rows,
-            "data_output_path": tiny.cache,
-            "output_dir": output,
-            "max_seq_len": 48,
-            "per_device_train_batch_size": 4,
-            "max_train_steps": 2,
-            "learning_rate": 1e-3,
-            "gradient_checkpointing": str(is_on),
-        }
-        run_here(step, flags | lora)
+        more = lora | {"output_dir": output, "max_train_steps": 2, "learning_rate": 1e-3}
+        flags = step_flags(tiny, step, gradient_checkpointing=is_on or None, **more)
+        run_here(step, flags)
         curves.append(read_curve(output, name))
     assert len(curves[0]) == 2 and curves[0] == pytest.approx(curves[1], abs=1e-5)
 
@@ -151,38 +117,18 @@ def test_the_critic_learns_what_a_policy_that_stays_earns(ppo, lover):
     assert sum(explained[-3:]) / 3 > sum(explained[:3]) / 3 + 0.3, explained
 
 
-def test_an_adaptive_coefficient_steers_towards_its_target(ppo, lover):
-    flags = {"critic_model_name_or_path": lover, "max_train_steps": 12, "ppo_epochs": 2}
-    output = ppo(kl_coef=0.01, kl_target=0.1, **flags)
-    coefs, kls = read_curve(output, "objective/kl_coef"), read_curve(output, "objective/kl")
-    for before, after, kl in zip(coefs, coefs[1:], kls, strict=False):
-        error = min(max(kl / 0.1 - 1, -0.2), 0.2)
-        assert after == pytest.approx(before * (1 + error * NUM_PROMPTS / KL_HORIZON), rel=1e-6)
-    assert coefs[-1] > coefs[0]
-
-
-# ---- the pretraining mix
-
-
 def test_the_unsupervised_loss_falls_only_when_it_has_weight(ppo, tiny):
-    curves, outputs = {}, {}
+    curves = {}
     for weight in (0.0, 5.0):
         flags = {"unsupervised_dataset_name": tiny.text, "unsup_coef": weight, "max_train_steps": 12}
-        outputs[weight] = ppo(actor_learning_rate=1e-3, **flags)
-        curves[weight] = read_curve(outputs[weight], "policy/unsup_loss")
+        curves[weight] = read_curve(ppo(actor_learning_rate=1e-3, **flags), "policy/unsup_loss")
     assert curves[0.0][0] == pytest.approx(curves[5.0][0], abs=1e-5)  # the same text under the same weights
     assert curves[5.0][-1] < curves[5.0][0] - 0.3, curves
     assert curves[0.0][-1] > curves[0.0][0] - 0.1, curves
-    # The weight is the text's alone: at 0 the policy learns what it learns without a text.
-    alone = read_curve(ppo(actor_learning_rate=1e-3, max_train_steps=12), "objective/kl")
-    assert read_curve(outputs[0.0], "objective/kl") == pytest.approx(alone, abs=1e-5) and alone[-1] > 1e-3
 
 
 def test_without_the_data_set_there_is_no_such_loss(one_step):
     assert not read_metrics(one_step, "policy/unsup_loss")
-
-
-# ---- EMA
 
 
 def test_ema_is_the_average_of_the_weights_after_each_update(ppo, tiny):
@@ -211,13 +157,6 @@ def test_ema_counts_optimizer_steps_not_ppo_steps(ppo, tiny):
     assert 0 < behind < moved  # with one part of a half they would be equal
 
 
-def test_no_export_but_the_chat_model_unless_asked_for(one_step):
-    assert [path.name for path in one_step.glob("export*")] == ["export"]
-
-
-# ---- bounds
-
-
 def test_entropy_bonus_keeps_entropy(ppo, lover):
     flags = {"critic_model_name_or_path": lover, "max_train_steps": 12, "kl_coef": 0.0}
     entropy = [read_curve(ppo(entropy_coef=coef, **flags), "policy/entropy")[-1] for coef in (0.0, 0.5)]
@@ -225,26 +164,20 @@ def test_entropy_bonus_keeps_entropy(ppo, lover):
     assert entropy[1] < math.log(320)
 
 
-# ---- what an algorithm may be asked for
-
-
 def test_updates_end_early_when_the_policy_has_moved(ppo):
     flags = {"ppo_epochs": 4, "max_train_steps": 1}
     (row,) = read_metrics(ppo(early_stop_kl=1e-7, **flags))
     assert row["policy/num_updates"] == 2, "the first minibatch is scored before anything has moved"
-    (row,) = read_metrics(ppo(early_stop_kl=1e3, **flags))
-    assert row["policy/num_updates"] == 4
     (row,) = read_metrics(ppo(ppo_epochs=2, max_train_steps=1))
     last = 2 * row["policy/approx_kl"]  # the mean is of the first minibatch's, 0, and the second's
     (row,) = read_metrics(ppo(early_stop_kl=0.75 * last, **flags))
     assert row["policy/num_updates"] == 2, "the last minibatch decides, not the mean of all"
 
 
-@pytest.mark.parametrize("kind", ["exp", "ma"])
-def test_the_critic_may_learn_normalised_returns(ppo, kind, one_step):
+def test_the_critic_may_learn_normalised_returns(ppo):
     flags = {"reward_clip": 0, "value_clip_range": 0, "max_train_steps": 1}
     (plain,) = read_metrics(ppo(**flags))
-    (row,) = read_metrics(ppo(value_norm=kind, **flags))
+    (row,) = read_metrics(ppo(value_norm="exp", **flags))
     # Before the first update of the statistics both read the same values; then the returns become numbers
     # of mean 0 and deviation 1 to the critic, in real units they explain as much.
     assert row["value/explained_variance"] == pytest.approx(plain["value/explained_variance"], abs=1e-5)
@@ -271,7 +204,7 @@ def test_a_step_in_which_nothing_counts_moves_nothing(ppo, tiny):
     assert largest_difference(read_weights(tiny.base), read_weights(output / "export")) == 0
 
 
-@pytest.mark.parametrize("flags", [{"top_k": 3}, {"top_p": 0.7}, {"top_k": 8, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("flags", [{"top_k": 3}, {"top_k": 8, "top_p": 0.9}], ids=str)
 def test_replayed_support_makes_ratio_and_kl_exact(ppo, flags):
     """The sampler's own probabilities, taken among what it could draw, are those of actor and reference."""
     for hybrid in ({}, {"enable_hybrid_engine": True}):

@@ -8,17 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from program_runs import (
-    ROOT,
-    STEPS,
-    as_flags,
-    files_in,
-    read_curve,
-    read_metrics,
-    run,
-    run_here,
-    torchrun,
-)
+from program_runs import ROOT, STEPS, as_flags, files_in, read_curve, read_metrics, run, run_here, torchrun
+from tiny_inputs import step_flags
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from export import main as run_export
@@ -46,32 +37,9 @@ def within(folder: str, names: set[str]) -> set[str]:
     return {f"{folder}/{name}" for name in names}
 
 
-def single_model_flags(tiny, **more) -> dict:
-    return {
-        "model_name_or_path": tiny.base,
-        "data_path": tiny.rows,
-        "data_output_path": tiny.cache,
-        "max_seq_len": 48,
-        "per_device_train_batch_size": 4,
-        "num_train_epochs": 2,
-        "max_train_steps": NUM_STEPS,
-        "learning_rate": 1e-3,
-        "eval_fraction": 0.2,
-    } | more
-
-
-def ppo_flags(tiny, **more) -> dict:
-    return {
-        "actor_model_name_or_path": tiny.base,
-        "critic_model_name_or_path": tiny.reward,
-        "data_path": tiny.rows,
-        "data_output_path": tiny.cache,
-        "max_prompt_seq_len": 24,
-        "max_answer_seq_len": 6,
-        "per_device_generation_batch_size": 4,
-        "per_device_training_batch_size": 4,
-        "max_train_steps": NUM_STEPS,
-    } | more
+def short_flags(tiny, step: int, **more) -> dict:
+    flags = {} if step == 3 else {"num_train_epochs": 2, "learning_rate": 1e-3, "eval_fraction": 0.2}
+    return step_flags(tiny, step, **{"max_train_steps": NUM_STEPS} | flags | more)
 
 
 def check_log(text: str, output: Path, num_steps: int, num_evaluations: int) -> None:
@@ -100,11 +68,9 @@ def pipeline(tiny, tmp_path_factory) -> dict:
         done[script] = run([sys.executable, script, *as_flags(flags)])
         os.umask(before)
 
-    start("step1_sft/main.py", single_model_flags(tiny, output_dir=sft, lora_dim=4))
-    start(
-        "step2_reward/main.py",
-        single_model_flags(tiny, output_dir=reward, model_name_or_path=sft / "export"),
-    )
+    start("step1_sft/main.py", short_flags(tiny, 1, output_dir=sft, lora_dim=4))
+    of_sft = {"output_dir": reward, "model_name_or_path": sft / "export"}
+    start("step2_reward/main.py", short_flags(tiny, 2, **of_sft))
     start(
         "step2_reward/rw_eval.py",
         {
@@ -121,14 +87,13 @@ def pipeline(tiny, tmp_path_factory) -> dict:
         "enable_ema": True,
         "print_answers": True,
     }
-    start("step3_ppo/main.py", ppo_flags(tiny, output_dir=ppo, **models))
+    start("step3_ppo/main.py", short_flags(tiny, 3, output_dir=ppo, **models))
     return {"sft": sft, "reward": reward, "ppo": ppo, "done": done}
 
 
 @whole_program
-@pytest.mark.parametrize("name", ["sft", "reward", "ppo"])
-def test_the_files_of_a_run_have_the_rights_that_umask_leaves(pipeline, name):
-    rights = {path: path.stat().st_mode & 0o777 for path in pipeline[name].rglob("*")}
+def test_the_files_of_a_run_have_the_rights_that_umask_leaves(pipeline):
+    rights = {path: path.stat().st_mode & 0o777 for path in pipeline["sft"].parent.rglob("*")}
     assert {p: oct(r) for p, r in rights.items() if r != (0o750 if p.is_dir() else 0o640)} == {}
 
 
@@ -241,7 +206,7 @@ def test_nothing_noisy_is_printed(pipeline):
 
 @whole_program
 def test_torchrun_prints_once(tiny, output):
-    flags = single_model_flags(tiny, output_dir=output, data_split="0,1,0", per_device_train_batch_size=2)
+    flags = short_flags(tiny, 2, output_dir=output, data_split="0,1,0", per_device_train_batch_size=2)
     done = run(torchrun("main.py", *as_flags(flags)), cwd=ROOT / "step2_reward")  # from its own folder
     assert files_in(output) == ALWAYS | within("export", CLASSIFIER) | checkpoint("model", ranks=2)
     check_log(done.stdout, output, NUM_STEPS, len(read_metrics(output, "reward/eval_accuracy")))
@@ -253,15 +218,13 @@ def test_torchrun_prints_once(tiny, output):
 
 @pytest.mark.parametrize("step", STEPS)
 def test_dry_run_prints_json_and_writes_nothing(tiny, tmp_path, capsys, monkeypatch, step):
-    flags = (ppo_flags if step == 3 else single_model_flags)(
-        tiny, output_dir=tmp_path / "output", data_output_path=tmp_path / "cache", dry_run=True
-    )
+    folders = {"output_dir": tmp_path / "output", "data_output_path": tmp_path / "cache"}
 
     def refuse(*_, **__):
         raise AssertionError("a dry run loads no model")
 
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", refuse)
-    run_here(step, flags)
+    run_here(step, short_flags(tiny, step, dry_run=True, **folders))
     resolved = json.loads(capsys.readouterr().out)
     assert resolved["max_train_steps"] == NUM_STEPS and resolved["resolved_dtype"] in ("fp32", "bf16")
     assert resolved["data_path"] == [str(tiny.rows)]
@@ -270,15 +233,6 @@ def test_dry_run_prints_json_and_writes_nothing(tiny, tmp_path, capsys, monkeypa
 
 def test_without_output_dir_nothing_is_saved(tiny, tmp_path, capsys, monkeypatch, lone_process):
     monkeypatch.chdir(tmp_path)
-    run_here(1, single_model_flags(tiny, max_train_steps=1))
+    run_here(1, short_flags(tiny, 1, max_train_steps=1))
     assert "step     1/1" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
-
-
-def test_tensorboard_and_log_interval(tiny, output, capsys, lone_process, no_pictures):
-    flags = {"enable_tensorboard": True, "log_interval": 2, "eval_fraction": 0, "data_split": "1,0,0"}
-    run_here(1, single_model_flags(tiny, output_dir=output, **flags))
-    text = capsys.readouterr().out
-    assert "step     1/3" not in text and "step     2/3" in text and "step     3/3" in text
-    assert len(read_metrics(output)) == NUM_STEPS  # the file has them all
-    assert [name for name in files_in(output) if name.startswith("tensorboard/events")]

@@ -5,7 +5,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from short_sft import from_words
+from tiny_inputs import from_words, step_flags
 
 pytestmark = pytest.mark.slow
 
@@ -42,18 +42,9 @@ def server():
 def test_nothing_but_the_server_sees_the_token(tiny, forks, server, output, fails_at):
     """Not args.json, metrics, checkpoints, exports, refused batches, nor what is printed of a failure."""
     server.fails_at = fails_at
-    flags = {
-        "actor_model_name_or_path": tiny.base,
-        "critic_model_name_or_path": tiny.reward,
-        "reward": f"http://127.0.0.1:{server.server_port}/score",
-        "data_path": tiny.rows,
-        "data_output_path": tiny.cache,
-        "output_dir": output,
-    }
-    flags |= from_words(
-        "--per_device_generation_batch_size 2 --per_device_training_batch_size 2 --max_prompt_seq_len 24 "
-        "--max_answer_seq_len 6 --max_train_steps 3 --save_interval 1 --max_bad_steps 0 --print_answers true"
-    )
+    words = "--max_train_steps 3 --save_interval 1 --max_bad_steps 0 --print_answers true"
+    reward = f"http://127.0.0.1:{server.server_port}/score"
+    flags = step_flags(tiny, 3, reward=reward, output_dir=output, **from_words(words))
     done = forks.run(3, flags, env={"TRIPTYCH_REWARD_TOKEN": TOKEN})
     assert done.code == (3 if fails_at else 0), done.text()
     assert server.tokens == [f"Bearer {TOKEN}"] * (fails_at or 3)

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 from program_runs import ROOT, TIME_LIMIT, as_flags, environment, free_port, read_curve, run_here
+from tiny_inputs import step_flags
 
 pytestmark = pytest.mark.slow
 
 FLAGS = {
     "data_split": "1,0,0",
-    "max_seq_len": 48,
     "eval_fraction": 0.2,
     "learning_rate": 1e-3,
     "max_train_steps": 3,
@@ -20,13 +20,8 @@ FLAGS = {
 
 
 def test_two_nodes_train_as_one_process_does(tiny, tmp_path, lone_process, no_pictures):
-    flags = FLAGS | {
-        "model_name_or_path": tiny.base,
-        "data_path": tiny.rows,
-        "data_output_path": tmp_path / "cache",  # both make it at once: nodes need not share a disk
-        "per_device_train_batch_size": 4,
-        "output_dir": tmp_path / "two",
-    }
+    folders = {"data_output_path": tmp_path / "cache", "output_dir": tmp_path / "two"}
+    flags = step_flags(tiny, 1, **FLAGS, **folders)  # both make the cache: nodes need not share a disk
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
     place = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     nodes = [

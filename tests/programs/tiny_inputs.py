@@ -117,3 +117,21 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any] | str]) -> Path:
     """Return the path of a JSON lines file; a str is a line as it stands."""
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
     return path
+
+
+def step_flags(tiny: Any, step: int, **more: Any) -> dict[str, Any]:
+    """Return flags of a short run of a step on tiny models and data, and more; None leaves a flag out."""
+    flags: dict[str, Any] = {"data_path": tiny.rows, "data_output_path": tiny.cache}
+    if step == 3:
+        flags |= {"actor_model_name_or_path": tiny.base, "critic_model_name_or_path": tiny.reward}
+        flags |= {"per_device_generation_batch_size": 4, "per_device_training_batch_size": 4}
+        flags |= {"max_prompt_seq_len": 24, "max_answer_seq_len": 8}
+    else:
+        flags |= {"model_name_or_path": tiny.base, "max_seq_len": 48, "per_device_train_batch_size": 4}
+    return {name: value for name, value in (flags | more).items() if value is not None}
+
+
+def from_words(text: str) -> dict[str, str]:
+    """Return the flags of a command line, by name."""
+    words = text.split()
+    return {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
