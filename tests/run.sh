@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Sets the environment up and runs the tests; arguments go to pytest.
 #   bash tests/run.sh                         the fast tests, and whole programs that show that they work
-#   bash tests/run.sh --all                   everything
+#   bash tests/run.sh --all                   everything, as the CI does
 #   bash tests/run.sh -m "not slow"           the fast tests alone
-#   bash tests/run.sh -m "not long"           what the CI runs
 #   bash tests/run.sh -n 0 -k ranking         what matches a name, in one process (as --pdb needs)
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/.."

@@ -32,6 +32,29 @@ def tiny(tmp_path_factory, tiny_tokenizer) -> SimpleNamespace:
 
 
 @pytest.fixture(scope="session")
+def more_inputs(tiny, tiny_tokenizer) -> dict[str, str]:
+    """Paths of tiny's models and files, and of rows of every other form, by name."""
+    folder = tiny.folder / "more"
+    folder.mkdir()
+    rows = tiny_inputs.make_rows(45, seed=3)
+    answers = [
+        {"prompt": r["prompt"], "response": r[kind], "helpfulness": n, "quality": 1 - n}
+        for r in rows
+        for n, kind in enumerate(("chosen", "rejected"))
+    ]
+    ranked = [{"prompt": r["prompt"], "responses": [r["chosen"], "so so", r["rejected"]]} for r in rows]
+    files = {
+        "few": rows[:24],
+        "margins": [row | {"margin": n % 3} for n, row in enumerate(rows)],
+        "scored": answers,
+        "ranked": [row | {"ranks": [1, 2, 3]} for row in ranked],
+    }
+    paths = {name: tiny_inputs.write_rows(folder / f"{name}.jsonl", made) for name, made in files.items()}
+    paths["reward2"] = tiny_inputs.save_reward_model(folder / "reward2", tiny_tokenizer, seed=2)
+    return {name: str(path) for name, path in (vars(tiny) | paths).items()}
+
+
+@pytest.fixture(scope="session")
 def lone_process() -> Iterator[None]:
     """This process as a group of one, for all runs in it: it is not started a second time."""
     from common.programs import startup

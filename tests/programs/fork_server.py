@@ -67,8 +67,6 @@ def act(what: str, args: tuple = ()) -> None:
         raise MemoryError("no memory left, says the test")
     elif what.startswith("sleep:"):
         time.sleep(float(what.removeprefix("sleep:")))
-    elif what.startswith("disk full:"):
-        raise OSError(28, "No space left on device")
     elif what.startswith("exec:"):
         exec(what.removeprefix("exec:"), {"args": args})
     else:

@@ -4,11 +4,13 @@ python killed_writes.py kill_at_write.so FOLDER SCENARIO
 
 For k = 1, 2, ... a child does the scenario's action on a fresh copy of what was prepared, and is killed at
 its k-th call (kill_at_write.c). Then what is there, leftovers removed, must be the old or the new state,
-whole, and the action must succeed when it is done again. Prints one JSON line: {"calls": how many there are,
-"unseen": ways of writing that could not be cut, "states": what was found after each, "old" or "new"}.
+whole, and the action must succeed when it is done again. It ends with a child that no k reaches any more.
+Prints one JSON line: what was found after each kill, "old" or "new".
 """
 
 import ctypes
+import functools
+import itertools
 import json
 import os
 import shutil
@@ -83,7 +85,6 @@ CHECKPOINT = ["loop-rank-00000.safetensors", "meta.json", "model-rank-00000.safe
 SAVED = ["checkpoints", "checkpoints/step-000003", *(f"checkpoints/step-000003/{n}" for n in CHECKPOINT)]
 SCENARIOS = {
     "save": Scenario(lambda f: save(f, 1, 1), lambda f: save(f, 2, 2), newest, save_again, SAVED),
-    "save over": Scenario(lambda f: save(f, 1, 1), lambda f: save(f, 1, 2), newest, save_again, SAVED),
     "export": Scenario(
         lambda f: write_folder(f / "export", "old"),
         export,
@@ -107,39 +108,22 @@ def in_child(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def arm(killer: ctypes.CDLL, k: int) -> None:
-    """Let the k-th call from now on be the last; OSError where the kernel cannot."""
+def act_killed(killer: ctypes.CDLL, k: int, scenario: Scenario, folder: Path) -> None:
+    """Do the action, the k-th call of which kills."""
     if killer.arm(ctypes.c_long(k)):
         raise OSError("no seccomp filters here")
+    scenario.act(folder)
+    assert killer.num_unseen() == 0, "something is written in a way that this cannot cut"
 
 
-def count_calls(killer: ctypes.CDLL, scenario: Scenario, folder: Path) -> tuple[int, int]:
-    """Return the calls of the action, and the ways of writing that cannot be cut."""
-    counts = folder.with_name("counts.json")
-
-    def work() -> None:
-        arm(killer, -1)
-        scenario.act(folder)
-        counts.write_text(json.dumps([killer.num_calls(), killer.num_unseen()]))
-
-    assert in_child(work) == 0
-    return tuple(json.loads(counts.read_text()))
-
-
-def kill_at(killer: ctypes.CDLL, k: int, scenario: Scenario, folder: Path) -> str:
-    """Return the state that a kill at call k leaves, after going on from it."""
-
-    def work() -> None:
-        arm(killer, k)
-        scenario.act(folder)
-
-    assert in_child(work) == -signal.SIGKILL, k
+def check_kill(scenario: Scenario, folder: Path) -> str:
+    """Return the state that a kill leaves, after going on from it."""
     remove_leftovers(folder)
     remove_leftovers(folder / "checkpoints")
     state = scenario.read(folder)
     scenario.act_again(folder)
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-    assert names == scenario.names, (k, names)
+    assert names == scenario.names, names
     return state
 
 
@@ -151,15 +135,17 @@ def main() -> None:
     pristine.mkdir()
     scenario.prepare(pristine)
     assert scenario.read(pristine) == "old"
-    shutil.copytree(pristine, folder)
-    calls, unseen = count_calls(killer, scenario, folder)
-    assert scenario.read(folder) == "new"
     states = []
-    for k in range(1, calls + 1):
-        shutil.rmtree(folder)
+    for k in itertools.count(1):
         shutil.copytree(pristine, folder)
-        states.append(kill_at(killer, k, scenario, folder))
-    print(json.dumps({"calls": calls, "unseen": unseen, "states": states}))
+        code = in_child(functools.partial(act_killed, killer, k, scenario, folder))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL, k
+        states.append(check_kill(scenario, folder))
+        shutil.rmtree(folder)
+    assert scenario.read(folder) == "new"
+    print(json.dumps(states))
 
 
 if __name__ == "__main__":

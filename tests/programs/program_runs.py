@@ -37,15 +37,7 @@ def selected_params(request: Any) -> list[dict[str, Any]]:
 
 def environment(**more: str) -> dict[str, str]:
     """Return a child's environment: one thread, no hub, and no place in a process group of ours."""
-    of_a_group = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "LOCAL_WORLD_SIZE",
-        "LOCAL_SIZE",
-    )
+    of_a_group = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT LOCAL_WORLD_SIZE LOCAL_SIZE".split()
     kept = {name: value for name, value in os.environ.items() if name not in of_a_group}
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"} | more
 
@@ -59,14 +51,8 @@ def free_port() -> int:
 
 def torchrun(*words: str | Path, processes: int = 2) -> list[str]:
     """Return the command that runs `words` in several processes of this machine."""
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        str(processes),
-        "--master_port",
-        str(free_port()),
-    ]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    launcher += ["--master_port", str(free_port())]
     return [sys.executable, *launcher, *map(str, words)]
 
 

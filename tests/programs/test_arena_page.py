@@ -1,15 +1,12 @@
 """The arena's page in a real browser: judging by mouse and keys, a phone, a restart, markup, a token.
 
-It needs Chromium (Debian: apt-get install chromium) and playwright from requirements-dev.txt. With
-ARENA_SCREENSHOTS=docs/arena the pictures of the documentation are taken anew.
+It needs Chromium (Debian: apt-get install chromium) and playwright from requirements-dev.txt.
 """
 
-import os
 import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import uvicorn
@@ -29,15 +26,7 @@ pytestmark = [
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: requirements-dev.txt")
 
 QUESTION = "Why do birds migrate south for the winter?"
-GOOD = (
-    "Mostly because of food. In autumn insects, seeds and fruit become scarce in the north, and the days "
-    "are too short to find enough of what is left.\n\nFlying south costs a lot of energy, but a winter "
-    "without food would cost more. In spring the long northern days, full of insects, make the way back "
-    "worth it."
-)
-POOR = (
-    "Birds migrate because it is cold. They do not like the cold, so they go where it is warm, and then back."
-)
+GOOD, POOR = "Because food becomes scarce in the north.", "Birds migrate because it is cold."
 MARKUP = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script> **bold**"
 
 
@@ -102,13 +91,6 @@ def open_page(browser):
     assert errors == []
 
 
-def picture(page, name: str) -> None:
-    """Keep a picture for the documentation, if somebody wants it."""
-    folder = os.environ.get("ARENA_SCREENSHOTS")
-    if folder:
-        page.screenshot(path=Path(folder) / f"{name}.png")
-
-
 def ask(page, text: str = QUESTION) -> None:
     page.fill("#text", text)
     page.keyboard.press("Control+Enter")
@@ -121,11 +103,10 @@ def is_scrolled_sideways(page) -> bool:
 
 def test_a_person_judges_pairs_by_mouse_and_keys(open_page, arena):
     with serving(arena) as port:
-        page = open_page(port, color_scheme="light")
+        page = open_page(port)
         ask(page)
         assert page.inner_text("#status") == "Which answer is better?"
         assert page.inner_text("#answer-a .name") == page.inner_text("#answer-b .name") == ""
-        picture(page, "judging-light")
         page.click("[data-choice=a]")
         page.wait_for_selector("#next:not([hidden])")
         [pair] = arena.store.judged()
@@ -133,12 +114,9 @@ def test_a_person_judges_pairs_by_mouse_and_keys(open_page, arena):
         assert page.inner_text("#answer-b .name") == pair.model_b
         assert page.inner_text("#answer-a .text") == pair.answer_a
         assert "You preferred A. Saved." in page.inner_text("#status")
-        page.emulate_media(color_scheme="dark")
         for key in "1234":
             page.keyboard.press("n")
             ask(page)
-            if key == "2":
-                picture(page, "judging-dark")
             page.keyboard.press(key)
             page.wait_for_selector("#next:not([hidden])")
             page.keyboard.press("n")
@@ -160,19 +138,18 @@ def test_a_person_judges_pairs_by_mouse_and_keys(open_page, arena):
 
 
 def test_results_are_shown(open_page, arena):
-    for number in range(36):
+    for choice in ("better", "better", "worse", "tie", "both_bad"):
         pair = arena.ask(QUESTION)
         for side, text in (("a", GOOD), ("b", POOR)):
             arena.store.set_answer(pair.id, side, text)
         better, worse = ("a", "b") if pair.model_a == "ppo" else ("b", "a")
-        choices = [better, better, better, worse, "tie", better, better, worse, "both_bad"]
-        arena.judge(pair.id, choices[number % 9])
+        arena.judge(pair.id, {"better": better, "worse": worse}.get(choice, choice))
     with serving(arena) as port:
-        page = open_page(port, color_scheme="light")
+        page = open_page(port)
         page.click("#show-results")
         page.wait_for_selector("#tables .bar-row")
-        assert page.inner_text("#summary") == "36 judgements: 28 decided, 4 ties, 4 both bad."
-        assert "ppo against sft" in page.inner_text("#tables") and "71 %" in page.inner_text("#tables")
+        assert page.inner_text("#summary") == "5 judgements: 3 decided, 1 ties, 1 both bad."
+        assert "ppo against sft" in page.inner_text("#tables") and "67 %" in page.inner_text("#tables")
         page.click("#show-judging")
         assert page.is_visible("#composer")
 
@@ -180,14 +157,13 @@ def test_results_are_shown(open_page, arena):
 def test_a_phone_has_no_horizontal_scroll_and_reachable_buttons(open_page, arena, models):
     with serving(arena) as port:
         phone = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
-        page = open_page(port, color_scheme="light", **phone)
+        page = open_page(port, **phone)
         assert not is_scrolled_sideways(page)
         ask(page)
         assert not is_scrolled_sideways(page)
         for box in (page.locator(f"[data-choice={c}]").bounding_box() for c in ("a", "b", "tie", "both_bad")):
             assert box["height"] >= 40 and box["x"] >= 0 and box["x"] + box["width"] <= 390
             assert box["y"] + box["height"] <= 844, "the buttons stay in sight"
-        picture(page, "phone")
         page.tap("[data-choice=tie]")
         page.wait_for_selector("#next:not([hidden])")
         models["sft"].say = lambda text: "x" * 300  # a word without a place to break it

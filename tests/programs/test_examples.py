@@ -1,11 +1,10 @@
 """examples/: each command of a README, with a tiny model in place of its own, in this process."""
 
-import re
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from page_commands import commands_of
 from program_runs import ROOT, read_curve, run_here
 from transformers import AutoModelForCausalLM
 
@@ -20,11 +19,9 @@ SHORT = {
 }
 
 
-def commands(page: Path) -> list[list[str]]:
-    """Return the words of each command of a page."""
-    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines]
+def words_of(example: str) -> list[list[str]]:
+    """Return the words of each command of an example's page."""
+    return [command.words for command in commands_of(ROOT / f"examples/{example}/README.md")]
 
 
 @pytest.fixture
@@ -36,15 +33,15 @@ def start(tiny, tmp_path, monkeypatch, lone_process, no_pictures):
         step = {"step1_sft/main.py": 1, "step3_ppo/main.py": 3}[words[1]]
         output = tmp_path / words[words.index("--output_dir") + 1]
         words = [str(tiny.base) if "/Qwen" in f"/{word}" else word for word in words[2:]]
-        run_here(step, [*words, *SHORT[step].split(), "--data_output_path", str(tiny.cache),
-                        "--output_dir", str(output)])  # fmt: skip
+        folders = ["--data_output_path", str(tiny.cache), "--output_dir", str(output)]
+        run_here(step, [*words, *SHORT[step].split(), *folders])
         return output
 
     return run
 
 
 def test_own_data(start, tiny, capsys):
-    look, train = commands(ROOT / "examples/own_data/README.md")
+    look, train = words_of("own_data")
     words = [str(tiny.base) if word.startswith("Qwen") else word for word in look[3:]]
     check_data.main([*words, "--data_output_path", str(tiny.cache)])
     assert "has" in capsys.readouterr().out
@@ -54,13 +51,13 @@ def test_own_data(start, tiny, capsys):
 
 
 def test_own_reward(start):
-    [words] = commands(ROOT / "examples/own_reward/README.md")
+    [words] = words_of("own_reward")
     output = start(words)
     assert len(read_curve(output, "objective/score")) == 2
 
 
 def test_own_algorithm(start):
-    [words] = commands(ROOT / "examples/own_algorithm/README.md")
+    [words] = words_of("own_algorithm")
     output = start(words)
     assert len(read_curve(output, "policy/loss")) == 2
     assert ALGORITHMS.pop("win_rate").needs_group

@@ -9,7 +9,6 @@ import json
 from typing import Any
 
 import pytest
-import tiny_inputs
 from program_runs import read_metrics, run_here
 
 from step1_sft.arguments import SFTArguments
@@ -73,8 +72,8 @@ OF_ONE_MODEL = EVERYWHERE | {
 EVALUATED = {"eval_fraction": 0.3}
 STALE = {"rollout_staleness": 1, "max_train_steps": 3}
 RANDOM_SCORES = {"reward": "function:random_scores:score", "num_samples_per_prompt": 2}
+FAILING = {"reward": "function:random_scores:fail"}
 ADAPTERS = {"actor_lora_dim": 4, "critic_lora_dim": 4}
-FAILING = "function:random_scores:fail"
 ACTS: dict[int, dict[str, Any]] = {
     1: OF_ONE_MODEL | {"loss_on": "all", "sft_only_data_path": "{text}"},
     2: {  # and those of step 1, by the same code
@@ -110,10 +109,7 @@ ACTS: dict[int, dict[str, Any]] = {
         "rollout_staleness": (1, {"max_train_steps": 3}),
         "dynamic_sampling_rounds": (1, RANDOM_SCORES),
         "reward": "function:random_scores:score",
-        "reward_on_error": (
-            "mask",
-            {"reward": "function:random_scores:fail", "reward_on_error": "default:0"},
-        ),
+        "reward_on_error": ("mask", FAILING | {"reward_on_error": "default:0"}),
         "reward_clip": 0.01,
         "whiten_scores": True,
         "length_reward_tokens": 8,
@@ -187,39 +183,14 @@ def test_every_flag_is_in_a_table(step):
 
 
 @pytest.fixture(scope="module")
-def inputs(tiny, tmp_path_factory, tiny_tokenizer) -> dict[str, str]:
+def inputs(more_inputs, tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("flags")
-    rows = tiny_inputs.make_rows(45, seed=3)
-
-    def file(name: str, made: list[dict[str, Any]]) -> str:
-        return str(tiny_inputs.write_rows(folder / f"{name}.jsonl", made))
-
     (folder / "ds_config.json").write_text(json.dumps({"gradient_clipping": 0.01}))
     (folder / "random_scores.py").write_text(
         "def score(prompts, responses, rows):\n    return [float(len(r) % 2) for r in responses]\n"
         "def fail(prompts, responses, rows):\n    return [None if len(r) % 2 else 1.0 for r in responses]\n"
     )
-    answers = [
-        {"prompt": r["prompt"], "response": r[kind], "helpfulness": n, "quality": 1 - n}
-        for r in rows
-        for n, kind in enumerate(("chosen", "rejected"))
-    ]
-    ranked = [{"prompt": r["prompt"], "responses": [r["chosen"], "so so", r["rejected"]]} for r in rows]
-    return {
-        "base": str(tiny.base),
-        "gpt2": str(tiny.gpt2),
-        "reward": str(tiny.reward),
-        "reward2": str(tiny_inputs.save_reward_model(folder / "reward2", tiny_tokenizer, seed=2)),
-        "rows": str(tiny.rows),
-        "text": str(tiny.text),
-        "cache": str(tiny.cache),
-        "ds_config": str(folder / "ds_config.json"),
-        "few": file("few", rows[:24]),
-        "margins": file("margins", [row | {"margin": n % 3} for n, row in enumerate(rows)]),
-        "scored": file("scored", answers),
-        "ranked": file("ranked", [row | {"ranks": [1, 2, 3]} for row in ranked]),
-        "folder": str(folder),
-    }
+    return more_inputs | {"ds_config": str(folder / "ds_config.json"), "folder": str(folder)}
 
 
 @pytest.fixture(scope="module")
@@ -245,10 +216,8 @@ def left_by(inputs, tmp_path_factory, lone_process, no_pictures) -> Any:
                 {k: v for k, v in row.items() if "second" not in k and not k.startswith(("perf/", "hybrid/"))}
                 for row in read_metrics(output)
             ]
-            sums = [
-                hashlib.sha256(file.read_bytes()).hexdigest()
-                for file in sorted(output.glob("*/*.safetensors"))
-            ]
+            files = sorted(output.glob("*/*.safetensors"))
+            sums = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
             found[key] = json.dumps(numbers), sums
         return found[key]
 

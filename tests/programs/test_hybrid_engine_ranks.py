@@ -20,7 +20,7 @@ def start_ranks(num_ranks: int) -> None:
 def texts_of_one_rank(tmp_path_factory) -> None:
     """What one rank samples; others read it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SAMPLED_TEXTS", str(tmp_path_factory.mktemp("texts")))
+        patch.setenv("SAMPLED_TEXTS", str(tmp_path_factory.mktemp("texts") / "texts.json"))
         start_ranks(1)
         yield
 

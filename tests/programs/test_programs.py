@@ -229,10 +229,3 @@ def test_dry_run_prints_json_and_writes_nothing(tiny, tmp_path, capsys, monkeypa
     assert resolved["max_train_steps"] == NUM_STEPS and resolved["resolved_dtype"] in ("fp32", "bf16")
     assert resolved["data_path"] == [str(tiny.rows)]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_without_output_dir_nothing_is_saved(tiny, tmp_path, capsys, monkeypatch, lone_process):
-    monkeypatch.chdir(tmp_path)
-    run_here(1, short_flags(tiny, 1, max_train_steps=1))
-    assert "step     1/1" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []

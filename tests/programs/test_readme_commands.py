@@ -17,7 +17,6 @@ from program_runs import read_curve, run_here
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import chat
-import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
@@ -25,12 +24,10 @@ README = ROOT / "README.md"
 COMMANDS = [command.words for command in commands_of(README)]
 STEPS = {"step1_sft/main.py": 1, "step2_reward/main.py": 2, "step3_ppo/main.py": 3}
 # What makes a run one of seconds; the README's own flags stand before it.
-SHORT = {
-    1: "--max_seq_len 48 --max_train_steps 2 --per_device_train_batch_size 4",
-    2: "--max_seq_len 48 --max_train_steps 2 --per_device_train_batch_size 4",
-    3: "--max_prompt_seq_len 24 --max_answer_seq_len 6 --max_train_steps 2 "
-    "--per_device_generation_batch_size 4 --per_device_training_batch_size 4",
-}
+SINGLE = "--max_seq_len 48 --max_train_steps 2 --per_device_train_batch_size 4"
+PPO = "--max_prompt_seq_len 24 --max_answer_seq_len 6 --max_train_steps 2 "
+PPO += "--per_device_generation_batch_size 4 --per_device_training_batch_size 4"
+SHORT = {1: SINGLE, 2: SINGLE, 3: PPO}
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +54,12 @@ def find(*wanted: str) -> list[str]:
     return words
 
 
-def with_tiny(words: list[str], tiny) -> list[str]:
-    return [str(tiny.base) if word.startswith("Qwen/") else word for word in words]
-
-
 def start(words: list[str], tiny) -> Path:
     """Run a step's command of the README; return its --output_dir."""
     step = STEPS[words[1]]
+    told = [str(tiny.base) if word.startswith("Qwen/") else word for word in words[2:]]
     more = [*SHORT[step].split(), "--data_output_path", str(tiny.cache)]
-    run_here(step, [*with_tiny(words[2:], tiny), *more])
+    run_here(step, [*told, *more])
     return Path(words[words.index("--output_dir") + 1])
 
 
@@ -100,17 +94,6 @@ def test_your_own_reward(exports, tiny):
     assert args["algorithm"] == "reinforce++" and args["reward"] == ["function:my_code:politeness"]
 
 
-def test_the_pipeline_prints_three_commands_that_the_programs_take(place, tiny, monkeypatch, capsys):
-    words = find("train.py")
-    monkeypatch.setattr(sys, "argv", [*with_tiny(words[1:], tiny), "--dry-run"])
-    train.main()
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("---- step")]
-    assert len(lines) == 3
-    for step, line in enumerate(lines, start=1):
-        told = shlex.split(line)
-        assert str(place / "pairs.jsonl") in told and f"---- step {step}:" in line
-
-
 def test_the_checks_before_a_run(exports, tiny, capsys):
     """Those of "Before a run", which stand in its text."""
     told = README.read_text()
@@ -119,16 +102,8 @@ def test_the_checks_before_a_run(exports, tiny, capsys):
     more = " --gpu a100-80g --num_gpus 8"
     assert look in told and plan + more in told
     models = {"M": exports[1], "A": exports[1], "B": exports[2]}
-    short = {
-        look: ["--data_output_path", str(tiny.cache)],
-        plan + more: [
-            "--max_prompt_seq_len",
-            "24",
-            "--max_answer_seq_len",
-            "6",
-        ],  # of a model of 128 positions
-    }
-    for command, flags in short.items():
+    lengths = "--max_prompt_seq_len 24 --max_answer_seq_len 6".split()  # of a model of 128 positions
+    for command, flags in ((look, ["--data_output_path", str(tiny.cache)]), (plan + more, lengths)):
         _, _, tool, *words = [str(models.get(word, word)) for word in shlex.split(command)]
         importlib.import_module(tool).main([*words, *flags])
     assert "GiB" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from program_runs import ROOT, as_flags, deepspeed, environment, read_curve, run, torchrun
+from tiny_inputs import step_flags
 
 from common.runs.checkpoints import find_checkpoints
 from common.runs.run_lock import read_lock
@@ -22,6 +23,12 @@ LAUNCHERS = {
     "torchrun": torchrun,
     "deepspeed": deepspeed,
 }
+
+
+def endless_flags(tiny, output: Path, save_interval: int) -> dict:
+    """Return the flags of a run that only a signal ends."""
+    flags = {"num_train_epochs": 10000, "max_train_steps": 5000, "lr_scheduler_type": "constant"}
+    return step_flags(tiny, 1, **flags, output_dir=output, save_interval=save_interval)
 
 
 def start(command: list[str], log: Path) -> subprocess.Popen:
@@ -52,19 +59,16 @@ def wait_for_checkpoint(output: Path) -> None:
     [
         ("python", signal.SIGINT, True),
         ("torchrun", signal.SIGTERM, False),  # the launcher alone; DeepSpeed's would not pass it on
-        ("deepspeed", signal.SIGTERM, True),  # as Slurm does: the launcher and all ranks
         ("deepspeed", signal.SIGINT, True),  # as a terminal does
     ],
 )
 def test_stops_and_goes_on(tiny, tmp_path, launcher, number, whole_group):
     output, log = tmp_path / "output", tmp_path / "log"
-    flags = {"model_name_or_path": tiny.base, "data_path": tiny.rows, "data_output_path": tiny.cache}
-    flags |= {"max_seq_len": 48, "per_device_train_batch_size": 2, "output_dir": output, "save_interval": 0}
-    flags |= {"num_train_epochs": 10000, "max_train_steps": 5000, "lr_scheduler_type": "constant"}
+    flags = endless_flags(tiny, output, save_interval=0)
     process = start(LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(flags)), log)
     try:
         wait_for_steps(output, 3, process, log)
-        if launcher != "deepspeed":
+        if launcher == "python":
             second = run(LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(flags)), may_fail=True)
             assert second.returncode and "belongs to a run that has not ended" in second.stderr
         (os.killpg if whole_group else os.kill)(process.pid, number)
@@ -85,13 +89,10 @@ def test_stops_and_goes_on(tiny, tmp_path, launcher, number, whole_group):
     assert len(read_curve(output, "sft/loss")) == num_steps + 2
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.long)])
-def test_a_crashed_run_is_started_again_and_a_refused_one_is_not(tiny, tmp_path, launcher):
+def test_a_crashed_run_is_started_again_and_a_refused_one_is_not(tiny, tmp_path):
     output, log = tmp_path / "output", tmp_path / "log"
-    flags = {"model_name_or_path": tiny.base, "data_path": tiny.rows, "data_output_path": tiny.cache}
-    flags |= {"max_seq_len": 48, "per_device_train_batch_size": 2, "output_dir": output, "save_interval": 1}
-    flags |= {"num_train_epochs": 10000, "max_train_steps": 5000, "lr_scheduler_type": "constant"}
-    command = LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(flags))
+    flags = endless_flags(tiny, output, save_interval=1)
+    command = torchrun("step1_sft/main.py", *as_flags(flags))
     until_done = [sys.executable, "-m", "tools.until_done", str(output)]
     process = start([*until_done, *command], log)
     try:
@@ -109,5 +110,8 @@ def test_a_crashed_run_is_started_again_and_a_refused_one_is_not(tiny, tmp_path,
     assert text.count("error: rank") == text.count("error: rank 0 died at step") == 1, text
     assert read_lock(output)["exit_code"] == STOPPED
     done = run([*until_done, *command, "--max_seq_len", "1"], may_fail=True)
-    assert done.returncode == {"torchrun": 1, "deepspeed": 2}[launcher]
-    assert done.stderr.count("nothing was started") == 1 and "until_done" not in done.stderr
+    assert (
+        done.returncode == 1
+        and done.stderr.count("nothing was started") == 1
+        and "until_done" not in done.stderr
+    )

@@ -153,31 +153,15 @@ def test_every_flag_is_in_a_table(cls):
 
 
 @pytest.fixture(scope="module")
-def inputs(tiny, tmp_path_factory, tiny_tokenizer) -> dict[str, str]:
+def inputs(more_inputs, tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("tools")
-    rows = tiny_inputs.make_rows(12, seed=3)
     (folder / "token").write_text("a-token-of-a-test-that-nobody-guesses\n")
-    ranked = [
-        {"prompt": r["prompt"], "responses": [r["chosen"], "so so", r["rejected"]], "ranks": [1, 2, 3]}
-        for r in rows
-    ]
-    scored = [
-        {"prompt": r["prompt"], "response": r[kind], "helpfulness": n, "quality": 1 - n}
-        for r in rows
-        for n, kind in enumerate(("chosen", "rejected"))
-    ]
+    rows = tiny_inputs.make_rows(12, seed=3)
     (folder / "parts").mkdir()
-    for part in ("train", "eval"):
-        tiny_inputs.write_rows(folder / "parts" / f"{part}.jsonl", rows)
-    return {name: str(getattr(tiny, name)) for name in ("base", "gpt2", "reward", "cache")} | {
-        "rows": str(tiny_inputs.write_rows(folder / "rows.jsonl", rows)),
-        "ranked": str(tiny_inputs.write_rows(folder / "ranked.jsonl", ranked)),
-        "scored": str(tiny_inputs.write_rows(folder / "scored.jsonl", scored)),
-        "reward2": str(tiny_inputs.save_reward_model(folder / "reward2", tiny_tokenizer, seed=2)),
-        "parts": str(folder / "parts"),
-        "token": str(folder / "token"),
-        "folder": str(folder),
-    }
+    for name in ("rows", "parts/train", "parts/eval"):
+        tiny_inputs.write_rows(folder / f"{name}.jsonl", rows)
+    own = {"rows": folder / "rows.jsonl", "parts": folder / "parts", "token": folder / "token"}
+    return more_inputs | {name: str(path) for name, path in own.items()} | {"folder": str(folder)}
 
 
 @pytest.mark.parametrize(("cls", "flag", "value", "beside"), CASES)
