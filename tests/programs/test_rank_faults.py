@@ -121,7 +121,7 @@ def test_what_takes_longer_than_the_limit(forks, flags, tmp_path):
     """All ranks compute as long, or wait for the first one's data; the first to end, which holds the store,
     ends nobody.
     """
-    at, writing = TRAINING[1][0], "common.data.token_cache:TokenWriter.__enter__"
+    at, writing = TRAINING[1][0], "common.data.token_cache:TokenWriter.__init__"
     hooks = [{"at": at, "call": 2, "do": "sleep:7"}, {"at": at, "call": 3, "do": HOLD.format(7)}]
     hooks += [{"at": writing, "rank": 0, "call": 1, "do": "sleep:7"}]
     hooks += [{"at": writing, "rank": 0, "call": 2, "do": HOLD.format(7)}]
