@@ -92,8 +92,9 @@ def candidate_changes(args: Any, models: Models) -> Iterator[Change]:
         yield Change({"offload_reference_model": True}, away)
     if is_ppo and set(models) - {"actor", "reference", "critic"}:
         yield Change({"offload_reward_model": True}, away)
+    stage_now = args.actor_zero_stage if is_ppo else args.zero_stage
     for stage in (1, 2, 3):
-        if stage > getattr(args, f"{roles[0]}zero_stage"):
+        if stage > stage_now:
             yield Change({f"{role}zero_stage": stage for role in roles}, "more is sent")
     for what in ("optimizer", "all"):
         yield Change({"offload": what}, "Adam runs on the CPU: slow")

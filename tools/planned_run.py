@@ -222,8 +222,10 @@ def longest_row(args: Any) -> int:
 def find_problems(args: Any, models: Models) -> list[str]:
     """Return what is wrong with the flags; what a step would refuse is refused here too."""
     found = Problems()
-    roles = ("actor_", "critic_") if args.stage == 3 else ("",)
-    stages = {f"--{role}zero_stage": getattr(args, f"{role}zero_stage") for role in roles}
+    if args.stage == 3:
+        stages = {"--actor_zero_stage": args.actor_zero_stage, "--critic_zero_stage": args.critic_zero_stage}
+    else:
+        stages = {"--zero_stage": args.zero_stage}
     startup.check_offload(args.offload, stages, dtype_of(args), found)
     if args.stage == 3:
         check_numbers(args, found)
