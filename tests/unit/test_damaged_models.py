@@ -109,3 +109,16 @@ def test_programs_that_only_read_a_model_say_so_in_one_message(
         {"chat": chat, "prompt_eval": prompt_eval, "rw_eval": rw_eval, "serve": serve}[program].main()
     text = capsys.readouterr().err
     assert left.value.code == 2 and f"{folder}: the model cannot be loaded" in text and "1 problem" in text
+
+
+def test_an_evaluation_of_rewards_wants_a_trained_score_head(
+    tiny_model_folder, monkeypatch, capsys, tmp_path
+):
+    rows, folder = tmp_path / "rows.jsonl", tiny_model_folder("llama")
+    rows.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    words = ["--model_name_or_path", folder, "--data_path", rows, "--max_seq_len", 64]
+    monkeypatch.setattr(sys, "argv", ["rw_eval", *map(str, words)])
+    with pytest.raises(SystemExit) as left:
+        rw_eval.main()
+    text = capsys.readouterr().err
+    assert left.value.code == 2 and f"{folder} has no trained score head; give the export/ folder" in text
