@@ -6,6 +6,7 @@ import socket
 
 import pytest
 import torch
+import torch.distributed as dist
 from records import make_batch, make_record
 
 from common.data.packed_batch import PackedBatch
@@ -97,7 +98,13 @@ def share_of(world_size: int, rank: int) -> PackedBatch:
 
 def look(rank: int, world_size: int) -> dict:
     """What a rank sees of the steps that ranks take together."""
-    batch = share_of(world_size, rank)
+    batch, sent = share_of(world_size, rank), []
+    if world_size > 1:
+        plain = dist.all_gather_object
+        dist.all_gather_object = lambda values, value, group=None: (
+            sent.append(value),
+            plain(values, value, group=group),
+        )
     found = {"micro_batches": [], "received": 0, "trained": 0}
     plan = MinibatchPlan(8 // world_size, 1, epochs=2, seed=5)
     own = set(batch.ids)
@@ -122,6 +129,11 @@ def look(rank: int, world_size: int) -> dict:
     changed = replace_rows(batch, range(8), fresh, taken)
     found["changed"] = changed.ids
     found["shown"] = exchange_rows(changed, [[31, 8]] + [[]] * (world_size - 1)).ids
+    found["objects"] = [
+        value
+        for value in sent
+        if isinstance(value, PackedBatch) or "_ids'" in str(getattr(value, "keys", list)())
+    ]
     return found
 
 
@@ -153,6 +165,7 @@ def test_four_ranks_hold_what_they_sampled_and_receive_what_they_train_on():
         assert sum((f["micro_batches"][update] for f in found), ()) == expected
     for f in found:
         assert 0 < f["received"] <= f["trained"]
+        assert not f["objects"], "no pickle carries tokens"
         assert f["summary"] == pytest.approx(alone["summary"], abs=1e-6) and f["mean"] == alone["mean"]
         for sample, advantages in f["advantages"].items():
             torch.testing.assert_close(advantages, alone["advantages"][sample], rtol=0, atol=1e-6)
