@@ -81,7 +81,7 @@ def choose_prompts(
     return rows, f"evaluation: {len(rows)} of {len(held_out)} {where} prompts" if len(held_out) else ""
 
 
-def known_bests(args: PPOArguments, rewards: Sequence[RewardSpec]) -> list[str]:
+def known_bests(rewards: Sequence[RewardSpec]) -> list[str]:
     """Return what --keep_best may name: numbers of an evaluation of which more is better."""
     names = ["eval/score", *(f"eval/score_{spec.name}" for spec in rewards if len(rewards) > 1)]
     names += ["eval/pass_rate"] if any(spec.kind in VERIFIABLE for spec in rewards) else []

@@ -127,7 +127,7 @@ def check_evaluation(
             f"--eval_fraction {args.eval_fraction} would hold prompts out for nothing: --eval_data_path is "
             "what is evaluated on; give one of them"
         )
-    known = known_bests(args, rewards)
+    known = known_bests(rewards)
     if args.keep_best and args.keep_best not in known:
         problems.add(
             f"--keep_best {args.keep_best} is no number of this run's evaluations of which more is better; "

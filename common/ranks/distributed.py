@@ -104,11 +104,6 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def local_world_size() -> int:
-    """Return the number of processes on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
-
-
 def is_main() -> bool:
     """Whether this is the process that prints and writes."""
     return rank() == 0
