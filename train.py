@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from common.flags.args import Problems, flag, parse_args
 from common.flags.flag_values import has_hub_form
-from common.runs.run_files import REPORT, NoRun, read_run
+from common.runs.run_files import REPORT
+from tools.report.run_reader import NoRun, read_run
 from tools.until_done import STOPPED, run_group
 from training_scripts.launch_table import DEPLOYMENTS, STEPS, default_of, find_script, hub_name
 
@@ -191,7 +192,7 @@ def summarise(args: TrainArguments) -> dict[str, Any]:
         summary[name] = {"export": str(folder / "export"), "results": results}
         shown = ", ".join(f"{key} {first:.4g} -> {last:.4g}" for key, (first, last) in results.items())
         print(f"{name:<13}  {shown or 'no metrics'}\n{'':15}{folder / 'export'}")
-    from common.runs.report.page import write_report  # matplotlib is slow to import
+    from tools.report.page import write_report  # matplotlib is slow to import
 
     report = Path(args.output_dir).absolute() / REPORT
     try:

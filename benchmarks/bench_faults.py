@@ -38,9 +38,9 @@ from benchmarks.ppo_models import save_models
 from common.programs import startup
 from common.runs.checkpoints import FOLDER, find_checkpoints
 from common.runs.resume import FINISHED_FILE
-from common.runs.run_files import read_rows
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.main import main as ppo_main
+from tools.report.run_reader import read_rows
 
 AIM = 0.03
 LEFT_OVER = (".writing", ".deleting", ".superseded")

@@ -43,7 +43,7 @@ PROGRAMS = (
     ("python -m tools.check_model", "CheckModelArguments", "tools/check_model.py"),
     ("python -m tools.doctor", "DoctorArguments", "tools/doctor.py"),
     ("python -m tools.plan", "PlanArguments", "tools/plan.py"),
-    ("python -m tools.report", "ReportArguments", "tools/report.py"),
+    ("python -m tools.report", "ReportArguments", "tools/report/__main__.py"),
 )
 HEAD = f"""# Every flag
 

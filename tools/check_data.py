@@ -24,9 +24,9 @@ from common.data.token_cache import TokenTable
 from common.flags.args import Problems, flag
 from common.flags.flag_values import no_effect_notes
 from common.programs import startup
-from tools.findings import paint, run_tool
 from tools.row_samples import Span, sample_lines, sequences_of, show
 from tools.step_flags import STEP_NAMES, StageArguments, parse_step_args
+from tools.terminal import paint, run_tool
 
 LEGENDS = {
     1: [Span("context ", "context"), Span("learned", "learned"), Span(" end of turn", "learned special")],

@@ -25,8 +25,9 @@ from common.models.loading import ModelOptions, load_causal_lm, plain_model
 from common.models.value_model import load_value_model
 from common.programs import startup
 from common.ranks import distributed
-from tools.findings import Finding, guarded, paint, run_tool, told
+from tools.findings import Finding, guarded, told
 from tools.model_checks import Subject, check_generation, check_logprobs, check_scores
+from tools.terminal import paint, run_tool
 from tools.tp_check import MAX_DEFAULT_SIZE, RankJob, check_ranks, choose_sizes
 
 # Rows are cut from it, so any tokenizer will do.

@@ -16,11 +16,11 @@ from typing import Any
 from common.engine.ds_config import load_overrides
 from common.flags.args import Problems
 from common.programs import startup
-from tools.findings import run_tool
 from tools.memory_plan import TRAINING, Holdings, MemoryPlan, Moment
 from tools.plan_changes import Change, apply, find_changes
 from tools.planned_run import PlanArguments, Run, find_problems, read_models
 from tools.step_flags import STEP_NAMES, parse_step_args
+from tools.terminal import run_tool
 from tools.traffic_plan import Phase, is_recomputed, plan_traffic
 
 

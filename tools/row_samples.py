@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from common.data.data_options import DataOptions
 from common.data.dialogue import Template, response_start
 from common.data.token_cache import TokenTable
-from tools.findings import paint, use_color, visible
+from tools.terminal import paint, use_color, visible
 
 MAX_SHOWN = 1600  # characters of one span; of a longer one the beginning and the end are shown
 

@@ -1,4 +1,4 @@
-"""What a run shows: a line a step, a progress bar, metrics, samples, rollouts, trackers, curves, a report.
+"""What a run shows: a line a step, a progress bar, metrics, samples, rollouts, trackers.
 
 Only the first process prints and writes; on the others every call does nothing.
 """
@@ -6,6 +6,7 @@ Only the first process prints and writes; on the others every call does nothing.
 import contextlib
 import gzip
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,10 +18,12 @@ from tqdm import tqdm
 
 from common.ranks import distributed
 from common.runs.durable_files import json_line, sync
-from common.runs.run_files import CURVES, METRICS, REPORT, ROLLOUTS, SAMPLES, build_curves, read_rows
+from common.runs.run_files import CURVES, METRICS, REPORT, ROLLOUTS, SAMPLES
 from common.runs.saved_state import Stateful, TensorReader
 from common.runs.trackers import Tracker, TrackerGroup
 
+ROOT = Path(__file__).resolve().parents[2]
+REPORT_SECONDS = 300
 GZIP_START = gzip.compress(b"", mtime=0)[:8]  # of each member, in no other place
 
 
@@ -211,12 +214,15 @@ class RunLogger(Stateful):
 
 
 def draw_run(folder: Path) -> None:
-    """Write curves.png and report.html of a run. Raises OSError when they cannot be written."""
-    from common.runs.report.charts import save_curves  # matplotlib is slow to import: only when a run ends
-    from common.runs.report.page import write_report
+    """Write curves.png and report.html of a run, in a process of its own: no rank imports what draws.
 
-    save_curves(build_curves(read_rows(folder / METRICS, [])), folder / CURVES)
-    write_report([folder], folder / REPORT)
+    Raises OSError or a timeout when they cannot be written.
+    """
+    command = [sys.executable, "-m", "tools.report", folder.resolve()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, errors="replace", timeout=REPORT_SECONDS)
+    if done.returncode:
+        last_line = done.stderr.strip().rpartition("\n")[2]
+        raise OSError(last_line.removeprefix("  - ") or f"exit code {done.returncode}")
 
 
 def peak_memory_gib() -> float:

@@ -8,8 +8,8 @@ from common.data.data_options import DataOptions
 from common.data.dialogue import build_template
 from common.data.stage_datasets import build_data
 from tools.check_data import length_columns, length_lines, main
-from tools.findings import use_color, visible
 from tools.row_samples import MAX_SHOWN, Span, sample_lines, shorten, show
+from tools.terminal import use_color, visible
 
 SHARES = {1: "1,0,0", 2: "0,1,0", 3: "0,0,1"}
 
@@ -164,7 +164,7 @@ def test_a_row_cannot_steer_the_terminal_and_colours_end_with_the_line(
     path = write_rows([{"prompt": "red \x1b[31m\r\u202e", "answer": "a\tb\nline two"}])
     text = "\n".join(first_row(path, tiny_tokenizer))
     assert r"red \x1b[31m\r\u202e" in text and r"a\tb" in text and "\x1b" not in text
-    for name in ("findings", "row_samples"):
+    for name in ("terminal", "row_samples"):
         monkeypatch.setattr(f"tools.{name}.use_color", lambda: True)
     lines = first_row(path, tiny_tokenizer)
     assert lines[-2] == "  | \x1b[90mAssistant:\x1b[0m\x1b[32m a\\tb\x1b[0m"

@@ -269,5 +269,5 @@ def test_lines_and_tolerances(monkeypatch):
     assert not compare("a", torch.tensor([math.nan]), torch.zeros(1), 1.0, "").is_ok
     line = Finding("name\x1b", "text", True, "why").line()
     assert line == r"ok   name\x1b" + 20 * " " + "text  (why)"
-    monkeypatch.setattr("tools.findings.use_color", lambda: True)
+    monkeypatch.setattr("tools.terminal.use_color", lambda: True)
     assert "\x1b[1;31mFAIL " in finding.line()

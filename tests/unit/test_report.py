@@ -6,13 +6,13 @@ import math
 import pytest
 from made_runs import Page, over_steps, write_run
 
-from common.runs.report.charts import Line, is_noisy, render_svg, shown, smooth, spread
-from common.runs.report.diagnostics import ANYWHERE, HACKING, find_diagnostics
-from common.runs.report.page import build_page
-from common.runs.report.samples import Answer, find_changes, find_earlier, group_answers
-from common.runs.report.tables import as_duration, differing_flags, find_phases
-from common.runs.run_files import NoRun, build_curves, name_runs, read_run
-from tools.report import main
+from tools.report.__main__ import main
+from tools.report.charts import Line, is_noisy, render_svg, shown, smooth, spread
+from tools.report.diagnostics import ANYWHERE, HACKING, find_diagnostics
+from tools.report.page import build_page
+from tools.report.run_reader import NoRun, build_curves, name_runs, read_run
+from tools.report.samples import Answer, find_changes, find_earlier, group_answers
+from tools.report.tables import as_duration, differing_flags, find_phases
 
 HARMLESS = {
     *"html head meta title style body main header section div p h2 h3 b ul li table tr th td span".split(),

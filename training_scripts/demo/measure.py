@@ -34,7 +34,7 @@ from common.data.dialogue import Template, Tokenised, build_template
 from common.data.example import Example
 from common.data.tokenizer import load_tokenizer
 from common.programs.startup import quiet_libraries
-from common.runs.run_files import read_run
+from tools.report.run_reader import read_run
 from training_scripts.demo.aims import format_summary
 
 # Dimensions: B sequences, P prompt, R response, T = P + R, V vocabulary.

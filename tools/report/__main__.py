@@ -1,7 +1,8 @@
 """`python -m tools.report RUN_DIR... [--output FILE]`: one HTML file that shows what runs have done.
 
 Of several runs the curves lie over one another, and a table has their last values and the flags in which they
-differ. The file needs no other one, runs no script, and fetches nothing.
+differ. The file needs no other one, runs no script, and fetches nothing. One run gets its curves.png, too; at
+its end each program starts this for its own folder.
 """
 
 import sys
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.flags.args import Problems, flag, parse_args
-from common.runs.report.diagnostics import seen_diagnostics
-from common.runs.report.page import write_report
-from common.runs.run_files import REPORT
-from tools.findings import run_tool
+from common.runs.run_files import CURVES, REPORT
+from tools.report.charts import save_curves
+from tools.report.diagnostics import seen_diagnostics
+from tools.report.page import write_report
+from tools.terminal import run_tool
 
 
 @dataclass
@@ -40,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems.exit_if_any()
     try:
         runs, doubts = write_report(folders, output)
+        if not args.output and len(runs) == 1:
+            save_curves(runs[0].curves, output.with_name(CURVES))
     except OSError as error:
         problems.add(f"--output {output} cannot be written ({error.strerror}); choose another place")
         problems.exit_if_any()

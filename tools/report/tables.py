@@ -5,9 +5,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from common.runs.report import LAYOUT
-from common.runs.report.charts import join_on_steps, shown
-from common.runs.run_files import RunFiles, count_gaps, is_number
+from tools.report import LAYOUT
+from tools.report.charts import join_on_steps, shown
+from tools.report.run_reader import RunFiles, count_gaps, is_number
 
 # Where a run writes to, and how it was started: two runs always differ in these.
 NOT_COMPARED = {"output_dir", "local_rank", "resume", "dry_run"}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.runs.report.charts import spread
-from common.runs.run_files import RunFiles
+from tools.report.charts import spread
+from tools.report.run_reader import RunFiles
 
 MAX_PROMPTS = 10  # prompts with several answers
 MAX_ANSWERS = 8  # steps of one prompt: the first, the last, and some between

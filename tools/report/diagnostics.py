@@ -11,9 +11,9 @@ from typing import Any
 
 from jinja2 import Environment
 
-from common.runs.report import LAYOUT
-from common.runs.report.charts import shown, smooth
-from common.runs.run_files import Curve, RunFiles
+from tools.report import LAYOUT
+from tools.report.charts import shown, smooth
+from tools.report.run_reader import Curve, RunFiles
 
 MIN_STEPS = 10  # of a curve in which reward hacking is looked for
 _RULES = Environment(finalize=lambda value: shown(value) if isinstance(value, float) else value)

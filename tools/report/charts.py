@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from common.runs.report import LAYOUT
-from common.runs.run_files import Curve
+from tools.report import LAYOUT
+from tools.report.run_reader import Curve
 
 WIDTH, HEIGHT = 360, 190  # of a panel, in points: SVG's unit
 COLORS = ("#2463c5", "#d2600f", "#11835a", "#8e44ad", "#b58612", "#c0304d")  # of runs

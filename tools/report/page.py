@@ -11,11 +11,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from common.runs.durable_files import write_file
-from common.runs.report import LAYOUT, tables
-from common.runs.report.charts import COLORS, Line, join_on_steps, render_svg, shown
-from common.runs.report.diagnostics import HACKING, find_diagnostics, seen_diagnostics
-from common.runs.report.samples import build_samples
-from common.runs.run_files import RunFiles, read_runs
+from tools.report import LAYOUT, tables
+from tools.report.charts import COLORS, Line, join_on_steps, render_svg, shown
+from tools.report.diagnostics import HACKING, find_diagnostics, seen_diagnostics
+from tools.report.run_reader import RunFiles, read_runs
+from tools.report.samples import build_samples
 
 Panel = dict[str, Any]
 
