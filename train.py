@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.flags.args import Problems, flag, parse_args
-from common.flags.flag_values import has_hub_form
+from common.flags.problems import has_hub_form
 from common.runs.run_files import REPORT
 from tools.report.run_reader import NoRun, read_run
 from tools.until_done import STOPPED, run_group

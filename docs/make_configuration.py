@@ -21,8 +21,8 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[0] = str(ROOT)
 
 from common.flags.args import CheckpointArguments, field_type
-from common.flags.flag_values import describe_range
 from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES
+from common.flags.problems import describe_range
 
 PAGE = ROOT / "docs/configuration.md"
 COMMAND = "python docs/make_configuration.py"
@@ -157,7 +157,7 @@ def _table(group: type, is_resumed: bool) -> list[str]:
 
 
 def _default(field: dataclasses.Field) -> str:
-    if field.metadata.get("required"):
+    if field.metadata["required"]:
         return "required"
     value = field.default_factory() if field_type(field)[1] else field.default
     if value is None or value == "" or value == []:
@@ -173,7 +173,7 @@ def _values(field: dataclasses.Field) -> str:
     if choices:
         return ", ".join(f"`{choice}`" if choice else "empty" for choice in choices)
     kind = {bool: "switch", int: "whole number", float: "number", str: "text"}[scalar]
-    limits = describe_range(**field.metadata["range"])
+    limits = describe_range(field.metadata["range"])
     return ", ".join(filter(None, [kind, limits, "several" if is_list else ""]))
 
 

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 
-from common.flags.refusal import Problems
+from common.flags.problems import Problems
 
 # A page may load its own files and ask its own server; it runs nothing that stands in a text.
 _POLICY = (

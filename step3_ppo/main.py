@@ -21,11 +21,11 @@ from common.data.data_options import DataOptions
 from common.data.global_batches import BatchStream, GlobalBatches
 from common.data.stage_datasets import build_data
 from common.flags.args import Problems, parse_args
-from common.flags.refusal import StepRefused, TooManyBadSteps
 from common.models.policy_model import language_model
 from common.programs import startup
 from common.programs.training_loop import build_logger, count_steps
 from common.ranks import distributed, watchdog
+from common.ranks.failures import StepRefused, TooManyBadSteps
 from common.runs.checkpoints import checkpoint_name
 from common.runs.durable_files import remove_folder
 from common.runs.engine_state import EngineState, ShardState

@@ -11,8 +11,8 @@ import torch
 
 from common.data.global_batches import BatchStream
 from common.data.packed_batch import PackedBatch
-from common.flags.refusal import StepRefused
 from common.ranks import distributed, watchdog
+from common.ranks.failures import StepRefused
 from common.ranks.step_costs import COSTS
 from common.runs.checkpoints import checkpoint_name
 from common.runs.run import Run

@@ -10,9 +10,9 @@ import torch
 
 from common.data.collators import prompt_texts
 from common.data.packed_batch import ROW_IDS, PackedBatch
-from common.flags.refusal import StepRefused
 from common.models.output_head import SamplingMask
 from common.ranks import distributed, watchdog
+from common.ranks.failures import StepRefused
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_math import constant_groups
 from step3_ppo.rewards.score_sum import PromptTexts, ScoreSum

@@ -15,7 +15,7 @@ from common.data.source_checks import check_sources
 from common.data.tokenizer import vocabulary_difference
 from common.engine.ds_config import HYBRID_SECTION, effective_zero_stage, load_overrides
 from common.flags.args import Problems
-from common.flags.flag_values import given_flags
+from common.flags.problems import given_flags
 from common.generation.tp_plans import NoPlan, build_cuts
 from common.models.tensor_ops import wilson_interval
 from common.models.value_model import has_saved_head

@@ -22,7 +22,7 @@ from common.data.source_checks import check_sources
 from common.data.stage_datasets import StageData, build_data
 from common.data.token_cache import TokenTable
 from common.flags.args import Problems, flag
-from common.flags.flag_values import no_effect_notes
+from common.flags.problems import no_effect_notes
 from common.programs import startup
 from tools.row_samples import Span, sample_lines, sequences_of, show
 from tools.step_flags import STEP_NAMES, StageArguments, parse_step_args

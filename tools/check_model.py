@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from common.data.plugins import import_plugins
 from common.data.tokenizer import adds_bos
 from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
-from common.flags.flag_values import no_effect_notes
+from common.flags.problems import no_effect_notes
 from common.models.loading import ModelOptions, load_causal_lm, plain_model
 from common.models.value_model import load_value_model
 from common.programs import startup

@@ -14,7 +14,7 @@ from common.data.adapters.ported_class import PortedClass
 from common.data.plugins import get_from, import_own_module
 from common.data.raw_files import extension_of
 from common.data.raw_rows import RawRows
-from common.flags.flag_values import has_hub_form
+from common.flags.problems import has_hub_form
 
 __all__ = ["ADAPTERS", "Adapter", "Parts", "RawSource", "load_source", "register_dataset"]
 

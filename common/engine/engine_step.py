@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
 
-from common.flags.refusal import StepRefused
 from common.ranks import distributed
+from common.ranks.failures import StepRefused
 from common.ranks.step_costs import COSTS
 
 GRAD_NORM = "the gradient's norm"

@@ -7,7 +7,7 @@ read, and no message holds it.
 import os
 from pathlib import Path
 
-from common.flags.refusal import Problems
+from common.flags.problems import Problems
 
 SERVER_VARIABLE = "TRIPTYCH_TOKEN"
 CLIENT_VARIABLE = "TRIPTYCH_REWARD_TOKEN"  # first, where a server's own token is another
@@ -20,13 +20,12 @@ def server_token(token_file: str, problems: Problems) -> str:
     origin, text = SERVER_VARIABLE, os.environ.get(SERVER_VARIABLE, "")
     try:
         if token_file:
-            origin, text = f"--token_file {token_file}", Path(token_file).read_text().strip()
+            origin = f"--token_file {token_file}"
+            text = Path(token_file).read_text(errors="replace").strip()
             problems.check(bool(text), f"{origin} is empty; write one line with a token into it")
         return _checked(origin, text)
-    except UnicodeDecodeError as error:
-        problems.add(f"--token_file {token_file} is no text: {error.reason}")
     except OSError as error:
-        problems.add(f"--token_file {token_file} cannot be read: {error}")
+        problems.add(f"{origin} cannot be read: {error}")
     except ValueError as error:
         problems.add(str(error))
     return ""
@@ -35,8 +34,7 @@ def server_token(token_file: str, problems: Problems) -> str:
 def client_token() -> str:
     """Return the token that requests to a reward server bear, from TRIPTYCH_REWARD_TOKEN or TRIPTYCH_TOKEN.
 
-    Raises:
-        ValueError: it cannot stand in a header.
+    Raises ValueError where it cannot stand in a header.
     """
     name = CLIENT_VARIABLE if os.environ.get(CLIENT_VARIABLE) else SERVER_VARIABLE
     return _checked(name, os.environ.get(name, ""))

@@ -10,17 +10,14 @@ prints them all once and leaves with exit code 2 before any model is loaded.
 import argparse
 import dataclasses
 import difflib
-import math
 import re
-import sys
 import types
 import typing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from common.flags.flag_values import apply_switches, check_value, describe_range, is_in_range, shortened
 from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES
-from common.flags.refusal import Problems
+from common.flags.problems import KINDS, Problems, describe_range, is_in_range, is_usable, shortened
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 REQUIRED = object()
@@ -36,33 +33,28 @@ def flag(
     const: Any = None,
     only_with: str = "",
     may_change: bool = False,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
+    **limits: float,
 ) -> Any:
     """Return a dataclass field that `parse_args` turns into a flag.
 
     `default=REQUIRED` makes the flag mandatory; `const` is the value of a flag given without one;
     `only_with` names the flags without which this one does nothing, one of them at least: NAME, NAME=VALUE or
-    NAME!=VALUE, "top_k top_p";
-    `may_change` one that a resumed run may have otherwise, for it moves no number but rounding's. A number
-    (each number of a list) lies from `low` to `high`; `above` and `below` are limits that it may not reach.
+    NAME!=VALUE, "top_k top_p"; `may_change`: a resumed run may pass another value; results change by rounding
+    only. A number (each number of a list) keeps its `limits`, named as in `RANGE`: from `low` to `high`;
+    `above` and `below` may not be reached.
     """
-    limits = {"low": low, "high": high, "above": above, "below": below}
     metadata = {
         "help": help,
         "choices": choices,
         "const": const,
         "only_with": only_with,
         "may_change": may_change,
-        "range": {name: limit for name, limit in limits.items() if limit is not None},
+        "range": limits,
+        "required": default is REQUIRED,
     }
-    if default is REQUIRED:
-        return dataclasses.field(default=None, metadata=metadata | {"required": True})
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=None if default is REQUIRED else default, metadata=metadata)
 
 
 @dataclass
@@ -121,9 +113,7 @@ class LoraArguments:
         0.0, "LoRA scaling is alpha / dim; 0 means alpha = dim", low=0, only_with="lora_dim"
     )
     lora_module_name: str = flag(
-        "auto",
-        "adapt linear layers whose name contains this; auto: all but the head",
-        only_with="lora_dim",
+        "auto", "adapt linear layers whose name contains this; auto: all but the head", only_with="lora_dim"
     )
     only_optimize_lora: bool = flag(
         True,
@@ -159,15 +149,10 @@ class PackingArguments:
     """Sequences without padding."""
 
     packed: bool = flag(
-        False,
-        "pack sequences without padding (GPU), or group rows of similar length (CPU)",
-        may_change=True,
+        False, "pack sequences without padding (GPU), or group rows of similar length (CPU)", may_change=True
     )
     max_tokens_per_micro_batch: int = flag(
-        0,
-        "size micro-batches by tokens, padding included, not by rows; 0: by rows",
-        may_change=True,
-        low=0,
+        0, "size micro-batches by tokens, padding included, not by rows; 0: by rows", may_change=True, low=0
     )
 
 
@@ -263,11 +248,7 @@ class CheckpointArguments:
     )
     max_bad_steps: int = flag(3, "skip at most this many non-finite steps, then stop", may_change=True, low=0)
     collective_timeout: float = flag(
-        1800.0,
-        "seconds to wait for a rank before all ranks are stopped",
-        may_change=True,
-        low=1,
-        high=1e7,
+        1800.0, "seconds to wait for a rank before all ranks are stopped", may_change=True, low=1, high=1e7
     )
 
 
@@ -282,72 +263,40 @@ def field_type(field: dataclasses.Field) -> tuple[type, bool]:
 
 
 def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
     # -1e-3 and -2*model:PATH are values too, not flags: no flag of ours begins with a digit.
     parser._negative_number_matcher = re.compile(r"-\.?\d")  # type: ignore[attr-defined]
-    groups = [base for base in cls.__mro__ if dataclasses.is_dataclass(base)]
+    names, groups = cls.__dataclass_fields__, {}
+    bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
     for field in dataclasses.fields(cls):
-        owner = next(g for g in reversed(groups) if field.name in {f.name for f in dataclasses.fields(g)})
-        title = (owner.__doc__ or owner.__name__).splitlines()[0]
-        group = next((g for g in parser._action_groups if g.title == title), None)
-        group = group or parser.add_argument_group(title)
+        owner = next(base for base in bases if field.name in base.__dataclass_fields__)
+        if owner not in groups:
+            groups[owner] = parser.add_argument_group((owner.__doc__ or owner.__name__).splitlines()[0])
         scalar, is_list = field_type(field)
         default = field.default_factory() if is_list else field.default
-        shown = "required" if field.metadata.get("required") else f"default: {default!r}"
-        choices = "|".join(map(str, field.metadata["choices"]))
-        options: dict[str, Any] = {
-            "help": f"{field.metadata['help']} ({shown})".replace("%", "%%"),
-            "default": argparse.SUPPRESS,
-        }
-        options["metavar"] = choices or scalar.__name__.upper()
+        shown = "required" if field.metadata["required"] else f"default: {default!r}"
+        options: dict[str, Any] = {"help": f"{field.metadata['help']} ({shown})".replace("%", "%%")}
+        options["metavar"] = "|".join(map(str, field.metadata["choices"])) or scalar.__name__.upper()
         if scalar is bool:
             options |= {"nargs": "?", "const": "true", "metavar": "true|false"}
         elif is_list:
             options["nargs"] = "*"
         else:
-            const = field.metadata["const"]
-            options |= {"nargs": "?", "const": NO_VALUE if const is None else str(const)}
+            options |= {"nargs": "?", "const": field.metadata["const"] or NO_VALUE}
         older = OLDER_NAMES.get(field.name)
-        names = [field.name] if older in (None, *cls.__dataclass_fields__) else [field.name, older]
-        group.add_argument(*[f"--{name}" for name in names], **options)
+        is_free = older and older not in names
+        groups[owner].add_argument(f"--{field.name}", *[f"--{older}"] * bool(is_free), **options)
     group = parser.add_argument_group("DeepSpeed-Chat's flags")
     for name, (flag_name, value) in SWITCHES.items():
-        if flag_name in cls.__dataclass_fields__:
+        if flag_name in names:
             shown = f"as --{flag_name} {value}"
             group.add_argument(f"--{name}", nargs="?", const="true", metavar="true|false", help=shown)
     for name, reason in IGNORED.items():
-        if issubclass(cls, TokenizerArguments) and name not in cls.__dataclass_fields__:
+        if issubclass(cls, TokenizerArguments) and name not in names:
             group.add_argument(f"--{name}", nargs="*", metavar="...", help=f"no effect: {reason}")
     return parser
-
-
-def _convert(field: dataclasses.Field, text: str, scalar: type) -> Any:
-    """Return the flag's value. Raises ValueError, with the message, when `text` is none."""
-    shown = f"--{field.name} {shortened(text)}"
-    if scalar is bool:
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        raise ValueError(f"{shown}: expected true or false")
-    if text.lower() == "none" and types.NoneType in typing.get_args(field.type):
-        return None
-    try:
-        value = scalar(text)
-        if scalar is float and not math.isfinite(value):
-            raise ValueError(text)
-    except ValueError as error:
-        kind = {"int": "a whole number", "float": "a number"}.get(scalar.__name__, scalar.__name__)
-        raise ValueError(f"{shown}: expected {kind}") from error
-    try:
-        check_value(value)
-    except ValueError as error:
-        raise ValueError(f"{shown}: {error}") from error
-    limits = field.metadata["range"]
-    if limits and not is_in_range(value, **limits):
-        raise ValueError(f"{shown} must be {describe_range(**limits)}")
-    choices = field.metadata["choices"]
-    if choices and value not in choices:
-        raise ValueError(f"{shown}: choose from {', '.join(map(str, choices))}")
-    return value
 
 
 def parse_args(
@@ -358,43 +307,78 @@ def parse_args(
     What is wrong goes into `problems`; the caller adds its own checks and then calls `exit_if_any`.
     """
     parser = _build_parser(cls, description)
-    # argparse leaves at its first error; ours are collected instead.
-    parser.error = lambda message: problems.add(message)  # type: ignore[method-assign,assignment]
-    argv = sys.argv[1:] if argv is None else argv
-    known_names = [f"--{f.name}" for f in dataclasses.fields(cls)]
-    try:
-        given, unknown = parser.parse_known_args(argv)
-    except TypeError:  # argparse goes on with a half-made namespace after our error hook
+
+    def refuse(message: str) -> None:
+        problems.add(message)
         problems.exit_if_any()
-        raise
-    apply_switches(given, problems)
-    flag_words = [w for w in unknown if w.startswith("-")]
-    for word in flag_words or unknown:  # words behind an unknown flag are its values
-        word = shortened(word)
-        name = word.split("=")[0]
-        if name.removeprefix("--") in REMOVED:
-            problems.add(f"{name} has been removed: {REMOVED[name.removeprefix('--')][1]}")
-            continue
-        near = difflib.get_close_matches(name.replace("-", "_").replace("__", "--", 1), known_names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "; --help lists all flags"
-        is_flag = word.startswith("-")
-        problems.add(f"unknown flag {name}{hint}" if is_flag else f"unexpected word {word!r} among the flags")
+
+    parser.error = refuse  # type: ignore[method-assign,assignment]
+    words, unknown = parser.parse_known_args(argv)
+    given = vars(words)
+    _apply_switches(given, problems)
+    # Words behind an unknown flag are its values.
+    for word in [word for word in unknown if word.startswith("-")] or unknown:
+        _add_unknown(shortened(word), list(cls.__dataclass_fields__), problems)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        scalar, is_list = field_type(field)
-        text = getattr(given, field.name, None)
+        text, is_required = given.get(field.name), field.metadata["required"]
         if text is NO_VALUE:
             problems.add(f"--{field.name} needs a value: {field.metadata['help']}")
-            continue
-        if text is None or (text == "" and field.metadata.get("required")):
-            if field.metadata.get("required"):
-                problems.add(f"--{field.name} is required: {field.metadata['help']}")
-            continue
-        try:
-            if is_list:
-                values[field.name] = [_convert(field, item, scalar) for item in text]
-            else:
-                values[field.name] = _convert(field, text, scalar)
-        except ValueError as error:  # the default stands in, so that the checks after this one can be made
-            problems.add(str(error), flag=f"--{field.name}")
+        elif is_required and not text:
+            problems.add(f"--{field.name} is required: {field.metadata['help']}")
+        elif text is not None:
+            try:
+                is_list = isinstance(text, list)
+                values[field.name] = [_convert(field, t) for t in text] if is_list else _convert(field, text)
+            except ValueError as error:  # the default stands in, so that the checks that follow can be made
+                problems.add(str(error), flag=f"--{field.name}")
     return cls(**values)
+
+
+def _apply_switches(given: dict[str, Any], problems: Problems) -> None:
+    """Put the flags that switches stand for among those that were given."""
+    for name in [name for name in SWITCHES if name in given]:
+        (flag_name, value), text = SWITCHES[name], given[name].lower()
+        if text not in ("true", "false"):
+            problems.add(f"--{name} {shortened(text)}: expected true or false")
+        elif text == "true" and flag_name == "trackers":
+            given["trackers"] = [*given.get("trackers", []), value]
+        elif text == "true":
+            given.setdefault(flag_name, value)
+
+
+def _add_unknown(word: str, known: list[str], problems: Problems) -> None:
+    """Add the problem of a word that is no flag of the program and no flag's value."""
+    name = word.split("=")[0]
+    bare = name.removeprefix("--")
+    if bare in REMOVED:
+        problems.add(f"{name} has been removed: {REMOVED[bare][1]}")
+    elif word.startswith("-"):
+        near = difflib.get_close_matches(bare.replace("-", "_"), known, n=1)
+        hint = f"; did you mean --{near[0]}?" if near else "; --help lists all flags"
+        problems.add(f"unknown flag {name}{hint}")
+    else:
+        problems.add(f"unexpected word {word!r} among the flags")
+
+
+def _convert(field: dataclasses.Field, text: str) -> Any:
+    """Return the flag's value. Raises ValueError, with the message, when `text` is none."""
+    scalar, limits, choices = field_type(field)[0], field.metadata["range"], field.metadata["choices"]
+    shown = f"--{field.name} {shortened(text)}"
+    if scalar is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{shown}: expected true or false")
+        return text.lower() == "true"
+    if text.lower() == "none" and types.NoneType in typing.get_args(field.type):
+        return None
+    try:
+        value = scalar(text)
+        if not is_usable(value):
+            raise ValueError(text)
+    except ValueError as error:
+        raise ValueError(f"{shown}: expected {KINDS[scalar]}") from error
+    if not is_in_range(value, limits):
+        raise ValueError(f"{shown} must be {describe_range(limits)}")
+    if choices and value not in choices:
+        raise ValueError(f"{shown}: choose from {', '.join(map(str, choices))}")
+    return value

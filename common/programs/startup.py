@@ -23,12 +23,11 @@ from common.data.stage_datasets import preview_rows
 from common.data.tokenizer import load_tokenizer
 from common.engine.ds_config import effective_zero_stage, load_overrides
 from common.flags.args import Problems, RunArguments
-from common.flags.flag_values import has_hub_form, no_effect_notes
-from common.flags.refusal import StepRefused, TooManyBadSteps
+from common.flags.problems import has_hub_form, no_effect_notes
 from common.models.lora import linear_module_names, lora_targets
 from common.programs.environment import check_environment
 from common.ranks import distributed, watchdog
-from common.ranks.failures import first_line, say
+from common.ranks.failures import StepRefused, TooManyBadSteps, first_line, say
 from common.runs import run_lock
 from common.runs.checkpoints import SaveFailed
 from common.runs.export import ExportFailed, read_metadata

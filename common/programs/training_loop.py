@@ -18,7 +18,6 @@ from common.data.stage_datasets import StageData
 from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.engine_step import LossTerm, update_engine
 from common.flags.args import Problems, parse_args
-from common.flags.refusal import StepRefused
 from common.models.loading import DTYPES, ModelOptions, load_causal_lm, plain_model
 from common.models.lora import LoraOptions, add_lora
 from common.models.model_flops import own_peak_flops
@@ -27,6 +26,7 @@ from common.models.value_model import ValueModel, load_value_model
 from common.models.varlen_attention import takes_packed
 from common.programs import startup
 from common.ranks import distributed, watchdog
+from common.ranks.failures import StepRefused
 from common.ranks.step_costs import COSTS
 from common.runs.checkpoints import checkpoint_name
 from common.runs.engine_state import EngineState

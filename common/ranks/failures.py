@@ -1,7 +1,8 @@
-"""What kind of failure an exception is: this rank's own, want of memory, or another rank's. PURE."""
+"""Refused steps; whether an exception is want of memory, or the loss of other ranks. PURE."""
 
 import contextlib
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,21 @@ TIMEOUT, CLOSED, OTHER = "timeout", "closed", "other"
 TIMEOUT_WORDS = ("timed out", "timeout", "time out")
 CLOSED_WORDS = ("connection closed", "connection reset", "connection refused", "broken pipe", "likely closed")
 CLOSED_WORDS += ("ncclremoteerror", "remote process exited")
+
+
+class StepRefused(RuntimeError):
+    """A step was refused before anything was changed; the message names the cause and the cure.
+
+    Every rank raises it alike. `batches` is what the step was to be made of, where that is known.
+    """
+
+    def __init__(self, message: str, batches: list[Any] | None = None) -> None:
+        super().__init__(message)
+        self.batches = batches or []
+
+
+class TooManyBadSteps(RuntimeError):
+    """More steps were refused than --max_bad_steps: the run ends with its state saved."""
 
 
 def say(text: str) -> None:

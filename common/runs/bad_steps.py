@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from common.data.packed_batch import ROW_IDS, PackedBatch
-from common.flags.refusal import StepRefused, TooManyBadSteps
 from common.ranks import distributed
+from common.ranks.failures import StepRefused, TooManyBadSteps
 from common.runs.durable_files import json_line
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import Stateful, TensorReader

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.flags.refusal import StepRefused, TooManyBadSteps
 from common.ranks import distributed, watchdog
+from common.ranks.failures import StepRefused, TooManyBadSteps
 from common.runs.bad_steps import BadSteps
 from common.runs.checkpoints import (
     FOLDER,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from common.data.packed_batch import PackedBatch
-from common.flags.refusal import StepRefused
 from common.ranks import distributed, watchdog
+from common.ranks.failures import StepRefused
 from step3_ppo.rewards.classifier_reward import ClassifierReward
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError, TextReward, checked_scores

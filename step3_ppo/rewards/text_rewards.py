@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from common.flags.refusal import StepRefused
+from common.ranks.failures import StepRefused
 
 SHOWN_CHARACTERS = 100  # of a text in a message
 

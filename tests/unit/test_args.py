@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from common.flags.args import Problems, TokenizerArguments, field_type, parse_args
-from common.flags.flag_values import no_effect_notes
 from common.flags.other_names import OLDER_NAMES, REMOVED, SWITCHES
+from common.flags.problems import no_effect_notes
 from docs.make_configuration import find_programs
 from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments

@@ -9,7 +9,7 @@ from disk_limit import files_up_to
 
 from common.data.collators import collate_pairs, collate_sft
 from common.data.packed_batch import ROW_IDS, PackedBatch
-from common.flags.refusal import StepRefused, TooManyBadSteps
+from common.ranks.failures import StepRefused, TooManyBadSteps
 from common.runs.bad_steps import BadSteps
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import TensorReader

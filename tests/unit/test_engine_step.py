@@ -11,7 +11,7 @@ from common.engine import engine_step
 from common.engine.ds_config import EngineOptions, build_train_config
 from common.engine.engine_step import Gradients, LossTerm, compute_gradients, take_steps, update_engine
 from common.engine.optim import build_engine
-from common.flags.refusal import StepRefused
+from common.ranks.failures import StepRefused
 from common.runs.engine_state import EngineState
 from common.runs.export import gather_state_dict
 from common.runs.saved_state import TensorReader, write_slices

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tiny_configs import tiny_config
 
 from common.flags.args import Problems, field_type, parse_args
-from common.flags.flag_values import describe_range
+from common.flags.problems import describe_range
 from common.runs import run_lock
 from common.runs.run_lock import LOCK_FILE
 from docs.make_configuration import find_programs
@@ -198,7 +198,7 @@ def test_every_number_has_a_range():
                 problems = Problems()
                 parse_args(program.flags, [f"--{field.name}", value], problems=problems)
                 told = [text for text in problems.messages if "is required" not in text]
-                expected = f"must be {describe_range(**field.metadata['range'])}"
+                expected = f"must be {describe_range(field.metadata['range'])}"
                 assert told == [f"--{field.name} {value} {expected}"], program.command
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from common.data.registry import ADAPTERS
 from common.flags.args import Problems, parse_args
-from common.flags.flag_values import no_effect_notes
+from common.flags.problems import no_effect_notes
 from tools.step_flags import STEPS as STEP_FLAGS
 from training_scripts.launch_table import FOLDER_OF_STEP, ROWS, STEPS, find_row, step_flags
 from training_scripts.plan_memory import planned_gib

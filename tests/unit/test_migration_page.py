@@ -14,8 +14,8 @@ from transformers import AutoModel
 import train
 from chat import ChatArguments
 from common.flags.args import Problems, parse_args
-from common.flags.flag_values import no_effect_notes
 from common.flags.other_names import IGNORED, OLDER_NAMES, SWITCHES
+from common.flags.problems import no_effect_notes
 from common.models.loading import ModelOptions
 from common.models.value_model import has_saved_head, load_value_model
 from serving.prompt_eval import PromptEvalArguments
@@ -62,7 +62,7 @@ def field_of(flag: str, program: str) -> dataclasses.Field | None:
 
 
 def our_default(field: dataclasses.Field) -> Any:
-    if field.metadata.get("required"):
+    if field.metadata["required"]:
         return REQUIRED
     return field.default if field.default is not dataclasses.MISSING else field.default_factory()
 

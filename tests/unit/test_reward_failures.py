@@ -9,7 +9,7 @@ import pytest
 import torch
 from records import make_record
 
-from common.flags.refusal import StepRefused
+from common.ranks.failures import StepRefused
 from step3_ppo.algorithms import ALGORITHMS
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import compare, judge, measure

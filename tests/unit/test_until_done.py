@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.flags.args import parse_args
-from common.flags.refusal import Problems
+from common.flags.problems import Problems
 from common.runs import run_lock
 from common.runs.resume import find_run
 from step1_sft.arguments import SFTArguments

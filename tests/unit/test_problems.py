@@ -3,27 +3,16 @@
 import pytest
 
 from common.flags.args import Problems, parse_args
-from common.flags.flag_values import check_value
+from common.flags.problems import is_usable
 from common.programs.environment import OF_A_LAUNCHER, check_environment
 from step3_ppo.arguments import PPOArguments
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (2**53 + 1, "2\\*\\*53 at most"),
-        (1e39, "fp32"),
-        ("\u00e4" * 128, "names of 255 bytes at most, one has 256"),
-        ("a/" * 2048, "4095 bytes at most, it has 4096"),
-        ("a\x00", "NUL"),
-        ("ab\udcff", "UTF-8 text, which ends at character 2"),
-    ],
-)
-def test_what_cannot_be_used_is_refused(value, words):
+def test_what_cannot_be_used_is_refused():
     for usable in (2**53, 3.4e38, "x" * 255, "http://h/?" + "q" * 500):
-        check_value(usable)
-    with pytest.raises(ValueError, match=words):
-        check_value(value)
+        assert is_usable(usable)
+    for value in (2**53 + 1, 1e39, float("nan"), "\u00e4" * 128, "a/" * 2048, "a\x00", "ab\udcff"):
+        assert not is_usable(value)
 
 
 def test_negative_values_of_every_form_are_values():

@@ -1,0 +1,144 @@
+"""What is wrong with a start, told in one message; what a flag's value can be; which given flags do nothing.
+
+No torch in here.
+"""
+
+import dataclasses
+import operator
+import os
+import re
+import sys
+from typing import Any
+
+from common.flags.other_names import IGNORED, OLDER_NAMES
+
+LARGEST = {
+    int: 2**53,
+    float: 3.4e38,
+}  # beyond it float64 skips numbers; of fp32, in which losses are computed
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
+KINDS = {
+    int: "a whole number, 2**53 at most",
+    float: "a number that fp32 can hold",
+    str: f"UTF-8 text without NUL, {LONGEST_PATH} bytes and names of {LONGEST_NAME} at most",
+}
+LONGEST_SHOWN = 60  # characters
+RANGE = {
+    "low": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "high": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+
+
+class Problems:
+    """Everything that is wrong with a start-up, told in one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.unread_flags: set[str] = set()  # their defaults stand in for values that cannot be used
+
+    def add(self, message: str, *, flag: str = "") -> None:
+        """Remember one problem: it names the flag or file, the value and the cure.
+
+        `flag` is one whose value cannot be used. A later message that names it is dropped: it would speak of
+        the default.
+        """
+        is_about_default = self.unread_flags & set(re.findall(r"--\w+", message))
+        if message not in self.messages and not is_about_default:
+            self.messages.append(message)
+        if flag:
+            self.unread_flags.add(flag)
+
+    def check(self, is_good: bool, message: str) -> None:
+        """Add `message` unless `is_good`."""
+        if not is_good:
+            self.add(message)
+
+    def exit_if_any(self, *, is_told_by_all: bool = False) -> None:
+        """Leave with exit code 2 when anything was added; only the first process prints, or all."""
+        if not self.messages:
+            return
+        rank = os.environ.get("RANK", "0")
+        if is_told_by_all or not rank.isdigit() or int(rank) == 0:
+            count = len(self.messages)
+            print(f"error: {count} problem{'s' if count > 1 else ''}, nothing was started:", file=sys.stderr)
+            for message in self.messages:
+                print(f"  - {message}", file=sys.stderr)
+            sys.stderr.flush()
+        raise SystemExit(2)
+
+
+def shortened(text: str) -> str:
+    """Return a value for a message: the beginning of a long one."""
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def describe_range(limits: dict[str, float]) -> str:
+    """Return a flag's range in words, such as `at least 0 and below 1`; empty without a limit."""
+    return " and ".join(f"{RANGE[name][0]} {limit}" for name, limit in limits.items())
+
+
+def is_in_range(value: float, limits: dict[str, float]) -> bool:
+    """Return whether a number keeps the limits of a flag, by their names in `RANGE`."""
+    return all(RANGE[name][1](value, limit) for name, limit in limits.items())
+
+
+def is_usable(value: object) -> bool:
+    """Return whether a value can be used anywhere: a number that fp32 or float64 holds, text that a file's
+    name or an address can be.
+    """
+    if not isinstance(value, str):
+        return abs(value) <= LARGEST[type(value)]
+    try:
+        data = value.encode()
+    except UnicodeEncodeError:
+        return False
+    longest = 0 if "://" in value else max(len(part) for part in data.split(b"/"))
+    return b"\0" not in data and longest <= LONGEST_NAME and len(data) <= LONGEST_PATH
+
+
+def has_hub_form(name: str) -> bool:
+    """Return whether a name could be one of a hub, NAME or OWNER/NAME; any other can only be a path."""
+    return not name.startswith(("/", ".", "~")) and name.count("/") < 2
+
+
+def given_flags(argv: list[str] | None = None) -> set[str]:
+    """Return the names, without dashes, of the flags on the command line."""
+    words = sys.argv[1:] if argv is None else argv
+    return {word.split("=")[0].removeprefix("--") for word in words if word.startswith("--")}
+
+
+def no_effect_notes(args: Any, argv: list[str] | None = None) -> list[str]:
+    """Return one line for each flag that was given and does nothing: in any run, or without another flag.
+
+    One that would only do something with another, and has its default, is not told of.
+    """
+    given = given_flags(argv)
+    fields = dataclasses.fields(args)
+    ignored = (given & IGNORED.keys()) - {field.name for field in fields}
+    lines = [f"--{name} has no effect: {IGNORED[name]}" for name in sorted(ignored)]
+    for field in (f for f in fields if given & {f.name, OLDER_NAMES.get(f.name)}):
+        partners = [_read_partner(text) for text in field.metadata["only_with"].split()]
+        acts = not partners or any(_is_set(args, *partner) for partner in partners)
+        if _is_set(args, field.name) and not acts:
+            shown = [
+                f"another --{name} than {value}" if sign == "!=" else f"--{name} {value}".rstrip()
+                for name, sign, value in partners
+            ]
+            lines.append(f"--{field.name} has no effect without {' or '.join(shown)}")
+    return lines
+
+
+def _read_partner(text: str) -> tuple[str, str, str]:
+    """Return (name, sign, value) of a flag in `only_with`: NAME, NAME=VALUE or NAME!=VALUE."""
+    return re.fullmatch(r"(\w+)(!?=|)(.*)", text).groups()
+
+
+def _is_set(args: Any, name: str, sign: str = "", wanted: str = "") -> bool:
+    """Return whether a flag has the value of `only_with`, or without one another than its default."""
+    value = getattr(args, name)
+    if not sign:
+        return value != getattr(type(args), name, [])
+    is_same = wanted in value if isinstance(value, list) else str(value) == wanted
+    return is_same == (sign == "=")
