@@ -36,7 +36,7 @@ MIB = 2**20
 def our_peak(length: int, vocabulary: int) -> int:
     """Return the peak bytes of our step in this process, which must be a new one."""
     from benchmarks.our_side import SilentLogger, policy_engine
-    from common.data.collators import collate_sft
+    from common.data.packed_batch import collate_sft
     from common.programs import startup
     from common.ranks import distributed
     from step1_sft.sft_trainer import SFTTrainer

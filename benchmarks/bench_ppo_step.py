@@ -33,8 +33,8 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.chat_rows import TINY, ppo_prompts, size_of, small_llama_config, write_rows
 from benchmarks.measuring import Peer, Rates, build_parser, leave_out, print_result, take_turns, timed
 from benchmarks.ppo_models import save_models
-from common.data.collators import collate_prompts
 from common.data.global_batches import GlobalBatches
+from common.data.packed_batch import collate_prompts
 from common.programs import startup
 from common.ranks import distributed
 from common.runs.resume import EarlierRun

@@ -41,8 +41,8 @@ from benchmarks.measuring import (
 )
 from benchmarks.our_side import ROWS_PER_STEP, SilentLogger, policy_engine, value_engine
 from benchmarks.ppo_models import save_models
-from common.data.collators import collate_pairs, collate_sft
 from common.data.global_batches import GlobalBatches, TokenBudget
+from common.data.packed_batch import collate_pairs, collate_sft
 from common.programs import startup
 from common.ranks import distributed
 from step1_sft.sft_trainer import SFTTrainer

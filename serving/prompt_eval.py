@@ -17,8 +17,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 from common.data.dialogue import Template
 from common.data.example import Message
-from common.data.plugins import import_plugins
-from common.data.registry import load_source
+from common.data.registry import import_plugins, load_source
 from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.programs import startup
 from serving.answering import AnsweringArguments, load_answerer, load_template

@@ -13,9 +13,9 @@ from pathlib import Path
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from common.data.collators import collate_sft
+from common.data.packed_batch import collate_sft
 from common.data.stage_datasets import build_data
-from common.engine.optim import build_engine
+from common.engine.ds_config import build_engine
 from common.programs import startup, training_loop
 from common.ranks import watchdog
 from step1_sft.arguments import SFTArguments

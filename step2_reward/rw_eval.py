@@ -16,11 +16,10 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 import torch
 
-from common.data.collators import collate_pairs
-from common.data.data_options import DataOptions
+from common.data.data_options import DataOptions, check_sources
 from common.data.global_batches import evaluation_batches
-from common.data.plugins import import_plugins
-from common.data.source_checks import check_sources
+from common.data.packed_batch import collate_pairs
+from common.data.registry import import_plugins
 from common.data.stage_datasets import build_data
 from common.flags.args import Problems, parse_args
 from common.models.value_model import has_saved_head

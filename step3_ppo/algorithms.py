@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from common.data.packed_batch import PackedBatch
-from common.data.plugins import get_from, import_own_module
+from common.data.registry import get_from, import_own_module
 from common.models.tensor_ops import masked_sum, whiten
 from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments

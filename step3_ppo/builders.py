@@ -5,11 +5,10 @@ from typing import Any
 
 from torch import nn
 
-from common.data.collators import collate_prompts, collate_texts
 from common.data.global_batches import BatchStream, GlobalBatches
-from common.data.pretraining import build_pretraining
-from common.engine.ds_config import EngineOptions, build_frozen_config, build_train_config
-from common.engine.optim import build_engine
+from common.data.packed_batch import collate_prompts, collate_texts
+from common.data.stage_datasets import build_pretraining
+from common.engine.ds_config import EngineOptions, build_config, build_engine
 from common.generation.decode import SamplingOptions
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.models.loading import ModelOptions, load_causal_lm, plain_model
@@ -169,11 +168,11 @@ def _build_reward(args: PPOArguments, tokenizer: Any, path: str) -> Reward:
 
 
 def _train_config(args: PPOArguments, role: RoleFlags) -> dict[str, Any]:
-    return build_train_config(_engine_options(args, role, args.offload))
+    return build_config(_engine_options(args, role, args.offload))
 
 
 def _frozen_config(args: PPOArguments, like: RoleFlags, is_offloaded: bool) -> dict[str, Any]:
-    return build_frozen_config(_engine_options(args, like, "param" if is_offloaded else "none"))
+    return build_config(_engine_options(args, like, "param" if is_offloaded else "none"), is_trained=False)
 
 
 def _engine_options(args: PPOArguments, role: RoleFlags, offload: str) -> EngineOptions:

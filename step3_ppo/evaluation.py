@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from common.data.collators import collate_prompts, prompt_texts
 from common.data.data_options import DataOptions
 from common.data.dialogue import Template
 from common.data.global_batches import evaluation_batches
-from common.data.packed_batch import PackedBatch
+from common.data.packed_batch import PackedBatch, collate_prompts, prompt_texts
 from common.data.stage_datasets import StageData, build_data
 from common.models.tensor_ops import wilson_interval
 from common.ranks import distributed, watchdog

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from common.data.collators import prompt_texts
-from common.data.packed_batch import ROW_IDS, PackedBatch
+from common.data.packed_batch import ROW_IDS, PackedBatch, prompt_texts
 from common.models.output_head import SamplingMask
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused

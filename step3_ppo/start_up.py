@@ -8,10 +8,9 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
-from common.data.data_options import DataOptions
+from common.data.data_options import DataOptions, check_sources
 from common.data.dialogue import Template
-from common.data.plugins import import_plugins
-from common.data.source_checks import check_sources
+from common.data.registry import import_plugins
 from common.data.tokenizer import vocabulary_difference
 from common.engine.ds_config import HYBRID_SECTION, effective_zero_stage, load_overrides
 from common.flags.args import Problems

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from common.engine.ds_config import EngineOptions, build_train_config
-from common.engine.optim import build_engine
+from common.engine.ds_config import EngineOptions, build_config, build_engine
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora
@@ -23,7 +22,7 @@ def build_tiny_engine(
     """Return an engine; stage 3 shards parameters from `smallest_sharded` elements on, None: by default."""
     zero = {} if smallest_sharded is None else {"stage3_param_persistence_threshold": smallest_sharded}
     overrides = {"zero_optimization": zero} if stage == 3 else {}
-    ds_config = build_train_config(
+    ds_config = build_config(
         EngineOptions(zero_stage=stage, world_size=distributed.world_size(), overrides=overrides, **options)
     )
     dtype = options.get("dtype", "fp32")

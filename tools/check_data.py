@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import transformers
 
-from common.data.data_options import DataOptions
+from common.data.data_options import DataOptions, check_sources
 from common.data.dialogue import Template
-from common.data.plugins import import_plugins
-from common.data.source_checks import check_sources
+from common.data.registry import import_plugins
 from common.data.stage_datasets import StageData, build_data
 from common.data.token_cache import TokenTable
 from common.flags.args import Problems, flag

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from common.data.plugins import import_plugins
+from common.data.registry import import_plugins
 from common.data.tokenizer import adds_bos
 from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
 from common.flags.problems import no_effect_notes

@@ -8,8 +8,8 @@ from typing import Any
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import AutoConfig
 
-from common.data.plugins import import_plugins
-from common.engine.ds_config import EngineOptions, build_frozen_config, build_train_config, load_overrides
+from common.data.registry import import_plugins
+from common.engine.ds_config import EngineOptions, build_config, load_overrides
 from common.flags.args import Problems, flag
 from common.generation.generate import DEFAULT_SLOTS
 from common.generation.reshard_plan import Move
@@ -112,7 +112,7 @@ def build_roles(args: Any, models: Models) -> list[Role]:
     def build(name: str, stage: int, offload: str, flags: Any = None) -> Role:
         is_trained = flags is not None
         options = EngineOptions(stage, dtype_of(args), offload, overrides=overrides)
-        config = build_train_config(options) if is_trained else build_frozen_config(options)
+        config = build_config(options, is_trained=is_trained)
         zero = DeepSpeedZeroConfig(**config["zero_optimization"])
         lora = LoraOptions.of(args, flags) if is_trained else LoraOptions()
         return Role(

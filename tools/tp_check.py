@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import multiprocessing, nn
 
 from common.data.packed_batch import pad_rows
-from common.data.plugins import import_plugins
+from common.data.registry import import_plugins
 from common.flags.args import Problems
 from common.generation.inference_module import cut_module
 from common.generation.tp_plans import NoPlan, build_cuts, planned_linears, working_tp_sizes

@@ -1,4 +1,6 @@
-"""What decides the rows of a step apart from tokenizer and template, and the disjoint shares of the steps."""
+"""What decides the rows of a step apart from tokenizer and template, the disjoint shares of the steps, and
+what can be known to be wrong with the data before a model is loaded.
+"""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -7,10 +9,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from common.data.adapters.base import DEFAULT_SCORE_COLUMN
-from common.data.raw_rows import canonical
+from common.data import hub_data
+from common.data.adapters.base import DEFAULT_SCORE_COLUMN, AnyForm
+from common.data.adapters.row_forms import accepted_forms
+from common.data.example import BadRow, missing_for
+from common.data.raw_rows import RawRows, canonical
+from common.data.registry import RawSource, load_source
 
 DEFAULT_CACHE = Path("~/.cache/triptych")
+NUM_READ = 200  # rows of each file that are read before the start; the rest is counted when the data is built
+NUM_PROBED = 20  # of them, looked at to find one that serves
 
 
 @dataclass(frozen=True)
@@ -104,3 +112,56 @@ def is_held_out(row: object, eval_fraction: float, seed: int) -> bool:
     """Whether a row is for evaluation, by a hash of its content: equal rows fall on the same side."""
     digest = hashlib.blake2b(canonical(row), digest_size=8, key=str(seed).encode()).digest()
     return int.from_bytes(digest) < eval_fraction * 2**64
+
+
+def check_sources(options: DataOptions) -> list[str]:
+    """Problems of the options and of every source, each with its flag, value and cure, known before a model
+    is loaded; nothing is tokenised.
+
+    Of a file only the first rows are read. A hub data set is looked at only where the hub may not be asked:
+    it must lie in the library's cache then.
+    """
+    of_options = options.problems()
+    problems = list(of_options)
+    for path in dict.fromkeys([*options.data_path, *options.sft_only_data_path]):
+        flag = "--data_path" if path in options.data_path else "--sft_only_data_path"
+        try:
+            source = load_source(path, options.score_column, NUM_READ)
+            if source.needs_hub and not hub_data.is_offline():
+                continue
+            found = _row_problems(source, options.stage)
+            num_rows = len(source.train)
+            if not (found or of_options or source.is_cut) and flag == "--data_path":
+                if not share_indexes(num_rows, options.data_split, options.stage, options.seed):
+                    share = parse_data_split(options.data_split)[options.stage - 1]
+                    found.append(
+                        f"--data_path {path}: step {options.stage} gets no row: --data_split "
+                        f"{options.data_split} gives it {share:.0%} of {num_rows}; use more rows, or a "
+                        "larger share"
+                    )
+        except (ValueError, OSError) as error:
+            found = [str(error) if "--data_path" in str(error) else f"--data_path {path}: {error}"]
+        problems += [problem.replace("--data_path", flag, 1) for problem in found]
+    return problems
+
+
+def _row_problems(source: RawSource, stage: int) -> list[str]:
+    """For each part of which none of the first rows serves the step: what is wrong with the first of them."""
+    forms = f"; step {stage} reads {accepted_forms(stage)}" if isinstance(source.adapter, AnyForm) else ""
+    problems = []
+    for rows in (source.train, source.eval):
+        num_probed = 0 if rows is None else min(NUM_PROBED, len(rows))
+        reasons = [_why_not(source, rows, index, stage) for index in range(num_probed)]
+        if reasons and None not in reasons:
+            place = f"{rows.location(0)}: {reasons[0]}"
+            problems.append(f"--data_path {source.name}: the first rows cannot be used. {place}{forms}")
+    return problems
+
+
+def _why_not(source: RawSource, rows: RawRows, index: int, stage: int) -> BadRow | None:
+    """Why a row does not serve the step; None when it does."""
+    try:
+        reasons = [missing_for(stage, example) for example in source.adapter.to_examples(rows[index])]
+    except BadRow as error:
+        return error
+    return None if None in reasons else reasons[0]

@@ -29,24 +29,13 @@ class Segment(NamedTuple):
     is_response: bool
 
 
-class Encoded(NamedTuple):
+class Tokenised(NamedTuple):
     """Token ids of a row, with its response mask (True = a token of the response)."""
 
     input_ids: list[int]
     response_mask: list[bool]
-    truncated: bool
-
-
-class Tokenised(NamedTuple):
-    """A row before truncation; `straddles` says that a token crosses from context into response.
-
-    `is_shortened` says that its prompt has lost something already, see `Template.shorten`.
-    """
-
-    input_ids: list[int]
-    response_mask: list[bool]
-    straddles: bool
-    is_shortened: bool = False
+    straddles: bool  # a token crosses from context into response
+    is_truncated: bool = False
 
 
 class Template(ABC):
@@ -103,11 +92,6 @@ class Template(ABC):
 
     def _count_tokens(self, prompt: Sequence[Message]) -> int:
         return len(self.tokenise_batch([self.segments(prompt, None)])[0].input_ids)
-
-    def encode(self, segments: Sequence[Segment], max_tokens: int) -> Encoded:
-        """Ids and response mask of a row of at most `max_tokens`; see `truncate`."""
-        row = self.tokenise_batch([segments])[0]
-        return truncate(row, max_tokens, bos_id=self.bos_id)
 
     def tokenise_batch(self, rows: Sequence[Sequence[Segment]]) -> list[Tokenised]:
         """Ids and response masks of many rows, each from one tokenisation; bos is added at most once."""
@@ -303,7 +287,7 @@ def truncate(
     bos_id: int | None = None,
     max_response_tokens: int = 0,
     min_context_tokens: int = 1,
-) -> Encoded:
+) -> Tokenised:
     """A row of at most `max_tokens`: context is cut on its left (bos stays), then the response at its end.
 
     `min_context_tokens` of context are always kept, where there are so many; one at least, so that every
@@ -315,10 +299,12 @@ def truncate(
     start = response_start(mask)
     room = max(len(input_ids) - start, max_response_tokens)
     if start + room <= max_tokens:
-        return Encoded(input_ids, mask, row.is_shortened)
+        return row
     kept_context = min(start, max(max_tokens - room, min_context_tokens))
     end = min(len(input_ids), start + max_tokens - kept_context)
     kept = list(range(start - kept_context, end))
     if start > 0 and input_ids[0] == bos_id:
         kept[0] = 0
-    return Encoded([input_ids[i] for i in kept], [mask[i] for i in kept], True)
+    return row._replace(
+        input_ids=[input_ids[i] for i in kept], response_mask=[mask[i] for i in kept], is_truncated=True
+    )

@@ -1,4 +1,5 @@
-"""Sequences of any length laid end to end, without padding. PURE: imports torch only.
+"""The one batch type: sequences of any length laid end to end, without padding; and collators to it.
+PURE: imports torch only.
 
 The layout of flash_attn_varlen_func, several keys side by side: the one batch type from collators to models.
 Layouts are computed on the CPU from lengths that stay there, so nobody waits for a GPU to learn a length.
@@ -6,11 +7,14 @@ Layouts are computed on the CPU from lengths that stay there, so nobody waits fo
 # B items (a row, a pair, a response), T tokens of the longest sequence, total tokens of all
 """
 
+import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+Rows = Sequence[dict[str, Any]]
 ROW_IDS = "row_ids"  # the key of texts that name the row of data an item was made of
 
 
@@ -32,12 +36,8 @@ class PackedBatch:
         Raises ValueError, naming the key, for a list that has not one sequence an item, or sequences that
         differ in dtype, device or trailing shape: torch.cat would promote dtypes silently.
         """
-        for key, of_items in sequences.items():
-            _check_alike(key, of_items)
-        data = {key: torch.cat(list(of_items)) for key, of_items in sequences.items()}
-        lengths = {
-            key: torch.tensor([len(tensor) for tensor in of_items]) for key, of_items in sequences.items()
-        }
+        data = {key: _join(key, of_items) for key, of_items in sequences.items()}
+        lengths = {key: torch.tensor([len(x) for x in of_items]) for key, of_items in sequences.items()}
         batch = cls(tuple(ids), data, lengths)
         batch.check()
         return batch
@@ -54,9 +54,7 @@ class PackedBatch:
         for part in parts:
             if set(part.data) != set(keys):
                 raise ValueError(f"keys {sorted(part.data)} of one batch, {sorted(keys)} of another")
-        for key in keys:
-            _check_alike(key, [part.data[key] for part in parts])
-        data = {key: torch.cat([part.data[key] for part in parts]) for key in keys}
+        data = {key: _join(key, [part.data[key] for part in parts]) for key in keys}
         lengths = {key: torch.cat([part.lengths[key] for part in parts]) for key in keys}
         batch = cls(tuple(item_id for part in parts for item_id in part.ids), data, lengths)
         batch.check()
@@ -68,15 +66,11 @@ class PackedBatch:
     def select(self, indexes: Sequence[int] | torch.Tensor) -> "PackedBatch":
         """Items `indexes`, in that order.
 
-        Raises ValueError for an index that is no integer, out of range, or there twice: ids stay unique.
+        Raises ValueError for an index that is out of range, or there twice: ids stay unique.
         """
-        index = torch.as_tensor(indexes).cpu()
-        if not len(index):
-            index = index.long()
-        if index.dtype == torch.bool or index.is_floating_point():
-            raise ValueError(f"indexes must be integers, not {index.dtype}")
-        chosen = index.tolist()
-        if chosen and not 0 <= min(chosen) <= max(chosen) < len(self):
+        chosen = torch.as_tensor(indexes).tolist()
+        index = torch.tensor(chosen, dtype=torch.int64)
+        if not set(chosen) <= set(range(len(self))):
             raise ValueError(f"indexes {chosen} must be from 0 to {len(self) - 1}")
         if len(set(chosen)) != len(chosen):
             raise ValueError(f"indexes {chosen} must not have one twice")
@@ -217,12 +211,68 @@ def pad_rows(
     return pad_sequences(*pack_rows(rows), pad_value=pad_id, on_left=on_left)
 
 
-def _check_alike(key: str, tensors: Sequence[torch.Tensor]) -> None:
+def collate_sft(rows: Rows) -> PackedBatch:
+    """Batch of step 1's rows: input_ids int64, loss_mask bool of their length.
+
+    loss_mask is True where the token itself is a target (the hidden state one position before predicts it);
+    a row's first token never is.
+    """
+    input_ids, lengths = pack_rows([row["input_ids"] for row in rows])
+    loss_mask = torch.tensor([is_target for row in rows for is_target in row["loss_mask"]], dtype=torch.bool)
+    loss_mask &= token_positions(lengths) > 0  # nothing stands before a first token
+    batch = PackedBatch(_unique_ids(rows), {"input_ids": input_ids}, {"input_ids": lengths})
+    return batch.with_key("loss_mask", loss_mask, like="input_ids")
+
+
+def collate_texts(rows: Rows) -> PackedBatch:
+    """Batch of `build_pretraining`'s blocks, as `collate_sft`: all tokens but a block's first are targets."""
+    return collate_sft([{**row, "loss_mask": [True] * len(row["input_ids"]), "row_id": ""} for row in rows])
+
+
+def collate_pairs(rows: Rows) -> PackedBatch:
+    """Batch of step 2's rows, an item a pair.
+
+    chosen_ids, rejected_ids int64; numbers chosen_response_start, rejected_response_start int64 (a response
+    is [response_start, length): its end is never searched for) and margin fp32; `reference_logprobs` (2,)
+    fp32 of rows that have them.
+    """
+    columns = {
+        key: [torch.as_tensor(row[key]) for row in rows]
+        for key in ("chosen_ids", "rejected_ids", "reference_logprobs")
+        if key in rows[0]
+    }
+    batch = PackedBatch.build(_unique_ids(rows), columns)
+    for key in ("chosen_response_start", "rejected_response_start"):
+        batch = batch.with_numbers(key, torch.tensor([row[key] for row in rows]))
+    return batch.with_numbers("margin", torch.tensor([row["margin"] for row in rows], dtype=torch.float32))
+
+
+def collate_prompts(rows: Rows) -> PackedBatch:
+    """Batch of step 3's rows: prompt_ids int64; texts prompt_texts, row_fields (JSON) and row_ids."""
+    prompt_ids, lengths = pack_rows([row["prompt_ids"] for row in rows])
+    batch = PackedBatch(_unique_ids(rows), {"prompt_ids": prompt_ids}, {"prompt_ids": lengths})
+    batch = batch.with_texts("prompt_texts", [row["prompt_text"] for row in rows])
+    batch = batch.with_texts("row_fields", [row["fields"] for row in rows])
+    return batch.with_texts(ROW_IDS, [row["row_id"] for row in rows])
+
+
+def prompt_texts(prompts: PackedBatch) -> list[tuple[str, dict[str, Any]]]:
+    """Each prompt's text and the other columns of its row, of a batch of `collate_prompts`."""
+    fields = [json.loads(text) for text in prompts.texts("row_fields")]
+    return list(zip(prompts.texts("prompt_texts"), fields, strict=True))
+
+
+def _unique_ids(rows: Rows) -> tuple[tuple[int, str], ...]:
+    """(index in the batch, row id) of each row: two sources may name their rows alike."""
+    return tuple((index, row["row_id"]) for index, row in enumerate(rows))
+
+
+def _join(key: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors of a key end to end; all must be of one kind."""
     if not tensors:
         raise ValueError(f"key {key!r}: no sequence at all, so its dtype is unknown; leave the key out")
-    if any(tensor.ndim < 1 for tensor in tensors):
-        raise ValueError(f"key {key!r}: a sequence without a length; give each item a tensor (length, ...)")
     kinds = {(tensor.dtype, tensor.shape[1:], tensor.device) for tensor in tensors}
     if len(kinds) > 1:
         names = sorted(f"{dtype} (length, {', '.join(map(str, s))}) on {d}" for dtype, s, d in kinds)
         raise ValueError(f"key {key!r}: sequences differ: {'; '.join(names)}")
+    return torch.cat(list(tensors))

@@ -1,20 +1,32 @@
-"""From what `--data_path` says to rows and the adapter that understands them."""
+"""From what `--data_path` says to rows and the adapter that understands them; modules of the user's own."""
 
 import difflib
 import hashlib
+import importlib
+import os
 import re
+import sys
+import traceback
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 
 import common.data.adapters  # noqa: F401  (fills ADAPTERS)
-from common.data.adapters.base import ADAPTERS, DEFAULT_SCORE_COLUMN, Adapter, Parts, register_dataset
-from common.data.adapters.local_files import AnyForm, LocalFiles
+from common.data.adapters.base import (
+    ADAPTERS,
+    DEFAULT_SCORE_COLUMN,
+    Adapter,
+    AnyForm,
+    LocalFiles,
+    Parts,
+    register_dataset,
+)
 from common.data.adapters.ported_class import PortedClass
-from common.data.plugins import get_from, import_own_module
 from common.data.raw_files import extension_of
 from common.data.raw_rows import RawRows
-from common.flags.problems import has_hub_form
+from common.flags.problems import Problems, has_hub_form
+from common.ranks.failures import kind_and_line
 
 __all__ = ["ADAPTERS", "Adapter", "Parts", "RawSource", "load_source", "register_dataset"]
 
@@ -37,8 +49,7 @@ class RawSource:
         return Parts(self._arrange(train), None if held_out is None else self._arrange(held_out))
 
     def _arrange(self, rows: RawRows | Sequence[dict]) -> RawRows:
-        rows = rows if isinstance(rows, RawRows) else RawRows(rows, self.name)
-        return self.adapter.arrange(rows)
+        return self.adapter.arrange(rows if isinstance(rows, RawRows) else RawRows(rows, self.name))
 
     @property
     def needs_hub(self) -> bool:
@@ -57,9 +68,8 @@ class RawSource:
 
     def digest(self) -> str:
         """Changes with the rows and with the code that reads them."""
-        label = Path(self.name).name
         data_digest = self.reader.data_digest() or self._content_digest()
-        return f"{label} {data_digest} {self.adapter.code_digest()}"
+        return f"{Path(self.name).name} {data_digest} {self.adapter.code_digest()}"
 
     def _content_digest(self) -> str:
         total = hashlib.sha256()
@@ -105,9 +115,17 @@ def _find_source(source: str) -> RawSource:
         return RawSource(source, known(name), reader)
     if reader is not None:
         return RawSource(source, reader)
-    if _HUB_NAME.fullmatch(source) and extension_of(path) is None and not source.startswith("."):
+    is_file_name = extension_of(path) is not None or source.startswith(".")
+    if _HUB_NAME.fullmatch(source) and not is_file_name:
         return RawSource(source, AnyForm(source))
-    raise ValueError(_unknown(source))
+    near = difflib.get_close_matches(source, ADAPTERS, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    if is_file_name or not has_hub_form(source):
+        raise ValueError(f"--data_path {source}: there is no such file or folder{hint}")
+    raise ValueError(
+        f"--data_path {source}: neither a file, a folder nor a known data set{hint} "
+        f"(known: {', '.join(sorted(ADAPTERS))}; hub names are OWNER/NAME)"
+    )
 
 
 def _own_source(source: str, module_name: str, class_name: str, dataset_name: str) -> RawSource:
@@ -134,12 +152,56 @@ def _own_source(source: str, module_name: str, class_name: str, dataset_name: st
     return RawSource(source, kind(dataset_name), reader)
 
 
-def _unknown(source: str) -> str:
-    near = difflib.get_close_matches(source, ADAPTERS, n=1)
+def import_plugins(names: Sequence[str], problems: Problems) -> None:
+    """Import what --plugins names, in order; each that cannot be is a problem with its cure.
+
+    Every rank must call this, before the flags that name what the modules register are checked.
+    """
+    for name in names:
+        try:
+            import_own_module(name)
+        except ImportError as error:
+            problems.add(f"--plugins {name}: {error}")
+
+
+def import_own_module(name: str) -> ModuleType:
+    """A module of the user's; the working folder is searched after everything else on the import path.
+
+    Raises:
+        ImportError: it cannot be imported, whatever it raised itself; the text says why, where, and the cure.
+    """
+    if name.endswith(".py") or "/" in name:
+        module = name.removesuffix(".py").strip("./").replace("/", ".")
+        raise ImportError(f"a module is named without path and .py; use {module}")
+    here = os.getcwd()
+    if here not in sys.path:  # at the end: a file called json.py there must not hide a library
+        sys.path.append(here)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # it is the user's program: it raises what it likes
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise ImportError(
+                f"there is no module {error.name}; start from the folder that holds it (this is {here}) or "
+                "add that folder to PYTHONPATH"
+            ) from error
+        if isinstance(error, SyntaxError):
+            what = f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+        else:
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+            place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+            what = kind_and_line(error) + place  # frame 0 is ours
+        raise ImportError(f"importing it raised {what}; mend it") from error
+
+
+def get_from(module: ModuleType, name: str) -> object:
+    """The thing called `name` in a module.
+
+    Raises:
+        ImportError: there is none; the nearest name is offered.
+    """
+    if hasattr(module, name):
+        return getattr(module, name)
+    near = difflib.get_close_matches(name, vars(module), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    if extension_of(Path(source)) or not has_hub_form(source):
-        return f"--data_path {source}: there is no such file or folder{hint}"
-    return (
-        f"--data_path {source}: neither a file, a folder nor a known data set{hint} "
-        f"(known: {', '.join(sorted(ADAPTERS))}; hub names are OWNER/NAME)"
-    )
+    raise ImportError(f"module {module.__name__} has no {name}{hint}")

@@ -1,4 +1,4 @@
-"""The data sets of the three steps, from sources to token rows on disk.
+"""The data sets of the three steps, from sources to token rows on disk; blocks of plain text for step 3.
 
 Rank 0 tokenises, the others wait, then all read the same files.
 """
@@ -10,20 +10,20 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from common.data.data_options import DataOptions, is_held_out, share_indexes
-from common.data.data_report import DataReport
-from common.data.dialogue import Template
-from common.data.example import Example, missing_for
+from transformers import PreTrainedTokenizerFast
+
+from common.data.data_options import DEFAULT_CACHE, NUM_READ, DataOptions, is_held_out, share_indexes
+from common.data.dialogue import PlainTemplate, Template
+from common.data.example import BadRow, EmptyRow, Example, missing_for
 from common.data.hub_data import is_offline
 from common.data.registry import RawSource, load_source
-from common.data.source_checks import NUM_READ
-from common.data.stage_rows import KINDS, PAIR, PROMPT, Item, RowBuilder, build_row_fields, text_key
-from common.data.token_cache import REPORT_NAME, TokenTable, TokenWriter, build_once, cache_key
+from common.data.stage_rows import COLUMNS, KIND_NAMES, Item, RowBuilder, build_row_fields, text_key
+from common.data.token_cache import DataReport, TokenTable, TokenWriter, build_cached
 from common.ranks import watchdog
-from common.ranks.distributed import make_on_first_rank
 
-__all__ = ["DataOptions", "StageData", "build_data", "preview_rows"]
+__all__ = ["DataOptions", "StageData", "build_data", "build_pretraining", "preview_rows"]
 
 TELL_SECONDS = 5.0
 NUM_SHOWN = 400  # characters of a row that is shown
@@ -44,18 +44,11 @@ class StageData:
         return Path(self.report.cache_folder).name
 
 
-@dataclass
-class _Share:
-    """The part of a source that belongs to a step."""
+class _Share(NamedTuple):
+    """The part of a source that belongs to a step: all rows of --sft_only_data_path."""
 
     source: RawSource
-    is_whole: bool  # --sft_only_data_path: all rows, whatever --data_split says
-
-    def indexes(self, options: DataOptions) -> Sequence[int]:
-        num_rows = len(self.source.train)
-        if self.is_whole:
-            return range(num_rows)
-        return share_indexes(num_rows, options.data_split, options.stage, options.seed)
+    is_whole: bool
 
 
 def build_data(options: DataOptions, template: Template) -> StageData:
@@ -69,27 +62,30 @@ def build_data(options: DataOptions, template: Template) -> StageData:
     problems = options.problems()
     if problems:
         raise ValueError("\n".join(problems))
-    was_built: list[bool] = []
 
-    def make() -> Path:
+    def plan() -> tuple[dict[str, Any], Any]:
         shares = [_Share(load_source(name, options.score_column), False) for name in options.data_path]
         if options.stage == 1:
             names = options.sft_only_data_path
             shares += [_Share(load_source(name, options.score_column), True) for name in names]
-        name = f"{KINDS[options.stage].name}-{_key(shares, options, template)}"
-        folder = options.cache_folder / name
-        was_built.append(build_once(folder, lambda path: _write(path, shares, options, template)))
-        return folder
+        key = dict(
+            sources=[(share.source.digest(), share.is_whole) for share in shares],
+            template=template.digest(),
+            stage=options.stage,
+            data_split=options.data_split,
+            eval_fraction=options.eval_fraction,
+            seed=options.seed,
+            max_tokens=options.max_tokens,
+            loss_on=options.loss_on,
+            max_pairs_per_prompt=options.max_pairs_per_prompt,
+            score_column=options.score_column,
+        )
+        return key, lambda folder: _write(folder, shares, options, template)
 
-    folder = make_on_first_rank(make)
-    report = DataReport.from_json((folder / REPORT_NAME).read_text())
-    report.cache_folder, report.from_cache = str(folder), not any(was_built)
-    report.check_bad_rows(options.max_bad_rows)  # the cache may be a more tolerant run's
-    return StageData(
-        TokenTable(folder / "train.arrow"),
-        TokenTable(folder / "eval.arrow", shuffle_seed=options.seed),
-        report,
-    )
+    kind = KIND_NAMES[options.stage]
+    folder, report = build_cached(options.cache_folder, kind, plan, options.max_bad_rows)
+    held_out = TokenTable(folder / "eval.arrow", shuffle_seed=options.seed)
+    return StageData(TokenTable(folder / "train.arrow"), held_out, report)
 
 
 def preview_rows(options: DataOptions, template: Template) -> list[str]:
@@ -98,17 +94,17 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
     Raises:
         ValueError: see `build_data`.
     """
-    kind = KINDS[options.stage]
     lines = []
     for name in [*options.data_path, *options.sft_only_data_path]:
         source = load_source(name, options.score_column, NUM_READ)
         if source.needs_hub and not is_offline():
             lines.append(f"{name} is on the hub: its rows are read at the start")
             continue
-        report = DataReport(kind=kind.name)
+        report = DataReport(KIND_NAMES[options.stage])
         share = _Share(source, is_whole=True)  # the shares of the steps are drawn from all rows
-        items = [item for item, _ in _items(share, options, report)]
-        rows = RowBuilder(template, options, report).build(items)
+        rows = RowBuilder(template, options, report).build(
+            [item for item, _ in _items(share, options, report)]
+        )
         which = "first " if source.is_cut else ""
         lines.append(
             f"{name}: its {which}{report.num_raw_rows} rows give {len(rows)} of step {options.stage}, "
@@ -124,31 +120,14 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
     return lines
 
 
-def _key(shares: Sequence[_Share], options: DataOptions, template: Template) -> str:
-    return cache_key(
-        kind=KINDS[options.stage].name,
-        sources=[(share.source.digest(), share.is_whole) for share in shares],
-        template=template.digest(),
-        stage=options.stage,
-        data_split=options.data_split,
-        eval_fraction=options.eval_fraction,
-        seed=options.seed,
-        max_tokens=options.max_tokens,
-        loss_on=options.loss_on,
-        max_pairs_per_prompt=options.max_pairs_per_prompt,
-        score_column=options.score_column,
-    )
-
-
-def _write(folder: Path, shares: Sequence[_Share], options: DataOptions, template: Template) -> None:
-    """Tokenise all shares into train.arrow, eval.arrow and report.json."""
-    kind = KINDS[options.stage]
-    report = DataReport(kind=kind.name)
+def _write(folder: Path, shares: Sequence[_Share], options: DataOptions, template: Template) -> DataReport:
+    """Tokenise all shares into train.arrow and eval.arrow."""
+    report = DataReport(KIND_NAMES[options.stage])
     builder = RowBuilder(template, options, report)
     total = sum(len(share.source.train) for share in shares)
     with ExitStack() as stack:
         train, held_out = (
-            stack.enter_context(closing(TokenWriter(folder / f"{name}.arrow", kind.columns)))
+            stack.enter_context(closing(TokenWriter(folder / f"{name}.arrow", COLUMNS[options.stage])))
             for name in ("train", "eval")
         )
         for share in shares:
@@ -163,7 +142,7 @@ def _write(folder: Path, shares: Sequence[_Share], options: DataOptions, templat
             if train.num_rows == num_before:
                 raise ValueError(_no_rows(share, options, report))
         report.num_train, report.num_eval = train.num_rows, held_out.num_rows
-    (folder / REPORT_NAME).write_text(report.to_json())
+    return report
 
 
 def _told(items: Iterator[tuple[Item, bool]], report: DataReport, total: int) -> Iterator[tuple[Item, bool]]:
@@ -181,27 +160,31 @@ def _items(share: _Share, options: DataOptions, report: DataReport) -> Iterator[
 
     A source's own evaluation part is used whole by every step: nobody trains on it.
     """
-    source, kind = share.source, KINDS[options.stage]
+    source, stage = share.source, options.stage
 
     def read(row: dict) -> tuple[dict, list[Example]]:
-        return row, _usable(source.adapter.to_examples(row), options.stage, report)
+        return row, _usable(source.adapter.to_examples(row), stage, report)
 
-    parts = [(source.train, share.indexes(options))]
+    num_rows = len(source.train)
+    indexes = range(num_rows)
+    if not share.is_whole:
+        indexes = share_indexes(num_rows, options.data_split, stage, options.seed)
+    parts = [(source.train, indexes)]
     if source.eval is not None:
         parts.append((source.eval, range(len(source.eval))))
     eval_fraction = options.eval_fraction if source.eval is None else 0.0
     for rows, indexes in parts:
         for index, (row, examples) in report.read(rows, indexes, read, options.max_bad_rows):
             row_id = rows.row_id(index)
-            fields = build_row_fields(row) if "fields" in kind.columns else "{}"
-            if kind is PAIR:
-                examples = _at_most(
-                    examples, options.max_pairs_per_prompt, f"{options.seed} {row_id}", report
-                )
+            fields = build_row_fields(row) if stage == 3 else "{}"
+            if stage == 2 and len(examples) > options.max_pairs_per_prompt:
+                num_before = len(examples)
+                examples = _draw(examples, options.max_pairs_per_prompt, f"{options.seed} {row_id}")
+                report.num_dropped_pairs += num_before - len(examples)
             for number, example in enumerate(examples):
                 name = row_id if len(examples) == 1 else f"{row_id}#{number}"
                 # Many rows may have one prompt: step 3 must not train on those that it judges by.
-                content = example.prompt if kind is PROMPT else row
+                content = example.prompt if stage == 3 else row
                 is_eval = eval_fraction > 0 and is_held_out(content, eval_fraction, options.seed)
                 yield Item(example, name, rows.location(index), fields), is_eval or rows is source.eval
 
@@ -224,18 +207,14 @@ def _usable(examples: Sequence[Example], stage: int, report: DataReport) -> list
     return list(kept.values())
 
 
-def _at_most(examples: list[Example], max_pairs: int, key: str, report: DataReport) -> list[Example]:
-    """At most `max_pairs` pairs of a prompt of one raw row, drawn by its name: the same ones in every run."""
-    if len(examples) <= max_pairs:
-        return examples
+def _draw(examples: list[Example], max_pairs: int, key: str) -> list[Example]:
+    """At most `max_pairs` pairs of each prompt of a raw row, drawn by its name: the same in every run."""
     # random.Random's `sample` may change between Pythons; an order by hash does not.
     order = sorted(range(len(examples)), key=lambda i: hashlib.sha256(f"{key} {i}".encode()).digest())
     by_prompt: dict[object, list[int]] = {}
     for i in order:
         by_prompt.setdefault(examples[i].prompt, []).append(i)
-    kept = sorted(i for indexes in by_prompt.values() for i in indexes[:max_pairs])
-    report.num_dropped_pairs += len(examples) - len(kept)
-    return [examples[i] for i in kept]
+    return [examples[i] for i in sorted(i for some in by_prompt.values() for i in some[:max_pairs])]
 
 
 def _no_rows(share: _Share, options: DataOptions, report: DataReport) -> str:
@@ -249,3 +228,72 @@ def _no_rows(share: _Share, options: DataOptions, report: DataReport) -> str:
         f"{flag} {share.source.name}: none of its {len(share.source.train)} rows is left to train step "
         f"{options.stage} on; {cure}" + (f" ({seen})" if seen else "")
     )
+
+
+def build_pretraining(
+    source: str,
+    config_name: str | None,
+    block_tokens: int,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    cache_dir: str = "",
+    max_bad_rows: int = 100,
+) -> TokenTable:
+    """Rows of {input_ids} of exactly `block_tokens`: the texts end to end, eos after each, the rest dropped.
+
+    Every rank must call this. `source` is what `--data_path` takes; its rows need a `text` column.
+
+    Raises:
+        ValueError: unreadable source, too many rows without text, or less text than one block.
+    """
+    template = PlainTemplate(tokenizer)
+
+    def plan() -> tuple[dict[str, Any], Any]:
+        try:
+            raw = load_source(source)
+        except ValueError as error:
+            raise ValueError(str(error).replace("--data_path", "--unsupervised_dataset_name", 1)) from error
+        raw.reader.hub_config = config_name
+        key = dict(source=raw.digest(), template=template.digest(), block_tokens=block_tokens)
+        return key, lambda folder: _write_blocks(folder, raw, template, block_tokens, max_bad_rows)
+
+    folder, _ = build_cached(Path(cache_dir or DEFAULT_CACHE).expanduser(), "text", plan, max_bad_rows)
+    return TokenTable(folder / "train.arrow")
+
+
+def _write_blocks(
+    folder: Path, raw: RawSource, template: PlainTemplate, block_tokens: int, max_bad_rows: int
+) -> DataReport:
+    report = DataReport("text")
+    texts = report.read(raw.train, range(len(raw.train)), _text_of, max_bad_rows)
+    left: list[int] = []
+    with closing(TokenWriter(folder / "train.arrow", {"input_ids": "ids"})) as writer:
+        while some := list(islice(texts, CHUNK_ROWS)):
+            for row in template.tokenise_batch([template.text_segments(text) for _, text in some]):
+                left += row.input_ids
+            num_whole = len(left) // block_tokens * block_tokens
+            writer.append(
+                [{"input_ids": left[i : i + block_tokens]} for i in range(0, num_whole, block_tokens)]
+            )
+            del left[:num_whole]
+        report.num_train = writer.num_rows
+    if report.num_train == 0:
+        raise ValueError(
+            f"--unsupervised_dataset_name {raw.name}: its {report.num_raw_rows} rows give {len(left)} "
+            f"tokens, less than one block of {block_tokens}; use more text"
+        )
+    report.num_tokens = report.num_train * block_tokens
+    return report
+
+
+def _text_of(row: dict[str, Any]) -> str:
+    text = row.get("text")
+    if not isinstance(text, str):
+        raise BadRow(f"no text in a 'text' column; found {', '.join(map(repr, row)) or 'nothing'}")
+    if not text.strip():
+        raise EmptyRow("'text' is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(str(error)) from error
+    return text

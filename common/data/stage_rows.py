@@ -8,16 +8,31 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 
 from common.data.adapters.message_trees import TREE
-from common.data.adapters.rankings import SCORED
+from common.data.adapters.row_forms import SCORED
 from common.data.data_options import DataOptions
-from common.data.data_report import DataReport
-from common.data.dialogue import Encoded, Segment, Template, Tokenised, response_start, truncate
+from common.data.dialogue import Segment, Template, Tokenised, response_start, truncate
 from common.data.example import BadRow, Example
+from common.data.token_cache import DataReport
 
 MAX_FIELD_CHARACTERS = 4096  # of one field's JSON: answers and labels pass, whole documents do not
 # An Example has them already.
 CARRIED_COLUMNS = {"prompt", "chosen", "rejected", "messages", "conversations", TREE, SCORED}
 _AS_JSON = TypeAdapter(Any)  # NaN and infinity are null
+
+# What the rows of each step are called, and what they hold: see token_cache.COLUMN_TYPES.
+KIND_NAMES = {1: "sft", 2: "pair", 3: "prompt"}
+COLUMNS = {
+    1: {"input_ids": "ids", "loss_mask": "mask", "row_id": "text"},
+    2: {
+        "chosen_ids": "ids",
+        "rejected_ids": "ids",
+        "chosen_response_start": "int",
+        "rejected_response_start": "int",
+        "margin": "float",
+        "row_id": "text",
+    },
+    3: {"prompt_ids": "ids", "row_id": "text", "prompt_text": "text", "fields": "text"},
+}
 
 
 class Item(NamedTuple):
@@ -27,24 +42,6 @@ class Item(NamedTuple):
     row_id: str
     location: str
     fields: str = "{}"  # the raw row's other columns as JSON, where the step's rows have them
-
-
-class RowKind(NamedTuple):
-    """What the rows of a step are called and hold: see token_cache.COLUMN_TYPES."""
-
-    name: str
-    columns: dict[str, str]
-
-
-PAIR_COLUMNS = ("chosen_ids", "rejected_ids", "chosen_response_start", "rejected_response_start")
-SFT = RowKind("sft", {"input_ids": "ids", "loss_mask": "mask", "row_id": "text"})
-PAIR = RowKind(
-    "pair",
-    dict(zip(PAIR_COLUMNS, ("ids", "ids", "int", "int"), strict=True))
-    | {"margin": "float", "row_id": "text"},
-)
-PROMPT = RowKind("prompt", {"prompt_ids": "ids", "row_id": "text", "prompt_text": "text", "fields": "text"})
-KINDS = {1: SFT, 2: PAIR, 3: PROMPT}
 
 
 @dataclass(frozen=True)
@@ -68,40 +65,41 @@ class RowBuilder:
         rows = [(item, make_row(item, *tokenised)) for item, tokenised in self._tokenise(items)]
         return [row | {"row_id": item.row_id} for item, row in rows if row is not None]
 
-    def _sft_row(self, item: Item, row: Tokenised) -> dict[str, Any]:
-        ids, mask, truncated = self._truncate(row)
+    def _sft_row(self, item: Item, tokens: Tokenised) -> dict[str, Any]:
+        row = self._truncate(tokens)
+        ids, mask = row.input_ids, row.response_mask
         mask = [False] + (mask[1:] if self.options.loss_on == "response" else [True] * (len(ids) - 1))
-        self._count(truncated, row.straddles, len(ids))
+        self._count(row)
         return {"input_ids": ids, "loss_mask": mask}
 
-    def _pair_row(self, item: Item, chosen: Tokenised, rejected: Tokenised) -> dict[str, Any] | None:
-        if chosen.input_ids == rejected.input_ids:
+    def _pair_row(self, item: Item, *pair: Tokenised) -> dict[str, Any] | None:
+        if pair[0].input_ids == pair[1].input_ids:
             self.report.num_identical += 1
             return None
-        longer = max(_response_length(row) for row in (chosen, rejected))
-        chosen_row, rejected_row = (self._truncate(row, longer) for row in (chosen, rejected))
-        if chosen_row.input_ids == rejected_row.input_ids:
+        longer = max(map(_response_length, pair))
+        chosen, rejected = (self._truncate(row, longer) for row in pair)
+        if chosen.input_ids == rejected.input_ids:
             self.report.num_identical_truncated += 1
             return None
-        self._count(
-            chosen_row.truncated or rejected_row.truncated,
-            chosen.straddles or rejected.straddles,
-            len(chosen_row.input_ids) + len(rejected_row.input_ids),
-        )
-        starts = (response_start(row.response_mask) for row in (chosen_row, rejected_row))
-        values = (chosen_row.input_ids, rejected_row.input_ids, *starts)
-        return dict(zip(PAIR_COLUMNS, values, strict=True)) | {"margin": item.example.margin}
+        self._count(chosen, rejected)
+        return {
+            "chosen_ids": chosen.input_ids,
+            "rejected_ids": rejected.input_ids,
+            "chosen_response_start": response_start(chosen.response_mask),
+            "rejected_response_start": response_start(rejected.response_mask),
+            "margin": item.example.margin,
+        }
 
-    def _prompt_row(self, item: Item, row: Tokenised) -> dict[str, Any]:
-        ids, _, truncated = self._truncate(row)
-        self._count(truncated, False, len(ids))
+    def _prompt_row(self, item: Item, tokens: Tokenised) -> dict[str, Any]:
+        row = self._truncate(tokens)
+        self._count(row)
         text = self.template.prompt_text(item.example.prompt)
-        return {"prompt_ids": ids, "prompt_text": text, "fields": item.fields}
+        return {"prompt_ids": row.input_ids, "prompt_text": text, "fields": item.fields}
 
-    def _count(self, truncated: bool, straddles: bool, num_tokens: int) -> None:
-        self.report.num_truncated += truncated
-        self.report.num_straddling += straddles
-        self.report.num_tokens += num_tokens
+    def _count(self, *rows: Tokenised) -> None:
+        self.report.num_truncated += any(row.is_truncated for row in rows)
+        self.report.num_straddling += any(row.straddles for row in rows)
+        self.report.num_tokens += sum(len(row.input_ids) for row in rows)
 
     def _texts(self, example: Example) -> list[list[Segment]]:
         """The texts of an Example that are tokenised: two of a pair, else one."""
@@ -144,10 +142,10 @@ class RowBuilder:
         with suppress(BadRow):  # a template that refuses the rest: the row is cut on its left
             shorter = replace(example, prompt=self.template.shorten(example.prompt, room))
             rows = self.template.tokenise_batch(self._texts(shorter))
-            rows = [row._replace(is_shortened=True) for row in rows]
+            rows = [row._replace(is_truncated=True) for row in rows]
         return rows
 
-    def _truncate(self, row: Tokenised, max_response_tokens: int = 0) -> Encoded:
+    def _truncate(self, row: Tokenised, max_response_tokens: int = 0) -> Tokenised:
         return truncate(
             row,
             self.options.max_tokens,

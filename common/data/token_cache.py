@@ -1,14 +1,17 @@
-"""Token rows on disk: written once, under a key that changes with all that decides them, read by memory map.
+"""Token rows on disk: written once, under a key that changes with all that decides them, read by memory map;
+and the report of what became of the raw rows.
 
 The files are Arrow streams, so rows are written as they come and no process ever holds them all.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.data.example import BadRow, EmptyRow
+from common.data.raw_rows import RawRows
+from common.ranks.distributed import make_on_first_rank
+
 FORMAT_VERSION = 3  # raise it when the same key would mean other tokens
 REPORT_NAME = "report.json"
+NUM_NAMED = 5  # bad rows named in a message
 
 COLUMN_TYPES = {
     "ids": pa.list_(pa.int32()),
@@ -93,12 +101,6 @@ def _value(scalar: pa.Scalar) -> Any:
     return scalar.values.to_numpy(zero_copy_only=False).tolist()
 
 
-def cache_key(**parts: Any) -> str:
-    """A folder name that changes with any of the parts."""
-    text = json.dumps({"format": FORMAT_VERSION, **parts}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
 def build_once(folder: Path, write: Callable[[Path], None]) -> bool:
     """Fill `folder` by `write(temporary folder)` unless it is there; True when this call filled it.
 
@@ -129,3 +131,124 @@ def build_once(folder: Path, write: Callable[[Path], None]) -> bool:
         return True
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def build_cached(
+    cache: Path,
+    kind: str,
+    plan: Callable[[], tuple[dict[str, Any], Callable[[Path], "DataReport"]]],
+    max_bad_rows: int,
+) -> tuple[Path, "DataReport"]:
+    """The folder of a token cache, and its report: rank 0 writes it, unless it is there, and the others wait.
+
+    `plan()` gives all that decides the tokens, and what writes them into a folder. Every rank must call this.
+
+    Raises:
+        ValueError: see `build_once`; too many bad rows, in a more tolerant run's cache too.
+    """
+    was_built: list[bool] = []
+
+    def make() -> Path:
+        parts, write_tokens = plan()
+        text = json.dumps({"format": FORMAT_VERSION, "kind": kind, **parts}, sort_keys=True)
+        folder = cache / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+        def write(path: Path) -> None:
+            report = json.dumps(dataclasses.asdict(write_tokens(path)), indent=1)
+            (path / REPORT_NAME).write_text(report)
+
+        was_built.append(build_once(folder, write))
+        return folder
+
+    folder = make_on_first_rank(make)
+    report = DataReport(**json.loads((folder / REPORT_NAME).read_text()))
+    report.cache_folder, report.from_cache = str(folder), not any(was_built)
+    report.check_bad_rows(max_bad_rows)
+    return folder, report
+
+
+@dataclass
+class DataReport:
+    """Counts over all sources of one step."""
+
+    kind: str = ""
+    num_raw_rows: int = 0
+    num_train: int = 0
+    num_eval: int = 0
+    num_bad: int = 0
+    num_empty: int = 0  # right form, nothing in it: skipped
+    num_identical: int = 0  # pairs whose answers are the same: skipped
+    num_identical_truncated: int = 0  # pairs whose answers differ only in what was cut off: skipped
+    num_ties: int = 0  # pairs that nobody preferred: skipped
+    num_truncated: int = 0
+    num_straddling: int = 0  # a token crosses from prompt into response: counts as prompt
+    num_dropped_pairs: int = 0  # beyond --max_pairs_per_prompt
+    num_tokens: int = 0
+    bad_rows: list[str] = field(default_factory=list)  # "file:line: reason", the first few
+    notes: list[str] = field(default_factory=list)  # what an adapter has to say of how it read its rows
+    cache_folder: str = ""
+    from_cache: bool = False
+
+    def add_bad(self, location: str, reason: str) -> None:
+        """Count a row of bad form; name it if it is among the first."""
+        self.num_bad += 1
+        if len(self.bad_rows) < NUM_NAMED:
+            self.bad_rows.append(f"{location}: {reason}")
+
+    def check_bad_rows(self, max_bad_rows: int) -> None:
+        """Stop when more rows are bad than may be.
+
+        Raises:
+            ValueError: names the first few by file, line and reason.
+        """
+        if self.num_bad > max_bad_rows:
+            named = "".join(f"\n    {row}" for row in self.bad_rows)
+            raise ValueError(
+                f"more than --max_bad_rows {max_bad_rows} of the rows are bad; mend them or raise the "
+                f"limit. The first:{named}"
+            )
+
+    def read(
+        self, rows: RawRows, indexes: Iterable[int], use: Callable[[dict], Any], max_bad_rows: int
+    ) -> Iterator[tuple[int, Any]]:
+        """Index and `use(row)` of each row that can be used; the others are counted, the bad ones named.
+
+        Raises:
+            ValueError: see `check_bad_rows`.
+        """
+        for index in indexes:
+            self.num_raw_rows += 1
+            try:
+                found = use(rows[index])
+            except EmptyRow:
+                self.num_empty += 1
+            except BadRow as error:
+                self.add_bad(rows.location(index), str(error))
+                self.check_bad_rows(max_bad_rows)
+            else:
+                yield index, found
+
+    def lines(self) -> list[str]:
+        """The report for the log: one line, and one for every kind of row that was cut or left out."""
+        origin = f"token cache {self.cache_folder} ({'reused' if self.from_cache else 'new'})"
+        result = [
+            f"{self.kind} data: {self.num_train} train and {self.num_eval} eval rows of {self.num_raw_rows} "
+            f"raw rows, {self.num_tokens} tokens, {origin}"
+        ]
+        notes = {
+            "rows truncated to the length limit": self.num_truncated,
+            "rows skipped: bad form": self.num_bad,
+            "rows skipped: empty": self.num_empty,
+            "pairs skipped: both answers are the same": self.num_identical,
+            "pairs skipped: both answers are the same after truncation": self.num_identical_truncated,
+            "pairs skipped: neither answer was preferred": self.num_ties,
+            "pairs left out by --max_pairs_per_prompt": self.num_dropped_pairs,
+            "rows with a token that starts in the prompt and ends in the response": self.num_straddling,
+        }
+        result += [f"{self.kind} data: {count} {what}" for what, count in notes.items() if count]
+        result += [f"{self.kind} data: bad row {row}" for row in self.bad_rows]
+        return result + [f"{self.kind} data: {note}" for note in self.notes]
+
+    def facts(self) -> dict[str, int]:
+        """The counts, by their names, for a run's description."""
+        return {name: value for name, value in vars(self).items() if name.startswith("num_")}

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.data.data_options import DataOptions
+from common.data.data_options import DataOptions, check_sources
 from common.data.dialogue import Template
 from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
-from common.data.plugins import import_plugins
-from common.data.source_checks import check_sources
+from common.data.registry import import_plugins
 from common.data.stage_datasets import StageData
-from common.engine.ds_config import EngineOptions, build_train_config
+from common.engine.ds_config import EngineOptions, build_config
 from common.engine.engine_step import LossTerm, update_engine
 from common.flags.args import Problems, parse_args
 from common.models.loading import DTYPES, ModelOptions, load_causal_lm, plain_model
@@ -74,7 +73,7 @@ def begin(flags: type, stage: int, description: str) -> Start | None:
     problems.exit_if_any()
     startup.print_notes(args)
     startup.print_note(*notes)
-    ds_config = build_train_config(
+    ds_config = build_config(
         EngineOptions.of(
             args,
             zero_stage=args.zero_stage,

@@ -209,7 +209,7 @@ def import_function(target: str) -> Callable[..., Any]:
 
     Raises ValueError: it cannot be imported, is no function, or cannot take (prompts, responses, rows).
     """
-    from common.data.plugins import get_from, import_own_module  # with torch: not in a process of `serve`
+    from common.data.registry import get_from, import_own_module  # with torch: not in a process of `serve`
 
     flag = f"--reward function:{target}"
     module_name, _, name = target.partition(":")

@@ -3,8 +3,7 @@
 import pytest
 from stage_texts import END, build, put_on_hub, texts, write_rows
 
-from common.data.adapters.rankings import SCORED, rank_by_score
-from common.data.adapters.row_forms import read_row
+from common.data.adapters.row_forms import SCORED, rank_by_score, read_row
 from common.data.example import BadRow, EmptyRow, Message
 from common.data.registry import load_source
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from disk_limit import files_up_to
 
-from common.data.collators import collate_pairs, collate_sft
-from common.data.packed_batch import ROW_IDS, PackedBatch
+from common.data.packed_batch import ROW_IDS, PackedBatch, collate_pairs, collate_sft
 from common.ranks.failures import StepRefused, TooManyBadSteps
 from common.runs.bad_steps import BadSteps
 from common.runs.run_logger import RunLogger

@@ -1,8 +1,8 @@
-"""common/data/collators.py: rows to packed batches; a first token is never a target."""
+"""common/data/packed_batch.py: rows to packed batches; a first token is never a target."""
 
 import torch
 
-from common.data.collators import collate_pairs, collate_prompts, collate_sft, collate_texts, prompt_texts
+from common.data.packed_batch import collate_pairs, collate_prompts, collate_sft, collate_texts, prompt_texts
 
 EOS = 9
 

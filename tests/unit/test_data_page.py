@@ -9,14 +9,12 @@ import pytest
 from stage_texts import build, put_on_hub
 
 from common.data import hub_data
-from common.data.adapters.base import ADAPTERS
-from common.data.adapters.local_files import AnyForm
+from common.data.adapters.base import ADAPTERS, AnyForm
 from common.data.adapters.row_forms import ROW_FORMS
-from common.data.data_options import DataOptions
+from common.data.data_options import DataOptions, check_sources
 from common.data.example import BadRow, EmptyRow, Message, missing_for
 from common.data.raw_rows import RawRows
 from common.data.registry import load_source
-from common.data.source_checks import check_sources
 
 PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text()
 ENTRY = re.compile(

@@ -5,10 +5,10 @@ from tokenizers import processors
 
 from common.data.adapters.row_forms import read_row
 from common.data.data_options import DataOptions
-from common.data.data_report import DataReport
 from common.data.dialogue import Segment, Tokenised, build_template, truncate
 from common.data.example import BadRow, Example, Message
 from common.data.stage_rows import Item, RowBuilder
+from common.data.token_cache import DataReport
 
 QUESTION = (Message("user", "How are you today?"),)
 SAID = (Message("system", "Be kind."), *QUESTION, Message("assistant", "Fine."))
@@ -45,11 +45,11 @@ def test_default_template_is_the_form_of_hh_rlhf(tiny_tokenizer):
 
 def test_ids_are_those_of_the_whole_text_and_the_mask_is_the_response(tiny_tokenizer):
     template = build_template("human_assistant", tiny_tokenizer)
-    row = template.encode(template.segments(QUESTION, "I am fine é漢."), 1000)
+    (row,) = template.tokenise_batch([template.segments(QUESTION, "I am fine é漢.")])
     whole = "\n\nHuman: How are you today?\n\nAssistant: I am fine é漢.<|endoftext|>"
     assert row.input_ids == tiny_tokenizer(whole).input_ids
     assert response_text(template, row) == " I am fine é漢.<|endoftext|>"
-    assert row.input_ids.count(template.eot_id) == 1 and not row.truncated
+    assert row.input_ids.count(template.eot_id) == 1 and not row.is_truncated
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
@@ -70,7 +70,7 @@ def test_a_straddling_token_belongs_to_the_side_it_starts_on_and_is_told(trim_of
 def test_an_end_of_turn_in_the_data_is_not_doubled(tiny_tokenizer):
     for name in ("human_assistant", "plain"):
         template = build_template(name, tiny_tokenizer)
-        row = template.encode(template.segments(QUESTION, "Bye.<|endoftext|>"), 1000)
+        (row,) = template.tokenise_batch([template.segments(QUESTION, "Bye.<|endoftext|>")])
         assert row.input_ids.count(template.eot_id) == 1
 
 
@@ -95,23 +95,29 @@ def test_bos_is_added_once_and_survives_truncation(make_tokenizer):
     tokenizer = with_bos(make_tokenizer)
     template = build_template("human_assistant", tokenizer)
     segments = template.segments(QUESTION, "Fine.")
-    row = template.encode(segments, 1000)
+    (row,) = template.tokenise_batch([segments])
     assert row.input_ids[0] == tokenizer.bos_token_id
     assert row.input_ids.count(tokenizer.bos_token_id) == 1 and row.response_mask[0] is False
-    cut = template.encode(segments, len(row.input_ids) - 4)
-    assert cut.truncated and cut.input_ids == [row.input_ids[0], *row.input_ids[5:]]
+    cut = truncate(row, len(row.input_ids) - 4, bos_id=template.bos_id)
+    assert cut.is_truncated and cut.input_ids == [row.input_ids[0], *row.input_ids[5:]]
     tokenizer.chat_template = "<s>" + CHAT_JINJA
     chat = build_template("chat", tokenizer)
-    assert chat.encode(chat.segments(QUESTION, "Fine."), 1000).input_ids.count(tokenizer.bos_token_id) == 1
+    (row,) = chat.tokenise_batch([chat.segments(QUESTION, "Fine.")])
+    assert row.input_ids.count(tokenizer.bos_token_id) == 1
 
 
 def test_truncate_drops_the_prompt_on_the_left_then_the_response_on_the_right():
     row = Tokenised([1, 2, 3, 4, 5, 6], [False, False, False, True, True, True], False)
-    assert truncate(row, 6).input_ids == [1, 2, 3, 4, 5, 6] and not truncate(row, 6).truncated
-    assert truncate(row, 4) == ([3, 4, 5, 6], [False, True, True, True], True)
-    assert truncate(row, 3) == ([3, 4, 5], [False, True, True], True)  # one token stays to predict the first
+    assert truncate(row, 6) == row and not row.is_truncated
+    assert truncate(row, 4) == ([3, 4, 5, 6], [False, True, True, True], False, True)
+    assert truncate(row, 3) == (
+        [3, 4, 5],
+        [False, True, True],
+        False,
+        True,
+    )  # one token stays to predict the first
     assert truncate(row, 4, bos_id=1).input_ids == [1, 4, 5, 6]
-    assert truncate(row, 6, max_response_tokens=5) == ([3, 4, 5, 6], [False, True, True, True], True)
+    assert truncate(row, 6, max_response_tokens=5) == ([3, 4, 5, 6], [False, True, True, True], False, True)
     prompt = Tokenised([1, 2, 3], [False] * 3, False)
     assert truncate(prompt, 2).input_ids == [2, 3]
     text = Tokenised([1, 2, 3], [True] * 3, False)
@@ -123,13 +129,13 @@ def test_chat_template_of_the_tokenizer(make_tokenizer):
     tokenizer.chat_template = CHAT_JINJA
     template = build_template("chat", tokenizer)
     prompt = (*SAID, Message("user", "Good!"))
-    row = template.encode(template.segments(prompt, "Bye."), 1000)
+    (row,) = template.tokenise_batch([template.segments(prompt, "Bye.")])
     assert tokenizer.decode(row.input_ids) == (
         "<|system|>\nBe kind.<|endoftext|>\n<|user|>\nHow are you today?<|endoftext|>\n<|assistant|>\nFine."
         "<|endoftext|>\n<|user|>\nGood!<|endoftext|>\n<|assistant|>\nBye.<|endoftext|>"
     )
     assert response_text(template, row) == "Bye.<|endoftext|>"
-    row = template.encode(template.segments(prompt, "Bye.", learn_all_turns=True), 1000)
+    (row,) = template.tokenise_batch([template.segments(prompt, "Bye.", learn_all_turns=True)])
     assert response_text(template, row) == "Fine.<|endoftext|>Bye.<|endoftext|>"
 
 

@@ -8,9 +8,8 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from common.engine import engine_step
-from common.engine.ds_config import EngineOptions, build_train_config
+from common.engine.ds_config import EngineOptions, build_config, build_engine
 from common.engine.engine_step import Gradients, LossTerm, compute_gradients, take_steps, update_engine
-from common.engine.optim import build_engine
 from common.ranks.failures import StepRefused
 from common.runs.engine_state import EngineState
 from common.runs.export import gather_state_dict
@@ -30,7 +29,7 @@ def build(stage: int = 0, accumulation: int = 2, learning_rate: float = 0.1, sch
     options = EngineOptions(zero_stage=stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.0)
     return build_engine(
         model,
-        build_train_config(options),
+        build_config(options),
         SFTArguments(learning_rate=learning_rate, lr_scheduler_type=schedule),
         10,
     )
@@ -121,7 +120,7 @@ def test_the_rates_are_those_of_the_step_and_adapters_have_their_own(stage):
     options = EngineOptions(zero_stage=stage, gradient_accumulation_steps=2)
     engine = build_engine(
         model,
-        build_train_config(options),
+        build_config(options),
         SFTArguments(learning_rate=0.1, lora_learning_rate=0.5, lr_scheduler_type="linear"),
         4,
     )
@@ -174,7 +173,7 @@ class Trained:
             gradient_clipping=0.5,
         )  # fmt: skip
         self.engine = build_engine(
-            Net(), build_train_config(options), SFTArguments(learning_rate=0.01, weight_decay=0.1), 10
+            Net(), build_config(options), SFTArguments(learning_rate=0.01, weight_decay=0.1), 10
         )
         self.dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
         self.state = EngineState(self.engine)

@@ -6,7 +6,7 @@ from plain_logits import compute_logits
 from tiny_configs import CONFIGS, NOISY, tiny_config
 from transformers import AutoModelForCausalLM, DbrxConfig, PreTrainedConfig
 
-from common.engine.optim import build_optimizer
+from common.engine.ds_config import build_optimizer
 from common.models.loading import ModelOptions, build_position_ids, init_weight, load_causal_lm, set_dropout
 from common.models.lora import LoraOptions, add_lora, linear_module_names, lora_targets
 from common.models.model_inputs import build_model_inputs

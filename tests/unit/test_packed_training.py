@@ -9,8 +9,8 @@ import torch
 from records import make_record
 
 from common.data import packed_batch
-from common.data.collators import collate_pairs, collate_sft
 from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
+from common.data.packed_batch import collate_pairs, collate_sft
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel, compute_nll_sum, count_targets
 from common.models.value_model import load_value_model

@@ -1,11 +1,10 @@
-"""common/data/plugins.py: --plugins finds modules, and says in one line why it cannot."""
+"""common/data/registry.py: --plugins finds modules, and says in one line why it cannot."""
 
 import sys
 
 import pytest
 
-from common.data.plugins import import_own_module, import_plugins
-from common.data.registry import ADAPTERS, load_source
+from common.data.registry import ADAPTERS, import_own_module, import_plugins, load_source
 from common.flags.args import Problems
 
 REGISTERS = """

@@ -7,9 +7,9 @@ from unittest.mock import Mock
 import pytest
 from stage_texts import build, make_options, write_rows
 
+from common.data.data_options import check_sources
 from common.data.example import BadRow, EmptyRow, Message, missing_for
 from common.data.registry import load_source
-from common.data.source_checks import check_sources
 
 HI = (Message("user", "hi"),)
 

@@ -6,11 +6,9 @@ import pytest
 import torch
 from records import make_record
 
-from common.data.collators import collate_prompts
-from common.data.packed_batch import ROW_IDS, PackedBatch
-from common.engine.ds_config import EngineOptions, build_train_config
+from common.data.packed_batch import ROW_IDS, PackedBatch, collate_prompts
+from common.engine.ds_config import EngineOptions, build_config, build_engine
 from common.engine.engine_step import LossTerm, update_engine
-from common.engine.optim import build_engine
 from common.generation.generate import Generation
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora
@@ -183,7 +181,7 @@ def test_the_reference_stays_what_the_actor_was(only_lora, tiny_model_folder):
     policy = PolicyModel(add_lora(model, LoraOptions(4, only_optimize_lora=only_lora)), num_valid_tokens=320)
     engine = build_engine(
         policy,
-        build_train_config(EngineOptions()),
+        build_config(EngineOptions()),
         SFTArguments(learning_rate=1e-2, lora_learning_rate=1e-2, lr_scheduler_type="constant"),
         9,
     )

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from common.data.data_report import DataReport
+from common.data.token_cache import DataReport
 from common.runs.run_description import describe_run
 from common.runs.saved_state import Progress, Stateful
 from step1_sft.arguments import SFTArguments

@@ -1,5 +1,5 @@
 """Adapters, one for each data set with rows of its own; importing this package registers them all."""
 
-from common.data.adapters import local_files, ported_class, public_sets
+from common.data.adapters import ported_class, public_sets
 
-__all__ = ["local_files", "ported_class", "public_sets"]
+__all__ = ["ported_class", "public_sets"]

@@ -1,4 +1,4 @@
-"""What an adapter is: it reads a data set's rows and says what a row means."""
+"""What an adapter is: it reads a data set's rows and says what a row means; and those of the usual forms."""
 
 import hashlib
 import sys
@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.data import hub_data
+from common.data import hub_data, raw_files
+from common.data.adapters import message_trees, row_forms
 from common.data.adapters.row_parts import messages_from_prompt, reply_text
 from common.data.example import BadRow, EmptyRow, Example
-from common.data.raw_rows import RawRows
+from common.data.raw_rows import RawRows, readable
 
 DEFAULT_SCORE_COLUMN = "helpfulness"  # HelpSteer2's
 ADAPTERS: dict[str, type] = {}  # Adapters, and classes that PortedClass can wrap
@@ -82,7 +83,7 @@ class Adapter:
         """
         self.check_columns(row)
         texts = (self.get_prompt(row), self.get_chosen(row), self.get_rejected(row))
-        prompt, chosen, rejected = (None if _is_blank(text) else text for text in texts)
+        prompt, chosen, rejected = (None if isinstance(t, str) and not t.strip() else t for t in texts)
         if prompt is None:
             raise EmptyRow("the row has no prompt")
         absent = "answer" if chosen is None else "rejected answer" if rejected is None else ""
@@ -122,10 +123,6 @@ class Adapter:
         return None
 
 
-def _is_blank(text: Any) -> bool:
-    return text is None or (isinstance(text, str) and not text.strip())
-
-
 def register_dataset(*names: str) -> Callable[[type], type]:
     """Class decorator: `--data_path NAME` uses this class for each of `names`.
 
@@ -142,3 +139,63 @@ def register_dataset(*names: str) -> Callable[[type], type]:
         return kind
 
     return register
+
+
+class AnyForm(Adapter):
+    """A hub data set whose rows have one of the usual forms, which the first row decides where rows join."""
+
+    def arrange(self, rows: RawRows) -> RawRows:
+        """See Adapter; messages of a tree become one row, and so do scored responses to one prompt."""
+        _, first = next(readable(rows), (0, {}))
+        if first.keys() >= set(message_trees.MESSAGE_COLUMNS):
+            return message_trees.group_trees(rows)
+        if not first.keys() >= {"prompt", "response"} or "rejected" in first:
+            return rows
+        if self.score_column in first:
+            return row_forms.group_scored(rows, self.score_column)
+        if self.score_column != DEFAULT_SCORE_COLUMN:
+            note = f"no column {self.score_column!r} (--score_column): read as prompt/response without scores"
+            self.notes = tuple(dict.fromkeys((*self.notes, note)))
+        return rows
+
+    def to_examples(self, row: dict[str, Any]) -> list[Example]:
+        if message_trees.TREE in row:
+            return message_trees.tree_examples(row)
+        if row_forms.SCORED in row:
+            return row_forms.scored_responses(row, self.score_column)
+        return row_forms.read_row(row)
+
+
+class LocalFiles(AnyForm):
+    """A file, a folder of train and eval files, or a folder saved by `datasets`."""
+
+    def load(self) -> Parts:
+        """See Adapter.
+
+        Raises:
+            ValueError: nothing usable there; says what was found and what would do.
+        """
+        path = Path(self.source)
+        if hub_data.is_saved_folder(path):
+            return Parts(*hub_data.load_saved(path))
+        train, held_out = (
+            raw_files.read_files(files, self.max_rows) if files else None
+            for files in raw_files.find_parts(path)
+        )
+        return Parts(train, held_out)
+
+    def data_digest(self) -> str:
+        path = Path(self.source)
+        if hub_data.is_saved_folder(path):
+            return raw_files.digest_files(sorted(p for p in path.rglob("*") if p.is_file()), path)
+        train, held_out = raw_files.find_parts(path)
+        return raw_files.digest_files([*train, *held_out], path)
+
+
+@register_dataset("local/jsonfile")
+class LocalJsonFile(LocalFiles):
+    """DeepSpeed-Chat's name for data/train.json and data/eval.json."""
+
+    def __init__(self, source: str = "") -> None:
+        """The folder is fixed: data, in the working folder."""
+        super().__init__("data")

@@ -6,8 +6,7 @@ A tree is one row, so that no part of a conversation is trained on while another
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from common.data.adapters.rankings import rank_by_score
-from common.data.adapters.row_parts import filled_text, finite_number, kind_of
+from common.data.adapters.row_parts import filled_text, finite_number, kind_of, rank_by_score
 from common.data.example import BadRow, EmptyRow, Example, Message, Turn
 from common.data.raw_rows import GroupedRows, RawRows, group_by_key, readable
 

@@ -10,28 +10,25 @@ import io
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from common.data.adapters.base import Adapter, Parts, digest_code
-from common.data.adapters.local_files import AnyForm, LocalFiles
+from common.data.adapters.base import Adapter, AnyForm, LocalFiles, Parts, digest_code
 from common.data.adapters.row_parts import messages_from_prompt
 from common.data.example import BadRow, EmptyRow, Example
 from common.data.raw_rows import RawRows
 from common.ranks.failures import kind_and_line
 
-SIDES = ("chosen", "rejected")
 SEED = 1234  # the default of both programs; it must be the same in all steps, or their shares would overlap
-SAMPLE = "(sample)"  # the column of a row that is no dict in the class's own data
 
 _OWN_NAME = re.compile(r"""\bdataset_name\s*=\s*["']([^"']+)["']""")
 _LEADING_CUE = re.compile(r"\A\s*Assistant:")
 
 
 class PortedClass(Adapter):
-    """Rows by `get_train_data` and `get_eval_data`, their meaning by the five methods.
+    """Rows (dicts) by `get_train_data` and `get_eval_data`, their meaning by the five methods.
 
     `get_prompt` must be there. DeepSpeed-Chat trains on `get_prompt_and_chosen` and
     `get_prompt_and_rejected`, so these come first: a reply is what they have behind the prompt. Where they
@@ -65,19 +62,27 @@ class PortedClass(Adapter):
         if train is None:
             raw = getattr(self._inner, "raw_datasets", None)
             train = raw.get("train") if isinstance(raw, Mapping) else raw
-        if train is None:
-            if not self._name:
-                raise self._refusal(
-                    f"{self._kind.__name__} has no rows: neither get_train_data nor raw_datasets['train'] "
-                    "gives any; add one, or name a file, folder or hub data set by "
-                    f"--data_path {self.source}:NAME"
-                )
+        if train is None and self._name:
             reader = (LocalFiles if Path(self._name).exists() else AnyForm)(self._name)
             reader.max_rows = self.max_rows
             return reader.load()
-        if len(train) == 0:
-            raise self._refusal("get_train_data is empty; give at least one row")
-        return Parts(RawRows(_Samples(train), self.source), self._held_out(train))
+        if train is None or len(train) == 0:
+            raise self._refusal(
+                f"{self._kind.__name__} has no rows: neither get_train_data nor raw_datasets['train'] gives "
+                f"any; add one, or name a file, folder or hub data set by --data_path {self.source}:NAME"
+            )
+        held_out = None
+        try:
+            held_out = self._part("get_eval_data")
+            note = "get_eval_data gives the training rows" if held_out is train else ""
+        except ValueError as error:
+            note = str(error).removeprefix(f"--data_path {self.source}: ")
+        if note:
+            self.notes = (*self.notes, f"{note}; --eval_fraction is held out")
+        has_own = held_out is not None and not note and len(held_out) > 0
+        return Parts(
+            RawRows(train, self.source), RawRows(held_out, f"{self.source}/eval") if has_own else None
+        )
 
     def code_digest(self) -> str:
         """See Adapter; the user's file counts, and the name that it is given."""
@@ -85,15 +90,23 @@ class PortedClass(Adapter):
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
-        sample = row[SAMPLE] if row.keys() == {SAMPLE} else row
         with contextlib.redirect_stdout(io.StringIO()):
-            prompt = self._ask("get_prompt", sample)
-            wholes = [self._ask(f"get_prompt_and_{side}", sample) for side in SIDES]
-            replies = [self._ask(f"get_{side}", sample) for side in SIDES]
-        if isinstance(prompt, BadRow):
-            raise prompt
-        chosen, rejected = (_reply(prompt, *texts) for texts in zip(wholes, replies, strict=True))
-        return [_example(prompt, chosen, rejected)]
+            prompt = self._ask("get_prompt", row)
+            if isinstance(prompt, BadRow):
+                raise prompt
+            chosen, rejected = (
+                _reply(prompt, self._ask(f"get_prompt_and_{side}", row), self._ask(f"get_{side}", row))
+                for side in ("chosen", "rejected")
+            )
+        absences = [part for part in (chosen, rejected) if isinstance(part, BadRow)]
+        return [
+            Example(
+                prompt=messages_from_prompt(prompt),
+                chosen=chosen if isinstance(chosen, str) else None,
+                rejected=rejected if isinstance(rejected, str) else None,
+                absence=absences[0] if absences else None,
+            )
+        ]
 
     @cached_property
     def _inner(self) -> Any:
@@ -107,30 +120,16 @@ class PortedClass(Adapter):
             "dataset_name": self._name or self.source,
             "chat_path": os.getcwd(),  # of its local/jsonfile: the folder that holds data/
         }
-        call = f"{self._kind.__name__}({', '.join(f'{k}={v!r}' for k, v in values.items())})"
         try:
             args, named = _arguments(self._kind, values)
             return self._kind(*args, **named)
         except Exception as error:  # the network's, the disk's, or the class's own
+            call = f"{self._kind.__name__}({', '.join(f'{k}={v!r}' for k, v in values.items())})"
             cure = "check the network and the class" if self._name else f"name its data: {self.source}:NAME"
             raise self._refusal(f"{call} raised {kind_and_line(error)}; {cure}") from error
 
     def _refusal(self, reason: str) -> ValueError:
         return ValueError(f"--data_path {self.source}: {reason}")
-
-    def _held_out(self, train: Any) -> RawRows | None:
-        """The class's own evaluation part, where it has one that is not the training rows."""
-        try:
-            found = self._part("get_eval_data")
-        except ValueError as error:
-            reason = str(error).removeprefix(f"--data_path {self.source}: ")
-            self.notes = (*self.notes, f"{reason}; --eval_fraction is held out")
-            return None
-        if found is train:
-            note = "get_eval_data gives the training rows; --eval_fraction is held out"
-            self.notes = (*self.notes, note)
-            return None
-        return RawRows(_Samples(found), f"{self.source}/eval") if found is not None and len(found) else None
 
     def _part(self, method: str) -> Any:
         """What `method` gives; None where the class does not have it.
@@ -152,13 +151,13 @@ class PortedClass(Adapter):
             )
         return data
 
-    def _ask(self, method: str, sample: Any) -> str | BadRow | None:
+    def _ask(self, method: str, row: dict[str, Any]) -> str | BadRow | None:
         """The text that a method gives, or why there is none; None when the class does not have it."""
         if not hasattr(self._kind, method):
             return None
         inner = self._inner
         try:
-            text = getattr(inner, method)(sample)
+            text = getattr(inner, method)(row)
         except Exception as error:  # the class's own
             return BadRow(f"{method} raised {kind_and_line(error)}")
         if text is None or isinstance(text, str):
@@ -179,36 +178,21 @@ def _own_name(kind: type) -> str:
 
 
 def _arguments(kind: type, values: dict[str, Any]) -> tuple[list, dict[str, Any]]:
-    """What a constructor is called with: by name where it uses DeepSpeed-Chat's, else by their order.
+    """What a constructor is called with: by name where it uses DeepSpeed-Chat's, else the first four or all
+    five by their order, or nothing.
 
     Raises:
         TypeError: it needs something else.
     """
-    parameters = [] if kind.__init__ is object.__init__ else list(inspect.signature(kind).parameters.values())
-    if any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters):
-        return list(values.values())[:4], {}
-    plain = [p for p in parameters if p.kind != p.VAR_KEYWORD]
-    needed = [p.name for p in plain if p.default is p.empty]
-    if set(needed) <= values.keys():
-        return [], {p.name: values[p.name] for p in plain if p.name in values}
-    if len(needed) in (4, 5):
-        return list(values.values())[: len(needed)], {}
-    unknown = ", ".join(name for name in needed if name not in values)
+    signature, ordered = inspect.signature(kind), list(values.values())
+    named = {name: values[name] for name in signature.parameters if name in values}
+    ways = [([], named)] if named else []
+    for args, names in (*ways, (ordered[:4], {}), (ordered, {}), ([], {})):
+        with contextlib.suppress(TypeError):
+            signature.bind(*args, **names)
+            return args, names
+    unknown = ", ".join(name for name in signature.parameters if name not in values)
     raise TypeError(f"its constructor needs {unknown}, besides {', '.join(values)}; give it a default")
-
-
-class _Samples(Sequence):
-    """The class's own rows, in its own format, as dicts."""
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        sample = self._data[index]
-        return dict(sample) if isinstance(sample, Mapping) else {SAMPLE: sample}
 
 
 def _reply(prompt: str, whole: str | BadRow | None, reply: str | BadRow | None) -> str | BadRow | None:
@@ -223,16 +207,4 @@ def _reply(prompt: str, whole: str | BadRow | None, reply: str | BadRow | None) 
             whole = EmptyRow("there is nothing behind the prompt")
         elif not isinstance(reply, str):
             return BadRow("the text does not begin with the prompt")
-    if isinstance(reply, str) or whole is None:
-        return reply
-    return whole
-
-
-def _example(prompt: str, chosen: str | BadRow | None, rejected: str | BadRow | None) -> Example:
-    absences = [part for part in (chosen, rejected) if isinstance(part, BadRow)]
-    return Example(
-        prompt=messages_from_prompt(prompt),
-        chosen=chosen if isinstance(chosen, str) else None,
-        rejected=rejected if isinstance(rejected, str) else None,
-        absence=absences[0] if absences else None,
-    )
+    return reply if isinstance(reply, str) or whole is None else whole

@@ -7,15 +7,14 @@ of a row one of `TEXT_PATHS`. Where on the hub a set lies is told by `hub_data.H
 import re
 from typing import Any, NamedTuple
 
-from common.data.adapters.base import Adapter, register_dataset
-from common.data.adapters.local_files import AnyForm
-from common.data.adapters.rankings import rank_by_score
+from common.data.adapters.base import Adapter, AnyForm, register_dataset
 from common.data.adapters.row_parts import (
     filled_text,
     finite_number,
     kind_of,
     member,
     messages_from_prompt,
+    rank_by_score,
     reply_text,
     split_marked,
 )

@@ -1,174 +1,265 @@
-"""The usual forms of a row, told apart by their columns."""
+"""The usual forms of a row, told apart by their columns; scored responses to one prompt become one row.
 
-from collections.abc import Callable, Mapping
+Several ranked answers become pairs: each with every one below it (InstructGPT).
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from common.data.adapters import message_trees, rankings
+from common.data.adapters import message_trees
 from common.data.adapters.row_parts import (
+    filled_list,
     filled_text,
     finite_number,
+    kind_of,
     messages_from_prompt,
     parse_turns,
+    rank_by_score,
     reply_text,
     reply_texts,
+    split_marked,
     split_transcripts,
 )
 from common.data.example import BadRow, Example, Message
+from common.data.raw_rows import GroupedRows, RawRows, canonical, group_by_key, readable
+
+SCORED = "(scored responses)"  # the column of a row that answers of one prompt were put together in
 
 _SIDES = ("chosen", "rejected")
+_ANSWER_NAMES = ("answer", "response", "text", "content")
+_SCORE_NAMES = ("rank", "score", "overall_score")
+# HelpSteer2 writes earlier turns into its prompt, each behind such a mark.
+_HELPSTEER_TURN = re.compile(r"<extra_id_1>(User|Assistant)\n")
+Row = Mapping[str, Any]
+
+# ---- pairs
 
 
-def _pair(row: Mapping[str, Any]) -> list[Example]:
+def _pair(row: Row) -> list[Example]:
     prompt = messages_from_prompt(row["prompt"])
     if isinstance(row["chosen"], list | tuple) and isinstance(row["rejected"], list | tuple):
-        prompt = _with_turns(prompt, _shared_turns(row["chosen"], row["rejected"]))
-    return [_pair_after(prompt, row, row["chosen"], row["rejected"])]
+        # The answers' lists may bring turns too; `prompt` must be among them.
+        turns = _shared_turns(row)
+        told, said = ([(m.role, m.content.strip()) for m in messages] for messages in (prompt, turns))
+        if turns and not any(said[i : i + len(told)] == told for i in range(len(said))):
+            raise BadRow("the turns before the reply in chosen do not hold 'prompt'")
+        prompt = turns or prompt
+    return _pair_after(prompt, row, row["chosen"], row["rejected"])
 
 
-def _transcripts(row: Mapping[str, Any]) -> list[Example]:
-    chosen, rejected = row["chosen"], row["rejected"]
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        prompt = _shared_turns(chosen, rejected)
+def _transcripts(row: Row) -> list[Example]:
+    if isinstance(row["chosen"], list) and isinstance(row["rejected"], list):
+        prompt = _shared_turns(row)
         if not prompt:
             raise BadRow("there is no turn before the reply in chosen, and no 'prompt'")
-        return [_pair_after(prompt, row, chosen, rejected)]
-    texts = (filled_text(name, row[name]) for name in _SIDES)
-    shared, reply, other = split_transcripts(*texts)
-    return [_pair_after(messages_from_prompt(shared), row, reply, other)]
+        return _pair_after(prompt, row, row["chosen"], row["rejected"])
+    shared, reply, other = split_transcripts(*(filled_text(name, row[name]) for name in _SIDES))
+    return _pair_after(messages_from_prompt(shared), row, reply, other)
 
 
-def _conversation_pair(row: Mapping[str, Any]) -> list[Example]:
+def _conversation_pair(row: Row) -> list[Example]:
     """`chosen` and `rejected` are texts, or turns that follow the conversation, each alone or in a list."""
     prompt = parse_turns("conversations", row["conversations"])
     turns = (row[name] if isinstance(row[name], str | list | tuple) else [row[name]] for name in _SIDES)
-    return [_pair_after(prompt, row, *turns)]
+    return _pair_after(prompt, row, *turns)
 
 
-def _pair_after(prompt: tuple[Message, ...], row: Mapping[str, Any], chosen: Any, rejected: Any) -> Example:
+def _pair_after(prompt: tuple[Message, ...], row: Row, chosen: Any, rejected: Any) -> list[Example]:
     """A pair; it is a tie where the scores that UltraFeedback's pairs bring along prefer neither answer."""
     scores = [row.get(name) for name in ("score_chosen", "score_rejected")]
-    return Example(
+    pair = Example(
         prompt=prompt,
         chosen=reply_text("chosen", chosen),
         rejected=reply_text("rejected", rejected),
         margin=finite_number("margin", row.get("margin") or 0.0),
         is_tie=None not in scores and scores[0] == scores[1],
     )
+    return [pair]
 
 
-def _shared_turns(chosen: Any, rejected: Any) -> tuple[Message, ...]:
-    """The turns before the last one, which must be the same in both."""
-    turns = parse_turns("chosen", chosen)[:-1]
-    if turns != parse_turns("rejected", rejected)[:-1]:
+def _shared_turns(row: Row) -> tuple[Message, ...]:
+    """The turns before the last one, which must be the same in both answers."""
+    turns, others = (parse_turns(name, row[name])[:-1] for name in _SIDES)
+    if turns != others:
         raise BadRow("chosen and rejected do not share the turns before their last one")
     return turns
 
 
-def _with_turns(prompt: tuple[Message, ...], turns: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The whole context, where the answers' lists bring turns too; `prompt` must be among them."""
-    if not turns:
-        return prompt
-    told, said = ([(m.role, m.content.strip()) for m in messages] for messages in (prompt, turns))
-    if not any(said[i : i + len(told)] == told for i in range(len(said))):
-        raise BadRow("the turns before the reply in chosen do not hold 'prompt'")
-    return turns
-
-
-def _answer_lists(row: Mapping[str, Any]) -> list[Example]:
+def _answer_lists(row: Row) -> list[Example]:
     prompt = messages_from_prompt(row["prompt"])
     chosen, rejected = (reply_texts(name, row[name]) for name in ("pos_answers", "neg_answers"))
     return [Example(prompt=prompt, chosen=a, rejected=b) for a, b in product(chosen, rejected)]
 
 
-def _prompt_and(answer: str) -> Callable[[Mapping[str, Any]], list[Example]]:
-    def to_examples(row: Mapping[str, Any]) -> list[Example]:
-        return [Example(prompt=messages_from_prompt(row["prompt"]), chosen=reply_text(answer, row[answer]))]
-
-    return to_examples
+# ---- ranked answers
 
 
-def _instruction(row: Mapping[str, Any]) -> list[Example]:
+def _best_first(row: Row) -> list[Example]:
+    answers = reply_texts("ranked_answers", row["ranked_answers"])
+    scores = [-float(i) for i in range(len(answers))]
+    return rank_by_score(messages_from_prompt(row["prompt"]), answers, scores, with_margin=False)
+
+
+def _numbered_responses(column: str, row: Row) -> list[Example]:
+    """prompt, responses, and `scores` (the higher the better) or `ranks` (the lower the better)."""
+    prompt = messages_from_prompt(row["prompt"])
+    answers = reply_texts("responses", row["responses"])
+    values = filled_list(column, row[column])
+    if len(values) != len(answers):
+        raise BadRow(f"{column!r} has {len(values)} numbers for {len(answers)} responses")
+    numbers = [finite_number(f"{column}[{i}]", value) for i, value in enumerate(values)]
+    if column == "ranks":
+        return rank_by_score(prompt, answers, [-number for number in numbers], with_margin=False)
+    return rank_by_score(prompt, answers, numbers)
+
+
+def _has_ranked_objects(row: Row) -> bool:
+    """Whether `answers` holds objects with a rank or a score; else it is what a reward compares with."""
+    answers = row["answers"]
+    if not isinstance(answers, list | tuple) or not answers:
+        return False
+    return all(isinstance(item, Mapping) and ("rank" in item or "score" in item) for item in answers)
+
+
+def _ranked_objects(prompt_column: str, column: str, row: Row) -> list[Example]:
+    """Objects of a text and a rank (lower is better) or a score, as Nectar's and UltraFeedback's."""
+    if prompt_column == "prompt":
+        prompt = messages_from_prompt(row["prompt"])
+    else:
+        prompt = (Message("user", filled_text(prompt_column, row[prompt_column])),)
+    answers, scores, names = [], [], []
+    for i, item in enumerate(filled_list(column, row[column])):
+        text_name = _first_of(f"{column}[{i}]", item, _ANSWER_NAMES)
+        score_name = _first_of(f"{column}[{i}]", item, _SCORE_NAMES)
+        answers.append(reply_text(f"{column}[{i}].{text_name}", item[text_name]))
+        number = finite_number(f"{column}[{i}].{score_name}", item[score_name])
+        names.append(score_name)
+        if (score_name == "rank") != (names[0] == "rank"):
+            raise BadRow(f"{column}[{i}] has {score_name!r}, unlike the answers before it")
+        scores.append(-number if score_name == "rank" else number)
+    return rank_by_score(prompt, answers, scores, with_margin="rank" not in names)
+
+
+def _first_of(where: str, item: Any, names: Sequence[str]) -> str:
+    """The first of `names` that an object has."""
+    if not isinstance(item, Mapping):
+        raise BadRow(f"{where} is {kind_of(item)}, not an object")
+    found = next((name for name in names if name in item), None)
+    if found is None:
+        raise BadRow(f"{where} has none of {', '.join(names)}")
+    return found
+
+
+def _two_responses(context: str, first: str, second: str, preference: str, row: Row) -> list[Example]:
+    """HelpSteer's preferences, by the columns: below 0 the first response is better, 0 is a tie."""
+    prompt = _helpsteer_prompt(row[context], context)
+    number = finite_number(preference, row[preference])
+    return rank_by_score(prompt, [reply_text(name, row[name]) for name in (first, second)], [0.0, number])
+
+
+def group_scored(rows: RawRows, score_column: str) -> GroupedRows:
+    """One row for each prompt of prompt/response rows, with all its responses and their `score_column`."""
+    columns = ("prompt", "response", score_column)
+
+    def build(group: list[dict[str, Any]]) -> dict[str, Any]:
+        return {SCORED: [{name: row[name] for name in columns if name in row} for row in group]}
+
+    keys = {index: canonical(row["prompt"]) for index, row in readable(rows) if "prompt" in row}
+    return GroupedRows(rows, group_by_key(len(rows), keys), build)
+
+
+def scored_responses(row: Row, score_column: str) -> list[Example]:
+    """A row that `group_scored` made; HelpSteer2's are of this kind."""
+    group = row[SCORED]
+    for scored in group:
+        missing = [name for name in ("prompt", "response", score_column) if name not in scored]
+        if missing:
+            cure = "; --score_column names another" if score_column in missing else ""
+            raise BadRow(f"no column {', '.join(map(repr, missing))}{cure}")
+    answers = [reply_text("response", scored["response"]) for scored in group]
+    scores = [finite_number(score_column, scored[score_column]) for scored in group]
+    return rank_by_score(_helpsteer_prompt(group[0]["prompt"], "prompt"), answers, scores)
+
+
+def _helpsteer_prompt(prompt: Any, column: str) -> tuple[Message, ...]:
+    if isinstance(prompt, str) and _HELPSTEER_TURN.search(prompt):
+        return split_marked(prompt, _HELPSTEER_TURN, opening_role="user")
+    return messages_from_prompt(prompt, column)
+
+
+# ---- one answer, or none
+
+
+def _prompt_and(answer: str, row: Row) -> list[Example]:
+    return [Example(prompt=messages_from_prompt(row["prompt"]), chosen=reply_text(answer, row[answer]))]
+
+
+def _instruction(row: Row) -> list[Example]:
     question = filled_text("instruction", row["instruction"])
     if row.get("input"):
         question = f"{question}\n\n{filled_text('input', row['input'])}"
     return [Example(prompt=(Message("user", question),), chosen=reply_text("output", row["output"]))]
 
 
-def _messages(row: Mapping[str, Any]) -> list[Example]:
-    messages = parse_turns("messages", row["messages"])
-    if messages[-1].role != "assistant":
-        return [Example(prompt=messages)]
-    return [_whole_dialogue("messages", messages)]
-
-
-def _conversation(row: Mapping[str, Any]) -> list[Example]:
-    """All that the assistant says is learnt; what the user says after its last turn is left out."""
-    messages = parse_turns("conversations", row["conversations"])
+def _dialogue(column: str, row: Row) -> list[Example]:
+    """All that the assistant says is learnt; what the user says after its last turn is left out, of
+    `messages` the whole row serves as a prompt then.
+    """
+    messages = parse_turns(column, row[column])
     ends = [i + 1 for i, message in enumerate(messages) if message.role == "assistant"]
-    if not ends:
+    if not ends or (column == "messages" and ends[-1] < len(messages)):
         return [Example(prompt=messages)]
-    return [_whole_dialogue("conversations", messages[: ends[-1]])]
-
-
-def _whole_dialogue(column: str, messages: tuple[Message, ...]) -> Example:
-    """Turns of which the last one is the assistant's, all of whose turns are learnt."""
-    if len(messages) == 1:
+    *prompt, reply = messages[: ends[-1]]
+    if not prompt:
         raise BadRow(f"{column!r} begins with its only turn of the assistant")
-    reply = filled_text(f"the last reply of {column}", messages[-1].content)
-    return Example(prompt=messages[:-1], chosen=reply, learn_all_turns=True)
-
-
-def _message_of_a_tree(row: Mapping[str, Any]) -> list[Example]:
-    return message_trees.tree_examples({message_trees.TREE: [row]})
-
-
-def _prompt_only(row: Mapping[str, Any]) -> list[Example]:
-    return [Example(prompt=messages_from_prompt(row["prompt"]))]
-
-
-def _plain_text(row: Mapping[str, Any]) -> list[Example]:
-    return [Example(text=filled_text("text", row["text"]))]
+    text = filled_text(f"the last reply of {column}", reply.content)
+    return [Example(prompt=tuple(prompt), chosen=text, learn_all_turns=True)]
 
 
 class RowForm(NamedTuple):
     """Columns, how such a row is read, the steps it can serve, and what else tells the form."""
 
     columns: tuple[str, ...]
-    to_examples: Callable[[Mapping[str, Any]], list[Example]]
-    stages: tuple[int, ...]
-    fits: Callable[[Mapping[str, Any]], bool] | None = None
+    to_examples: Callable[[Row], list[Example]]
+    stages: tuple[int, ...] = (1, 2, 3)
+    fits: Callable[[Row], bool] | None = None
 
 
-# The first form whose columns are all there is the row's form.
 _HELPSTEER3 = ("context", "response1", "response2", "overall_preference")
 _HELPSTEER2 = ("prompt", "response_1", "response_2", "preference_strength")
-_ALL, _NO_PAIRS = (1, 2, 3), (1, 3)
+# The first form whose columns are all there is the row's form.
 ROW_FORMS = (
-    RowForm(("prompt", *_SIDES), _pair, _ALL),
-    RowForm(("prompt", "pos_answers", "neg_answers"), _answer_lists, _ALL),
-    RowForm(("prompt", "ranked_answers"), rankings.best_first, _ALL),
-    RowForm(("prompt", "responses", "scores"), rankings.numbered_responses("scores"), _ALL),
-    RowForm(("prompt", "responses", "ranks"), rankings.numbered_responses("ranks"), _ALL),
-    RowForm(("prompt", "answers"), rankings.ranked_objects, _ALL, rankings.has_ranked_objects),
-    RowForm(("instruction", "completions"), rankings.completions, _ALL),
-    RowForm(_HELPSTEER3, rankings.two_responses(*_HELPSTEER3), _ALL),
-    RowForm(_HELPSTEER2, rankings.two_responses(*_HELPSTEER2), _ALL),
-    RowForm(("conversations", *_SIDES), _conversation_pair, _ALL),
-    RowForm(_SIDES, _transcripts, _ALL),
-    RowForm(("message_id", "text", "role"), _message_of_a_tree, _ALL, lambda row: "parent_id" in row),
-    RowForm(("prompt", "answer"), _prompt_and("answer"), _NO_PAIRS),
-    RowForm(("prompt", "response"), _prompt_and("response"), _NO_PAIRS),
-    RowForm(("prompt", "chosen"), _prompt_and("chosen"), _NO_PAIRS),
-    RowForm(("instruction", "output"), _instruction, _NO_PAIRS),
-    RowForm(("messages",), _messages, _NO_PAIRS),
-    RowForm(("conversations",), _conversation, _NO_PAIRS),
-    RowForm(("prompt",), _prompt_only, (3,)),
-    RowForm(("text",), _plain_text, (1,)),
+    RowForm(("prompt", *_SIDES), _pair),
+    RowForm(("prompt", "pos_answers", "neg_answers"), _answer_lists),
+    RowForm(("prompt", "ranked_answers"), _best_first),
+    RowForm(("prompt", "responses", "scores"), partial(_numbered_responses, "scores")),
+    RowForm(("prompt", "responses", "ranks"), partial(_numbered_responses, "ranks")),
+    RowForm(("prompt", "answers"), partial(_ranked_objects, "prompt", "answers"), fits=_has_ranked_objects),
+    RowForm(("instruction", "completions"), partial(_ranked_objects, "instruction", "completions")),
+    RowForm(_HELPSTEER3, partial(_two_responses, *_HELPSTEER3)),
+    RowForm(_HELPSTEER2, partial(_two_responses, *_HELPSTEER2)),
+    RowForm(("conversations", *_SIDES), _conversation_pair),
+    RowForm(_SIDES, _transcripts),
+    RowForm(
+        ("message_id", "text", "role"),
+        lambda row: message_trees.tree_examples({message_trees.TREE: [row]}),
+        fits=lambda row: "parent_id" in row,
+    ),
+    RowForm(("prompt", "answer"), partial(_prompt_and, "answer"), (1, 3)),
+    RowForm(("prompt", "response"), partial(_prompt_and, "response"), (1, 3)),
+    RowForm(("prompt", "chosen"), partial(_prompt_and, "chosen"), (1, 3)),
+    RowForm(("instruction", "output"), _instruction, (1, 3)),
+    RowForm(("messages",), partial(_dialogue, "messages"), (1, 3)),
+    RowForm(("conversations",), partial(_dialogue, "conversations"), (1, 3)),
+    RowForm(("prompt",), lambda row: [Example(prompt=messages_from_prompt(row["prompt"]))], (3,)),
+    RowForm(("text",), lambda row: [Example(text=filled_text("text", row["text"]))], (1,)),
 )
 
 
-def form_of(row: Mapping[str, Any]) -> RowForm | None:
+def form_of(row: Row) -> RowForm | None:
     """The form of a row, or None when its columns fit none."""
     present = {column for column, value in row.items() if value is not None}
     for form in ROW_FORMS:
@@ -182,7 +273,7 @@ def accepted_forms(stage: int | None = None) -> str:
     return " | ".join("/".join(form.columns) for form in ROW_FORMS if stage is None or stage in form.stages)
 
 
-def read_row(row: Mapping[str, Any]) -> list[Example]:
+def read_row(row: Row) -> list[Example]:
     """Examples of a row of any form.
 
     Raises:

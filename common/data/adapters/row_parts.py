@@ -1,12 +1,13 @@
-"""What columns hold: texts, dialogues written in one text, lists of turns, numbers."""
+"""What columns hold: texts, dialogues written in one text, lists of turns, numbers, ranked answers."""
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 from os.path import commonprefix
 from typing import Any
 
-from common.data.example import BadRow, EmptyRow, Message, Turn
+from common.data.example import BadRow, EmptyRow, Example, Message, Turn
 
 # Who speaks, by the names that public data sets use.
 SPEAKERS = {
@@ -155,3 +156,27 @@ def finite_number(column: str, value: Any) -> float:
 def kind_of(value: Any) -> str:
     """What a value is, for a message."""
     return "null" if value is None else f"of type {type(value).__name__}"
+
+
+def rank_by_score(
+    prompt: tuple[Message, ...], answers: Sequence[str], scores: Sequence[float], *, with_margin: bool = True
+) -> list[Example]:
+    """All pairs of the answers to a prompt, higher scores chosen; equal scores are a tie.
+
+    Steps 1 and 3 use the pairs of the best answer alone: what is learnt is the first of the best. A margin is
+    the difference of two scores; 0 without `with_margin`, for places in an order have no size.
+    """
+    if len(answers) == 1:
+        return [Example(prompt=prompt, chosen=answers[0], absence=EmptyRow("its prompt has one answer only"))]
+    order = sorted(range(len(answers)), key=lambda i: -scores[i])
+    return [
+        Example(
+            prompt=prompt,
+            chosen=answers[better],
+            rejected=answers[worse],
+            margin=finite_number("margin", scores[better] - scores[worse]) if with_margin else 0.0,
+            is_tie=scores[better] == scores[worse],
+            for_pairs_only=better != order[0],
+        )
+        for better, worse in combinations(order, 2)
+    ]
