@@ -39,12 +39,13 @@ def our_peak(length: int, vocabulary: int) -> int:
     from common.data.packed_batch import collate_sft
     from common.programs import startup
     from common.ranks import distributed
+    from step1_sft.arguments import SFTArguments
     from step1_sft.sft_trainer import SFTTrainer
 
     startup.quiet_libraries()
     distributed.start()
     engine = policy_engine(small_llama_config(vocab_size=vocabulary))
-    trainer = SFTTrainer(engine, is_packed=False, logger=SilentLogger())
+    trainer = SFTTrainer(engine, SFTArguments(), is_packed=False, logger=SilentLogger())
     first, measured = (
         collate_sft(memory_rows(ROWS, num_tokens, vocabulary)) for num_tokens in (WARM_UP_TOKENS, length)
     )

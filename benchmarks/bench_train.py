@@ -45,8 +45,10 @@ from common.data.global_batches import GlobalBatches, TokenBudget
 from common.data.packed_batch import collate_pairs, collate_sft
 from common.programs import startup
 from common.ranks import distributed
+from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
-from step2_reward.reward_trainer import RewardTrainer
+from step2_reward.arguments import RewardArguments
+from step2_reward.pair_trainer import RewardTrainer
 
 MAX_SEQ_LEN = 512
 # Ways of TRL by section. An optimizer step has 16 rows, or 4 packs of 512 tokens; smaller micro-batches with
@@ -71,16 +73,10 @@ TRL_WAYS: dict[str, dict[str, dict[str, Any]]] = {
 def our_pass(section: str, rows: list[dict[str, Any]], config: Any, *, is_packed: bool) -> Callable[[], None]:
     """Return a function that trains for one pass over the rows, with and without --packed."""
     if section == "sft":
-        trainer: Any = SFTTrainer(policy_engine(config), is_packed=False, logger=SilentLogger())
+        engine, args, kind = policy_engine(config), SFTArguments(), SFTTrainer
     else:
-        trainer = RewardTrainer(
-            value_engine(config),
-            is_packed=False,
-            rank_loss="end_score",
-            use_margin=False,
-            center_coef=0.0,
-            logger=SilentLogger(),
-        )
+        engine, args, kind = value_engine(config), RewardArguments(), RewardTrainer
+    trainer = kind(engine, args, is_packed=False, logger=SilentLogger())
     lengths = [tuple(len(row[key]) for key in columns_of(section)) for row in rows]
     most = ROWS_PER_STEP * len(lengths[0]) * MAX_SEQ_LEN
     batches = GlobalBatches(

@@ -15,13 +15,10 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 from common.data.packed_batch import collate_sft
 from common.data.stage_datasets import build_data
-from common.engine.ds_config import build_engine
 from common.programs import startup, training_loop
 from common.ranks import watchdog
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
-
-COLUMNS = ("sft/loss", "sft/learning_rate", "sft/grad_norm", "perf/tokens_per_second")
 
 
 def main() -> None:
@@ -32,24 +29,14 @@ def main() -> None:
     args = start.args
     with startup.as_problem(start.problems), watchdog.phase("the preparation of the data"):
         data = build_data(start.options, start.template)
-        batches = training_loop.build_global_batches(
-            args,
-            data.train,
-            collate_sft,
-            lambda: [(length,) for length in data.train.lengths("input_ids").tolist()],
-        )
+        batches = training_loop.build_global_batches(args, data.train, collate_sft, ["input_ids"])
     num_steps = training_loop.count_steps(args, len(batches))
     with startup.as_problem(start.problems), watchdog.phase("the loading of the model"):
         num_tokens = len(start.tokenizer)
         model = training_loop.load_policy(args, start.ds_config, num_tokens, dropout=args.dropout)
-        engine = build_engine(model, start.ds_config, args, num_steps)
-    trainer = SFTTrainer(
-        engine,
-        is_packed=training_loop.use_layout(batches, model.causal_lm, args),
-        logger=training_loop.build_logger(args, COLUMNS, num_steps),
-    )
-    run = training_loop.train(start, data, batches, trainer, {}, held_out=data.eval, fact="eval_perplexity")
-    training_loop.export(start, run, model.causal_lm, "sft")
+        trainer = training_loop.build_trainer(SFTTrainer, start, model, batches, num_steps)
+    run = training_loop.train(start, data, batches, trainer, held_out=data.eval)
+    training_loop.export(start, run, trainer)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from common.programs import startup
 from common.programs.reward_scorer import load_frozen_value_model
 from common.ranks import distributed
 from step2_reward.arguments import RewardEvalArguments
-from step2_reward.reward_trainer import compute_pair_scores, evaluate_pairs
+from step2_reward.pair_trainer import compute_pair_scores, judge_pairs
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
         rank=distributed.rank(),
         world_size=distributed.world_size(),
     )
-    figures = evaluate_pairs(model, batches)
+    figures = judge_pairs(lambda batch: compute_pair_scores(model, batch)[:2], batches)
     if distributed.is_main():
         _print_samples(model, [rows[i] for i in range(min(args.num_samples, len(rows)))], tokenizer)
         for metric, value in figures.items():

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch import nn
 from common.data.data_options import DataOptions, check_sources
 from common.data.dialogue import Template
 from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
+from common.data.packed_batch import PackedBatch
 from common.data.registry import import_plugins
 from common.data.stage_datasets import StageData
-from common.engine.ds_config import EngineOptions, build_config
+from common.engine.ds_config import EngineOptions, build_config, build_engine
 from common.engine.engine_step import LossTerm, update_engine
 from common.flags.args import Problems, parse_args
 from common.models.loading import DTYPES, ModelOptions, load_causal_lm, plain_model
@@ -86,15 +88,15 @@ def begin(flags: type, stage: int, description: str) -> Start | None:
     return start if is_run else None
 
 
-def build_global_batches(
-    args: Any, dataset: Any, collate: Callable, read_lengths: Callable[[], list[tuple[int, ...]]]
-) -> GlobalBatches:
+def build_global_batches(args: Any, dataset: Any, collate: Callable, columns: Sequence[str]) -> GlobalBatches:
     """Return the training batches of this rank; ValueError when the data do not fill one.
 
-    `read_lengths` gives the lengths of every row's sequences; it is called where something depends on them.
+    `columns` are the sequences of a row, whose lengths are read where something depends on them.
     """
     is_cut_by_tokens = args.packed or args.max_tokens_per_micro_batch
-    row_lengths = read_lengths() if is_cut_by_tokens or args.group_by_length else []
+    row_lengths: list[tuple[int, ...]] = []
+    if is_cut_by_tokens or args.group_by_length:
+        row_lengths = list(zip(*(dataset.lengths(column).tolist() for column in columns), strict=True))
     budget = None
     if is_cut_by_tokens:
         num_sequences = max((len(lengths) for lengths in row_lengths), default=1)
@@ -111,14 +113,6 @@ def build_global_batches(
         group_lengths=[max(lengths) for lengths in row_lengths] if args.group_by_length else None,
         budget=budget,
     )
-
-
-def use_layout(batches: GlobalBatches, model: nn.Module, args: Any) -> bool:
-    """Return whether sequences stand end to end in this model's passes, and let the batches know."""
-    is_packed = args.packed and takes_packed(plain_model(model))
-    if batches.budget:
-        batches.budget.is_packed = is_packed
-    return is_packed
 
 
 def load_policy(
@@ -144,54 +138,90 @@ def count_steps(args: Any, steps_per_epoch: int) -> int:
     return min(num_steps, args.max_train_steps) if args.max_train_steps else num_steps
 
 
-def train_and_log(step: int, engine: Any, term: LossTerm, logger: RunLogger) -> float:
-    """Do optimizer step `step` (from 1) by the mean of one loss, log it and its speed, return the loss.
+class Trainer:
+    """Moves an engine by the mean of one loss over global batches; each step has its own kind."""
 
-    The token ids of the term's micro-batches are keys that end in `_ids`. Every rank must call this.
-    """
-    COSTS.begin_step()
-    engine.train()
-    means = update_engine(engine, [term])
-    speed = COSTS.end_step(distributed.world_size())
-    columns = [column for batch in term.micro_batches for column in batch.data.items()]
-    num_tokens = sum(len(tokens) for key, tokens in columns if key.endswith("_ids"))
-    speed["perf/tokens_per_second"] = distributed.sum_float(float(num_tokens)) / speed["perf/step_seconds"]
-    kind = term.name.split("/")[0]
-    numbers = {name if "/" in name else f"{kind}/{name}": value for name, value in means.items()}
-    logger.log(step, numbers | speed)
-    return means[term.name]
+    kind: str  # what the names of its numbers begin with
+    columns: tuple[str, ...]  # the numbers of the console's table
+    fact = "eval"  # what an export's metadata calls the last evaluation
+
+    def __init__(self, engine: Any, args: Any, *, is_packed: bool, logger: RunLogger) -> None:
+        self.engine, self.args, self.is_packed, self.logger = engine, args, is_packed, logger
+
+    def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of a micro-batch, and what is logged beside it, added up over what it counts."""
+        raise NotImplementedError
+
+    def count(self, batch: PackedBatch) -> float:
+        """Return of how many the loss is the mean: rows."""
+        return len(batch)
+
+    def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
+        """Return the figures of held-out batches, each with which rows count. Every rank must call this."""
+        raise NotImplementedError
+
+    def train_step(self, step: int, micro_batches: list[PackedBatch]) -> float:
+        """Do optimizer step `step` (from 1), log it and its speed, return its loss.
+
+        The token ids of the micro-batches are keys that end in `_ids`. Every rank must call this.
+        """
+        COSTS.begin_step()
+        self.engine.train()
+        term = LossTerm(f"{self.kind}/loss", micro_batches, self.compute_sums, self.count)
+        means = update_engine(self.engine, [term])
+        speed = COSTS.end_step(distributed.world_size())
+        columns = [column for batch in micro_batches for column in batch.data.items()]
+        num_tokens = sum(len(tokens) for key, tokens in columns if key.endswith("_ids"))
+        tokens_per_second = distributed.sum_float(float(num_tokens)) / speed["perf/step_seconds"]
+        numbers = {name if "/" in name else f"{self.kind}/{name}": value for name, value in means.items()}
+        self.logger.log(step, numbers | speed | {"perf/tokens_per_second": tokens_per_second})
+        return means[term.name]
+
+    @torch.no_grad()
+    def evaluate(self, step: int, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> Any:
+        """Return and log the held-out figures. Every rank must call this."""
+        self.engine.eval()
+        figures = self.judge(batches)
+        self.logger.log_event(step, {f"{self.kind}/eval_{name}": value for name, value in figures.items()})
+        return figures
 
 
-def gather_columns(
-    columns_of: Callable[[Any], Sequence[torch.Tensor]],
-    batches: Iterable[tuple[Any, torch.Tensor]],
-) -> list[torch.Tensor]:
-    """Return what `columns_of` gives of the batches, an entry a pair, of all ranks' real rows, on the CPU.
+def build_trainer(
+    kind: type[Trainer], start: Start, model: nn.Module, batches: GlobalBatches, num_steps: int
+) -> Trainer:
+    """Return what trains the model in an engine; the batches learn whether their sequences are packed.
 
     Every rank must call this.
     """
-    own = [[column.cpu()[is_real] for column in columns_of(batch)] for batch, is_real in batches]
-    parts = [part for of_rank in distributed.gather_objects(own) for part in of_rank]
-    return [torch.cat(column) for column in zip(*parts, strict=True)]
+    args = start.args
+    engine = build_engine(model, start.ds_config, args, num_steps)
+    is_packed = args.packed and takes_packed(plain_model(_saved_model(model)))
+    if batches.budget:
+        batches.budget.is_packed = is_packed
+    columns = (*(f"{kind.kind}/{name}" for name in kind.columns), "perf/tokens_per_second")
+    return kind(engine, args, is_packed=is_packed, logger=build_logger(args, columns, num_steps))
+
+
+def _saved_model(model: nn.Module) -> nn.Module:
+    """Return the model of transformers or PEFT inside one of ours."""
+    return model.classifier if isinstance(model, ValueModel) else model.causal_lm
 
 
 def train(
     start: Start,
     data: StageData,
     batches: GlobalBatches,
-    trainer: Any,
-    parts: Mapping[str, Stateful],
+    trainer: Trainer,
     *,
     held_out: Any,
-    fact: str,
+    parts: Mapping[str, Stateful] = MappingProxyType({}),
     prepare: Callable[[int], None] = lambda step: None,
 ) -> Run:
     """Make or resume a run and train it to its end; return it.
 
-    `trainer` has `engine`, `logger`, `train_step`, `evaluate`. `held_out` are the rows of an evaluation,
-    whose result the export has as `fact`. `prepare` is called with the step that the run is at, before the
-    first one. Raises Stopped when the run is asked to stop, TooManyBadSteps when too many steps are refused.
-    Every rank must call this.
+    `held_out` are the rows of an evaluation. `parts` of a checkpoint are saved beside the model. `prepare` is
+    called with the step that the run is at, before the first one. Raises Stopped when the run is asked to
+    stop, TooManyBadSteps when too many steps are refused. Every rank must call this.
     """
     args, logger = start.args, trainer.logger
     rows = {"--per_device_train_batch_size x --gradient_accumulation_steps": batches.global_rows}
@@ -210,7 +240,7 @@ def train(
             max_batches=args.eval_iters,
         )
         with watchdog.phase("the evaluation", step, clock="evaluate"):
-            progress.facts[fact] = trainer.evaluate(step, some)
+            progress.facts[trainer.fact] = trainer.evaluate(step, some)
 
     with startup.as_problem(start.problems):
         run.begin()  # the first to write: the model is there
@@ -249,16 +279,13 @@ def _run_steps(
         run.point(checkpoint_name(step), is_due=run.is_due(step))
 
 
-def export(start: Start, run: Run, model: nn.Module, kind: str) -> None:
-    """Write the trained model and its adapter, and end the run. Every rank must call this.
-
-    `kind` is sft, reward or dpo.
-    """
+def export(start: Start, run: Run, trainer: Trainer) -> None:
+    """Write the trained model and its adapter, and end the run. Every rank must call this."""
     args, logger = start.args, run.logger
     if args.output_dir:
-        folder = Path(args.output_dir)
-        metadata = {"step": kind, "template": args.template} | run.progress.facts
-        is_scorer = kind == "reward"
+        folder, model = Path(args.output_dir), _saved_model(trainer.engine.module)
+        metadata = {"step": trainer.kind, "template": args.template} | run.progress.facts
+        is_scorer = trainer.kind == "reward"
         save_export(folder / "export", model, start.tokenizer, metadata=metadata, needs_own_pad=is_scorer)
         save_adapter(folder / "adapter", model, start.tokenizer, metadata=metadata)
         logger.note(f"saved {folder}/export")

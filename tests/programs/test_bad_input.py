@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 DONE, BAD, CANNOT_CONTINUE, KILLED = 0, 2, 3, -9
 TRAIN_STEP = {
     1: "step1_sft.sft_trainer:SFTTrainer.train_step",
-    2: "step2_reward.reward_trainer:RewardTrainer.train_step",
+    2: "step2_reward.pair_trainer:RewardTrainer.train_step",
     3: "step3_ppo.ppo_trainer:PPOTrainer.train_step",
 }
 

@@ -45,7 +45,7 @@ def short_flags(tiny: Any, step: int, stage: int, **more: Any) -> dict[str, Any]
 # for the actor and four for the critic, two by two.
 NORM = "the gradient's norm"
 SFT_LOSS = {"at": "step1_sft.sft_trainer:compute_nll_sum", "call": 3}
-PAIR_LOSSES = {"at": "step2_reward.reward_trainer:compute_pair_losses", "call": 4}
+PAIR_LOSSES = {"at": "step2_reward.pair_trainer:compute_pair_losses", "call": 4}
 SCORE, REFERENCE = ({"at": f"step3_ppo.roles:{role}.score", "call": 2} for role in ("Reward", "Reference"))
 VALUE_LOSS = {"at": "step3_ppo.ppo_losses:value_loss_terms", "call": 5}
 SLOPE = {"at": BACKWARD, "do": NAN_SLOPE}

@@ -257,7 +257,7 @@ def test_other_ranks_and_stages(forks, flags, finished, tmp_path, ranks, stage):
     step, _, values = flags["reward"]
     folder = tmp_path / "output"
     values = values | {"output_dir": folder}
-    hook = {"at": "step2_reward.reward_trainer:RewardTrainer.train_step", "call": 4, "do": "kill"}
+    hook = {"at": "step2_reward.pair_trainer:RewardTrainer.train_step", "call": 4, "do": "kill"}
     assert forks.run(step, values, hooks=[hook]).code == KILLED
     more = {"zero_stage": stage, "per_device_train_batch_size": 2 // ranks}
     again = forks.run(step, values | more, ranks=ranks)

@@ -224,7 +224,7 @@ SOUND = {
     "step1_sft/main.py": 'from step1_sft.sft_trainer import T\n\nif __name__ == "__main__":\n    T()\n',
     "step1_sft/sft_trainer.py": "from common.models import load\n\nfrom .arguments import SFTArguments\n",
     "step1_sft/arguments.py": "from dataclasses import dataclass\n",
-    "step2_reward/losses.py": "",
+    "step2_reward/pair_math.py": "",
     "step3_ppo/ppo_math.py": '"""PURE: PPO."""\nfrom common.models.tensor_ops import masked_sum\n',
     "step3_ppo/rewards/http.py": "import urllib.request\n",
     "serving/arena.py": "from common.generation.generate import generate\n",

@@ -11,9 +11,10 @@ from common.data.packed_batch import collate_pairs
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel
 from common.runs.saved_state import TensorReader, write_slices
-from step2_reward.dpo_trainer import compute_answer_logprobs
-from step2_reward.losses import dpo_loss
-from step2_reward.reference_logprobs import ReferencePairs, ReferencePart
+from step2_reward.arguments import RewardArguments
+from step2_reward.pair_math import dpo_loss
+from step2_reward.pair_trainer import compute_answer_logprobs
+from step2_reward.reference import Reference
 
 
 def sums(*values):
@@ -26,7 +27,7 @@ def sums(*values):
 def test_loss_by_hand():
     # Rewards 0.5 (-10 + 12) = 1 and 0.5 (-8 + 7) = -0.5, so z = 1.5.
     found = dpo_loss(*sums(-10, -8, -12, -7), beta=0.5)
-    assert found.chosen_rewards.item() == 1 and found.rejected_rewards.item() == -0.5
+    assert found.chosen.item() == 1 and found.rejected.item() == -0.5
     assert found.loss.item() == pytest.approx(math.log(1 + math.exp(-1.5)), abs=1e-7)  # 0.2014133
     smooth = dpo_loss(*sums(-10, -8, -12, -7), beta=0.5, label_smoothing=0.1)
     assert smooth.loss.item() == pytest.approx(0.9 * 0.2014133 + 0.1 * 1.7014133, abs=1e-6)
@@ -106,31 +107,34 @@ class Table(list):
         return [len(row[column]) for row in self]
 
 
-def last_ids(batch):
-    """A score that is known: the last token of each answer."""
-    token_ids, lengths = batch.interleave("chosen_ids", "rejected_ids")
-    return token_ids[lengths.flatten().cumsum(0) - 1].float()
+class KnownScores:
+    """In place of a trainer: an answer's log-probability is its last token."""
+
+    def __init__(self, rows_per_batch: int) -> None:
+        self.args, self.engine = (
+            RewardArguments(per_device_eval_batch_size=rows_per_batch),
+            torch.nn.Identity(),
+        )
+
+    def compute_logprobs(self, batch):
+        token_ids, lengths = batch.interleave("chosen_ids", "rejected_ids")
+        return token_ids[lengths.flatten().cumsum(0) - 1].float()
 
 
 @pytest.mark.parametrize("rows_per_batch", [1, 2, 7])
-def test_rows_get_their_own_numbers(rows_per_batch):
+def test_rows_get_their_own_numbers_and_a_checkpoint_brings_them_back(rows_per_batch, tmp_path):
     table = Table(pairs())
-    data = ReferencePairs(table)
-    data.compute(last_ids, collate_pairs, [0, 3, 4], rows_per_batch)
+    before, after = Reference(table, Table()), Reference(table, Table())
+    before.compute(KnownScores(rows_per_batch), [0, 3, 4], is_begun=False)
+    write_slices(tmp_path / "file", before.tensor_slices())
+    after.load(TensorReader([tmp_path / "file"]), before.json_state())
     for index, row in enumerate(table):
-        found = data[index]["reference_logprobs"]
         last = [row["chosen_ids"][-1], row["rejected_ids"][-1]]
-        assert found.tolist() == last if index in (0, 3, 4) else found.isnan().all()
-
-
-def test_numbers_come_back_from_a_checkpoint(tmp_path):
-    before, after = ReferencePairs(Table(pairs())), ReferencePairs(Table(pairs()))
-    empty = ReferencePairs(Table())
-    before.compute(last_ids, collate_pairs, [1, 2], 2)
-    part = ReferencePart({"train": before, "eval": empty})
-    write_slices(tmp_path / "file", part.tensor_slices())
-    ReferencePart({"train": after, "eval": empty}).load(TensorReader([tmp_path / "file"]), part.json_state())
-    assert torch.equal(after.logprobs[1:3], before.logprobs[1:3]) and after.logprobs[[0, 3, 4]].isnan().all()
+        for reference in (before, after):
+            found = reference.pairs["train"][index]["reference_logprobs"]
+            assert found.tolist() == last if index in (0, 3, 4) else found.isnan().all()
+    with pytest.raises(ValueError, match="1 more pairs need the reference's log-probabilities"):
+        after.compute(KnownScores(1), [0, 1], is_begun=True)
 
 
 def test_rows_of_the_first_steps():

@@ -31,7 +31,7 @@ NUM_CASES = 700  # of each of three: 2,100
 # program: its flags, and what loads its models
 PROGRAMS = {
     "step1_sft.main": (SFTArguments, ["training_loop.load_policy"]),
-    "step2_reward.main": (RewardArguments, ["build_trainer"]),
+    "step2_reward.main": (RewardArguments, ["training_loop.load_policy", "training_loop.load_ranker"]),
     "step3_ppo.main": (PPOArguments, ["build_trainer"]),
 }
 MODEL = ("model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path")

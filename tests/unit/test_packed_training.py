@@ -14,9 +14,16 @@ from common.data.packed_batch import collate_pairs, collate_sft
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel, compute_nll_sum, count_targets
 from common.models.value_model import load_value_model
+from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
-from step2_reward.dpo_trainer import DPOTrainer, compute_answer_logprobs
-from step2_reward.reward_trainer import RewardTrainer, compute_pair_losses, compute_pair_scores
+from step2_reward.arguments import RewardArguments
+from step2_reward.pair_trainer import (
+    DPOTrainer,
+    RewardTrainer,
+    compute_answer_logprobs,
+    compute_pair_losses,
+    compute_pair_scores,
+)
 from step3_ppo.roles import build_response_inputs
 
 LENGTHS = [(4, 9), (1, 2), (12, 3), (2, 7), (6, 6)]  # prompt, response
@@ -146,15 +153,14 @@ def test_an_evaluation_does_not_count_what_fills_up_the_last_batches(kind, tiny_
     options, logger = ModelOptions(tiny_model_folder("llama"), dropout=0.0), Mock()
     policy = PolicyModel(load_causal_lm(options, 320), num_valid_tokens=320)
     if kind == "sft":
-        trainer = SFTTrainer(policy, is_packed=False, logger=logger)
+        trainer = SFTTrainer(policy, SFTArguments(), is_packed=False, logger=logger)
         rows, collate = sft_rows(), collate_sft
     elif kind == "reward":
-        flags = {"rank_loss": "end_score", "use_margin": False, "center_coef": 0.0}
         model = load_value_model(options, 320)
-        trainer = RewardTrainer(model, is_packed=False, logger=logger, **flags)
+        trainer = RewardTrainer(model, RewardArguments(), is_packed=False, logger=logger)
         rows, collate = pairs(), collate_pairs
     else:
-        trainer = DPOTrainer(policy, is_packed=False, logger=logger, beta=0.1, label_smoothing=0.0)
+        trainer = DPOTrainer(policy, RewardArguments(), is_packed=False, logger=logger)
         rows = [row | {"reference_logprobs": torch.tensor([-20.0, -30.0])} for row in pairs()]
         collate = collate_pairs
     ranks = (evaluation_batches(rows, collate, rows_per_batch=2, rank=r, world_size=2) for r in range(2))

@@ -1,7 +1,8 @@
-"""Losses on pairs of answers, of a reward model and of DPO. PURE: imports torch only.
+"""Losses on pairs of answers, of a reward model and of DPO, and how well pairs are ranked. PURE.
 
-All are unreduced, one number a pair, in fp32. Sequences start at column 0 and are told by their lengths;
-what stands after them is never read.
+Losses are unreduced, one number a pair, in fp32. Sequences start at column 0 and are told by their lengths;
+what stands after them is never read. A metric takes the numbers of a whole evaluation, gathered from all
+ranks: none of them is a mean of means.
 
 # N pairs, T tokens of prompt and answer, right-padded
 """
@@ -10,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from common.models.tensor_ops import wilson_interval
 
 
 def end_score_loss(
@@ -71,12 +74,12 @@ def center_penalty(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -
     return (chosen_scores.float() + rejected_scores.float()).square()
 
 
-class DPOLoss(NamedTuple):
-    """The loss of each pair, and what the policy thinks of its answers."""
+class PairLosses(NamedTuple):
+    """The loss of each pair, and what the model makes of its two answers."""
 
     loss: torch.Tensor  # (N,) fp32
-    chosen_rewards: torch.Tensor  # (N,) fp32, beta (log-probability - the reference's), without gradient
-    rejected_rewards: torch.Tensor  # (N,) fp32
+    chosen: torch.Tensor  # (N,) fp32, a score, or DPO's reward: beta (log-probability - the reference's)
+    rejected: torch.Tensor  # (N,) fp32
 
 
 def dpo_loss(
@@ -87,7 +90,7 @@ def dpo_loss(
     *,
     beta: float,
     label_smoothing: float = 0.0,
-) -> DPOLoss:
+) -> PairLosses:
     """Return -(1 - e) log sigmoid(z) - e log sigmoid(-z) of each pair, z the difference of its rewards.
 
     The reward of an answer is beta (log-probability under the policy - that under the reference); all four
@@ -104,7 +107,59 @@ def dpo_loss(
     rejected_rewards = beta * (rejected_logprobs - reference_rejected_logprobs)
     z = chosen_rewards - rejected_rewards
     loss = -(1 - label_smoothing) * F.logsigmoid(z) - label_smoothing * F.logsigmoid(-z)
-    return DPOLoss(loss, chosen_rewards.detach(), rejected_rewards.detach())
+    return PairLosses(loss, chosen_rewards.detach(), rejected_rewards.detach())
+
+
+@torch.no_grad()
+def accuracy_figures(differences: torch.Tensor) -> dict[str, float]:
+    """Return the share of pairs ranked rightly, its 95 % interval (Wilson's), and the number of pairs.
+
+    differences (N,): chosen minus rejected. Raises ValueError without pairs.
+    """
+    accuracy, num_pairs = float(wins(differences).mean().float()), len(differences)
+    rate = wilson_interval(accuracy * num_pairs, num_pairs)
+    return {"accuracy": accuracy, "accuracy_low": rate.low, "accuracy_high": rate.high, "pairs": num_pairs}
+
+
+@torch.no_grad()
+def expected_calibration_error(score_differences: torch.Tensor, bins: int = 10) -> torch.Tensor:
+    """Return sum over bins of (share of pairs) |accuracy - mean confidence|: fp32 scalar in [0, 1].
+
+    score_differences (N,): chosen minus rejected, the log odds that the chosen answer is better. The
+    confidence is the probability of the answer it prefers, in [0.5, 1], cut into `bins` of equal width; a tie
+    counts half. Guo et al. 2017, arXiv:1706.04599 eq. 3. Raises ValueError without pairs.
+    """
+    differences = score_differences.double()
+    confidence = torch.sigmoid(differences.abs())
+    bin_index = ((confidence - 0.5) * 2 * bins).long().clamp_(max=bins - 1)
+    # |sum of wins - sum of confidences| of a bin is its count times |accuracy - mean confidence|.
+    gaps = differences.new_zeros(bins).index_add_(0, bin_index, wins(differences) - confidence)
+    return (gaps.abs().sum() / len(differences)).float()
+
+
+@torch.no_grad()
+def longer_share(differences: torch.Tensor, length_differences: torch.Tensor) -> torch.Tensor:
+    """Return the share of pairs that are won by the longer answer: fp32 scalar, 0.5 where none is longer.
+
+    Both (N,), of the same two answers: the difference of their scores (or 1 where the first is preferred),
+    and that of their lengths. A tie of scores counts half. The share by a model's scores above that by
+    people's choices tells how much more than people the model likes length.
+    """
+    unequal = length_differences != 0
+    if not unequal.any():
+        return torch.tensor(0.5)
+    return wins(differences.double()[unequal] * length_differences.sign()[unequal]).mean().float()
+
+
+def wins(differences: torch.Tensor) -> torch.Tensor:
+    """Return 1 for a pair ranked rightly, 0 for one ranked wrongly, 1/2 for a tie, which says nothing either
+    way: (N,) fp64.
+
+    differences (N,): chosen minus rejected. Raises ValueError without pairs.
+    """
+    if len(differences) == 0:
+        raise ValueError("there are no pairs to measure; is the evaluation set empty?")
+    return (differences.double().sign() + 1) / 2
 
 
 def _hold_last(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,189 @@
+"""Training of step 2 on pairs: a reward model by a ranking loss, or under --loss dpo a policy, without one.
+
+# N pairs; a pass holds each pair's chosen answer, then its rejected one
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from common.data.packed_batch import PackedBatch, pad_sequences, token_positions
+from common.models.model_inputs import build_model_inputs
+from common.models.tensor_ops import correlation
+from common.programs.training_loop import Trainer
+from common.ranks import distributed
+from step2_reward.pair_math import (
+    PairLosses,
+    accuracy_figures,
+    center_penalty,
+    dpo_loss,
+    end_score_loss,
+    expected_calibration_error,
+    first_difference,
+    longer_share,
+    token_wise_loss,
+    wins,
+)
+
+SIDES = ("chosen", "rejected")
+
+
+class PairScores(NamedTuple):
+    """One batch of pairs under the model."""
+
+    chosen: torch.Tensor  # (N,) fp32
+    rejected: torch.Tensor  # (N,) fp32
+    values: torch.Tensor  # (total,) fp32, of all tokens end to end
+
+
+def compute_pair_scores(model: Any, batch: PackedBatch, *, is_packed: bool = False) -> PairScores:
+    """Return the scores of both answers: the value at the last real token, end-of-turn token included.
+
+    `model` is a ValueModel or its engine.
+    """
+    token_ids, pair_lengths = batch.interleave("chosen_ids", "rejected_ids")
+    lengths = pair_lengths.flatten()  # (2N,)
+    inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed, device=distributed.device())
+    values = model(inputs)
+    scores = values[lengths.to(values.device).cumsum(0) - 1]
+    return PairScores(scores[0::2], scores[1::2], values)
+
+
+def compute_pair_losses(
+    batch: PackedBatch, scores: PairScores, *, rank_loss: str, use_margin: bool
+) -> torch.Tensor:
+    """Return the ranking loss (N,) of each pair."""
+    device = scores.values.device
+    if rank_loss == "end_score":
+        margin = batch.numbers("margin").to(device) if use_margin else 0.0
+        return end_score_loss(scores.chosen, scores.rejected, margin)
+    token_ids, pair_lengths = batch.interleave("chosen_ids", "rejected_ids")
+    ids, _ = pad_sequences(token_ids, pair_lengths.flatten())  # (2N, T)
+    values, _ = pad_sequences(scores.values, pair_lengths.flatten())
+    lengths = pair_lengths.flatten().to(device)
+    divergence = first_difference(ids[0::2].to(device), ids[1::2].to(device), lengths[0::2], lengths[1::2])
+    return token_wise_loss(values[0::2], values[1::2], lengths[0::2], lengths[1::2], divergence)
+
+
+def compute_answer_logprobs(model: Any, batch: PackedBatch, *, is_packed: bool = False) -> torch.Tensor:
+    """Return (2N,) fp32: the log-probability of each answer given its prompt, end-of-turn token included.
+
+    `model` is a PolicyModel or its engine. A token that nothing stands before has no probability.
+    """
+    token_ids, pair_lengths = batch.interleave("chosen_ids", "rejected_ids")
+    starts = [batch.numbers(f"{side}_response_start") for side in SIDES]
+    first = torch.stack(starts, dim=1).flatten().clamp(min=1)  # (2N,)
+    lengths, device = pair_lengths.flatten(), distributed.device()
+    is_answer = token_positions(lengths) >= first.repeat_interleave(lengths)  # (total,)
+    inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed, device=device)
+    logprobs, _ = model(inputs, inputs.token_slots[is_answer], token_ids[is_answer])
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)[is_answer].to(logprobs.device)
+    return torch.zeros(len(lengths), device=logprobs.device).index_add(0, sequence, logprobs)
+
+
+@torch.no_grad()
+def judge_pairs(
+    compute: Callable[[PackedBatch], Sequence[torch.Tensor]],
+    batches: Iterable[tuple[PackedBatch, torch.Tensor]],
+    *,
+    what: str = "score",
+) -> dict[str, float]:
+    """Return accuracy with its interval, margin, calibration and what length has to do with it, of the rows
+    of all ranks; the mean loss too where `compute` gives the losses.
+
+    `compute(batch)` gives scores (N,) of the chosen and of the rejected answers, and maybe losses (N,);
+    `what` is the scores' name. Every rank must call this.
+    """
+    own = []
+    for batch, is_real in batches:
+        lengths = [batch.lengths[f"{s}_ids"] - batch.numbers(f"{s}_response_start") for s in SIDES]
+        own.append([column.cpu()[is_real] for column in (*lengths, *compute(batch))])
+    parts = [part for of_rank in distributed.gather_objects(own) for part in of_rank]
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+    chosen_lengths, rejected_lengths, chosen, rejected, *loss = columns
+    scores, lengths = torch.cat([chosen, rejected]), torch.cat([chosen_lengths, rejected_lengths])
+    differences, longer = chosen - rejected, chosen_lengths - rejected_lengths
+    return {
+        **({"loss": float(loss[0].mean())} if loss else {}),
+        **accuracy_figures(differences),
+        "margin": float(differences.mean()),
+        "calibration_error": float(expected_calibration_error(differences)),
+        "length_correlation": float(correlation(scores, lengths.float())),
+        "prefers_longer": float(longer_share(differences, longer)),
+        "longer_is_chosen": float(longer_share(torch.ones_like(chosen), longer)),
+        f"chosen_{what}": float(chosen.mean()),
+        f"rejected_{what}": float(rejected.mean()),
+        f"{what}_std": float(scores.std(correction=0)),
+    }
+
+
+class PairTrainer(Trainer):
+    """Moves an engine by the mean loss over the global batch's pairs."""
+
+    columns = ("loss", "accuracy", "margin", "learning_rate")
+    what: str  # what the model gives an answer
+
+    def compute_losses(self, batch: PackedBatch) -> PairLosses:
+        """Return the loss of each pair, and what the model gives its answers."""
+        raise NotImplementedError
+
+    def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the losses of the pairs, and how their answers are ranked, added up."""
+        losses, chosen, rejected = self.compute_losses(batch)
+        sums = {"accuracy": wins(chosen - rejected), "margin": chosen - rejected}
+        sums |= {f"chosen_{self.what}": chosen, f"rejected_{self.what}": rejected}
+        return losses.sum(), {name: values.detach().sum() for name, values in sums.items()}
+
+
+class RewardTrainer(PairTrainer):
+    """Moves a reward model by a ranking loss."""
+
+    kind, what = "reward", "score"
+
+    def compute_losses(self, batch: PackedBatch) -> PairLosses:
+        """Return the ranking loss of each pair, with --center_coef, and the scores of its answers."""
+        args = self.args
+        scores = compute_pair_scores(self.engine, batch, is_packed=self.is_packed)
+        losses = compute_pair_losses(batch, scores, rank_loss=args.loss, use_margin=args.use_margin)
+        if args.center_coef:
+            losses = losses + args.center_coef * center_penalty(scores.chosen, scores.rejected)
+        return PairLosses(losses, scores.chosen, scores.rejected)
+
+    def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
+        """Return `judge_pairs` of the scores. Every rank must call this."""
+        return judge_pairs(
+            lambda batch: compute_pair_scores(self.engine, batch, is_packed=self.is_packed)[:2], batches
+        )
+
+
+class DPOTrainer(PairTrainer):
+    """Moves a policy by the DPO loss."""
+
+    kind, what = "dpo", "reward"
+
+    def compute_losses(self, batch: PackedBatch) -> PairLosses:
+        """Return the DPO loss of each pair, and the rewards of its answers."""
+        reference = batch.data["reference_logprobs"].to(distributed.device())  # (2N,)
+        policy = self.compute_logprobs(batch)
+        return dpo_loss(
+            policy[0::2],
+            policy[1::2],
+            reference[0::2],
+            reference[1::2],
+            beta=self.args.beta,
+            label_smoothing=self.args.label_smoothing,
+        )
+
+    def compute_logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """Return `compute_answer_logprobs` of the policy as it is."""
+        return compute_answer_logprobs(self.engine, batch, is_packed=self.is_packed)
+
+    def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
+        """Return `judge_pairs` of the rewards, with the loss. Every rank must call this."""
+
+        def compute(batch: PackedBatch) -> Sequence[torch.Tensor]:
+            found = self.compute_losses(batch)
+            return found.chosen, found.rejected, found.loss
+
+        return judge_pairs(compute, batches, what=self.what)

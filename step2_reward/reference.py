@@ -1,0 +1,100 @@
+"""The reference of --loss dpo: the policy itself before it learns anything, asked once about every pair.
+
+So no second model is ever in memory, and the first loss is exactly log 2.
+
+# M pairs of a data set
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from common.data.packed_batch import collate_pairs
+from common.ranks import distributed, watchdog
+from common.runs.saved_state import Stateful, TensorReader, TensorSlice
+
+
+class ReferencePairs(Dataset):
+    """Rows of pairs, each with its `reference_logprobs` (2,) fp32: of the chosen answer, of the rejected one.
+
+    They are NaN until a Reference has computed them.
+    """
+
+    def __init__(self, pairs: Any) -> None:
+        self.pairs = pairs
+        self.logprobs = torch.full((len(pairs), 2), torch.nan)  # (M, 2)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**self.pairs[index], "reference_logprobs": self.logprobs[index]}
+
+    def lengths(self, column: str) -> Any:
+        """Return the lengths of a column's rows."""
+        return self.pairs.lengths(column)
+
+
+class Reference(Stateful):
+    """What the policy said of the pairs before it learned anything.
+
+    It is a part of a checkpoint, for weights that have moved cannot say it again.
+    """
+
+    def __init__(self, train: Any, held_out: Any) -> None:
+        self.pairs = {"train": ReferencePairs(train), "eval": ReferencePairs(held_out)}
+
+    @watchdog.phase("the reference's log-probabilities")
+    def compute(self, trainer: Any, rows: Sequence[int], *, is_begun: bool) -> None:
+        """Ask the policy of a DPOTrainer about the training `rows` and all held-out pairs, unless `is_begun`.
+
+        Every rank must call this. Raises ValueError when a run that is begun needs rows that nobody asked
+        about.
+        """
+        train, held_out = self.pairs["train"], self.pairs["eval"]
+        missing = [row for row in rows if train.logprobs[row].isnan().any()]
+        if missing and is_begun:
+            raise ValueError(
+                f"--max_train_steps {trainer.args.max_train_steps}: {len(missing)} more pairs need the "
+                "reference's log-probabilities, and the model that gave them has moved on; begin anew with "
+                "--resume overwrite"
+            )
+        if not is_begun:
+            compute_reference(trainer, train, missing)
+            compute_reference(trainer, held_out, range(len(held_out)))
+
+    def tensor_slices(self) -> Iterator[TensorSlice]:
+        """Give all of it on the first rank: every rank has the same."""
+        if distributed.is_main():
+            for name, pairs in self.pairs.items():
+                yield TensorSlice(name, 0, pairs.logprobs.flatten())
+
+    def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
+        """Take what was computed."""
+        for name, pairs in self.pairs.items():
+            pairs.logprobs = reader.read(name, 0, pairs.logprobs.numel()).view(-1, 2)
+
+
+@torch.no_grad()
+def compute_reference(trainer: Any, pairs: ReferencePairs, rows: Sequence[int]) -> None:
+    """Fill in the reference's log-probabilities of these rows by the policy as it is, as evaluation has it.
+
+    Every rank must call this, and each computes its share.
+    """
+    if not rows:
+        return
+    trainer.engine.eval()
+    lengths = pairs.lengths("chosen_ids")
+    in_order = sorted(rows, key=lambda row: (lengths[row], row))  # less padding
+    size, rank = trainer.args.per_device_eval_batch_size, distributed.rank()
+    found = torch.zeros_like(pairs.logprobs, dtype=torch.float64)
+    for first in range(0, len(in_order), size * distributed.world_size()):
+        mine = in_order[first + rank * size :][:size]
+        batch = mine or in_order[:1]  # as many passes on every rank
+        logprobs = trainer.compute_logprobs(collate_pairs([pairs[row] for row in batch])).view(-1, 2)
+        if mine:
+            found[mine] = logprobs.double().cpu()
+    # Each row has one rank's number and zeros: the sum is that number.
+    pairs.logprobs[rows] = distributed.reduce_sum(found)[rows].float()
