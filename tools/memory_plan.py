@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from common.generation.generate import PREFILL_TOKENS
 from common.generation.kv_cache import kv_bytes_per_token
 from common.models.output_head import CPU_CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS
-from tools.model_sizes import Activations, trace_activations
+from tools.planned_model import trace_activations
 from tools.planned_run import Role, Run
 
 RECORD_BYTES = 44  # of a response token in step 3's rollout batch
@@ -88,7 +88,7 @@ def _fill(run: Run, moment: Moment) -> Moment:
         if role is run.actor:
             _hold_generation(run, role, verb, moment)
             if run.args.ema_decay:
-                average = 4.0 * role.counts.num_trained / _shards(run, role, from_stage=3)
+                average = 4.0 * role.model.num_trained / _shards(run, role, from_stage=3)
                 moment.hold(role.name, "EMA", average, on_cpu=role.params_on_cpu)
     if run.actor:
         by_sample = RECORD_BYTES * run.args.max_answer_seq_len + 8 * run.args.max_prompt_seq_len
@@ -116,23 +116,23 @@ def _shards(run: Run, role: Role, *, from_stage: int) -> int:
 
 
 def _hold_weights(run: Run, role: Role, verb: str, moment: Moment) -> None:
-    counts, b = role.counts, run.num_bytes
+    model, b = role.model, run.num_bytes
     if role.is_adapter_off:  # how what trains beside the adapters began, and once more while it is put back
-        others = b * (counts.num_trained - counts.num_adapter) / _shards(run, role, from_stage=3)
+        others = b * (model.num_trained - model.num_adapter) / _shards(run, role, from_stage=3)
         moment.hold(role.name, "beginnings", others * (2 if verb == "score" else 1))
     elif not role.is_sharded:
         is_away = role.params_on_cpu and verb == "idle"
-        moment.hold(role.name, "weights", float(b * counts.num_params), on_cpu=is_away)
+        moment.hold(role.name, "weights", b * model.num_params, on_cpu=is_away)
     else:
-        small = role.model.num_small(role.zero.param_persistence_threshold)
-        moment.hold(role.name, "weights", float(b * small))
-        part = b * (counts.num_params - small) / run.num_ranks
+        small = model.num_small(role.zero.param_persistence_threshold)
+        moment.hold(role.name, "weights", b * small)
+        part = b * (model.num_params - small) / run.num_ranks
         moment.hold(role.name, "weights", part, on_cpu=role.params_on_cpu)
 
 
 def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> None:
     """Hold gradients, optimizer states and buffers: see the table above."""
-    b, stage, trained, name = run.num_bytes, role.zero.stage, role.counts.num_trained, role.name
+    b, stage, trained, name = run.num_bytes, role.zero.stage, role.model.num_trained, role.name
     shard = trained / _shards(run, role, from_stage=1)
     is_away, is_second = role.states_on_cpu, run.num_micro_batches > 1  # what the first pass left is there
     has_copy = run.dtype != "fp32" or stage > 0
@@ -189,16 +189,12 @@ def _gathered(run: Run, role: Role, verb: str) -> float:
 # ---- activations ----------------------------------------------------------------------------------------
 
 
-def _activations(run: Run, role: Role) -> Activations:
-    return trace_activations(role.model, run.dtype, run.length, is_flash=run.is_flash)
-
-
 def _hold_activations(run: Run, role: Role, verb: str, moment: Moment) -> None:
     if verb not in ("score", "backward", "reduce"):
         return
     if role.is_sharded and run.num_ranks > 1:
         moment.hold(role.name, "gathered weights", _gathered(run, role, verb))
-    found, model = _activations(run, role), role.model
+    model, found = role.model, trace_activations(role.model, run.dtype, run.length, run.is_flash)
     num_sequences = run.tokens_per_pass / run.length
     if verb == "backward":
         head = head_bytes(run, role, run.tokens_per_pass, is_training=True)
@@ -227,13 +223,13 @@ def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) ->
     if model.is_value_model:
         return num_scored * model.hidden_size * 4 * (2 if is_training else 1)
     chunk = CPU_CHUNK_ELEMENTS if run.is_cpu else GPU_CHUNK_ELEMENTS
-    logits = min(chunk, num_scored * model.vocabulary)
+    logits = min(chunk, num_scored * model.head.weight.shape[0])
     if not is_training:
         return logits * (b + (8 if run.actor else 4))  # step 3 wants the entropy too
     work = logits * ((2 * b + 8) if run.actor else (b + 8))
     work += num_scored * model.hidden_size * b
-    is_trained = not (role.lora.dim and role.lora.only_optimize_lora)
-    return work + (model.num_head * (4 + b) if is_trained else 0)  # its gradient is added up in fp32
+    # Its gradient is added up in fp32.
+    return work + (model.head.weight.numel() * (4 + b) if model.is_head_trained else 0)
 
 
 def scored_tokens(run: Run, num_tokens: float) -> float:
@@ -252,9 +248,9 @@ def _hold_generation(run: Run, role: Role, verb: str, moment: Moment) -> None:
     if stays:
         moment.hold(name, "keys and values", keys)
     if not run.gathers_by_layer:
-        sizes = run.switch_sizes()
-        moment.hold(name, "gather buffers", float(b * sizes.staged) if stays else 0.0)
-        moment.hold(name, "slices of weights", float(b * sizes.new) if is_on else 0.0)
+        switch = run.plan_switch()
+        moment.hold(name, "gather buffers", b * switch.staged if stays else 0.0)
+        moment.hold(name, "slices of weights", b * switch.new if is_on else 0.0)
     elif is_on:
         moment.hold(name, "gathered weights", _gathered(run, role, "score"))
     if is_on:
@@ -262,6 +258,7 @@ def _hold_generation(run: Run, role: Role, verb: str, moment: Moment) -> None:
         most = PREFILL_TOKENS if args.enable_hybrid_engine else prompts
         prefill = max(min(prompts, most), args.max_prompt_seq_len) / run.length
         # Logits of a token step, their fp32 weights for the sampling, the integers these are added up as.
-        draw = run.num_slots * role.model.vocabulary * (b + 20)
-        passes = prefill * _activations(run, role).forward_peak / run.tp_size
+        draw = run.num_slots * role.model.head.weight.shape[0] * (b + 20)
+        found = trace_activations(role.model, run.dtype, run.length, run.is_flash)
+        passes = prefill * found.forward_peak / run.tp_size
         moment.hold(name, "activations", max(passes, draw))

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from common.engine.ds_config import load_overrides
 from common.flags.args import Problems
 from common.programs import startup
-from tools.memory_plan import TRAINING, Holdings, MemoryPlan, Moment
+from tools.memory_plan import TRAINING, Holdings, MemoryPlan
 from tools.plan_changes import Change, apply, find_changes
-from tools.planned_run import PlanArguments, Run, find_problems, read_models
+from tools.planned_model import PlannedModel
+from tools.planned_run import PlanArguments, Run, read_run
 from tools.step_flags import STEP_NAMES, parse_step_args
 from tools.terminal import run_tool
 from tools.traffic_plan import Phase, is_recomputed, plan_traffic
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     startup.quiet_libraries()
     problems = Problems()
     args = parse_step_args(PlanArguments, argv, description=__doc__.splitlines()[0], problems=problems)
-    run = check_run(args, problems)
+    run = read_run(args, problems)
     memory, phases = MemoryPlan(run), plan_traffic(run)
     changes = None if memory.fits else find_changes(args, run.models)
     left = MemoryPlan(Run(apply(args, changes), run.models)).left if changes else memory.left
@@ -42,20 +42,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.flush()
     if not memory.fits:
         raise SystemExit(1)
-
-
-def check_run(args: Any, problems: Problems) -> Run:
-    """Return the run that the flags describe, or leave with all that is wrong with them."""
-    models = read_models(args, problems)
-    try:
-        load_overrides(args)
-    except (OSError, ValueError) as error:
-        problems.add(f"--ds_config {args.ds_config} cannot be read as JSON: {error}")
-    if not problems.messages:
-        for problem in find_problems(args, models):
-            problems.add(problem)
-    problems.exit_if_any()
-    return Run(args, models)
 
 
 # ---- printing -------------------------------------------------------------------------------------------
@@ -88,11 +74,11 @@ def head_lines(run: Run) -> list[str]:
     machines = f"{args.num_nodes} machines of " if args.num_nodes > 1 else ""
     rows = [["role", "family", "parameters", "trained", "layers", "hidden", "ZeRO"]]
     for role in run.roles:
-        model, counts = role.model, role.counts
-        trained = count_text(counts.num_trained) if role.is_trained else "-"
+        model = role.model
         family = model.config.model_type + (", adapters off" if role.is_adapter_off else "")
-        sizes = [str(model.num_layers), str(model.hidden_size), str(role.zero.stage)]
-        rows.append([role.name, family, count_text(counts.num_params), trained, *sizes])
+        trained = count_text(model.num_trained) if role.is_trained else "-"
+        sizes = [model.num_layers, model.hidden_size, role.zero.stage]
+        rows.append([role.name, family, count_text(model.num_params), trained, *map(str, sizes)])
     step = "step 2, DPO" if args.stage == 2 and args.loss == "dpo" else STEP_NAMES[args.stage]
     title = f"{step}, on {machines}{args.num_gpus} x {args.gpu}, {run.dtype}"
     return [title, "", *grid(rows, num_left=2)]
@@ -189,19 +175,19 @@ def assumption_lines(run: Run) -> list[str]:
 def as_object(run: Run, memory: MemoryPlan, phases: dict[str, Phase]) -> dict[str, Any]:
     """Return the plan for programs; bytes of a rank."""
 
-    def words(moment: Moment) -> dict[str, str]:
-        return {"phase": moment.phase, "role": moment.role, "verb": moment.verb}
-
     def by_name(holdings: Holdings) -> dict[str, float]:
         return {f"{role} {item}": num_bytes for (role, item), num_bytes in holdings.items()}
 
-    moments = [words(m) | {"gpu": by_name(m.gpu), "cpu": by_name(m.cpu)} for m in memory.moments]
-    peak = words(memory.peak)
+    def counts_of(model: PlannedModel) -> dict[str, int]:
+        return {"num_params": model.num_params, "num_trained": model.num_trained}
+
+    moments = [asdict(m) | {"gpu": by_name(m.gpu), "cpu": by_name(m.cpu)} for m in memory.moments]
+    peak = moments[memory.moments.index(memory.peak)]
     return {
         "name": "plan",
         "flags": asdict(run.args),
         "dtype": run.dtype,
-        "parameters": {role.name: asdict(role.counts) for role in run.roles},
+        "parameters": {role.name: counts_of(role.model) for role in run.roles},
         "memory": {"fits": memory.fits, "left": memory.left, "peak": peak, "moments": moments},
         "phases": {name: asdict(phase) for name, phase in phases.items()},
     }

@@ -98,7 +98,7 @@ def candidate_changes(args: Any, models: Models) -> Iterator[Change]:
             yield Change({f"{role}zero_stage": stage for role in roles}, "more is sent")
     for what in ("optimizer", "all"):
         yield Change({"offload": what}, "Adam runs on the CPU: slow")
-    for n in working_tp_sizes(models["actor"].model) if is_ppo else ():
+    for n in working_tp_sizes(models["actor"].plain) if is_ppo else ():
         if args.inference_tp_size < n <= args.num_gpus:
             yield Change({"inference_tp_size": n, "enable_hybrid_engine": True}, "ranks generate together")
     yield Change({f"{role}lora_dim": 64 for role in roles}, "trains adapters only: another result")

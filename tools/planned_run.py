@@ -12,7 +12,6 @@ from common.data.registry import import_plugins
 from common.engine.ds_config import EngineOptions, build_config, load_overrides
 from common.flags.args import Problems, flag
 from common.generation.generate import DEFAULT_SLOTS
-from common.generation.reshard_plan import Move
 from common.models.loading import DTYPES
 from common.models.lora import LoraOptions
 from common.models.model_flops import DEVICES
@@ -20,12 +19,12 @@ from common.programs import startup
 from step3_ppo.algorithms import find_algorithm
 from step3_ppo.rewards.reward_specs import parse_rewards
 from step3_ppo.start_up import check_hybrid_flags, check_numbers, samples_per_rank
-from tools.model_sizes import Counts, ModelSizes, count_parameters, find_cuts, switch_sizes
+from tools.planned_model import PlannedModel, Switch, plan_switch, with_adapters
 from tools.step_flags import StageArguments
 
 SHAPES = Path(__file__).resolve().parents[1] / "training_scripts/model_shapes.json"  # by hub name
 
-Models = dict[str, ModelSizes]  # by role
+Models = dict[str, PlannedModel]  # by role, without adapters
 
 
 @dataclass
@@ -46,13 +45,11 @@ class Role:
     """One model of a run."""
 
     name: str
-    model: ModelSizes
+    model: PlannedModel  # with its adapters
     zero: DeepSpeedZeroConfig  # the stage as it is run; sizes in elements
-    counts: Counts
-    is_trained: bool = True
-    lora: LoraOptions = LoraOptions()
-    is_checkpointed: bool = False
-    params_on_cpu: bool = False
+    is_trained: bool
+    is_checkpointed: bool
+    params_on_cpu: bool
     is_adapter_off: bool = False  # the actor without its adapters: no weights of its own
 
     @property
@@ -92,55 +89,49 @@ class Run:
             return
         self.num_samples = samples_per_rank(args)
         # 1 without a plan for the family, as in the hybrid engine.
-        self.tp_size = args.inference_tp_size if find_cuts(models["actor"], args.inference_tp_size) else 1
+        self.tp_size = args.inference_tp_size if models["actor"].find_cuts(args.inference_tp_size) else 1
         is_hybrid = args.enable_hybrid_engine
         self.gathers_by_layer = is_hybrid and args.unpin_actor_parameters and self.actor.is_sharded
         # Sequences that a replica runs at a time; transformers' generate runs all of a batch.
         waiting = args.per_device_generation_batch_size * args.num_samples_per_prompt * self.tp_size
         self.num_slots = min(args.generation_slots or DEFAULT_SLOTS, waiting) if is_hybrid else waiting
 
-    def switch_sizes(self) -> Move:
+    def plan_switch(self) -> Switch:
         """Return what the change to generate mode moves and holds, in elements of a rank."""
         actor, layers = self.actor, self.args.tp_gather_partition_size
-        return switch_sizes(actor.model, self.num_ranks, self.tp_size, actor.is_sharded, layers, actor.lora)
+        return plan_switch(actor.model, self.num_ranks, self.tp_size, actor.is_sharded, layers)
 
 
 def build_roles(args: Any, models: Models) -> list[Role]:
     """Return the roles as the steps make them, the actor first."""
     overrides = load_overrides(args)
 
-    def build(name: str, stage: int, offload: str, flags: Any = None) -> Role:
-        is_trained = flags is not None
+    def read_zero(stage: int, offload: str, *, is_trained: bool) -> DeepSpeedZeroConfig:
         options = EngineOptions(stage, dtype_of(args), offload, overrides=overrides)
-        config = build_config(options, is_trained=is_trained)
-        zero = DeepSpeedZeroConfig(**config["zero_optimization"])
-        lora = LoraOptions.of(args, flags) if is_trained else LoraOptions()
-        return Role(
-            name,
-            models[name],
-            zero,
-            count_parameters(models[name], lora),
-            is_trained=is_trained,
-            lora=lora,
-            is_checkpointed=is_trained and flags.gradient_checkpointing,
-            params_on_cpu=zero.offload_param is not None or (offload == "param" and not is_trained),
-        )
+        return DeepSpeedZeroConfig(**build_config(options, is_trained=is_trained)["zero_optimization"])
+
+    def build_trained(name: str, flags: Any) -> Role:
+        zero = read_zero(flags.zero_stage, args.offload, is_trained=True)
+        model = with_adapters(models[name], LoraOptions.of(args, flags))
+        return Role(name, model, zero, True, flags.gradient_checkpointing, zero.offload_param is not None)
 
     def build_frozen(name: str, like: Any, is_offloaded: bool) -> Role:
-        return build(name, 3 if like.zero_stage == 3 else 0, "param" if is_offloaded else "none")
+        stage = 3 if like.zero_stage == 3 else 0
+        zero = read_zero(stage, "param" if is_offloaded else "none", is_trained=False)
+        return Role(name, models[name], zero, False, False, is_offloaded or zero.offload_param is not None)
 
     if args.stage < 3:
         (name,) = models
-        return [build(name, args.zero_stage, args.offload, args)]
-    actor = build("actor", args.actor.zero_stage, args.offload, args.actor)
-    reference = replace(actor, name="reference", is_trained=False, is_adapter_off=True)
-    if not args.actor_lora_dim:
+        return [build_trained(name, args)]
+    actor = build_trained("actor", args.actor)
+    if args.actor_lora_dim:
+        reference = replace(actor, name="reference", is_trained=False, is_adapter_off=True)
+    else:
         reference = build_frozen("reference", args.actor, args.offload_reference_model)
-    roles = [actor, reference]
-    if "critic" in models:
-        roles.append(build("critic", args.critic.zero_stage, args.offload, args.critic))
+    trained = [build_trained("critic", args.critic)] if "critic" in models else []
     rewards = [name for name in models if name not in ("actor", "reference", "critic")]
-    return roles + [build_frozen(name, args.critic, args.offload_reward_model) for name in rewards]
+    frozen = [build_frozen(name, args.critic, args.offload_reward_model) for name in rewards]
+    return [actor, reference, *trained, *frozen]
 
 
 # ---- models ---------------------------------------------------------------------------------------------
@@ -148,48 +139,46 @@ def build_roles(args: Any, models: Models) -> list[Role]:
 
 def read_models(args: Any, problems: Problems) -> Models:
     """Return the models by role, after adding what is wrong with their paths."""
-    models: Models = {}
-    read: dict[tuple[str, bool], ModelSizes] = {}
-    for role, (name, path, is_value_model) in _model_paths(args, problems).items():
-        if (path, is_value_model) not in read:
-            config = known_config(path) or startup.check_model(name, path, args, problems)
-            if config is None:
-                continue
-            text, multiple = config.get_text_config(), args.pad_vocab_multiple
-            text.vocab_size = -(-text.vocab_size // multiple) * multiple
-            startup.check_length(config, longest_row(args) // sequences_of_row(args), name, problems)
-            try:
-                read[path, is_value_model] = ModelSizes(config, is_value_model, args.trust_remote_code)
-            except ValueError as error:
-                problems.add(f"{name} {path}: {error}")
-                continue
-        models[role] = read[path, is_value_model]
-    return models
+    read: dict[tuple[str, bool], PlannedModel] = {}
+    found = find_models(args, problems)
+    for flag_name, path, is_value_model in dict.fromkeys(found.values()):
+        config = known_config(path) or startup.check_model(flag_name, path, args, problems)
+        if config is None:
+            continue
+        text, multiple = config.get_text_config(), args.pad_vocab_multiple
+        text.vocab_size = -(-text.vocab_size // multiple) * multiple
+        startup.check_length(config, longest_row(args) // sequences_of_row(args), flag_name, problems)
+        try:
+            model = PlannedModel(config, is_value_model, trust_remote_code=args.trust_remote_code)
+            read[path, is_value_model] = model
+        except ValueError as error:
+            problems.add(f"{flag_name} {path}: {error}")
+    return {role: read[what[1:]] for role, what in found.items() if what[1:] in read}
 
 
-def _model_paths(args: Any, problems: Problems) -> dict[str, tuple[str, str, bool]]:
+def find_models(args: Any, problems: Problems) -> dict[str, tuple[str, str, bool]]:
     """Return (flag, path, whether it is a value model) by role, after adding what is missing."""
     if args.stage < 3:
         is_value_model = args.stage == 2 and args.loss != "dpo"
         name = "reward" if is_value_model else "policy"
         return {name: ("--model_name_or_path", args.model_name_or_path, is_value_model)}
-    actor, critic = args.actor_model_name_or_path, args.critic_model_name_or_path
-    found = {name: ("--actor_model_name_or_path", actor, False) for name in ("actor", "reference")}
     import_plugins(args.plugins, problems)
+    critic = args.critic_model_name_or_path or (args.actor_model_name_or_path if args.reward else "")
+    of_actor = ("--actor_model_name_or_path", args.actor_model_name_or_path, False)
+    of_critic = ("--critic_model_name_or_path", critic, True)
+    found = {"actor": of_actor, "reference": of_actor}
     try:
-        needs_critic, specs = find_algorithm(args.algorithm).needs_critic, parse_rewards(args.reward)
+        needs_critic, rewards = find_algorithm(args.algorithm).needs_critic, parse_rewards(args.reward)
     except ValueError as error:
         problems.add(str(error))
         return found
     if needs_critic:
-        critic = critic or (actor if args.reward else "")
         cure = "give it, or an --algorithm without a critic, such as grpo"
         problems.check(bool(critic), f"--critic_model_name_or_path is needed for --stage 3: {cure}")
-        found["critic"] = ("--critic_model_name_or_path", critic, True)
-    if args.reward:
-        found |= {s.name: ("--reward model:", s.target, True) for s in specs if s.kind == "model"}
-    else:
-        found["reward"] = ("--critic_model_name_or_path", critic, True)
+        found["critic"] = of_critic
+    if not args.reward:
+        found["reward"] = of_critic
+    found |= {spec.name: ("--reward model:", spec.target, True) for spec in rewards if spec.kind == "model"}
     return {role: what for role, what in found.items() if what[1]}
 
 
@@ -219,23 +208,37 @@ def longest_row(args: Any) -> int:
     return args.max_seq_len * sequences_of_row(args)
 
 
+def read_run(args: Any, problems: Problems) -> Run:
+    """Return the run that the flags describe, or leave with all that is wrong with them."""
+    models = read_models(args, problems)
+    try:
+        load_overrides(args)
+    except (OSError, ValueError) as error:
+        problems.add(f"--ds_config {args.ds_config} cannot be read as JSON: {error}")
+    if not problems.messages:
+        for problem in find_problems(args, models):
+            problems.add(problem)
+    problems.exit_if_any()
+    return Run(args, models)
+
+
 def find_problems(args: Any, models: Models) -> list[str]:
     """Return what is wrong with the flags; what a step would refuse is refused here too."""
     found = Problems()
-    if args.stage == 3:
-        stages = {"--actor_zero_stage": args.actor_zero_stage, "--critic_zero_stage": args.critic_zero_stage}
-    else:
-        stages = {"--zero_stage": args.zero_stage}
+    names = ("actor_zero_stage", "critic_zero_stage") if args.stage == 3 else ("zero_stage",)
+    stages = {f"--{name}": getattr(args, name) for name in names}
     startup.check_offload(args.offload, stages, dtype_of(args), found)
     if args.stage == 3:
         check_numbers(args, found)
         check_hybrid_flags(args, args.num_gpus * args.num_nodes, dtype_of(args), found)
-        try:
-            find_cuts(models["actor"], args.inference_tp_size)
-        except ValueError as error:
-            found.add(str(error))
-        return found.messages
-    cap, longest = args.max_tokens_per_micro_batch, longest_row(args)
-    text = f"--max_tokens_per_micro_batch {cap} holds no whole row; raise it to at least {longest}"
-    found.check(cap == 0 or cap >= longest, text)
+    else:
+        cap, longest = args.max_tokens_per_micro_batch, longest_row(args)
+        text = f"--max_tokens_per_micro_batch {cap} holds no whole row; raise it to at least {longest}"
+        found.check(cap == 0 or cap >= longest, text)
+    try:
+        if args.stage == 3:
+            models["actor"].find_cuts(args.inference_tp_size)
+        build_roles(args, models)
+    except ValueError as error:
+        found.add(str(error))
     return found.messages

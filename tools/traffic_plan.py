@@ -47,7 +47,7 @@ class Phase:
     def gather_weights(self, run: Run, role: Role, times: float) -> None:
         """Gather a ZeRO-3 model so many times; what lies on the CPU first comes from there."""
         small = role.model.num_small(role.zero.param_persistence_threshold)
-        num_bytes = run.num_bytes * (role.counts.num_params - small) * times
+        num_bytes = run.num_bytes * (role.model.num_params - small) * times
         self.gather(run, run.num_ranks, num_bytes)
         self.host_bytes += num_bytes / run.num_ranks if role.params_on_cpu else 0.0
 
@@ -73,11 +73,11 @@ def is_recomputed(run: Run) -> bool:
 
 def plan_update(run: Run, role: Role, times: float) -> Phase:
     """Return so many optimizer steps: the gathers of their micro-batches, the exchange of gradients."""
-    phase, num_passes, trained = Phase(), run.num_micro_batches * times, role.counts.num_trained
+    phase, num_passes, trained = Phase(), run.num_micro_batches * times, role.model.num_trained
     gradients = run.num_bytes * trained
     if role.is_sharded:
         window = role.zero.max_reuse_distance / (3 if role.is_checkpointed else 2)
-        again = 1 - min(window / role.counts.num_params, 1.0)
+        again = 1 - min(window / role.model.num_params, 1.0)
         phase.gather_weights(run, role, num_passes * (1 + again))
         phase.gather(run, run.num_ranks, gradients * num_passes)
     else:
@@ -104,16 +104,16 @@ def plan_switch(run: Run) -> Phase:
     """Return the entering of generate mode, once for each generation batch."""
     phase, b, role, times = Phase(), run.num_bytes, run.actor, run.args.generation_batches
     if run.args.offload_states_for_generation:
-        shard = role.counts.num_trained / (run.num_ranks if role.zero.stage else 1)
+        shard = role.model.num_trained / (run.num_ranks if role.zero.stage else 1)
         phase.host_bytes = 2 * 12 * shard * times
     if run.gathers_by_layer:
         return phase
-    sizes, size = run.switch_sizes(), run.num_ranks // run.tp_size
-    if sizes.from_gather_group:
-        phase.gather(run, size, b * sizes.from_gather_group * size / (size - 1) * times)
+    switch, size = run.plan_switch(), run.num_ranks // run.tp_size
+    if switch.from_gather_group:
+        phase.gather(run, size, b * switch.from_gather_group * size / (size - 1) * times)
     local_share = (run.args.num_gpus - 1) / max(run.num_ranks - 1, 1)
-    phase.intra_bytes += b * sizes.from_all * local_share * times
-    phase.inter_bytes += b * sizes.from_all * (1 - local_share) * times
+    phase.intra_bytes += b * switch.from_all * local_share * times
+    phase.inter_bytes += b * switch.from_all * (1 - local_share) * times
     return phase
 
 
@@ -125,5 +125,7 @@ def plan_generation(run: Run) -> Phase:
     if run.gathers_by_layer:
         phase.gather_weights(run, run.actor, args.generation_batches + steps)
     sums = 2 * (2 * model.num_layers + 1) * model.hidden_size  # of a token: all-reduces
-    phase.gather(run, t, (sums + model.vocabulary) * run.num_slots * b * steps, stride=run.num_ranks // t)
+    phase.gather(
+        run, t, (sums + model.head.weight.shape[0]) * run.num_slots * b * steps, stride=run.num_ranks // t
+    )
     return phase

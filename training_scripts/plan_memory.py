@@ -23,8 +23,7 @@ if not __package__:  # run as a script: import from the repository root
 from common.flags.args import Problems
 from common.programs import startup
 from tools.memory_plan import MemoryPlan
-from tools.plan import check_run
-from tools.planned_run import PlanArguments, known_config
+from tools.planned_run import PlanArguments, known_config, read_run
 from tools.step_flags import parse_step_args
 from training_scripts import launch_table as table
 
@@ -63,7 +62,7 @@ def plan_run(step: str, words: list[str], machines: tuple[str, str, str]) -> Mem
         words += [f"--{flag}", value]
     words += ["--gpu", "a100-80g", "--stage", str(table.STEPS.index(step) + 1)]
     problems = Problems()
-    return MemoryPlan(check_run(parse_step_args(PlanArguments, words, problems=problems), problems))
+    return MemoryPlan(read_run(parse_step_args(PlanArguments, words, problems=problems), problems))
 
 
 def planned_gib(step: str, row: table.Row) -> float:

@@ -180,41 +180,6 @@ def plan_weight(shape: tuple[int, ...], cut: Cut | None, layout: TPLayout) -> We
     return WeightPlan(shape, cut, layout, route, shard_size, width)
 
 
-class Move(NamedTuple):
-    """What becomes of one weight on a rank, in elements, the mean over ranks."""
-
-    slice: int
-    new: int  # of the slice: what is not the trainer's own memory
-    from_gather_group: float  # received
-    from_all: float  # received
-    staged: int  # in buffers for sending and receiving
-
-
-@lru_cache(maxsize=4096)
-def plan_move(
-    shape: tuple[int, ...], cut: Cut | None, world_size: int, tp_size: int, is_sharded: bool = True
-) -> Move:
-    """Return what a switch to generation does with a weight of `shape`: the counts of all ranks' plans.
-
-    Not `is_sharded`: every rank has the whole weight, as under ZeRO 0 to 2.
-    """
-    plans = [plan_weight(shape, cut, TPLayout(world_size, tp_size, rank)) for rank in range(world_size)]
-    plan = plans[0]
-    size = prod(plan.local_shape)
-    if not is_sharded:
-        is_view = plan.cut is None or (plan.cut.dim == 0 and len(plan.cut.ranges[0]) == 1)
-        return Move(size, 0 if is_view else size, 0.0, 0.0, 0)
-    received = sum(plan.count_received() for plan in plans) / world_size
-    staged = {Route.BLOCKS: round(2 * received), Route.WHOLE: (world_size + 1) * plan.shard_size}
-    return Move(
-        slice=size,
-        new=0 if plan.is_view else size,
-        from_gather_group=received if plan.route is Route.ROWS else 0.0,
-        from_all=0.0 if plan.route is Route.ROWS else received,
-        staged=0 if plan.is_view else staged.get(plan.route, 0),
-    )
-
-
 def group_by_layers(names: Sequence[str], num_layers: int) -> list[list[str]]:
     """Return the names in groups that are moved together: `num_layers` successive layers, or a run of names
     that have no layer number.

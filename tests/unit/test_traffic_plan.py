@@ -67,11 +67,11 @@ def test_bytes_of_an_update_by_stage(tmp_path):
 def test_the_switchs_bytes_cross_machines_where_ranks_do():
     flags = (*ZERO3, HYBRID, "--inference_tp_size", "2")
     near = plan_rloo(*flags, "--num_gpus", "4")["switch"]
-    sizes = ppo(LLAMA_7B, "", *flags, "--num_gpus", "4").switch_sizes()
-    assert near.intra_bytes == pytest.approx(2 * (sizes.from_gather_group + sizes.from_all))
+    switch = ppo(LLAMA_7B, "", *flags, "--num_gpus", "4").plan_switch()
+    assert near.intra_bytes == pytest.approx(2 * (switch.from_gather_group + switch.from_all))
     far = plan_rloo(*flags, "--num_nodes", "4")["switch"]
     assert far.inter_bytes == pytest.approx(near.intra_bytes)
-    assert far.intra_bytes == near.inter_bytes == 0 < sizes.from_all
+    assert far.intra_bytes == near.inter_bytes == 0 < switch.from_all
     assert plan_rloo(HYBRID, "--num_gpus", "8")["switch"] == Phase()  # each rank has all weights already
 
 
