@@ -9,10 +9,9 @@ from made_runs import write_run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.data.dialogue import Tokenised, build_template
-from common.data.example import Example, Message
 from training_scripts.demo import build_inputs, measure
-from training_scripts.demo.aims import AIMS, NUMBERS, format_summary, missed_aims
 from training_scripts.demo.build_inputs import Turn
+from training_scripts.demo.measure import AIMS, NUMBERS, format_summary, missed_aims
 
 TURNS = [
     Turn("How are you?", "I'm fine, thanks! And YOU?"),
@@ -83,27 +82,22 @@ def sum_of_logprobs(model, prompt, reply):
     return total
 
 
-def test_mean_kl_on_padded_samples_equals_a_plain_loop(tokenizer, prompts):
-    model, ref_model = tiny_model(tokenizer, seed=0), tiny_model(tokenizer, seed=1)
+def test_sampled_replies_end_at_the_end_token_and_are_the_same_each_time(tokenizer, prompts):
+    model = tiny_model(tokenizer, seed=0)
     with torch.no_grad():
         model.lm_head.weight[tokenizer.eos_token_id] = 0.0  # so likely that replies end early
-    batches, texts = measure.sample_replies(model, tokenizer, prompts, batch_size=3)
-    expected, num_ended = [], 0
-    for row, prompt in enumerate(prompts):
-        batch, index = batches[row // 3], row % 3
-        reply = batch.input_ids[index][batch.response_mask[index]].tolist()
-        num_ended += len(reply) < measure.MAX_RESPONSE_TOKENS
-        expected.append(sum_of_logprobs(model, prompt, reply) - sum_of_logprobs(ref_model, prompt, reply))
-    assert num_ended > 0
-    assert measure.mean_kl(model, ref_model, batches) == pytest.approx(sum(expected) / 4, abs=1e-4)
-    assert measure.mean_kl(model, model, batches) == 0.0
-    assert texts == measure.sample_replies(model, tokenizer, prompts, batch_size=3)[1], "the same each time"
+    prompts = prompts * 8
+    texts = measure.sample_replies(model, tokenizer, prompts, batch_size=3)
+    assert len(texts) == len(prompts) and 2 * min(map(len, texts)) < max(map(len, texts))
+    assert not any("<|" in text for text in texts)
+    assert texts == measure.sample_replies(model, tokenizer, prompts, batch_size=3)
 
 
-def test_model_perplexity_equals_a_plain_loop_over_response_tokens(tokenizer, template, prompts):
+def test_model_perplexity_equals_a_plain_loop_over_response_tokens(tokenizer, template, prompts, tmp_path):
     model = tiny_model(tokenizer, seed=0)
-    examples = [Example((Message("user", turn.context),), turn.reply) for turn in TURNS]
-    rows = measure.tokenise(examples, template)
+    lines = [json.dumps({"prompt": turn.prompt, "answer": turn.reply}) for turn in TURNS]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    _, rows = measure.tokenise(tmp_path / "rows.jsonl", template)
     total, count = 0.0, 0
     for turn, prompt in zip(TURNS, prompts, strict=True):
         reply = tokenizer(f" {turn.reply}{tokenizer.eos_token}")["input_ids"]
@@ -126,7 +120,9 @@ def test_many_pairs_keep_gap_and_tolerance_use_a_reply_once_and_a_fair_coin_for_
     assert all(scores[chosen] - scores[rejected] >= 0.5 for chosen, rejected, _ in pairs)
     assert max(abs(lengths[chosen] - lengths[rejected]) for chosen, rejected, _ in pairs) == 1
     chosen_lengths, rejected_lengths = ([lengths[pair[side]] for pair in pairs] for side in (0, 1))
-    assert build_inputs.longer_wins(chosen_lengths, rejected_lengths) == pytest.approx(0.5, abs=0.04)
+    longer = sum(a > b for a, b in zip(chosen_lengths, rejected_lengths, strict=True))
+    shorter = sum(a < b for a, b in zip(chosen_lengths, rejected_lengths, strict=True))
+    assert longer / (longer + shorter) == pytest.approx(0.5, abs=0.05), "length tells nothing"
     assert sum(pair[2] == pair[0] for pair in pairs) / len(pairs) == pytest.approx(0.5, abs=0.05)
 
 
@@ -136,7 +132,9 @@ def output_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     flags = ["--num_train_pairs", "60", "--num_eval_pairs", "20"]
     build_inputs.write_inputs(build_inputs.parse_args([str(folder / "inputs"), *flags]))
-    evaluations = [{"step": s, "eval/score": s / 8, "eval/win_rate": s / 64} for s in (0, 8, 16, 24)]
+    evaluations = [
+        {"step": s, "eval/score": s / 8, "eval/win_rate": s / 64, "eval/kl": s / 6} for s in (0, 8, 16, 24)
+    ]
     evaluations[1]["perf/peak_memory_gib"] = 500.0
     for step in ("step1", "step3"):
         write_run(folder / step, evaluations, about={"starts": [{"world_size": 2}]})
@@ -170,9 +168,9 @@ def test_measure_gives_every_number_and_five_prompts(output_dir):
     words = [str(output_dir), "--num_prompts", "12", "--num_scored", "30", "--batch_size", "8"]
     numbers, lines = measure.measure(measure.parse_args(words))
     assert set(numbers) == NUMBERS.keys() - {"seconds", "peak_gib"}
-    assert numbers["kl"] == 0.0 and numbers["vader_sft"] == numbers["vader_ppo"]
-    names = ("reward_accuracy", "score_before", "score_halfway", "score_after", "win_rate")
-    assert [numbers[name] for name in names] == [0.75, 0.0, 2.0, 3.0, 0.375]
+    assert numbers["vader_sft"] == numbers["vader_ppo"]
+    names = ("reward_accuracy", "score_before", "score_halfway", "score_after", "win_rate", "kl")
+    assert [numbers[name] for name in names] == [0.75, 0.0, 2.0, 3.0, 0.375, 4.0]
     assert sum(line.startswith("Human: ") for line in lines) == 5
     assert measure.peak_gib(output_dir) == 1000.0  # of both ranks
 

@@ -15,6 +15,7 @@ share no conversation. VADER: Hutto and Gilbert 2014 (vaderSentiment, PyPI, MIT)
 """
 
 import argparse
+import itertools
 import json
 import random
 import time
@@ -61,18 +62,16 @@ def load_conversations() -> list[tuple[str, ...]]:
     conversations = {}  # a dict keeps the order; the same conversation in train and eval would leak
     for messages in chitchat_dataset.ConversationDataset():
         normalised = (" ".join(message.split()) for message in messages)
-        conversations[tuple(message for message in normalised if message)] = None
+        conversations[tuple(filter(None, normalised))] = None
     return list(conversations)
 
 
 def turns_of(conversations: Iterable[tuple[str, ...]]) -> list[Turn]:
     """The distinct turns whose context and reply are within the word limit, in order of appearance."""
-    turns = {}
-    for conversation in conversations:
-        for context, reply in zip(conversation, conversation[1:], strict=False):
-            if max(len(context.split()), len(reply.split())) <= MAX_WORDS:
-                turns[Turn(context, reply)] = None
-    return list(turns)
+    pairs = (pair for messages in conversations for pair in itertools.pairwise(messages))
+    return list(
+        dict.fromkeys(Turn(*pair) for pair in pairs if max(len(t.split()) for t in pair) <= MAX_WORDS)
+    )
 
 
 def split_by_conversation(seed: int) -> dict[str, list[Turn]]:
@@ -110,11 +109,6 @@ def build_tokenizer(turns: Iterable[Turn]) -> PreTrainedTokenizerFast:
         pad_token=PADDING,
         clean_up_tokenization_spaces=False,
     )
-
-
-def count_tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The number of tokens of each text."""
-    return [len(ids) for ids in tokenizer(list(texts))["input_ids"]]
 
 
 def build_base_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
@@ -168,30 +162,19 @@ def pair_by_sentiment(
     return pairs
 
 
-def longer_wins(chosen_lengths: Sequence[int], rejected_lengths: Sequence[int]) -> float:
-    """Accuracy of guessing that the longer reply is the chosen one; a tie counts half. 0.5 tells nothing."""
-    outcomes = [
-        0.5 if chosen == rejected else float(chosen > rejected)
-        for chosen, rejected in zip(chosen_lengths, rejected_lengths, strict=True)
-    ]
-    return sum(outcomes) / len(outcomes)
-
-
 def build_pairs(
     turns: list[Turn], num_pairs: int, tokenizer: PreTrainedTokenizerFast, seed: int
-) -> tuple[list[dict[str, str]], float]:
-    """Rows of preference pairs, and the accuracy of 'the longer wins' among them."""
+) -> list[dict[str, str]]:
+    """Rows of preference pairs."""
     # A third of the replies waits in vain for a partner; only what is needed is scored, VADER is slow.
     turns = turns[: 3 * num_pairs]
     analyzer = SentimentIntensityAnalyzer()
     scores = [analyzer.polarity_scores(turn.reply)["compound"] for turn in turns]
-    lengths = count_tokens([f" {turn.reply}" for turn in turns], tokenizer)
-    pairs = pair_by_sentiment(scores, lengths, num_pairs, seed)
-    rows = [
+    lengths = [len(ids) for ids in tokenizer([f" {turn.reply}" for turn in turns])["input_ids"]]
+    return [
         {"prompt": turns[prompt].prompt, "chosen": turns[chosen].reply, "rejected": turns[rejected].reply}
-        for chosen, rejected, prompt in pairs
+        for chosen, rejected, prompt in pair_by_sentiment(scores, lengths, num_pairs, seed)
     ]
-    return rows, longer_wins([lengths[c] for c, _, _ in pairs], [lengths[r] for _, r, _ in pairs])
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
@@ -208,19 +191,15 @@ def write_inputs(args: argparse.Namespace) -> None:
     parts = split_by_conversation(args.seed)
     tokenizer = build_tokenizer(parts["train"])
     for part, num_pairs in (("train", args.num_train_pairs), ("eval", args.num_eval_pairs)):
-        texts = [f"{turn.prompt} {turn.reply}{END_OF_TEXT}" for turn in parts[part]]
-        lengths = count_tokens(texts, tokenizer)
-        turns = [turn for turn, n in zip(parts[part], lengths, strict=True) if n <= MAX_TURN_TOKENS]
+        rows = tokenizer([f"{turn.prompt} {turn.reply}{END_OF_TEXT}" for turn in parts[part]])["input_ids"]
+        turns = [turn for turn, ids in zip(parts[part], rows, strict=True) if len(ids) <= MAX_TURN_TOKENS]
         answers = [{"prompt": turn.prompt, "answer": turn.reply} for turn in turns]
         write_jsonl(args.output_dir / "sft" / f"{part}.jsonl", answers)
         prompts = dict.fromkeys(turn.prompt for turn in turns)
         write_jsonl(args.output_dir / "prompts" / f"{part}.jsonl", ({"prompt": prompt} for prompt in prompts))
-        pairs, accuracy = build_pairs(turns, num_pairs, tokenizer, args.seed)
+        pairs = build_pairs(turns, num_pairs, tokenizer, args.seed)
         write_jsonl(args.output_dir / "pairs" / f"{part}.jsonl", pairs)
-        print(
-            f"{part}: {len(turns)} turns, {len(prompts)} prompts, {len(pairs)} pairs "
-            f"(the longer wins {accuracy:.3f}, the shorter wins {1 - accuracy:.3f})"
-        )
+        print(f"{part}: {len(turns)} turns, {len(prompts)} prompts, {len(pairs)} pairs")
     if not args.skip_base_model:
         model = build_base_model(tokenizer, args.seed)
         model.save_pretrained(args.output_dir / "base")

@@ -2,10 +2,11 @@
 
     python training_scripts/demo/measure.py OUTPUT_DIR
 
-OUTPUT_DIR is what run_demo.sh filled: inputs/, step1/, step3/, reward_eval.log. Nothing of the trainers is
-used but the held-out scores that step 3 logged: plain forward passes and plain `model.generate` in fp32, and
-the VADER lexicon, which the trainers never saw. Prints one table and five held-out prompts with the replies
-of the three models, and writes OUTPUT_DIR/summary.json. The exit status is 0 whether or not an aim is met.
+OUTPUT_DIR is what run_demo.sh filled: inputs/, step1/, step3/, reward_eval.log. Accuracy, scores, win rate
+and KL are what the steps measured of held-out rows; the rest is made here by plain forward passes and plain
+`model.generate` in fp32, and by the VADER lexicon, which the trainers never saw. Prints one table and five
+held-out prompts with the replies of the three models, and writes OUTPUT_DIR/summary.json. The exit status is
+0 whether or not an aim is met.
 """
 
 import argparse
@@ -16,12 +17,10 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
@@ -35,63 +34,94 @@ from common.data.example import Example
 from common.data.tokenizer import load_tokenizer
 from common.programs.startup import quiet_libraries
 from tools.report.run_reader import read_run
-from training_scripts.demo.aims import format_summary
-
-# Dimensions: B sequences, P prompt, R response, T = P + R, V vocabulary.
 
 SEED = 1234
 MAX_RESPONSE_TOKENS = 32  # as in step 3
 NUM_SHOWN, SHOWN_WORDS = 5, range(4, 13)  # prompts of so many words say something, and fit on a line
 
+# Key of summary.json: what it is, decimals shown.
+NUMBERS = {
+    "unigram_perplexity": ("perplexity of held-out replies, unigram model", 1),
+    "sft_perplexity": ("perplexity of held-out replies, SFT model", 1),
+    "reward_accuracy": ("reward model, accuracy on held-out pairs", 3),
+    "score_before": ("reward model's score of held-out prompts, SFT model", 3),
+    "score_halfway": ("reward model's score of held-out prompts, half-way", 3),
+    "score_after": ("reward model's score of held-out prompts, PPO model", 3),
+    "win_rate": ("PPO's replies scored above SFT's, held-out prompts", 3),
+    "vader_sft": ("mean VADER score of sampled replies, SFT model", 3),
+    "vader_ppo": ("mean VADER score of sampled replies, PPO model", 3),
+    "kl": ("KL to the SFT model, nats a reply", 2),
+    "distinct2_sft": ("distinct-2 (different word pairs), SFT model", 3),
+    "distinct2_ppo": ("distinct-2 (different word pairs), PPO model", 3),
+    "words_sft": ("words a reply, SFT model", 2),
+    "words_ppo": ("words a reply, PPO model", 2),
+    "seconds": ("seconds, all of it", 0),
+    "peak_gib": ("peak memory, GiB", 2),
+}
+Summary = Mapping[str, float]
+AIMS: dict[str, tuple[str, Callable[[Summary], bool]]] = {
+    "sft_perplexity": (
+        "at most half the unigram model's",
+        lambda s: s["sft_perplexity"] <= 0.5 * s["unigram_perplexity"],
+    ),
+    "reward_accuracy": ("at least 0.85", lambda s: s["reward_accuracy"] >= 0.85),
+    "win_rate": ("at least 0.6", lambda s: s["win_rate"] >= 0.6),
+    "vader_ppo": ("at least 0.25 above the SFT model's", lambda s: s["vader_ppo"] >= s["vader_sft"] + 0.25),
+    "kl": ("under 10", lambda s: s["kl"] < 10),
+    "distinct2_ppo": (
+        "at least half the SFT model's",
+        lambda s: s["distinct2_ppo"] >= 0.5 * s["distinct2_sft"],
+    ),
+    "words_ppo": ("at least 0.6 of the SFT model's", lambda s: s["words_ppo"] >= 0.6 * s["words_sft"]),
+    "seconds": ("at most 480", lambda s: s["seconds"] <= 480),
+    "peak_gib": ("at most 4", lambda s: s["peak_gib"] <= 4),
+}
 
-class SampledBatch(NamedTuple):
-    """Prompts, padded on the left, with a sampled response each."""
 
-    input_ids: Tensor  # (B, T) int64
-    attention_mask: Tensor  # (B, T) int64
-    response_mask: Tensor  # (B, T) bool, the end token included, nothing after it
+def missed_aims(summary: Summary) -> list[str]:
+    """The keys of the numbers that miss their aim; NaN misses every aim."""
+    return [key for key, (_, is_met) in AIMS.items() if not is_met(summary)]
 
 
-def load_examples(path: Path) -> list[Example]:
-    """The rows of one of build_inputs.py's files as prompt and reply."""
-    return [read_row(json.loads(line))[0] for line in path.read_text(encoding="utf-8").splitlines()]
+def format_summary(summary: Summary) -> list[str]:
+    """The table, a line a number, its aim beside it with met or missed."""
+    missed = missed_aims(summary)
+    width = max(len(label) for label, _ in NUMBERS.values())
+    rows = []
+    for key, (label, decimals) in NUMBERS.items():
+        row = f"{label:<{width}}  {summary[key]:>8.{decimals}f}"
+        if key in AIMS:
+            row += f"  {'missed' if key in missed else 'met':<6}  aim: {AIMS[key][0]}"
+        rows.append(row)
+    return rows
 
 
-def tokenise(examples: Sequence[Example], template: Template) -> list[Tokenised]:
-    """Token ids and response mask of each example; the response has its end token, as in step 1."""
-    return template.tokenise_batch([template.segments(one.prompt, one.chosen) for one in examples])
-
-
-def pad(rows: Iterable[Sequence[int]], value: int, side: str, device: torch.device) -> Tensor:
-    """(B, T) int64, rows padded on the `left` or `right` side."""
-    tensors = [torch.tensor(row) for row in rows]
-    padded = pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
-    return padded.long().to(device)
+def tokenise(path: Path, template: Template) -> tuple[list[Example], list[Tokenised]]:
+    """The rows of one of build_inputs.py's files: prompt and reply, and their ids as step 1 makes them."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    examples = [read_row(json.loads(line))[0] for line in lines]
+    rows = template.tokenise_batch([template.segments(one.prompt, one.chosen) for one in examples])
+    return examples, rows
 
 
 @torch.no_grad()
-def token_logprobs(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """(B, T-1) fp32: log-probability of every token but the first; undefined where nothing is attended to."""
-    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-    logits = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids).logits
-    losses = torch.nn.functional.cross_entropy(
-        logits[:, :-1].float().transpose(1, 2), input_ids[:, 1:], reduction="none"
-    )
-    return -losses
-
-
 def model_perplexity(model: PreTrainedModel, rows: Sequence[Tokenised], batch_size: int) -> float:
     """Perplexity per response token, end token included: every token counts alike, whatever its row."""
     rows = sorted(rows, key=lambda row: len(row.input_ids))
-    log_likelihood, num_tokens = 0.0, 0
+    loss, num_tokens = 0.0, 0
     for first in range(0, len(rows), batch_size):
-        batch = rows[first : first + batch_size]
-        input_ids = pad([row.input_ids for row in batch], 0, "right", model.device)
-        attends = pad([[1] * len(row.input_ids) for row in batch], 0, "right", model.device)
-        mask = pad([row.response_mask for row in batch], 0, "right", model.device)[:, 1:].bool()
-        log_likelihood += token_logprobs(model, input_ids, attends)[mask].sum().item()
-        num_tokens += int(mask.sum())
-    return math.exp(-log_likelihood / num_tokens)
+        ids = [torch.tensor(row.input_ids) for row in rows[first : first + batch_size]]
+        masks = [torch.tensor(row.response_mask) for row in rows[first : first + batch_size]]
+        labels = [torch.where(mask, one, -100) for one, mask in zip(ids, masks, strict=True)]
+        inputs = {
+            "input_ids": pad_sequence(ids, batch_first=True),
+            "attention_mask": pad_sequence([torch.ones_like(one) for one in ids], batch_first=True),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+        }
+        count = int((inputs["labels"][:, 1:] != -100).sum())
+        loss += count * model(**{name: of.to(model.device) for name, of in inputs.items()}).loss.item()
+        num_tokens += count
+    return math.exp(loss / num_tokens)
 
 
 def unigram_perplexity(
@@ -110,20 +140,17 @@ def unigram_perplexity(
     return math.exp(-log_likelihood / held_out.total())
 
 
-@torch.no_grad()
 def sample_replies(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], batch_size: int
-) -> tuple[list[SampledBatch], list[str]]:
-    """One reply for each prompt, drawn at temperature 1 from the whole distribution, and its text."""
+) -> list[str]:
+    """One reply for each prompt, drawn at temperature 1 from the whole distribution."""
     torch.manual_seed(SEED)
-    batches, texts = [], []
+    texts = []
     for first in range(0, len(prompts), batch_size):
-        rows = prompts[first : first + batch_size]
-        prompt_ids = pad(rows, tokenizer.pad_token_id, "left", model.device)  # (B, P)
-        prompt_mask = pad([[1] * len(row) for row in rows], 0, "left", model.device)  # (B, P)
-        input_ids = model.generate(
-            input_ids=prompt_ids,
-            attention_mask=prompt_mask,
+        rows = {"input_ids": prompts[first : first + batch_size]}
+        inputs = tokenizer.pad(rows, padding_side="left", return_tensors="pt").to(model.device)
+        ids = model.generate(
+            **inputs,
             do_sample=True,
             temperature=1.0,
             top_k=0,
@@ -131,37 +158,10 @@ def sample_replies(
             max_new_tokens=MAX_RESPONSE_TOKENS,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
-        )  # (B, T)
-        response_ids = input_ids[:, prompt_ids.shape[1] :]
-        mask = mask_until_end(response_ids, tokenizer.eos_token_id)
-        replies = [ids[is_in] for ids, is_in in zip(response_ids, mask, strict=True)]
-        texts += [tokenizer.decode(reply, skip_special_tokens=True).strip() for reply in replies]
-        attention_mask = torch.cat([prompt_mask, mask.long()], dim=1)
-        response_mask = torch.cat([torch.zeros_like(prompt_mask).bool(), mask], dim=1)
-        batches.append(SampledBatch(input_ids, attention_mask, response_mask))
-    return batches, texts
-
-
-def mask_until_end(response_ids: Tensor, end_id: int) -> Tensor:
-    """(B, R) bool, True for each sampled token up to the first end token, that token included."""
-    is_end = response_ids == end_id
-    ends_before = is_end.long().cumsum(dim=-1) - is_end.long()  # (B, R) end tokens strictly before this one
-    return ends_before == 0
-
-
-def mean_kl(model: PreTrainedModel, ref_model: PreTrainedModel, batches: Sequence[SampledBatch]) -> float:
-    """Mean KL to `ref_model` in nats a reply, on replies that were sampled from `model`.
-
-    An unbiased estimate: the sum of log p - log p_ref over a reply's own tokens; of one it may be negative.
-    """
-    per_reply = []
-    for batch in batches:
-        logprobs, ref_logprobs = (
-            token_logprobs(one, batch.input_ids, batch.attention_mask) for one in (model, ref_model)
         )
-        difference = torch.where(batch.response_mask[:, 1:], logprobs - ref_logprobs, 0.0)
-        per_reply.append(difference.sum(dim=-1))
-    return torch.cat(per_reply).mean().item()
+        replies = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        texts += [reply.strip() for reply in replies]
+    return texts
 
 
 def mean_sentiment(texts: Sequence[str]) -> float:
@@ -188,7 +188,7 @@ def mean_words(texts: Sequence[str]) -> float:
 
 
 def read_evaluations(output_dir: Path) -> dict[str, float]:
-    """What the steps said themselves: the reward model's accuracy, and step 3's held-out scores."""
+    """What the steps said themselves: the reward model's accuracy, and step 3's evaluations."""
     log = (output_dir / "reward_eval.log").read_text(encoding="utf-8").splitlines()
     [*_, figures] = [line for line in log if line.startswith('{"accuracy"')]  # of rw_eval.py, its last line
     curves = read_run(output_dir / "step3").curves
@@ -199,6 +199,7 @@ def read_evaluations(output_dir: Path) -> dict[str, float]:
         "score_halfway": scores[len(scores) // 2],
         "score_after": scores[-1],
         "win_rate": curves["eval/win_rate"].last,
+        "kl": curves["eval/kl"].last,
     }
 
 
@@ -222,39 +223,30 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
     inputs, exports = args.output_dir / "inputs", [args.output_dir / f"step{n}" / "export" for n in (1, 3)]
     tokenizer = load_tokenizer(str(exports[0]))
     template = build_template(args.template, tokenizer)
-    held_out = load_examples(inputs / "sft" / "eval.jsonl")[: max(args.num_scored, args.num_prompts)]
-    asked = random.Random(SEED).sample(held_out, min(args.num_prompts, len(held_out)))
-    prompts = [ids[: mask.index(True)] for ids, mask, *_ in tokenise(asked, template)]
-    eval_rows = tokenise(held_out[: args.num_scored], template)
-    train_rows = tokenise(load_examples(inputs / "sft" / "train.jsonl"), template)
-
-    messages = [example.prompt[-1].content for example in asked]
+    examples, held_out = tokenise(inputs / "sft" / "eval.jsonl", template)
+    _, train_rows = tokenise(inputs / "sft" / "train.jsonl", template)
+    eval_rows = held_out[: args.num_scored]
+    num_known = min(max(args.num_scored, args.num_prompts), len(examples))
+    asked = random.Random(SEED).sample(range(num_known), min(args.num_prompts, num_known))
+    prompts = [held_out[i].input_ids[: held_out[i].response_mask.index(True)] for i in asked]
+    messages = [examples[i].prompt[-1].content for i in asked]
     is_odd = [len(message.split()) not in SHOWN_WORDS for message in messages]
     shown = sorted(range(len(asked)), key=is_odd.__getitem__)[:NUM_SHOWN]
+
     base, sft, ppo = (load_model(folder) for folder in (inputs / "base", *exports))
-    _, base_texts = sample_replies(base, tokenizer, [prompts[i] for i in shown], args.batch_size)
-    sft_batches, sft_texts = sample_replies(sft, tokenizer, prompts, args.batch_size)
-    ppo_batches, ppo_texts = sample_replies(ppo, tokenizer, prompts, args.batch_size)
+    base_texts = sample_replies(base, tokenizer, [prompts[i] for i in shown], args.batch_size)
+    sft_texts = sample_replies(sft, tokenizer, prompts, args.batch_size)
+    ppo_texts = sample_replies(ppo, tokenizer, prompts, args.batch_size)
     numbers = {
         "unigram_perplexity": unigram_perplexity(train_rows, eval_rows, len(tokenizer)),
         "sft_perplexity": model_perplexity(sft, eval_rows, args.batch_size),
         **read_evaluations(args.output_dir),
-        "vader_sft": mean_sentiment(sft_texts),
-        "vader_ppo": mean_sentiment(ppo_texts),
-        "kl": mean_kl(ppo, sft, ppo_batches),
-        "distinct2_sft": distinct_2(sft_texts),
-        "distinct2_ppo": distinct_2(ppo_texts),
-        "words_sft": mean_words(sft_texts),
-        "words_ppo": mean_words(ppo_texts),
     }
-    finished = [
-        sum(int((b.input_ids.eq(tokenizer.eos_token_id) & b.response_mask).sum()) for b in batches)
-        for batches in (sft_batches, ppo_batches)
-    ]
-    lines = [
-        f"{len(prompts)} held-out prompts, one reply each of at most {MAX_RESPONSE_TOKENS} tokens; ended by "
-        f"themselves: SFT {finished[0] / len(prompts):.1%}, PPO {finished[1] / len(prompts):.1%}"
-    ]
+    for name, texts in (("sft", sft_texts), ("ppo", ppo_texts)):
+        numbers[f"vader_{name}"] = mean_sentiment(texts)
+        numbers[f"distinct2_{name}"] = distinct_2(texts)
+        numbers[f"words_{name}"] = mean_words(texts)
+    lines = [f"{len(prompts)} held-out prompts, one reply each of at most {MAX_RESPONSE_TOKENS} tokens"]
     for number, i in enumerate(shown):
         replies = {"base": base_texts[number], "SFT": sft_texts[i], "PPO": ppo_texts[i]}
         # A sampled line break would look like another reply.
