@@ -37,21 +37,18 @@ def check_packages() -> Iterator[Line]:
 
     state = OK if sys.version_info >= (3, 11) else PROBLEM
     yield state, "Python", f"{platform.python_version()}, where 3.11 or later is needed"
-    is_optional = False
-    for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines():
-        text = line.partition("#")[0].strip()
-        if not text:
-            is_optional = line.startswith("# Only ") if line else is_optional
-            continue
-        wanted, cure = Requirement(text), f'pip install "{text}"'
-        try:
-            installed = importlib.metadata.version(wanted.name)
-        except importlib.metadata.PackageNotFoundError:
-            yield NOTE if is_optional else PROBLEM, wanted.name, f"not installed; {cure}"
-            continue
-        if not wanted.specifier.contains(installed, prereleases=True):
-            state = PROBLEM if wanted.name in IMPORTED else NOTE
-            yield state, wanted.name, f"{installed}, where {text} was tested; {cure}"
+    needed, _, optional = (ROOT / "requirements.txt").read_text(encoding="utf-8").partition("\n# Only ")
+    for lines, if_missing in ((needed, PROBLEM), (optional.partition("\n")[2], NOTE)):
+        for text in filter(None, (line.partition("#")[0].strip() for line in lines.splitlines())):
+            wanted, cure = Requirement(text), f'pip install "{text}"'
+            try:
+                installed = importlib.metadata.version(wanted.name)
+            except importlib.metadata.PackageNotFoundError:
+                yield if_missing, wanted.name, f"not installed; {cure}"
+                continue
+            if not wanted.specifier.contains(installed, prereleases=True):
+                state = PROBLEM if wanted.name in IMPORTED else NOTE
+                yield state, wanted.name, f"{installed}, where {text} was tested; {cure}"
     for name in IMPORTED:
         try:
             yield OK, f"import {name}", importlib.import_module(name).__version__
@@ -70,29 +67,18 @@ def check_devices() -> Iterator[Line]:
         is_taken = free < total / 2
         cure = "; another process holds its memory: nvidia-smi" if is_taken else ""
         yield NOTE if is_taken else OK, f"GPU {index}", text + cure
+    if torch.cuda.device_count() and importlib.util.find_spec("flash_attn") is None:
+        cure = "pip install --no-build-isolation -r requirements-gpu.txt"
+        yield NOTE, "flash-attn", f"not installed: --packed uses torch's own kernel; {cure}"
     if torch.cuda.device_count():
-        if importlib.util.find_spec("flash_attn") is None:
-            cure = "pip install --no-build-isolation -r requirements-gpu.txt"
-            yield NOTE, "flash-attn", f"not installed: --packed uses torch's own kernel; {cure}"
         return
-    seen = ""
-    if shutil.which("nvidia-smi"):
-        seen = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20).stdout
+    driver = shutil.which("nvidia-smi")
+    seen = subprocess.run([driver, "-L"], capture_output=True, text=True, timeout=20).stdout if driver else ""
     if seen.strip():
         cure = "install torch's CUDA build; look at CUDA_VISIBLE_DEVICES and at the driver's age"
         yield PROBLEM, "GPUs", f"nvidia-smi sees {seen.splitlines()[0]}, and torch does not; {cure}"
     else:
         yield NOTE, "GPUs", "none: programs run on the CPU, in fp32 by default"
-
-
-def check_environment() -> Iterator[Line]:
-    """Look at a launcher's variables."""
-    from common.programs.environment import check_environment as check
-
-    problems = Problems()
-    check(problems)
-    for message in problems.messages:
-        yield PROBLEM, "environment", message
 
 
 def check_room(output_dir: str) -> Iterator[Line]:
@@ -110,17 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(DoctorArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     problems.exit_if_any()
     num_bad = 0
-    for check, words in (
-        (check_packages, ()),
-        (check_devices, ()),
-        (check_environment, ()),
-        (check_room, (args.output_dir,)),
-    ):
+    for check in (check_packages, check_devices, lambda: check_room(args.output_dir)):
         lines: list[Line] = []
         try:
-            lines += check(*words)
+            lines += check()
         except Exception as error:  # what it raises is a problem, and the next check still runs
-            lines.append((PROBLEM, check.__name__, f"{type(error).__name__}: {error}"))
+            lines.append((PROBLEM, "a check", f"{type(error).__name__}: {error}"))
         for state, name, text in lines:
             print(f"{state:<8} {name:<22} {text}", flush=True)
             num_bad += state == PROBLEM

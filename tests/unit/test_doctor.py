@@ -58,19 +58,11 @@ def test_gpus_that_are_there_and_not_seen_are_a_problem(monkeypatch, count, free
     assert {name: found[name] for name in expected} == expected
 
 
-def test_environment_and_room(monkeypatch, tmp_path):
-    monkeypatch.setenv("RANK", "x")
-    assert [state for state, *_ in doctor.check_environment()] == [PROBLEM]
+def test_the_room_where_runs_write(monkeypatch, tmp_path):
     output = str(tmp_path / "absent" / "output")
     for free, state in ((30, OK), (2.5, NOTE)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free * 2**30))
         assert states(doctor.check_room(output))[f"disk: {output}"] == state
-
-
-def test_all_is_well_here(capsys):
-    assert doctor.main(["--output_dir", str(ROOT)]) in (0, 1)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ok ")]
-    assert any("import deepspeed" in line for line in lines)
 
 
 def test_without_packages_it_says_so_and_leaves_no_traceback():
@@ -80,4 +72,4 @@ def test_without_packages_it_says_so_and_leaves_no_traceback():
     code += "from tools.doctor import main\nraise SystemExit(main([]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "Traceback" not in done.stderr + done.stdout, done.stderr
-    assert "check_packages" in done.stdout and "problems" in done.stdout.splitlines()[-1]
+    assert "ModuleNotFoundError" in done.stdout and "problems" in done.stdout.splitlines()[-1]
