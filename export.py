@@ -23,9 +23,8 @@ from common.models.loading import plain_model
 from common.models.policy_model import language_model
 from common.models.value_model import ValueModel
 from common.programs import startup, training_loop
-from common.runs.checkpoints import Checkpoint
+from common.runs.checkpoints import Checkpoint, find_checkpoints, newest_whole
 from common.runs.export import save_adapter, save_export
-from common.runs.resume import find_named
 from common.runs.saved_state import TensorReader
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
@@ -47,19 +46,6 @@ class CheckpointExportArguments:
         "the model (LoRA merged), its adapter alone, of step 3 the average or the critic",
         choices=("model", "adapter", "ema", "critic"),
     )
-
-
-def find_checkpoint(path: Path, problems: Problems) -> Checkpoint:
-    """Return the newest whole checkpoint that is meant; leave with what is wrong where there is none."""
-    found, doubts = find_named(path)
-    for checkpoint in found:
-        damage = checkpoint.damaged_file()
-        if damage is None:
-            return checkpoint
-        doubts.append(f"{checkpoint.folder}: {damage}")
-    problems.add(f"{path}: {'; '.join(doubts)}")
-    problems.exit_if_any()
-    raise AssertionError
 
 
 def read_flags(checkpoint: Checkpoint) -> Any:
@@ -141,7 +127,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems = Problems()
     args = parse_args(CheckpointExportArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     problems.exit_if_any()
-    checkpoint = find_checkpoint(Path(args.checkpoint), problems)
+    found, doubts = find_checkpoints(Path(args.checkpoint))
+    checkpoint = newest_whole(found, doubts)
+    problems.check(
+        checkpoint is not None, f"{args.checkpoint}: {'; '.join(doubts) or 'it has no checkpoint'}"
+    )
+    problems.exit_if_any()
     flags = read_flags(checkpoint)
     trained = "actor" if isinstance(flags, PPOArguments) else "model"
     part = args.what if args.what in ("ema", "critic") else trained

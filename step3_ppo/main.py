@@ -28,10 +28,9 @@ from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps
 from common.runs.checkpoints import checkpoint_name
 from common.runs.durable_files import remove_folder
-from common.runs.engine_state import EngineState, ShardState
 from common.runs.export import ExportFailed, save_adapter, save_export
 from common.runs.run import Run
-from common.runs.saved_state import Progress
+from common.runs.saved_state import EngineState, Progress, ShardState
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.builders import (
     build_pretraining_batches,

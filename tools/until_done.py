@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.runs.run_files import FINISHED_FILE
-from common.runs.run_lock import held_message, read_lock
+from common.runs.run_files import FINISHED_FILE, held_message, read_lock
 
 STOPPED = 75  # as the programs leave when a signal has stopped them
 FINAL = (0, STOPPED, 130, 143)  # exit codes after which the same command does not help

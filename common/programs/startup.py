@@ -28,11 +28,11 @@ from common.models.lora import linear_module_names, lora_targets
 from common.programs.environment import check_environment
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps, first_line, say
-from common.runs import run_lock
+from common.runs import run_files
 from common.runs.checkpoints import SaveFailed
 from common.runs.export import ExportFailed, read_metadata
 from common.runs.resume import EarlierRun
-from common.runs.stop_request import STOPPED, Stopped
+from common.runs.run import STOPPED, Stopped
 from common.runs.trackers import missing_trackers
 
 
@@ -223,7 +223,7 @@ def enter(
         return False
     if distributed.is_main():
         with as_problem(problems):
-            run_lock.take(args.output_dir)
+            run_files.take_lock(args.output_dir)
     distributed.start(args.local_rank, args.collective_timeout)
     distributed.seed_everything(args.seed)
     return True
@@ -235,7 +235,7 @@ def _leave_at_once(*_: Any) -> None:
     Nothing is waited for: other threads and ranks may still stand in a collective.
     """
     os.write(2, b"stopped by Ctrl-C\n")
-    run_lock.release(130)
+    run_files.release_lock(130)
     os._exit(130)
 
 
@@ -275,7 +275,7 @@ def run_program(program: Callable[[], None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.stderr.flush()
         watchdog.say_goodbye(3, str(error))
-        run_lock.release(3)
+        run_files.release_lock(3)
         os._exit(3)
     except Exception as error:
         watchdog.leave_after(error)
@@ -283,7 +283,7 @@ def run_program(program: Callable[[], None]) -> None:
         raise
     finally:
         distributed.stop(code)
-        run_lock.release(code)
+        run_files.release_lock(code)
         _drop_lost_output()
     if code:
         raise SystemExit(code)

@@ -30,13 +30,11 @@ from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused
 from common.ranks.step_costs import COSTS
 from common.runs.checkpoints import checkpoint_name
-from common.runs.engine_state import EngineState
 from common.runs.export import save_adapter, save_export
 from common.runs.resume import EarlierRun, find_run
 from common.runs.run import Run
 from common.runs.run_logger import RunLogger
-from common.runs.saved_state import Progress, Stateful
-from common.runs.trackers import build_trackers
+from common.runs.saved_state import EngineState, Progress, Stateful
 
 
 @dataclass(frozen=True)
@@ -294,17 +292,14 @@ def export(start: Start, run: Run, trainer: Trainer) -> None:
 
 
 def build_logger(args: Any, columns: tuple[str, ...], num_steps: int) -> RunLogger:
-    """Return the run's logger, and find out what perf/mfu is a share of; all ranks do so at about one time.
-
-    TensorBoard's folder is --tensorboard_path or OUTPUT_DIR/tensorboard.
-    """
+    """Return the run's logger, and find out what perf/mfu is a share of. Every rank must call this."""
     COSTS.peak_flops = own_peak_flops(DTYPES[distributed.dtype_name(args.dtype)])
-    folder = args.tensorboard_path or f"{args.output_dir or '.'}/tensorboard"
     return RunLogger(
         args.output_dir,
         columns=columns,
         num_steps=num_steps,
         log_interval=args.log_interval,
-        trackers=build_trackers(args.trackers, args.output_dir, folder),
+        trackers=args.trackers,
+        tensorboard_path=args.tensorboard_path,
         config=dataclasses.asdict(args),
     )

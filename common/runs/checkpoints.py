@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from common.ranks import distributed
-from common.runs.durable_files import WRITING, digest, publish_folder, remove_folder, sync
+from common.runs.durable_files import WRITING, publish_folder, remove_folder, sync
 from common.runs.saved_state import Stateful, TensorReader, write_slices
 
 FOLDER, META = "checkpoints", "meta.json"
 FORMAT = 3  # raise it when an older reader would misread the files
-_NAME = re.compile(r"step-(\d+)(?:-rollout|-update-(\d+))?")
+_NAME = re.compile(r"step-(\d+)(-rollout|-update-(\d+))?")
 
 
 def checkpoint_name(num_steps: int, position: str = "") -> str:
@@ -37,8 +37,7 @@ def checkpoint_order(name: str) -> tuple[int, int] | None:
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    within = 1 + int(match[2] or 0) if name != checkpoint_name(int(match[1])) else 0
-    return int(match[1]), within
+    return int(match[1]), 1 + int(match[3] or 0) if match[2] else 0
 
 
 class SaveFailed(OSError):
@@ -47,7 +46,7 @@ class SaveFailed(OSError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole-looking checkpoint: its meta.json can be read and all files have their sizes."""
+    """A checkpoint whose meta.json is as it was written; its other files have not been looked at."""
 
     folder: Path
     meta: dict[str, Any]
@@ -65,7 +64,7 @@ class Checkpoint:
         """Return what is wrong with the first file (of a share of them) that is not as it was written."""
         for name in sorted(self.meta["files"])[share]:
             try:
-                if digest(self.folder / name) != self.meta["files"][name]["sha256"]:
+                if _digest(self.folder / name) != self.meta["files"][name]["sha256"]:
                     return f"{name} has changed since it was written (its SHA-256 differs)"
             except OSError as error:
                 return f"{name} cannot be read: {error.strerror}"
@@ -73,7 +72,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Return a checkpoint after a quick look at it; ValueError with what is wrong."""
+    """Return a checkpoint after a look at its meta.json; ValueError with what is wrong."""
     try:
         outer = json.loads((folder / META).read_text())
         text, expected = outer["content"], outer["sha256"]
@@ -89,23 +88,18 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             f"its format is {meta.get('format')}, this program reads {FORMAT}: resume it with the code that "
             "wrote it"
         )
-    for name, told in meta["files"].items():
-        try:
-            size = (folder / name).stat().st_size
-        except OSError as error:
-            raise ValueError(f"{name} cannot be read: {error.strerror}") from error
-        if size != told["bytes"]:
-            raise ValueError(f"{name} has {size} bytes, not {told['bytes']}")
     return Checkpoint(folder, meta)
 
 
-def find_checkpoints(run_folder: Path) -> tuple[list[Checkpoint], list[str]]:
-    """Return a run's checkpoints that look whole, the newest first, and what is wrong with the others."""
+def find_checkpoints(path: Path) -> tuple[list[Checkpoint], list[str]]:
+    """Return the checkpoint that a path is, or those of a run's folder, and what is wrong with the others.
+
+    The newest comes first.
+    """
+    parent = path if path.name == FOLDER else path / FOLDER
+    folders = [path] if (path / META).exists() else [p for p in parent.glob("*") if checkpoint_order(p.name)]
     found, doubts = [], []
-    parent = run_folder / FOLDER
-    folders = [path for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
-    names = [path.name for path in folders if checkpoint_order(path.name)]
-    for folder in (parent / name for name in sorted(names, key=checkpoint_order, reverse=True)):
+    for folder in sorted(folders, key=lambda p: checkpoint_order(p.name) or (), reverse=True):
         try:
             found.append(read_checkpoint(folder))
         except ValueError as error:
@@ -123,28 +117,45 @@ def save_checkpoint(
     """
     folder = run_folder / FOLDER / name
     temporary = folder.with_name(name + WRITING)
-    is_main = distributed.is_main()
+
+    def make_empty() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        # No parents: a run's folder that is gone (a disk that is no longer mounted) is not made elsewhere.
+        temporary.parent.mkdir(exist_ok=True)
+        temporary.mkdir()
 
     def commit() -> None:
         files = {name: facts for of_rank in told for name, facts in of_rank.items()}
-        meta = {"format": FORMAT, "world_size": distributed.world_size(), "numbers": states, "files": files}
+        meta = {"format": FORMAT, "world_size": len(told), "numbers": states[0], "files": files}
         text = json.dumps(about | meta)
         outer = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text}
         (temporary / META).write_text(json.dumps(outer))
         publish_folder(temporary, folder)
 
     try:
-        _on_all(lambda: _make_empty(temporary) if is_main else None)
+        _on_all(make_empty, is_main_only=True)
         told = _on_all(lambda: _write_parts(temporary, parts))
-        states = _on_all(lambda: {part: thing.json_state() for part, thing in parts.items()})[0]
-        _on_all(lambda: commit() if is_main else None)
+        states = _on_all(lambda: {part: thing.json_state() for part, thing in parts.items()})
+        _on_all(commit, is_main_only=True)
     except SaveFailed:
-        if is_main:
+        if distributed.is_main():
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if is_main and save_total_limit:
+    if distributed.is_main() and save_total_limit:
         _prune(run_folder, save_total_limit)
     distributed.barrier()
+
+
+def _on_all(work: Callable[[], Any], *, is_main_only: bool = False) -> list[Any]:
+    """Return what `work` gives on every rank, None where it has none; SaveFailed on all if one fails."""
+
+    def write() -> Any:
+        try:
+            return work() if distributed.is_main() or not is_main_only else None
+        except Exception as error:
+            raise SaveFailed(f"rank {distributed.rank()}: {error}") from error
+
+    return distributed.run_together(write, SaveFailed)
 
 
 def _write_parts(folder: Path, parts: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
@@ -161,8 +172,13 @@ def _write_parts(folder: Path, parts: Mapping[str, Stateful]) -> dict[str, dict[
             path = folder / f"{part}-rank-{distributed.rank():05d}.safetensors"
             write_slices(path, slices)
             sync(path)
-            told[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+            told[path.name] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
     return told
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _prune(run_folder: Path, save_total_limit: int) -> None:
@@ -173,46 +189,35 @@ def _prune(run_folder: Path, save_total_limit: int) -> None:
             print(f"warning: {old.folder} could not be removed: {error.strerror}", flush=True)
 
 
-def load_newest(candidates: Sequence[Checkpoint], parts: Mapping[str, Stateful]) -> Checkpoint:
-    """Let the parts take the newest checkpoint whose every byte is as it was written; return it.
+def newest_whole(candidates: Sequence[Checkpoint], doubts: list[str]) -> Checkpoint | None:
+    """Return the newest checkpoint whose every byte is as it was written, None where all are damaged.
 
-    Every rank must call this. Raises ValueError when none is whole, or it is not of this run.
+    Adds to `doubts` what is wrong with those before it. Every rank must call this.
     """
-    doubts = []
     for candidate in candidates:
         # Each rank reads its share of the files: all of them are read once.
         share = slice(distributed.rank(), None, distributed.world_size())
         found = [d for d in distributed.gather_objects(candidate.damaged_file(share)) if d]
-        if found:
-            doubts.append(f"checkpoint {candidate.folder}: {found[0]}")
-            if distributed.is_main():
-                print(f"{doubts[-1]}; it is passed over", flush=True)
-            continue
-        for part, thing in parts.items():
-            try:
-                thing.load(TensorReader(candidate.files(part)), candidate.meta["numbers"][part])
-            except (KeyError, ValueError) as error:
-                raise ValueError(
-                    f"checkpoint {candidate.folder} is not of this run: {part}: {error}"
-                ) from error
-        return candidate
-    raise ValueError("; ".join(doubts))
+        if not found:
+            return candidate
+        doubts.append(f"checkpoint {candidate.folder}: {found[0]}")
+        if distributed.is_main():
+            print(f"{doubts[-1]}; it is passed over", flush=True)
+    return None
 
 
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    # No parents: a run's folder that is gone (a disk that is no longer mounted) is not made elsewhere.
-    folder.parent.mkdir(exist_ok=True)
-    folder.mkdir()
+def load_newest(candidates: Sequence[Checkpoint], parts: Mapping[str, Stateful]) -> Checkpoint:
+    """Let the parts take the newest checkpoint that is whole; return it. Every rank must call this.
 
-
-def _on_all(work: Callable[[], Any]) -> list[Any]:
-    """Return what `work` gives on every rank; SaveFailed on all when it fails on one."""
-
-    def write() -> Any:
+    Raises ValueError when none is whole, or it is not of this run.
+    """
+    doubts: list[str] = []
+    checkpoint = newest_whole(candidates, doubts)
+    if checkpoint is None:
+        raise ValueError(f"{'; '.join(doubts)}. No checkpoint can be used: --resume overwrite starts anew")
+    for part, thing in parts.items():
         try:
-            return work()
-        except Exception as error:
-            raise SaveFailed(f"rank {distributed.rank()}: {error}") from error
-
-    return distributed.run_together(write, SaveFailed)
+            thing.load(TensorReader(checkpoint.files(part)), checkpoint.meta["numbers"][part])
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"checkpoint {checkpoint.folder} is not of this run: {part}: {error}") from error
+    return checkpoint

@@ -5,7 +5,6 @@ What is not finished yet ends in `.writing`, what is on its way out in `.deletin
 
 import contextlib
 import errno
-import hashlib
 import json
 import math
 import os
@@ -60,22 +59,13 @@ def write_file(path: Path, text: str) -> None:
     """
     temporary = path.with_name(path.name + WRITING)
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
         temporary.replace(path)
     except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        _remove(temporary)
         raise
     sync(path.parent)
-
-
-def digest(path: Path) -> str:
-    """Return the file's SHA-256 in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def publish_folder(temporary: Path, folder: Path) -> None:
@@ -116,17 +106,11 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what a crash left unfinished directly under a folder; bring back what it left between two
-    renames.
-    """
+    """Remove what a crash left unfinished in a folder; bring back what it left between two renames."""
     left = [path for path in parent.glob("*") if path.suffix in (WRITING, DELETING)]
     for path in left:
-        folder = path.with_suffix("")
-        if (
-            path.suffix == DELETING
-            and not folder.exists()
-            and folder.with_name(folder.name + WRITING) in left
-        ):
+        folder, beside = path.with_suffix(""), path.with_suffix(WRITING)
+        if path.suffix == DELETING and beside in left and not folder.exists():
             path.rename(folder)
     for path in left:
         _remove(path)

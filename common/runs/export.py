@@ -8,7 +8,7 @@ import contextlib
 import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from common.models.loading import plain_model
-from common.models.lora import trained_weights
+from common.models.lora import TrainedWeight, trained_weights
 from common.ranks import distributed, watchdog
 from common.ranks.zero3 import gather_whole
 from common.runs.durable_files import WRITING, publish_folder, without_nan
@@ -37,13 +37,7 @@ def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     `model` is a transformers model or its PEFT wrapper, sharded or not; weights are gathered one at a time.
     Every rank must call this.
     """
-    plain = plain_model(model)
-    state: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
-        for name, trained in trained_weights(model).items():
-            with gather_whole(trained.tensors()):
-                if distributed.is_main():
-                    state[name] = trained.merged().detach().to("cpu", copy=True)
+    plain, state = plain_model(model), _gather(trained_weights(model))
     if distributed.is_main():
         buffers = dict(plain.named_buffers())
         persistent = plain.state_dict().keys() & buffers.keys()
@@ -51,16 +45,15 @@ def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def _set_num_rows(model: PreTrainedModel, state: dict[str, torch.Tensor], num_rows: int) -> None:
-    """Cut or fill (with zeros) the rows of the embeddings and of the output head in place."""
-    old_rows = model.config.get_text_config().vocab_size
-    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
-    owned = {id(p) for m in modules if m is not None for p in m.parameters(recurse=False)}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in owned and name in state and state[name].shape[0] == old_rows:
-            rows = state[name][:num_rows]
-            missing = num_rows - rows.shape[0]
-            state[name] = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]).contiguous()
+@torch.no_grad()
+def _gather(weights: Mapping[str, TrainedWeight]) -> dict[str, torch.Tensor]:
+    """Return weights on rank 0's CPU (elsewhere {}), adapters merged. Every rank must call this."""
+    state = {}
+    for name, weight in weights.items():
+        with gather_whole(weight.tensors()):
+            if distributed.is_main():
+                state[name] = weight.merged().detach().to("cpu", copy=True)
+    return state
 
 
 def with_own_pad_token(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -89,15 +82,12 @@ def save_export(
     `model` is a transformers model, its PEFT wrapper, sharded or not. `metadata` goes to triptych.json
     (template, step, held-out numbers), which chat.py and step 3 read. Every rank must call this.
     """
-    state = gather_state_dict(model)
-    plain = plain_model(model)
+    plain, state = plain_model(model), gather_state_dict(model)
     if needs_own_pad:
         tokenizer = with_own_pad_token(tokenizer)
-    num_rows = max(plain.num_exported_rows, len(tokenizer))
 
     def fill(temporary: Path) -> None:
-        _set_num_rows(plain, state, num_rows)
-        _write_model(plain, state, tokenizer, num_rows, temporary)
+        _write_model(plain, state, tokenizer, temporary)
 
     _replace(Path(folder), fill, tokenizer, metadata)
 
@@ -134,27 +124,31 @@ def _replace(
 
 
 def _write_model(
-    plain: PreTrainedModel,
-    state: dict[str, torch.Tensor],
-    tokenizer: PreTrainedTokenizerFast,
-    num_rows: int,
-    folder: Path,
+    plain: PreTrainedModel, state: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
-    """Write weights and configuration; the live model's own configuration is put back afterwards."""
-    pad_and_eos = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    changes = [
-        (plain.config, {"use_cache": True, **pad_and_eos}),
-        (plain.config.get_text_config(), {"vocab_size": num_rows}),
-    ]
+    """Write weights, as many rows of them as there are tokens, and configuration; `plain` is not changed."""
+    num_rows = max(plain.num_exported_rows, len(tokenizer))
+    _set_num_rows(plain, state, num_rows)
+    token_ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    exported = copy.copy(plain)  # the same modules, with configurations of its own
+    exported.config = copy.deepcopy(plain.config)
+    exported.config.update({"use_cache": True, **token_ids})
+    exported.config.get_text_config().vocab_size = num_rows
     if getattr(plain, "generation_config", None) is not None:
-        savable = _savable_generation_config(plain.generation_config, pad_and_eos)
-        changes.append((plain, {"generation_config": savable}))
-    with contextlib.ExitStack() as stack:
-        for owner, values in changes:
-            for name, value in values.items():
-                stack.callback(setattr, owner, name, getattr(owner, name, None))
-                setattr(owner, name, value)
-        plain.save_pretrained(folder, state_dict=state)
+        exported.generation_config = _savable_generation_config(plain.generation_config, token_ids)
+    exported.save_pretrained(folder, state_dict=state)
+
+
+def _set_num_rows(model: PreTrainedModel, state: dict[str, torch.Tensor], num_rows: int) -> None:
+    """Cut or fill (with zeros) the rows of the embeddings and of the output head in place."""
+    old_rows = model.config.get_text_config().vocab_size
+    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    owned = {id(p) for m in modules if m is not None for p in m.parameters(recurse=False)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in owned and name in state and state[name].shape[0] == old_rows:
+            rows = state[name][:num_rows]
+            missing = num_rows - rows.shape[0]
+            state[name] = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]).contiguous()
 
 
 def _savable_generation_config(generation_config: GenerationConfig, token_ids: dict[str, Any]) -> Any:
@@ -191,11 +185,7 @@ def save_adapter(
     others = [name for name in trained if ".lora_" not in name]
     if not hasattr(model, "peft_config") or any(not name.endswith("score.weight") for name in others):
         return
-    weights: dict[str, torch.Tensor] = {}
-    for name, parameter in trained.items():
-        with gather_whole([parameter]):
-            if distributed.is_main():
-                weights[name.replace(".default.", ".")] = parameter.detach().to("cpu", copy=True)
+    weights = _gather({name.replace(".default.", "."): TrainedWeight(p) for name, p in trained.items()})
 
     def fill(temporary: Path) -> None:
         config = copy.deepcopy(model.peft_config["default"])

@@ -1,8 +1,110 @@
-"""The names of the files in a run's folder; `tools.report` reads them."""
+"""The files of a run's folder: their names, and the lock that keeps a second run out of it. PURE.
+
+OUTPUT_DIR/lock.json names the process of a run and, when it has left, its exit code. The lock itself is the
+kernel's, on that file: it ends with its process, however that ends, so it is never stale. Network file
+systems that have POSIX locks keep it between machines.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from common.runs.durable_files import read_object
 
 ARGS_FILE = "args.json"  # the flags, with what they resolve to
 RUN_FILE = "run.json"  # the flags' defaults, and of each start: time, versions, device, data digest
 FINISHED_FILE = "finished.json"  # nothing is left to do
+LOCK_FILE = "lock.json"  # the process that writes here, and how it ended
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # a line a step, an evaluation, a sample
 ROLLOUTS = "rollouts.jsonl.gz"  # --save_rollouts: a gzip member a step, a line a response
 CURVES, REPORT = "curves.png", "report.html"
+
+_TAKEN = (errno.EACCES, errno.EAGAIN)
+_REFUSED = 2
+# The file, open while this process holds a folder, what it says, and what it said before, None where the
+# folder is new. The lock ends too when this process closes the file anywhere else.
+_held: tuple[IO[str], dict[str, Any], dict[str, Any] | None] | None = None
+
+
+def read_lock(folder: Path) -> dict[str, Any]:
+    """Return what lock.json says of the last run, {} where there is none, or none that can be read."""
+    return read_object(folder / LOCK_FILE)
+
+
+def held_message(folder: Path) -> str:
+    """Return why a second run must not begin in a folder, "" where no other process writes to it."""
+    try:
+        with open(folder / LOCK_FILE, "r+") as file:
+            _lock(file)
+    except OSError as error:
+        if error.errno in _TAKEN:
+            told = read_lock(folder)
+            holder = f"process {told.get('process')} on {told.get('host')}, since {told.get('since')}"
+            text = f"--output_dir {folder} belongs to a run that has not ended ({holder})"
+            return f"{text}; wait for it, stop it, or give another folder"
+    return ""
+
+
+def take_lock(output_dir: str) -> None:
+    """Keep other runs out of a folder until this process ends; only the first rank may call this.
+
+    Raises ValueError when another run is in it, OSError when it cannot be written.
+    """
+    global _held
+    release_lock(None)
+    if not output_dir:
+        return
+    folder = Path(output_dir)
+    before = read_lock(folder) if folder.exists() else None
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / LOCK_FILE, "a+")
+    try:
+        _lock(file)
+    except OSError as error:
+        if error.errno in _TAKEN:
+            file.close()
+            raise ValueError(held_message(folder)) from error
+        print(f"note: {folder} is on a disk without locks: start no second run in it", file=sys.stderr)
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    told = {"host": socket.gethostname(), "process": os.getpid(), "since": since, "exit_code": None}
+    _held = file, told, before
+    _write(file, told)
+
+
+def release_lock(exit_code: int | None) -> None:
+    """Note how this process ends, and let others write to the folder that it holds, if any.
+
+    A run that is refused after all leaves file and folder as they were.
+    """
+    global _held
+    if not _held:
+        return
+    file, told, before = _held
+    if exit_code == _REFUSED and not before:
+        Path(file.name).unlink(missing_ok=True)
+        if before is None:
+            with contextlib.suppress(OSError):  # something else is in it
+                Path(file.name).parent.rmdir()
+    elif exit_code is not None:
+        _write(file, before if exit_code == _REFUSED else told | {"exit_code": exit_code})
+    file.close()
+    _held = None
+
+
+def _lock(file: IO[str]) -> None:
+    # Not flock, which a forked child would hold on to after this process has died.
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _write(file: IO[str], told: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+        file.truncate(0)
+        file.write(json.dumps(told))
+        file.flush()

@@ -20,7 +20,7 @@ from common.ranks import distributed
 from common.runs.durable_files import json_line, sync
 from common.runs.run_files import CURVES, METRICS, REPORT, ROLLOUTS, SAMPLES
 from common.runs.saved_state import Stateful, TensorReader
-from common.runs.trackers import Tracker, TrackerGroup
+from common.runs.trackers import TrackerGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT_SECONDS = 300
@@ -28,34 +28,29 @@ GZIP_START = gzip.compress(b"", mtime=0)[:8]  # of each member, in no other plac
 
 
 class _GrowingFile:
-    """A file that a run appends to; lines that cannot be written wait in memory."""
+    """A file that a run appends to; what cannot be written waits in memory."""
 
     def __init__(self, path: Path, note: Callable[[str], None]) -> None:
         self.path, self.note = path, note
         self.size = 0  # bytes that have been written
-        self.waiting: list[bytes] = []
+        self.waiting = b""
 
     def append(self, data: bytes) -> None:
-        self.waiting.append(data)
-        self.flush()
-
-    def flush(self) -> None:
-        """Write the lines that wait, all or none of them."""
-        data = b"".join(self.waiting)
-        if not data:
-            return
+        """Write it behind what waits, all or nothing."""
+        is_first_to_wait = not self.waiting
+        self.waiting += data
         try:
             with open(self.path, "ab", buffering=0) as file:
                 self._match_size(file)
-                if file.write(data) != len(data):
+                if file.write(self.waiting) != len(self.waiting):
                     file.truncate(self.size)
                     raise OSError("no space left")
         except OSError as error:
-            if len(self.waiting) == 1:
+            if is_first_to_wait:
                 self.note(f"warning: {self.path} cannot be written ({error}); its lines wait in memory")
             return
-        self.size += len(data)
-        self.waiting.clear()
+        self.size += len(self.waiting)
+        self.waiting = b""
 
     def cut(self, size: int) -> None:
         """Make the file what it was when it had so many bytes."""
@@ -81,6 +76,7 @@ class RunLogger(Stateful):
 
     `columns` are the metric names of the console line, in order; metrics.jsonl has all of them. `open` and
     `begin_anew`, or `load`, come before the first number. A disk that is full does not end a run: lines wait.
+    `config` is what the trackers note of the run.
     """
 
     def __init__(
@@ -90,7 +86,8 @@ class RunLogger(Stateful):
         columns: Sequence[str],
         num_steps: int,
         log_interval: int = 1,
-        trackers: Mapping[str, Tracker] | None = None,
+        trackers: Sequence[str] = (),
+        tensorboard_path: str = "",
         config: Mapping[str, Any] | None = None,
     ) -> None:
         groups = {name.split("/")[0] + "/" for name in columns} - {"perf/"}
@@ -100,15 +97,12 @@ class RunLogger(Stateful):
         self.folder = Path(output_dir) if output_dir and self.is_on else None
         self.started = time.monotonic()
         self.bar: tqdm | None = None
-        self.trackers = TrackerGroup(trackers or {} if self.is_on else {}, self.folder, self.note)
-        self.config = dict(config or {})
+        kinds = trackers if self.is_on else ()
+        self.trackers = TrackerGroup(kinds, output_dir, tensorboard_path, self.note)
+        self.config = config or {}
         names = (METRICS, SAMPLES, ROLLOUTS) if self.folder else ()
         self.files = {name: _GrowingFile(self.folder / name, self.note) for name in names}
         self._last_step = 0
-
-    # -----------------------------------------------------------------------------------------------------
-    # Beginning and resuming
-    # -----------------------------------------------------------------------------------------------------
 
     def open(self, last_step: int | None = None) -> None:
         """Show the progress bar; begin a run in the trackers, or resume theirs after `last_step`.
@@ -123,15 +117,16 @@ class RunLogger(Stateful):
 
     def begin_anew(self) -> None:
         """Empty the files of an earlier run."""
-        for name in self.files:
-            (self.folder / name).unlink(missing_ok=True)
+        for file in self.files.values():
+            file.path.unlink(missing_ok=True)
         if self.folder:
             (self.folder / METRICS).touch()
 
     def json_state(self) -> dict[str, Any]:
         """Return how far the files are, once they are on the disk so far."""
         for file in self.files.values():
-            file.flush()
+            if file.waiting:
+                file.append(b"")
             if file.waiting:
                 raise OSError(f"{file.path} cannot be written")
             if file.size:
@@ -147,10 +142,6 @@ class RunLogger(Stateful):
             file.cut(state["sizes"].get(name, 0))
         self.open(state["step"])
 
-    # -----------------------------------------------------------------------------------------------------
-    # Numbers
-    # -----------------------------------------------------------------------------------------------------
-
     def note(self, text: str) -> None:
         """Print a line above the progress bar; where nobody can take it any more, it is lost."""
         if self.is_on:
@@ -164,7 +155,7 @@ class RunLogger(Stateful):
             return
         self._last_step = step
         metrics = {**metrics, "perf/peak_memory_gib": peak_memory_gib()}
-        self._append(METRICS, step, {"seconds": round(time.monotonic() - self.started, 3), **metrics})
+        self._write(METRICS, step, {"seconds": round(time.monotonic() - self.started, 3), **metrics})
         self.trackers.log(metrics, step)
         if self.bar is not None:
             self.bar.update(step - self.bar.n)
@@ -175,13 +166,13 @@ class RunLogger(Stateful):
     def log_event(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write numbers that come now and then (an evaluation), with a line of their own."""
         if self.is_on:
-            self._append(METRICS, step, metrics)
+            self._write(METRICS, step, metrics)
             self.trackers.log(metrics, step)
             self._print(step, metrics)
 
     def sample(self, step: int, **fields: Any) -> None:
         """Write one sample answer to samples.jsonl."""
-        self._append(SAMPLES, step, fields)
+        self._write(SAMPLES, step, fields)
 
     def rollout(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write a step's responses to rollouts.jsonl.gz: a gzip member, which a resumed run can cut off."""
@@ -190,12 +181,13 @@ class RunLogger(Stateful):
             self.files[ROLLOUTS].append(gzip.compress(lines.encode(), mtime=0))
 
     def close(self) -> None:
-        """Close the files and draw curves.png and report.html from them."""
+        """Close the trackers and draw curves.png and report.html from the files."""
         if self.bar is not None:
             self.bar.close()
         self.trackers.close()
         for file in self.files.values():
-            file.flush()
+            if file.waiting:
+                file.append(b"")
         if self.folder:
             try:
                 draw_run(self.folder)
@@ -203,7 +195,7 @@ class RunLogger(Stateful):
                 told = f"note: {CURVES} or {REPORT} was not written ({type(error).__name__}: {error})"
                 self.note(f"{told}; python -m tools.report {self.folder} writes the report")
 
-    def _append(self, name: str, step: int, fields: Mapping[str, Any]) -> None:
+    def _write(self, name: str, step: int, fields: Mapping[str, Any]) -> None:
         if self.folder:
             # A gradient's norm is infinite in a step that fp16 skips.
             self.files[name].append(json_line({"step": step, **fields}).encode())

@@ -1,6 +1,8 @@
 """The state that a checkpoint holds: slices of flat tensors in safetensors files, and what JSON can hold.
 
-Each rank writes the slices that it owns, and any rank reads any slice: M ranks can read what N have saved.
+A slice is a run of a flat tensor that does not know ranks or ZeRO stages. Each rank writes those that it
+owns and reads those that it needs, so M ranks under one stage can read what N have saved under another.
+DeepSpeed's own checkpoints are pickles and need a conversion by hand for that.
 """
 
 import json
@@ -16,9 +18,20 @@ import numpy
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from common.ranks import distributed
+from common.ranks.zero3 import is_sharded
 from common.runs.durable_files import without_nan
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+ALL = "*"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Slices on disk
+# ---------------------------------------------------------------------------------------------------------
 
 
 class TensorSlice(NamedTuple):
@@ -33,16 +46,15 @@ class TensorReader:
     """Reads slices from the files of all ranks, whatever slices these were written in."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self.files = [safe_open(file, "pt") for file in files]
         # key -> (start, end, file, name there), in order
-        self.index: dict[str, list[tuple[int, int, int, str]]] = defaultdict(list)
-        for number, file in enumerate(self.files):
+        self.index: dict[str, list[tuple[int, int, Any, str]]] = defaultdict(list)
+        for file in (safe_open(path, "pt") for path in files):
             for name in file.keys():  # noqa: SIM118  (it is no dictionary)
                 key, start = name.rsplit("@", 1)
                 end = int(start) + file.get_slice(name).get_shape()[0]
-                self.index[key].append((int(start), end, number, name))
+                self.index[key].append((int(start), end, file, name))
         for slices in self.index.values():
-            slices.sort()
+            slices.sort(key=lambda one: one[:2])
 
     def numel(self, key: str) -> int:
         """Return the length of a flat tensor, 0 for one that is not there."""
@@ -56,15 +68,15 @@ class TensorReader:
         slices = self.index.get(key, [])
         end = self.numel(key) if numel is None else start + numel
         parts = [
-            self.files[number].get_slice(name)[max(start - first, 0) : min(end, last) - first]
-            for first, last, number, name in slices
+            file.get_slice(name)[max(start - first, 0) : min(end, last) - first]
+            for first, last, file, name in slices
             if first < end and start < last
         ]
         if not slices or sum(map(len, parts)) < end - start:
             raise ValueError(f"it holds {self.numel(key)} elements of {key}, not the {end} that are needed")
         if not parts:  # nothing, of the right dtype
-            _, _, number, name = slices[0]
-            return self.files[number].get_slice(name)[:0]
+            _, _, file, name = slices[0]
+            return file.get_slice(name)[:0]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -94,6 +106,179 @@ class Stateful:
         raise NotImplementedError
 
 
+# ---------------------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Segment(NamedTuple):
+    """Where a run of a parameter lies in a tensor that this rank holds."""
+
+    name: str  # of the parameter
+    start: int  # in the flat parameter
+    numel: int
+    owner: torch.Tensor  # what the optimizer's state goes by, or what is saved itself
+    offset: int = 0  # in the flat owner
+    is_on_all_ranks: bool = False  # each of them saves a share
+
+    @classmethod
+    def of_parameter(
+        cls, name: str, parameter: nn.Parameter, owner: torch.Tensor, offset: int = 0
+    ) -> "Segment":
+        """Return what this rank holds of a parameter: under ZeRO 3 its shard without padding, else all."""
+        if not is_sharded(parameter):
+            return cls(name, 0, parameter.numel(), owner, offset, is_on_all_ranks=True)
+        size = parameter.ds_tensor.numel()
+        start = min(distributed.rank() * size, parameter.ds_numel)
+        return cls(name, start, min(size, parameter.ds_numel - start), owner, offset)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the run of a tensor that has the owner's shape."""
+        return tensor.detach().view(-1)[self.offset : self.offset + self.numel]
+
+    def slices(self, key: str, tensor: torch.Tensor) -> Iterator[TensorSlice]:
+        """Give what this rank is to save of a tensor that has the owner's shape: one slice, or nothing."""
+        flat, start = self.of(tensor), self.start
+        if self.is_on_all_ranks:
+            size = -(-self.numel // distributed.world_size())
+            first = min(distributed.rank() * size, self.numel)
+            flat, start = flat[first : first + size], start + first
+        if len(flat):
+            yield TensorSlice(key, start, flat)
+
+
+class EngineState(Stateful):
+    """Weights, AdamW, schedule, loss scale and counters of a DeepSpeed engine: a part of a checkpoint.
+
+    Weights and moments are fp32, under the parameter's name.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.zero = engine.optimizer if engine.zero_optimization() else None
+        self.stage = engine.zero_optimization_stage() if self.zero else 0
+        self.adam = self.zero.optimizer if self.zero else engine.optimizer
+        self.segments = list(self._segments())
+
+    def _segments(self) -> Iterator[Segment]:
+        names, zero = {id(p): name for name, p in self.engine.module.named_parameters()}, self.zero
+        if self.stage == 0:
+            for p in (p for group in self.adam.param_groups for p in group["params"]):
+                yield Segment.of_parameter(names[id(p)], p, owner=p)
+        elif self.stage == 3:
+            for p in (p for group in zero.fp16_groups for p in group):
+                index, offset, _ = zero.grad_position[zero.get_param_id(p)]
+                owner = zero.fp32_partitioned_groups_flat[index]
+                yield Segment.of_parameter(names[id(p)], p, owner, offset)
+        else:
+            for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True):
+                for p in group:
+                    if p._hp_mapping is not None:  # a part of it lies in this rank's partition
+                        source, home = p._hp_mapping.lp_fragment_address, p._hp_mapping.hp_fragment_address
+                        yield Segment(names[id(p)], source.start, source.numel, flat, home.start)
+
+    def tensor_slices(self) -> Iterator[TensorSlice]:
+        """Give the weights and moments that this rank owns."""
+        for segment in self.segments:
+            state = self.adam.state.get(segment.owner, {})
+            named = {"weight": segment.owner} | {key: state[key] for key in MOMENTS if key in state}
+            for key, tensor in named.items():
+                yield from segment.slices(f"{segment.name}:{key}", tensor)
+
+    def json_state(self) -> dict[str, Any]:
+        """Return what is no tensor; the same on every rank."""
+        engine = self.engine
+        scaler = vars(self.zero.loss_scaler) if engine.fp16_enabled() else {}
+        return {
+            "adam_steps": self._adam_steps(),
+            "learning_rates": [float(group["lr"]) for group in self.adam.param_groups],
+            "schedule": engine.lr_scheduler.state_dict(),
+            "loss_scaler": {k: v for k, v in scaler.items() if isinstance(v, bool | int | float)},
+            "counters": {name: getattr(engine, name) for name in COUNTERS},
+        }
+
+    def _adam_steps(self) -> dict[str, float]:
+        """Return the updates that AdamW has made of each parameter, `ALL` where they are as many."""
+        steps = {
+            segment.name: float(self.adam.state[segment.owner]["step"])
+            for segment in self.segments
+            if "step" in self.adam.state.get(segment.owner, {})
+        }
+        if self.stage == 0 and (len(steps) < len(self.segments) or len(set(steps.values())) > 1):
+            return steps
+        # A rank may hold nothing of a small model: the others know.
+        return {ALL: distributed.max_float(max(steps.values(), default=0.0))}
+
+    @torch.no_grad()
+    def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
+        """Take what was saved. Every rank must call this.
+
+        Raises ValueError, with the engine half loaded, when a parameter is missing or has another size.
+        """
+        steps = state["adam_steps"]
+        for segment in self.segments:
+            key = f"{segment.name}:weight"
+            segment.of(segment.owner).copy_(reader.read(key, segment.start, segment.numel))
+            step = steps.get(segment.name, steps.get(ALL, 0.0))
+            if step:
+                moments = self._adam_state(segment.owner, step)
+                for name in MOMENTS:
+                    moment = reader.read(f"{segment.name}:{name}", segment.start, segment.numel)
+                    segment.of(moments[name]).copy_(moment)
+        self._spread_weights()
+        for group, rate in zip(self.adam.param_groups, state["learning_rates"], strict=True):
+            group["lr"] = rate
+        self.engine.lr_scheduler.load_state_dict(state["schedule"])
+        if self.engine.fp16_enabled():
+            vars(self.zero.loss_scaler).update(state["loss_scaler"])
+        for name in COUNTERS:
+            setattr(self.engine, name, state["counters"][name])
+
+    def _adam_state(self, owner: torch.Tensor, step: float) -> dict[str, torch.Tensor]:
+        """Return AdamW's state of a tensor, made as its first step would."""
+        state = self.adam.state[owner]
+        if not state:
+            # A fused AdamW counts on the device of its tensors.
+            state["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(owner)
+        state["step"].fill_(max(step, float(state["step"])))
+        return state
+
+    def _spread_weights(self) -> None:
+        """Bring the loaded fp32 weights to where the model reads them."""
+        if self.stage in (1, 2):
+            self.zero.update_lp_params()
+        elif self.stage == 3:
+            self.zero._partition_all_parameters()
+            for index in range(len(self.zero.fp16_groups)):
+                self.zero._reassign_or_swap_out_partitioned_parameters(index)
+            self.zero._post_step(set())
+
+
+class ShardState(Stateful):
+    """Tensors that a rank keeps for `local_shard`s of parameters (an average): a part of a checkpoint."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]) -> None:
+        self.segments = [Segment.of_parameter(name, p, tensors[name]) for name, p in parameters.items()]
+
+    def tensor_slices(self) -> Iterator[TensorSlice]:
+        """Give what this rank owns of them."""
+        for segment in self.segments:
+            yield from segment.slices(segment.name, segment.owner)
+
+    @torch.no_grad()
+    def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
+        """Take what was saved. Raises ValueError when a parameter is missing or has another size."""
+        for segment in self.segments:
+            segment.of(segment.owner).copy_(reader.read(segment.name, segment.start, segment.numel))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The rest of a run
+# ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Progress(Stateful):
     """Steps that are done, what the export will say, and which data they were."""
@@ -105,13 +290,9 @@ class Progress(Stateful):
     about_data: dict[str, int] = field(default_factory=dict)  # for run.json, see `DataReport.facts`
 
     def json_state(self) -> dict[str, Any]:
-        """Return all of it."""
-        return {
-            "step": self.step,
-            "facts": without_nan(self.facts),
-            "data_key": self.data_key,
-            "rows": self.rows,
-        }
+        """Return all of it but what is about the data."""
+        facts = without_nan(self.facts)
+        return {"step": self.step, "facts": facts, "data_key": self.data_key, "rows": self.rows}
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
         """Take the step; ValueError when the data, or the rows of a step or update, differ."""
@@ -145,18 +326,13 @@ def kept_random_numbers() -> Iterator[None]:
 class RandomState(Stateful):
     """The generators of python, numpy and torch on every rank.
 
-    More ranks than were saved share what there is; dropout then differs from a run that was
-    not stopped.
+    More ranks than were saved share what there is; dropout then differs from a run that was not stopped.
     """
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """Give this rank's states as bytes."""
-        rank = distributed.rank()
-        numpy_state = numpy.random.get_state()
-        of_python = {
-            "python": random.getstate(),
-            "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
-        }
+        rank, (kind, keys, *rest) = distributed.rank(), numpy.random.get_state()
+        of_python = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
         text = torch.frombuffer(bytearray(json.dumps(of_python).encode()), dtype=torch.uint8)
         yield TensorSlice(f"{rank}:python", 0, text)
         yield TensorSlice(f"{rank}:torch", 0, torch.get_rng_state())

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
-from common.runs import run_lock
+from common.runs import run_files
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = {1: "step1_sft", 2: "step2_reward", 3: "step3_ppo"}
@@ -82,7 +82,7 @@ def run_here(step: int, values: dict[str, Any] | Sequence[str], *, module: str =
         try:
             program.main()
         except SystemExit as left:  # as startup.run_program does for a process of its own
-            run_lock.release(left.code)
+            run_files.release_lock(left.code)
             raise
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tiny_inputs import from_words, step_flags
 
 from common.runs.checkpoints import find_checkpoints
-from common.runs.stop_request import STOPPED
+from common.runs.run import STOPPED
 from export import main as run_export
 
 pytestmark = pytest.mark.slow
@@ -241,7 +241,7 @@ def test_a_checkpoint_that_cannot_be_exported_is_told_in_one_message(finished, t
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     cases = [
         ([tmp_path / "damaged"], "model-rank-00000.safetensors has changed since it was written"),
-        ([tmp_path / "nowhere"], "nowhere is no checkpoint and has none in"),
+        ([tmp_path / "nowhere"], "nowhere: it has no checkpoint"),
         ([checkpoint, "--what", "ema"], "--what ema: "),
     ]
     for (place, *more), said in cases:

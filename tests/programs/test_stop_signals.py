@@ -13,8 +13,8 @@ from program_runs import ROOT, as_flags, deepspeed, environment, read_curve, run
 from tiny_inputs import step_flags
 
 from common.runs.checkpoints import find_checkpoints
-from common.runs.run_lock import read_lock
-from common.runs.stop_request import STOPPED
+from common.runs.run import STOPPED
+from common.runs.run_files import read_lock
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 from program_runs import ROOT, environment, read_curve, run
 from transformers import AutoModelForCausalLM
 
-from common.runs.stop_request import STOPPED
+from common.runs.run import STOPPED
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 

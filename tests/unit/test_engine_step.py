@@ -11,9 +11,8 @@ from common.engine import engine_step
 from common.engine.ds_config import EngineOptions, build_config, build_engine
 from common.engine.engine_step import Gradients, LossTerm, compute_gradients, take_steps, update_engine
 from common.ranks.failures import StepRefused
-from common.runs.engine_state import EngineState
 from common.runs.export import gather_state_dict
-from common.runs.saved_state import TensorReader, write_slices
+from common.runs.saved_state import EngineState, TensorReader, write_slices
 from step1_sft.arguments import SFTArguments
 
 pytestmark = pytest.mark.usefixtures("process_group")

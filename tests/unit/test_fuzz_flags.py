@@ -20,8 +20,8 @@ from tiny_configs import tiny_config
 
 from common.flags.args import Problems, field_type, parse_args
 from common.flags.problems import describe_range
-from common.runs import run_lock
-from common.runs.run_lock import LOCK_FILE
+from common.runs import run_files
+from common.runs.run_files import LOCK_FILE
 from docs.make_configuration import find_programs
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
@@ -143,7 +143,7 @@ def check_command_line(program: str, words: list[str]) -> str:
     line = f"{words}: {ended}\n{said}"
     # When the data are read, the folder is the run's already.
     assert [path.name for path in Path("output").glob("*")] in ([], [LOCK_FILE]), line
-    run_lock.release(None)
+    run_files.release_lock(None)
     shutil.rmtree("output", ignore_errors=True)
     if ended == "exit 0":
         assert {"-h", "--help"} & {word.split("=")[0] for word in words}, line

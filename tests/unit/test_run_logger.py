@@ -12,7 +12,6 @@ from made_runs import start_logger
 from common.runs import run_logger
 from common.runs.durable_files import sync
 from common.runs.run_logger import RunLogger
-from common.runs.trackers import build_trackers
 from tools.report.run_reader import Curve, read_run
 
 
@@ -27,7 +26,7 @@ def steps_of(folder) -> list[int]:
 def test_files_and_lines_of_a_run(tmp_path, capsys):
     logger = RunLogger(
         str(tmp_path), columns=("sft/loss", "perf/step_seconds"), num_steps=3, log_interval=2,
-        trackers=build_trackers(["tensorboard"], str(tmp_path), str(tmp_path / "tensorboard")),
+        trackers=["tensorboard"],
     )  # fmt: skip
     logger.open()
     logger.begin_anew()

@@ -1,7 +1,9 @@
 """--trackers: the same names and steps as metrics.jsonl, each number once, whatever is stopped or fails."""
 
 import json
+import math
 import sys
+from collections import defaultdict
 from unittest.mock import MagicMock
 
 import pytest
@@ -9,49 +11,50 @@ from made_runs import start_logger
 
 from common.flags.args import Problems
 from common.programs.startup import check_run
+from common.runs import trackers
 from common.runs.run_logger import RunLogger
-from common.runs.trackers import (
-    Tracker,
-    build_trackers,
-    missing_trackers,
-)
+from common.runs.trackers import missing_trackers, start_tracker
 from step1_sft.arguments import SFTArguments
 
 
 class Service:
-    """What a tracker's server would know: runs by id, with their configuration and every number sent."""
+    """What a tracker's server knows: runs by id, with their configuration and every number sent.
+
+    It is accelerate's tracker and the tracker's run as well.
+    """
 
     def __init__(self) -> None:
         self.runs: dict[str, dict] = {}
-        self.known_step: int | None = None
+        self.fails_from, self.offline, self.step, self.tracker = 999, False, 999, self
 
-
-class FakeTracker(Tracker):
-    """A tracker without a package."""
-
-    def __init__(self, service: Service, fails_from: int = 999) -> None:
-        super().__init__("fake", "run", "")
-        self.service, self.fails_from = service, fails_from
-
-    def open(self, run_id, config, first_step):
-        self.id = run_id or f"run-{len(self.service.runs)}"
-        self.service.runs.setdefault(self.id, {"config": dict(config), "sent": []})
-        return self.id
-
-    def known_step(self):
-        return self.service.known_step
+    def start(self, run_id, config):
+        self.id = run_id or f"run-{len(self.runs)}"
+        self.runs.setdefault(self.id, {"config": dict(config), "sent": []})
+        return self, self.id
 
     def log(self, metrics, step):
         if step >= self.fails_from:
             raise RuntimeError("the server is gone")
-        self.service.runs[self.id]["sent"] += [(step, name, value) for name, value in metrics.items()]
+        self.runs[self.id]["sent"] += [(step, name, value) for name, value in metrics.items()]
 
-    def close(self):
+    def finish(self):
         pass
 
 
-def started(folder, trackers, numbers=None, **config) -> RunLogger:
-    return start_logger(folder, numbers, trackers=trackers, config=config)
+@pytest.fixture
+def services(monkeypatch) -> dict[str, Service]:
+    """The services of the trackers that are begun, by kind."""
+    found: dict[str, Service] = defaultdict(Service)
+
+    def start(kind, run_id, run_name, folder, config, first_step):
+        return found[kind].start(run_id, config)
+
+    monkeypatch.setattr(trackers, "start_tracker", start)
+    return found
+
+
+def started(folder, *kinds, numbers=None, **config) -> RunLogger:
+    return start_logger(folder, numbers, trackers=kinds, config=config)
 
 
 def step(logger, number, evaluates=False) -> None:
@@ -64,122 +67,116 @@ def sent_of(service, run="run-0", names=("a/b", "a/eval")):
     return [(step, name) for step, name, _ in service.runs[run]["sent"] if name in names]
 
 
-def test_a_tracker_has_the_names_steps_and_values_of_the_file(tmp_path):
-    service = Service()
-    logger = started(tmp_path, {"fake": FakeTracker(service)}, seed=3)
+def test_a_tracker_has_the_names_steps_and_values_of_the_file_that_are_finite(tmp_path, services):
+    logger = started(tmp_path, "wandb", seed=3)
     for number in (1, 2):
         step(logger, number, evaluates=number == 2)
+    logger.log(3, {"a/norm": math.inf})
     logger.close()
-    run = service.runs["run-0"]
+    run = services["wandb"].runs["run-0"]
     assert run["config"] == {"seed": 3}
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     in_file = [(r["step"], n, v) for r in rows for n, v in r.items() if n not in ("step", "seconds")]
-    assert run["sent"] == in_file and len(in_file) == 5
+    assert run["sent"] == [one for one in in_file if one[2] is not None] and len(in_file) == 7
 
 
 @pytest.mark.parametrize("killed_in", ["a step", "an evaluation", "the next start"])
-def test_a_resumed_run_sends_each_number_once_to_the_same_run(tmp_path, killed_in):
+def test_a_resumed_run_sends_each_number_once_to_the_same_run(tmp_path, services, killed_in):
     """The tracker is ahead of the checkpoint: what it has is not sent again, what it lacks is."""
-    service = Service()
-    first = started(tmp_path, {"fake": FakeTracker(service)}, seed=3)
+    first = started(tmp_path, "wandb", seed=3)
     step(first, 1, evaluates=True)
     numbers = first.json_state()
     step(first, 2, evaluates=True)
     step(first, 3, evaluates=killed_in != "a step")
     if killed_in == "the next start":  # killed again before it is as far as it was
-        step(started(tmp_path, {"fake": FakeTracker(service)}, numbers), 2)
-    second = started(tmp_path, {"fake": FakeTracker(service)}, numbers, seed=3)
+        step(started(tmp_path, "wandb", numbers=numbers), 2)
+    second = started(tmp_path, "wandb", numbers=numbers, seed=3)
     for number in (2, 3, 4):
         step(second, number, evaluates=True)
     second.close()
+    service = services["wandb"]
     assert list(service.runs) == ["run-0"]
     assert sent_of(service) == [(n, name) for n in (1, 2, 3, 4) for name in ("a/b", "a/eval")]
 
 
-def test_what_a_server_never_got_is_sent_again(tmp_path):
-    """A killed process takes with it what it had handed over and not yet sent."""
-    service = Service()
-    first = started(tmp_path, {"fake": FakeTracker(service)})
+def test_what_a_server_never_got_is_sent_again(tmp_path, services):
+    """A killed process takes with it what it had handed over and not yet sent; wandb says what it has."""
+    first, service = started(tmp_path, "wandb"), services["wandb"]
     step(first, 1)
     numbers = first.json_state()
     for number in (2, 3, 4):
         step(first, number, evaluates=True)
     service.runs["run-0"]["sent"] = [one for one in service.runs["run-0"]["sent"] if one[0] < 3]
-    service.known_step = 2
-    second = started(tmp_path, {"fake": FakeTracker(service)}, numbers)
+    service.step = 3  # the next that it takes
+    second = started(tmp_path, "wandb", numbers=numbers)
     for number in (2, 3, 4):
         step(second, number)
     assert sent_of(service, names=["a/b"]) == [(number, "a/b") for number in (1, 2, 3, 4)]
 
 
-def test_a_tracker_that_joins_later_begins_there(tmp_path):
-    old, new = Service(), Service()
-    first = started(tmp_path, {"old": FakeTracker(old)})
+def test_a_tracker_that_joins_later_begins_there(tmp_path, services):
+    first = started(tmp_path, "mlflow")
     step(first, 1)
-    numbers = first.json_state()
-    second = started(tmp_path, {"old": FakeTracker(old), "new": FakeTracker(new)}, numbers, seed=3)
+    second = started(tmp_path, "mlflow", "trackio", numbers=first.json_state(), seed=3)
     step(second, 2)
+    old, new = services["mlflow"], services["trackio"]
     assert sent_of(old) == [(1, "a/b"), (2, "a/b")] and sent_of(new) == [(2, "a/b")]
     assert new.runs["run-0"]["config"] == {"seed": 3}
-    step(started(tmp_path, {"old": FakeTracker(old)}), 1)
+    step(started(tmp_path, "mlflow"), 1)
     assert sent_of(old, "run-1") == [(1, "a/b")], "a new run in the folder is a new run in the tracker"
-    started(tmp_path, {}).close()
+    started(tmp_path).close()
     assert not (tmp_path / "trackers.json").exists(), "a later --trackers must not go on with an older run"
 
 
-def test_a_tracker_that_fails_is_given_up_with_a_word_and_others_go_on(tmp_path, capsys):
-    bad, good = Service(), Service()
-    logger = started(tmp_path, {"bad": FakeTracker(bad, fails_from=2), "good": FakeTracker(good)})
+def test_a_tracker_that_fails_is_given_up_with_a_word_and_others_go_on(tmp_path, services, capsys):
+    bad, good = services["wandb"], services["mlflow"]
+    bad.fails_from = 2
+    logger = started(tmp_path, "wandb", "mlflow")
     for number in (1, 2, 3):
         step(logger, number)
     logger.close()
     assert sent_of(bad) == [(1, "a/b")] and sent_of(good) == [(1, "a/b"), (2, "a/b"), (3, "a/b")]
-    assert capsys.readouterr().out.count("bad takes no more metrics (the server is gone)") == 1
+    assert capsys.readouterr().out.count("wandb takes no more metrics (the server is gone)") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_tracker_that_cannot_begin_ends_the_start_before_anything_is_replaced(tmp_path):
+def test_a_tracker_that_cannot_begin_ends_the_start_before_anything_is_replaced(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text("kept\n")
-    tracker = FakeTracker(Service())
 
     def refuse(*_):
         raise RuntimeError("\nno API key\nmore")
 
-    tracker.open = refuse
-    logger = RunLogger(str(tmp_path), columns=("a/b",), num_steps=9, trackers={"fake": tracker})
-    with pytest.raises(
-        ValueError, match=r"--trackers fake cannot begin \(RuntimeError: no API key\); log in"
-    ):
-        logger.open()
+    monkeypatch.setattr(trackers, "start_tracker", refuse)
+    told = r"--trackers wandb cannot begin \(RuntimeError: no API key\); log in"
+    with pytest.raises(ValueError, match=told):
+        started(tmp_path, "wandb")
     assert (tmp_path / "metrics.jsonl").read_text() == "kept\n"
 
 
-def test_a_torn_file_of_positions_means_a_new_run_and_is_named(tmp_path, capsys):
-    service = Service()
-    logger = started(tmp_path, {"fake": FakeTracker(service)})
+def test_a_torn_file_of_positions_means_a_new_run_and_is_named(tmp_path, services, capsys):
+    logger = started(tmp_path, "wandb")
     step(logger, 1)
     numbers = logger.json_state()
-    for text in ('{"fake": {"run', '{"fake": 3}'):
+    for text in ('{"wandb": {"run', '{"wandb": 3}'):
         (tmp_path / "trackers.json").write_text(text)
-        started(tmp_path, {"fake": FakeTracker(service)}, numbers).close()
+        started(tmp_path, "wandb", numbers=numbers).close()
         assert "trackers.json cannot be read: new runs begin" in capsys.readouterr().out
-    assert len(service.runs) == 3
+    assert len(services["wandb"].runs) == 3
 
 
 def test_tensorboard_hides_what_comes_again_and_is_sent_it_all(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder = tmp_path / "tensorboard"
-    first = started(tmp_path, build_trackers(["tensorboard"], str(tmp_path), str(folder)))
+    first = started(tmp_path, "tensorboard")
     step(first, 1)
     numbers = first.json_state()
     step(first, 2)
     first.trackers.close()
-    second = started(tmp_path, build_trackers(["tensorboard"], str(tmp_path), str(folder)), numbers)
+    second = started(tmp_path, "tensorboard", numbers=numbers)
     for number in (2, 3):
         step(second, number)
     second.close()
-    events = EventAccumulator(str(folder)).Reload()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("a/b")] == [1, 2, 3]
 
 
@@ -225,10 +222,11 @@ CONFIG_CALLS = ("wandb.config.update", "mlflow.log_params", "trackio.config.upda
 @pytest.mark.parametrize("is_resumed", [False, True])
 @pytest.mark.parametrize("kind", STARTS)
 def test_accelerates_classes_are_told_the_run_its_flags_and_its_numbers(tmp_path, packages, kind, is_resumed):
-    tracker = Tracker(kind, "my-run", str(tmp_path))
-    assert tracker.open(IDS[kind] if is_resumed else "", {"data_path": ["a", "b"], "seed": 1}, 0) == IDS[kind]
-    tracker.log({"a/b": 1.0, "a/bad": float("nan")}, 7)
-    tracker.close()
+    flags, run_id = {"data_path": ["a", "b"], "seed": 1}, IDS[kind] if is_resumed else ""
+    tracker, found_id = start_tracker(kind, run_id, "my-run", str(tmp_path), flags, 0)
+    assert found_id == IDS[kind]
+    tracker.log({"a/b": 1.0}, step=7)
+    tracker.finish()
     found = packages()
     options = found[STARTS[kind]][1]
     config = [found[name][0][0] for name in CONFIG_CALLS if name in found]

@@ -12,7 +12,7 @@ import pytest
 
 from common.flags.args import parse_args
 from common.flags.problems import Problems
-from common.runs import run_lock
+from common.runs import run_files
 from common.runs.resume import find_run
 from step1_sft.arguments import SFTArguments
 from tools import until_done
@@ -22,13 +22,13 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = """
 import os, signal, sys, time
 from pathlib import Path
-from common.runs import run_lock
+from common.runs import run_files
 folder, starts = Path(sys.argv[1]), Path(sys.argv[1] + ".starts")
 number = int(starts.read_text()) if starts.exists() else 0
 starts.write_text(str(number + 1))
 for what in sys.argv[2 + number].split(","):
     if what == "take":
-        run_lock.take(str(folder))
+        run_files.take_lock(str(folder))
     elif what == "save":
         (folder / f"checkpoints/step-{number:06d}").mkdir(parents=True)
     elif what == "finish":
@@ -37,10 +37,10 @@ for what in sys.argv[2 + number].split(","):
     elif what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "wait":
-        signal.signal(signal.SIGTERM, lambda *_: (run_lock.release(75), os._exit(75)))
+        signal.signal(signal.SIGTERM, lambda *_: (run_files.release_lock(75), os._exit(75)))
         time.sleep(60)
     else:
-        run_lock.release(int(what))
+        run_files.release_lock(int(what))
         sys.exit(int(what))
 """
 PYTHON, TORCHRUN, DEEPSPEED = ("", "; exit 1", "; c=$?; exit $((c > 128 ? 0 : c))")  # codes as they leave
@@ -48,7 +48,7 @@ PYTHON, TORCHRUN, DEEPSPEED = ("", "; exit 1", "; c=$?; exit $((c > 128 ? 0 : c)
 
 @pytest.fixture(autouse=True)
 def no_lock_of_an_earlier_test():
-    run_lock.release(None)
+    run_files.release_lock(None)
 
 
 def command_of(folder: Path, starts: list[str], launcher: str) -> list[str]:
@@ -81,12 +81,12 @@ def test_a_signal_is_passed_on_and_ends_it(tmp_path):
     command = [sys.executable, "-m", "tools.until_done", str(folder)]
     process = subprocess.Popen([*command, *command_of(folder, ["take,wait", "take,0"], TORCHRUN)], cwd=ROOT)
     deadline = time.monotonic() + 30
-    while not run_lock.read_lock(folder) and time.monotonic() < deadline:
+    while not run_files.read_lock(folder) and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == until_done.STOPPED
-    assert run_lock.read_lock(folder)["exit_code"] == 75 and Path(f"{folder}.starts").read_text() == "1"
+    assert run_files.read_lock(folder)["exit_code"] == 75 and Path(f"{folder}.starts").read_text() == "1"
 
 
 @pytest.mark.parametrize("words", [["out"], ["out", "python", "main.py", "--resume", "overwrite"], []])
@@ -101,7 +101,7 @@ def test_bad_input_is_refused(words, capsys):
 
 def holding(folder: Path, more: str = "") -> subprocess.Popen:
     """A process that holds a folder."""
-    code = "import os, sys, time; from common.runs import run_lock; run_lock.take(sys.argv[1]);"
+    code = "import os, sys, time; from common.runs import run_files; run_files.take_lock(sys.argv[1]);"
     process = subprocess.Popen(
         [sys.executable, "-c", f"{code}{more} print('held', flush=True); time.sleep(60)", str(folder)],
         cwd=ROOT, stdout=subprocess.PIPE, text=True,
@@ -114,12 +114,12 @@ def test_a_second_run_is_told_of_the_first_until_that_is_dead(tmp_path):
     """Killed, and with a forked child that lives on."""
     first = holding(tmp_path, "os.fork() or time.sleep(5) or os._exit(0);")
     try:
-        message = run_lock.held_message(tmp_path)
-        since = run_lock.read_lock(tmp_path)["since"]
+        message = run_files.held_message(tmp_path)
+        since = run_files.read_lock(tmp_path)["since"]
         assert f"process {first.pid} on {os.uname().nodename}, since {since}" in message
         with pytest.raises(ValueError, match="belongs to a run that has not ended"):
-            run_lock.take(str(tmp_path))
-        assert run_lock.read_lock(tmp_path)["process"] == first.pid
+            run_files.take_lock(str(tmp_path))
+        assert run_files.read_lock(tmp_path)["process"] == first.pid
         for words in ("", "--overwrite_output_dir", "--resume overwrite", f"--resume {tmp_path}"):
             problems = Problems()
             flags = ["--model_name_or_path", "m", "--output_dir", str(tmp_path), *words.split()]
@@ -128,21 +128,21 @@ def test_a_second_run_is_told_of_the_first_until_that_is_dead(tmp_path):
     finally:
         first.kill()
         first.wait()
-    run_lock.take(str(tmp_path))
-    run_lock.release(4)
+    run_files.take_lock(str(tmp_path))
+    run_files.release_lock(4)
     told = json.loads((tmp_path / "lock.json").read_text())
     assert told["process"] == os.getpid() and told["exit_code"] == 4
-    run_lock.take(str(tmp_path))
-    run_lock.release(2)
-    assert run_lock.read_lock(tmp_path) == told, "as it was before a run that was refused"
-    run_lock.take(str(tmp_path / "new"))
-    run_lock.release(2)
+    run_files.take_lock(str(tmp_path))
+    run_files.release_lock(2)
+    assert run_files.read_lock(tmp_path) == told, "as it was before a run that was refused"
+    run_files.take_lock(str(tmp_path / "new"))
+    run_files.release_lock(2)
     assert not (tmp_path / "new").exists()
     (tmp_path / "own").mkdir()
-    run_lock.take(str(tmp_path / "own"))
-    run_lock.release(2)
+    run_files.take_lock(str(tmp_path / "own"))
+    run_files.release_lock(2)
     assert not list((tmp_path / "own").iterdir())
-    assert run_lock.held_message(tmp_path) == ""
+    assert run_files.held_message(tmp_path) == ""
 
 
 def test_a_disk_without_locks_is_said_to_be_one(tmp_path, monkeypatch, capsys):
@@ -150,6 +150,6 @@ def test_a_disk_without_locks_is_said_to_be_one(tmp_path, monkeypatch, capsys):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr("fcntl.lockf", refuse)
-    run_lock.take(str(tmp_path))
+    run_files.take_lock(str(tmp_path))
     assert "is on a disk without locks" in capsys.readouterr().err
-    assert run_lock.held_message(tmp_path) == "" and run_lock.read_lock(tmp_path)["exit_code"] is None
+    assert run_files.held_message(tmp_path) == "" and run_files.read_lock(tmp_path)["exit_code"] is None

@@ -1,0 +1,250 @@
+"""What every program keeps of a run: refused steps, its starts in run.json, requests to stop."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from common.data.data_report import DataReport
+from disk_limit import files_up_to
+
+from common.data.packed_batch import ROW_IDS, PackedBatch, collate_pairs, collate_sft
+from common.ranks import distributed
+from common.ranks.failures import StepRefused, TooManyBadSteps
+from common.runs import run
+from common.runs.run import BadSteps, StopRequest, describe_run
+from common.runs.run_logger import RunLogger
+from common.runs.saved_state import Progress, Stateful, TensorReader
+from step1_sft.arguments import SFTArguments
+
+# ---- Refused steps
+
+
+def build(folder, most: int = 3) -> BadSteps:
+    logger = RunLogger(str(folder), columns=("a/b",), num_steps=9)
+    logger.begin_anew()
+    return BadSteps(str(folder), most, logger)
+
+
+def rows_of(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics(folder) -> list[tuple[int, int]]:
+    return [(row["step"], row["perf/bad_steps"]) for row in rows_of(folder / "metrics.jsonl")]
+
+
+def test_refused_steps_are_counted_and_the_one_too_many_ends_the_run(tmp_path, capsys):
+    bad_steps, errors = build(tmp_path, most=2), [StepRefused(f"loss {i} is NaN") for i in range(3)]
+    bad_steps.refuse(4, errors[0])
+    bad_steps.refuse(7, errors[1])
+    with pytest.raises(TooManyBadSteps, match="loss 2 is NaN\nskipped 3 steps, --max_bad_steps allows 2"):
+        bad_steps.refuse(7, errors[2])
+    assert metrics(tmp_path) == [(4, 1), (7, 2), (7, 3)]
+    files = sorted(path.name for path in (tmp_path / "bad_batches").iterdir())
+    assert files == [f"step-00000{step}-00{n}-rank-00000.jsonl" for n, step in enumerate((4, 7, 7), 1)]
+    printed = capsys.readouterr().out
+    assert "step 4 refused: loss 0 is NaN; its batch is in" in printed and "step 7 refused" in printed
+
+
+def test_the_count_goes_on_where_a_checkpoint_left_it(tmp_path):
+    first, second = build(tmp_path, most=1), build(tmp_path, most=1)
+    first.refuse(1, StepRefused("no"))
+    assert list(first.tensor_slices()) == []
+    second.load(TensorReader([]), json.loads(json.dumps(first.json_state())))
+    with pytest.raises(TooManyBadSteps, match="skipped 2 steps"):
+        second.refuse(2, StepRefused("no"))
+
+
+def test_the_batch_of_a_refused_step_is_written_sequence_by_sequence(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.ranks.distributed.rank", lambda: 3)
+    columns = {
+        "ids": [torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64)],
+        "logprobs": [torch.tensor([-0.5, math.nan]), torch.tensor([math.inf])],
+    }
+    first = PackedBatch.build(("a", "b"), columns).with_texts(ROW_IDS, ["f:1", "ä:2"])
+    second = PackedBatch.build(("c",), {"ids": [torch.tensor([5, 6])]})
+    build(tmp_path).refuse(12, StepRefused("why", [first, second]))
+    (file,) = (tmp_path / "bad_batches").iterdir()
+    assert file.name == "step-000012-001-rank-00003.jsonl"
+    head, a, b, c = rows_of(file)
+    assert head == {"step": 12, "reason": "why"}
+    assert a["id"] == "a" and a["ids"] == [1, 2] and a["logprobs"] == [-0.5, None]
+    assert b["ids"] == [] and b["logprobs"] == [None]
+    assert a["row_ids"] == "f:1" and b["row_ids"] == "ä:2"
+    assert c == {"id": "c", "ids": [5, 6]}
+
+
+def test_every_kind_of_batch_can_be_written_and_names_its_rows(tmp_path):
+    row = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "row_id": "r"}
+    pair = {"chosen_response_start": 1, "rejected_response_start": 1, "margin": 1.5, "row_id": "p"}
+    pair |= {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 4]}
+    build(tmp_path).refuse(1, StepRefused("no", [collate_sft([row]), collate_pairs([pair])]))
+    (file,) = (tmp_path / "bad_batches").iterdir()
+    assert [written["id"] for written in rows_of(file)[1:]] == ["(0, 'r')", "(0, 'p')"]
+
+
+def test_a_batch_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, capsys):
+    bad_steps = build(tmp_path)
+    batch = PackedBatch.build(range(50), {"ids": list(torch.arange(5000).view(50, 100))})
+    with files_up_to(6000):
+        bad_steps.refuse(1, StepRefused("no", [batch]))
+    assert "its batch could not be written to" in capsys.readouterr().out
+
+
+# ---- run.json
+
+
+ARGS = SFTArguments(model_name_or_path="m", seed=5, dtype="fp32")
+
+
+class EnginePart(Stateful):
+    """A part of a checkpoint that has an engine: itself."""
+
+    def __init__(self) -> None:
+        self.engine = self
+        self.module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, bias=False))
+        self.module[0].requires_grad_(False)
+
+
+def describe(folder, step: int, *, is_resumed: bool) -> dict:
+    about_data = DataReport(num_train=5, notes=["n"]).facts()
+    progress = Progress("digest", {"--batch": 16, "--update": 8}, step=step, about_data=about_data)
+    parts = {"progress": progress, "actor": EnginePart()}
+    found = describe_run(folder, ARGS, parts, num_steps=9, is_resumed=is_resumed)
+    (folder / "run.json").write_text(json.dumps(found))
+    return found
+
+
+def test_a_start_says_on_what_it_was_made(tmp_path):
+    about = describe(tmp_path, 7, is_resumed=False)
+    defaults, (start,) = about["defaults"], about["starts"]
+    assert about["num_steps"] == 9 and defaults["seed"] == 1234 and defaults["trackers"] == []
+    told = {"from_step": 7, "data_key": "digest", "global_rows": 16, "dtype": "fp32", "world_size": 1}
+    assert start.items() >= told.items() and start["device"]
+    assert start["versions"]["torch"] == torch.__version__
+    assert start["data"]["num_train"] == 5 and "notes" not in start["data"]
+    assert start["parameters"] == {"actor": {"all": 24, "trained": 8}}
+
+
+def test_a_resumed_run_keeps_its_earlier_starts(tmp_path):
+    for step in (0, 4):
+        found = describe(tmp_path, step, is_resumed=step > 0)
+    assert [start["from_step"] for start in found["starts"]] == [0, 4]
+    assert len(describe(tmp_path, 0, is_resumed=False)["starts"]) == 1
+
+
+@pytest.mark.parametrize("text", ['{"starts": 3}', '{"sta'])
+def test_a_file_that_cannot_be_read_decides_nothing(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    assert [start["from_step"] for start in describe(tmp_path, 4, is_resumed=True)["starts"]] == [4]
+
+
+# ---- Requests to stop
+
+
+ROOT = Path(__file__).resolve().parents[2]
+# A program that says what it knows. "wait" puts its main thread where no handler is ever called: in C
+# code, as in a collective that waits for another rank.
+PROGRAM = """
+import ctypes, signal, sys
+from common.runs.run import StopRequest
+{before}
+request = StopRequest()
+request.install()
+print("ready", flush=True)
+for line in sys.stdin:
+    if line == "wait\\n":
+        print("waiting", flush=True)
+        library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        library.pthread_mutex_lock(mutex)
+        library.pthread_mutex_lock(mutex)
+    print(request.name or "nothing", request.is_asked_anywhere(), flush=True)
+"""
+
+
+@pytest.fixture
+def start():
+    """Start such a program, and end it."""
+    started = []
+
+    def begin(before: str = "") -> subprocess.Popen:
+        text = PROGRAM.format(before=before)
+        process = subprocess.Popen(
+            [sys.executable, "-c", text], cwd=ROOT, text=True, bufsize=1,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def ask(process: subprocess.Popen) -> str:
+    process.stdin.write("say\n")
+    return process.stdout.readline().strip()
+
+
+def ask_until(process: subprocess.Popen, expected: str) -> None:
+    """The signal is taken in by another thread, a moment later."""
+    until = time.monotonic() + 20
+    while (found := ask(process)) != expected:
+        assert time.monotonic() < until, found
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_second_request_leaves_at_once_even_where_python_does_not_run(start):
+    process = start("import common.runs.run as s; s.SAME_REQUEST_SECONDS = 0.1")
+    process.stdin.write("wait\n")
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 128 + signal.SIGINT
+    assert "SIGINT again: leaving at once" in process.stderr.read()
+
+
+@pytest.mark.slow
+def test_an_ignored_signal_stays_ignored_and_a_request_is_taken_where_nobody_reads_what_is_said(start):
+    """As nohup has it; and a launch script pipes into tee, which a signal for the whole group ends first."""
+    process = start("signal.signal(signal.SIGINT, signal.SIG_IGN)")
+    process.stderr.close()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert ask(process) == "nothing False"
+    process.send_signal(signal.SIGTERM)
+    ask_until(process, "SIGTERM True")
+
+
+def test_requests_are_told_apart_by_the_time_between_them(monkeypatch):
+    clock, left = [100.0], []
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run.os, "_exit", left.append)
+    monkeypatch.setattr(run.os, "write", lambda *_: None)
+    request = StopRequest()
+    for now, expected in ((100.0, []), (101.9, []), (102.0, []), (102.1, [130])):
+        clock[0] = now
+        request._take(signal.SIGINT)
+        assert left == expected, now
+    assert request.name == "SIGINT"
+
+
+def test_any_rank_that_was_asked_asks_all(monkeypatch):
+    """The answer is the largest over ranks, so that all leave after the same step."""
+    request, given = StopRequest(), []
+    monkeypatch.setattr(distributed, "max_float", lambda value: given.append(value) or 1.0)
+    assert request.is_asked_anywhere() and given == [0.0]
+    request.name = "SIGTERM"
+    monkeypatch.setattr(distributed, "max_float", lambda value: value)
+    assert request.is_asked_anywhere()
