@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from common.data.data_report import DataReport
 from disk_limit import files_up_to
 
 from common.data.packed_batch import ROW_IDS, PackedBatch, collate_pairs, collate_sft
+from common.data.token_cache import DataReport
 from common.ranks import distributed
 from common.ranks.failures import StepRefused, TooManyBadSteps
 from common.runs import run
