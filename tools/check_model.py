@@ -25,17 +25,12 @@ from common.models.loading import ModelOptions, load_causal_lm, plain_model
 from common.models.value_model import load_value_model
 from common.programs import startup
 from common.ranks import distributed
-from tools.findings import Finding, guarded, told
-from tools.model_checks import Subject, check_generation, check_logprobs, check_scores
+from common.ranks.failures import first_line, kind_and_line
+from tools.model_checks import Finding, Subject, check_generation, check_logprobs, check_scores
 from tools.terminal import paint, run_tool
-from tools.tp_check import MAX_DEFAULT_SIZE, RankJob, check_ranks, choose_sizes
+from tools.tp_check import MAX_DEFAULT_SIZE, check_ranks, choose_sizes
 
-# Rows are cut from it, so any tokenizer will do.
-TEXT = (
-    "The harbour woke slowly. Two boats had come in before dawn with 340 crates of herring, and the men who "
-    "unloaded them said little. A gull stood on the wall as if it had paid for the place. By seven the first "
-    'carts were on the road: "Mind the ice!" someone called, and for once everybody did.'
-)
+TEXT = "The harbour woke slowly: two boats had come in with 340 crates of herring. Mind the ice, they called!"
 LENGTHS = (5, 23, 2, 41)  # tokens of the rows that are scored and continued
 
 
@@ -104,9 +99,7 @@ def find_all(
     try:
         loaded = load(options, len(tokenizer)).to(distributed.device()).eval()
     except Exception as error:  # transformers raises OSError, KeyError, RuntimeError, ... by what is missing
-        what = "the model cannot be loaded: "
-        reason = told(error).removeprefix(f"{args.path}: ").removeprefix(what)
-        problems.add(f"--path {args.path}: {what}{reason}")
+        problems.add(f"--path {told(error)}")
         problems.exit_if_any()
     model = plain_model(loaded.classifier) if is_reward else loaded
     rows = build_rows(tokenizer, model.config, args.max_new_tokens)
@@ -121,19 +114,32 @@ def find_all(
         yield Finding("architecture", text)
     if is_reward:
         rows = [[*row, tokenizer.eos_token_id] for row in rows]
-        subject = Subject(model, tokenizer, rows, args.dtype, args.max_new_tokens)
-        yield from guarded("scores", check_scores, subject, loaded)
-        return
     subject = Subject(model, tokenizer, rows, args.dtype, args.max_new_tokens)
-    yield from guarded("log-probabilities", check_logprobs, subject)
-    yield from guarded("cached decoding", check_generation, subject)
+    if is_reward:
+        yield from guarded("scores", check_scores(subject, loaded))
+        return
+    yield from guarded("log-probabilities", check_logprobs(subject))
+    yield from guarded("cached decoding", check_generation(subject))
     findings, tp_sizes = choose_sizes(model, args.tp_sizes)
     yield from findings
     del loaded, model, subject  # the ranks need the memory
     gc.collect()
     for tp_size in tp_sizes:
-        job = RankJob(options, len(tokenizer), rows, args.plugins, tp_size)
-        yield from guarded(f"tensor parallel {tp_size}", check_ranks, job)
+        found = check_ranks(tp_size, options, len(tokenizer), rows, args.plugins)
+        yield from guarded(f"tensor parallel {tp_size}", found)
+
+
+def guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Yield what a check finds; what it raises is a failure of this name, and the next check still runs."""
+    try:
+        yield from findings
+    except Exception as error:  # the model's own code raises what it likes, and that it does is the finding
+        yield Finding(name, told(error), is_ok=False)
+
+
+def told(error: BaseException) -> str:
+    """Return an error in one line: our own speak for themselves, others with their type."""
+    return first_line(error) if type(error) is ValueError else kind_and_line(error)
 
 
 def build_rows(tokenizer: PreTrainedTokenizerFast, config: Any, num_more: int) -> list[list[int]]:

@@ -5,27 +5,57 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from common.data.packed_batch import pack_rows, pad_rows, token_positions
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
-from common.models.loading import plain_model
 from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ValueModel
 from common.models.varlen_attention import FLASH_ATTENTION, NAME, takes_packed
-from tools.findings import Finding, compare, tolerance_of
+from tools.terminal import paint, visible
+
+# Of the largest number that is computed: rounding alone stays well below, an error in a formula well above.
+RELATIVE = {"fp32": 3e-5, "bf16": 4e-2}
+TIE = 1e-3  # logits closer than this change places with the order of additions
+_STATES = {True: ("ok", "good"), False: ("FAIL", "bad"), None: ("note", "note")}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `is_ok` None is a remark that decides nothing."""
+
+    name: str
+    text: str
+    is_ok: bool | None = None
+    why: str = ""
+
+    def line(self) -> str:
+        """Return state, name, what was found, and why it matters."""
+        state, style = _STATES[self.is_ok]
+        shown = paint(f"{state:<5}", style) + visible(f"{self.name:<25}{self.text}")
+        return shown + paint(f"  ({self.why})", "context") if self.why else shown
+
 
 UNPACKED = Finding(
     "packed rows", "padded rows are used: packed ones take a GPU, 16 bits, and attention that is told of them"
 )
-TIE = 1e-3  # logits closer than this change places with the order of additions
+
+
+def tolerance_of(dtype: str, largest: float) -> float:
+    """Return how far apart numbers up to `largest` may be that are computed in different orders."""
+    return RELATIVE[dtype] * max(largest, 1.0)
+
+
+def compare(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float, why: str) -> Finding:
+    """Return the finding on two tensors of one shape; NaN in either is a failure."""
+    difference = float((found.double() - expected.double().to(found.device)).abs().max())
+    text = f"largest difference {difference:.1e}, at most {tolerance:.1e}"
+    return Finding(name, text, difference <= tolerance, why)
 
 
 @dataclass(frozen=True)
@@ -48,24 +78,37 @@ class Subject:
         return build_model_inputs(*pack_rows(self.rows), is_packed=is_packed, device=self.model.device)
 
 
-def plain_outputs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Return transformers' logits of each row alone, without mask and positions of ours, float64.
+def plain_output(model: PreTrainedModel, row: Sequence[int]) -> torch.Tensor:
+    """Return transformers' logits of a row alone, without mask and positions of ours, float64: (T, V) of a
+    causal LM and (1,) of a classifier.
 
-    They are (T, V) of a causal LM and (1,) of a classifier. The attention is torch's, transformers' own
-    choice, in the place of a kernel that we chose.
+    The attention is torch's, transformers' own choice, in the place of a kernel that we chose.
     """
     ours = model.config._attn_implementation
     if ours in (NAME, FLASH_ATTENTION):
         model.set_attn_implementation("sdpa")
     try:
-        ids = [torch.tensor([row], device=model.device) for row in rows]
-        return [model(input_ids=row, use_cache=False).logits[0].double() for row in ids]
+        return model(input_ids=torch.tensor([row], device=model.device), use_cache=False).logits[0].double()
     finally:
         if ours in (NAME, FLASH_ATTENTION):
             model.set_attn_implementation(ours)
 
 
-# ---- causal LMs -----------------------------------------------------------------------------------------
+def plain_logprobs(
+    subject: Subject, rows: Sequence[Sequence[int]], starts: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Return transformers' log-probabilities (N,) float64 of each row's tokens from its start on, what their
+    logits lack to the largest (N,), and the tolerance of these numbers. Padded vocabulary is left out.
+    """
+    logprobs, gaps, largest = [], [], 0.0
+    for row, start in zip(rows, starts, strict=True):
+        logits = plain_output(subject.model, row)[start - 1 : -1, : subject.num_valid_tokens]
+        token_ids = torch.tensor(row[start:], device=logits.device, dtype=torch.int64)
+        chosen = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+        logprobs.append(chosen - logits.logsumexp(-1))
+        gaps.append(logits.amax(-1) - chosen)
+        largest = max(largest, float(logits.abs().max()))
+    return torch.cat(logprobs), torch.cat(gaps), tolerance_of(subject.dtype, largest)
 
 
 def score(subject: Subject, *, is_packed: bool) -> torch.Tensor:
@@ -77,29 +120,10 @@ def score(subject: Subject, *, is_packed: bool) -> torch.Tensor:
     return policy(inputs, inputs.token_slots[is_scored], token_ids[is_scored])[0]
 
 
-class PlainScores(NamedTuple):
-    """What transformers' logits say of the last tokens of a row."""
-
-    logprobs: torch.Tensor  # (N,) float64, padded vocabulary left out
-    behind: torch.Tensor  # (N,) the most logit that another token had above theirs
-    largest: float  # logit, without its sign
-
-
-def plain_scores(subject: Subject, row: Sequence[int], start: int) -> PlainScores:
-    """Return transformers' scores of a row's tokens from `start` on."""
-    [output] = plain_outputs(subject.model, [row])
-    logits = output[start - 1 : -1, : subject.num_valid_tokens]
-    chosen = torch.tensor(row[start:], device=logits.device, dtype=torch.int64).unsqueeze(1)
-    behind = logits.amax(-1) - logits.gather(1, chosen).squeeze(1)
-    return PlainScores(logits.log_softmax(-1).gather(1, chosen).squeeze(1), behind, float(output.abs().max()))
-
-
 @torch.inference_mode()
 def check_logprobs(subject: Subject) -> Iterator[Finding]:
     """Yield log-probabilities of a padded and of a packed batch, and what the vocabulary's padding is."""
-    plain = [plain_scores(subject, row, 1) for row in subject.rows]
-    expected = torch.cat([scores.logprobs for scores in plain])
-    tolerance = tolerance_of(subject.dtype, max(scores.largest for scores in plain))
+    expected, _, tolerance = plain_logprobs(subject, subject.rows, [1] * len(subject.rows))
     why = "PPO's ratios and KL are differences of these"
     yield compare("log-probabilities", score(subject, is_packed=False), expected, tolerance, why)
     if takes_packed(subject.model):
@@ -133,70 +157,44 @@ def check_generation(subject: Subject) -> Iterator[Finding]:
     generation = Generator(share_weights(subject.model), num_slots=len(rows) // 2).generate(
         ids.to(device), mask.to(device), prompt_ids, options, limits=torch.tensor(limits, device=device)
     )
-    pairs = zip(generation.response_ids, generation.response_mask, strict=True)
-    texts = [response[is_token].tolist() for response, is_token in pairs]
-    plain = [plain_scores(subject, row + text, len(row)) for row, text in zip(rows, texts, strict=True)]
-    tolerance = tolerance_of(subject.dtype, max(scores.largest for scores in plain))
-    gaps = [scores.behind for scores in plain]
-    yield text_finding(texts, limits, gaps, tokenizer.eos_token_id, max(TIE, tolerance))
+    pairs = zip(rows, generation.response_ids, generation.response_mask, strict=True)
+    texts = [row + response[is_token].tolist() for row, response, is_token in pairs]
+    expected, gaps, tolerance = plain_logprobs(subject, texts, [len(row) for row in rows])
+    yield likeliest_finding(gaps, max(TIE, tolerance))
     sampled = generation.logprobs[generation.response_mask]
     why = "the sampler's and the scorer's numbers meet in PPO's ratio"
-    expected = torch.cat([scores.logprobs for scores in plain])
     yield compare("their log-probabilities", sampled, expected, tolerance, why)
 
 
-def text_finding(
-    texts: Sequence[Sequence[int]], limits: Sequence[int], gaps: Sequence[torch.Tensor], eos: int, tie: float
-) -> Finding:
-    """Return the finding on greedy texts: each token is the likeliest or ties, each text ends where it must.
-
-    `gaps` (N,) of each text is what its tokens' logits lack to the largest; less than `tie` is a tie.
+def likeliest_finding(gaps: torch.Tensor, tie: float) -> Finding:
+    """Return whether each token of greedy texts is transformers' likeliest; `gaps` (N,) is what their logits
+    lack to the largest, and less than `tie` is a tie.
     """
-    name, why = "cached decoding", "PPO learns from what is generated here"
-    for i, (text, limit, behind) in enumerate(zip(texts, limits, gaps, strict=True), start=1):
-        end = text.index(eos) + 1 if eos in text else limit
-        if len(text) != end:
-            return Finding(name, f"prompt {i}: ends after {len(text)} tokens, not {end}", False, why)
-        if not float(behind.max()) < tie:  # NaN is no tie
-            at = int(behind.argmax())
-            what = f"prompt {i}, token {at + 1}: {text[at]} is not transformers' likeliest"
-            gap = f"its logit is {float(behind[at]):.4f} lower; less than {tie:.1e} would be a tie"
-            return Finding(name, f"{what}, {gap}", False, why)
-    num_tokens, num_ties = sum(map(len, texts)), sum(int((behind > 0).sum()) for behind in gaps)
-    ties = f", {num_ties} of them by a tie (logits less than {tie:.1e} apart)" if num_ties else ""
-    told = f"{num_tokens} tokens of {len(texts)} texts are transformers' likeliest{ties}"
-    return Finding(name, told, True, why)
-
-
-# ---- reward models --------------------------------------------------------------------------------------
+    largest, num_wrong = float(gaps.max()), int((~(gaps < tie)).sum())  # NaN is no tie
+    if num_wrong:
+        text = f"{num_wrong} of {len(gaps)} tokens are not transformers' likeliest"
+        text += f": a logit is {largest:.4f} lower; less than {tie:.1e} would be a tie"
+    else:
+        text = f"{len(gaps)} tokens are transformers' likeliest, {int((gaps > 0).sum())} of them by a tie"
+    return Finding("cached decoding", text, num_wrong == 0, "PPO learns from what is generated here")
 
 
 @torch.inference_mode()
 def check_scores(subject: Subject, value_model: ValueModel) -> Iterator[Finding]:
-    """Yield scores of a padded and of a packed batch, and what the saved pad id would do."""
-    model = plain_model(value_model.classifier)
-    config, ours = model.config.get_text_config(), type(model.score)
-    pad, eos = config.pad_token_id, subject.tokenizer.eos_token_id
-    # With its own head, and without a pad id, transformers scores the last token of a row.
-    model.score.__class__, config.pad_token_id = nn.Linear, None
+    """Yield scores of a padded and of a packed batch, whatever the saved pad id is."""
+    config = subject.model.config.get_text_config()
+    pad, config.pad_token_id = config.pad_token_id, None  # without it transformers scores the last token
     try:
-        expected = torch.cat(plain_outputs(model, subject.rows))
+        expected = torch.cat([plain_output(subject.model, row) for row in subject.rows])
     finally:
-        model.score.__class__, config.pad_token_id = ours, pad
+        config.pad_token_id = pad
     tolerance = tolerance_of(subject.dtype, float(expected.abs().max()))
     for name, is_packed, why in (
         ("scores", False, "these are PPO's rewards"),
         ("packed rows", True, "--packed trains on such rows"),
     ):
-        if is_packed and not takes_packed(model):
+        if is_packed and not takes_packed(subject.model):
             yield UNPACKED
             continue
         inputs = subject.inputs(is_packed=is_packed)
         yield compare(name, value_model(inputs, inputs.last_slots), expected, tolerance, why)
-    why = "transformers looks for padding, our programs count lengths"
-    if pad is None:
-        text = "the config has none: transformers alone scores one row at a time, our programs any number"
-        yield Finding("pad id", text, None, why)
-    elif pad == eos:
-        text = f"{pad} is the end of turn too: transformers alone scores the token before it"
-        yield Finding("pad id", text, None, why)

@@ -15,8 +15,7 @@ from common.models.loading import build_position_ids
 from common.models.output_head import LogitOptions
 from tools import check_model, model_checks
 from tools.check_model import LENGTHS, build_rows, main
-from tools.findings import Finding, compare, tolerance_of
-from tools.model_checks import text_finding
+from tools.model_checks import Finding, compare, likeliest_finding, tolerance_of
 from tools.tp_check import choose_sizes, compute
 
 QUICK = ("--tp_sizes", "1", "--max_new_tokens", "6")
@@ -81,7 +80,7 @@ def test_a_sound_model_passes(family, tiny_model_folder, check):
     assert shown.lines[0].endswith("fp32 on cpu; 4 rows of 2 to 41 tokens")
     num_tokens, _, told = shown.texts["cached decoding"].partition(" ")
     assert int(num_tokens) in (17, 18)  # 6, 4, 2, 6: two slots are filled again
-    assert told.startswith("tokens of 4 texts are transformers' likeliest")
+    assert told.startswith("tokens are transformers' likeliest, ")
     assert shown.texts["packed rows"].startswith("padded rows are used: packed ones take a GPU, 16 bits")
     assert shown.texts["tensor parallel"] == "nothing is cut at t = 1; sizes that work: 1, 2, 4"
     assert shown.lines[-1] == f"ok: 3 checks of {tiny_model_folder(family)}, all within rounding"
@@ -111,7 +110,7 @@ def test_wrong_positions_of_the_cached_pass_fail_with_the_token(tiny_model_folde
     monkeypatch.setattr(name, lambda mask: build_position_ids(mask) + 1)
     shown = check(tiny_model_folder("gpt2"), *QUICK)
     assert shown.code == 1 and shown.failed() == ["cached decoding", "their log-probabilities"]
-    assert "is not transformers' likeliest, its logit is " in shown.texts["cached decoding"]
+    assert "tokens are not transformers' likeliest: a logit is " in shown.texts["cached decoding"]
 
 
 def test_padding_that_is_seen_fails(tiny_model_folder, check, monkeypatch):
@@ -141,18 +140,15 @@ def test_packed_rows_are_compared_where_the_attention_takes_them(tiny_model_fold
     assert check(tiny_model_folder("bloom"), *QUICK).failed() == ["packed rows"]
 
 
-def test_a_tie_is_no_failure_and_an_end_must_be_where_it_must():
-    def found(texts, behind, eos=0):
-        return text_finding(texts, [2, 4], [torch.tensor(gaps) for gaps in behind], eos, 1e-3)
+def test_a_tie_is_no_failure():
+    def found(*gaps):
+        return likeliest_finding(torch.tensor(gaps), 1e-3)
 
-    tied = found([[11, 12], [13, 0]], [[0.0, 0.0], [5e-4, 0.0]])
-    assert tied.is_ok and "4 tokens of 2 texts" in tied.text and "1 of them by a tie" in tied.text
-    wrong = found([[11, 12], [13, 0]], [[0.0, 0.0], [5e-4, 2.5]])
-    assert wrong.is_ok is False and wrong.text.startswith("prompt 2, token 2: 0 is not transformers'")
-    assert found([[11, 12], [13, 0]], [[0.0, 0.0], [math.nan, 0.0]]).is_ok is False
-    late = found([[11, 12], [13, 0, 14]], [[0.0, 0.0], [0.0] * 3])
-    assert (late.is_ok, late.text) == (False, "prompt 2: ends after 3 tokens, not 2")
-    assert found([[11], [13, 0]], [[0.0], [0.0, 0.0]]).text == "prompt 1: ends after 1 tokens, not 2"
+    assert found(0.0, 0.0, 5e-4, 0.0).is_ok
+    assert found(0.0, 0.0, 5e-4, 0.0).text == "4 tokens are transformers' likeliest, 1 of them by a tie"
+    wrong = found(0.0, 0.0, 5e-4, 2.5)
+    assert wrong.is_ok is False and wrong.text.startswith("1 of 4 tokens are not transformers' likeliest")
+    assert found(0.0, math.nan).is_ok is False
 
 
 def test_a_head_that_was_not_saved_is_told(tmp_path, tiny_tokenizer, check):
@@ -167,12 +163,9 @@ def test_a_head_that_was_not_saved_is_told(tmp_path, tiny_tokenizer, check):
 
 
 def test_a_reward_model_scores_the_last_token_whatever_the_pad_id_is(save_reward_model, check):
-    shown = check(save_reward_model(pad_token_id=0))  # 0 is EOS, at every row's end
-    assert shown.code == 0 and shown.states["scores"] == "ok"
-    assert shown.texts["pad id"].startswith("0 is the end of turn too: transformers alone scores the token")
-    assert "pad id" not in check(save_reward_model("gpt2", pad_token_id=5)).states
-    shown = check(save_reward_model(pad_token_id=None))
-    assert shown.code == 0 and shown.texts["pad id"].startswith("the config has none")
+    for pad_token_id in (0, None):  # 0 is EOS, at every row's end
+        shown = check(save_reward_model(pad_token_id=pad_token_id))
+        assert shown.code == 0 and shown.states["scores"] == "ok"
 
 
 def test_wrong_scores_fail(save_reward_model, check, monkeypatch):
@@ -195,24 +188,21 @@ def test_sizes_up_to_four_are_run_once_the_model_is_gone(tiny_model_folder, chec
         seen.append(weakref.ref(model))
         return model
 
-    def run(job):
-        alive.append((job.tp_size, seen[0]() is not None))
-        return torch.tensor([5.0]), torch.tensor([5.0]), True
+    def run(function, job, **_):
+        alive.append((job[0], seen[0]() is not None))
+        torch.save((torch.tensor([5.0]), torch.tensor([5.0])), f"{job[-1]}/logits.pt")
 
     seen, alive, loaded = [], [], check_model.load_causal_lm
     monkeypatch.setattr(check_model, "load_causal_lm", load)
-    monkeypatch.setattr("tools.tp_check.run_ranks", run)
+    monkeypatch.setattr("torch.multiprocessing.start_processes", run)
     shown = check(tiny_model_folder("gpt2"), "--max_new_tokens", "4")
     assert shown.code == 0 and alive == [(2, False), (4, False)] and len(seen) == 1
     assert shown.texts["tensor parallel 2"].startswith("largest difference 0.0e+00, at most 1.5e-04")
 
 
-def test_ranks_that_differ_and_a_size_that_does_not_work(tiny_model_folder, check, monkeypatch):
-    logits = torch.tensor([5.0]), torch.tensor([5.0]), False
-    monkeypatch.setattr("tools.tp_check.run_ranks", lambda job: logits)
-    shown = check(tiny_model_folder("llama"), "--tp_sizes", "3", "2", "--max_new_tokens", "2")
-    assert shown.code == 1 and shown.failed() == ["tensor parallel 3", "tensor parallel 2"]
-    assert shown.texts["tensor parallel 2"].startswith("ranks differ among")
+def test_a_size_that_does_not_work(tiny_model_folder, check):
+    shown = check(tiny_model_folder("llama"), "--tp_sizes", "3", "--max_new_tokens", "2")
+    assert shown.code == 1 and shown.failed() == ["tensor parallel 3"]
     assert shown.texts["tensor parallel 3"].endswith("sizes that work for this model: 1, 2, 4")
 
 
