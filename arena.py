@@ -6,26 +6,32 @@ python arena.py sft=output/sft/export ppo=output/ppo/export --data_path prompts.
 python arena.py export preferences.jsonl
 """
 
+import itertools
 import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.data.registry import load_source
 from common.flags.access_token import server_token
 from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.programs import startup
-from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template, name_leading_words
-from serving.arena_app import create_app
-from serving.blind_pairs import BlindPairs, Prompts, draw_prompts
+from serving.answering import (
+    Sampling,
+    SamplingArguments,
+    load_answerer,
+    load_template,
+    name_leading_words,
+    read_prompts,
+)
+from serving.arena_app import BlindPairs, create_app
 from serving.judgement_store import JudgementStore, export_pairs
-from serving.web_server import LOOPBACK_NAMES, bind, is_loopback, listen, run_server
+from serving.web_server import address_of, bind, is_loopback, run_server
 
 DATABASE = "output/arena.sqlite3"
 
 
 @dataclass
-class ArenaArguments(AnsweringArguments):
+class ArenaArguments(SamplingArguments):
     """Models behind a page."""
 
     models: list[str] = flag([], "the models, PATH or NAME=PATH: export/ or adapter/ folders, or hub names")
@@ -38,9 +44,6 @@ class ArenaArguments(AnsweringArguments):
     )
     max_request_bytes: int = flag(2**20, "a longer request is refused before it is read", low=1)
     max_new_tokens: int = flag(256, "tokens of an answer at most", low=1)
-    temperature: float = flag(0.7, "sampling temperature; 0 takes the likeliest token", low=0)
-    top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all", low=0)
-    top_p: float = flag(0.95, "sample from the smallest set of tokens with this probability", above=0, high=1)
 
 
 @dataclass
@@ -84,24 +87,29 @@ def serve(argv: list[str]) -> None:
         bound is None or is_local or bool(token),
         f"--host {args.host} lets other machines in; give --token_file, or leave --host out",
     )
-    prompts = _load_prompts(args.data_path, problems)
+    prompts = None
+    if args.data_path:
+        found = read_prompts(args.data_path, random.Random())
+        try:
+            prompts = itertools.chain([next(found)], found)
+        except ValueError as error:
+            problems.add(str(error))
     templates = {name: load_template("--models", path, args, problems) for name, path in paths.items()}
     problems.exit_if_any()
     startup.print_notes(args, argv)
+    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
     with startup.as_problem(problems):
         store = JudgementStore(Path(args.db))
-        models = {
-            name: load_answerer(path, templates[name], args, max_new_tokens=args.max_new_tokens)
-            for name, path in paths.items()
-        }
-    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
+        models = {name: load_answerer(path, templates[name], args, sampling) for name, path in paths.items()}
     app = create_app(
         BlindPairs(models, store, sampling, prompts=prompts),
         max_request_bytes=args.max_request_bytes,
         token=token,
-        host_names=LOOPBACK_NAMES if is_local else None,
+        is_local=is_local,
     )
-    print(f"the arena of {', '.join(paths)} is at {listen(bound)}/ (API: /v1); Ctrl-C ends it", flush=True)
+    print(
+        f"the arena of {', '.join(paths)} is at {address_of(bound)}/ (API: /v1); Ctrl-C ends it", flush=True
+    )
     print(f"judgements go to {args.db}", flush=True)
     run_server(app, bound)
 
@@ -118,19 +126,6 @@ def _named_paths(words: list[str], problems: Problems) -> dict[str, str]:
         found[name] = path
     problems.check(bool(found), "no model is given: arena.py SFT PPO, each PATH or NAME=PATH")
     return found
-
-
-def _load_prompts(data_path: str, problems: Problems) -> Prompts | None:
-    """Return the prompts of --data_path, or None after adding why there are none."""
-    if not data_path:
-        return None
-    try:
-        source = load_source(data_path)
-        next(draw_prompts(source, random.Random(0)))
-    except ValueError as error:
-        problems.add(str(error))
-        return None
-    return draw_prompts(source, random.Random())
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ an answer, /help shows the commands.
 """
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -21,8 +22,15 @@ from common.models.value_model import has_saved_head
 from common.programs import startup
 from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
 from common.runs.durable_files import write_file
-from serving.answering import Answerer, AnsweringArguments, load_answerer, load_template, name_leading_words
-from serving.terminal import PlainDisplay, SideBySide, interruptible
+from serving.answering import (
+    Answerer,
+    Sampling,
+    SamplingArguments,
+    load_answerer,
+    load_template,
+    name_leading_words,
+)
+from serving.terminal import OneAfterAnother, SideBySide, interruptible
 
 HELP = """\
 /reset            forget what was said (also: clear)
@@ -37,7 +45,7 @@ LEAVE = ("/quit", "/exit")
 
 
 @dataclass
-class ChatArguments(AnsweringArguments):
+class ChatArguments(SamplingArguments):
     """A conversation."""
 
     path: str = flag(REQUIRED, "the model: an export/ or adapter/ folder, or a hub name")
@@ -45,50 +53,43 @@ class ChatArguments(AnsweringArguments):
     reward: str = flag("", "a reward model (export/ of step 2) whose score of each answer is shown")
     system: str = flag("", "a system message that every conversation begins with")
     max_new_tokens: int = flag(128, "tokens of an answer at most", low=1)
-    temperature: float = flag(0.7, "sampling temperature; 0 takes the likeliest token", low=0)
-    top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all", low=0)
-    top_p: float = flag(0.95, "sample from the smallest set of tokens with this probability", above=0, high=1)
     seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
 
 
 @dataclass
 class Conversation:
-    """What was said so far, and the model that answers."""
+    """What was said so far but for the system message, and the model that answers."""
 
     name: str
     answerer: Answerer
-    messages: list[Message] = field(default_factory=list)
+    said: list[Message] = field(default_factory=list)
 
 
 Score = Callable[[list[Message]], float]  # of a conversation's last message as an answer to those before it
 
 
+@dataclass
 class Session:
-    """Conversations with one or two models, led line by line."""
+    """Conversations with one or two models, led line by line; `system` begins each, unless it is empty."""
 
-    def __init__(
-        self,
-        conversations: list[Conversation],
-        display: PlainDisplay | SideBySide,
-        score: Score | None,
-        system: str,
-    ) -> None:
-        self.conversations, self.display, self.score = conversations, display, score
-        self.set_system(system)
+    conversations: list[Conversation]
+    display: OneAfterAnother | SideBySide
+    score: Score | None
+    system: str
+
+    def whole(self, said: list[Message]) -> list[Message]:
+        """Return what was said behind the system message."""
+        return [Message("system", self.system), *said] if self.system else said
 
     def set_system(self, text: str) -> str:
         """Let the conversations begin with this message, now and after /reset."""
         self.system = text
-        for conversation in self.conversations:
-            said = [message for message in conversation.messages if message.role != "system"]
-            conversation.messages = [Message("system", text)] * bool(text) + said
         return "the system message is set" if text else "there is no system message"
 
-    def reset(self) -> str:
+    def reset(self, _: str) -> str:
         """Forget what was said."""
         for conversation in self.conversations:
-            conversation.messages = []
-        self.set_system(self.system)
+            conversation.said = []
         return "forgotten"
 
     def set_temperature(self, text: str) -> str:
@@ -99,7 +100,8 @@ class Session:
             temperature = -1.0
         if not 0 <= temperature <= 100:
             return f"/temperature {text}: expected a number from 0 to 100"
-        for answerer in (conversation.answerer for conversation in self.conversations):
+        for conversation in self.conversations:
+            answerer = conversation.answerer
             answerer.sampling = dataclasses.replace(answerer.sampling, temperature=temperature)
         return f"temperature {temperature:g}"
 
@@ -108,14 +110,15 @@ class Session:
         path = Path(name).expanduser()
         if not name or path.exists():
             return f"/save {name}: {'it exists already; ' if name else ''}give the name of a new file"
-        rows = [
-            {"messages": [message._asdict() for message in c.messages], "model": c.name}
-            for c in self.conversations
-        ]
-        if len(rows[0]["messages"]) <= bool(self.system):
+        if not self.conversations[0].said:
             return f"/save {name}: nothing was said yet"
+        lines = []
+        for conversation in self.conversations:
+            messages = [message._asdict() for message in self.whole(conversation.said)]
+            row = {"messages": messages, "model": conversation.name}
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         try:
-            write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            write_file(path, "".join(lines))
         except OSError as error:
             return f"/save {name}: it cannot be written ({error.strerror}); give another name"
         return f"saved to {path}"
@@ -123,11 +126,14 @@ class Session:
     def command(self, text: str) -> str:
         """Obey a line that begins with a / (or is `clear`); return what is to be said."""
         word, _, rest = text.partition(" ")
-        if word in ("/reset", "clear"):
-            return self.reset()
-        if word == "/help":
-            return HELP
-        commands = {"/system": self.set_system, "/temperature": self.set_temperature, "/save": self.save}
+        commands = {
+            "/reset": self.reset,
+            "clear": self.reset,
+            "/system": self.set_system,
+            "/temperature": self.set_temperature,
+            "/save": self.save,
+            "/help": lambda _: HELP,
+        }
         if word not in commands:
             return f"{word} is no command; /help lists them"
         return commands[word](rest.strip())
@@ -136,21 +142,22 @@ class Session:
         """Show every model's answer to a message; the oldest turns are left out when room runs short."""
         with interruptible() as is_interrupted, self.display:
             for number, conversation in enumerate(self.conversations):
-                self.display.begin(number)
-                asked = [*conversation.messages, Message("user", text)]
+                show = functools.partial(self.display.add, number)
+                show(f"{conversation.name}> " if len(self.conversations) > 1 else "bot> ")
+                said = [*conversation.said, Message("user", text)]
 
-                def tell(_: int, piece: str, number: int = number) -> bool:
-                    self.display.add(number, piece)
+                def tell(_: int, piece: str, show: Callable[[str], None] = show) -> bool:
+                    show(piece)
                     return is_interrupted.is_set()
 
                 try:
-                    [[reply]] = conversation.answerer.answer([asked], on_text=tell)
+                    [reply] = conversation.answerer.answer(self.whole(said), on_text=tell)
                 except ValueError as error:  # the chat template refuses this dialogue
-                    self.display.end(number, f"no answer: {error}")
+                    show(f"no answer: {error}\n")
                     continue
-                conversation.messages = [*asked, Message("assistant", reply)]
-                score = f"score {self.score(conversation.messages):.3f}" if self.score else ""
-                self.display.end(number, score)
+                conversation.said = [*said, Message("assistant", reply)]
+                note = f"score {self.score(self.whole(conversation.said)):.3f}\n" if self.score else ""
+                show(f"\n{note}")
                 if is_interrupted.is_set():
                     return
 
@@ -182,16 +189,14 @@ def load_session(args: ChatArguments, problems: Problems) -> Session:
     problems.exit_if_any()
     score = load_score(args, problems) if args.reward else None
     problems.exit_if_any()
-    sampling = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
     with startup.as_problem(problems):
         conversations = [
-            Conversation(name, load_answerer(name, templates[flag_name], args, seed=args.seed, **sampling))
+            Conversation(name, load_answerer(name, templates[flag_name], args, sampling, seed=args.seed))
             for flag_name, name in names.items()
         ]
     is_wide = args.compare and sys.stdin.isatty() and sys.stdout.isatty()
-    labels = list(names.values()) if is_wide else ["A", "B"] if args.compare else ["bot"]
-    display = SideBySide(labels) if is_wide else PlainDisplay(labels)
-    return Session(conversations, display, score, args.system)
+    return Session(conversations, SideBySide() if is_wide else OneAfterAnother(), score, args.system)
 
 
 def main() -> None:

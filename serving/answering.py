@@ -1,23 +1,25 @@
 """A saved model that answers conversations: for chat.py, prompt_eval.py and the arena.
 
-# B conversations, N answers to each, T tokens, K likeliest ones, V vocabulary
+# N answers to a prompt, T tokens, V vocabulary
 """
 
 import dataclasses
+import functools
+import random
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from common.data.dialogue import TEMPLATE_NAMES, Segment, Template, build_template
-from common.data.example import Message
-from common.data.packed_batch import pad_rows
+from common.data.example import BadRow, Message
+from common.data.registry import load_source
 from common.flags.args import Problems, TokenizerArguments, flag
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
@@ -28,7 +30,7 @@ from common.models.model_inputs import build_model_inputs
 from common.models.output_head import read_logit_transform
 from common.programs import startup
 from common.ranks import distributed
-from serving.text_stream import TextStream
+from serving.text_stream import Answer, TextStream
 
 _MIN_PROMPT_TOKENS = 8  # that stay, however long an answer may be
 _ENDLESS_POSITIONS = 4096  # of a model without a limit of its own (ALiBi): what a terminal needs at most
@@ -47,27 +49,26 @@ class AnsweringArguments(TokenizerArguments):
     )
 
 
+@dataclass
+class SamplingArguments(AnsweringArguments):
+    """How a model samples."""
+
+    temperature: float = flag(0.7, "sampling temperature; 0 takes the likeliest token", low=0)
+    top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all", low=0)
+    top_p: float = flag(0.95, "sample from the smallest set of tokens with this probability", above=0, high=1)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How an answer is sampled."""
 
-    max_new_tokens: int
+    max_new_tokens: int  # 0: no answer is wanted, only scores of the prompt
     temperature: float = 1.0  # 0 takes the likeliest token
     top_k: int = 0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()  # an answer ends before the first of these texts
     seed: int | None = None  # the same answers whenever it is given; None: random numbers not used yet
     num_answers: int = 1
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a model said, and why it stopped there."""
-
-    text: str
-    token_ids: list[int]  # as sampled, the stop token included
-    finish_reason: str  # "stop": it was at its end, or at a stop text; "length": at the limit; "cancelled"
-    num_prompt_tokens: int
 
 
 class TokenScore(NamedTuple):
@@ -100,63 +101,51 @@ class Answerer:
         self._seed, self._generator = seed or 0, Generator(share_weights(model))
         self._next_sample_id = secrets.randbits(_SAMPLE_ID_BITS) if seed is None else 0
 
-    def answer(
-        self, conversations: Sequence[Sequence[Message]], *, on_text: TextCallback | None = None
-    ) -> list[list[str]]:
-        """Return N answers to each of B conversations; all are generated in one call.
+    def answer(self, messages: Sequence[Message], *, on_text: TextCallback | None = None) -> list[str]:
+        """Return N answers to a conversation.
 
         A prompt that is too long is shortened (see `Template.shorten`) or cut. An answer has fewer than
         max_new_tokens tokens where the model's positions leave no room for them. `on_text`: see `respond`.
         """
-        rows, limit = [], self.max_prompt_tokens
-        for messages in conversations:
-            shorter = self.template.shorten(tuple(messages), limit)
-            rows.append(self.template.encode(self.template.segments(shorter, None), limit).input_ids)
-        return [[answer.text for answer in answers] for answers in self.respond(rows, on_text=on_text)]
+        limit = self.max_prompt_tokens
+        segments = self.template.segments(self.template.shorten(tuple(messages), limit), None)
+        prompt_ids = self.template.encode(segments, limit).input_ids
+        return [answer.text for answer in self.respond(prompt_ids, on_text=on_text)]
 
     def respond(
         self,
-        rows: Sequence[list[int]],
+        prompt_ids: list[int],
         sampling: Sampling | None = None,
         *,
         keeps_space: bool = False,
         on_text: TextCallback | None = None,
-    ) -> list[list[Answer]]:
-        """Return N answers to each of B prompts of token ids, which must leave room for one token.
+    ) -> list[Answer]:
+        """Return N answers to a prompt, which must leave room for one token (see `why_too_long`).
 
         An answer loses the white space around it unless it `keeps_space`. `on_text` gets the answers' texts
         piece by piece; put together they are the answers. Waits until other answers are done.
         """
         sampling = sampling or self.sampling
-        most = min(sampling.max_new_tokens, self.sampling.max_new_tokens)
-        limits = [min(most, self.max_length - len(row)) for row in rows for _ in range(sampling.num_answers)]
-        if min(limits, default=1) < 1:
-            raise ValueError(f"a prompt has no room for an answer in the model's {self.max_length} positions")
-
-        def stream_of(number: int) -> TextStream:
-            tell = on_text and (lambda text: on_text(number, text))
-            return TextStream(self.tokenizer, stop=sampling.stop, keeps_space=keeps_space, on_text=tell)
-
-        streams = [stream_of(number) for number in range(len(limits))]
-        is_streamed = bool(on_text or sampling.stop)
-        with _device_lock:
-            found = self._generate(rows, sampling, limits, streams if is_streamed else None)
-        answers = []
-        for number, (ids, mask) in enumerate(zip(found.response_ids, found.response_mask, strict=True)):
-            token_ids, is_finished = ids[mask].tolist(), bool(found.is_finished[number])
-            text, reason = streams[number].finish(token_ids, is_finished=is_finished)
-            answers.append(Answer(text, token_ids, reason, len(rows[number // sampling.num_answers])))
-        groups = range(0, len(answers), sampling.num_answers)
-        return [answers[first : first + sampling.num_answers] for first in groups]
+        streams = [
+            TextStream(
+                self.tokenizer,
+                stop=sampling.stop,
+                keeps_space=keeps_space,
+                on_text=on_text and functools.partial(on_text, number),
+            )
+            for number in range(sampling.num_answers)
+        ]
+        room = self.max_length - len(prompt_ids)
+        limit = min(sampling.max_new_tokens, self.sampling.max_new_tokens, room)
+        if limit > 0:
+            with _device_lock:
+                self._generate(prompt_ids, sampling, limit, streams)
+        return [stream.finish() for stream in streams]
 
     def _generate(
-        self,
-        rows: Sequence[list[int]],
-        sampling: Sampling,
-        limits: list[int],
-        streams: list[TextStream] | None,
-    ) -> Any:
-        device, tokenizer = distributed.device(), self.tokenizer
+        self, prompt_ids: list[int], sampling: Sampling, limit: int, streams: list[TextStream]
+    ) -> None:
+        tokenizer, num_answers = self.tokenizer, sampling.num_answers
         options = SamplingOptions(
             max_new_tokens=self.sampling.max_new_tokens,
             stop_token_id=tokenizer.eos_token_id,
@@ -170,19 +159,20 @@ class Answerer:
         )
         first = 0
         if sampling.seed is None:
-            first, self._next_sample_id = self._next_sample_id, self._next_sample_id + len(limits)
-        prompt_ids, prompt_mask = pad_rows(list(rows), options.pad_token_id, on_left=True)
+            first, self._next_sample_id = self._next_sample_id, self._next_sample_id + num_answers
         # A longer conversation needs a larger block: its size doubles, so that few turns have to make one.
-        doubled = 1 << (prompt_ids.shape[1] + options.max_new_tokens - 1).bit_length()
+        doubled = 1 << (len(prompt_ids) + options.max_new_tokens - 1).bit_length()
         self._generator.max_length = min(doubled, self.max_length)
-        return self._generator.generate(
-            prompt_ids.to(device),
-            prompt_mask.to(device),
-            torch.arange(first, first + len(limits), device=device),
+        ids = torch.tensor([prompt_ids], device=distributed.device())
+        sample_ids = torch.arange(first, first + num_answers, device=ids.device)
+        self._generator.generate(
+            ids,
+            torch.ones_like(ids, dtype=torch.bool),
+            sample_ids,
             options,
-            num_samples=sampling.num_answers,
-            limits=torch.tensor(limits, device=device),
-            on_tokens=streams and (lambda number, token_ids: streams[number].add(token_ids)),
+            num_samples=num_answers,
+            limits=torch.full_like(sample_ids, limit),
+            on_tokens=lambda number, token_ids: streams[number].add(token_ids),
         )
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
@@ -236,6 +226,34 @@ def name_leading_words(flag_name: str, argv: list[str]) -> list[str]:
     return [flag_name, *argv] if starts_with_word else argv
 
 
+def read_prompts(
+    data_path: str, generator: random.Random | None = None
+) -> Iterator[tuple[Sequence[Message], str]]:
+    """Yield the prompts of a data set and where they come from; a row without one is skipped.
+
+    With a `generator` they come in random order and without end, each once before any comes again.
+
+    Raises:
+        ValueError: --data_path is no data set, or has no prompt.
+    """
+    source = load_source(data_path)
+    rows, num_found = source.train, 1
+    while num_found:
+        num_found = 0
+        order = generator.sample(range(len(rows)), len(rows)) if generator else range(len(rows))
+        for index in order:
+            try:
+                examples = source.adapter.to_examples(rows[index])
+            except BadRow:
+                continue
+            if prompt := next((example.prompt for example in examples if example.prompt), None):
+                num_found += 1
+                yield prompt, rows.row_id(index)
+        if num_found and generator is None:
+            return
+    raise ValueError(f"--data_path {source.name} has no prompts; give a data set of questions")
+
+
 def load_template(
     flag_name: str, path: str, args: AnsweringArguments, problems: Problems, *, trained_path: str = ""
 ) -> Template | None:
@@ -261,12 +279,9 @@ def load_template(
 
 
 def load_answerer(
-    path: str, template: Template, args: AnsweringArguments, *, seed: int | None = None, **sampling: Any
+    path: str, template: Template, args: AnsweringArguments, sampling: Sampling, *, seed: int | None = None
 ) -> Answerer:
-    """Return the model of `path`, ready to answer; `sampling` are fields of Sampling.
-
-    Raises ValueError when its weights cannot be loaded.
-    """
+    """Return the model of `path`, ready to answer. Raises ValueError when its weights cannot be loaded."""
     options = ModelOptions(
         base_of_adapter(path) if is_adapter(path) else path,
         dtype=distributed.dtype_name(args.dtype),
@@ -276,4 +291,4 @@ def load_answerer(
     model = load_causal_lm(options, len(template.tokenizer))
     if is_adapter(path):
         model = merge_adapter(model, path)
-    return Answerer(model.to(distributed.device()), template, Sampling(**sampling), seed=seed)
+    return Answerer(model.to(distributed.device()), template, sampling, seed=seed)

@@ -1,31 +1,40 @@
-"""The arena's web application: one page, what the page asks for, and the API for programs."""
+"""The arena: two models answer a prompt without their names, a person judges, then names are told; its page,
+and the API for programs.
+"""
 
-import asyncio
+import itertools
 import json
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import random
+import sys
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, Response, StreamingResponse
-from starlette.requests import HTTPConnection
+from fastapi.responses import StreamingResponse
+from pydantic import StringConstraints
+from starlette.staticfiles import StaticFiles
 
-from serving.blind_pairs import BlindPairs
-from serving.judgement_store import Pair, Refused
+from common.data.example import Message
+from common.ranks.failures import first_line, kind_and_line
+from serving.answering import Answerer, Sampling
+from serving.judgement_store import JudgementStore, Pair
 from serving.openai_api import add_openai_routes
-from serving.openai_requests import openai_error
-from serving.web_server import guarded_app, refuse_plainly, stream_from_thread
+from serving.web_server import Emit, Guard, Refused, build_app, stream_from_thread
+from serving.win_rates import Outcome, duels, ratings
 
 _PAGE = Path(__file__).with_name("page")
-_FILES = {"/": "index.html", "/style.css": "style.css", "/page.js": "page.js"}
+_OPEN_PATHS = ("/", *(f"/{path.name}" for path in _PAGE.iterdir()))
+_SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "both_bad": 0.5}
 
 
 @dataclass
 class NewPair:
     """What POST /api/pairs takes: a prompt, or `draw` for one of the data; `follows` is the pair before."""
 
-    text: str = ""
+    text: Annotated[str, StringConstraints(strip_whitespace=True)] = ""  # and no half characters
     draw: bool = False
     follows: str = ""
 
@@ -38,19 +47,131 @@ class Judgement:
     choice: Literal["a", "b", "tie", "both_bad"]
 
 
+class BlindPairs:
+    """Asks models in pairs, keeps what they answer and what people think of it. Methods raise Refused."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Answerer],
+        store: JudgementStore,
+        sampling: Sampling,
+        *,
+        prompts: Iterator[tuple[Sequence[Message], str]] | None = None,
+        generator: random.Random | None = None,
+    ) -> None:
+        """`models` by name; `prompts` of --data_path; `generator` chooses and shuffles the models."""
+        self.models, self.store, self.sampling, self.prompts = models, store, sampling, prompts
+        self._generator = generator or random.SystemRandom()
+        self._prompts_lock = threading.Lock()
+
+    # ---- asking
+
+    def ask(self, asked: NewPair) -> Pair:
+        """Return a new pair, whose answers follow."""
+        if asked.draw:
+            if self.prompts is None:
+                raise Refused(422, "the server was started without --data_path: there are no prompts to draw")
+            with self._prompts_lock:
+                prompt, source = next(self.prompts)
+            return self._create(prompt, source, self._choose_models())
+        if not asked.text:
+            raise Refused(422, "the prompt is empty; write something")
+        said = Message("user", asked.text)
+        if not asked.follows:
+            return self._create([said], "typed", self._choose_models())
+        before = self.store.get(asked.follows)
+        if before.choice not in ("a", "b", "tie"):
+            raise Refused(422, "a conversation goes on from an answer that was preferred; begin a new one")
+        answer = before.answer_b if before.choice == "b" else before.answer_a  # A's after a tie
+        prompt = [*before.prompt, Message("assistant", answer or ""), said]
+        return self._create(prompt, "follow-up", [before.model_a, before.model_b])
+
+    def _choose_models(self) -> list[str]:
+        """Return two models, of those that have met least often."""
+        if len(self.models) < 2:
+            raise Refused(422, "the server has one model only, which cannot be compared; start it with two")
+        met = self.store.num_answered_by_models()
+        pairs = list(itertools.combinations(self.models, 2))
+        least = min(met[frozenset(pair)] for pair in pairs)
+        return list(self._generator.choice([pair for pair in pairs if met[frozenset(pair)] == least]))
+
+    def _create(self, prompt: Sequence[Message], source: str, names: list[str]) -> Pair:
+        self._generator.shuffle(names)
+        for name in names:
+            if name not in self.models:
+                raise Refused(422, f"{name} is not served any more; begin a new conversation")
+            try:
+                reason = self.models[name].why_too_long(self.models[name].encode(prompt))
+            except ValueError as error:
+                reason = str(error)
+            if reason:  # names stay hidden: the person may write another prompt for the same two
+                raise Refused(422, f"one of the models cannot be asked: {reason}")
+        return self.store.add_pair(prompt, source, *names, asdict(self.sampling))
+
+    # ---- answering
+
+    def answer(self, pair: Pair, emit: Emit, is_gone: threading.Event) -> None:
+        """Let both models answer, one after the other, and tell all of it; stop when nobody listens any more.
+
+        An answer is kept as soon as it is whole. Whatever goes wrong with a model is told and kept, too.
+        """
+        emit({"event": "pair"} | self.view(pair))
+        for side, name in (("a", pair.model_a), ("b", pair.model_b)):
+            model = self.models[name]
+
+            def tell(_: int, text: str, side: str = side) -> bool:
+                emit({"event": "text", "side": side, "text": text})
+                return is_gone.is_set()
+
+            try:
+                [answer] = model.respond(model.encode(pair.prompt), self.sampling, on_text=tell)
+                if is_gone.is_set():
+                    return
+                self.store.set_answer(pair.id, side, answer.text)
+                emit({"event": "end", "side": side, "text": answer.text, "finish": answer.finish_reason})
+            except Exception as error:  # a device's, a library's, the disk's: the person must hear of each
+                message = kind_and_line(error)
+                print(f"error: {name} gave no answer: {message}", file=sys.stderr, flush=True)
+                self.store.set_answer(pair.id, side, None, message)
+                for hidden in sorted(self.models, key=len, reverse=True):
+                    message = message.replace(hidden, "the model")
+                emit({"event": "error", "side": side, "message": message})
+        emit({"event": "done", "is_answered": self.store.get(pair.id).is_answered})
+
+    # ---- judging
+
+    def view(self, pair: Pair) -> dict[str, Any]:
+        """Return what a page may know of a pair: names only after it was judged."""
+        shown = {
+            "id": pair.id,
+            "prompt": [message._asdict() for message in pair.prompt],
+            "answers": {"a": pair.answer_a, "b": pair.answer_b},
+            "choice": pair.choice,
+        }
+        if pair.choice:
+            shown["models"] = {"a": pair.model_a, "b": pair.model_b}
+        return shown
+
+    def results(self) -> dict[str, Any]:
+        """Return ratings, duels and counts of all judgements in the database."""
+        pairs = self.store.judged()
+        outcomes = [Outcome(pair.model_a, pair.model_b, _SCORES[pair.choice or ""]) for pair in pairs]
+        return {
+            "num_judgements": len(pairs),
+            "choices": Counter(pair.choice for pair in pairs),
+            "ratings": ratings(outcomes),
+            "duels": duels(outcomes),
+        }
+
+
 def create_app(
-    arena: BlindPairs, *, max_request_bytes: int, token: str = "", host_names: frozenset[str] | None = None
-) -> FastAPI:
+    arena: BlindPairs, *, max_request_bytes: int, token: str = "", is_local: bool = False
+) -> Guard:
     """Return the application; with a token all but the empty page needs it, as Authorization: Bearer TOKEN.
 
-    `host_names`: see Guard.
+    `is_local`: see Guard.
     """
-    limits = {"token": token, "open_paths": frozenset(_FILES), "host_names": host_names}
-    app = guarded_app(max_bytes=max_request_bytes, refuse=_refuse, **limits)
-
-    @app.exception_handler(Refused)
-    def refuse(request: Request, error: Refused) -> Response:
-        return _refuse(request, error.status, str(error))
+    app = build_app(max_request_bytes)
 
     @app.get("/api/state")
     def state() -> dict[str, Any]:
@@ -58,16 +179,9 @@ def create_app(
         return {"has_prompts": arena.prompts is not None, "num_models": len(arena.models)}
 
     @app.post("/api/pairs")
-    async def ask(body: NewPair) -> StreamingResponse:
+    def ask(body: NewPair) -> StreamingResponse:
         """Answer with lines of JSON, as they come: the pair, pieces of both answers, their ends."""
-
-        def create_pair() -> Pair:
-            if body.draw:
-                return arena.ask_drawn()
-            return arena.follow_up(body.follows, body.text) if body.follows else arena.ask(body.text)
-
-        pair = await asyncio.to_thread(create_pair)
-        return StreamingResponse(_lines(arena, pair), media_type="application/x-ndjson")
+        return StreamingResponse(_lines(arena, arena.ask(body)), media_type="application/x-ndjson")
 
     @app.get("/api/pairs/{pair_id}")
     def show(pair_id: str) -> dict[str, Any]:
@@ -77,27 +191,12 @@ def create_app(
     @app.post("/api/judgements")
     def judge(body: Judgement) -> dict[str, Any]:
         """Keep a judgement, and return the pair with its names."""
-        return arena.judge(body.pair, body.choice)
+        return arena.view(arena.store.judge(body.pair, body.choice))
 
-    @app.get("/api/results")
-    def results() -> dict[str, Any]:
-        """Return what all judgements amount to."""
-        return arena.results()
-
+    app.get("/api/results")(arena.results)
     add_openai_routes(app, arena.models, arena.sampling)
-    for path in _FILES:
-        app.add_api_route(path, _send_file)
-    return app
-
-
-def _refuse(request: HTTPConnection, status: int, detail: str) -> Response:
-    """Return an error as one line of JSON, in OpenAI's form under /v1."""
-    is_api = f"{request.url.path}/".startswith("/v1/")
-    return openai_error(detail, status) if is_api else refuse_plainly(request, status, detail)
-
-
-def _send_file(request: Request) -> FileResponse:
-    return FileResponse(_PAGE / _FILES[request.url.path])
+    app.mount("/", StaticFiles(directory=_PAGE, html=True))
+    return Guard(app, token, is_local=is_local, open_paths=_OPEN_PATHS)
 
 
 async def _lines(arena: BlindPairs, pair: Pair) -> AsyncIterator[str]:
@@ -105,4 +204,4 @@ async def _lines(arena: BlindPairs, pair: Pair) -> AsyncIterator[str]:
         async for event in stream_from_thread(lambda emit, is_gone: arena.answer(pair, emit, is_gone)):
             yield json.dumps(event, ensure_ascii=False) + "\n"
     except Exception as error:  # what is told of a failure could not be kept either
-        yield json.dumps({"event": "failed", "message": str(error) or type(error).__name__}) + "\n"
+        yield json.dumps({"event": "failed", "message": first_line(error)}) + "\n"

@@ -8,18 +8,25 @@ import sqlite3
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from common.data.example import Message
 from common.runs.durable_files import write_file
+from serving.web_server import Refused
 
 _APPLICATION_ID = 0x54524950  # "TRIP": tells an arena's file from other programs'
 _VERSION = 1
 _BUSY_SECONDS = 10.0
+_SETTINGS = f"""
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = FULL;
+PRAGMA foreign_keys = ON;
+PRAGMA application_id = {_APPLICATION_ID};
+PRAGMA user_version = {_VERSION};
+"""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS pairs (
     id TEXT PRIMARY KEY,
@@ -46,14 +53,6 @@ _SELECT = (
 )
 
 
-class Refused(Exception):  # noqa: N818  (nothing went wrong here)
-    """A request that cannot be met; the message says why, and what to do, `status` is HTTP's."""
-
-    def __init__(self, message: str, status: int = 422) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 @dataclass(frozen=True)
 class Pair:
     """Two answers to a prompt; an answer is None until it is whole, or for ever if there was an error."""
@@ -76,7 +75,10 @@ class Pair:
 
 
 class JudgementStore:
-    """The file of an arena; threads share it, and other processes may read and write beside it."""
+    """The file of an arena; threads share it, and other processes may read and write beside it.
+
+    Every statement is a transaction of its own. All methods raise Refused where the file cannot be used.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open or make the file. Raises ValueError when it is another program's, damaged or not writable."""
@@ -96,99 +98,65 @@ class JudgementStore:
     def _prepare(self) -> None:
         run = self._connection.execute
         [owner], [version] = run("PRAGMA application_id").fetchone(), run("PRAGMA user_version").fetchone()
-        is_new = not run("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        if not is_new and (owner != _APPLICATION_ID or version > _VERSION):
+        [num_tables] = run("SELECT count(*) FROM sqlite_master").fetchone()
+        if num_tables and (owner != _APPLICATION_ID or version > _VERSION):
             raise sqlite3.DatabaseError("it belongs to another program, or to a later version of this one")
         [found] = run("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise sqlite3.DatabaseError(f"it is damaged: {found}")
-        run("PRAGMA journal_mode = WAL")
-        run("PRAGMA synchronous = FULL")
-        run("PRAGMA foreign_keys = ON")
-        if is_new:
-            run(f"PRAGMA application_id = {_APPLICATION_ID}")
-            run(f"PRAGMA user_version = {_VERSION}")
-        self._connection.executescript(_TABLES)
+        self._connection.executescript(_SETTINGS + _TABLES)
 
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            self._connection.close()
-
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Give the connection in a transaction. Raises Refused when the disk takes nothing."""
+    def _run(self, statement: str, *values: str | None) -> list[tuple]:
         with self._lock:
             try:
-                self._connection.execute("BEGIN IMMEDIATE")
-                with self._connection:  # commits, or rolls back what raised
-                    yield self._connection
+                return self._connection.execute(statement, values).fetchall()
             except sqlite3.Error as error:
-                message = f"{self.path}: not written ({error}); make room and try again"
-                raise Refused(message, 507) from error
+                message = f"{self.path}: nothing was written ({error}); make room and try again"
+                raise Refused(507, message) from error
 
     def add_pair(
         self, prompt: Sequence[Message], source: str, model_a: str, model_b: str, sampling: dict
     ) -> Pair:
-        """Return a new pair, whose answers follow. Raises Refused."""
+        """Return a new pair, whose answers follow."""
         pair = Pair(uuid.uuid4().hex, tuple(prompt), source, model_a, model_b)
         messages = json.dumps([message._asdict() for message in prompt], ensure_ascii=False)
-        row = (pair.id, _now(), messages, source, model_a, model_b, json.dumps(sampling))
         columns = "id, created_at, prompt, source, model_a, model_b, sampling"
-        with self._writing() as connection:
-            connection.execute(f"INSERT INTO pairs ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        statement = f"INSERT INTO pairs ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        self._run(statement, pair.id, _now(), messages, source, model_a, model_b, json.dumps(sampling))
         return pair
 
     def set_answer(self, pair_id: str, side: str, text: str | None, error: str | None = None) -> None:
-        """Keep the whole answer of side "a" or "b", or why there is none. Raises Refused."""
+        """Keep the whole answer of side "a" or "b", or why there is none."""
         assert side in ("a", "b")
-        columns = f"answer_{side} = ?, error_{side} = ?"
-        with self._writing() as connection:
-            connection.execute(f"UPDATE pairs SET {columns} WHERE id = ?", (text, error, pair_id))
+        statement = f"UPDATE pairs SET answer_{side} = ?, error_{side} = ? WHERE id = ?"
+        self._run(statement, text, error, pair_id)
 
     def judge(self, pair_id: str, choice: str) -> Pair:
-        """Keep a judgement ("a", "b", "tie", "both_bad") and return the judged pair. Raises Refused.
-
-        The same judgement again changes nothing.
-        """
-        with self._writing() as connection:
-            pair = self._read(pair_id)
-            if not pair.is_answered:
-                raise Refused("one of its answers is missing, ask again", 409)
-            if pair.choice not in (None, choice):
-                raise Refused(f"it was judged {pair.choice!r} before, which stays", 409)
-            connection.execute(
-                "INSERT INTO judgements (pair_id, choice, judged_at) VALUES (?, ?, ?)"
-                " ON CONFLICT (pair_id) DO NOTHING",
-                (pair_id, choice, _now()),
-            )
-            return self._read(pair_id)
+        """Keep a judgement ("a", "b", "tie", "both_bad") and return the judged pair; the first one stays."""
+        if not self.get(pair_id).is_answered:
+            raise Refused(409, "one of its answers is missing, ask again")
+        statement = "INSERT INTO judgements VALUES (?, ?, ?) ON CONFLICT (pair_id) DO NOTHING"
+        self._run(statement, pair_id, choice, _now())
+        pair = self.get(pair_id)
+        if pair.choice != choice:
+            raise Refused(409, f"it was judged {pair.choice!r} before, which stays")
+        return pair
 
     def get(self, pair_id: str) -> Pair:
-        """Return a pair. Raises Refused."""
-        with self._lock:
-            return self._read(pair_id)
+        """Return a pair. Raises Refused where there is none."""
+        rows = self._run(f"{_SELECT} WHERE id = ?", pair_id)
+        if not rows:
+            raise Refused(404, "there is no such pair in the database; was the server given another --db?")
+        return _pair(rows[0])
 
     def judged(self) -> list[Pair]:
         """Return all judged pairs, in the order of their judgements."""
-        with self._lock:
-            rows = self._connection.execute(f"{_SELECT} WHERE choice IS NOT NULL ORDER BY j.rowid").fetchall()
-        return [_pair(row) for row in rows]
+        return [_pair(row) for row in self._run(f"{_SELECT} WHERE choice IS NOT NULL ORDER BY j.rowid")]
 
     def num_answered_by_models(self) -> Counter[frozenset[str]]:
         """Return how many pairs each two models have answered."""
-        with self._lock:
-            rows = self._connection.execute(
-                "SELECT model_a, model_b FROM pairs WHERE answer_a IS NOT NULL AND answer_b IS NOT NULL"
-            ).fetchall()
-        return Counter(map(frozenset, rows))
-
-    def _read(self, pair_id: str) -> Pair:
-        row = self._connection.execute(f"{_SELECT} WHERE id = ?", (pair_id,)).fetchone()
-        if row is None:
-            message = "there is no such pair in the database; was the server given another --db?"
-            raise Refused(message, 404)
-        return _pair(row)
+        answered = "answer_a IS NOT NULL AND answer_b IS NOT NULL"
+        return Counter(map(frozenset, self._run(f"SELECT model_a, model_b FROM pairs WHERE {answered}")))
 
 
 def _pair(row: tuple) -> Pair:
@@ -210,17 +178,13 @@ def export_pairs(store: JudgementStore, target: Path) -> Counter[str]:
     counts: Counter[str] = Counter()
     lines = []
     for pair in store.judged():
-        (chosen, chosen_model), (rejected, rejected_model) = sides = [
-            (pair.answer_a or "", pair.model_a), (pair.answer_b or "", pair.model_b)
-        ]  # fmt: skip
-        if pair.choice == "b":
-            (chosen, chosen_model), (rejected, rejected_model) = reversed(sides)
-        if pair.choice in ("tie", "both_bad"):
-            reason = {"tie": "ties", "both_bad": "both bad"}[pair.choice]
-        elif not chosen.strip() or not rejected.strip():
+        a, b = (pair.answer_a or "", pair.model_a), (pair.answer_b or "", pair.model_b)
+        (chosen, chosen_model), (rejected, rejected_model) = (b, a) if pair.choice == "b" else (a, b)
+        reason = {"tie": "ties", "both_bad": "both bad"}.get(pair.choice or "", "written")
+        if reason == "written" and not (chosen.strip() and rejected.strip()):
             reason = "with an empty answer"
-        else:
-            reason = "with two equal answers" if chosen.strip() == rejected.strip() else "written"
+        elif reason == "written" and chosen.strip() == rejected.strip():
+            reason = "with two equal answers"
         counts[reason] += 1
         if reason == "written":
             row = {"prompt": [message._asdict() for message in pair.prompt], "chosen": chosen}

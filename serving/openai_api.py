@@ -1,162 +1,300 @@
-"""OpenAI's protocol: /v1/models, /v1/chat/completions and /v1/completions, streamed too."""
+"""OpenAI's protocol: /v1/models, /v1/chat/completions and /v1/completions, streamed too.
 
-import asyncio
+A field that is not honoured is refused by its name, unless it asks for nothing.
+"""
+
+import dataclasses
 import json
 import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from common.data.example import Message
 from common.ranks.failures import first_line
-from serving.answering import Answer, Answerer, Sampling, TextCallback
-from serving.openai_requests import BadRequest, ChatRequest, CompletionRequest, openai_error, read_request
-from serving.web_server import Emit, stream_from_thread
+from serving.answering import Answerer, Sampling, TextCallback
+from serving.text_stream import Answer
+from serving.web_server import Emit, Refused, Work, stream_from_thread
 
-_FINISH = {"stop": "stop", "length": "length", "cancelled": "stop"}
+MAX_ANSWERS, MAX_STOPS, MAX_LOGPROBS = 16, 4, 20
+# Values of fields that we do not have with which they ask for nothing.
+_NEUTRAL: dict[str, tuple] = {
+    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "best_of": (1,),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "suffix": ("",), "store": (False,),
+    "parallel_tool_calls": (True, False), "top_logprobs": (0,), "service_tier": ("auto", "default"),
+}  # fmt: skip
+_SYSTEM = ("system", "developer")
+_IGNORED = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})  # they name the asker
+
+# ---- what may be asked
+
+
+class _Fields(BaseModel):
+    """Fields of exactly these types and no others; what asks for nothing is dropped first."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        asks = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
+        return {name: value for name, value in asks.items() if value not in _NEUTRAL.get(name, ())}
+
+
+class _Part(_Fields):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(_Fields):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        list[_Part], BeforeValidator(lambda c: [{"type": "text", "text": c}] if isinstance(c, str) else c)
+    ]
+    name: str = ""
+
+
+class _StreamOptions(_Fields):
+    include_usage: bool = False
+
+
+class _Request(_Fields):
+    """What both kinds of requests may ask for."""
+
+    model: str
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+        Field(max_length=MAX_STOPS),
+    ] = []
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int = Field(1, ge=1, le=MAX_ANSWERS)
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+
+    def sampling(self, default: Sampling) -> Sampling:
+        """Return how to sample; what is left out is the server's own. Raises Refused."""
+        limit, most = self.max_answer_tokens(default.max_new_tokens), default.max_new_tokens
+        if limit > most:
+            detail = f"{limit} tokens are more than this server's --max_new_tokens {most}"
+            raise Refused(400, detail, "max_tokens")
+        given = {"temperature": self.temperature, "top_p": self.top_p}
+        given = {name: value for name, value in given.items() if value is not None}
+        given |= {"stop": tuple(self.stop), "seed": self.seed, "num_answers": self.n}
+        return dataclasses.replace(default, max_new_tokens=limit, **given)
+
+
+class ChatRequest(_Request):
+    """What POST /v1/chat/completions takes."""
+
+    messages: list[_Message]
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: Literal[False] = False
+    kind: ClassVar[str] = "chat.completion"
+    chunk_kind: ClassVar[str] = "chat.completion.chunk"
+    param: ClassVar[str] = "messages"
+
+    @field_validator("messages")
+    @classmethod
+    def _check_roles(cls, messages: list[_Message]) -> list[_Message]:
+        if not messages or messages[-1].role != "user":
+            raise ValueError("they must end with one of the user, who is answered")
+        if any(message.role in _SYSTEM for message in messages[1:]):
+            raise ValueError("only the first may be of the system")
+        return messages
+
+    def max_answer_tokens(self, most: int) -> int:
+        """Return the limit of an answer; `most` is the server's."""
+        return self.max_completion_tokens or self.max_tokens or most
+
+    def prompts_of(self, model: Answerer) -> list[list[int]]:
+        """Return the token ids of the one conversation. Raises ValueError when its template refuses it."""
+        roles = ["system" if message.role in _SYSTEM else message.role for message in self.messages]
+        texts = ["".join(part.text for part in message.content) for message in self.messages]
+        return [model.encode([Message(role, text) for role, text in zip(roles, texts, strict=True)])]
+
+    def choice(self, model: Answerer, prompt_ids: list[int], answer: Answer) -> dict[str, Any]:
+        """Return a whole answer."""
+        return {"message": {"role": "assistant", "content": answer.text, "refusal": None}, "logprobs": None}
+
+    def piece(self, text: str, is_first: bool) -> dict[str, Any]:
+        """Return a piece of a streamed answer."""
+        return {"delta": ({"role": "assistant"} if is_first else {}) | {"content": text}}
+
+
+class CompletionRequest(_Request):
+    """What POST /v1/completions takes: texts or token ids to go on from."""
+
+    prompt: Annotated[
+        str | list[str] | list[Annotated[int, Field(ge=0)]] | list[list[Annotated[int, Field(ge=0)]]],
+        Field(min_length=1),
+    ]
+    max_tokens: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+    kind: ClassVar[str] = "text_completion"
+    chunk_kind: ClassVar[str] = "text_completion"
+    param: ClassVar[str] = "prompt"
+
+    @model_validator(mode="after")
+    def _check_what_goes_together(self) -> "CompletionRequest":
+        if self.stream and (self.echo or self.logprobs is not None):
+            raise ValueError("echo and logprobs are not supported together with stream")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 leaves nothing to answer without echo: true")
+        return self
+
+    def max_answer_tokens(self, most: int) -> int:
+        """Return the limit of an answer, left out the protocol's own; `most` is the server's."""
+        return min(16, most) if self.max_tokens is None else self.max_tokens
+
+    def prompts_of(self, model: Answerer) -> list[list[int]]:
+        """Return the token ids of the prompts."""
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        prompts = [self.prompt] if is_one else self.prompt
+        return [model.encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    def choice(self, model: Answerer, prompt_ids: list[int], answer: Answer) -> dict[str, Any]:
+        """Return a whole answer, behind its prompt if that is echoed, with its log-probabilities.
+
+        With `echo` they are those of the prompt, too; the very first token of all has none. `text_offset`
+        counts characters of the tokens' own texts.
+        """
+        decode, num_top, first = model.tokenizer.decode, self.logprobs, len(prompt_ids)
+        text = answer.text
+        if self.echo:
+            text, first = decode(prompt_ids, skip_special_tokens=True) + text, 0
+        if num_top is None:
+            return {"text": text, "logprobs": None}
+        whole = [*prompt_ids, *answer.token_ids]
+        scores = [None, *model.score(whole, num_top)] if len(whole) > 1 else [None]
+        texts, scores = [decode([token_id]) for token_id in whole[first:]], scores[first:]
+        top = [s and {decode([token_id]): logprob for token_id, logprob in s.top} for s in scores]
+        logprobs = {
+            "tokens": texts,
+            "token_logprobs": [score and score.logprob for score in scores],
+            "top_logprobs": top if num_top else None,
+            "text_offset": [sum(map(len, texts[:index])) for index in range(len(texts))],
+        }
+        return {"text": text, "logprobs": logprobs}
+
+    def piece(self, text: str, is_first: bool) -> dict[str, Any]:
+        """Return a piece of a streamed answer."""
+        return {"text": text, "logprobs": None}
+
+
+# ---- how it is answered
 
 
 def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sampling) -> None:
     """Let an application answer OpenAI's clients; `default` stands in for fields that are left out."""
     created = int(time.time())
 
+    @app.get("/v1/models/{name:path}")
     def describe(name: str) -> dict[str, Any]:
+        """Return what is served under a name."""
         if name not in models:
-            known = ", ".join(models)
-            raise BadRequest(
-                f"there is no model {name!r} here, only {known}", "model", "model_not_found", 404
-            )
+            detail = f"there is no model {name!r} here, only {', '.join(models)}"
+            raise Refused(404, detail, "model", "model_not_found")
         return {"id": name, "object": "model", "created": created, "owned_by": "triptych"}
-
-    @app.exception_handler(BadRequest)
-    def refuse(request: Request, error: BadRequest) -> Response:
-        return openai_error(str(error), error.status, error.param, error.code)
 
     @app.get("/v1/models")
     def list_models() -> dict[str, Any]:
         """List what is served."""
         return {"object": "list", "data": [describe(name) for name in models]}
 
-    app.get("/v1/models/{name:path}")(describe)
-
-    async def respond(kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
-        asked = read_request(kind, await request.body())
-        describe(asked.model)
-        sampling = asked.sampling(default)
-        model = models[asked.model]
-        rows = await asyncio.to_thread(_encode, model, asked)
-        return await _respond(Task(model, asked, sampling, rows))
-
     @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
+    def chat(body: ChatRequest) -> Response:
         """Answer a conversation."""
-        return await respond(ChatRequest, request)
+        describe(body.model)
+        return _respond(body, models[body.model], body.sampling(default))
 
     @app.post("/v1/completions")
-    async def complete(request: Request) -> Response:
+    def complete(body: CompletionRequest) -> Response:
         """Continue texts or token ids."""
-        return await respond(CompletionRequest, request)
+        describe(body.model)
+        return _respond(body, models[body.model], body.sampling(default))
 
 
 def _encode(model: Answerer, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
-    """Return the prompts' token ids. Raises BadRequest."""
+    """Return the prompts' token ids. Raises Refused."""
     try:
         rows = asked.prompts_of(model)
     except ValueError as error:
-        raise BadRequest(str(error), asked.param, "invalid_value") from error
+        raise Refused(400, str(error), asked.param, "invalid_value") from error
     for ids in rows:
         if ids and max(ids) >= len(model.tokenizer):
             known = f"the model has {len(model.tokenizer)} tokens"
-            raise BadRequest(f"prompt: {known}, none is {max(ids)}", asked.param)
+            raise Refused(400, f"prompt: {known}, none is {max(ids)}", asked.param)
         if reason := model.why_too_long(ids) if ids else "the prompt has no token":
-            raise BadRequest(reason, asked.param, "context_length_exceeded")
+            raise Refused(400, reason, asked.param, "context_length_exceeded")
     return rows
 
 
-@dataclass
-class Task:
-    """A request, the model that answers it and how, and the prompts' token ids."""
+def _respond(asked: ChatRequest | CompletionRequest, model: Answerer, sampling: Sampling) -> Response:
+    """Return the answer to a request, whole or as a stream. Raises Refused."""
+    rows = _encode(model, asked)
+    head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": asked.model}
+    keeps_space = isinstance(asked, CompletionRequest)
 
-    model: Answerer
-    asked: ChatRequest | CompletionRequest
-    sampling: Sampling
-    rows: list[list[int]]
+    def answer(tell: TextCallback | None = None) -> list[Answer]:
+        """Return all answers, those to the first prompt first; `tell` gets an answer's index and its text."""
+        answers: list[Answer] = []
+        for ids in rows:
+            first = len(answers)
+            on_text = tell and (lambda number, text, first=first: tell(first + number, text))
+            answers += model.respond(ids, sampling, keeps_space=keeps_space, on_text=on_text)
+        return answers
 
-    def answer(self, ids: list[int], on_text: TextCallback) -> list[Answer]:
-        """Return the answers to one prompt."""
-        if not self.sampling.max_new_tokens:  # the prompt alone is wanted, with its log-probabilities
-            return [Answer("", [], "length", len(ids))] * self.sampling.num_answers
-        keeps_space = isinstance(self.asked, CompletionRequest)
-        return self.model.respond([ids], self.sampling, on_text=on_text, keeps_space=keeps_space)[0]
-
-    def usage(self, answers: list[Answer]) -> dict[str, int]:
-        """Return what the request cost."""
-        num_prompt = sum(map(len, self.rows))
+    def usage(answers: list[Answer]) -> dict[str, int]:
+        num_prompt = sum(map(len, rows))
         num_new = sum(len(answer.token_ids) for answer in answers)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_new,
-            "total_tokens": num_prompt + num_new,
-        }
+        total = num_prompt + num_new
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": total}
 
+    def stream(emit: Emit, is_gone: threading.Event) -> None:
+        """Emit pieces of all answers, their ends, and the usage if asked for."""
+        begun = set()
 
-async def _respond(task: Task) -> Response:
-    asked = task.asked
-    head = {"id": f"{asked.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
-    if asked.stream:
-        lines = _stream(task, head | {"object": asked.chunk_kind})
-        return StreamingResponse(lines, media_type="text/event-stream")
-    try:
-        choices, usage = await asyncio.to_thread(_answer_all, task)
-    except Exception as error:  # a device's or a library's: a client must be told in its own form
-        return openai_error(first_line(error), 500)
-    return JSONResponse(head | {"object": asked.kind, "choices": choices, "usage": usage})
-
-
-def _answer_all(task: Task) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Return the choices of a request, and what they cost."""
-    answers, choices = [], []
-    for ids in task.rows:
-        for answer in task.answer(ids, lambda number, text: False):
-            choice = {"index": len(choices), "finish_reason": _FINISH[answer.finish_reason]}
-            choices.append(choice | task.asked.choice(task.model, ids, answer))
-            answers.append(answer)
-    return choices, task.usage(answers)
-
-
-async def _stream(task: Task, head: dict[str, Any]) -> AsyncIterator[str]:
-    """Yield server-sent events: pieces of all answers, their ends, the usage if asked for, [DONE]."""
-    with_usage = task.asked.stream_options.include_usage
-
-    def work(emit: Emit, is_gone: threading.Event) -> None:
-        answers, begun = [], set()
-
-        def tell(index: int, text: str, finish: str | None) -> bool:
-            piece = task.asked.piece(text, is_first=index not in begun)
+        def tell(index: int, text: str, finish: str | None = None) -> bool:
+            choice = {"index": index, "finish_reason": finish} | asked.piece(text, index not in begun)
             begun.add(index)
-            choice = {"index": index, "finish_reason": finish} | piece
-            emit({"choices": [choice]} | ({"usage": None} if with_usage else {}))
+            emit({"choices": [choice]})
             return is_gone.is_set()
 
-        for ids in task.rows:
-            first = len(answers)
-            of_one = task.answer(ids, lambda number, text, first=first: tell(first + number, text, None))
-            for number, answer in enumerate(of_one):
-                tell(first + number, "", _FINISH[answer.finish_reason])
-            answers += of_one
-            if is_gone.is_set():
-                return
-        if with_usage:
-            emit({"choices": [], "usage": task.usage(answers)})
+        answers = answer(tell)
+        for index, one in enumerate(answers):
+            tell(index, "", one.finish_reason)
+        if asked.stream_options.include_usage:
+            emit({"choices": [], "usage": usage(answers)})
 
+    if asked.stream:
+        lines = _events(stream, head | {"object": asked.chunk_kind})
+        return StreamingResponse(lines, media_type="text/event-stream")
+    choices, answers = [], answer()
+    for index, one in enumerate(answers):
+        shown = asked.choice(model, rows[index // asked.n], one)
+        choices.append({"index": index, "finish_reason": one.finish_reason} | shown)
+    return JSONResponse(head | {"object": asked.kind, "choices": choices, "usage": usage(answers)})
+
+
+async def _events(work: Work, head: dict[str, Any]) -> AsyncIterator[str]:
+    """Yield server-sent events, and [DONE] behind them."""
     try:
         async for event in stream_from_thread(work):
             yield f"data: {json.dumps(head | event, ensure_ascii=False)}\n\n"
-    except Exception as error:
-        yield f"data: {openai_error(first_line(error), 500).body.decode()}\n\n"
+    except Exception as error:  # a device's or a library's: a client must be told in its own form
+        yield f"data: {Refused(500, first_line(error)).answer('/v1').body.decode()}\n\n"
         return
     yield "data: [DONE]\n\n"

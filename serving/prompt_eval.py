@@ -15,12 +15,11 @@ from pathlib import Path
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from common.data.dialogue import Template
 from common.data.example import Message
-from common.data.registry import import_plugins, load_source
+from common.data.registry import import_plugins
 from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.programs import startup
-from serving.answering import AnsweringArguments, load_answerer, load_template
+from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template, read_prompts
 
 QUESTIONS = {
     "English": (
@@ -60,49 +59,6 @@ class PromptEvalArguments(AnsweringArguments):
     seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
 
 
-def read_prompts(args: PromptEvalArguments) -> list[tuple[Message, ...]]:
-    """Return the prompts: built-in questions, or the first ones of --data_path.
-
-    Raises:
-        ValueError: --data_path is no data set, has a row that cannot be read, or no prompt.
-    """
-    if not args.data_path:
-        return [(Message("user", question),) for question in QUESTIONS[args.language]][: args.num_prompts]
-    source = load_source(args.data_path)
-    rows = (source.train[index] for index in range(len(source.train)))
-    prompts = (
-        example.prompt for row in rows for example in source.adapter.to_examples(row) if example.prompt
-    )
-    found = list(itertools.islice(prompts, args.num_prompts))
-    if not found:
-        raise ValueError(f"--data_path {args.data_path} has no prompts; give a data set of questions")
-    return found
-
-
-def answer_all(
-    models: dict[str, str],
-    templates: dict[str, Template],
-    prompts: list[tuple[Message, ...]],
-    args: PromptEvalArguments,
-) -> dict[str, list[list[str]]]:
-    """Return each model's answers to each prompt; one model at a time is loaded. Raises ValueError."""
-    answers = {}
-    for kind, template in templates.items():
-        answerer = load_answerer(
-            models[kind],
-            template,
-            args,
-            max_new_tokens=args.max_new_tokens,
-            top_k=args.top_k,
-            temperature=1.0 if args.num_return_sequences > 1 else 0.0,
-            num_answers=args.num_return_sequences,
-            seed=args.seed,
-        )
-        answers[kind] = answerer.answer(prompts)
-        del answerer
-    return answers
-
-
 def main() -> None:
     """Check, ask all models, print."""
     problems = Problems()
@@ -118,16 +74,29 @@ def main() -> None:
         flag_name = f"--model_name_or_path_{kind}"
         if template := load_template(flag_name, path, args, problems, trained_path=trained):
             templates[kind] = template
+    prompts = [(Message("user", question),) for question in QUESTIONS[args.language]][: args.num_prompts]
     try:
-        prompts = read_prompts(args)
+        if args.data_path:
+            found = itertools.islice(read_prompts(args.data_path), args.num_prompts)
+            prompts = [prompt for prompt, _ in found]
         for prompt, template in itertools.product(prompts, templates.values()):
             template.prompt_text(prompt)  # a chat template may refuse a dialogue
     except ValueError as error:
         problems.add(str(error))
     problems.exit_if_any()
     startup.print_notes(args)
+    sampling = Sampling(
+        args.max_new_tokens,
+        temperature=1.0 if args.num_return_sequences > 1 else 0.0,
+        top_k=args.top_k,
+        num_answers=args.num_return_sequences,
+    )
+    answers = {}
     with startup.as_problem(problems):
-        answers = answer_all(models, templates, prompts, args)
+        for kind, template in templates.items():
+            answerer = load_answerer(models[kind], template, args, sampling, seed=args.seed)
+            answers[kind] = [answerer.answer(prompt) for prompt in prompts]
+            del answerer  # before the next model takes its memory
     for index, prompt in enumerate(prompts):
         print(f"\n{prompt[-1].content}")
         for kind in answers:

@@ -18,7 +18,6 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from fastapi import FastAPI, HTTPException
 from transformers import PreTrainedTokenizerFast
 
 from common.flags.access_token import server_token
@@ -28,7 +27,7 @@ from common.models.value_model import has_saved_head
 from common.programs import startup
 from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
 from common.runs.export import read_metadata
-from serving.web_server import bind, guarded_app, is_loopback, listen, run_server
+from serving.web_server import Guard, Refused, address_of, bind, build_app, is_loopback, run_server
 
 ACCURACY = ("accuracy", "accuracy_low", "accuracy_high", "pairs")  # on held-out pairs, as exported
 
@@ -66,24 +65,27 @@ class ScoreRequest:
     rows: list[dict[str, Any]] | None = None
 
 
-def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -> FastAPI:
+def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -> Guard:
     """Return the web application of a scorer; with a token it answers no request without."""
-    hint = '; expected {"prompts": [texts], "responses": [texts]}'
-    app = guarded_app(max_bytes=args.max_request_bytes, token=token, hint=hint)
+    app = build_app(args.max_request_bytes)
 
     @app.post("/score")
     def score(body: ScoreRequest) -> dict[str, list[float]]:
         """Return a score for each response."""
-        num_prompts, num_responses = len(body.prompts), len(body.responses)
-        if num_prompts != num_responses:
-            raise HTTPException(
-                422, f"{num_prompts} prompts but {num_responses} responses; send one prompt for each response"
-            )
-        if refusal := _why_too_large(body, args):
-            raise HTTPException(413, refusal)
+        num_rows, num_responses = len(body.prompts), len(body.responses)
+        if num_rows != num_responses:
+            detail = f"{num_rows} prompts but {num_responses} responses; send one prompt for each response"
+            raise Refused(422, detail)
+        if num_rows > args.max_request_rows:
+            limit = f"--max_request_rows {args.max_request_rows}"
+            raise Refused(413, f"{num_rows} rows are more than {limit}; send smaller batches")
+        longest = max(map(len, body.prompts + body.responses), default=0)
+        if longest > args.max_text_characters:
+            limit = f"--max_text_characters {args.max_text_characters}"
+            raise Refused(413, f"a text has {longest} characters, more than {limit}; send shorter ones")
         scores = scorer.score(body.prompts, body.responses)
         if not all(map(math.isfinite, scores)):  # JSON has no word for them
-            raise HTTPException(500, "a score is not finite; serve the model with --dtype fp32")
+            raise Refused(500, "a score is not finite; serve the model with --dtype fp32")
         return {"scores": scores}
 
     @app.get("/health")
@@ -91,24 +93,7 @@ def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -
         """Return what is served."""
         return scorer.facts
 
-    return app
-
-
-def _why_too_large(body: ScoreRequest, args: ServeArguments) -> str:
-    """Return why texts are too many or too long, naming the flag; empty when they are not."""
-    if len(body.prompts) > args.max_request_rows:
-        return (
-            f"{len(body.prompts)} rows are more than --max_request_rows {args.max_request_rows}; "
-            "send smaller batches"
-        )
-    for name, texts in (("prompts", body.prompts), ("responses", body.responses)):
-        for index, text in enumerate(texts):
-            if len(text) > args.max_text_characters:
-                return (
-                    f"{name}.{index} has {len(text)} characters, more than --max_text_characters "
-                    f"{args.max_text_characters}"
-                )
-    return ""
+    return Guard(app, token)
 
 
 def load_scorer(args: ServeArguments, config: Any, tokenizer: PreTrainedTokenizerFast) -> RewardScorer:
@@ -149,7 +134,7 @@ def main() -> None:
         )
     with startup.as_problem(problems):
         scorer = load_scorer(args, config, tokenizer)
-    print(f"{name} answers POST {listen(bound)}/score and GET /health; Ctrl-C ends it", flush=True)
+    print(f"{name} answers POST {address_of(bound)}/score and GET /health; Ctrl-C ends it", flush=True)
     run_server(create_app(scorer, args, token=token), bound)
 
 

@@ -8,10 +8,11 @@ import threading
 import unicodedata
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 # They turn text around: what is shown would not be what was said.
@@ -48,61 +49,37 @@ def interruptible() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-class PlainDisplay(contextlib.nullcontext):
-    """Answers as lines of text, each behind its label; a pipe or a file gets them to the letter."""
-
-    def __init__(self, labels: list[str]) -> None:
-        super().__init__()
-        self.labels = labels
-        self._shown = printable if sys.stdout.isatty() else str
-
-    def begin(self, number: int) -> None:
-        """Start the answer of a model."""
-        print(f"{self.labels[number]}> ", end="", flush=True)
+class OneAfterAnother(contextlib.nullcontext):
+    """Texts as they come; a pipe or a file gets them to the letter."""
 
     def add(self, number: int, text: str) -> None:
-        """Show the next piece of the answer."""
-        print(self._shown(text), end="", flush=True)
-
-    def end(self, number: int, note: str) -> None:
-        """Close the answer; `note` is told behind it."""
-        print(f"\n{' ' * len(self.labels[number])}  {note}" if note else "", flush=True)
+        """Show the next piece of a text."""
+        print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
-class SideBySide:
-    """The answers of two models in two columns of a terminal; as a context it draws them, and leaves them."""
+class SideBySide(Live):
+    """Two texts in two columns of a terminal; as a context it draws them as they grow, and leaves them."""
 
-    def __init__(self, labels: list[str], console: Console | None = None) -> None:
-        self.labels, self.console = labels, console or Console(highlight=False)
-
-    def __enter__(self) -> None:
-        self._texts, self._notes = ["", ""], ["", ""]
+    def __init__(self, console: Console | None = None) -> None:
         # A live picture that is taller than the screen cannot be redrawn: it is cut, and printed whole below.
-        self._live = Live(console=self.console, transient=True, get_renderable=self._table)
-        self._live.start()
+        console = console or Console(highlight=False)
+        self._texts: list[Text] = []
+        super().__init__(console=console, transient=True, get_renderable=self._table)
 
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
+    def __enter__(self) -> "SideBySide":
+        # Text objects, never markup: [red] in an answer is an answer's.
+        self._texts = [Text(overflow="fold"), Text(overflow="fold")]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         self.console.print(self._table())
 
-    def begin(self, number: int) -> None:
-        """Start the answer of a model."""
-
     def add(self, number: int, text: str) -> None:
-        """Show the next piece of the answer."""
-        self._texts[number] += printable(text)
-
-    def end(self, number: int, note: str) -> None:
-        """Close the answer; `note` is told under it."""
-        self._notes[number] = note
+        """Show the next piece of a text."""
+        self._texts[number].append(printable(text))
 
     def _table(self) -> Table:
-        table = Table.grid(expand=True, padding=(0, 2))
-        for _ in self.labels:
-            table.add_column(ratio=1)
-        # Text objects, never markup: [red] in an answer is an answer's.
-        table.add_row(*(Text(label, style="bold", overflow="fold") for label in self.labels))
-        table.add_row(*map(Text, self._texts))
-        if any(self._notes):
-            table.add_row(*(Text(note, style="dim") for note in self._notes))
+        table = Table.grid(Column(ratio=1), Column(ratio=1), expand=True, padding=(0, 2))
+        table.add_row(*self._texts)
         return table

@@ -1,23 +1,31 @@
-"""PURE: text out of tokens that come one by one: what has been told never changes, and all of it together is
+"""PURE: an answer out of tokens that come one by one: what has been told never changes, and all of it is
 the text that a decoder gives for all tokens at once.
 """
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 _HALF = "\ufffd"  # what a decoder gives for bytes that are no whole character, or none yet
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# "does n't" becomes "doesn't" where a tokenizer tidies up: so many characters may still move.
-_TIDIED_CHARACTERS = 4
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said, and why it stopped there."""
+
+    text: str
+    token_ids: list[int]  # as sampled, the stop token included
+    finish_reason: str  # "stop": it was at its end, or at a stop text; "length": at the limit; "cancelled"
 
 
 class TextStream:
     """The text of one answer as it grows, told to `on_text`; a stop token is no part of it.
 
     Held back is what later tokens may change: the bytes of half a character, white space that may be the end,
-    a beginning of one of the texts `stop`, and some characters where the tokenizer tidies up. White space
-    around an answer is dropped, unless the stream `keeps_space`.
+    and a beginning of one of the texts `stop`. White space around an answer is dropped, unless the stream
+    `keeps_space`. A tokenizer's tidying ("does n't" becomes "doesn't") is left out: it moves what was told.
     """
 
     def __init__(
@@ -30,7 +38,6 @@ class TextStream:
     ) -> None:
         """`on_text` returns whether no more text is wanted."""
         self.tokenizer, self.stop, self.keeps_space, self.on_text = tokenizer, stop, keeps_space, on_text
-        self.num_unsettled = _TIDIED_CHARACTERS if tokenizer.clean_up_tokenization_spaces else 0
         self.token_ids: list[int] = []
         self.told = ""
         self.is_stopped = False  # one of `stop` was found: no more tokens are wanted
@@ -38,28 +45,26 @@ class TextStream:
 
     def add(self, token_ids: Sequence[int]) -> bool:
         """Take new tokens; return whether the answer shall end with them."""
-        if not self.is_stopped:
-            self.token_ids += [i for i in token_ids if i != self.tokenizer.eos_token_id]
-            text = self._decode(self.token_ids[: self._num_settled_tokens()]).rstrip(_HALF)
-            self._tell(text[: len(text) - self.num_unsettled], is_whole=False)
+        self.token_ids += token_ids
+        self._tell(self._decode(self.token_ids[: self._num_settled_tokens()]).rstrip(_HALF), is_whole=False)
         return self.is_stopped or self.is_cancelled
 
-    def finish(self, token_ids: Sequence[int], *, is_finished: bool) -> tuple[str, str]:
-        """Return the whole answer and why it ended; its tokens are taken now if none was before."""
-        if not self.token_ids:
-            self.add(token_ids)
-        if not self.is_stopped:
-            self._tell(self._decode(self.token_ids), is_whole=True)
-        if self.is_cancelled:
-            return self.told, "cancelled"
-        return self.told, "stop" if self.is_stopped or is_finished else "length"
+    def finish(self) -> Answer:
+        """Tell the rest, and return the whole answer."""
+        self._tell(self._decode(self.token_ids), is_whole=True)
+        is_finished = self.is_stopped or self.token_ids[-1:] == [self.tokenizer.eos_token_id]
+        reason = "cancelled" if self.is_cancelled else "stop" if is_finished else "length"
+        return Answer(self.told, self.token_ids, reason)
 
     def _decode(self, token_ids: list[int]) -> str:
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        said = [i for i in token_ids if i != self.tokenizer.eos_token_id]
+        text = self.tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text if self.keeps_space else text.lstrip()
 
     def _tell(self, text: str, *, is_whole: bool) -> None:
         """Tell what is new and certain in a text that is all of the answer or its beginning."""
+        if self.is_stopped or self.is_cancelled:
+            return
         stops = [index for index in map(text.find, self.stop) if index >= 0]
         if stops:
             self.is_stopped, text = True, text[: min(stops)]
@@ -69,7 +74,7 @@ class TextStream:
             text = text.rstrip()
         new = text[len(self.told) :] if text.startswith(self.told) else ""
         self.told += new
-        if new and self.on_text and not self.is_cancelled:
+        if new and self.on_text:
             self.is_cancelled = self.on_text(new)
 
     def _num_settled_tokens(self) -> int:

@@ -1,16 +1,18 @@
 """What the web servers share: where they listen, whom they answer, how an error looks, how a stream is sent.
 
-Token, origin and size are looked at before a body is held in memory: FastAPI's own dependencies come later.
+Token and origin are looked at before a body is read: FastAPI's own dependencies come later.
 """
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
+import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -18,9 +20,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import HTTPConnection
 
-from common.flags.problems import Problems
+from common.flags.problems import Problems, shortened
+from common.ranks.failures import first_line
 
 # A page may load its own files and ask its own server; it runs nothing that stands in a text.
 _POLICY = (
@@ -34,24 +36,20 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-
-Refuse = Callable[[HTTPConnection, int, str], Response]  # of a request, status and detail: the error's form
+_LOOPBACK_NAMES = ("127.0.0.1", "[::1]", "localhost")
+_OPENAI_CODES = {"extra_forbidden": "unsupported_parameter", "missing": "missing_required_parameter"}
+_OPENAI_KINDS = {401: "authentication_error", 403: "permission_error", 500: "server_error"}
 
 # ---- where it listens
 
 
 def bind(host: str, port: int, problems: Problems) -> socket.socket | None:
-    """Return a socket that is bound but does not listen yet, or None after adding why there is none."""
+    """Return a socket with which requests wait from here on, or None after adding why there is none."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that just ended leaves traces
-        bound.bind(address)
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
         problems.add(f"--host {host} --port {port}: {error}; choose another port, 0 for any free one")
         return None
-    return bound
 
 
 def is_loopback(bound: socket.socket) -> bool:
@@ -59,92 +57,99 @@ def is_loopback(bound: socket.socket) -> bool:
     return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 
-def listen(bound: socket.socket) -> str:
-    """Let requests wait from here on, and return the server's address."""
-    bound.listen()
+def address_of(bound: socket.socket) -> str:
+    """Return the server's address."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run_server(app: FastAPI, bound: socket.socket) -> None:
+def run_server(app: Callable, bound: socket.socket) -> None:
     """Answer until Ctrl-C; a page that still waits for an answer does not keep the server from ending."""
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     uvicorn.Server(config).run(sockets=[bound])
 
 
-# ---- whom it answers, and how an error looks
+# ---- how an error looks
 
 
-def refuse_plainly(request: HTTPConnection, status: int, detail: str) -> Response:
-    """Return an error as `{"detail": ...}`."""
-    return JSONResponse({"detail": detail}, status_code=status)
+class Refused(HTTPException):
+    """A request that is not met: HTTP's status, what is wrong, and what to do.
 
-
-def guarded_app(*, max_bytes: int, refuse: Refuse = refuse_plainly, hint: str = "", **limits: Any) -> FastAPI:
-    """Return an application without routes behind a `Guard`, which gets the `limits`.
-
-    Every error is one line of JSON in the form of `refuse`; `hint` ends those of a malformed body.
+    `param` names the field and `code` is OpenAI's word, for the clients of its protocol.
     """
+
+    def __init__(self, status: int, detail: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(status, detail, {"www-authenticate": "Bearer"} if status == 401 else None)
+        self.param, self.code = param, code
+
+    def __str__(self) -> str:
+        return self.detail
+
+    def answer(self, path: str) -> JSONResponse:
+        """Return `{"detail": ...}`, or what OpenAI's clients read where the path is theirs."""
+        content: dict[str, Any] = {"detail": self.detail}
+        if f"{path}/".startswith("/v1/"):
+            kind = _OPENAI_KINDS.get(self.status_code, "invalid_request_error")
+            error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+            content = {"error": error}
+        return JSONResponse(content, self.status_code, self.headers)
+
+
+def build_app(max_request_bytes: int) -> FastAPI:
+    """Return an application without routes; a longer body is not read, every error is one line of JSON."""
     # No page of documentation: it would load scripts from elsewhere.
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Guard, max_bytes=max_bytes, refuse=refuse, **limits)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=max_request_bytes)
 
     @app.exception_handler(RequestValidationError)
     def refuse_body(request: Request, error: RequestValidationError) -> Response:
-        """Say what is wrong; the library's own answer repeats the whole request."""
-        causes = (f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors())
-        return refuse(request, 422, "; ".join(causes) + hint)
+        """Say what is wrong first; the library's own answer repeats the whole request."""
+        wrong = error.errors()[0]
+        shown = "" if wrong["type"] == "missing" else f" {shortened(repr(wrong['input']))}"
+        detail = f"{'.'.join(map(str, wrong['loc']))}{shown}: {wrong['msg'].removeprefix('Value error, ')}"
+        status = 400 if request.url.path.startswith("/v1/") else 422
+        param = ".".join(map(str, wrong["loc"][1:])) or None
+        code = _OPENAI_CODES.get(wrong["type"], "invalid_value")
+        return Refused(status, detail, param, code).answer(request.url.path)
 
     @app.exception_handler(HTTPException)
-    def refuse_request(request: Request, error: HTTPException) -> Response:
-        details = {
-            404: f"there is nothing at {request.url.path}",
-            405: f"{request.method} is not answered at {request.url.path}",
-        }
-        response = refuse(request, error.status_code, details.get(error.status_code, error.detail))
-        response.headers.update(error.headers or {})
-        return response
+    def refuse(request: Request, error: HTTPException) -> Response:
+        if not isinstance(error, Refused):
+            detail = _too_long(max_request_bytes) if error.status_code == 413 else error.detail
+            error = Refused(error.status_code, f"{request.method} {request.url.path}: {detail}")
+        return error.answer(request.url.path)
+
+    @app.exception_handler(Exception)
+    def report(request: Request, error: Exception) -> Response:
+        """Tell of a device's or a library's error; the server's log has all of it."""
+        return Refused(500, first_line(error)).answer(request.url.path)
 
     return app
 
 
+def _too_long(max_request_bytes: int) -> str:
+    return f"the body has more than --max_request_bytes {max_request_bytes}; send less at once"
+
+
+# ---- whom it answers
+
+
+@dataclass
 class Guard:
-    """An ASGI application before another: it looks at a request before its body is read, and adds headers to
+    """An ASGI application around another: it looks at a request before its body is read, and adds headers to
     all answers.
 
-    `host_names` are the names by which a browser may have come here; a server on the loopback takes its own
-    names alone, for a foreign name that leads here is DNS rebinding. None: any name. A request with an Origin
-    must come from this very server's page. With a `token` it must bear that, but for `open_paths`. Its body
-    has at most `max_bytes`: one that announces more is not read at all, of another no more is read.
+    A server that `is_local` takes the names of the loopback alone, for a foreign name that leads here is DNS
+    rebinding. A request with an Origin must come from this very server's page. With a `token` it must bear
+    that, but for `open_paths`. A body that announces more than the application takes is not read at all.
     """
 
-    def __init__(
-        self,
-        app: Any,
-        *,
-        max_bytes: int,
-        refuse: Refuse,
-        token: str = "",
-        open_paths: frozenset[str] = frozenset(),
-        host_names: frozenset[str] | None = None,
-    ) -> None:
-        self.app, self.max_bytes, self.refuse = app, max_bytes, refuse
-        self.token, self.open_paths, self.host_names = token, open_paths, host_names
+    app: FastAPI
+    token: str
+    is_local: bool = False
+    open_paths: Collection[str] = ()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Refuse the request or pass it on."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        num_read = 0
-
-        async def receive_counted() -> dict[str, Any]:
-            nonlocal num_read
-            message = await receive()
-            num_read += len(message.get("body", b""))
-            if num_read > self.max_bytes:
-                raise self._too_long()
-            return message
 
         async def send_with_headers(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -152,46 +157,32 @@ class Guard:
             await send(message)
 
         app = self.app
-        try:
-            self._check(scope["path"], Headers(scope=scope))
-        except HTTPException as error:
-            app = self.refuse(HTTPConnection(scope), error.status_code, error.detail)
-            app.headers.update(error.headers or {})
-        await app(scope, receive_counted, send_with_headers)
+        if scope["type"] == "http":
+            try:
+                self._check(scope["path"], Headers(scope=scope))
+            except Refused as refused:
+                app = refused.answer(scope["path"])
+        await app(scope, receive, send_with_headers)
 
     def _check(self, path: str, headers: Headers) -> None:
-        """Raise HTTPException for a request that is not answered."""
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if self.host_names is not None and _name_and_authority(f"//{host}")[0] not in self.host_names:
-            names = ", ".join(sorted(self.host_names))
+        """Raise Refused for a request that is not answered."""
+        host, origin = headers.get("host", "").lower(), headers.get("origin")
+        if self.is_local and re.sub(r":\d*$", "", host) not in _LOOPBACK_NAMES:
+            names = ", ".join(_LOOPBACK_NAMES)
             detail = f"the host {host!r} is none of this server's names ({names}); open it by one of them"
-            raise HTTPException(403, detail)
-        if origin is not None and _name_and_authority(origin)[1] != host.lower():
-            raise HTTPException(403, f"the origin {origin!r} is another site than this server")
+            raise Refused(403, detail)
+        if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
+            raise Refused(403, f"the origin {origin!r} is another site than this server")
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            raise HTTPException(403, "another site's page sent this request; use this server's own page")
+            raise Refused(403, "another site's page sent this request; use this server's own page")
         scheme, _, given = headers.get("authorization", "").partition(" ")
         # In constant time: how long a comparison takes must not tell how much of a guess is right.
         is_right = hmac.compare_digest(given.strip().encode("latin-1"), self.token.encode())
         if self.token and path not in self.open_paths and not (is_right and scheme.lower() == "bearer"):
-            detail = "give the server's token: Authorization: Bearer TOKEN"
-            raise HTTPException(401, detail, {"www-authenticate": "Bearer"})
+            raise Refused(401, "give the server's token: Authorization: Bearer TOKEN")
         told = headers.get("content-length", "")
-        if told.isdecimal() and int(told) > self.max_bytes:
-            raise self._too_long()
-
-    def _too_long(self) -> HTTPException:
-        detail = f"the body has more than --max_request_bytes {self.max_bytes}; send less at once"
-        return HTTPException(413, detail, {"connection": "close"})  # the rest of it is not read
-
-
-def _name_and_authority(address: str) -> tuple[str, str]:
-    """Return a host's name, and the name with its port; empty where the address is none."""
-    try:
-        parts = urlsplit(address.lower())
-        return parts.hostname or "", parts.netloc
-    except ValueError:
-        return "", ""
+        if told.isdecimal() and int(told) > self.app.max_body_size:
+            raise Refused(413, _too_long(self.app.max_body_size))
 
 
 # ---- streams
@@ -203,15 +194,11 @@ _END = object()
 
 async def stream_from_thread(work: Work) -> AsyncIterator[Any]:
     """Yield what `work` emits in a thread, in order, until it returns; raise what it raises."""
-    loop, items = asyncio.get_running_loop(), asyncio.Queue[Any]()
-    is_gone = threading.Event()
+    loop, items, is_gone = asyncio.get_running_loop(), asyncio.Queue[Any](), threading.Event()
 
     def put(item: Any) -> None:
-        if not is_gone.is_set():
-            try:
-                loop.call_soon_threadsafe(items.put_nowait, item)
-            except RuntimeError:  # the server has ended, and its loop with it
-                is_gone.set()
+        with contextlib.suppress(RuntimeError):  # the server has ended, and its loop with it
+            loop.call_soon_threadsafe(items.put_nowait, item)
 
     def run() -> None:
         try:

@@ -10,11 +10,11 @@ alone.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.models.tensor_ops import Rate, wilson_interval
+from common.models.tensor_ops import wilson_interval
 
 ELO_PER_FACTOR_10 = 400.0  # a rating difference of 400 means odds of 10 to 1
 MEAN_RATING = 1000.0
@@ -23,6 +23,7 @@ PRIOR_DRAWS = 1.0
 _SMALLEST_CHANGE = 1e-9  # of a log-strength
 _LARGEST_STEP = 1.0  # Newton's own step may jump over the maximum
 _MAX_ROUNDS = 200
+_NUM_RESAMPLES = 200
 
 
 class Outcome(NamedTuple):
@@ -33,62 +34,42 @@ class Outcome(NamedTuple):
     score: float
 
 
-class Duel(NamedTuple):
-    """What the judgements of two models with one another came to."""
+def duels(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """Return a row for each two models that met, by name; neither order of a pair counts apart.
 
-    first: str
-    second: str
-    first_wins: int
-    second_wins: int
-    ties: int
-    first_rate: Rate  # of the decided ones
-
-
-class Rating(NamedTuple):
-    """A model's strength on the Elo scale, with the 95 % interval of a bootstrap over judgements."""
-
-    model: str
-    rating: float
-    low: float
-    high: float
-    num_judgements: int
-
-
-def duels(outcomes: Iterable[Outcome]) -> list[Duel]:
-    """Return a row for each two models that met, by name; neither order of a pair counts apart."""
+    `first_rate` is the first one's share of the decided ones, with Wilson's interval.
+    """
     counts: dict[tuple[str, str], Counter[float]] = {}
     for first, second, score in outcomes:
         if first > second:
             first, second, score = second, first, 1 - score
         counts.setdefault((first, second), Counter())[score] += 1
-    return [
-        Duel(first, second, of[1], of[0], of[0.5], wilson_interval(of[1], of[1] + of[0]))
-        for (first, second), of in sorted(counts.items())
-    ]
+    rows = []
+    for (first, second), of in sorted(counts.items()):
+        row = {"first": first, "second": second, "first_wins": of[1], "second_wins": of[0], "ties": of[0.5]}
+        rows.append(row | {"first_rate": wilson_interval(of[1], of[1] + of[0])._asdict()})
+    return rows
 
 
-def bradley_terry(
-    counts: Mapping[Outcome, int], weights: np.ndarray, prior_draws: float = PRIOR_DRAWS
-) -> dict[str, np.ndarray]:
+def bradley_terry(counts: Mapping[Outcome, int], weights: np.ndarray) -> dict[str, np.ndarray]:
     """Return each model's rating (R,) where outcomes, the keys of `counts`, were seen `weights` (R, K) times.
 
     The maximum of the likelihood in which i beats j with probability sigmoid(s_i - s_j) (R. A. Bradley and
-    M. E. Terry 1952), by Newton's method on the log-strengths s. `prior_draws` against an average model keep
-    it finite; with 0 only differences of ratings mean something, and their mean is MEAN_RATING.
+    M. E. Terry 1952), by Newton's method on the log-strengths s.
     """
     names = sorted({name for outcome in counts for name in outcome[:2]})
     # (K, M): 1 for the first, -1 for the second, so that a product with it is s_i - s_j
     contrast = np.array([[(o.first == n) - (o.second == n) for n in names] for o in counts], dtype=float)
     scores = np.array([outcome.score for outcome in counts])
+    # The draws against an average model, of strength 0, are rows like any other.
+    contrast = np.vstack([contrast, np.eye(len(names))])
+    scores = np.append(scores, np.full(len(names), 0.5))
+    weights = np.hstack([weights, np.full((len(weights), len(names)), PRIOR_DRAWS)])
     strength = np.zeros((len(weights), len(names)))
-    # Where only differences count, a step may have no part that moves all alike.
-    anchor = 0.0 if prior_draws else 1.0
     for _ in range(_MAX_ROUNDS):
-        wins, against_average = _sigmoid(strength @ contrast.T), _sigmoid(strength)
-        gradient = (weights * (scores - wins)) @ contrast + prior_draws * (0.5 - against_average)
-        curvature = contrast.T @ ((weights * wins * (1 - wins))[..., None] * contrast) + anchor
-        prior_curvature = prior_draws * against_average * (1 - against_average)
-        curvature += prior_curvature[..., None] * np.eye(len(names))
+        wins = 0.5 * (1 + np.tanh(0.5 * strength @ contrast.T))  # (R, K + M), a sigmoid
+        gradient = (weights * (scores - wins)) @ contrast
+        curvature = contrast.T @ ((weights * wins * (1 - wins))[..., None] * contrast)
         step = np.linalg.solve(curvature, gradient[..., None])[..., 0].clip(-_LARGEST_STEP, _LARGEST_STEP)
         strength += step
         if np.abs(step).max() < _SMALLEST_CHANGE:
@@ -96,12 +77,9 @@ def bradley_terry(
     return dict(zip(names, MEAN_RATING + ELO_PER_FACTOR_10 / math.log(10.0) * strength.T, strict=True))
 
 
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return 0.5 * (1 + np.tanh(0.5 * x))
-
-
-def ratings(outcomes: Sequence[Outcome], *, num_resamples: int = 200, seed: int = 0) -> list[Rating]:
-    """Return the models' ratings, the strongest first, with percentiles of `num_resamples` resamples.
+def ratings(outcomes: Sequence[Outcome], *, seed: int = 0) -> list[dict[str, Any]]:
+    """Return a row for each model, the strongest first: its rating on the Elo scale, with percentiles `low`
+    and `high` (95 %) of resamples.
 
     A resample draws as many judgements as there are, with replacement; the same seed gives the same
     intervals.
@@ -111,9 +89,11 @@ def ratings(outcomes: Sequence[Outcome], *, num_resamples: int = 200, seed: int 
     counts = Counter(outcomes)
     seen = np.array([list(counts.values())], dtype=float)
     generator = np.random.default_rng(seed)
-    resamples = generator.multinomial(len(outcomes), seen[0] / len(outcomes), size=num_resamples)  # (R, K)
+    resamples = generator.multinomial(len(outcomes), seen[0] / len(outcomes), size=_NUM_RESAMPLES)  # (R, K)
     rows = []
     for name, (rating, *others) in bradley_terry(counts, np.vstack([seen, resamples])).items():
         low, high = np.quantile(others, [0.025, 0.975]).tolist()
-        rows.append(Rating(name, float(rating), low, high, sum(name in outcome[:2] for outcome in outcomes)))
-    return sorted(rows, key=lambda row: -row.rating)
+        num_judgements = sum(name in outcome[:2] for outcome in outcomes)
+        row = {"model": name, "rating": float(rating), "low": low, "high": high}
+        rows.append(row | {"num_judgements": num_judgements})
+    return sorted(rows, key=lambda row: -row["rating"])

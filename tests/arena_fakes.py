@@ -1,17 +1,16 @@
 """An arena without a model: answerers that say what they are told to, token by token, a token a character."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from fastapi.testclient import TestClient
 
 from common.data.example import Message
-from serving.answering import Answer, Answerer, Sampling, TextCallback, TokenScore
-from serving.arena_app import create_app
-from serving.blind_pairs import BlindPairs, Prompts
+from serving.answering import Answerer, Sampling, TextCallback, TokenScore
+from serving.arena_app import BlindPairs, create_app
 from serving.judgement_store import JudgementStore
-from serving.web_server import LOOPBACK_NAMES
+from serving.text_stream import Answer
 
 MAX_BYTES = 4000
 END = 3  # the token that ends an answer
@@ -45,14 +44,14 @@ class FakeModel(Answerer):
 
     def respond(
         self,
-        rows: Sequence[list[int]],
+        prompt_ids: list[int],
         sampling: Sampling | None = None,
         *,
         keeps_space: bool = False,
         on_text: TextCallback | None = None,
-    ) -> list[list[Answer]]:
+    ) -> list[Answer]:
         self.asked.append(sampling)
-        [prompt_ids], answers = rows, []
+        answers = []
         for number in range(sampling.num_answers):
             text = self.say(self.tokenizer.decode(prompt_ids).split("|")[-1])
             cut = min((text.find(s) for s in sampling.stop if s in text), default=len(text))
@@ -62,18 +61,18 @@ class FakeModel(Answerer):
             told = ""
             for character in text:
                 told += character
-                if on_text(number, character):
+                if on_text and on_text(number, character):
                     reason = "cancelled"
                     break
             end = [END] if reason == "stop" else []
-            answers.append(Answer(told, [*map(ord, told), *end], reason, len(prompt_ids)))
-        return [answers]
+            answers.append(Answer(told, [*map(ord, told), *end], reason))
+        return answers
 
     def score(self, token_ids: list[int], num_top: int) -> list[TokenScore]:
         return [TokenScore(-i / 100, [(i, -0.5)] * num_top) for i in token_ids[1:]]
 
 
-def make_arena(path: Path, prompts: Prompts | None = None, **models: FakeModel) -> BlindPairs:
+def make_arena(path: Path, prompts: Iterator | None = None, **models: FakeModel) -> BlindPairs:
     """Return the rules over a database at `path`, for "left" and "right" unless models are given."""
     models = models or {name: FakeModel(name) for name in ("left", "right")}
     sampling = Sampling(max_new_tokens=60, temperature=0.7)
@@ -82,5 +81,5 @@ def make_arena(path: Path, prompts: Prompts | None = None, **models: FakeModel) 
 
 def make_client(arena: BlindPairs, *, token: str = "", **more) -> TestClient:
     """Return a client of the application on the loopback."""
-    app = create_app(arena, max_request_bytes=MAX_BYTES, token=token, host_names=LOOPBACK_NAMES)
+    app = create_app(arena, max_request_bytes=MAX_BYTES, token=token, is_local=True)
     return TestClient(app, base_url="http://localhost:8080", **more)

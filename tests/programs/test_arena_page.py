@@ -13,8 +13,8 @@ import uvicorn
 from arena_fakes import MAX_BYTES, FakeModel, make_arena
 
 from common.flags.args import Problems
-from serving.arena_app import create_app
-from serving.web_server import LOOPBACK_NAMES, bind
+from serving.arena_app import NewPair, create_app
+from serving.web_server import bind
 
 CHROMIUM = next(
     (p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), ""
@@ -34,8 +34,7 @@ MARKUP = "<img src=x onerror=\"document.title='run'\"><script>document.title='ru
 def serving(arena, *, token: str = "", port: int = 0) -> Iterator[int]:
     """Serve an arena in a thread; give its port."""
     bound = bind("127.0.0.1", port, Problems())
-    bound.listen()
-    app = create_app(arena, max_request_bytes=MAX_BYTES, token=token, host_names=LOOPBACK_NAMES)
+    app = create_app(arena, max_request_bytes=MAX_BYTES, token=token, is_local=True)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
@@ -139,11 +138,11 @@ def test_a_person_judges_pairs_by_mouse_and_keys(open_page, arena):
 
 def test_results_are_shown(open_page, arena):
     for choice in ("better", "better", "worse", "tie", "both_bad"):
-        pair = arena.ask(QUESTION)
+        pair = arena.ask(NewPair(QUESTION))
         for side, text in (("a", GOOD), ("b", POOR)):
             arena.store.set_answer(pair.id, side, text)
         better, worse = ("a", "b") if pair.model_a == "ppo" else ("b", "a")
-        arena.judge(pair.id, {"better": better, "worse": worse}.get(choice, choice))
+        arena.store.judge(pair.id, {"better": better, "worse": worse}.get(choice, choice))
     with serving(arena) as port:
         page = open_page(port)
         page.click("#show-results")

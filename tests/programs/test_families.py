@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from common.data.example import Message
 from common.flags.args import Problems
-from serving.answering import AnsweringArguments, load_answerer, load_template
+from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template
 
 pytestmark = pytest.mark.slow
 
@@ -62,6 +62,6 @@ def test_three_steps(family, run_step, tiny_tokenizer, tmp_path):
         args = AnsweringArguments()
         template = load_template("--path", path, args, problems)
         assert problems.messages == []
-        answerer = load_answerer(path, template, args, max_new_tokens=4)
-        [[text]] = answerer.answer([[Message("user", "How is the weather?")]])
+        answerer = load_answerer(path, template, args, Sampling(4))
+        [text] = answerer.answer([Message("user", "How is the weather?")])
         assert isinstance(text, str)

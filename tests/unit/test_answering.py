@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from common.data.example import Message
 from common.flags.args import Problems
 from common.generation.generate import Generator
-from serving.answering import Answerer, AnsweringArguments, load_answerer, load_template
+from serving.answering import Answerer, AnsweringArguments, Sampling, load_answerer, load_template
 
 QUESTIONS = [
     (Message("user", "How are you today?"),),
@@ -16,10 +16,10 @@ QUESTIONS = [
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
 
 
-def load(folder: str, **sampling) -> Answerer:
+def load(folder: str, *, seed: int | None = None, **sampling) -> Answerer:
     args = AnsweringArguments()
     template = load_template("--path", folder, args, Problems())
-    return load_answerer(folder, template, args, **({"max_new_tokens": 12} | sampling))
+    return load_answerer(folder, template, args, Sampling(**{"max_new_tokens": 12} | sampling), seed=seed)
 
 
 @pytest.fixture
@@ -40,31 +40,31 @@ def test_greedy_answers_are_those_of_transformers(tiny_model_folder, tiny_tokeni
     folder = tiny_model_folder("gpt2")
     model = AutoModelForCausalLM.from_pretrained(folder)
     answerer = load(folder, **GREEDY)
-    for question, answers in zip(QUESTIONS, answerer.answer(QUESTIONS), strict=True):
+    for question in QUESTIONS:
         text = answerer.template.prompt_text(question)
         prompt = tiny_tokenizer(text, return_tensors="pt", return_token_type_ids=False)
         whole = model.generate(**prompt, do_sample=False, max_new_tokens=12, pad_token_id=0)
         reply = whole[0, prompt.input_ids.shape[1] :]
-        assert answers == [tiny_tokenizer.decode(reply, skip_special_tokens=True).strip()]
+        assert answerer.answer(question) == [tiny_tokenizer.decode(reply, skip_special_tokens=True).strip()]
 
 
-def test_answers_of_one_call_are_those_one_by_one(tiny_model_folder):
-    together, alone, free = (load(tiny_model_folder("llama"), num_answers=2, seed=s) for s in (0, 0, None))
-    expected = together.answer(QUESTIONS)
-    assert expected == [alone.answer([question])[0] for question in QUESTIONS]
+def test_a_question_asked_again_gets_other_answers_and_a_seed_the_same(tiny_model_folder):
+    seeded, alike, free = (load(tiny_model_folder("llama"), num_answers=2, seed=s) for s in (0, 0, None))
+    expected = [seeded.answer(question) for question in QUESTIONS]
+    assert expected == [alike.answer(question) for question in QUESTIONS]
     assert len({text for answers in expected for text in answers}) == 6
-    assert expected != together.answer(QUESTIONS), "asked again: other random numbers"
-    assert expected != free.answer(QUESTIONS), "no seed: other random numbers in every process"
+    assert expected[0] != seeded.answer(QUESTIONS[0]), "asked again: other random numbers"
+    assert expected[0] != free.answer(QUESTIONS[0]), "no seed: other random numbers in every process"
 
 
 def test_memory_is_kept_from_turn_to_turn(tiny_model_folder):
     answerer = load(tiny_model_folder("gpt2"), **GREEDY)
     generator = answerer._generator
-    answerer.answer(QUESTIONS)
+    answerer.answer(QUESTIONS[2])
     blocks = [block.data_ptr() for block in generator._step.cache.keys]
-    answerer.answer([(Message("user", "How are you today, you there?"),)])
+    answerer.answer(QUESTIONS[0])
     assert [block.data_ptr() for block in generator._step.cache.keys] == blocks
-    answerer.answer([(Message("user", "fox " * 500),)])
+    answerer.answer((Message("user", "fox " * 500),))
     assert generator._step.cache.max_length == 128, "no more than the model has positions"
 
 
@@ -75,7 +75,7 @@ def test_a_long_conversation_loses_its_oldest_turns_whole(tiny_model_folder, pro
     for number in range(8):
         said += (Message("user", f"What is the weather like on day {number}?"),)
         for head in ((), system):
-            answerer.answer([head + said])
+            answerer.answer(head + said)
             dropped = next(i for i in range(8) if f"day {i}?" in prompts_read[-1])
             assert prompts_read[-1] == answerer.template.prompt_text(head + said[2 * dropped :])
             longer = head + said[2 * max(dropped - 1, 0) :]
@@ -87,7 +87,7 @@ def test_a_long_conversation_loses_its_oldest_turns_whole(tiny_model_folder, pro
 def test_an_answer_fits_into_the_models_positions(tiny_model_folder, prompts_read):
     long_turn = (Message("user", "the quick brown fox " * 100 + "ends here"),)
     greedy = load(tiny_model_folder("gpt2"), temperature=0.0, max_new_tokens=1000)
-    [[text]] = greedy.answer([long_turn])
+    [text] = greedy.answer(long_turn)
     assert prompts_read[-1].endswith("s here\n\nAssistant:")
     assert greedy.sampling.max_new_tokens == 120 and text
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from arena_fakes import FakeModel, make_arena, make_client
 
-from common.data.registry import load_source
-from serving.blind_pairs import draw_prompts
+from serving.answering import read_prompts
+from serving.arena_app import NewPair
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_follow_up_goes_on_from_the_preferred_answer_with_the_same_models(clie
 def test_prompts_of_a_data_set_are_drawn_once_each(path, tmp_path):
     rows = [{"prompt": f"question {i}"} for i in range(5)] + [{"text": "no prompt"}, {"prompt": 3}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = draw_prompts(load_source(str(tmp_path / "rows.jsonl")), random.Random(1))
+    prompts = read_prompts(str(tmp_path / "rows.jsonl"), random.Random(1))
     client = make_client(arena := make_arena(path, prompts))
     assert client.get("/api/state").json() == {"has_prompts": True, "num_models": 2}
     pairs = [arena.store.get(ask(client, draw=True)[0]["id"]) for _ in range(10)]
@@ -135,7 +135,6 @@ def test_a_judgement_sent_twice_counts_once(client):
 def test_a_page_left_open_over_a_restart_is_judged(client, arena, path):
     pair_id = ask(client, text="Hi")[0]["id"]
     lost = arena.store.add_pair((), "typed", "left", "right", {})
-    arena.store.close()
     restarted = make_client(make_arena(path, other=FakeModel("other"), another=FakeModel("another")))
     judged = judge(restarted, pair_id, "b").json()
     assert sorted(judged["models"].values()) == ["left", "right"]
@@ -169,7 +168,9 @@ def test_a_disk_that_takes_nothing_is_said_and_the_judgement_can_be_sent_again(c
     assert judge(client, pair_id, "a").status_code == 200
     arena.models["left"].say = lambda text: run("PRAGMA query_only = ON") and "x"
     events = ask(client, text="Hi")
-    assert events[-1]["event"] == "failed" and "not written" in events[-1]["message"], "during an answer"
+    assert events[-1]["event"] == "failed" and "nothing was written" in events[-1]["message"], (
+        "during an answer"
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_a_disk_that_takes_nothing_is_said_and_the_judgement_can_be_sent_again(c
     [
         ({"text": "x" * 200}, "the prompt has 200 tokens, but prompt and answer together may have 200"),
         ({"text": "refuse me"}, "the chat template refuses this dialogue"),
-        ({"text": "\ud800"}, "lone surrogate"),
+        ({"text": "\ud800"}, "unable to parse raw data as a unicode string"),
         ({"draw": True}, "without --data_path"),
     ],
 )
@@ -200,7 +201,7 @@ def test_who_leaves_during_an_answer_ends_it_and_it_is_not_kept(arena):
         if len(seen) == 4:
             gone.set()
 
-    pair = arena.ask("Hi")
+    pair = arena.ask(NewPair("Hi"))
     arena.answer(pair, emit, gone)
     assert len(seen) == 4 and arena.store.get(pair.id).answer_a is None
     assert len(arena.models[pair.model_b].asked) == 0

@@ -9,6 +9,7 @@ import uvicorn
 
 import arena
 from common.data.example import Message
+from serving.arena_app import NewPair
 from serving.judgement_store import JudgementStore
 
 
@@ -54,10 +55,10 @@ def test_models_are_named_by_their_paths_or_by_names(run, folder, tiny_model_fol
     [(rules, more)] = made
     assert list(rules.models) == [folder, "ppo"] and rules.prompts is None
     assert (rules.sampling.temperature, rules.sampling.max_new_tokens) == (0.5, 9)
-    assert more["host_names"] and not more["token"]
+    assert more["is_local"] and not more["token"]
     assert f"the arena of {folder}, ppo is at http://127.0.0.1:" in out
     assert (tmp_path / "output/arena.sqlite3").is_file()
-    pair = rules.ask("Hi")
+    pair = rules.ask(NewPair("Hi"))
     rules.answer(pair, [].append, threading.Event())
     assert rules.store.get(pair.id).answer_a is not None, "real models answer"
 
@@ -86,8 +87,8 @@ def test_other_machines_need_a_token(run, refused, folder, monkeypatch):
     out = run(folder, "--host", "0.0.0.0", "--port", 0)
     assert "is at http://0.0.0.0:" in out and "s3cret" not in out
     monkeypatch.delenv("TRIPTYCH_TOKEN")
-    resolve = socket.getaddrinfo  # 127.example.org may lead anywhere
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **rest: resolve("0.0.0.0", *more, **rest))
+    create = socket.create_server  # 127.example.org may lead anywhere
+    monkeypatch.setattr(socket, "create_server", lambda address, **more: create(("0.0.0.0", 0), **more))
     words = "--host 127.example.org lets other machines in"
     assert words in refused(folder, "--host", "127.example.org", "--port", 0)
 

@@ -52,9 +52,9 @@ def asked(monkeypatch) -> list[list[tuple[str, str]]]:
     """The conversations that models were asked to answer."""
     found, answer = [], Answerer.answer
 
-    def spy(self, conversations, **more):
-        found.extend([tuple(message) for message in messages] for messages in conversations)
-        return answer(self, conversations, **more)
+    def spy(self, messages, **more):
+        found.append([tuple(message) for message in messages])
+        return answer(self, messages, **more)
 
     monkeypatch.setattr(Answerer, "answer", spy)
     return found
@@ -91,12 +91,12 @@ def test_a_saved_conversation_is_a_row_of_messages_and_no_file_is_written_over(t
 def test_two_models_answer_the_same_and_keep_their_own_thread(talk, folder, tiny_model_folder, asked):
     other = tiny_model_folder("gpt2")
     out, _ = talk("Hi\nWho?\n", folder, "--compare", other, "--temperature", "0")
-    labels = [line[:2] for line in out.splitlines() if line[:3] in ("A> ", "B> ")]
-    assert labels == ["A>", "B>"] * 2
+    labels = [name for line in out.splitlines() for name in (folder, other) if line.startswith(f"{name}> ")]
+    assert labels == [folder, other] * 2
     assert asked[0] == asked[1] == [("user", "Hi")]
     assert asked[2][1] != asked[3][1], "each goes on from its own answer"
     alone, _ = talk("Hi\nWho?\n", other, "--temperature", "0")
-    assert out.split("B> ")[1].split("\nA> ")[0].strip() == alone.split("bot> ")[1].strip()
+    assert out.split(f"{other}> ")[1].split(f"\n{folder}> ")[0].strip() == alone.split("bot> ")[1].strip()
 
 
 def test_scores_are_those_of_the_reward_server(talk, folder, reward):
@@ -110,19 +110,20 @@ def test_scores_are_those_of_the_reward_server(talk, folder, reward):
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_program(talk, folder, monkeypatch):
-    before, add = signal.getsignal(signal.SIGINT), chat.PlainDisplay.add
+    before, add = signal.getsignal(signal.SIGINT), chat.OneAfterAnother.add
     calls = []
 
     def press(self, number, text):
         add(self, number, text)
         calls.append(text)
-        if len(calls) == 2:
+        if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(chat.PlainDisplay, "add", press)
+    monkeypatch.setattr(chat.OneAfterAnother, "add", press)
     out, _ = talk("Hi\nHo\n", folder)
     cut, whole = out.split("bot> ")[1:]
-    assert cut.strip() == "".join(calls[:2]) and len(calls) > 4 and whole.strip() == "".join(calls[2:])
+    assert calls[0] == calls[4] == "bot> " and cut == "".join(calls[1:4]) and calls[3] == "\n"
+    assert len(calls) > 7 and whole == "".join(calls[5:])
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -149,12 +150,10 @@ def test_a_terminal_is_never_given_orders_by_a_model():
 
 def test_side_by_side_keeps_markup_as_text():
     file = io.StringIO()
-    display = SideBySide(["one", "two"], Console(file=file, width=60, force_terminal=False))
-    with display:
+    with SideBySide(Console(file=file, width=60, force_terminal=False)) as display:
         for number, text in enumerate(("[red]left[/red] \x1b[31m", "right")):
-            display.begin(number)
-            display.add(number, text)
-            display.end(number, f"score {number}")
+            display.add(number, f"{text}\n")
+            display.add(number, f"score {number}")
     lines = file.getvalue().splitlines()
     assert "[red]left[/red] \ufffd[31m" in file.getvalue()
     [row] = [line for line in lines if "[red]left" in line]

@@ -19,7 +19,7 @@ from common.models.model_inputs import build_model_inputs
 from common.models.value_model import load_value_model
 from common.runs import durable_files
 from common.runs.export import ExportFailed, read_metadata, save_adapter, save_export
-from serving.answering import AnsweringArguments, load_answerer, load_template
+from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -126,7 +126,7 @@ def test_an_adapter_is_the_exported_model_for_peft_and_for_us(
         problems, args = Problems(), AnsweringArguments(dtype="fp32")
         template = load_template("--path", adapter, args, problems)
         assert template.name == "plain" and len(template.tokenizer) == len(tokenizer) == 321
-        ours = load_answerer(adapter, template, args, max_new_tokens=4).model
+        ours = load_answerer(adapter, template, args, Sampling(4)).model
     weights = ours.state_dict()
     assert all(weights[name].equal(weight) for name, weight in export.state_dict().items())
 

@@ -13,7 +13,8 @@ import pytest
 
 from common.data.adapters.row_forms import read_row
 from common.data.example import Message
-from serving.judgement_store import JudgementStore, Refused, export_pairs
+from serving.judgement_store import JudgementStore, export_pairs
+from serving.web_server import Refused
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = (Message("user", "Hi\n\nHuman: <b>?"),)
@@ -38,7 +39,6 @@ def test_a_judgement_is_there_when_the_file_is_opened_again(path):
     pair_id = answered(store)
     assert store.get(pair_id).choice is None
     assert store.judge(pair_id, "b").choice == "b"
-    store.close()
     [pair] = JudgementStore(path).judged()
     assert (pair.id, pair.choice, pair.answer_b, pair.model_b) == (pair_id, "b", "no", "m2")
     assert pair.prompt == PROMPT
@@ -77,14 +77,6 @@ def test_of_judges_at_once_one_is_taken(path):
         list(pool.map(judge, range(4)))
     kept = {pair.id: pair.choice for pair in stores[0].judged()}
     assert set(taken) == set(kept.items()) and len(kept) == 10
-
-
-def test_a_failed_transaction_is_over(path):
-    store = JudgementStore(path)
-    pair_id = answered(store)
-    with pytest.raises(Refused):
-        store.judge(pair_id, "perhaps")
-    assert store.judged() == [] and store.judge(pair_id, "a").choice == "a"
 
 
 def other_database(path: Path) -> None:

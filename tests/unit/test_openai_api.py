@@ -1,14 +1,12 @@
 """OpenAI's protocol: its own client against our application, what is honoured and what is refused."""
 
-import json
-
 import openai
 import pytest
 import torch
 from arena_fakes import END, FakeModel, make_arena, make_client
 
 from common.flags.args import Problems
-from serving.answering import Answerer, AnsweringArguments, load_answerer, load_template
+from serving.answering import Answerer, AnsweringArguments, Sampling, load_answerer, load_template
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -105,11 +103,11 @@ def test_log_probabilities_of_a_prompt_alone(ours):
 
 
 def test_log_probabilities_of_an_answer_have_its_end(ours):
-    answer = ours.chat.completions.create(model="left", messages=HI, logprobs=True, top_logprobs=2)
-    content = answer.choices[0].logprobs.content
-    assert "".join(entry.token for entry in content) == "left heard Hi" + chr(END)
-    assert content[0].logprob == -1.08 and len(content[0].top_logprobs) == 2
-    assert ours.completions.create(model="left", prompt="x", logprobs=0).choices[0].logprobs.tokens[0] == "l"
+    [choice] = ours.completions.create(model="left", prompt="Hi", max_tokens=20, logprobs=2).choices
+    assert "".join(choice.logprobs.tokens) == "left heard Hi" + chr(END)
+    assert choice.logprobs.token_logprobs[0] == -1.08 and len(choice.logprobs.top_logprobs) == 14
+    [plain] = ours.completions.create(model="left", prompt="x", logprobs=0).choices
+    assert plain.logprobs.tokens[0] == "l" and plain.logprobs.top_logprobs is None
 
 
 # ---- refusals, in OpenAI's form
@@ -118,17 +116,17 @@ def test_log_probabilities_of_an_answer_have_its_end(ours):
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools [{'type': 'function'}]: Extra inputs"),
         ({"temperature": -1}, "temperature", "temperature -1: Input should be greater than or equal to 0"),
         ({"max_tokens": 61}, "max_tokens", "more than this server's --max_new_tokens 60"),
-        ({"stream": True, "logprobs": True}, "logprobs", "together with stream"),
+        ({"logprobs": True}, "logprobs", "Input should be False"),
         ({"messages": [*HI, {"role": "assistant", "content": "x"}]}, "messages", "must end with"),
         ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages.0.content.0.type", "text"),
         ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages", "template refuses"),
     ],
 )  # fmt: skip
 def test_what_is_not_honoured_is_refused_by_its_name(client, models, body, param, words):
-    answer = client.post("/v1/chat/completions", content=json.dumps({"model": "left", "messages": HI} | body))
+    answer = post(client, **body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param and words in error["message"]
     assert error["type"] == "invalid_request_error" and models["left"].asked == []
@@ -139,7 +137,7 @@ def test_what_is_not_honoured_is_refused_by_its_name(client, models, body, param
     [
         ({"prompt": [0x110000]}, "the model has 1114112 tokens, none is 1114112"),
         ({"prompt": "x", "max_tokens": 0}, "leaves nothing to answer without echo"),
-        ({"prompt": "x", "stream": True, "echo": True}, "echo is not supported together with stream"),
+        ({"prompt": "x", "stream": True, "echo": True}, "not supported together with stream"),
     ],
 )
 def test_completions_that_are_refused(client, body, words):
@@ -170,7 +168,7 @@ def test_errors_of_the_server_have_openais_form_too(client, models):
     streamed = post(client, stream=True).text
     assert '"message":"no memory"' in streamed and "[DONE]" not in streamed
     assert post(client, model="third").status_code == 404
-    assert client.post("/v1/chat/completions", content="{").json()["error"]["message"].startswith("the body")
+    assert client.post("/v1/chat/completions", content="{").json()["error"]["message"].startswith("body")
     too_long = post(client, messages=[{"role": "user", "content": "x" * 200}]).json()["error"]
     assert (
         too_long["code"] == "context_length_exceeded" and "the prompt has 200 tokens" in too_long["message"]
@@ -186,7 +184,7 @@ def test_errors_of_the_server_have_openais_form_too(client, models):
 def load(folder: str) -> Answerer:
     args = AnsweringArguments()
     template = load_template("--models", folder, args, Problems())
-    return load_answerer(folder, template, args, max_new_tokens=60)
+    return load_answerer(folder, template, args, Sampling(60))
 
 
 def test_a_real_model_honours_the_seed_and_scores_its_own_words(tiny_model_folder, tmp_path):
@@ -201,9 +199,11 @@ def test_a_real_model_honours_the_seed_and_scores_its_own_words(tiny_model_folde
     assert len({first.message.content, other.message.content, free.message.content}) == 3
     pieces = client.chat.completions.create(model="tiny", messages=HI, max_tokens=12, seed=5, stream=True)
     assert "".join(p.choices[0].delta.content or "" for p in pieces) == first.message.content
-    [greedy] = ask(temperature=0, logprobs=True, top_logprobs=1)
-    for entry in greedy.logprobs.content:
-        assert entry.logprob == entry.top_logprobs[0].logprob and entry.token == entry.top_logprobs[0].token
+    greedy = (
+        client.completions.create(model="tiny", prompt="Hi", temperature=0, logprobs=1).choices[0].logprobs
+    )
+    for token, logprob, top in zip(greedy.tokens, greedy.token_logprobs, greedy.top_logprobs, strict=True):
+        assert top == {token: logprob}
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])

@@ -7,7 +7,7 @@ import pytest
 from common.data.example import Message
 from common.flags.args import Problems
 from serving import prompt_eval
-from serving.answering import load_answerer, load_template
+from serving.answering import Sampling, load_answerer, load_template
 from serving.prompt_eval import PromptEvalArguments
 
 QUESTIONS = ("How are you today?", "What is the weather like?", "Who are you?")
@@ -38,11 +38,12 @@ def test_all_models_answers_stand_below_each_prompt(folders, rows_path, monkeypa
     flags = ["--data_path", rows_path, "--num_prompts", "2", "--max_new_tokens", "8"]
     ask(monkeypatch, *folders.values(), *flags, "--num_return_sequences", "2")
     args, expected = PromptEvalArguments(), ""
-    sampling = {"max_new_tokens": 8, "top_k": 4, "num_answers": 2, "seed": args.seed}
+    sampling = Sampling(8, top_k=4, num_answers=2)
     answers = {}
     for kind, folder in folders.items():
-        answerer = load_answerer(folder, load_template("--path", folder, args, Problems()), args, **sampling)
-        answers[kind] = answerer.answer([(Message("user", q),) for q in QUESTIONS[:2]])
+        template = load_template("--path", folder, args, Problems())
+        answerer = load_answerer(folder, template, args, sampling, seed=args.seed)
+        answers[kind] = [answerer.answer((Message("user", q),)) for q in QUESTIONS[:2]]
     for index, question in enumerate(QUESTIONS[:2]):
         expected += f"\n{question}\n"
         for kind in folders:

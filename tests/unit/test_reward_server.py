@@ -141,7 +141,7 @@ def test_a_port_in_use_and_all_else_are_told_before_a_model_is_loaded(
     for words in (
         "error: 4 problems",
         f"--port {port}: ",
-        "in use; choose another port",
+        "already in use",
         "--batch_size 0",
         "no trained score head; give the export/ folder of step 2",
         "--max_seq_len: 999 tokens are more than the model's 128",

@@ -11,7 +11,7 @@ from common.flags.args import Problems
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
-from serving.answering import Answerer, AnsweringArguments, load_answerer, load_template
+from serving.answering import Answerer, AnsweringArguments, Sampling, load_answerer, load_template
 
 PROMPTS = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10], [0, 11, 12, 13]])
 MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]]).bool()
@@ -29,7 +29,7 @@ def generator(tiny_model_folder) -> Generator:
 def answerer(tiny_model_folder) -> Answerer:
     folder, args = tiny_model_folder("llama"), AnsweringArguments()
     template = load_template("--path", folder, args, Problems())
-    return load_answerer(folder, template, args, max_new_tokens=12, seed=0)
+    return load_answerer(folder, template, args, Sampling(12), seed=0)
 
 
 def test_a_listener_ends_one_response_and_no_other(generator):
@@ -50,7 +50,7 @@ def test_a_listener_ends_one_response_and_no_other(generator):
 
 def test_the_streamed_answer_is_the_answer(answerer):
     told: list[str] = []
-    rows, seeded = [answerer.encode(QUESTION)], dataclasses.replace(answerer.sampling, seed=1, num_answers=3)
+    ids, seeded = answerer.encode(QUESTION), dataclasses.replace(answerer.sampling, seed=1, num_answers=3)
     texts = {0: "", 1: "", 2: ""}
 
     def listen(number: int, text: str) -> bool:
@@ -58,26 +58,25 @@ def test_the_streamed_answer_is_the_answer(answerer):
         texts[number] += text
         return False
 
-    [answers] = answerer.respond(rows, seeded, on_text=listen)
-    [plain] = answerer.respond(rows, seeded)
+    answers = answerer.respond(ids, seeded, on_text=listen)
+    plain = answerer.respond(ids, seeded)
     assert answers == plain and [a.text for a in answers] == list(texts.values())
     assert len(told) > 6 and all(told), "it came in pieces"
-    assert answers[0].num_prompt_tokens == len(rows[0])
     for answer in answers:
         assert answer.finish_reason == ("stop" if answer.token_ids[-1] == 0 else "length")
 
 
 def test_an_answer_ends_before_a_stop_text_and_is_not_drawn_further(answerer):
-    rows, seeded = [answerer.encode(QUESTION)], dataclasses.replace(answerer.sampling, seed=1)
-    [[whole]] = answerer.respond(rows, seeded)
+    ids, seeded = answerer.encode(QUESTION), dataclasses.replace(answerer.sampling, seed=1)
+    [whole] = answerer.respond(ids, seeded)
     stop = whole.text[3:5]
-    [[cut]] = answerer.respond(rows, dataclasses.replace(seeded, stop=("never there", stop)))
+    [cut] = answerer.respond(ids, dataclasses.replace(seeded, stop=("never there", stop)))
     assert cut.text == whole.text[: whole.text.index(stop)].strip() and cut.finish_reason == "stop"
     assert len(cut.token_ids) < len(whole.token_ids)
 
 
 def test_who_has_heard_enough_ends_the_answer(answerer):
-    rows, told = [answerer.encode(QUESTION)], []
-    [[answer]] = answerer.respond(rows, on_text=lambda _, text: told.append(text) or len(told) == 2)
+    ids, told = answerer.encode(QUESTION), []
+    [answer] = answerer.respond(ids, on_text=lambda _, text: told.append(text) or len(told) == 2)
     assert answer.finish_reason == "cancelled" and answer.text == "".join(told) and len(told) == 2
     assert len(answer.token_ids) < 12

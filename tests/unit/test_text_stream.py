@@ -30,7 +30,7 @@ def pieces(stream: TextStream, token_ids: list[int], size: int = 1) -> list[str]
         told.append([])
         stream.add(token_ids[first : first + size])
     told.append([])
-    assert stream.finish(token_ids, is_finished=False)[0] == stream.told
+    assert stream.finish().text == stream.told
     return ["".join(texts) for texts in told]
 
 
@@ -67,15 +67,6 @@ def test_an_answer_ends_before_a_stop_text(tiny_tokenizer):
 def test_a_stop_text_across_the_last_tokens_is_found_at_the_end(byte_fallback):
     stream = TextStream(byte_fallback, stop=["\n"])
     assert "".join(pieces(stream, [256, *b"\n"])) == "a" and stream.is_stopped
-
-
-def test_a_tokenizer_that_tidies_up_is_given_time(tiny_tokenizer, monkeypatch):
-    """`does n't` becomes `doesn't`: the space behind a word that was there may go."""
-    texts = ["does", "does n", "doesn't", "doesn't go on"]
-    monkeypatch.setattr(tiny_tokenizer, "clean_up_tokenization_spaces", True)
-    monkeypatch.setattr(tiny_tokenizer, "decode", lambda ids, **_: texts[len(ids) - 1])
-    stream = TextStream(tiny_tokenizer)
-    assert pieces(stream, [5, 5, 5, 5]) == ["", "do", "e", "sn't g", "o on"]
 
 
 @settings(max_examples=150, deadline=None)

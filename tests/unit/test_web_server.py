@@ -41,7 +41,6 @@ def bearer(token: str) -> dict[str, str]:
 def real_server(max_request_bytes: int) -> Iterator[int]:
     """Give the port of a running server."""
     bound = bind("127.0.0.1", 0, Problems())
-    bound.listen()
     app = create_app(LengthScorer(), ServeArguments(max_request_bytes=max_request_bytes))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
@@ -152,7 +151,7 @@ def test_a_body_of_the_largest_size_passes():
     ("flag", "words"),
     [
         ("max_request_rows", "2 rows are more than --max_request_rows 1"),
-        ("max_text_characters", "prompts.1 has 2 characters, more than --max_text_characters 1"),
+        ("max_text_characters", "a text has 2 characters, more than --max_text_characters 1"),
     ],
 )
 def test_too_many_or_too_long_texts(flag, words):
@@ -165,7 +164,7 @@ def test_too_many_or_too_long_texts(flag, words):
     ("content", "words"),
     [
         ('{"prompts": ["a"], "responses": []}', "1 prompts but 0 responses"),
-        ('{"prompts": ["a"], "responses": [3]}', "responses.0: Input should be a valid string"),
+        ('{"prompts": ["a"], "responses": [3]}', "body.responses.0 3: Input should be a valid string"),
         ("no json", "JSON decode error"),
         ("[" * 100_000, ""),
         ("\udc80".encode("utf-8", "surrogatepass"), ""),
