@@ -7,8 +7,7 @@ import pytest
 from common.data.data_options import DataOptions
 from common.data.dialogue import build_template
 from common.data.stage_datasets import build_data
-from tools.check_data import length_columns, length_lines, main
-from tools.row_samples import MAX_SHOWN, Span, sample_lines, shorten, show
+from tools.check_data import MAX_SHOWN, Span, length_lines, main, part_lengths, sample_lines, shorten, show
 from tools.terminal import use_color, visible
 
 SHARES = {1: "1,0,0", 2: "0,1,0", 3: "0,0,1"}
@@ -164,7 +163,7 @@ def test_a_row_cannot_steer_the_terminal_and_colours_end_with_the_line(
     path = write_rows([{"prompt": "red \x1b[31m\r\u202e", "answer": "a\tb\nline two"}])
     text = "\n".join(first_row(path, tiny_tokenizer))
     assert r"red \x1b[31m\r\u202e" in text and r"a\tb" in text and "\x1b" not in text
-    for name in ("terminal", "row_samples"):
+    for name in ("terminal", "check_data"):
         monkeypatch.setattr(f"tools.{name}.use_color", lambda: True)
     lines = first_row(path, tiny_tokenizer)
     assert lines[-2] == "  | \x1b[90mAssistant:\x1b[0m\x1b[32m a\\tb\x1b[0m"
@@ -203,12 +202,12 @@ def test_lengths_of_the_parts(write_rows, tmp_path, tiny_tokenizer):
         [write_rows(rows)], 2, "0,1,0", eval_fraction=0.0, cache_dir=str(tmp_path / "cache")
     )
     data = build_data(options, build_template("human_assistant", tiny_tokenizer))
-    columns = length_columns(2, data.train)
-    assert list(columns) == ["prompt", "chosen", "rejected", "longer row"]
     row = data.train[9]
-    assert columns["chosen"][9] == len(row["chosen_ids"]) - row["chosen_response_start"]
-    assert columns["longer row"][9] == max(len(row["chosen_ids"]), len(row["rejected_ids"]))
-    lines = length_lines(columns)
+    parts = part_lengths(row)
+    assert list(parts) == ["prompt", "chosen", "rejected", "longer row"]
+    assert parts["chosen"] == len(row["chosen_ids"]) - row["chosen_response_start"]
+    assert parts["longer row"] == max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+    lines = length_lines(data.train)
     assert lines[0].split() == ["tokens", "min", "median", "p95", "max"]
     assert lines[3].split()[0] == "rejected" and len(set(lines[3].split()[1:])) == 1
     assert sum(int(line.split()[1]) for line in lines[7:]) == 20 and all("#" in line for line in lines[7:])
