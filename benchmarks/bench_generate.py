@@ -16,7 +16,6 @@ its `ratio` is our best over generate's best on the chat lengths.
 # B prompts, P prompt, R response
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,15 +29,7 @@ import torch
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.chat_rows import TINY, size_of, small_llama_config
-from benchmarks.measuring import (
-    Rates,
-    best,
-    build_parser,
-    print_rates,
-    print_result,
-    take_turns,
-    timed,
-)
+from benchmarks.measuring import Rates, best, print_rates, print_result, read_args, take_turns, timed
 from benchmarks.our_side import leave, run_ranks, zero3_engine
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
@@ -205,12 +196,9 @@ def run_zero3(model: Any, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Run all sections, or be one of the ranks."""
-    parser = build_parser(__doc__, "--quick", "--runs")
-    parser.add_argument("--rank_folder", default="", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    num_runs = args.runs or (1 if args.quick else 5)
+    args = read_args(__doc__, 5)
     if args.rank_folder:
-        run_zero3_rank(args.rank_folder, num_runs, is_quick=args.quick)
+        run_zero3_rank(args.rank_folder, args.runs, is_quick=args.quick)
         return
     startup.quiet_libraries()
     torch.manual_seed(0)
@@ -221,16 +209,15 @@ def main() -> None:
     fixed = Workload(work.prompt_ids, work.prompt_mask, torch.full_like(lengths, FIXED_TOKENS))
     spread = f"4 to {lengths.max()} tokens, mean {lengths.float().mean():.1f}"
     title = f"chat: {len(lengths)} prompts, responses of {spread}"
-    found = {"chat": compare(model, work, num_runs, title, with_deepspeed=True)}
+    found = {"chat": compare(model, work, args.runs, title, with_deepspeed=True)}
     title = f"fixed: {len(lengths)} prompts, {FIXED_TOKENS} tokens each"
-    found["fixed"] = compare(model, fixed, num_runs, title, with_deepspeed=False)
-    found["zero3"] = run_zero3(model, num_runs, is_quick=args.quick)
+    found["fixed"] = compare(model, fixed, args.runs, title, with_deepspeed=False)
+    found["zero3"] = run_zero3(model, args.runs, is_quick=args.quick)
     print_result(
         "generate",
-        ours=best(found["chat"]["rates"], "ours"),
-        peer=best(found["chat"]["rates"], "generate"),
-        ratio=found["chat"]["ratio"],
-        runs=num_runs,
+        best(found["chat"]["rates"], "ours"),
+        best(found["chat"]["rates"], "generate"),
+        runs=args.runs,
         model=f"random Llama, {size_of(model.config)}",
         sections=found,
     )

@@ -24,7 +24,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from benchmarks.chat_rows import WARM_UP_TOKENS, memory_rows, small_llama_config
-from benchmarks.measuring import Peer, build_parser, leave_out, peak_since, print_result, start_peak
+from benchmarks.measuring import Peer, peak_since, print_result, read_args, start_peak
 
 ROWS = 4
 WAYS = ("ours", "trl", "trl_labels_only", "logits")
@@ -78,9 +78,7 @@ def measure(python: str, length: int, vocabulary: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure all sizes."""
-    parser = build_parser(__doc__, "--quick", "--trl_python")
-    args = parser.parse_args()
-    is_alone = leave_out(parser, args, "trl-1.16")
+    args = read_args(__doc__, peer_environment="trl-1.16")
     lengths = QUICK_LENGTHS if args.quick else LENGTHS
     vocabularies = QUICK_VOCABULARIES if args.quick else VOCABULARIES
     found = []
@@ -95,9 +93,9 @@ def main() -> None:
     growth = {name: at_longest[-1][name] - at_longest[0][name] for name in WAYS if name in found[0]}
     print_result(
         "memory",
-        ours=found[-1]["ours"],
-        peer=found[-1].get("trl"),
-        ratio=None if is_alone else round(found[-1]["trl"] / found[-1]["ours"], 4),
+        found[-1]["ours"],
+        found[-1].get("trl"),
+        is_lower_better=True,
         runs=1,
         unit="MiB",
         growth=growth,

@@ -31,7 +31,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.chat_rows import TINY, ppo_prompts, size_of, small_llama_config, write_rows
-from benchmarks.measuring import Peer, Rates, build_parser, leave_out, print_result, take_turns, timed
+from benchmarks.measuring import Peer, Rates, print_result, read_args, take_turns, timed
 from benchmarks.ppo_models import save_models
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_prompts
@@ -107,13 +107,10 @@ def print_table(rates: Rates, tokens: dict[str, list[float]]) -> None:
 
 def main() -> None:
     """Compare."""
-    parser = build_parser(__doc__, "--quick", "--runs", "--trl_python")
-    args = parser.parse_args()
-    is_alone = leave_out(parser, args, "trl-1.12")
+    args = read_args(__doc__, 10, peer_environment="trl-1.12")
     torch.set_num_threads(1)
     startup.quiet_libraries()
     distributed.start()
-    num_runs = args.runs or (1 if args.quick else 10)
     sizes = TINY if args.quick else {}
     tokens: dict[str, list[float]] = {"ours": [], "ours, padded": [], "trl": []}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -124,18 +121,18 @@ def main() -> None:
             "ours": lambda: our_turn(packed, tokens["ours"]),
             "ours, padded": lambda: our_turn(padded, tokens["ours, padded"]),
         }
-        if not is_alone:
+        if args.trl_python:
             rows_file = write_rows(Path(folder, "prompts.json"), prompts)
             peer = stack.enter_context(Peer(args.trl_python, task="ppo", rows=rows_file, models=folder))
             ways["trl"] = lambda: peer_turn(peer, tokens["trl"])
-        rates = take_turns(ways, num_runs)
+        rates = take_turns(ways, args.runs)
     print_table(rates, tokens)
     print_result(
         "ppo_step",
-        ours=rates["ours"]["median"],
-        peer=None if is_alone else rates["trl"]["median"],
-        ratio=None if is_alone else round(rates["trl"]["median"] / rates["ours"]["median"], 4),
-        runs=num_runs,
+        rates["ours"]["median"],
+        rates["trl"]["median"] if args.trl_python else None,
+        is_lower_better=True,
+        runs=args.runs,
         model=f"random Llamas, {size_of(small_llama_config(**sizes))}; 16 prompts, up to 64 tokens",
         max_prompt=MAX_PROMPT,
         rates=rates,

@@ -14,7 +14,6 @@ is a JSON object; its `ratio` is gather-all's bytes over ours at 4 ranks (2 with
 size 2.
 """
 
-import argparse
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -30,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from benchmarks.chat_rows import small_llama_config
-from benchmarks.measuring import build_parser, print_result, take_turns, timed
+from benchmarks.measuring import print_result, read_args, take_turns, timed
 from benchmarks.our_side import leave, run_ranks, zero3_engine
 from common.generation.reshard_plan import TPLayout, group_by_layers
 from common.generation.resharder import Resharder, TPGroups
@@ -190,25 +189,22 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Start the ranks, or be one of them."""
-    parser = build_parser(__doc__, "--quick", "--runs")
-    parser.add_argument("--rank_folder", default="", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    num_runs = args.runs or (1 if args.quick else 15)
+    args = read_args(__doc__, 15)
     if args.rank_folder:
-        run_rank(args.rank_folder, num_runs)
+        run_rank(args.rank_folder, args.runs)
         return
     startup.quiet_libraries()
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     model = LlamaForCausalLM(small_llama_config(num_hidden_layers=6, tie_word_embeddings=True, **heads))
     sizes = WORLD_SIZES[:1] if args.quick else WORLD_SIZES
-    rows = [row for size in sizes for row in run_ranks(__file__, model, size, "--runs", str(num_runs))]
+    rows = [row for size in sizes for row in run_ranks(__file__, model, size, "--runs", str(args.runs))]
     print_table(rows)
     received = {
         row["way"]: row["received_bytes"] for row in rows if (row["ranks"], row["tp_size"]) == (sizes[-1], 2)
     }
     ours, peer = received["ours"], received["gather-all"]
-    print_result("reshard", ours=ours, peer=peer, ratio=round(peer / ours, 4), runs=num_runs, rows=rows)
+    print_result("reshard", ours, peer, is_lower_better=True, runs=args.runs, rows=rows)
 
 
 if __name__ == "__main__":

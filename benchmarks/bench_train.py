@@ -29,16 +29,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from benchmarks.chat_rows import TINY, pair_rows, sft_rows, size_of, small_llama_config, write_rows
-from benchmarks.measuring import (
-    Peer,
-    best,
-    build_parser,
-    leave_out,
-    print_rates,
-    print_result,
-    take_turns,
-    timed,
-)
+from benchmarks.measuring import Peer, best, print_rates, print_result, read_args, take_turns, timed
 from benchmarks.our_side import ROWS_PER_STEP, SilentLogger, policy_engine, value_engine
 from benchmarks.ppo_models import save_models
 from common.data.global_batches import GlobalBatches, TokenBudget
@@ -111,7 +102,7 @@ def peer_rate(peer: Peer) -> float:
     return answer["tokens"] / answer["seconds"]
 
 
-def run_section(section: str, args: argparse.Namespace, num_rows: int, num_runs: int) -> dict[str, Any]:
+def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
     """Return the rates of a section, and ours over TRL's best, or over our padded way without TRL."""
     sizes = TINY if args.quick else {}
     config = small_llama_config(num_labels=1, **sizes)
@@ -126,7 +117,7 @@ def run_section(section: str, args: argparse.Namespace, num_rows: int, num_runs:
         for name, way in TRL_WAYS[section].items() if args.trl_python else ():
             peer = Peer(args.trl_python, task=section, rows=rows_file, models=folder, **way)
             ways[name] = partial(peer_rate, stack.enter_context(peer))
-        rates = take_turns(ways, num_runs)
+        rates = take_turns(ways, args.runs)
     title = f"{section}: {num_rows} rows, {num_tokens} tokens a pass, {ROWS_PER_STEP} rows a step"
     ratio = print_rates(title, rates, "trl" if args.trl_python else "ours, padded")
     return {"rates": rates, "ratio": ratio}
@@ -134,22 +125,18 @@ def run_section(section: str, args: argparse.Namespace, num_rows: int, num_runs:
 
 def main() -> None:
     """Run all sections."""
-    parser = build_parser(__doc__, "--quick", "--runs", "--trl_python")
-    args = parser.parse_args()
-    is_alone = leave_out(parser, args, "trl-1.16")
+    args = read_args(__doc__, 5, peer_environment="trl-1.16")
     startup.quiet_libraries()
     distributed.start()
-    num_runs = args.runs or (1 if args.quick else 5)
     num_rows = ROWS_PER_STEP if args.quick else 160
-    found = {section: run_section(section, args, num_rows, num_runs) for section in ("sft", "reward")}
+    found = {section: run_section(section, args, num_rows) for section in ("sft", "reward")}
     rates = found["sft"]["rates"]
     print_result(
         "train",
-        ours=best(rates, "ours"),
-        peer=best(rates, "trl"),
-        ratio=None if is_alone else found["sft"]["ratio"],
-        reward_ratio=None if is_alone else found["reward"]["ratio"],
-        runs=num_runs,
+        best(rates, "ours"),
+        best(rates, "trl"),
+        reward_ratio=found["reward"]["ratio"] if args.trl_python else None,
+        runs=args.runs,
         model=f"random Llama, {size_of(small_llama_config(**(TINY if args.quick else {})))}",
         sections=found,
     )

@@ -19,11 +19,6 @@ from pathlib import Path
 from typing import Any
 
 PEER = Path(__file__).with_name("trl_peer.py")
-FLAGS: dict[str, dict[str, Any]] = {
-    "--quick": {"action": "store_true", "help": "tiny sizes, one round; TRL may be left out"},
-    "--runs": {"type": int, "default": 0, "help": "measured rounds (0: the baseline's; 1 with --quick)"},
-    "--trl_python": {"default": "", "help": "interpreter of an environment of make_peer_env.sh"},
-}
 # Our PYTHONPATH would hide the peer's libraries; of our group it would wait for us, or want our port.
 NOT_FOR_PEERS = {"PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"}
 NOT_FOR_PEERS |= {"MASTER_ADDR", "MASTER_PORT"}
@@ -31,28 +26,33 @@ NOT_FOR_PEERS |= {"MASTER_ADDR", "MASTER_PORT"}
 Rates = dict[str, dict[str, float]]  # way: median, low, high
 
 
-def build_parser(doc: str | None, *names: str) -> argparse.ArgumentParser:
-    """Return a parser with the named ones of `FLAGS`."""
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    for name in names:
-        parser.add_argument(name, **FLAGS[name])
-    return parser
+def read_args(doc: str, num_runs: int = 0, *, peer_environment: str = "") -> argparse.Namespace:
+    """Return the flags of a benchmark: `quick`, `runs`, `rank_folder` (for `run_ranks`) and `trl_python`.
 
-
-def leave_out(parser: argparse.ArgumentParser, args: argparse.Namespace, environment: str) -> bool:
-    """Return whether the peer is left out: no interpreter is named, and --quick does without; else end."""
-    how = (
-        f"the peer runs in its own environment; make it once, outside the repository:\n"
-        f"    bash benchmarks/make_peer_env.sh {environment} DIR\n"
-        f"and name its interpreter: --trl_python DIR/bin/python"
-    )
-    if args.trl_python and not os.access(args.trl_python, os.X_OK):
-        parser.exit(2, f"error: --trl_python: {args.trl_python} is no interpreter; {how}\n")
-    if not args.trl_python and not args.quick:
-        parser.exit(2, f"error: {how}\n")
-    if not args.trl_python:
-        print(f"TRL is left out: --trl_python is not given; {how}")
-    return not args.trl_python
+    `num_runs` is what the baseline has, 0 where rounds are not counted. A peer's interpreter is asked for
+    where an environment of make_peer_env.sh is named; --quick does without. What is none ends the program.
+    """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, one round; TRL may be left out")
+    if num_runs:
+        told = f"measured rounds (0: {num_runs}; 1 with --quick)"
+        parser.add_argument("--runs", type=int, default=0, help=told)
+    parser.add_argument("--rank_folder", default="", help=argparse.SUPPRESS)
+    if not peer_environment:
+        args = parser.parse_args()
+    else:
+        parser.add_argument("--trl_python", default="", help="interpreter of that environment")
+        args = parser.parse_args()
+        how = f"bash benchmarks/make_peer_env.sh {peer_environment} DIR, then --trl_python DIR/bin/python"
+        if args.trl_python and not os.access(args.trl_python, os.X_OK):
+            parser.exit(2, f"error: --trl_python: {args.trl_python} is no interpreter; {how}\n")
+        if not args.trl_python and not args.quick:
+            parser.exit(2, f"error: --trl_python is not given; {how}\n")
+        if not args.trl_python:
+            print(f"TRL is left out: --trl_python is not given; {how}")
+    if num_runs:
+        args.runs = args.runs or (1 if args.quick else num_runs)
+    return args
 
 
 # ---- a peer ---------------------------------------------------------------------------------------------
@@ -164,12 +164,16 @@ def print_rates(title: str, rates: Rates, peer: str) -> float:
     return round((best(rates, "ours") or 0.0) / base, 4)
 
 
-def print_result(name: str, **facts: Any) -> None:
-    """Print the last line: name, device, threads, then `ours`, `peer`, `ratio`, `runs` and whatever else."""
+def print_result(
+    name: str, ours: float, peer: float | None, *, is_lower_better: bool = False, **facts: Any
+) -> None:
+    """Print the last line: name, device, threads, `ours`, `peer`, `ratio` (None alone) and whatever else."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    print(json.dumps({"name": name, "device": device, "threads": torch.get_num_threads()} | facts))
+    ratio = None if peer is None else round(peer / ours if is_lower_better else ours / peer, 4)
+    found = {"name": name, "device": device, "threads": torch.get_num_threads()}
+    print(json.dumps(found | {"ours": ours, "peer": peer, "ratio": ratio} | facts))
 
 
 def start_peak() -> int:

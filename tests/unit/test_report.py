@@ -189,7 +189,7 @@ def test_a_large_run_makes_a_small_page(tmp_path):
 
 def seen_in(diagnostics=HACKING, **metrics) -> list[str]:
     found = find_diagnostics(build_curves(over_steps(50, **metrics)), diagnostics)
-    return [one.title for one, seen in found if seen]
+    return [one["title"] for one, seen in found if seen]
 
 
 SCORE, KL = "objective__score", "objective__kl"
@@ -239,7 +239,7 @@ HACKS = {
 
 @pytest.mark.parametrize("title", HACKS)
 def test_a_pattern_is_seen_and_its_neighbour_is_not(title):
-    assert HACKS.keys() == {one.title for one in HACKING}
+    assert HACKS.keys() == {one["title"] for one in HACKING}
     shows, changes = HACKS[title]
     assert title in seen_in(**shows)
     assert title not in seen_in(**shows | changes)
@@ -255,7 +255,7 @@ def test_weak_judges_and_skipped_steps_are_told_with_their_numbers():
     of = {"eval_accuracy": 0.55, "eval_pairs": 8, "eval_accuracy_low": 0.3, "eval_accuracy_high": 0.8}
     of |= {"eval_length_correlation": -0.7}
     rows = [{"step": 1, "perf/bad_steps": 3} | {f"reward/{name}": value for name, value in of.items()}]
-    assert {one.title: seen for one, seen in find_diagnostics(build_curves(rows), ANYWHERE)} == {
+    assert {one["title"]: seen for one, seen in find_diagnostics(build_curves(rows), ANYWHERE)} == {
         "Steps were skipped": "3 steps were refused",
         "The reward model is a weak judge": (
             "it ranks 55.0 % of 8 held-out pairs rightly (95 % interval 30.0 to 80.0 %)"

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for run in runs:
         print(f"{run.name}: {run.state}")
         for one, seen in seen_diagnostics(run):
-            print(f"  {one.title}: {seen}")
+            print(f"  {one['title']}: {seen}")
     print(f"wrote {output}")
 
 

@@ -49,7 +49,7 @@ def build_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> str:
         remarks=[(i, one, seen) for i, run in enumerate(runs) for one, seen in seen_diagnostics(run)],
         panels_of=_build_panels(runs, metrics),
         ppo_runs=[(run, find_diagnostics(run.curves, HACKING)) for run in runs if run.kind == "ppo"],
-        rules=[[one.title, one.rule] for one in HACKING],
+        rules=[[one["title"], one["rule"]] for one in HACKING],
         samples=build_samples(runs),
         phases=[(run.name, shares) for run in runs if (shares := tables.build_phases(run))],
         last_values=tables.last_values(runs, metrics),
