@@ -86,11 +86,6 @@ def _ppo_flags(row: Row) -> list[str]:
 # ---- the scripts of single models -----------------------------------------------------------------------
 
 
-def all_scripts() -> list[Path]:
-    """Return every launch script of every step."""
-    return sorted(path for step in STEPS for path in (FOLDER / step).rglob("run_*.sh"))
-
-
 def hub_name(model: str) -> str:
     """Return the model that a script begins from: its own, or that of the script whose export it takes."""
     while model.startswith("output/"):

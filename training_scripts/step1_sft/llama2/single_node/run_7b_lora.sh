@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step1_supervised_finetuning/.../llama2/run_llama2_7b_lora.sh.
 # Hardware: eight GPUs of 80 GB in one machine.
-# Memory: 7.3 of 80 GiB on each GPU at the peak, as planned by tools.plan.
 # Time: not measured by us.
 #
 # The variables below can be set from outside; flags of step1_sft/main.py may follow and win over those below.

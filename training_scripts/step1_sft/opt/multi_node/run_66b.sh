@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step1_supervised_finetuning/.../opt/multi_node/run_66b.sh.
 # Hardware: eight machines of eight GPUs of 80 GB.
-# Memory: 9.8 of 80 GiB on each GPU at the peak, as planned by tools.plan.
 # Time: not measured by us.
 #
 # HOSTFILE has one line "hostname slots=8" for each machine. All reach each other by ssh without a password and

@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step1_supervised_finetuning/.../opt/single_gpu/run_1.3b.sh.
 # Hardware: one GPU of 48 GB.
-# Memory: 17.0 of 48 GiB on each GPU at the peak, as planned by tools.plan.
 # Time: not measured by us.
 # DeepSpeed-Chat published 2900 s for this step on one A6000-48G, with one data set.
 #

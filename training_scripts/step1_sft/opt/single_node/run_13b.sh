@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step1_supervised_finetuning/.../opt/single_node/run_13b.sh.
 # Hardware: eight GPUs of 40 GB in one machine.
-# Memory: 9.5 of 40 GiB on each GPU at the peak, as planned by tools.plan.
 # Time: not measured by us.
 # DeepSpeed-Chat published 13.6 h for its three steps at this size on eight A100-40G.
 #

@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step1_supervised_finetuning/.../other_language/run_chinese.sh.
 # Hardware: eight GPUs of 80 GB in one machine.
-# Memory: 18.2 of 80 GiB on each GPU at the peak, as planned by tools.plan.
 # Time: not measured by us.
 #
 # The data sets come from the hub by name; docs/data.md says what is read of each, and how local copies are named.

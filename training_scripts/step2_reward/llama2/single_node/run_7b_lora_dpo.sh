@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step2_dpo_finetuning/.../llama2/run_llama2_7b_lora.sh.
 # Hardware: eight GPUs of 80 GB in one machine.
-# Memory: 8.2 of 80 GiB on each GPU at the peak, 19 GiB of each machine's CPU, as planned by tools.plan.
 # Time: not measured by us.
 #
 # The variables below can be set from outside; flags of step2_reward/main.py may follow and win over those below.

@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step2_reward_model_finetuning/.../opt/single_gpu/run_350m.sh.
 # Hardware: one GPU of 48 GB.
-# Memory: 17.6 of 48 GiB on each GPU at the peak, as planned by tools.plan.
 # Time: not measured by us.
 # DeepSpeed-Chat published 670 s for this step on one A6000-48G, with one data set.
 #

@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step2_dpo_finetuning/.../opt/single_gpu/run_350m.sh.
 # Hardware: one GPU of 48 GB.
-# Memory: 18.1 of 48 GiB on each GPU at the peak, as planned by tools.plan.
 # Time: not measured by us.
 #
 # The variables below can be set from outside; flags of step2_reward/main.py may follow and win over those below.

@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step2_reward_model_finetuning/.../opt/single_node/run_350m.sh.
 # Hardware: eight GPUs of 80 GB in one machine.
-# Memory: 6.4 of 80 GiB on each GPU at the peak, as planned by tools.plan.
 # Time: not measured by us.
 #
 # The variables below can be set from outside; flags of step2_reward/main.py may follow and win over those below.

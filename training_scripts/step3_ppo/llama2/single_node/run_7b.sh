@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step3_rlhf_finetuning/.../llama2/run_llama2_7b.sh.
 # Hardware: eight GPUs of 80 GB in one machine.
-# Memory: 43.1 of 80 GiB on each GPU at the peak, 13 GiB of each machine's CPU, as planned by tools.plan.
 # Time: not measured by us.
 #
 # The variables below can be set from outside; flags of step3_ppo/main.py may follow and win over those below.

@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step3_rlhf_finetuning/.../opt/single_gpu/run_1.3b.sh.
 # Hardware: one GPU of 48 GB.
-# Memory: 19.0 of 48 GiB on each GPU at the peak, as planned by tools.plan.
 # Time: not measured by us.
 # DeepSpeed-Chat published 1.2 h for this step on one A6000-48G, with one data set.
 # DeepSpeed-Chat published 11.7 h on one A100-80G for 131.9k prompts of 256 tokens with answers of 256.

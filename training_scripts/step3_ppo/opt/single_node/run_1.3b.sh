@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step3_rlhf_finetuning/.../opt/single_node/run_1.3b.sh.
 # Hardware: eight GPUs of 80 GB in one machine.
-# Memory: 20.1 of 80 GiB on each GPU at the peak, as planned by tools.plan.
 # Time: not measured by us.
 # DeepSpeed-Chat published 1.4 h on eight A100-80G for 131.9k prompts of 256 tokens with answers of 256.
 #

@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step3_rlhf_finetuning/.../opt/single_node/run_13b.sh.
 # Hardware: eight GPUs of 80 GB in one machine.
-# Memory: 28.6 of 80 GiB on each GPU at the peak, as planned by tools.plan.
 # Time: not measured by us.
 # DeepSpeed-Chat published 9 h on eight A100-80G for 131.9k prompts of 256 tokens with answers of 256.
 # DeepSpeed-Chat published 13.6 h for its three steps at this size on eight A100-40G.

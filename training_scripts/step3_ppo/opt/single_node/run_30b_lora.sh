@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step3_rlhf_finetuning/.../opt/single_node/run_30b_lora.sh.
 # Hardware: eight GPUs of 80 GB in one machine.
-# Memory: 71.6 of 80 GiB on each GPU at the peak, as planned by tools.plan.
 # Time: not measured by us.
 #
 # The variables below can be set from outside; flags of step3_ppo/main.py may follow and win over those below.

@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step2_reward_model_finetuning/.../opt/single_node/sweep/run_single.sh.
 # Hardware: eight GPUs of 80 GB in one machine.
-# Memory: 6.0 of 80 GiB on each GPU at the peak, 6 GiB of each machine's CPU, as planned by tools.plan.
 # Time: not measured by us.
 #
 # A sweep is a loop around it:

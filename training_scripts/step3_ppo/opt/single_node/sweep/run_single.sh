@@ -3,7 +3,6 @@
 #
 # Hyper-parameters of DeepSpeed-Chat's step3_rlhf_finetuning/.../opt/single_node/sweep/run_single.sh.
 # Hardware: eight GPUs of 80 GB in one machine.
-# Memory: 13.2 of 80 GiB on each GPU at the peak, 30 GiB of each machine's CPU, as planned by tools.plan.
 # Time: not measured by us.
 #
 # It stops after TEST_STOP_STEP steps. A sweep is a loop around it:
