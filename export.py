@@ -30,7 +30,7 @@ from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo import main as ppo
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.builders import load_actor, load_critic
+from step3_ppo.roles import load_actor, load_critic
 
 
 @dataclass

@@ -37,12 +37,11 @@ from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_prompts
 from common.programs import startup
 from common.ranks import distributed
-from common.runs.resume import EarlierRun
 from step3_ppo.algorithms import fill_defaults, find_algorithm
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.main import build_trainer
 from step3_ppo.rewards.reward_specs import RewardSpec
-from step3_ppo.start_up import StartUp
+from step3_ppo.start_up import PPOStart
 
 NUM_PROMPTS, MAX_PROMPT, MAX_RESPONSE, PPO_EPOCHS = 16, 256, 64, 4
 
@@ -70,13 +69,13 @@ def our_step(models: dict[str, str], prompts: list[dict[str, Any]], *, is_packed
     args = fill_defaults(args, algorithm)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(models["policy"])
     rewards = [RewardSpec("model", models["reward"], 1.0, "model")]
-    start = StartUp(tokenizer, None, algorithm, rewards, [], EarlierRun())  # type: ignore[arg-type]
+    start = PPOStart(args, None, None, tokenizer=tokenizer, algorithm=algorithm, rewards=rewards)  # type: ignore[arg-type]
     rows = [
         {"prompt_ids": row["input_ids"], "row_id": row["row_id"], "prompt_text": "", "fields": "{}"}
         for row in prompts
     ]
     batches = GlobalBatches(rows, collate_prompts, rows_per_micro_batch=NUM_PROMPTS, seed=1)
-    trainer = build_trainer(args, start, 10**6, batches, [], pretraining=None)
+    trainer = build_trainer(start, 10**6, batches)
     trainer.logger.open()
     trainer.logger.begin_anew()
     steps = iter(range(1, 10**6))

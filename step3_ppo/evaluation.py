@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,16 +25,15 @@ from common.ranks import distributed, watchdog
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import kept_random_numbers
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.metrics import response_rows
-from step3_ppo.rewards.reward_specs import RewardSpec
-from step3_ppo.rewards.score_sum import PREFIX, PromptTexts
+from step3_ppo.metrics import gather_responses, response_rows
+from step3_ppo.rewards.score_sum import PREFIX
 from step3_ppo.rollout import Rollout, join_scores
-from step3_ppo.rollout_batch import gather_numbers, in_order, send_to_main, tokens
+from step3_ppo.rollout_batch import gather_numbers, send_to_main
+from step3_ppo.start_up import VERIFIABLE
 
 NUM_SHOWN = 4  # prompts whose answers are in samples.jsonl
 # The rollouts number their prompts from 0 on; these have numbers of their own, the same ones every time.
 FIRST_NUMBER = 2**40
-VERIFIABLE = ("function", "http")  # kinds of rewards that check an answer
 
 Judged = dict[str, list]  # what became of the prompts at one time, see `judge`
 
@@ -80,13 +79,6 @@ def choose_prompts(
     return rows, f"evaluation: {len(rows)} of {len(held_out)} {where} prompts" if len(held_out) else ""
 
 
-def known_bests(rewards: Sequence[RewardSpec]) -> list[str]:
-    """Return what --keep_best may name: numbers of an evaluation of which more is better."""
-    names = ["eval/score", *(f"eval/score_{spec.name}" for spec in rewards if len(rewards) > 1)]
-    names += ["eval/pass_rate"] if any(spec.kind in VERIFIABLE for spec in rewards) else []
-    return names + ["eval/win_rate", "eval/win_rate_low"]
-
-
 def judge(batch: PackedBatch, scores: torch.Tensor) -> Judged:
     """Return {"scores", "answers"}: the scores with the digests of the answers' tokens, in the order of the
     sample ids, of all ranks: all that a comparison needs, as JSON can hold it.
@@ -124,62 +116,43 @@ def measure(batch: PackedBatch, checks: Sequence[str]) -> dict[str, float]:
 
     Every rank must call this.
     """
-    names = [key for key in batch.data if key.startswith(PREFIX)]
-    everyone = gather_numbers(
-        batch,
-        scores=batch.numbers("scores"),
-        kl=(tokens(batch, "old_logprobs") - tokens(batch, "ref_logprobs")).double().sum(1),
-        lengths=batch.lengths["response_ids"],
-        is_finished=batch.numbers("is_finished"),
-        **{key: batch.numbers(key) for key in names},
-    )
-
-    def mean(values: torch.Tensor) -> float:
-        return float(values.double().nanmean())  # NaN: a reward whose failure is borne
-
-    metrics = {"eval/score": mean(everyone["scores"])}
-    if len(names) > 1:
-        metrics |= {f"eval/score_{key.removeprefix(PREFIX)}": mean(everyone[key]) for key in names}
+    everyone = gather_responses(batch)
     if checks:
-        passed = torch.stack([everyone[PREFIX + name] > 0 for name in checks]).all(0)
-        metrics["eval/pass_rate"] = mean(passed)
+        everyone["passed"] = torch.stack([everyone[PREFIX + name] > 0 for name in checks]).all(0)
+    # NaN: a reward whose failure is borne.
+    means = {name: float(values.double().nanmean()) for name, values in everyone.items()}
+    names = [name for name in means if name.startswith(PREFIX)]
+    metrics = {"eval/score": means["scores"]}
+    if len(names) > 1:
+        metrics |= {f"eval/score_{name.removeprefix(PREFIX)}": means[name] for name in names}
+    if checks:
+        metrics["eval/pass_rate"] = means["passed"]
     return metrics | {
-        "eval/kl": mean(everyone["kl"]),
-        "eval/response_tokens": mean(everyone["lengths"]),
-        "eval/finished_fraction": mean(everyone["is_finished"]),
+        "eval/kl": means["kl"],
+        "eval/response_tokens": means["lengths"],
+        "eval/finished_fraction": means["is_finished"],
     }
 
 
-@dataclass
 class Evaluation:
-    """Answers the same prompts now and then; a part of a checkpoint by its `state_dict`."""
+    """Answers the same prompts now and then."""
 
-    args: PPOArguments
-    rollout: Rollout
-    logger: RunLogger
-    decode: Callable[[torch.Tensor], str]
-    rows: list[dict[str, Any]]  # (W,) of `build_data`, the same ones on every rank
-    step: int = field(default=-1, init=False)  # of the last evaluation
-    metrics: dict[str, float] = field(default_factory=dict, init=False)  # its numbers
-    before: Judged | None = field(default=None, init=False)  # of the policy before training
-    best: dict[str, Any] = field(default_factory=dict, init=False)  # metric, value, step of --keep_best
-    _texts: PromptTexts = field(default_factory=dict, init=False)  # of this rank's prompts
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what lasts from one evaluation to the next."""
-        state = {"step": self.step, "metrics": self.metrics, "before": self.before, "best": self.best}
-        return state | {"prompts": self._digest()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` gave. Raises ValueError when the prompts are others."""
-        if state["prompts"] != self._digest():
-            raise ValueError("the held-out prompts have changed since it was saved; bring the old ones back")
-        self.step, self.metrics, self.best = state["step"], state["metrics"], state["best"]
-        self.before = state["before"]
-
-    def _digest(self) -> str:
-        tokens = json.dumps([row["prompt_ids"] for row in self.rows])
-        return hashlib.sha256(tokens.encode()).hexdigest()
+    def __init__(
+        self,
+        args: PPOArguments,
+        rollout: Rollout,
+        logger: RunLogger,
+        decode: Callable[[torch.Tensor], str],
+        rows: list[dict[str, Any]],
+    ) -> None:
+        """`rows` (W,) are of `build_data`, the same ones on every rank."""
+        self.args, self.rollout, self.logger, self.decode, self.rows = args, rollout, logger, decode, rows
+        self.step = -1  # of the last evaluation
+        self.metrics: dict[str, float] = {}  # its numbers
+        self.before: Judged | None = None  # of the policy before training
+        self.best: dict[str, Any] = {}  # metric, value, step of --keep_best
+        token_ids = json.dumps([row["prompt_ids"] for row in rows])
+        self.prompts = hashlib.sha256(token_ids.encode()).hexdigest()  # a resumed run must have the same
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Return whether the prompts are to be judged after this step; 0 is before the first."""
@@ -202,7 +175,7 @@ class Evaluation:
         return {}
 
     def _judge(self, step: int) -> dict[str, float]:
-        batch, scores = self._score(self._answer(step)), self.rollout.scores
+        batch, scores = self._answer(step), self.rollout.scores
         self.rollout.refuse_if_not_finite(batch)
         ids = range(FIRST_NUMBER, FIRST_NUMBER + len(self.rows))
         batch = batch.select([row for row, sample in enumerate(batch.ids) if sample in ids])
@@ -222,7 +195,8 @@ class Evaluation:
         return metrics
 
     def _answer(self, step: int) -> PackedBatch:
-        """Return this rank's answers to the prompts, and a few more: as many on each rank.
+        """Return this rank's answers to the prompts, and a few more: as many on each rank; with
+        log-probabilities and scores.
 
         A prompt has the same number, and so the same answer, for any number of ranks.
         """
@@ -231,24 +205,19 @@ class Evaluation:
         batches = evaluation_batches(
             self.rows, collate_prompts, rows_per_batch=size, rank=rank, world_size=world_size
         )
-        parts, num_kept = [], 0
+        answers, texts, num_kept = [], {}, 0
         for index, (prompts, is_real) in enumerate(batches):
             first = FIRST_NUMBER + (index * world_size + rank) * size
             numbers = torch.arange(first, first + len(is_real))
-            self._texts |= zip(numbers.tolist(), prompt_texts(prompts), strict=True)
-            parts.append(self.rollout.sample(prompts, numbers, step))
+            texts |= zip(numbers.tolist(), prompt_texts(prompts), strict=True)
+            answers.append(self.rollout.sample(prompts, numbers, step))
             num_of_main = num_prompts - index * world_size * size  # real ones of the first rank, or more
             num_kept += max(min(size, num_of_main), 0)
-        return PackedBatch.concat(parts).select(range(num_kept))
-
-    def _score(self, batch: PackedBatch) -> PackedBatch:
-        """Return the answers with log-probabilities and scores."""
         rollout, roles = self.rollout, self.rollout.roles
-        parts = rollout.cap.cut(batch)
-        with rollout.scores.asked(parts, self._texts) as get_scores:
+        parts = rollout.cap.cut(PackedBatch.concat(answers).select(range(num_kept)))
+        with rollout.scores.asked(parts, texts) as get_scores:
             columns = {"old_logprobs": roles.actor.score(parts), "ref_logprobs": roles.reference.score(parts)}
-            numbers = get_scores(roles.rewards)
-        return in_order(join_scores(parts, columns, numbers), batch.ids)
+            return join_scores(parts, columns, get_scores(roles.rewards))
 
     def _show(self, step: int, batch: PackedBatch) -> None:
         """Write the answers to the first prompts to samples.jsonl. Every rank must call this."""

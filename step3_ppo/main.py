@@ -17,31 +17,28 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from common.data.data_options import DataOptions
 from common.data.global_batches import BatchStream, GlobalBatches
-from common.data.stage_datasets import build_data
-from common.flags.args import Problems, parse_args
+from common.data.packed_batch import collate_prompts, collate_texts
+from common.data.stage_datasets import build_data, build_pretraining
 from common.models.policy_model import language_model
 from common.programs import startup
-from common.programs.training_loop import build_logger, count_steps
+from common.programs.training_loop import build_logger, count_steps, save_model, take_steps
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps
 from common.runs.checkpoints import checkpoint_name
 from common.runs.durable_files import remove_folder
-from common.runs.export import ExportFailed, save_adapter, save_export
+from common.runs.export import ExportFailed, save_export
 from common.runs.run import Run
 from common.runs.saved_state import EngineState, Progress, ShardState
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.builders import (
-    build_pretraining_batches,
-    build_prompt_batches,
-    build_roles,
-    build_rollout,
-)
 from step3_ppo.evaluation import choose_prompts
-from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_trainer import PPOTrainer
-from step3_ppo.start_up import StartUp, check_start_up
+from step3_ppo.rewards.reward_specs import build_text_reward
+from step3_ppo.rewards.score_sum import ScoreSum
+from step3_ppo.rewards.text_rewards import Failures
+from step3_ppo.roles import build_roles
+from step3_ppo.rollout import Rollout
+from step3_ppo.start_up import PPOStart, check_start_up, updates_per_step
 from step3_ppo.trainer_state import TrainerState
 
 EXPORT_BEST = "export_best"
@@ -57,68 +54,106 @@ COLUMNS = (
 )
 
 
-def build_trainer(
-    args: PPOArguments,
-    start: StartUp,
-    num_steps: int,
-    prompts: GlobalBatches,
-    held_out: Sequence[dict[str, Any]],
-    pretraining: BatchStream | None,
-) -> PPOTrainer:
-    """Load the models and return what does the PPO steps. Every rank must call this."""
-    roles = build_roles(args, start, num_steps)
-    rollout = build_rollout(args, start, roles)
-    losses = PPOLosses(args, roles, pretraining)
-    logger = build_logger(args, COLUMNS, num_steps)
-    return PPOTrainer(
-        args, start.algorithm, roles, rollout, BatchStream(prompts), losses, logger, start.decode, held_out
+def build_prompt_batches(args: PPOArguments, dataset: Any) -> GlobalBatches:
+    """Return this rank's prompts of the steps; ValueError when the data do not fill one."""
+    return GlobalBatches(
+        dataset,
+        collate_prompts,
+        rows_per_micro_batch=args.per_device_generation_batch_size,
+        accumulation=args.generation_batches,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        seed=args.seed,
+        what="prompt data",
+        rows_flag="--per_device_generation_batch_size",
     )
 
 
-def build_run(args: PPOArguments, start: StartUp, trainer: PPOTrainer, progress: Progress) -> Run:
+def build_pretraining_batches(args: PPOArguments, tokenizer: Any) -> BatchStream | None:
+    """Return endless micro-batches of text blocks for the actor's second loss, None without the flag."""
+    if not args.unsupervised_dataset_name:
+        return None
+    blocks = build_pretraining(
+        args.unsupervised_dataset_name,
+        args.unsupervised_dataset_config_name or None,
+        args.max_prompt_seq_len + args.max_answer_seq_len,
+        tokenizer,
+        cache_dir=args.data_output_path,
+        max_bad_rows=args.max_bad_rows,
+    )
+    batches = GlobalBatches(
+        blocks,
+        collate_texts,
+        rows_per_micro_batch=args.per_device_training_batch_size,
+        accumulation=args.gradient_accumulation_steps,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        seed=args.seed,
+        what="--unsupervised_dataset_name data",
+        rows_flag="--per_device_training_batch_size",
+    )
+    return BatchStream(batches)
+
+
+def build_trainer(
+    start: PPOStart,
+    num_steps: int,
+    prompts: GlobalBatches,
+    held_out: Sequence[dict[str, Any]] = (),
+    pretraining: BatchStream | None = None,
+) -> PPOTrainer:
+    """Load the models and return what does the PPO steps. Every rank must call this."""
+    args, algorithm, specs = start.args, start.algorithm, start.rewards
+    num_updates = num_steps * updates_per_step(args)
+    roles = build_roles(args, start.tokenizer, specs, num_updates, has_critic=algorithm.needs_critic)
+    failures = Failures.parse(args.reward_on_error)
+    texts = {spec.name: build_text_reward(spec, args, failures) for spec in specs if spec.kind != "model"}
+    rollout = Rollout(args, roles, ScoreSum(specs, texts, start.decode, failures))
+    logger = build_logger(args, COLUMNS, num_steps)
+    return PPOTrainer(
+        args, algorithm, roles, rollout, BatchStream(prompts), pretraining, logger, start.decode, held_out
+    )
+
+
+def build_run(start: PPOStart, trainer: PPOTrainer, progress: Progress) -> Run:
     """Return what keeps the run, with all that moves in it. Every rank must call this."""
     roles = trainer.roles
-    parts: dict[str, Any] = {"actor": EngineState(roles.actor.engine)}
+    parts: dict[str, Any] = {"actor": EngineState(roles.actor.model)}
     if roles.critic:
-        parts["critic"] = EngineState(roles.critic.engine)
+        parts["critic"] = EngineState(roles.critic.model)
     if trainer.ema:
         parts["ema"] = ShardState(trainer.ema.parameters, trainer.ema.averages)
     parts["trainer"] = TrainerState(trainer)
-    return Run(args, start.earlier, trainer.logger, progress, parts)
+    return Run(start.args, start.earlier, trainer.logger, progress, parts)
 
 
-def train(trainer: PPOTrainer, run: Run, num_steps: int, tokenizer: Any) -> None:
-    """Do the steps that are left. Raises Stopped, and TooManyBadSteps with the state saved."""
-    progress = run.progress
+def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
+    """Take the steps that are left. Raises Stopped, and TooManyBadSteps with the state saved."""
+    progress, evaluation = run.progress, trainer.evaluation
+
+    def train_step(step: int) -> None:
+        metrics = trainer.train_step(step, run)
+        progress.facts = {name: metrics[name] for name in ("objective/score", "objective/kl")}
+
     if progress.step == 0:
-        if trainer.evaluation is None or trainer.evaluation.step < 0:
-            remove_best(trainer.args)
-        while trainer.evaluation and trainer.evaluation.is_due(0, num_steps):
-            judge_and_export(trainer, run, tokenizer)  # again where it was refused: the rest compares with it
+        if evaluation is None or evaluation.step < 0:
+            remove_best(start.args)
+        while evaluation and evaluation.is_due(0, run.logger.num_steps):
+            judge_and_export(start, trainer, run)  # again where it was refused: the rest compares with it
             run.point(checkpoint_name(0), is_due=False)
-    while progress.step < num_steps:
-        step = progress.step + 1
-        try:
-            metrics = trainer.train_step(step, run)
-            progress.facts = {name: metrics[name] for name in ("objective/score", "objective/kl")}
-            progress.step = step
-        except StepRefused as error:
-            progress.step = step
-            run.refuse(step, error, checkpoint_name(step))
-        judge_and_export(trainer, run, tokenizer)
-        run.point(checkpoint_name(step), is_due=run.is_due(step))
+    take_steps(run, train_step, lambda step: judge_and_export(start, trainer, run))
 
 
-def judge_and_export(trainer: PPOTrainer, run: Run, tokenizer: Any) -> None:
+def judge_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     """Evaluate where that is due after the steps that are done, and export the best model so far.
 
     Every rank must call this. Raises TooManyBadSteps with the state saved.
     """
-    args, evaluation, step = trainer.args, trainer.evaluation, run.progress.step
+    args, evaluation, step = start.args, trainer.evaluation, run.progress.step
     if evaluation is None:
         return
     try:
-        metrics = evaluation.judge_if_due(step, trainer.logger.num_steps)
+        metrics = evaluation.judge_if_due(step, run.logger.num_steps)
     except StepRefused as error:
         metrics = {}
         run.refuse(step, error, checkpoint_name(step))
@@ -127,9 +162,9 @@ def judge_and_export(trainer: PPOTrainer, run: Run, tokenizer: Any) -> None:
     best = {"metric": args.keep_best, "value": metrics[args.keep_best], "step": step}
     metadata = build_metadata(args, run.progress.facts, evaluation.metrics)
     metadata |= {"num_steps": step, "best": best}
-    actor = language_model(trainer.roles.actor.engine.module)
+    actor = language_model(trainer.roles.actor.model.module)
     try:
-        save_export(Path(args.output_dir) / EXPORT_BEST, actor, tokenizer, metadata=metadata)
+        save_export(Path(args.output_dir) / EXPORT_BEST, actor, start.tokenizer, metadata=metadata)
         evaluation.best = best
     except ExportFailed as error:
         trainer.logger.note(f"warning: {error}; the run continues")
@@ -150,49 +185,42 @@ def build_metadata(
     return metadata | ({"eval": held_out} if held_out else {})
 
 
-def save_all(args: PPOArguments, trainer: PPOTrainer, tokenizer: Any, facts: dict[str, float]) -> None:
+def save_all(start: PPOStart, trainer: PPOTrainer, facts: dict[str, float]) -> None:
     """Write the chat model, its average and the adapter. Every rank must call this."""
-    folder, roles = Path(args.output_dir), trainer.roles
-    actor = language_model(roles.actor.engine.module)
-    metadata = build_metadata(args, facts, trainer.evaluation.metrics if trainer.evaluation else None)
-    save_export(folder / "export", actor, tokenizer, metadata=metadata)
-    save_adapter(folder / "adapter", actor, tokenizer, metadata=metadata)
+    actor = language_model(trainer.roles.actor.model.module)
+    metadata = build_metadata(start.args, facts, trainer.evaluation.metrics if trainer.evaluation else None)
+    save_model(start, trainer.logger, actor, metadata, needs_own_pad=False)
     if trainer.ema:
         with trainer.ema.averaged_weights():
-            save_export(folder / "export_ema", actor, tokenizer, metadata=metadata)
-    trainer.logger.note(f"saved {folder}/export")
+            folder = Path(start.args.output_dir) / "export_ema"
+            save_export(folder, actor, start.tokenizer, metadata=metadata)
 
 
 def main() -> None:
     """Check everything, load, train, export."""
     # ---- flags and checks: no model yet -----------------------------------------------------------------
-    problems = Problems()
-    args = parse_args(PPOArguments, description=__doc__.splitlines()[0], problems=problems)
-    options = DataOptions.of(args, 3)
-    args, start = check_start_up(args, options, problems)
-    startup.print_notes(args)
-    for line in start.warnings:
-        startup.print_note(line)
-    if not startup.enter(args, options, start.template, start.earlier, problems):
+    start = check_start_up(__doc__.splitlines()[0])
+    if not startup.enter(start):
         return
+    args, problems = start.args, start.problems
 
     # ---- data -------------------------------------------------------------------------------------------
     with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
-        data = build_data(options, start.template)
+        data = build_data(start.options, start.template)
         prompts = build_prompt_batches(args, data.train)
-        held_out, told = choose_prompts(args, options, data, start.template)
+        held_out, told = choose_prompts(args, start.options, data, start.template)
         pretraining = build_pretraining_batches(args, start.tokenizer)
     num_steps = count_steps(args, len(prompts))
 
     # ---- models -----------------------------------------------------------------------------------------
     with startup.as_problem(problems), watchdog.phase("the loading of the models"):
-        trainer = build_trainer(args, start, num_steps, prompts, held_out, pretraining)
+        trainer = build_trainer(start, num_steps, prompts, held_out, pretraining)
         rows = {
             "--per_device_generation_batch_size x --generation_batches": prompts.global_rows,
             "--per_device_training_batch_size x --gradient_accumulation_steps": trainer.plan.global_rows,
         }
         progress = Progress(data.key, rows, about_data=data.report.facts())
-        run = build_run(args, start, trainer, progress)
+        run = build_run(start, trainer, progress)
         run.begin()  # the first to write: all models are there
     if progress.step == 0:
         for line in [*data.report.lines(), *([told] if told else [])]:
@@ -201,13 +229,13 @@ def main() -> None:
     # ---- training ---------------------------------------------------------------------------------------
     too_many = None
     try:
-        train(trainer, run, num_steps, start.tokenizer)
+        train(start, trainer, run)
     except TooManyBadSteps as error:  # by all ranks alike: what was learned before it can be kept
         too_many = error
 
     # ---- export -----------------------------------------------------------------------------------------
     if args.output_dir and progress.facts:
-        save_all(args, trainer, start.tokenizer, progress.facts)
+        save_all(start, trainer, progress.facts)
     trainer.rollout.scores.close()
     trainer.logger.close()
     if too_many:

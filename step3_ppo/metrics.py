@@ -17,21 +17,28 @@ from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
 from step3_ppo.rollout_batch import gather_numbers, response_mask, tokens
 
 
+def gather_responses(batch: PackedBatch, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return numbers (B,) of all ranks' responses: scores, also of each reward, kl (k1, nats), lengths,
+    is_finished, and `more` (b,) of this rank's. Every rank must call this.
+    """
+    difference = tokens(batch, "old_logprobs") - tokens(batch, "ref_logprobs")
+    return gather_numbers(
+        batch,
+        kl=masked_sum(difference, response_mask(batch), dim=1),
+        lengths=batch.lengths["response_ids"].float(),
+        is_finished=batch.numbers("is_finished").float(),
+        **{key: batch.numbers(key) for key in batch.data if key == "scores" or key.startswith(PREFIX)},
+        **more,
+    )
+
+
 def summarise(batch: PackedBatch) -> dict[str, float]:
     """Return the means of a batch with rewards; `objective/kl` is in nats a response (k1).
 
     Every rank must call this.
     """
-    mask = response_mask(batch)
-    difference = tokens(batch, "old_logprobs") - tokens(batch, "ref_logprobs")
-    everyone = gather_numbers(
-        batch,
-        scores=batch.numbers("scores"),
-        kl=masked_sum(difference, mask, dim=1),
-        rewards=masked_sum(tokens(batch, "rewards"), mask, dim=1),
-        lengths=batch.lengths["response_ids"].float(),
-        is_finished=batch.numbers("is_finished").float(),
-    )
+    rewards = masked_sum(tokens(batch, "rewards"), response_mask(batch), dim=1)
+    everyone = gather_responses(batch, rewards=rewards)
     metrics = {
         "objective/score": float(everyone["scores"].mean()),
         "objective/score_std": float(everyone["scores"].std(correction=0)),
@@ -105,9 +112,14 @@ def summarise_gap(batch: PackedBatch) -> dict[str, float]:
 
 
 def summarise_updates(means: dict[str, list[float]], num_minibatches: int | None) -> dict[str, float]:
-    """Return the means over the optimizer steps of a PPO step; `num_minibatches` is logged unless None."""
-    metrics = {name: sum(values) / len(values) for name, values in means.items()}
-    metrics.pop("policy/rollout_gap", None)  # only the first minibatch's tells the sampler's: logprob_gap
+    """Return the means over the optimizer steps of a PPO step; `num_minibatches` is logged unless None.
+
+    Only the first step's gaps are between sampler and trainer: then the policy moves.
+    """
+    metrics = {
+        name: values[0] if name.startswith("policy/logprob_gap") else sum(values) / len(values)
+        for name, values in means.items()
+    }
     return metrics if num_minibatches is None else metrics | {"policy/num_updates": num_minibatches}
 
 

@@ -3,7 +3,6 @@
 # S responses of a micro-batch, total response tokens of all
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from common.models.policy_model import compute_nll_sum, count_targets
 from common.ranks import distributed, watchdog
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_math import (
+    KLController,
     behaviour_weights,
     clipped_surrogate,
     dual_clip,
@@ -28,53 +28,31 @@ from step3_ppo.roles import Roles
 Sums = tuple[torch.Tensor, dict[str, Stat]]
 
 
-@dataclass
 class PPOLosses:
     """The losses of rollout batches that have advantages, returns and loss_weights."""
 
-    args: PPOArguments
-    roles: Roles
-    pretraining: BatchStream | None = None
-    first_gap: float = field(default=0.0, init=False)  # of the sampler, mean over the first minibatch
-    first_gap_max: float = field(default=0.0, init=False)  # of its tokens
-    _kl_coef: float = field(default=0.0, init=False)
-    _in_first_minibatch: bool = field(default=False, init=False)
-
-    def begin_step(self, kl_coef: float) -> None:
-        """Prepare for the minibatches of a PPO step."""
-        self._kl_coef, self._in_first_minibatch, self.first_gap_max = kl_coef, True, 0.0
-
-    def state_dict(self) -> dict[str, float]:
-        """Return what lasts from one minibatch to the next."""
-        return {
-            "first_gap": self.first_gap,
-            "first_gap_max": self.first_gap_max,
-            "kl_coef": self._kl_coef,
-            "in_first_minibatch": self._in_first_minibatch,
-            "num_texts": self.pretraining.num_drawn if self.pretraining else 0,
-        }
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Resume from what `state_dict` gave."""
-        self.first_gap, self.first_gap_max = state["first_gap"], state["first_gap_max"]
-        self._kl_coef, self._in_first_minibatch = state["kl_coef"], bool(state["in_first_minibatch"])
-        if self.pretraining:
-            self.pretraining.skip_to(int(state["num_texts"]))
+    def __init__(
+        self, args: PPOArguments, roles: Roles, kl: KLController, pretraining: BatchStream | None = None
+    ) -> None:
+        """`pretraining` is the text of the actor's second loss."""
+        self.args, self.roles, self.kl, self.pretraining = args, roles, kl, pretraining
+        self._largest_gap = 0.0  # between sampler and trainer, of this rank's tokens of a minibatch
 
     def compute_actor_gradients(self, micro_batches: list[PackedBatch]) -> Gradients:
         """Return the gradients of an optimizer step of the actor. Every rank must call this."""
+        self._largest_gap = 0.0
         terms = [LossTerm("policy/loss", micro_batches, self._policy_sums, count_loss_items)]
         if self.pretraining is not None:
             texts, weight = next(self.pretraining), self.args.unsup_coef
             terms.append(LossTerm("policy/unsup_loss", texts, self._pretraining_sums, count_targets, weight))
         with watchdog.phase("the update of the actor", clock="actor_update"):
-            return _compute_gradients(self.roles.actor.engine, terms)
+            return _compute_gradients(self.roles.actor.model, terms)
 
     def compute_critic_gradients(self, micro_batches: list[PackedBatch]) -> Gradients:
         """Return the gradients of an optimizer step of the critic. Every rank must call this."""
         terms = [LossTerm("value/loss", micro_batches, self._value_sums, count_loss_tokens)]
         with watchdog.phase("the update of the critic", clock="critic_update"):
-            return _compute_gradients(self.roles.critic.engine, terms)
+            return _compute_gradients(self.roles.critic.model, terms)
 
     def take_steps(self, gradients: list[Gradients]) -> dict[str, float]:
         """Return the means after the optimizer steps of the actor and, if there is one, the critic: both are
@@ -82,18 +60,14 @@ class PPOLosses:
 
         Every rank must call this. Raises StepRefused.
         """
-        if self._in_first_minibatch:
-            self.first_gap_max = distributed.max_float(self.first_gap_max)
-        means = {}
+        largest_gap, means = distributed.max_float(self._largest_gap), {}
         for prefix, of_engine in zip(("policy", "value"), take_steps(gradients), strict=False):
             means |= {name if "/" in name else f"{prefix}/{name}": value for name, value in of_engine.items()}
-        if self._in_first_minibatch:
-            self.first_gap, self._in_first_minibatch = means["policy/rollout_gap"], False
-        return means
+        return means | {"policy/logprob_gap_max": largest_gap}
 
     def _policy_sums(self, batch: PackedBatch) -> Sums:
         args, actor, data = self.args, self.roles.actor, batch.to(distributed.device()).data
-        logprobs, entropies = actor.compute_logprobs(actor.engine, batch, with_entropy=True)
+        logprobs, entropies = actor.compute_logprobs(batch, with_entropy=True)
         mask, old_logprobs = data["loss_mask"], data["old_logprobs"]
         advantages = torch.where(mask, data["advantages"], 0.0)
         prox_logprobs = data["prox_logprobs"] if args.use_decoupled_loss else old_logprobs
@@ -115,27 +89,26 @@ class PPOLosses:
             stats["policy/behav_kl"] = (behav_kl.sum(), has_weight.sum())
         if args.kl_in == "loss":
             kl = kl_loss_terms(logprobs, data["ref_logprobs"], mask, args.kl_estimator)
-            loss = loss + self._kl_coef * kl
+            loss = loss + self.kl.coef * kl
             stats["policy/kl_loss"] = (kl.sum(), mask.sum())
         if args.entropy_coef:
             loss = loss - args.entropy_coef * entropies
         with torch.no_grad():
             gap = (logprobs - data["rollout_logprobs"]).abs()
-            if self._in_first_minibatch and len(gap):
-                self.first_gap_max = max(self.first_gap_max, float(gap.max()))
+            self._largest_gap = max(self._largest_gap, float(gap.max()) if len(gap) else 0.0)
             sums = {
                 "policy/entropy": entropies[mask].sum(),
                 "policy/clip_fraction": is_clipped.sum(),
                 "policy/approx_kl": kl_estimate(-log_ratio, torch.zeros_like(log_ratio), "k3").sum(),
                 "policy/ratio": torch.where(mask, ratio, 0.0).sum(),
-                "policy/rollout_gap": gap[mask].sum(),
+                "policy/logprob_gap": gap[mask].sum(),
             }
         stats |= {name: (total, mask.sum()) for name, total in sums.items()}
         return (loss * data["loss_weights"]).sum(), stats
 
     def _value_sums(self, batch: PackedBatch) -> Sums:
         critic, data = self.roles.critic, batch.to(distributed.device()).data
-        values, _ = critic.compute_values(critic.engine, batch)
+        values, _ = critic.compute_values(batch)
         loss, is_clipped = value_loss_terms(
             values,
             data["old_values"],
@@ -148,7 +121,7 @@ class PPOLosses:
 
     def _pretraining_sums(self, batch: PackedBatch) -> Sums:
         actor = self.roles.actor
-        return compute_nll_sum(actor.engine, batch, is_packed=actor.is_packed, temperature=1.0), {}
+        return compute_nll_sum(actor.model, batch, is_packed=actor.is_packed, temperature=1.0), {}
 
 
 def _compute_gradients(engine: Any, terms: list[LossTerm]) -> Gradients:

@@ -301,11 +301,3 @@ class KLController:
             error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
             num_horizons, rest = divmod(num_samples, KL_HORIZON)
             self.coef *= (1 + error) ** num_horizons * (1 + error * rest / KL_HORIZON)
-
-    def state_dict(self) -> dict[str, float]:
-        """Return what moves: the coefficient."""
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Resume with the coefficient of `state_dict`."""
-        self.coef = float(state["coef"])

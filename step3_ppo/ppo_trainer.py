@@ -34,8 +34,7 @@ from step3_ppo.rollout_batch import (
     tokens,
     with_tokens,
 )
-from step3_ppo.running_averages import ExponentialMovingAverage, ValueNormaliser
-from step3_ppo.trainer_state import OpenStep
+from step3_ppo.trainer_state import ExponentialMovingAverage, OpenStep, ValueNormaliser
 
 
 class PPOTrainer:
@@ -48,28 +47,23 @@ class PPOTrainer:
         roles: Roles,
         rollout: Rollout,
         prompts: BatchStream,
-        losses: PPOLosses,
+        pretraining: BatchStream | None,
         logger: RunLogger,
         decode: Callable[[torch.Tensor], str],
         held_out: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """`held_out` are prompts to judge the policy by, see `Evaluation`."""
+        """`pretraining` is text for the actor's second loss, `held_out` prompts to judge the policy by."""
         self.args, self.algorithm, self.roles, self.rollout = args, algorithm, roles, rollout
-        self.prompts, self.losses, self.logger, self.decode = prompts, losses, logger, decode
+        self.prompts, self.logger, self.decode = prompts, logger, decode
         is_cut_by_tokens = args.packed or args.max_tokens_per_micro_batch > 0
-        self.plan = MinibatchPlan(
-            args.per_device_training_batch_size,
-            args.gradient_accumulation_steps,
-            args.ppo_epochs,
-            args.seed,
-            rollout.cap if is_cut_by_tokens else None,
-        )
+        self.plan = MinibatchPlan(args, rollout.cap if is_cut_by_tokens else None)
         self.kl_controller = KLController(args.kl_coef, args.kl_target)
+        self.losses = PPOLosses(args, roles, self.kl_controller, pretraining)
         self.value_normaliser, self.ema, self.evaluation = None, None, None
         if algorithm.needs_critic and args.value_norm != "none":
             self.value_normaliser = ValueNormaliser(args.value_norm)
         if args.ema_decay:
-            self.ema = ExponentialMovingAverage(roles.actor.engine.module, args.ema_decay)
+            self.ema = ExponentialMovingAverage(roles.actor.model.module, args.ema_decay)
         if held_out:
             self.evaluation = Evaluation(args, rollout, logger, decode, held_out)
         # Rollout batches that wait to be used, the oldest first: --rollout_staleness of them between steps.
@@ -121,7 +115,7 @@ class PPOTrainer:
             scored = batch.select(has_score.nonzero()[:, 0])
             scored = self.algorithm.add_advantages(scored, self.args, self.kl_controller.coef)
             summary = metrics.summarise(scored)
-            if self.rollout.old_logprobs.recomputes:
+            if self.rollout.recomputes:
                 summary |= metrics.summarise_gap(scored)
             batch = put_back(self._normalise_values(scored), batch)
             batch = batch.with_numbers("scores", torch.where(has_score, batch.numbers("scores"), torch.nan))
@@ -138,7 +132,6 @@ class PPOTrainer:
             batch = with_tokens(batch, loss_weights=weights).with_numbers("loss_counts", counts * has_score)
             if self.args.use_decoupled_loss:
                 batch = self._add_prox_logprobs(batch)
-            self.losses.begin_step(self.kl_controller.coef)
             return OpenStep(step, batch, summary)
 
     def _normalise_values(self, batch: PackedBatch) -> PackedBatch:
@@ -154,7 +147,7 @@ class PPOTrainer:
 
     def _add_prox_logprobs(self, batch: PackedBatch) -> PackedBatch:
         """Return the batch with the log-probabilities of the policy before the updates."""
-        if self.rollout.old_logprobs.recomputes and not self.args.rollout_staleness:
+        if self.rollout.recomputes and not self.args.rollout_staleness:
             return batch.with_key("prox_logprobs", batch.data["old_logprobs"], like="response_ids")
         parts = self.rollout.cap.cut(batch)
         scored = join_scores(parts, {"prox_logprobs": self.roles.actor.score(parts)}, {})
@@ -188,18 +181,17 @@ class PPOTrainer:
         """Log the step, let the controllers move, write responses; return the step's numbers."""
         step, args = current.step, self.args
         num_minibatches = current.num_minibatches if args.early_stop_kl else None
-        numbers = current.summary | metrics.summarise_updates(current.means, num_minibatches)
+        # The gap of the whole rollout, where it was recomputed, says more than that of the first minibatch.
+        numbers = metrics.summarise_updates(current.means, num_minibatches) | current.summary
         numbers |= self.roles.actor.hybrid_engine.costs.metrics()
-        if "policy/logprob_gap" not in numbers:
-            numbers["policy/logprob_gap"] = self.losses.first_gap
-            numbers["policy/logprob_gap_max"] = self.losses.first_gap_max
         numbers["objective/kl_coef"] = self.kl_controller.coef
         self.kl_controller.update(numbers["objective/kl"], len(current.batch) * distributed.world_size())
         if args.dynamic_sampling_rounds:
             numbers["rollout/refilled_fraction"] = self.rollout.refilled_fraction
         numbers |= COSTS.end_step(distributed.world_size())
         self.logger.log(step, numbers)
-        advice = self.rollout.old_logprobs.judge(numbers["policy/logprob_gap"])
+        gap = numbers.get("policy/logprob_gap")  # None: every minibatch was refused
+        advice = None if gap is None else self.rollout.judge_gap(gap)
         if advice:
             self.logger.note(f"step {step}: {advice}")
         self._write_responses(step, current.batch)

@@ -1,110 +1,71 @@
-"""The four roles: actor, reference, critic, reward. Each answers `score`; the actor can `generate` too. They
-read rollout batches, see `step3_ppo.rollout_batch`.
+"""The four roles: actor, reference, critic, reward. What each says of a rollout batch (`score`, see
+`step3_ppo.rollout_batch`; the actor can `generate` too), and how they are built.
 
 # b responses of a batch, total response tokens of all
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import deepspeed
 import torch
-from torch import nn
 
 from common.data.packed_batch import PackedBatch
+from common.engine.ds_config import EngineOptions, build_config, build_engine
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
-from common.generation.hybrid_engine import HybridEngine
+from common.generation.hybrid_engine import HybridEngine, HybridOptions
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.lora import LoraOptions, add_lora
 from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.output_head import SamplingMask, kept_tokens
-from common.models.policy_model import language_model
+from common.models.policy_model import PolicyModel, language_model
+from common.models.value_model import ValueModel, load_value_model
+from common.programs.training_loop import runs_packed
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
 from common.ranks.zero3 import local_shard, swapped_shards
+from step3_ppo.arguments import PPOArguments, RoleFlags
+from step3_ppo.rewards.reward_specs import RewardSpec
 
-
-class Frozen:
-    """A model that is only read; `offload` keeps its weights on the CPU between uses."""
-
-    def __init__(self, model: nn.Module, ds_config: dict[str, Any], *, offload: bool) -> None:
-        model.requires_grad_(False)
-        is_sharded = ds_config["zero_optimization"]["stage"] == 3
-        self.is_offloaded = offload and not is_sharded
-        if is_sharded:  # DeepSpeed gathers and offloads as it reads
-            model, *_ = deepspeed.initialize(model=model, config=ds_config)
-        elif not self.is_offloaded:
-            model.to(distributed.device())
-        model.eval()  # a DeepSpeed engine's eval returns nothing
-        self.model = model
-
-    @contextmanager
-    def on_device(self) -> Iterator[nn.Module]:
-        """Give the model with its weights where they can be computed with."""
-        try:
-            yield self.model.to(distributed.device()) if self.is_offloaded else self.model
-        finally:
-            if self.is_offloaded:
-                self.model.to("cpu")
-
-
-class Trained:
-    """A model in a DeepSpeed engine, read as its weights are now."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    @contextmanager
-    def on_device(self) -> Iterator[Any]:
-        """Give the engine, without dropout."""
-        self.engine.eval()
-        yield self.engine
-
-
-class LoraReference:
-    """The actor as it began: its adapters off, and the few other weights that train put back meanwhile.
-
-    Those are all but the adapted matrices, unless --only_optimize_lora; each rank keeps its own part of them.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self.others = {
-            name: parameter
-            for name, parameter in engine.module.named_parameters()
-            if parameter.requires_grad and ".lora_" not in name
-        }
-        self.beginnings = {name: local_shard(p).detach().clone() for name, p in self.others.items()}
-
-    @contextmanager
-    def on_device(self) -> Iterator[Any]:
-        """Give the engine while it computes what it computed before training. Every rank must call this."""
-        self.engine.eval()
-        with (
-            language_model(self.engine.module).disable_adapter(),
-            swapped_shards(self.others, self.beginnings),
-        ):
-            yield self.engine
+Load = Callable[[PPOArguments, Any, dict[str, Any]], PolicyModel | ValueModel]
 
 
 @dataclass
 class Role:
-    """A model that says something of each response; `is_packed`: sequences stand end to end in its passes."""
+    """A model that says something of each response: a module, or the DeepSpeed engine around one.
 
-    weights: Frozen | Trained | LoraReference
+    `is_packed`: sequences stand end to end in its passes. `is_offloaded`: its weights are on the CPU between
+    uses.
+    """
+
+    model: Any
     is_packed: bool
+    is_offloaded: bool = False
 
     name, clock = "", ""  # as the watchdog and the step's costs call its scoring
 
     @torch.no_grad()
     def score(self, batches: Sequence[PackedBatch]) -> list[Any]:
         """Return what the role says of each batch. Every rank must call this with as many."""
-        phase = watchdog.phase(f"the scores of the {self.name}", clock=self.clock)
-        with phase, self.weights.on_device() as model:
-            return [self.answer(model, batch) for batch in batches]
+        with watchdog.phase(f"the scores of the {self.name}", clock=self.clock), self.ready():
+            return [self.answer(batch) for batch in batches]
 
-    def answer(self, model: Any, batch: PackedBatch) -> Any:
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Have the model without dropout, and its weights where they can be computed with, in the block."""
+        self.model.eval()
+        if self.is_offloaded:
+            self.model.to(distributed.device())
+        try:
+            yield
+        finally:
+            if self.is_offloaded:
+                self.model.to("cpu")
+
+    def answer(self, batch: PackedBatch) -> Any:
         """Return what the role says of a batch."""
         raise NotImplementedError
 
@@ -115,12 +76,12 @@ class Policy(Role):
     With `support_ids` in a batch they are taken among the tokens that the sampler could draw.
     """
 
-    def answer(self, model: Any, batch: PackedBatch) -> torch.Tensor:
+    def answer(self, batch: PackedBatch) -> torch.Tensor:
         """Return logprobs (total,) fp32."""
-        return self.compute_logprobs(model, batch)[0]
+        return self.compute_logprobs(batch)[0]
 
     def compute_logprobs(
-        self, model: Any, batch: PackedBatch, *, with_entropy: bool = False
+        self, batch: PackedBatch, *, with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprobs (total,) fp32 of the response tokens and, if asked for, their entropies."""
         inputs, slots = build_response_inputs(batch, is_packed=self.is_packed)
@@ -128,7 +89,7 @@ class Policy(Role):
         if "support_ids" in batch.data:
             token_ids = batch.data["support_ids"].to(distributed.device())
             mask = SamplingMask(token_ids, batch.data["support_counts"])
-        return model(inputs, slots, batch.data["response_ids"], with_entropy=with_entropy, mask=mask)
+        return self.model(inputs, slots, batch.data["response_ids"], with_entropy=with_entropy, mask=mask)
 
 
 class Reference(Policy):
@@ -137,15 +98,37 @@ class Reference(Policy):
     name, clock = "reference", "reference"
 
 
+class LoraReference(Reference):
+    """The actor as it began: its adapters off, and the few other weights that train put back meanwhile.
+
+    Those are all but the adapted matrices, unless --only_optimize_lora; each rank keeps its own part of them.
+    """
+
+    def __init__(self, engine: Any, *, is_packed: bool) -> None:
+        super().__init__(engine, is_packed)
+        self.others = {
+            name: parameter
+            for name, parameter in engine.module.named_parameters()
+            if parameter.requires_grad and ".lora_" not in name
+        }
+        self.beginnings = {name: local_shard(p).detach().clone() for name, p in self.others.items()}
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Have the engine compute what it computed before training. Every rank must call this."""
+        adapters_off = language_model(self.model.module).disable_adapter()
+        with super().ready(), adapters_off, swapped_shards(self.others, self.beginnings):
+            yield
+
+
 class Actor(Policy):
     """The policy that is trained."""
 
     name, clock = "actor", "actor_score"
 
     def __init__(self, hybrid_engine: HybridEngine, sampling: SamplingOptions, *, is_packed: bool) -> None:
-        super().__init__(Trained(hybrid_engine.engine), is_packed)
+        super().__init__(hybrid_engine.engine, is_packed)
         self.hybrid_engine, self.sampling = hybrid_engine, sampling
-        self.engine = hybrid_engine.engine
 
     def generate(
         self,
@@ -160,7 +143,7 @@ class Actor(Policy):
         with self.hybrid_engine.generation_mode(), watchdog.phase("the generation", clock="generate"):
             generation = self.hybrid_engine.generate(*inputs, self.sampling, num_samples=num_samples)
             lengths = prompt_mask.sum(1).cpu(), generation.response_mask.sum(1).cpu()
-            flops = self.engine.module.flops.of_generation(*lengths, num_samples)
+            flops = self.model.module.flops.of_generation(*lengths, num_samples)
             COSTS.count(int(lengths[1].sum()), flops)
             return generation
 
@@ -169,23 +152,22 @@ class Actor(Policy):
         """Return the tokens that the sampler could draw, for each batch. Every rank must call this."""
         how = {"score": kept_tokens, "top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
         masks = []
-        phase = watchdog.phase("the sampling masks of the actor", clock=self.clock)
-        with phase, self.weights.on_device() as model:
+        with watchdog.phase("the sampling masks of the actor", clock=self.clock), self.ready():
             for batch in batches:
                 inputs, slots = build_response_inputs(batch, is_packed=self.is_packed)
-                masks.append(SamplingMask(*model(inputs, slots, batch.data["response_ids"], **how)))
+                masks.append(SamplingMask(*self.model(inputs, slots, batch.data["response_ids"], **how)))
         return masks
 
 
 class ValueRole(Role):
     """Values of responses: the critic and the reward model."""
 
-    def compute_values(self, model: Any, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_values(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (values (total,) of the state before each response token, last_values (b,) at the last real
         token: a reward model's score), both fp32.
         """
         inputs, slots = build_response_inputs(batch, is_packed=self.is_packed)
-        values = model(inputs, torch.cat([slots - 1, inputs.last_slots]))
+        values = self.model(inputs, torch.cat([slots - 1, inputs.last_slots]))
         return values.split([len(slots), len(batch)])
 
 
@@ -194,19 +176,15 @@ class Reward(ValueRole):
 
     name, clock = "reward model", "reward"
 
-    def answer(self, model: Any, batch: PackedBatch) -> torch.Tensor:
+    def answer(self, batch: PackedBatch) -> torch.Tensor:
         """Return scores (b,) fp32."""
-        return self.compute_values(model, batch)[1]
+        return self.compute_values(batch)[1]
 
 
 class Critic(ValueRole):
     """The value function that is trained; its scores are `compute_values`."""
 
     name, clock = "critic", "critic"
-
-    def __init__(self, engine: Any, *, is_packed: bool) -> None:
-        super().__init__(Trained(engine), is_packed)
-        self.engine = engine
 
     answer = ValueRole.compute_values
 
@@ -229,3 +207,110 @@ def build_response_inputs(batch: PackedBatch, *, is_packed: bool) -> tuple[Model
     is_response = torch.tensor([False, True]).repeat(len(batch)).repeat_interleave(lengths.flatten())
     inputs = build_model_inputs(token_ids, lengths.sum(1), is_packed=is_packed, device=distributed.device())
     return inputs, inputs.token_slots[is_response]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# How they are built
+# ---------------------------------------------------------------------------------------------------------
+
+
+def build_roles(
+    args: PPOArguments,
+    tokenizer: Any,
+    rewards: Sequence[RewardSpec],
+    num_optimizer_steps: int,
+    *,
+    has_critic: bool,
+) -> Roles:
+    """Return all of them; both learning-rate schedules last for `num_optimizer_steps`.
+
+    Every rank must call this.
+    """
+    engine = _build_engine(load_actor, args, tokenizer, args.actor, num_optimizer_steps)
+    hybrid_engine = HybridEngine(engine, hybrid_options(args))
+    is_packed = runs_packed(args, engine.module)
+    actor = Actor(hybrid_engine, sampling_options(args, tokenizer), is_packed=is_packed)
+    critic = None
+    if has_critic:
+        engine = _build_engine(load_critic, args, tokenizer, args.critic, num_optimizer_steps)
+        critic = Critic(engine, runs_packed(args, engine.module))
+    scorers = {}
+    for spec in (spec for spec in rewards if spec.kind == "model"):
+        like_it = replace(args, critic_model_name_or_path=spec.target, critic_lora_dim=0)
+        stage, offload = args.critic_zero_stage, args.offload_reward_model
+        scorers[spec.name] = Reward(*_build_frozen(load_critic, like_it, tokenizer, stage, offload))
+    if args.actor_lora_dim:
+        reference: Reference = LoraReference(actor.model, is_packed=is_packed)
+    else:
+        stage, offload = args.actor_zero_stage, args.offload_reference_model
+        reference = Reference(*_build_frozen(load_actor, args, tokenizer, stage, offload))
+    return Roles(actor, reference, critic, scorers)
+
+
+def load_actor(args: PPOArguments, tokenizer: Any, ds_config: dict[str, Any]) -> PolicyModel:
+    """Return what the actor's engine trains. Every rank must call this."""
+    # Without dropout: old and new log-probabilities must agree before the first update.
+    options = ModelOptions.of(args, args.actor, ds_config, dropout=0.0)
+    model = add_lora(load_causal_lm(options, len(tokenizer)), LoraOptions.of(args, args.actor), args.seed)
+    return PolicyModel(model, num_valid_tokens=len(tokenizer), temperature=args.temperature)
+
+
+def load_critic(args: PPOArguments, tokenizer: Any, ds_config: dict[str, Any]) -> ValueModel:
+    """Return what the critic's engine trains, which begins as the reward model. Every rank must call this."""
+    options = ModelOptions.of(args, args.critic, ds_config, dropout=0.0)
+    return load_value_model(options, len(tokenizer), LoraOptions.of(args, args.critic), seed=args.seed)
+
+
+def hybrid_options(args: PPOArguments) -> HybridOptions:
+    """Return how the flags want the actor to generate."""
+    return HybridOptions(
+        enabled=args.enable_hybrid_engine,
+        inference_tp_size=args.inference_tp_size,
+        release_inference_cache=args.release_inference_cache,
+        gather_by_layer=args.unpin_actor_parameters,
+        tp_gather_partition_size=args.tp_gather_partition_size,
+        max_out_tokens=args.max_prompt_seq_len + args.max_answer_seq_len,
+        num_slots=args.generation_slots,
+        offload_states=args.offload_states_for_generation,
+    )
+
+
+def sampling_options(args: PPOArguments, tokenizer: Any) -> SamplingOptions:
+    """Return how the flags want responses sampled."""
+    return SamplingOptions(
+        max_new_tokens=args.max_answer_seq_len,
+        stop_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        num_valid_tokens=len(tokenizer),
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+    )
+
+
+def _build_engine(load: Load, args: PPOArguments, tokenizer: Any, role: RoleFlags, num_steps: int) -> Any:
+    """Return the DeepSpeed engine that trains what `load` gives."""
+    ds_config = build_config(_engine_options(args, role.zero_stage, args.offload))
+    return build_engine(load(args, tokenizer, ds_config), ds_config, args, num_steps, role=role)
+
+
+def _build_frozen(
+    load: Load, args: PPOArguments, tokenizer: Any, zero_stage: int, offload: bool
+) -> tuple[Any, bool, bool]:
+    """Return the first fields of a role whose model, which `load` gives, is only read."""
+    options = _engine_options(args, zero_stage, "param" if offload else "none")
+    ds_config = build_config(options, is_trained=False)
+    args = replace(args, actor_gradient_checkpointing=False, critic_gradient_checkpointing=False)
+    model: Any = load(args, tokenizer, ds_config).requires_grad_(False)
+    is_packed, is_sharded = runs_packed(args, model), zero_stage == 3
+    if is_sharded:  # DeepSpeed gathers and offloads as it reads
+        model, *_ = deepspeed.initialize(model=model, config=ds_config)
+    elif not offload:
+        model.to(distributed.device())
+    return model, is_packed, offload and not is_sharded
+
+
+def _engine_options(args: PPOArguments, zero_stage: int, offload: str) -> EngineOptions:
+    rows = args.per_device_training_batch_size
+    return EngineOptions.of(args, zero_stage=zero_stage, offload=offload, micro_batch_size=rows)

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -23,53 +22,36 @@ SCORED = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "scores", "old_val
 MAX_LOGPROB_GAP = 1e-3  # mean difference a token, in nats, up to which the sampler is trusted
 
 
-class OldLogprobs:
-    """Where the log-probabilities at rollout come from: the sampler, or one more forward pass.
-
-    `auto` recomputes until sampler and trainer have agreed within MAX_LOGPROB_GAP for a step; then it trusts
-    the sampler, until a step exceeds it. `is_stale`: the policy moves on before it is updated
-    by the rollout, so the first minibatch cannot tell, and `auto` always spends the pass.
-    """
-
-    def __init__(self, source: str, *, is_stale: bool = False) -> None:
-        self.source, self.is_stale = source, is_stale
-        self.recomputes = source != "rollout"
-
-    def judge(self, gap: float) -> str | None:
-        """Take the mean gap of a step; return what to tell the user, if anything."""
-        was_recomputed, is_small = self.recomputes, gap <= MAX_LOGPROB_GAP
-        if self.source == "auto":
-            self.recomputes = self.is_stale or not is_small
-        if was_recomputed or is_small:
-            return None
-        cure = ": recomputed from here on" if self.recomputes else "; --old_logprobs recompute avoids it"
-        return f"sampler and trainer differ by {gap:.2g} nats a token, more than {MAX_LOGPROB_GAP}{cure}"
-
-
 class Rollout:
-    """Collects rollout batches; `scores` are the rewards of the run."""
+    """Collects rollout batches; `scores` are the rewards of the run.
+
+    The log-probabilities at rollout, which the ratio is taken to, come from the sampler or, while
+    `recomputes`, from one more forward pass.
+    """
 
     def __init__(self, args: PPOArguments, roles: Roles, scores: ScoreSum) -> None:
         self.args, self.roles, self.scores = args, roles, scores
         most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
         self.cap = TokenCap(args.max_tokens_per_micro_batch or most, roles.actor.is_packed)
-        source = "recompute" if args.replay_sampling_support else args.old_logprobs
-        self.old_logprobs = OldLogprobs(source, is_stale=args.rollout_staleness > 0)
         self.num_draws = 0  # global batches of prompts that have been used
         self.refilled_fraction = 0.0  # of the last batch's groups
+        self.source = "recompute" if args.replay_sampling_support else args.old_logprobs
+        self.recomputes = self.source != "rollout"
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what lasts from one rollout to the next."""
-        return {
-            "num_draws": self.num_draws,
-            "refilled_fraction": self.refilled_fraction,
-            "recomputes": self.old_logprobs.recomputes,
-        }
+    def judge_gap(self, gap: float) -> str | None:
+        """Take the mean gap between sampler and trainer in a step; return what to tell the user, if anything.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from what `state_dict` gave."""
-        self.num_draws, self.refilled_fraction = state["num_draws"], state["refilled_fraction"]
-        self.old_logprobs.recomputes = state["recomputes"]
+        Under --old_logprobs auto they are recomputed until both have agreed within MAX_LOGPROB_GAP for a
+        step; then the sampler is trusted, until a step exceeds it. Stale rollouts are always recomputed: the
+        policy moves on before it is updated by them, so the first minibatch cannot tell.
+        """
+        was_recomputed, is_small = self.recomputes, gap <= MAX_LOGPROB_GAP
+        if self.source == "auto":
+            self.recomputes = self.args.rollout_staleness > 0 or not is_small
+        if was_recomputed or is_small:
+            return None
+        cure = ": recomputed from here on" if self.recomputes else "; --old_logprobs recompute avoids it"
+        return f"sampler and trainer differ by {gap:.2g} nats a token, more than {MAX_LOGPROB_GAP}{cure}"
 
     def collect(self, prompts: Iterator[PromptBatches], version: int) -> PackedBatch:
         """Return this rank's rollout batch of a step; `version` counts the steps that the policy has made.
@@ -184,7 +166,7 @@ class Rollout:
             if self.args.replay_sampling_support:
                 masks = roles.actor.find_sampling_masks(micro_batches)
                 micro_batches = [add_sampling_mask(*pair) for pair in zip(micro_batches, masks, strict=True)]
-            if self.old_logprobs.recomputes:
+            if self.recomputes:
                 old_logprobs = roles.actor.score(micro_batches)
             else:
                 old_logprobs = [m.data["rollout_logprobs"] for m in micro_batches]

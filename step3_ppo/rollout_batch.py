@@ -31,6 +31,7 @@ import torch
 from common.data.micro_batches import plan_micro_batches
 from common.data.packed_batch import PackedBatch
 from common.ranks import distributed
+from step3_ppo.arguments import PPOArguments
 
 
 def response_mask(batch: PackedBatch) -> torch.Tensor:
@@ -199,23 +200,17 @@ class TokenCap:
         return [batch.select(rows) for rows in plan]
 
 
-@dataclass(frozen=True)
 class MinibatchPlan:
-    """How a step's responses are cut: `rows` a rank and micro-batch, `accumulation` of those an update.
+    """How a step's responses are cut: --per_device_training_batch_size of them a rank and micro-batch,
+    --gradient_accumulation_steps of those an optimizer step, --ppo_epochs passes.
 
-    With a `cap` an update has as many responses, but its micro-batches are cut by tokens.
+    With a `cap` an optimizer step has as many responses, but its micro-batches are cut by tokens.
     """
 
-    rows: int
-    accumulation: int
-    epochs: int
-    seed: int
-    cap: TokenCap | None = None
-
-    @property
-    def global_rows(self) -> int:
-        """Return the responses of an optimizer step, over all ranks."""
-        return self.rows * self.accumulation * distributed.world_size()
+    def __init__(self, args: PPOArguments, cap: TokenCap | None = None) -> None:
+        self.args, self.cap = args, cap
+        rows = args.per_device_training_batch_size * args.gradient_accumulation_steps
+        self.global_rows = rows * distributed.world_size()  # of an optimizer step, over all ranks
 
     def minibatches(self, batch: PackedBatch, step: int, first: int = 0) -> Iterator[list[PackedBatch]]:
         """Yield this rank's micro-batches of every optimizer step from `first` on.
@@ -241,14 +236,14 @@ class MinibatchPlan:
         `lengths` (B,) are those of all sequences. The responses of an optimizer step do not depend on the
         number of ranks, on the accumulation or on the cut into micro-batches.
         """
-        num_ranks, size = distributed.world_size(), self.global_rows
-        for epoch in range(self.epochs):
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) * 101 + epoch)
+        args, num_ranks, size = self.args, distributed.world_size(), self.global_rows
+        for epoch in range(args.ppo_epochs):
+            generator = torch.Generator().manual_seed((args.seed * 1_000_003 + step) * 101 + epoch)
             order = torch.randperm(len(lengths), generator=generator)
             for chosen in order[: len(order) // size * size].split(size):
                 if self.cap:
                     plan = self.cap.plan(lengths[chosen], num_ranks)
                     yield [[chosen[rows].tolist() for rows in of_rank] for of_rank in plan]
                 else:
-                    parts = chosen.view(self.accumulation, num_ranks, self.rows)
+                    parts = chosen.view(args.gradient_accumulation_steps, num_ranks, -1)
                     yield [parts[:, rank].tolist() for rank in range(num_ranks)]

@@ -1,7 +1,7 @@
 """What step 3 checks before a model is loaded: flags, models, rewards, the algorithm and what it needs."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,8 +9,6 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
 from common.data.data_options import DataOptions, check_sources
-from common.data.dialogue import Template
-from common.data.registry import import_plugins
 from common.data.tokenizer import vocabulary_difference
 from common.engine.ds_config import HYBRID_SECTION, effective_zero_stage, load_overrides
 from common.flags.args import Problems
@@ -19,75 +17,67 @@ from common.generation.tp_plans import NoPlan, build_cuts
 from common.models.tensor_ops import wilson_interval
 from common.models.value_model import has_saved_head
 from common.programs import startup
+from common.programs.startup import Start
 from common.ranks import distributed
 from common.runs.export import read_metadata
-from common.runs.resume import EarlierRun, find_run
 from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unused_flags
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.evaluation import known_bests
 from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
 from step3_ppo.rewards.score_shaping import parse_truncated
 from step3_ppo.rewards.text_rewards import Failures
 
+VERIFIABLE = ("function", "http")  # kinds of rewards that check an answer
 MIN_REWARD_ACCURACY = 0.6  # held-out, below which a reward model is warned of
 
 
-@dataclass(frozen=True)
-class StartUp:
-    """What the checks have found out."""
+@dataclass
+class PPOStart(Start):
+    """A command line of step 3, and what its checks find out."""
 
-    tokenizer: Any
-    template: Template
-    algorithm: Algorithm
-    rewards: list[RewardSpec]
-    warnings: list[str]
-    earlier: EarlierRun
+    algorithm: Algorithm | None = None
+    rewards: list[RewardSpec] = field(default_factory=list)
 
     def decode(self, token_ids: torch.Tensor) -> str:
         """Return the text of token ids, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-def check_start_up(
-    args: PPOArguments, options: DataOptions, problems: Problems
-) -> tuple[PPOArguments, StartUp]:
-    """Return the flags with the algorithm's defaults filled in, and what the run is made of.
+def check_start_up(description: str) -> PPOStart:
+    """Return the command line with the algorithm's defaults filled in, and what the run is made of.
 
     Leaves with all that is wrong. No model is loaded.
     """
-    import_plugins(args.plugins, problems)
-    stages = {"--actor_zero_stage": args.actor_zero_stage, "--critic_zero_stage": args.critic_zero_stage}
-    startup.check_run(args, stages, problems)
-    check_numbers(args, problems)
-    warnings: list[str] = []
-    algorithm = None
+    start = startup.read_flags(PPOArguments, 3, description, PPOStart)
+    problems = start.problems
+    check_numbers(start.args, problems)
     try:
-        algorithm = find_algorithm(args.algorithm)
-        args = fill_defaults(args, algorithm)
-        if algorithm.needs_critic and args.reward and not args.critic_model_name_or_path:
-            args = dataclasses.replace(args, critic_model_name_or_path=args.actor_model_name_or_path)
-        check_algorithm(args, algorithm, problems)
-        idle = ", ".join(f"--{name}" for name in unused_flags(algorithm, given_flags()))
-        warnings += [f"--algorithm {algorithm.name} does not use {idle}"] if idle else []
+        start.algorithm = find_algorithm(start.args.algorithm)
+        start.args = fill_defaults(start.args, start.algorithm)
+        if start.algorithm.needs_critic and start.args.reward and not start.args.critic_model_name_or_path:
+            start.args.critic_model_name_or_path = start.args.actor_model_name_or_path
+        check_algorithm(start.args, start.algorithm, problems)
+        idle = ", ".join(f"--{name}" for name in unused_flags(start.algorithm, given_flags()))
+        if idle:
+            start.notes.append(f"--algorithm {start.algorithm.name} does not use {idle}")
     except ValueError as error:
         problems.add(str(error))
-    rewards = find_rewards(args, problems)
-    tokenizer = check_models(args, algorithm, rewards, problems)
-    for problem in check_sources(options):
-        problems.add(problem)
-    check_evaluation(args, options, rewards, problems)
-    actor = args.actor_model_name_or_path
-    template, notes = startup.find_template("--actor_model_name_or_path", actor, args, tokenizer, problems)
-    warnings += notes + doubts_about_rewards(args, rewards)
-    earlier = find_run(args, problems)
-    problems.exit_if_any()
-    assert algorithm is not None
-    return args, StartUp(tokenizer, template, algorithm, rewards, warnings, earlier)
+    start.rewards = find_rewards(start.args, problems)
+    start.tokenizer = check_models(start.args, start.algorithm, start.rewards, problems)
+    check_evaluation(start.args, start.options, start.rewards, problems)
+    startup.finish_checks(start, "--actor_model_name_or_path")
+    startup.print_note(*doubts_about_rewards(start.args, start.rewards))
+    return start
 
 
 def samples_per_rank(args: PPOArguments) -> int:
     """Return the responses that a rank samples for one PPO step."""
     return args.per_device_generation_batch_size * args.generation_batches * args.num_samples_per_prompt
+
+
+def updates_per_step(args: PPOArguments) -> int:
+    """Return the optimizer steps of a PPO step."""
+    rows = args.per_device_training_batch_size * args.gradient_accumulation_steps
+    return args.ppo_epochs * (samples_per_rank(args) // rows)
 
 
 def check_numbers(args: PPOArguments, problems: Problems) -> None:
@@ -126,7 +116,9 @@ def check_evaluation(
             f"--eval_fraction {args.eval_fraction} would hold prompts out for nothing: --eval_data_path is "
             "what is evaluated on; give one of them"
         )
-    known = known_bests(rewards)
+    known = ["eval/score", *(f"eval/score_{spec.name}" for spec in rewards if len(rewards) > 1)]
+    known += ["eval/pass_rate"] if any(spec.kind in VERIFIABLE for spec in rewards) else []
+    known += ["eval/win_rate", "eval/win_rate_low"]  # more of each is better
     if args.keep_best and args.keep_best not in known:
         problems.add(
             f"--keep_best {args.keep_best} is no number of this run's evaluations of which more is better; "

@@ -1,18 +1,92 @@
-"""All that moves in the PPO loop beside the engines, a part of a checkpoint; and a step not finished yet."""
+"""What lasts from step to step beside the engines: running averages, a step not finished yet; and how a
+checkpoint keeps them, with the rollout batches that wait.
+
+# N tokens of any layout, flat or (B, R); mask (N) bool, tokens that count
+"""
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from common.data.packed_batch import PackedBatch
 from common.ranks import distributed
+from common.ranks.zero3 import local_shard, swapped_shards
 from common.runs.saved_state import Stateful, TensorReader, TensorSlice
 
-OPEN = "open"
+MIN_VARIANCE = 1e-5  # of returns: equal ones are not divided by 0
+
+
+class ValueNormaliser:
+    """Running mean and variance of all returns: an exponential average ("exp") or that of all ("ma").
+
+    The critic's output is in normalised units; `denormalise` brings it back. "exp" is the debiased average of
+    MAPPO's ValueNorm (arXiv:2103.01955) and of ReaL: an update keeps `beta` of what was. "ma" weighs every
+    token alike and ignores `beta`. Without an update both directions change nothing.
+    """
+
+    def __init__(self, kind: str, beta: float = 0.99995) -> None:
+        self.kind, self.beta = kind, beta
+        self.weight = 0.0  # "exp": 1 - beta^updates, the debiasing term; "ma": tokens seen
+        self.mean = 0.0
+        self.variance = 0.0
+
+    def update(self, returns: torch.Tensor, mask: torch.Tensor) -> None:
+        """Take in the returns (N) of all ranks that count, in real units; none of them changes nothing.
+
+        Every rank must call this.
+        """
+        kept = returns[mask].double()
+        count, total = distributed.reduce_sum(torch.stack([mask.sum().double(), kept.sum()])).tolist()
+        if not count:
+            return
+        mean = total / count
+        variance = float(distributed.reduce_sum((kept - mean).square().sum())) / count
+        kept_weight = self.weight * (self.beta if self.kind == "exp" else 1.0)
+        new_weight = 1.0 - self.beta if self.kind == "exp" else count
+        self.weight = kept_weight + new_weight
+        share = new_weight / self.weight
+        # The same as means of x and x^2, whose difference would lose its digits, or its sign, far from 0.
+        distance = mean - self.mean
+        self.variance += share * (variance - self.variance) + share * (1 - share) * distance**2
+        self.mean += share * distance
+
+    @property
+    def std(self) -> float:
+        """The deviation that is divided by."""
+        return max(self.variance, MIN_VARIANCE) ** 0.5 if self.weight else 1.0
+
+    def normalise(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (x - mean) / std: fp32, the shape of x, in the critic's units. Nothing is clipped."""
+        return ((x.double() - self.mean) / self.std).float()
+
+    def denormalise(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x * std + mean: fp32, the shape of x, in real units."""
+        return (x.double() * self.std + self.mean).float()
+
+
+class ExponentialMovingAverage:
+    """average <- decay average + (1 - decay) weights, in fp32, on the part of a weight this rank holds."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.averages = {name: local_shard(p).detach().float().clone() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the weights as they are now."""
+        for name, parameter in self.parameters.items():
+            self.averages[name].lerp_(local_shard(parameter).float(), 1 - self.decay)
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Hold the averages in the weights' place inside the block. Every rank must call this."""
+        return swapped_shards(self.parameters, self.averages)
 
 
 @dataclass
@@ -32,30 +106,39 @@ class OpenStep:
         return f"update-{self.num_minibatches:04d}"
 
 
+# What a checkpoint keeps of each part of the trainer, by the part's name there.
+LASTING = {
+    "rollout": ("num_draws", "refilled_fraction", "recomputes"),
+    "kl": ("coef",),
+    "switch_costs": ("received_bytes",),
+    "value_norm": ("weight", "mean", "variance"),
+    "evaluation": ("step", "metrics", "before", "best", "prompts"),
+}
+OPEN = "open"
+
+
 class TrainerState(Stateful):
     """Controllers, normalisers, counters, rollouts that wait, and a step that is not finished."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
+    def _parts(self) -> dict[str, Any]:
+        """Return the parts of LASTING that this run has."""
+        trainer = self.trainer
+        parts = {
+            "rollout": trainer.rollout,
+            "kl": trainer.kl_controller,
+            "switch_costs": trainer.roles.actor.hybrid_engine.costs,
+            "value_norm": trainer.value_normaliser,
+            "evaluation": trainer.evaluation,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
     def _batches(self) -> dict[str, PackedBatch]:
         trainer = self.trainer
         batches = {f"waiting{i}": batch for i, batch in enumerate(trainer.waiting)}
         return batches | ({OPEN: trainer.open_step.batch} if trainer.open_step else {})
-
-    def _owners(self) -> Mapping[str, Any]:
-        trainer = self.trainer
-        owners: dict[str, Any] = {
-            "rollout": trainer.rollout,
-            "losses": trainer.losses,
-            "kl": trainer.kl_controller,
-            "switch_costs": trainer.roles.actor.hybrid_engine.costs,
-        }
-        if trainer.evaluation:
-            owners["evaluation"] = trainer.evaluation
-        if trainer.value_normaliser:
-            owners["value_norm"] = trainer.value_normaliser
-        return owners
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """Give the rows that this rank holds."""
@@ -68,21 +151,26 @@ class TrainerState(Stateful):
 
     def json_state(self) -> dict[str, Any]:
         """Return the rest."""
-        trainer = self.trainer
-        keys = {name: list(batch.data) for name, batch in self._batches().items()}
-        state = {name: owner.state_dict() for name, owner in self._owners().items()}
-        state |= {"keys": keys, "num_ranks": distributed.world_size()}
-        state["num_prompts"] = trainer.prompts.num_drawn
+        trainer, texts = self.trainer, self.trainer.losses.pretraining
+        state: dict[str, Any] = {
+            name: {key: getattr(part, key) for key in LASTING[name]} for name, part in self._parts().items()
+        }
+        state["keys"] = {name: list(batch.data) for name, batch in self._batches().items()}
+        state["num_ranks"], state["num_prompts"] = distributed.world_size(), trainer.prompts.num_drawn
+        state["losses"] = {"num_texts": texts.num_drawn if texts else 0}
         if trainer.open_step:
             kept = dataclasses.fields(OpenStep)
             state[OPEN] = {f.name: getattr(trainer.open_step, f.name) for f in kept if f.name != "batch"}
         return state
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Take what was saved, rows by any number of ranks."""
+        """Take what was saved, rows by any number of ranks; ValueError where held-out prompts are others."""
         trainer = self.trainer
-        for name, owner in self._owners().items():
-            owner.load_state_dict(state[name])
+        if trainer.evaluation and state["evaluation"]["prompts"] != trainer.evaluation.prompts:
+            raise ValueError("the held-out prompts have changed since it was saved; bring the old ones back")
+        for name, part in self._parts().items():
+            for key in LASTING[name]:
+                setattr(part, key, state[name][key])
         batches = {
             name: _read_rows(reader, name, keys, state["num_ranks"]) for name, keys in state["keys"].items()
         }
@@ -90,6 +178,8 @@ class TrainerState(Stateful):
         trainer.open_step = OpenStep(batch=batches.pop(OPEN), **state[OPEN]) if is_open else None
         trainer.waiting = deque(batches.values())
         trainer.prompts.skip_to(state["num_prompts"])
+        if trainer.losses.pretraining:
+            trainer.losses.pretraining.skip_to(state["losses"]["num_texts"])
 
 
 def _read_rows(reader: TensorReader, name: str, keys: list[str], num_ranks: int) -> PackedBatch:

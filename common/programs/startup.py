@@ -10,6 +10,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,26 @@ import transformers
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from common.data.data_options import DataOptions
+from common.data.data_options import DataOptions, check_sources
 from common.data.dialogue import Template, build_template
+from common.data.registry import import_plugins
 from common.data.stage_datasets import preview_rows
 from common.data.tokenizer import load_tokenizer
 from common.engine.ds_config import effective_zero_stage, load_overrides
-from common.flags.args import Problems, RunArguments
+from common.flags.args import Problems, RunArguments, parse_args
 from common.flags.problems import has_hub_form, no_effect_notes
 from common.models.lora import linear_module_names, lora_targets
-from common.programs.environment import check_environment
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps, first_line, say
 from common.runs import run_files
 from common.runs.checkpoints import SaveFailed
 from common.runs.export import ExportFailed, read_metadata
-from common.runs.resume import EarlierRun
+from common.runs.resume import EarlierRun, find_run
 from common.runs.run import STOPPED, Stopped
 from common.runs.trackers import missing_trackers
+
+OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_PORT")
+START = "start by deepspeed or torchrun, which set all of them, or unset them for one process"
 
 
 def quiet_libraries() -> None:
@@ -45,8 +49,48 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def check_run(args: RunArguments, zero_stages: dict[str, int], problems: Problems) -> None:
-    """Add the problems of precision, offload, numbers, --ds_config and environment; `zero_stages` by flag.
+@dataclass
+class Start:
+    """A command line, and what its checks find out: no model is loaded yet."""
+
+    args: Any
+    options: DataOptions
+    problems: Problems
+    notes: list[str] = field(default_factory=list)
+    tokenizer: Any = None
+    template: Template | None = None
+    earlier: EarlierRun = field(default_factory=EarlierRun)
+    ds_config: dict[str, Any] = field(default_factory=dict)  # of steps 1 and 2, which train one model
+
+
+def read_flags(flags: type, stage: int, description: str, kind: type[Start] = Start) -> Any:
+    """Return the flags of a step as a `kind`, and the problems that every step may have with them."""
+    problems = Problems()
+    args = parse_args(flags, description=description, problems=problems)
+    import_plugins(args.plugins, problems)
+    check_run(args, problems)
+    options = DataOptions.of(args, stage)
+    for problem in check_sources(options):
+        problems.add(problem)
+    return kind(args, options, problems)
+
+
+def finish_checks(start: Start, flag: str) -> None:
+    """Find the template of the model that `flag` names, and an earlier run; print what is to be noted.
+
+    Leaves with all problems where there are any.
+    """
+    args, problems = start.args, start.problems
+    name = getattr(args, flag.removeprefix("--"))
+    start.template, notes = find_template(flag, name, args, start.tokenizer, problems)
+    start.earlier = find_run(args, problems)
+    problems.exit_if_any()
+    print_notes(args)
+    print_note(*start.notes, *notes)
+
+
+def check_run(args: RunArguments, problems: Problems) -> None:
+    """Add the problems of precision, offload, --trackers, --ds_config and environment.
 
     Leaves at once when the environment is wrong, for then nothing else can be told.
     """
@@ -54,10 +98,37 @@ def check_run(args: RunArguments, zero_stages: dict[str, int], problems: Problem
         problems.exit_if_any(is_told_by_all=True)
     if args.dtype == "fp16" and not distributed.has_gpu():
         problems.add("--dtype fp16 needs a GPU; use fp32 or bf16 on a CPU")
+    zero_stages = {f"--{name}": value for name, value in vars(args).items() if name.endswith("zero_stage")}
     check_offload(args.offload, zero_stages, distributed.dtype_name(args.dtype), problems)
     for problem in missing_trackers(args.trackers):
         problems.add(problem)
     _check_ds_config(args, problems)
+
+
+def check_environment(problems: Problems) -> bool:
+    """Return whether a launcher's variables and OMP_NUM_THREADS are right after adding what is not."""
+    before, given = len(problems.messages), os.environ
+    for name in OF_A_LAUNCHER:
+        is_whole = given.get(name, "0").strip().isdecimal()
+        problems.check(is_whole, f"{name}={given.get(name)} in the environment is no whole number; {START}")
+    threads = given.get("OMP_NUM_THREADS", "1")
+    problems.check(
+        all(part.strip().isdecimal() and int(part) > 0 for part in threads.split(",")),
+        f"OMP_NUM_THREADS={threads} in the environment is no number of threads; set it to 1, or unset it",
+    )
+    if len(problems.messages) > before:
+        return False
+    size = int(given.get("WORLD_SIZE", 1))
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not given.get(name)]
+    if "RANK" not in given:
+        problems.check(size == 1, f"WORLD_SIZE={size} is in the environment and RANK is not; {START}")
+    elif missing:
+        problems.add(f"RANK is in the environment and {', '.join(missing)} not; {START}")
+    else:
+        rank, port = int(given["RANK"]), int(given["MASTER_PORT"])
+        problems.check(rank < size, f"RANK={rank} is not below WORLD_SIZE={size}: they count from 0; {START}")
+        problems.check(0 < port < 2**16, f"MASTER_PORT={port} is no port; use one from 1024 to 65535")
+    return len(problems.messages) == before
 
 
 def check_offload(offload: str, zero_stages: dict[str, int], dtype: str, problems: Problems) -> None:
@@ -197,23 +268,19 @@ def as_problem(problems: Problems) -> Iterator[None]:
         problems.exit_if_any()
 
 
-def enter(
-    args: Any,
-    options: DataOptions,
-    template: Template,
-    earlier: EarlierRun,
-    problems: Problems,
-    **resolved: Any,
-) -> bool:
+def enter(start: Start) -> bool:
     """Return whether there is a run to make: not under --dry_run, nor where an earlier one has finished.
 
-    Then --output_dir is this run's until the process ends, and the process is one of a group. `resolved` is
-    what --dry_run shows beside the flags.
+    Then --output_dir is this run's until the process ends, and the process is one of a group.
     """
+    args, earlier = start.args, start.earlier
     if args.dry_run:
-        with as_problem(problems):
-            print_note(*preview_rows(options, template))
+        with as_problem(start.problems):
+            print_note(*preview_rows(start.options, start.template))
         if distributed.is_main():
+            resolved: dict[str, Any] = (
+                {"deepspeed_config_resolved": start.ds_config} if start.ds_config else {}
+            )
             resolved["resolved_dtype"] = distributed.dtype_name(args.dtype)
             print(json.dumps(dataclasses.asdict(args) | resolved, indent=2, sort_keys=True))
         return False
@@ -222,7 +289,7 @@ def enter(
             print(earlier.finished)
         return False
     if distributed.is_main():
-        with as_problem(problems):
+        with as_problem(start.problems):
             run_files.take_lock(args.output_dir)
     distributed.start(args.local_rank, args.collective_timeout)
     distributed.seed_everything(args.seed)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,15 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.data.data_options import DataOptions, check_sources
-from common.data.dialogue import Template
 from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
 from common.data.packed_batch import PackedBatch
-from common.data.registry import import_plugins
 from common.data.stage_datasets import StageData
 from common.engine.ds_config import EngineOptions, build_config, build_engine
 from common.engine.engine_step import LossTerm, update_engine
-from common.flags.args import Problems, parse_args
 from common.models.loading import DTYPES, ModelOptions, load_causal_lm, plain_model
 from common.models.lora import LoraOptions, add_lora
 from common.models.model_flops import own_peak_flops
@@ -26,28 +21,15 @@ from common.models.policy_model import PolicyModel
 from common.models.value_model import ValueModel, load_value_model
 from common.models.varlen_attention import takes_packed
 from common.programs import startup
+from common.programs.startup import Start
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused
 from common.ranks.step_costs import COSTS
 from common.runs.checkpoints import checkpoint_name
 from common.runs.export import save_adapter, save_export
-from common.runs.resume import EarlierRun, find_run
 from common.runs.run import Run
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import EngineState, Progress, Stateful
-
-
-@dataclass(frozen=True)
-class Start:
-    """What is known when all of a command line is right: no model is loaded yet."""
-
-    args: Any
-    options: DataOptions
-    tokenizer: Any
-    template: Template
-    earlier: EarlierRun
-    ds_config: dict[str, Any]
-    problems: Problems
 
 
 def begin(flags: type, stage: int, description: str) -> Start | None:
@@ -55,35 +37,18 @@ def begin(flags: type, stage: int, description: str) -> Start | None:
 
     Leaves with all problems where there are any.
     """
-    problems = Problems()
-    args = parse_args(flags, description=description, problems=problems)
-    options = DataOptions.of(args, stage)
-    import_plugins(args.plugins, problems)
-    startup.check_run(args, {"--zero_stage": args.zero_stage}, problems)
-    flag, name = "--model_name_or_path", args.model_name_or_path
-    config = startup.check_model(flag, name, args, problems)
+    start = startup.read_flags(flags, stage, description)
+    args, problems, flag = start.args, start.problems, "--model_name_or_path"
+    config = startup.check_model(flag, args.model_name_or_path, args, problems)
     startup.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)
     if args.lora_dim:
         startup.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
-    tokenizer = config and startup.check_tokenizer(flag, name, args, problems)
-    for problem in check_sources(options):
-        problems.add(problem)
-    template, notes = startup.find_template(flag, name, args, tokenizer, problems)
-    earlier = find_run(args, problems)
-    problems.exit_if_any()
-    startup.print_notes(args)
-    startup.print_note(*notes)
-    ds_config = build_config(
-        EngineOptions.of(
-            args,
-            zero_stage=args.zero_stage,
-            offload=args.offload,
-            micro_batch_size=args.per_device_train_batch_size,
-        )
-    )
-    start = Start(args, options, tokenizer, template, earlier, ds_config, problems)
-    is_run = startup.enter(args, options, template, earlier, problems, deepspeed_config_resolved=ds_config)
-    return start if is_run else None
+    start.tokenizer = config and startup.check_tokenizer(flag, args.model_name_or_path, args, problems)
+    startup.finish_checks(start, flag)
+    rows = args.per_device_train_batch_size
+    options = EngineOptions.of(args, zero_stage=args.zero_stage, offload=args.offload, micro_batch_size=rows)
+    start.ds_config = build_config(options)
+    return start if startup.enter(start) else None
 
 
 def build_global_batches(args: Any, dataset: Any, collate: Callable, columns: Sequence[str]) -> GlobalBatches:
@@ -193,11 +158,16 @@ def build_trainer(
     """
     args = start.args
     engine = build_engine(model, start.ds_config, args, num_steps)
-    is_packed = args.packed and takes_packed(plain_model(_saved_model(model)))
+    is_packed = runs_packed(args, model)
     if batches.budget:
         batches.budget.is_packed = is_packed
     columns = (*(f"{kind.kind}/{name}" for name in kind.columns), "perf/tokens_per_second")
     return kind(engine, args, is_packed=is_packed, logger=build_logger(args, columns, num_steps))
+
+
+def runs_packed(args: Any, model: nn.Module) -> bool:
+    """Return whether sequences stand end to end in the passes of one of our models."""
+    return args.packed and takes_packed(plain_model(_saved_model(model)))
 
 
 def _saved_model(model: nn.Module) -> nn.Module:
@@ -227,7 +197,8 @@ def train(
     run = Run(args, start.earlier, logger, progress, {"model": EngineState(trainer.engine)} | parts)
 
     def evaluate(step: int) -> None:
-        if not len(held_out):
+        is_due = step == logger.num_steps or step % len(batches) == 0
+        if not len(held_out) or not (is_due or (args.eval_interval and step % args.eval_interval == 0)):
             return
         some = evaluation_batches(
             held_out,
@@ -246,49 +217,55 @@ def train(
     if progress.step == 0:
         for line in data.report.lines():
             logger.note(line)
-    _run_steps(batches, trainer, evaluate, args.eval_interval, run)
+        evaluate(0)
+        run.point(checkpoint_name(0), is_due=False)
+    steps = batches.forever(progress.step)
+
+    def train_step(step: int) -> None:
+        with watchdog.phase("the training step", step):
+            trainer.train_step(step, next(steps))
+
+    take_steps(run, train_step, evaluate)
     return run
 
 
-def _run_steps(
-    batches: GlobalBatches, trainer: Any, evaluate: Callable[[int], None], eval_interval: int, run: Run
-) -> None:
-    """Train; evaluate before, every `eval_interval` steps, after an epoch, at the end."""
-    progress, num_steps = run.progress, run.logger.num_steps
-    if progress.step == 0:
-        evaluate(0)
-        run.point(checkpoint_name(0), is_due=False)
-    for micro_batches in batches.forever(progress.step):
-        if progress.step >= num_steps:
-            return
-        step = progress.step + 1
-        refusal = None
+def take_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[int], None]) -> None:
+    """Take the steps that are left; after each `evaluate`, as far as it is due, and let the run save or stop.
+
+    Every rank must call this. Raises Stopped, and TooManyBadSteps with the state saved.
+    """
+    progress = run.progress
+    while progress.step < run.logger.num_steps:
+        step, refusal = progress.step + 1, None
         try:
-            with watchdog.phase("the training step", step):
-                trainer.train_step(step, micro_batches)
+            train_step(step)
         except StepRefused as error:
             refusal = error
         progress.step = step
         if refusal:
             run.refuse(step, refusal, checkpoint_name(step))
-        is_due = eval_interval and step % eval_interval == 0
-        if is_due or step % len(batches) == 0 or step == num_steps:
-            evaluate(step)
+        evaluate(step)
         run.point(checkpoint_name(step), is_due=run.is_due(step))
 
 
 def export(start: Start, run: Run, trainer: Trainer) -> None:
     """Write the trained model and its adapter, and end the run. Every rank must call this."""
-    args, logger = start.args, run.logger
-    if args.output_dir:
-        folder, model = Path(args.output_dir), _saved_model(trainer.engine.module)
-        metadata = {"step": trainer.kind, "template": args.template} | run.progress.facts
-        is_scorer = trainer.kind == "reward"
-        save_export(folder / "export", model, start.tokenizer, metadata=metadata, needs_own_pad=is_scorer)
-        save_adapter(folder / "adapter", model, start.tokenizer, metadata=metadata)
-        logger.note(f"saved {folder}/export")
-    logger.close()
+    if start.args.output_dir:
+        metadata = {"step": trainer.kind, "template": start.args.template} | run.progress.facts
+        model, is_scorer = _saved_model(trainer.engine.module), trainer.kind == "reward"
+        save_model(start, run.logger, model, metadata, needs_own_pad=is_scorer)
+    run.logger.close()
     run.finish()
+
+
+def save_model(
+    start: Start, logger: RunLogger, model: nn.Module, metadata: dict[str, Any], *, needs_own_pad: bool
+) -> None:
+    """Write OUTPUT_DIR/export and adapter. Every rank must call this."""
+    folder = Path(start.args.output_dir)
+    save_export(folder / "export", model, start.tokenizer, metadata=metadata, needs_own_pad=needs_own_pad)
+    save_adapter(folder / "adapter", model, start.tokenizer, metadata=metadata)
+    logger.note(f"saved {folder}/export")
 
 
 def build_logger(args: Any, columns: tuple[str, ...], num_steps: int) -> RunLogger:

@@ -16,6 +16,7 @@ from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import (
+    KLController,
     behaviour_weights,
     clipped_surrogate,
     dual_clip,
@@ -131,9 +132,11 @@ def test_the_decoupled_loss_and_its_statistics_by_hand():
     data = {"old_logprobs": old, "prox_logprobs": prox, "rollout_logprobs": old, "loss_mask": mask}
     data |= {"advantages": torch.tensor([1.0, -1.0, 1.0, 1.0]), "loss_weights": mask.float()}
     new = prox + ratios.log()
-    actor = SimpleNamespace(engine=None, compute_logprobs=lambda *_, **__: (new, torch.zeros(4)))
+    actor = SimpleNamespace(compute_logprobs=lambda *_, **__: (new, torch.zeros(4)))
     args = PPOArguments(use_decoupled_loss=True, behav_imp_weight_cap=3.0, clip_range=0.2)
-    losses = PPOLosses(fill_defaults(args, ALGORITHMS["ppo"]), SimpleNamespace(actor=actor))
+    losses = PPOLosses(
+        fill_defaults(args, ALGORITHMS["ppo"]), SimpleNamespace(actor=actor), KLController(0.1)
+    )
     found, stats = losses._policy_sums(PackedBatch.build([0], {key: [x] for key, x in data.items()}))
     # 2 * -1 * 1.2, at the bound; 1 * 1 * 1; the weight of 4 is above the cap; padding
     assert float(found) == pytest.approx(-2.4 + 1.0, abs=1e-5)

@@ -8,9 +8,9 @@ from records import make_record
 
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.builders import count_optimizer_steps
 from step3_ppo.ppo_trainer import PPOTrainer
-from step3_ppo.running_averages import ValueNormaliser
+from step3_ppo.start_up import updates_per_step
+from step3_ppo.trainer_state import ValueNormaliser
 
 
 def test_the_schedules_are_as_long_as_the_optimizer_steps():
@@ -19,7 +19,7 @@ def test_the_schedules_are_as_long_as_the_optimizer_steps():
         per_device_training_batch_size=4, gradient_accumulation_steps=2,  # 6 updates an epoch
         ppo_epochs=3,
     )  # fmt: skip
-    assert count_optimizer_steps(args, 5) == 5 * 3 * 6
+    assert updates_per_step(args) == 3 * 6
 
 
 class KnowingCritic:
@@ -28,7 +28,7 @@ class KnowingCritic:
     Its values are in the units of the statistics at that time. Scores grow from rollout to rollout.
     """
 
-    old_logprobs = SimpleNamespace(recomputes=False, judge=lambda gap: None)
+    recomputes = False
     scores = SimpleNamespace(
         counts=lambda batch: torch.ones(len(batch), dtype=torch.bool),
         failures=SimpleNamespace(are_borne=False),
@@ -64,7 +64,7 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
         ),
         rollout,
         prompts=None,
-        losses=SimpleNamespace(begin_step=lambda coef: None, first_gap=0.0, first_gap_max=0.0),
+        pretraining=None,
         logger=SimpleNamespace(log=lambda *_: None),
         decode=str,
     )

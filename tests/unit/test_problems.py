@@ -4,7 +4,7 @@ import pytest
 
 from common.flags.args import Problems, parse_args
 from common.flags.problems import is_usable
-from common.programs.environment import OF_A_LAUNCHER, check_environment
+from common.programs.startup import OF_A_LAUNCHER, check_environment
 from step3_ppo.arguments import PPOArguments
 
 

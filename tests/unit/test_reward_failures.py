@@ -19,6 +19,7 @@ from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
 from step3_ppo.rewards.text_rewards import Failures, RewardError
+from step3_ppo.trainer_state import LASTING
 
 
 @pytest.mark.parametrize("text", ["", "default:", "default:nan", "mask:1"])
@@ -99,15 +100,15 @@ def learned(name, batch, on_error, **flags):
         roles=None,
         rollout=SimpleNamespace(
             scores=ScoreSum(specs, failures=Failures.parse(on_error)),
-            old_logprobs=SimpleNamespace(recomputes=False),
+            recomputes=False,
         ),
         prompts=None,
-        losses=SimpleNamespace(begin_step=lambda coef: None),
+        pretraining=None,
         logger=SimpleNamespace(log_interval=100),
         decode=None,
     )
     done = trainer.add_advantages(1, batch)
-    state = trainer.value_normaliser.state_dict() if trainer.value_normaliser else {}
+    state = {name: getattr(trainer.value_normaliser, name, 0.0) for name in LASTING["value_norm"]}
     summary = {name: value for name, value in done.summary.items() if "failed" not in name}
     return done.batch, summary | {k: float(v) for k, v in state.items()}
 

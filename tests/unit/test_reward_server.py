@@ -18,7 +18,7 @@ from common.models.loading import ModelOptions
 from common.models.value_model import load_value_model
 from common.runs.export import save_export
 from serving import reward_server as serve
-from step3_ppo.roles import Frozen, Reward
+from step3_ppo.roles import Reward
 
 PROMPTS = [
     "\n\nHuman: How are you today?\n\nAssistant:",
@@ -80,7 +80,7 @@ def test_a_score_is_that_of_step_3s_reward_role_for_the_same_token_ids(export, c
     ]
     record = PackedBatch.build(range(3), {"prompt_ids": prompt_ids, "response_ids": response_ids})
     model = load_value_model(ModelOptions(export, dropout=0.0), len(tokenizer))
-    role = Reward(Frozen(model, {"zero_optimization": {"stage": 0}}, offload=False), is_packed=False)
+    role = Reward(model, is_packed=False)
     (expected,) = role.score([record])
 
     body = {

@@ -19,8 +19,8 @@ from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.rewards.text_rewards import RewardError
-from step3_ppo.roles import LoraReference, Reference, Roles
-from step3_ppo.rollout import OldLogprobs, Rollout, add_sampling_mask
+from step3_ppo.roles import LoraReference, Roles
+from step3_ppo.rollout import Rollout, add_sampling_mask
 
 
 class FakeActor:
@@ -50,7 +50,7 @@ class FakeReward:
         return [torch.tensor([float(self.score_of(i)) for i in batch.ids]) for batch in batches]
 
 
-def build(score_of=lambda sample: sample, *, rounds=0, source="rollout", texts=None):
+def build(score_of=lambda sample: sample, *, rounds=0, source="rollout", staleness=0, texts=None):
     def values(batches):
         return [(batch.data["rollout_logprobs"] * 2, torch.zeros(len(batch))) for batch in batches]
 
@@ -64,6 +64,7 @@ def build(score_of=lambda sample: sample, *, rounds=0, source="rollout", texts=N
         num_samples_per_prompt=2,
         dynamic_sampling_rounds=rounds,
         old_logprobs=source,
+        rollout_staleness=staleness,
         max_tokens_per_micro_batch=64,
     )
     return Rollout(
@@ -159,18 +160,18 @@ def test_the_sampling_mask_of_each_token_is_packed_beside_it():
 
 
 def test_the_sampler_is_trusted_as_long_as_it_agrees():
-    auto = OldLogprobs("auto")
-    assert auto.recomputes and auto.judge(1e-7) is None and not auto.recomputes
-    assert auto.judge(1e-4) is None and not auto.recomputes
-    assert "recomputed from here on" in auto.judge(0.01) and auto.recomputes
-    assert auto.judge(0.01) is None and auto.recomputes
-    rollout = OldLogprobs("rollout")
-    assert not rollout.recomputes and "--old_logprobs recompute" in rollout.judge(0.01)
+    auto = build(source="auto")
+    assert auto.recomputes and auto.judge_gap(1e-7) is None and not auto.recomputes
+    assert auto.judge_gap(1e-4) is None and not auto.recomputes
+    assert "recomputed from here on" in auto.judge_gap(0.01) and auto.recomputes
+    assert auto.judge_gap(0.01) is None and auto.recomputes
+    rollout = build(source="rollout")
+    assert not rollout.recomputes and "--old_logprobs recompute" in rollout.judge_gap(0.01)
     assert not rollout.recomputes
-    recompute = OldLogprobs("recompute")
-    assert recompute.recomputes and recompute.judge(1e-9) is None and recompute.recomputes
-    stale = OldLogprobs("auto", is_stale=True)
-    assert stale.judge(1e-9) is None and stale.recomputes
+    recompute = build(source="recompute")
+    assert recompute.recomputes and recompute.judge_gap(1e-9) is None and recompute.recomputes
+    stale = build(source="auto", staleness=1)
+    assert stale.judge_gap(1e-9) is None and stale.recomputes
 
 
 @pytest.mark.parametrize("only_lora", [False, True])
@@ -185,18 +186,18 @@ def test_the_reference_stays_what_the_actor_was(only_lora, tiny_model_folder):
         SFTArguments(learning_rate=1e-2, lora_learning_rate=1e-2, lr_scheduler_type="constant"),
         9,
     )
-    reference = Reference(LoraReference(engine), is_packed=False)
+    reference = LoraReference(engine, is_packed=False)
     batch = make_record([0, 1], [3, 2], [4, 2])
     (before,) = reference.score([batch])
 
     def sums(batch):
-        return -reference.compute_logprobs(engine, batch)[0].sum(), {}
+        return -reference.compute_logprobs(batch)[0].sum(), {}
 
     for _ in range(3):
         update_engine(engine, [LossTerm("x", [batch], sums, lambda batch: 6.0)])
     (after,) = reference.score([batch])
     engine.eval()
     with torch.no_grad():
-        moved, _ = reference.compute_logprobs(engine, batch)
+        moved, _ = reference.compute_logprobs(batch)
     assert after.equal(before)
     assert (moved - before).abs().max() > 0.1

@@ -66,15 +66,23 @@ def test_responses_stand_behind_their_prompts():
     assert packed.input_ids[0, packed_slots].equal(batch.data["response_ids"])
 
 
+def make_plan(rows, accumulation=1, cap=None) -> MinibatchPlan:
+    """Two epochs of minibatches."""
+    args = PPOArguments(
+        per_device_training_batch_size=rows, gradient_accumulation_steps=accumulation, ppo_epochs=2, seed=5
+    )
+    return MinibatchPlan(args, cap)
+
+
 @pytest.mark.parametrize("cap", [None, TokenCap(24), TokenCap(24, is_packed=True)])
 @pytest.mark.parametrize(("rows", "accumulation", "world_size"), [(4, 2, 1), (4, 1, 2), (2, 2, 2)])
 def test_an_update_has_the_same_samples_however_they_are_dealt(
     rows, accumulation, world_size, cap, monkeypatch
 ):
     lengths = torch.tensor(LENGTHS).sum(0)
-    expected = [sorted(sum(u[0], [])) for u in MinibatchPlan(8, 1, 2, 5).plans(lengths, 7)]
+    expected = [sorted(sum(u[0], [])) for u in make_plan(8).plans(lengths, 7)]
     monkeypatch.setattr(distributed, "world_size", lambda: world_size)
-    plans = list(MinibatchPlan(rows, accumulation, epochs=2, seed=5, cap=cap).plans(lengths, 7))
+    plans = list(make_plan(rows, accumulation, cap).plans(lengths, 7))
     assert [sorted(sum(sum(update, []), [])) for update in plans] == expected
     for epoch in (expected[:3], expected[3:]):
         assert sorted(sum(epoch, [])) == list(range(24)), "each sample once an epoch"
@@ -106,7 +114,7 @@ def look(rank: int, world_size: int) -> dict:
             plain(values, value, group=group),
         )
     found = {"micro_batches": [], "received": 0, "trained": 0}
-    plan = MinibatchPlan(8 // world_size, 1, epochs=2, seed=5)
+    plan = make_plan(8 // world_size)
     own = set(batch.ids)
     for (micro_batch,) in plan.minibatches(batch, 7):
         expected = make_record(

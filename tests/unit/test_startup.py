@@ -21,7 +21,7 @@ from step1_sft.arguments import SFTArguments
 def test_optimizer_offload_is_judged_by_the_stage_that_is_run(given, default, stage, is_good, monkeypatch):
     monkeypatch.setattr(distributed, "dtype_name", lambda flag: flag or default)
     problems = Problems()
-    check_run(SFTArguments(offload="optimizer", dtype=given), {"--zero_stage": stage}, problems)
+    check_run(SFTArguments(offload="optimizer", dtype=given, zero_stage=stage), problems)
     assert (problems.messages == []) == is_good
 
 

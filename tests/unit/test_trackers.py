@@ -192,7 +192,7 @@ def test_a_package_that_is_missing_is_a_problem_of_the_start(monkeypatch):
         for n in ("wandb", "mlflow")
     ]
     problems = Problems()
-    check_run(SFTArguments(model_name_or_path="m", trackers=["wandb"]), {}, problems)
+    check_run(SFTArguments(model_name_or_path="m", trackers=["wandb"]), problems)
     assert problems.messages == found[:1]
 
 

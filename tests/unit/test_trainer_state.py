@@ -1,7 +1,9 @@
-"""Value normalisation and the average of the trained weights: by hand, in float64, and in an engine."""
+"""What lasts from step to step: value normalisation, the average of the weights, what a checkpoint keeps."""
 
 import json
 import math
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +11,16 @@ from plain_logits import compute_logits
 from response_batches import PADDING, fill, random_batch
 from right_or_wrong import close, forms, judge
 
+from common.data.global_batches import BatchStream
 from common.engine.ds_config import EngineOptions, build_config, build_engine
+from common.generation.resharder import SwitchCosts
 from common.models.loading import ModelOptions, load_causal_lm
 from common.runs.export import gather_state_dict
 from step1_sft.arguments import SFTArguments
-from step3_ppo.running_averages import ExponentialMovingAverage, ValueNormaliser
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.evaluation import Evaluation
+from step3_ppo.ppo_math import KLController
+from step3_ppo.trainer_state import ExponentialMovingAverage, TrainerState, ValueNormaliser
 
 
 class Biased(ValueNormaliser):
@@ -39,7 +46,7 @@ class MeanOfMeans(ValueNormaliser):
     mean_of_means=MeanOfMeans,
 )
 def test_both_kinds_by_hand(form, is_right):
-    """R56: value_norm exp and ma; every stateful one is checkpointed."""
+    """R56: value_norm exp and ma."""
 
     def check(form):
         first = torch.tensor([[1.0, 3.0, 99.0]]), torch.tensor([[True, True, False]])
@@ -49,7 +56,7 @@ def test_both_kinds_by_hand(form, is_right):
             normaliser, after[kind] = form(kind, 0.5), form(kind, 0.5)
             normaliser.update(*first)  # debiased: mean 2, variance 1, as the batch has
             close(normaliser.normalise(torch.tensor([4.0])), [2.0])
-            after[kind].load_state_dict(json.loads(json.dumps(normaliser.state_dict())))
+            after[kind].update(*first)
             after[kind].update(*second)  # of itself: mean 7.5, mean of squares 58.5
         # weights 1/4 and 1/2 of 3/4: mean (2 + 2 * 7.5) / 3 = 17/3, squares (5 + 2 * 58.5) / 3 = 122/3
         assert after["exp"].mean == pytest.approx(17 / 3, abs=1e-9)
@@ -166,3 +173,40 @@ def test_an_engine_computes_and_exports_with_the_average_and_trains_on_without_i
     engine.backward(logits(train=True).square().mean())
     engine.step()
     assert not logits().allclose(last, atol=1e-3)
+
+
+# --- what a checkpoint keeps ---
+
+
+def make_trainer(rows=5):
+    """The parts of a trainer that a checkpoint keeps, as they begin."""
+    evaluation = Evaluation(PPOArguments(), None, None, None, [{"prompt_ids": [1, i]} for i in range(rows)])
+    return SimpleNamespace(
+        rollout=SimpleNamespace(num_draws=0, refilled_fraction=0.0, recomputes=True),
+        roles=SimpleNamespace(actor=SimpleNamespace(hybrid_engine=SimpleNamespace(costs=SwitchCosts()))),
+        prompts=BatchStream(SimpleNamespace(forever=lambda first=0: iter(range(first, 99)))),
+        losses=SimpleNamespace(pretraining=None),
+        kl_controller=KLController(0.1, 6.0),
+        value_normaliser=ValueNormaliser("ma"),
+        evaluation=evaluation,
+        waiting=deque(),
+        open_step=None,
+    )
+
+
+def test_a_resumed_run_has_everything_that_moves():
+    """R56: every stateful part is checkpointed."""
+    first, second = make_trainer(), make_trainer()
+    first.rollout.num_draws, first.rollout.recomputes, first.kl_controller.coef = 4, False, 0.3
+    first.value_normaliser.update(torch.tensor([1.0, 3.0]), torch.ones(2).bool())
+    first.evaluation.step, first.evaluation.best = 20, {"metric": "eval/score", "value": 1.0, "step": 10}
+    first.evaluation.before = {"scores": [1.0, None], "answers": ["a", "b"]}
+    next(first.prompts)
+    state = json.loads(json.dumps(TrainerState(first).json_state()))
+    TrainerState(second).load(None, state)
+    assert TrainerState(second).json_state() == state and next(second.prompts) == 1
+    assert second.kl_controller.coef == 0.3 and not second.rollout.recomputes
+    assert second.value_normaliser.denormalise(torch.zeros(1)).tolist() == [2.0]
+    assert second.evaluation.before == first.evaluation.before and not second.evaluation.is_due(20, 20)
+    with pytest.raises(ValueError, match="held-out prompts have changed"):
+        TrainerState(make_trainer(rows=4)).load(None, state)
