@@ -1,8 +1,9 @@
 """Which rank failed first, told to all ranks, which then end with exit code 4.
 
 A thread of each rank writes twice a second into the process group's store where its rank is (a `Beat`) and
-reads the verdict. The coordinator, rank 0, looks at the beats of all ranks, every other rank at those of rank
-0 and of the rank before it. A rank that fails writes the verdict itself; one that lost another looks at all.
+reads the verdict, with which all leave. Rank 0 looks at the beats of all ranks, every other rank at those of
+rank 0 and of the rank before it. A rank that fails writes the verdict itself; one that has lost others in a
+collective looks at all.
 """
 
 import contextlib
@@ -12,22 +13,24 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import torch.distributed as dist
 
-from common.ranks.failures import CLOSED, TIMEOUT, say
+from common.ranks.failures import say
 
 OTHER_RANK_FAILED = 4
-BEAT_SECONDS = 0.5
-SILENT_SECONDS = 2.5  # without a beat: matters where a collective has failed, or others wait for the rank
+LOOK_SECONDS = 0.5
+DEAD_SECONDS = 1.0  # without a beat and a process: others may end at the same moment, all by Ctrl-C
+SILENT_SECONDS = 2.5  # without a beat, of a rank that others miss
 SETTLE_SECONDS = 3.0  # between a failed collective and the verdict: a beat must have time to fail
-LEFT_SECONDS = 30.0  # between a rank that left with an exit code and others that do not follow it
-DRAIN_SECONDS = 1.5  # for the others to hear before this process ends
+LEAVE_SECONDS = 30.0  # for the others to leave too, after one that does with an exit code
+HEAR_SECONDS = 3.0  # for the others to hear the verdict before rank 0, which holds the store, ends
 VERDICT = "verdict"
+DIED = "its process is gone without a word. The launcher names the signal; the kernel's log (dmesg) says "
+DIED += "whether memory had run out"
 
 Process = tuple[str, int, float]  # machine, number, start: a number alone may belong to another process later
 
@@ -40,9 +43,7 @@ class Beat(NamedTuple):
     num_phases: int  # begun so far
     calls: dict[str, int]  # collectives begun so far, by group
     process: Process
-    lost: str = ""  # how it has lost another rank: TIMEOUT, CLOSED, OTHER
-    code: int | None = None  # that it leaves with
-    reason: str = ""
+    has_lost: bool  # others, in a collective
 
 
 class Verdict(NamedTuple):
@@ -51,26 +52,15 @@ class Verdict(NamedTuple):
     text: str  # names the first rank to fail and where it was
     rank: int
     stuck: Process | None = None  # it cannot hear of it: who is on its machine kills it
-    by: int = 0  # the rank whose verdict it is
-
-
-@dataclass
-class Watched:
-    """What is known here of a rank; times are numbers of looks."""
-
-    beat: Beat
-    moved_at: int  # the last change of its beat
-    behind_since: int | None = None  # others wait for it
-    left_at: int | None = None
-    was_dead: bool = False  # at the last look: others may end at the same moment, all by Ctrl-C
+    by: int = -1  # the rank whose verdict it is
 
 
 class FailureDetector(threading.Thread):
     """A rank's thread. `position()` says where the rank is, and how many phases it has begun.
 
-    `stores`: two clients of the group's store, for the thread and for the main thread, which waits for no
-    answer: one that waits blocks its other callers. Time is counted in looks, one every BEAT_SECONDS: where
-    this process stands still (Ctrl-Z, the interpreter's lock) it does not pass.
+    `stores`: two clients of the group's store, for the thread and for the main thread: one that waits for an
+    answer blocks its other callers. Time is counted in looks, one every LOOK_SECONDS: where this process
+    stands still (Ctrl-Z, the interpreter's lock) it does not pass.
     """
 
     def __init__(
@@ -86,229 +76,190 @@ class FailureDetector(threading.Thread):
         self.collective_timeout = collective_timeout
         self.store, self.main_store = stores
         self.process = this_process()
-        self.watched: dict[int, Watched] = {}
-        self.failure: Verdict | None = None  # this rank's own
-        self.lost: tuple[str, str] | None = None  # how this rank has lost another, and by what words
+        self.beats: dict[int, Beat] = {}
+        self.moved_at: dict[int, int] = {}  # the look of each rank's last beat
+        self.front: dict[str, tuple[int, int]] = {}  # by group: most collectives begun, and since which look
+        self.lost: str | None = None  # the words by which this rank has lost others
         self.lost_at = 0
-        self.code: int | None = None  # that this rank leaves with by its own will
-        self.reason = ""
-        self.heard, self._is_over, self._leaving = threading.Event(), threading.Event(), threading.Lock()
+        self.code = 0  # that this rank leaves with by its own will
+        self._is_over = threading.Event()
         self._num_beats = self._num_looks = 0
 
+    # ---- the main thread
+
     def tell_position(self) -> None:
-        """Let the others know where this rank is."""
+        """Let the others know where this rank is; no answer is waited for."""
         with contextlib.suppress(dist.DistError):  # the thread finds out why
             self._beat(self.main_store)
 
-    def report_failure(self, text: str) -> bool:
-        """Say that this rank fails; return, when the others know it, whether it could be said."""
-        self.failure = Verdict(text, self.rank)
-        return self.heard.wait(4 * DRAIN_SECONDS)
+    def report_failure(self, text: str) -> None:
+        """Let all ranks leave because of this rank."""
+        self._is_over.set()
+        self.join(HEAR_SECONDS)
+        with contextlib.suppress(dist.DistError):  # rank 0 has ended before
+            self._speak(self._post(Verdict(text, self.rank), self.main_store))
+        self._all_leave(0.0 if self.rank else HEAR_SECONDS)
 
-    def leave_with_others(self, how: str, text: str) -> None:
-        """Leave after another rank was lost, once it is known which one."""
-        self.lost_at, self.lost = self._num_looks, (how, text)
-        before, silent_seconds = self._num_looks, 0.0
-        while not self.heard.wait(BEAT_SECONDS):  # the thread ends the process
-            silent_seconds = silent_seconds + BEAT_SECONDS if before == self._num_looks else 0.0
-            before = self._num_looks
-            if silent_seconds > 2 * SETTLE_SECONDS:  # the store does not answer the thread
-                process = self.watched[0].beat.process if 0 in self.watched else None
-                self.leave(self._about_first(stuck(0, self.position()[0], silent_seconds, process)))
+    def leave_with_others(self, text: str) -> None:
+        """Leave after others were lost: the thread ends this process, or its store does not answer."""
+        self.lost_at, self.lost = self._num_looks, text
+        num_looks = -1
+        while num_looks != self._num_looks:
+            num_looks = self._num_looks
+            self.join(2 * SETTLE_SECONDS)
+        self._is_over.set()
+        process = self.beats[0].process if 0 in self.beats else None
+        self._leave(self._of_first(stuck(0, self.position()[0], 2 * SETTLE_SECONDS, process)))
 
     def say_goodbye(self, code: int, reason: str) -> None:
-        """Say that this rank leaves by its own will. Rank 0, which holds the store, leaves last."""
-        self.code, self.reason = code, reason
-        self.tell_position()
-        self._wait_for_others(LEFT_SECONDS + DRAIN_SECONDS if code else float("inf"))
+        """Leave by this rank's own will, together with all others; with an exit code they must, soon."""
+        self.code = code
+        if not self._all_leave(min(LEAVE_SECONDS, self.collective_timeout / 2) if code else float("inf")):
+            text = f"rank {self.rank} left before the others, with exit code {code}, {self.position()[0]}"
+            self.report_failure(f"{text}: {reason}" if reason else text)
         self._is_over.set()
-        self.join(DRAIN_SECONDS)
+        self.join(HEAR_SECONDS)
+
+    # ---- the thread
 
     def run(self) -> None:
         """Beat and look until this rank leaves or must."""
-        while not self._is_over.wait(BEAT_SECONDS):
+        while not self._is_over.wait(LOOK_SECONDS):
             try:
                 verdict = self.look()
             except dist.DistError:  # the store is gone, and rank 0 with it
-                time.sleep(SETTLE_SECONDS / 10)  # all may be on their way out, by a signal
-                verdict = self._about_first(died(0, self.position()[0]))
+                verdict = self._of_first(Verdict(f"rank 0 died {self.position()[0]}: {DIED}", 0))
             if verdict and not self._is_over.is_set():
-                self.leave(verdict)
+                self._leave(verdict)
                 return
 
     def look(self) -> Verdict | None:
         """Beat, look at others, and return the verdict, None while all is well or not clear yet."""
         self._num_looks += 1
-        first = self.watched.get(0)
         is_store_of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
-        if first and first.beat.code is None and is_dead(first.beat.process) and not is_store_of_launcher:
-            raise dist.DistStoreError("it was in rank 0")
+        if 0 in self.beats and is_dead(self.beats[0].process) and not is_store_of_launcher:
+            raise dist.DistStoreError("it was in rank 0")  # whose children may hold its sockets open
         self._beat(self.store)
-        if self.failure:
-            return self._post(self.failure)
         told = self.store.compare_set(VERDICT, "", "")
         if told:
             return Verdict(*json.loads(told))
         looks_at_all = self.rank == 0 or self.lost is not None
-        for rank, beat in self._read(range(self.world_size) if looks_at_all else {0, self.rank - 1}).items():
-            self._note(rank, beat)
-        found = self._judge_ends() or self._judge_waits()
-        return self._post(found) if found else None
+        self._read(range(self.world_size) if looks_at_all else {0, self.rank - 1})
+        found = self._judge()
+        return self._post(found, self.store) if found else None
 
     def _beat(self, store: dist.Store) -> None:
         self._num_beats += 1
-        lost = self.lost[0] if self.lost else ""
-        beat = Beat(
-            self._num_beats, *self.position(), count_collectives(), self.process, lost, self.code, self.reason
-        )
+        has_lost = self.lost is not None
+        beat = Beat(self._num_beats, *self.position(), count_collectives(), self.process, has_lost)
         store.set(f"beat/{self.rank}", json.dumps(beat))
 
-    def _post(self, verdict: Verdict) -> Verdict:
+    def _post(self, verdict: Verdict, store: dist.Store) -> Verdict:
         """Return the verdict that counts: the first one."""
-        counts = self.store.compare_set(VERDICT, "", json.dumps(verdict._replace(by=self.rank)))
+        counts = store.compare_set(VERDICT, "", json.dumps(verdict._replace(by=self.rank)))
         return Verdict(*json.loads(counts))
 
-    def _read(self, ranks: Iterable[int]) -> dict[int, Beat]:
-        """Return the beats of other ranks, of those that have begun."""
-        others = [rank for rank in ranks if rank != self.rank]
-        known = [rank for rank in others if rank in self.watched or self.store.check([f"beat/{rank}"])]
+    def _read(self, ranks: Iterable[int]) -> None:
+        """Read the beats of other ranks, of those that have begun."""
+        known = [r for r in ranks if r != self.rank and (r in self.beats or self.store.check([f"beat/{r}"]))]
         texts = self.store.multi_get([f"beat/{rank}" for rank in known]) if known else []
-        return {rank: Beat(*json.loads(text)) for rank, text in zip(known, texts, strict=True)}
-
-    def _note(self, rank: int, beat: Beat) -> None:
-        known = self.watched.setdefault(rank, Watched(beat, self._num_looks))
-        if beat.number != known.beat.number:
-            known.moved_at = self._num_looks
-        if (beat.num_phases, beat.calls) != (known.beat.num_phases, known.beat.calls):
-            known.behind_since = None
-        if beat.code is not None and known.left_at is None:
-            known.left_at = self._num_looks
-        known.beat = beat
+        for rank, text in zip(known, texts, strict=True):
+            beat = Beat(*json.loads(text))
+            if rank not in self.beats or beat.number != self.beats[rank].number:
+                self.moved_at[rank] = self._num_looks
+            self.beats[rank] = beat
 
     def _seconds_since(self, look: int) -> float:
-        return (self._num_looks - look) * BEAT_SECONDS
+        return (self._num_looks - look) * LOOK_SECONDS
 
-    def _judge_ends(self) -> Verdict | None:
-        """Return a verdict on a rank whose process is gone, or that left and others do not follow."""
-        for rank, known in sorted(self.watched.items()):
-            if known.beat.code is None:
-                was_dead, known.was_dead = known.was_dead, is_dead(known.beat.process)
-                if was_dead and known.was_dead:
-                    return died(rank, known.beat.position)
-            elif known.beat.code:
-                if self._seconds_since(known.left_at) >= min(LEFT_SECONDS, self.collective_timeout):
-                    return left(rank, known.beat)
-        return None
-
-    def _judge_waits(self) -> Verdict | None:
-        """Return why this rank has lost another, when the others have had time to tell.
-
-        Else a verdict on a rank for which others wait beyond the limit, also if these cannot say so.
+    def _judge(self) -> Verdict | None:
+        """Return why all must leave: a process is gone; where others miss it, a rank gives no sign of life,
+        or it is the one that did not come; or this rank's collective failed, and all are well.
         """
+        is_lost = self.lost is not None and self._seconds_since(self.lost_at) >= SETTLE_SECONDS
         late = self._find_late()
-        if self.lost is None or self._seconds_since(self.lost_at) < SETTLE_SECONDS:
-            return self._find_silent(late) or (self._did_not_come(late) if late else None)
-        gone = {rank: known.beat for rank, known in self.watched.items() if known.beat.code is not None}
-        there = {r: known for r, known in self.watched.items() if r not in gone and not known.beat.lost}
-        silent = self._find_silent(there)
-        if silent:
-            return silent
-        if gone:
-            rank = min(gone, key=lambda rank: (not gone[rank].code, rank))
-            return left(rank, gone[rank])
-        how, text = self.lost
-        if there and how == TIMEOUT:
-            return self._did_not_come(there)
-        hint = "where ranks send each other different things, TORCH_DISTRIBUTED_DEBUG=DETAIL shows the first"
-        if how == CLOSED:
-            hint = "every other rank is there: look at the network between the machines"
-        return Verdict(f"rank {self.rank} failed first, {self.position()[0]}: {text}; {hint}", self.rank)
-
-    def _find_late(self) -> dict[int, Watched]:
-        """Return the ranks that have begun fewer collectives than another for longer than the limit."""
-        there = {rank: known for rank, known in self.watched.items() if known.beat.code is None}
-        most = count_collectives()
-        for known in there.values():
-            most |= {group: max(n, most.get(group, 0)) for group, n in known.beat.calls.items()}
-        late = {}
-        for rank, known in there.items():
-            if all(n == most[group] for group, n in known.beat.calls.items()):
-                known.behind_since = None
-                continue
-            known.behind_since = known.behind_since or self._num_looks
-            if self._seconds_since(known.behind_since) >= self.collective_timeout:
-                late[rank] = known
-        return late
-
-    def _find_silent(self, ranks: dict[int, Watched]) -> Verdict | None:
-        for rank, known in sorted(ranks.items()):
-            seconds = self._seconds_since(known.moved_at)
-            if seconds >= SILENT_SECONDS:
-                return stuck(rank, known.beat.position, seconds, known.beat.process)
+        for rank, beat in sorted(self.beats.items()):
+            seconds = self._seconds_since(self.moved_at[rank])
+            if seconds >= DEAD_SECONDS and is_dead(beat.process):
+                return Verdict(f"rank {rank} died {beat.position}: {DIED}", rank)
+            if seconds >= SILENT_SECONDS and (is_lost or rank in late):
+                return stuck(rank, beat.position, seconds, beat.process)
+        if is_lost and any(words in self.lost.lower() for words in ("timed out", "timeout", "time out")):
+            late = late or [rank for rank, beat in self.beats.items() if not beat.has_lost]
+        if late:
+            beats = {rank: self.beats[rank] for rank in sorted(late)}
+            rank = min(beats, key=lambda rank: (beats[rank].num_phases, sum(beats[rank].calls.values())))
+            return Verdict(
+                f"rank {rank} is stuck {beats[rank].position}: others wait for it in a collective, longer "
+                f"than --collective_timeout {self.collective_timeout:g} s; raise that where work needs it",
+                rank,
+            )
+        if is_lost:
+            return Verdict(
+                f"rank {self.rank} failed first, {self.position()[0]}: {self.lost}; look at the network "
+                "between the machines; where ranks send each other different things, "
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL shows the first",
+                self.rank,
+            )
         return None
 
-    def _did_not_come(self, ranks: dict[int, Watched]) -> Verdict:
-        rank = min(ranks, key=lambda r: (ranks[r].beat.num_phases, sum(ranks[r].beat.calls.values()), r))
-        return Verdict(
-            f"rank {rank} is stuck {ranks[rank].beat.position}: others wait for it in a collective, longer "
-            f"than --collective_timeout {self.collective_timeout:g} s; raise that where the work needs it",
-            rank,
-        )
+    def _find_late(self) -> list[int]:
+        """Return the ranks that have begun fewer collectives than another, which waits beyond the limit."""
+        most = count_collectives()
+        for beat in self.beats.values():
+            most |= {group: max(n, most.get(group, 0)) for group, n in beat.calls.items()}
+        for group, n in most.items():
+            if group not in self.front or n != self.front[group][0]:
+                self.front[group] = (n, self._num_looks)
+        limit = self.collective_timeout
+        awaited = {group: n for group, (n, look) in self.front.items() if self._seconds_since(look) >= limit}
+        return [
+            rank
+            for rank, beat in self.beats.items()
+            if any(n < awaited.get(group, 0) for group, n in beat.calls.items())
+        ]
 
-    def leave(self, verdict: Verdict) -> None:
-        """End this process, unless its main thread is about to. Rank 0 says why, or who judged rank 0."""
-        if not self._leaving.acquire(blocking=False):
-            return
-        is_speaker = verdict.rank == 0 and verdict.by == self.rank
-        if self.rank == 0 or is_speaker:
+    # ---- leaving
+
+    def _speak(self, verdict: Verdict) -> None:
+        """Say why all leave: rank 0 does, or who judged rank 0."""
+        if self.rank == (0 if verdict.rank else verdict.by):
             say(f"error: {verdict.text}")
+
+    def _leave(self, verdict: Verdict) -> None:
+        """End this process."""
+        self._speak(verdict)
         if verdict.stuck:
             kill(verdict.stuck)
-        if not self.failure and not self.code:
-            self.code = OTHER_RANK_FAILED
-            self.tell_position()
-            self._wait_for_others(2 * DRAIN_SECONDS, but=verdict.rank)
-            if is_speaker:
-                time.sleep(DRAIN_SECONDS)  # those that speak only after this rank see that it is there
-            os._exit(OTHER_RANK_FAILED)
-        self._wait_for_others(2 * DRAIN_SECONDS, but=verdict.rank)
-        self.heard.set()
+        self._all_leave(0.0 if self.rank else HEAR_SECONDS)
+        os._exit(self.code or OTHER_RANK_FAILED)
 
-    def _wait_for_others(self, seconds: float, but: int = 0) -> None:
-        """Let the others hear before rank 0, which holds the store, ends."""
-        deadline = time.monotonic() + seconds
-        others = set(range(1, self.world_size)) - {but}
-        while self.rank == 0 and not self.heard.is_set() and time.monotonic() < deadline:
-            beats = self._read(others)
-            if len(beats) == len(others) and all(beat.code is not None for beat in beats.values()):
-                return
-            time.sleep(BEAT_SECONDS / 5)
+    def _all_leave(self, seconds: float) -> bool:
+        """Say that this rank leaves, rank 0 as the last, for it holds the store; return whether all do."""
+        deadline, mine = time.monotonic() + seconds, f"left/{self.rank}"
+        others = [f"left/{rank}" for rank in range(1, self.world_size)] if self.rank == 0 else ["left/0"]
+        with contextlib.suppress(dist.DistError):  # rank 0 has ended before
+            if self.rank:
+                self.main_store.set(mine, "")
+            while time.monotonic() < deadline:
+                if self.main_store.check(others):
+                    self.main_store.set(mine, "")
+                    return True
+                time.sleep(LOOK_SECONDS / 5)
+            return False
+        return True
 
-    def _about_first(self, verdict: Verdict) -> Verdict:
+    def _of_first(self, verdict: Verdict) -> Verdict:
         """Return a verdict on rank 0, whose store is gone: the first rank left on each machine tells it."""
         is_first = self.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
-        if not is_first:
-            time.sleep(DRAIN_SECONDS / 2)
+        time.sleep(LOOK_SECONDS if is_first else 2 * LOOK_SECONDS)  # by a signal all are on their way out
         return verdict._replace(by=self.rank if is_first else -1)
-
-
-def died(rank: int, position: str) -> Verdict:
-    """Return the verdict on a process that is gone."""
-    text = f"rank {rank} died {position}: its process is gone without a word. The launcher names the signal; "
-    return Verdict(text + "the kernel's log (dmesg) says whether memory had run out", rank)
 
 
 def stuck(rank: int, position: str, seconds: float, process: Process | None) -> Verdict:
     """Return the verdict on a process that stands still, or a machine that is gone."""
     text = f"rank {rank} is stuck: no sign of life for {seconds:.0f} s; last seen {position}"
     return Verdict(text, rank, process)
-
-
-def left(rank: int, beat: Beat) -> Verdict:
-    """Return the verdict on a process that left before the others."""
-    why = f": {beat.reason}" if beat.reason else ""
-    text = f"rank {rank} left before the others, with exit code {beat.code}, {beat.position}{why}"
-    return Verdict(text, rank)
 
 
 def this_process() -> Process:
@@ -337,10 +288,8 @@ def is_dead(process: Process) -> bool:
 
 def kill(process: Process) -> None:
     """End a process of this machine, by a signal that a stopped one obeys too."""
-    found = find_process(process)
-    if found:
-        with contextlib.suppress(psutil.Error):
-            found.kill()
+    with contextlib.suppress(psutil.Error, AttributeError):
+        find_process(process).kill()
 
 
 def count_collectives() -> dict[str, int]:

@@ -9,10 +9,6 @@ import torch.distributed as dist
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 COMMUNICATION = ("/gloo/", "gloo::", "NCCL error", "ncclRemoteError", "ncclSystemError")
-TIMEOUT, CLOSED, OTHER = "timeout", "closed", "other"
-TIMEOUT_WORDS = ("timed out", "timeout", "time out")
-CLOSED_WORDS = ("connection closed", "connection reset", "connection refused", "broken pipe", "likely closed")
-CLOSED_WORDS += ("ncclremoteerror", "remote process exited")
 
 
 class StepRefused(RuntimeError):
@@ -59,20 +55,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
 
 
-def communication_failure(error: BaseException) -> str | None:
-    """Return how the ranks lost each other (TIMEOUT, CLOSED, OTHER), None for a failure of this rank alone.
-
-    The exception may be the cause of this one.
-    """
-    seen: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in seen:
-        text = str(cause).lower()
-        is_of_backend = isinstance(cause, RuntimeError) and any(w in str(cause) for w in COMMUNICATION)
-        if isinstance(cause, dist.DistError) or is_of_backend:
-            if any(words in text for words in TIMEOUT_WORDS):
-                return TIMEOUT
-            return CLOSED if any(words in text for words in CLOSED_WORDS) else OTHER
-        seen.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    return None
+def has_lost_ranks(error: BaseException | None) -> bool:
+    """Return whether this rank has lost others, by this exception or one that led to it."""
+    while error is not None:
+        is_of_backend = isinstance(error, RuntimeError) and any(w in str(error) for w in COMMUNICATION)
+        if isinstance(error, dist.DistError) or is_of_backend:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

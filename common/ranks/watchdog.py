@@ -14,14 +14,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from common.ranks.failure_detector import OTHER_RANK_FAILED, FailureDetector
-from common.ranks.failures import (
-    communication_failure,
-    first_line,
-    is_out_of_memory,
-    kind_and_line,
-    say,
-)
+from common.ranks.failure_detector import FailureDetector
+from common.ranks.failures import first_line, has_lost_ranks, is_out_of_memory, kind_and_line, say
 from common.ranks.step_costs import COSTS
 
 OWN_FAILURE, NO_MEMORY = 1, 3
@@ -107,11 +101,12 @@ def start(collective_timeout: float) -> None:
         rank, world_size, collective_timeout, lambda: (str(_position), _num_phases), stores
     )
     _detector.start()
-    atexit.register(say_goodbye, 0)  # a program that does not go through run_program
+    # A program that does not go through run_program.
+    atexit.register(lambda: say_goodbye(int(hasattr(sys, "last_value"))))
 
 
 def say_goodbye(code: int, reason: str = "") -> None:
-    """Let the others know that this rank leaves by its own will, before it does; the first reason counts."""
+    """Leave by this rank's own will, together with the others; the first reason counts."""
     global _detector
     if _detector:
         detector, _detector = _detector, None
@@ -133,24 +128,18 @@ def leave_after(error: Exception) -> None:
     """
     global _position
     _position = getattr(error, "rank_position", _position)  # the beats go on telling it
-    text, rank = kind_and_line(error), os.environ.get("RANK")
-    how = communication_failure(error) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
-    if how and not is_out_of_memory(error):
-        if _detector:
-            _detector.leave_with_others(how, text)
-        say(f"error: rank {rank} has lost other ranks {_position}: {text}")
-        os._exit(OTHER_RANK_FAILED)
+    text, rank, no_memory = kind_and_line(error), os.environ.get("RANK"), is_out_of_memory(error)
     if _detector is None:
-        if is_out_of_memory(error):
+        if no_memory:
             say(f"error: {first_line(error)}")
             os._exit(NO_MEMORY)
         return
-    if not is_out_of_memory(error):
+    if has_lost_ranks(error) and not no_memory:
+        _detector.leave_with_others(text)
+    if no_memory and rank != "0":  # which says it for all
+        say(f"error: rank {rank} ran out of memory {_position}: {text}")
+    elif not no_memory:
         traceback.print_exception(error)
-    sys.stderr.flush()
-    is_told = _detector.report_failure(f"rank {rank} failed first, {_position}: {text}")
-    if is_out_of_memory(error):
-        if rank != "0" or not is_told:  # the first rank has said it for all
-            say(f"error: rank {rank} ran out of memory {_position}: {text}")
-        os._exit(NO_MEMORY)
-    os._exit(OWN_FAILURE)
+        sys.stderr.flush()
+    _detector.report_failure(f"rank {rank} failed first, {_position}: {text}")
+    os._exit(NO_MEMORY if no_memory else OWN_FAILURE)
