@@ -93,6 +93,10 @@ class Template(ABC):
     def _count_tokens(self, prompt: Sequence[Message]) -> int:
         return len(self.tokenise_batch([self.segments(prompt, None)])[0].input_ids)
 
+    def encode(self, segments: Sequence[Segment], max_tokens: int) -> Tokenised:
+        """Ids and response mask of a row of at most `max_tokens`; see `truncate`."""
+        return truncate(self.tokenise_batch([segments])[0], max_tokens, bos_id=self.bos_id)
+
     def tokenise_batch(self, rows: Sequence[Sequence[Segment]]) -> list[Tokenised]:
         """Ids and response masks of many rows, each from one tokenisation; bos is added at most once."""
         # Offsets are a Python tuple for every token, so long documents must not come all at once.
