@@ -160,8 +160,8 @@ def run_zero3_rank(folder: str, num_runs: int, *, is_quick: bool) -> None:
     whole = chat_workload(is_quick=is_quick)
     work = whole.part(slice(distributed.rank(), None, distributed.world_size()))
     batch_size = len(work.lengths)
-    hybrid = HybridEngine(engine, HybridOptions(enabled=True))
-    gathering = HybridEngine(engine, HybridOptions(enabled=False))
+    hybrid = HybridEngine(engine, HybridOptions(enable_hybrid_engine=True))
+    gathering = HybridEngine(engine, HybridOptions(enable_hybrid_engine=False))
 
     def on_sharded_weights() -> None:
         run_transformers(engine.module, work, batch_size, synced_gpus=True)

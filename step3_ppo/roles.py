@@ -227,7 +227,7 @@ def build_roles(
     Every rank must call this.
     """
     engine = _build_engine(load_actor, args, tokenizer, args.actor, num_optimizer_steps)
-    hybrid_engine = HybridEngine(engine, hybrid_options(args))
+    hybrid_engine = HybridEngine(engine, HybridOptions.of(args))
     is_packed = runs_packed(args, engine.module)
     actor = Actor(hybrid_engine, sampling_options(args, tokenizer), is_packed=is_packed)
     critic = None
@@ -259,20 +259,6 @@ def load_critic(args: PPOArguments, tokenizer: Any, ds_config: dict[str, Any]) -
     """Return what the critic's engine trains, which begins as the reward model. Every rank must call this."""
     options = ModelOptions.of(args, args.critic, ds_config, dropout=0.0)
     return load_value_model(options, len(tokenizer), LoraOptions.of(args, args.critic), seed=args.seed)
-
-
-def hybrid_options(args: PPOArguments) -> HybridOptions:
-    """Return how the flags want the actor to generate."""
-    return HybridOptions(
-        enabled=args.enable_hybrid_engine,
-        inference_tp_size=args.inference_tp_size,
-        release_inference_cache=args.release_inference_cache,
-        gather_by_layer=args.unpin_actor_parameters,
-        tp_gather_partition_size=args.tp_gather_partition_size,
-        max_out_tokens=args.max_prompt_seq_len + args.max_answer_seq_len,
-        num_slots=args.generation_slots,
-        offload_states=args.offload_states_for_generation,
-    )
 
 
 def sampling_options(args: PPOArguments, tokenizer: Any) -> SamplingOptions:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.data.micro_batches import plan_micro_batches
+from common.data.global_batches import plan_micro_batches
 from common.data.packed_batch import PackedBatch
 from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments

@@ -38,4 +38,4 @@ def build_tiny_engine(
 def build(folder: str, stage: int, lora_dim: int = 0, **options: Any) -> HybridEngine:
     """Return a hybrid engine."""
     engine = build_tiny_engine(folder, stage, lora_dim)
-    return HybridEngine(engine, HybridOptions(**({"enabled": True} | options)))
+    return HybridEngine(engine, HybridOptions(**options))

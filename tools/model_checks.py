@@ -13,10 +13,15 @@ from common.data.packed_batch import pack_rows, pad_rows, token_positions
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
-from common.models.model_inputs import ModelInputs, build_model_inputs
+from common.models.model_inputs import (
+    FLASH_ATTENTION,
+    VARLEN_ATTENTION,
+    ModelInputs,
+    build_model_inputs,
+    takes_packed,
+)
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ValueModel
-from common.models.varlen_attention import FLASH_ATTENTION, NAME, takes_packed
 from tools.terminal import paint, visible
 
 # Of the largest number that is computed: rounding alone stays well below, an error in a formula well above.
@@ -85,12 +90,12 @@ def plain_output(model: PreTrainedModel, row: Sequence[int]) -> torch.Tensor:
     The attention is torch's, transformers' own choice, in the place of a kernel that we chose.
     """
     ours = model.config._attn_implementation
-    if ours in (NAME, FLASH_ATTENTION):
+    if ours in (VARLEN_ATTENTION, FLASH_ATTENTION):
         model.set_attn_implementation("sdpa")
     try:
         return model(input_ids=torch.tensor([row], device=model.device), use_cache=False).logits[0].double()
     finally:
-        if ours in (NAME, FLASH_ATTENTION):
+        if ours in (VARLEN_ATTENTION, FLASH_ATTENTION):
             model.set_attn_implementation(ours)
 
 

@@ -58,7 +58,6 @@ class Template(ABC):
         self._fast.no_padding()
         self._fast.no_truncation()
 
-    @abstractmethod
     def segments(
         self, prompt: Sequence[Message], response: str | None, *, learn_all_turns: bool = False
     ) -> list[Segment]:
@@ -70,6 +69,12 @@ class Template(ABC):
         Raises:
             BadRow: the template cannot show this dialogue.
         """
+        pieces = self._context(prompt, learn_all_turns)
+        return pieces if response is None else [*pieces, self._response(response)]
+
+    @abstractmethod
+    def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
+        """The pieces up to where the model's reply follows."""
 
     def text_segments(self, text: str) -> list[Segment]:
         """A plain text that is learnt as a whole, then the end-of-turn token."""
@@ -146,10 +151,8 @@ class HumanAssistantTemplate(Template):
     name = "human_assistant"
     _LABELS = {"system": "", "user": "\n\nHuman: ", "assistant": "\n\nAssistant: "}
 
-    def segments(
-        self, prompt: Sequence[Message], response: str | None, *, learn_all_turns: bool = False
-    ) -> list[Segment]:
-        """See `Template.segments`; white space around a turn is dropped."""
+    def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
+        """White space around a turn is dropped."""
         result: list[Segment] = []
         context = ""
         for message in prompt:
@@ -158,10 +161,7 @@ class HumanAssistantTemplate(Template):
                 context = ""
             else:
                 context += self._LABELS[message.role] + message.content.strip()
-        result.append(Segment(context + "\n\nAssistant:", False))
-        if response is not None:
-            result.append(self._response(response))
-        return result
+        return [*result, Segment(context + "\n\nAssistant:", False)]
 
 
 class PlainTemplate(HumanAssistantTemplate):
@@ -175,10 +175,8 @@ class PlainTemplate(HumanAssistantTemplate):
         """See `Template.segments`; a single user message that is no row's `Turn` stands as it is."""
         if [message.role for message in prompt] != ["user"] or isinstance(prompt[0], Turn):
             return super().segments(prompt, response, learn_all_turns=learn_all_turns)
-        result = [Segment(prompt[0].content, False)]
-        if response is not None:
-            result.append(Segment(self._without_eot(response) + self.eot_token, True))
-        return result
+        pieces = [Segment(prompt[0].content, False)]
+        return pieces if response is None else pieces + self.text_segments(response)
 
 
 class ChatTemplate(Template):
@@ -213,9 +211,7 @@ class ChatTemplate(Template):
                 f"generation would not stop there; pass that token by --eot_token"
             )
 
-    def segments(
-        self, prompt: Sequence[Message], response: str | None, *, learn_all_turns: bool = False
-    ) -> list[Segment]:
+    def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
         result: list[Segment] = []
         done = ""
         replies = [i for i, m in enumerate(prompt) if m.role == "assistant"] if learn_all_turns else []
@@ -230,8 +226,6 @@ class ChatTemplate(Template):
             if turn < len(prompt):
                 result.append(self._response(prompt[turn].content))
                 done = context + result[-1].text
-        if response is not None:
-            result.append(self._response(response))
         return result
 
     def shorten(self, prompt: Sequence[Message], max_tokens: int) -> tuple[Message, ...]:

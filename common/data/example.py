@@ -48,21 +48,18 @@ class Example:
 
 def missing_for(stage: int, example: Example) -> BadRow | None:
     """What an Example lacks to serve step 1, 2 or 3, to be raised; None when it lacks nothing."""
-    reason = _missing(stage, example)
-    if reason is None:
+    if stage != 2 and example.for_pairs_only:
+        reason = "there is a better answer"
+    elif stage == 1 and not (example.chosen or example.text):
+        reason = "there is no answer to learn"
+    elif stage == 2 and not (example.chosen and example.rejected):
+        reason = (
+            "there is no pair of a chosen and a rejected answer; step 1 can use it by --sft_only_data_path"
+        )
+    elif stage == 3 and not example.prompt:
+        reason = "there is no prompt"
+    else:
         return None
     if example.absence is None:
         return BadRow(reason)
     return type(example.absence)(f"{reason} ({example.absence})")
-
-
-def _missing(stage: int, example: Example) -> str | None:
-    if stage != 2 and example.for_pairs_only:
-        return "there is a better answer"
-    if stage == 1 and not (example.chosen or example.text):
-        return "there is no answer to learn"
-    if stage == 2 and not (example.chosen and example.rejected):
-        return "there is no pair of a chosen and a rejected answer; step 1 can use it by --sft_only_data_path"
-    if stage == 3 and not example.prompt:
-        return "there is no prompt"
-    return None

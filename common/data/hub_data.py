@@ -71,7 +71,10 @@ def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | N
             f"--data_path {name}: the hub data set could not be loaded ({type(error).__name__}: {reason}); "
             "check the name and the network, or give a local file or folder"
         ) from error
-    return _parts(loaded, name, place.splits)
+    splits = dict(loaded)
+    if place.splits is not None and set(place.splits) <= splits.keys():
+        splits = {"train": splits[place.splits[0]], "test": splits[place.splits[1]]}
+    return _parts(splits, name)
 
 
 def load_saved(path: Path) -> tuple[RawRows, RawRows | None]:
@@ -84,7 +87,7 @@ def load_saved(path: Path) -> tuple[RawRows, RawRows | None]:
         loaded = _quiet_datasets().load_from_disk(str(path))
     except Exception as error:  # pyarrow's, json's and the library's own
         raise ValueError(f"--data_path {path}: the saved data set cannot be read: {error}") from error
-    return _parts(loaded, str(path))
+    return _parts(dict(loaded) if hasattr(loaded, "keys") else {"train": loaded}, str(path))
 
 
 def _quiet_datasets() -> ModuleType:
@@ -97,10 +100,7 @@ def _quiet_datasets() -> ModuleType:
     return datasets
 
 
-def _parts(loaded: Any, name: str, named: tuple[str, str] | None = None) -> tuple[RawRows, RawRows | None]:
-    splits = dict(loaded) if hasattr(loaded, "keys") else {"train": loaded}
-    if named is not None and set(named) <= splits.keys():
-        splits = {"train": splits[named[0]], "test": splits[named[1]]}
+def _parts(splits: dict[str, Any], name: str) -> tuple[RawRows, RawRows | None]:
     if "train" not in splits:
         raise ValueError(
             f"--data_path {name}: there is no split called train, only {', '.join(splits)}; "

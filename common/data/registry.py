@@ -23,8 +23,7 @@ from common.data.adapters.base import (
     register_dataset,
 )
 from common.data.adapters.ported_class import PortedClass
-from common.data.raw_files import extension_of
-from common.data.raw_rows import RawRows
+from common.data.raw_rows import RawRows, extension_of
 from common.flags.problems import Problems, has_hub_form
 from common.ranks.failures import kind_and_line
 

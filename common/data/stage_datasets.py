@@ -19,7 +19,7 @@ from common.data.dialogue import PlainTemplate, Template
 from common.data.example import BadRow, EmptyRow, Example, missing_for
 from common.data.hub_data import is_offline
 from common.data.registry import RawSource, load_source
-from common.data.stage_rows import COLUMNS, KIND_NAMES, Item, RowBuilder, build_row_fields, text_key
+from common.data.stage_rows import COLUMNS, KIND_NAMES, Item, RowBuilder, build_row_fields
 from common.data.token_cache import DataReport, TokenTable, TokenWriter, build_cached
 from common.ranks import watchdog
 
@@ -203,7 +203,9 @@ def _usable(examples: Sequence[Example], stage: int, report: DataReport) -> list
         if stage == 2 and problem is None and example.is_tie:
             report.num_ties += 1
         elif problem is None:
-            kept.setdefault(text_key(stage, example), example)
+            # Examples that would give the same row of this step.
+            answers = {1: (example.chosen, example.text), 2: (example.chosen, example.rejected), 3: ()}[stage]
+            kept.setdefault((example.prompt, answers), example)
     return list(kept.values())
 
 

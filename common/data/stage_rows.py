@@ -128,9 +128,9 @@ class RowBuilder:
             else:
                 kept.append(item)
                 segments += texts
-        flat, num_texts = self.template.tokenise_batch(segments), 2 if self.options.stage == 2 else 1
-        rows = [flat[i : i + num_texts] for i in range(0, len(flat), num_texts)]
-        return [(item, self._shorten(item.example, row)) for item, row in zip(kept, rows, strict=True)]
+        flat = iter(self.template.tokenise_batch(segments))
+        rows = zip(flat, flat, strict=True) if self.options.stage == 2 else zip(flat, strict=True)
+        return [(item, self._shorten(item.example, list(row))) for item, row in zip(kept, rows, strict=True)]
 
     def _shorten(self, example: Example, rows: list[Tokenised]) -> list[Tokenised]:
         """The texts; where headers must stay, those after a prompt that leaves room for the response."""
@@ -161,12 +161,6 @@ class RowBuilder:
 
 def _response_length(row: Tokenised) -> int:
     return len(row.input_ids) - response_start(row.response_mask)
-
-
-def text_key(stage: int, example: Example) -> tuple:
-    """What makes a row of a step: Examples of one raw row with equal keys would give the same one."""
-    answers = {1: (example.chosen, example.text), 2: (example.chosen, example.rejected), 3: ()}[stage]
-    return (example.prompt, *answers)
 
 
 def build_row_fields(row: Mapping[str, Any]) -> str:

@@ -167,6 +167,19 @@ def build_cached(
     return folder, report
 
 
+# What the report counts besides rows and tokens, as the log says it.
+NUM_ROWS = {
+    "num_truncated": "rows truncated to the length limit",
+    "num_bad": "rows skipped: bad form",
+    "num_empty": "rows skipped: empty",
+    "num_identical": "pairs skipped: both answers are the same",
+    "num_identical_truncated": "pairs skipped: both answers are the same after truncation",
+    "num_ties": "pairs skipped: neither answer was preferred",
+    "num_dropped_pairs": "pairs left out by --max_pairs_per_prompt",
+    "num_straddling": "rows with a token that starts in the prompt and ends in the response",
+}
+
+
 @dataclass
 class DataReport:
     """Counts over all sources of one step."""
@@ -175,14 +188,14 @@ class DataReport:
     num_raw_rows: int = 0
     num_train: int = 0
     num_eval: int = 0
-    num_bad: int = 0
-    num_empty: int = 0  # right form, nothing in it: skipped
-    num_identical: int = 0  # pairs whose answers are the same: skipped
-    num_identical_truncated: int = 0  # pairs whose answers differ only in what was cut off: skipped
-    num_ties: int = 0  # pairs that nobody preferred: skipped
     num_truncated: int = 0
-    num_straddling: int = 0  # a token crosses from prompt into response: counts as prompt
-    num_dropped_pairs: int = 0  # beyond --max_pairs_per_prompt
+    num_bad: int = 0
+    num_empty: int = 0
+    num_identical: int = 0
+    num_identical_truncated: int = 0
+    num_ties: int = 0
+    num_dropped_pairs: int = 0
+    num_straddling: int = 0
     num_tokens: int = 0
     bad_rows: list[str] = field(default_factory=list)  # "file:line: reason", the first few
     notes: list[str] = field(default_factory=list)  # what an adapter has to say of how it read its rows
@@ -235,19 +248,10 @@ class DataReport:
             f"{self.kind} data: {self.num_train} train and {self.num_eval} eval rows of {self.num_raw_rows} "
             f"raw rows, {self.num_tokens} tokens, {origin}"
         ]
-        notes = {
-            "rows truncated to the length limit": self.num_truncated,
-            "rows skipped: bad form": self.num_bad,
-            "rows skipped: empty": self.num_empty,
-            "pairs skipped: both answers are the same": self.num_identical,
-            "pairs skipped: both answers are the same after truncation": self.num_identical_truncated,
-            "pairs skipped: neither answer was preferred": self.num_ties,
-            "pairs left out by --max_pairs_per_prompt": self.num_dropped_pairs,
-            "rows with a token that starts in the prompt and ends in the response": self.num_straddling,
-        }
-        result += [f"{self.kind} data: {count} {what}" for what, count in notes.items() if count]
-        result += [f"{self.kind} data: bad row {row}" for row in self.bad_rows]
-        return result + [f"{self.kind} data: {note}" for note in self.notes]
+        counts = {name: getattr(self, name) for name in NUM_ROWS}
+        told = [f"{count} {NUM_ROWS[name]}" for name, count in counts.items() if count]
+        told += [f"bad row {row}" for row in self.bad_rows]
+        return result + [f"{self.kind} data: {line}" for line in (*told, *self.notes)]
 
     def facts(self) -> dict[str, int]:
         """The counts, by their names, for a run's description."""

@@ -91,14 +91,10 @@ def vocabulary_difference(
     tokenizer_a: PreTrainedTokenizerFast, tokenizer_b: PreTrainedTokenizerFast
 ) -> str | None:
     """None when every token of a has the same id in b (b may hold more), else a sentence that names a few."""
-    vocabulary_a, vocabulary_b = tokenizer_a.get_vocab(), tokenizer_b.get_vocab()
-    different = [token for token, token_id in vocabulary_a.items() if vocabulary_b.get(token) != token_id]
+    here, there = tokenizer_a.get_vocab(), tokenizer_b.get_vocab()
+    different = sorted((i, token) for token, i in here.items() if there.get(token) != i)
     if not different:
         return None
-    different.sort(key=vocabulary_a.__getitem__)
-    named = ", ".join(
-        f"{token!r} is {vocabulary_a[token]} here and {vocabulary_b.get(token, 'absent')} there"
-        for token in different[:3]
-    )
-    sizes = f"{len(vocabulary_a)} tokens (the other vocabulary has {len(vocabulary_b)})"
-    return f"{len(different)} of {sizes} differ: {named}"
+    named = [f"{token!r} is {i} here and {there.get(token, 'absent')} there" for i, token in different[:3]]
+    sizes = f"{len(here)} tokens (the other vocabulary has {len(there)})"
+    return f"{len(different)} of {sizes} differ: {', '.join(named)}"

@@ -48,9 +48,11 @@ class Gradients:
         fp16 bears an infinite gradient, skips its step and lowers its loss scale, as long as it can.
         """
         bad = [term.name for term in self.terms if not math.isfinite(self.means[term.name])]
-        if not math.isfinite(self.grad_norm) and (
-            not self.engine.fp16_enabled() or _is_at_floor(self.engine)
-        ):
+        is_borne = False
+        if self.engine.fp16_enabled():
+            scaler = self.engine.optimizer.loss_scaler
+            is_borne = scaler.cur_scale > getattr(scaler, "min_scale", 0)
+        if not math.isfinite(self.grad_norm) and not is_borne:
             bad.append(f"{GRAD_NORM} of {self.terms[0].name}")
         return bad
 
@@ -96,7 +98,8 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
             engine.backward(loss_sum * (term.weight * world_size / total), scale_wrt_gas=False)
             if not is_last:
                 engine.step()  # only counts the micro-batch
-        means = _reduce_means(sums)
+        reduced = distributed.reduce_sum(torch.stack(list(sums.values())))
+        means = dict(zip(sums, reduced.tolist(), strict=True))
         for name, number in counted.items():
             means[name] /= max(means.pop(number), 1.0)
         return Gradients(engine, terms, means, _compute_grad_norm(engine))
@@ -135,11 +138,6 @@ def _global_counts(terms: Sequence[LossTerm]) -> list[float]:
     return distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).clamp(min=1).tolist()
 
 
-def _reduce_means(sums: dict[str, torch.Tensor]) -> dict[str, float]:
-    reduced = distributed.reduce_sum(torch.stack(list(sums.values())))
-    return dict(zip(sums, reduced.tolist(), strict=True))
-
-
 def _compute_grad_norm(engine: Any) -> float:
     """Return the global norm of the gradients that wait for a step, as DeepSpeed computes it in the step.
 
@@ -155,12 +153,6 @@ def _compute_grad_norm(engine: Any) -> float:
         zero._wait_for_offload_copies()
         norm = zero.scaled_global_norm()
     return math.inf if is_invalid_grad_norm(norm) else float(norm / zero.loss_scale)
-
-
-def _is_at_floor(engine: Any) -> bool:
-    """Return whether fp16 cannot lower its loss scale any more."""
-    scaler = engine.optimizer.loss_scaler
-    return scaler.cur_scale <= getattr(scaler, "min_scale", 0)
 
 
 def _skip_step(engine: Any) -> None:

@@ -54,7 +54,6 @@ class DecodeState:
     @classmethod
     def build(cls, num_slots: int, max_new_tokens: int, device: torch.device) -> "DecodeState":
         """Return a state without sequences."""
-
         columns = max_new_tokens + 1
         integers = [torch.zeros(num_slots, dtype=torch.int64, device=device) for _ in range(4)]
         flags = [torch.zeros(num_slots, dtype=torch.bool, device=device) for _ in range(2)]
@@ -135,19 +134,16 @@ class DecodeGraphs:
         self, rows: int, upto: int, run_pass: Callable[[int, int], None], state: list[torch.Tensor]
     ) -> None:
         """Run `run_pass(rows, upto)`, by its graph; `state` is what a pass changes."""
-        graph = self.graphs.get((rows, upto))
-        if graph is None:
-            graph = self.graphs[rows, upto] = self._capture(rows, upto, run_pass, state)
-        graph.replay()
+        if (rows, upto) not in self.graphs:
+            self.graphs[rows, upto] = self._capture(lambda: run_pass(rows, upto), state)
+        self.graphs[rows, upto].replay()
 
-    def _capture(
-        self, rows: int, upto: int, run_pass: Callable[[int, int], None], state: list[torch.Tensor]
-    ) -> torch.cuda.CUDAGraph:
+    def _capture(self, run_pass: Callable[[], None], state: list[torch.Tensor]) -> torch.cuda.CUDAGraph:
         before = [tensor.clone() for tensor in state]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # libraries make their work areas on first use, which no graph may
-            run_pass(rows, upto)
+            run_pass()
         torch.cuda.current_stream().wait_stream(stream)
         for tensor, old in zip(state, before, strict=True):
             tensor.copy_(old)
@@ -155,7 +151,7 @@ class DecodeGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            run_pass(rows, upto)
+            run_pass()
         return graph
 
 
@@ -255,10 +251,8 @@ class DecodeStep:
 
     def _additive(self, is_visible: torch.Tensor) -> torch.Tensor:
         """Return (n, 1, 1, L): 0 where visible, else the smallest number."""
-        lowest = torch.finfo(self._dtype).min
-        return torch.zeros(is_visible.shape, dtype=self._dtype, device=is_visible.device).masked_fill_(
-            ~is_visible, lowest
-        )[:, None, None, :]
+        mask = torch.zeros(is_visible.shape, dtype=self._dtype, device=is_visible.device)
+        return mask.masked_fill_(~is_visible, torch.finfo(self._dtype).min)[:, None, None, :]
 
 
 def _refuse_own_window(config: Any, max_length: int) -> None:

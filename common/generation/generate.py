@@ -98,29 +98,20 @@ class Generator:
                 state = DecodeState.build(num_slots, options.max_new_tokens, device)
                 self._step = DecodeStep(self.model, SlotCache(num_slots, length), state, options)
             self._step.begin()
-            loop = _DecodeLoop(
-                self._step,
-                schedule,
-                prompt_ids,
-                prompt_mask.bool(),
-                sample_ids,
-                limits,
-                options,
-                self.agree_any,
-                on_tokens,
-            )
-            found = loop.run()
+            prompts = (prompt_ids, prompt_mask.bool())
+            found = _DecodeLoop(
+                self._step, schedule, *prompts, sample_ids, limits, options, self.agree_any, on_tokens
+            ).run()
         return Generation(*(tensor.clone() for tensor in found))  # such tensors can take part in a loss
 
 
-@dataclass
-class Admission:
+class Admission(NamedTuple):
     """Samples that enter the slots behind the live ones together."""
 
-    samples: list[int] = field(default_factory=list)
-    prompts: list[int] = field(default_factory=list)  # to be read in one pass, longest first
-    prompt_slots: list[int] = field(default_factory=list)  # where their keys and values go
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (slot with the same prompt, slot)
+    samples: list[int]
+    prompts: list[int]  # to be read in one pass, longest first
+    prompt_slots: list[int]  # where their keys and values go
+    copies: list[tuple[int, int]]  # (slot with the same prompt, slot)
 
 
 class SlotSchedule:
@@ -139,10 +130,6 @@ class SlotSchedule:
         self.waiting = deque(p * num_samples + k for p in order for k in range(num_samples))
         self.slots: list[int] = []  # the sample of each live slot
 
-    def prompt_of(self, sample: int) -> int:
-        """Return the prompt that a sample continues."""
-        return sample // self.num_samples
-
     def has_work(self) -> bool:
         """Whether a sample waits or runs."""
         return bool(self.waiting or self.slots)
@@ -157,16 +144,16 @@ class SlotSchedule:
 
     def has_waiting_sibling(self, prompt: int) -> bool:
         """Whether more samples of a prompt wait; they stand at the head of the queue."""
-        return bool(self.waiting) and self.prompt_of(self.waiting[0]) == prompt
+        return bool(self.waiting) and self.waiting[0] // self.num_samples == prompt
 
     def admit(self) -> Admission:
         """Take what fits into the free slots and into one pass; at least one sample must wait."""
-        admission = Admission()
-        slot_with = {self.prompt_of(sample): slot for slot, sample in enumerate(self.slots)}
+        admission = Admission([], [], [], [])
+        slot_with = {sample // self.num_samples: slot for slot, sample in enumerate(self.slots)}
         padding, width = 0, 0
         while self.waiting and len(self.slots) < self.num_slots:
             sample = self.waiting[0]
-            prompt, slot = self.prompt_of(sample), len(self.slots)
+            prompt, slot = sample // self.num_samples, len(self.slots)
             if prompt in slot_with:
                 admission.copies.append((slot_with[prompt], slot))
             else:
@@ -240,7 +227,7 @@ class _DecodeLoop:
             self.first_logits.update(zip(new, logits, strict=True))
         elif self.agree_any:
             self._keep_step()  # the other ranks run a pass
-        prompts = [schedule.prompt_of(sample) for sample in admission.samples]
+        prompts = [sample // schedule.num_samples for sample in admission.samples]
         lengths = [schedule.prompt_lengths[prompt] for prompt in prompts]
         if admission.copies:
             sources, targets = self._tensor(admission.copies).unbind(1)
@@ -285,10 +272,8 @@ class _DecodeLoop:
         finished = (~state.is_live[:num_rows]).nonzero().flatten().tolist()
         if not finished:
             return
-        samples, slots = (
-            self._tensor([self.schedule.slots[slot] for slot in finished]),
-            self._tensor(finished),
-        )
+        samples = self._tensor([self.schedule.slots[slot] for slot in finished])
+        slots = self._tensor(finished)
         for result, tensor in zip(self.results.tensors(), state.tensors(), strict=True):
             result[samples] = tensor[slots]
         moves = self.schedule.retire(finished)

@@ -9,20 +9,20 @@ are never edited.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from common.data.packed_batch import pad_sequences
-from common.generation.decode import SamplingOptions
-from common.generation.generate import DEFAULT_SLOTS, Generation, Generator
+from common.generation.decode import DecodeState, SamplingOptions
+from common.generation.generate import DEFAULT_SLOTS, Generation, Generator, collect_responses
 from common.generation.inference_module import InferenceModule, cut_module
 from common.generation.reshard_plan import TPLayout
 from common.generation.resharder import Resharder, SwitchCosts, TPGroups
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
-from common.generation.transformers_generate import TransformersGenerator
 from common.models.loading import plain_model
 from common.models.lora import TrainedWeight, trained_weights
 from common.models.policy_model import language_model
@@ -34,23 +34,25 @@ OFFLOADED = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params)
 
 @dataclass(frozen=True)
 class HybridOptions:
-    """How the actor generates; the flags of step 3 set it.
-
-    Not `enabled`: transformers' `generate` on gathered weights. `inference_tp_size` ranks share a replica.
-    `release_inference_cache` frees keys, values and graphs on leaving. `gather_by_layer` gathers ZeRO-3
-    weights layer by layer in every pass: slow, but it never holds more. `max_out_tokens` is the room of a
-    slot, prompt and response together; 0: what a call needs. `num_slots` sequences run at a time, 0: all up
-    to the decoder's default. `offload_states` moves the optimizer's states away meanwhile.
+    """How the actor generates: the flags of step 3, by their names. Not `enable_hybrid_engine`:
+    transformers' `generate` on gathered weights. `max_length` is the room of a slot, prompt and response
+    together; 0: what a call needs.
     """
 
-    enabled: bool = False
+    enable_hybrid_engine: bool = True
     inference_tp_size: int = 1
     release_inference_cache: bool = False
-    gather_by_layer: bool = False
+    unpin_actor_parameters: bool = False
     tp_gather_partition_size: int = 8
-    max_out_tokens: int = 0
-    num_slots: int = 0
-    offload_states: bool = False
+    generation_slots: int = 0
+    offload_states_for_generation: bool = False
+    max_length: int = 0
+
+    @classmethod
+    def of(cls, args: Any) -> Self:
+        """Return what the flags say."""
+        given = {name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)}
+        return cls(**given, max_length=args.max_prompt_seq_len + args.max_answer_seq_len)
 
 
 class HybridEngine:
@@ -60,44 +62,44 @@ class HybridEngine:
         self.engine, self.options = engine, options
         self.costs = SwitchCosts()
         self.module = language_model(engine.module)
-        self._weights = trained_weights(self.module)
-        self.is_sharded = any(is_sharded(w.parameter) for w in self._weights.values())
-        self.gather_by_layer = options.enabled and options.gather_by_layer and self.is_sharded
-        self._cuts: dict[str, Cut] = {}
+        weights = trained_weights(self.module)
+        self.is_sharded = any(is_sharded(w.parameter) for w in weights.values())
+        is_enabled = options.enable_hybrid_engine
+        self.gather_by_layer = is_enabled and options.unpin_actor_parameters and self.is_sharded
         if self.gather_by_layer:
-            self.layout = TPLayout(distributed.world_size(), 1, distributed.rank())
-            self.groups = TPGroups(self.layout)
+            self._use_layout(1)
             self.inference_module: nn.Module = self.module
         else:
-            self._build_inference_module()
+            self._build_inference_module(weights)
         self.generator: Generator | TransformersGenerator = TransformersGenerator(self.inference_module)
-        if options.enabled:
+        if is_enabled:
             self.generator = Generator(
                 self.inference_module,
-                num_slots=options.num_slots,
-                max_length=options.max_out_tokens,
+                num_slots=options.generation_slots,
+                max_length=options.max_length,
                 agree_any=_any_rank if self.gather_by_layer else None,
             )
 
-    def _build_inference_module(self) -> None:
+    def _use_layout(self, tp_size: int) -> None:
+        self.layout = TPLayout(distributed.world_size(), tp_size, distributed.rank())
+        self.groups = TPGroups(self.layout)
+
+    def _build_inference_module(self, weights: dict[str, TrainedWeight]) -> None:
         self._inference = InferenceModule(plain_model(self.module), distributed.device())
         self.inference_module = module = self._inference.module
-        tp_size = self.options.inference_tp_size if self.options.enabled else 1
+        self._cuts: dict[str, Cut] = {}
+        tp_size = self.options.inference_tp_size if self.options.enable_hybrid_engine else 1
         try:
             self._cuts = build_cuts(module, tp_size)
         except NoPlan as reason:
             tp_size = 1
             if distributed.is_main():
                 print(f"generating with --inference_tp_size 1: {reason}", flush=True)
-        self.layout = layout = TPLayout(distributed.world_size(), tp_size, distributed.rank())
-        self.groups = TPGroups(layout)
-        cut_module(module, self._cuts, layout.tp_rank, layout.tp_size, self.groups.tp_group)
+        self._use_layout(tp_size)
+        cut_module(module, self._cuts, self.layout.tp_rank, tp_size, self.groups.tp_group)
+        layers_at_a_time = self.options.tp_gather_partition_size
         self._resharder = Resharder(
-            self._weights,
-            self._cuts,
-            layout,
-            self.groups,
-            gather_partition_size=self.options.tp_gather_partition_size,
+            weights, self._cuts, self.layout, self.groups, gather_partition_size=layers_at_a_time
         )
 
     @contextmanager
@@ -153,7 +155,7 @@ class HybridEngine:
 
     @property
     def _offloads(self) -> bool:
-        return self.options.offload_states and distributed.has_gpu()
+        return self.options.offload_states_for_generation and distributed.has_gpu()
 
     def _cure_of_entering(self) -> str:
         size = self.options.tp_gather_partition_size
@@ -189,10 +191,8 @@ class HybridEngine:
             prompt_ids, prompt_mask = pad_sequences(torch.cat(token_ids), torch.cat(lengths), on_left=True)
             first = sum(map(len, samples[: self.layout.tp_rank]))
             sample_ids, limits = torch.cat(samples), torch.cat(of_limits)
-        device = distributed.device()
-        num_slots = self.options.num_slots or DEFAULT_SLOTS
-        cure = f"lower --generation_slots {num_slots}, the sequences that run at a time"
-        with named_out_of_memory(cure):
+        device, num_slots = distributed.device(), self.options.generation_slots or DEFAULT_SLOTS
+        with named_out_of_memory(f"lower --generation_slots {num_slots}, the sequences that run at a time"):
             generation = self.generator.generate(
                 prompt_ids.to(device),
                 prompt_mask.to(device),
@@ -206,6 +206,56 @@ class HybridEngine:
     def _gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return a flat tensor of each rank of the replica, on the CPU; its ranks must call this together."""
         return distributed.all_to_all([flat.cpu()] * self.layout.tp_size, self.groups.tp_group)
+
+
+class TransformersGenerator:
+    """Generates by transformers' own `generate`, with our sampler: the baseline to compare with.
+
+    It gives the same texts as `Generator`; it holds whole weights, pads every prompt to the longest and
+    decodes until the last response of the batch has ended.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def release(self) -> None:
+        """Nothing is kept from call to call."""
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        sample_ids: torch.Tensor,
+        options: SamplingOptions,
+        *,
+        num_samples: int,
+        limits: torch.Tensor,
+    ) -> Generation:
+        """Return `num_samples` responses for each left-padded prompt (B, P), see `Generator.generate`."""
+        ids, mask = (x.repeat_interleave(num_samples, dim=0) for x in (prompt_ids, prompt_mask.long()))
+        state = DecodeState.build(len(sample_ids), options.max_new_tokens, ids.device)
+        state.enter(0, mask.sum(1), limits, sample_ids, options.seed)
+
+        def choose_sampled(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            """Leave one token possible: the one that was sampled."""
+            state.sample(slice(None), scores, options)
+            return torch.full_like(scores, -torch.inf).scatter_(1, state.last_ids.unsqueeze(1), 0.0)
+
+        def have_ended(input_ids: torch.Tensor, scores: torch.Tensor, **more: Any) -> torch.Tensor:
+            return ~state.is_live
+
+        self.model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,  # the processor has sampled
+            max_new_tokens=options.max_new_tokens,
+            pad_token_id=options.pad_token_id,
+            eos_token_id=None,
+            logits_processor=LogitsProcessorList([choose_sampled]),
+            stopping_criteria=StoppingCriteriaList([have_ended]),
+        )
+        return collect_responses(state, options)
 
 
 def _any_rank(has_work: bool) -> bool:

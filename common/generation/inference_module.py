@@ -90,10 +90,10 @@ def cut_module(
     """
     if tp_size == 1:
         return
-    cut_by_id: dict[int, Cut] = {}
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    cut_by_id = {id(parameters[name]): cut for name, cut in cuts.items()}
+    for name, parameter in parameters.items():
         if name in cuts:
-            cut_by_id[id(parameter)] = cuts[name]
             # `data` is replaced, not the parameter: weights stay tied. A view would keep the whole in memory.
             part = cuts[name].take(parameter.data, tp_rank)
             parameter.data = part.clone(memory_format=torch.contiguous_format)

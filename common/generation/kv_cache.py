@@ -17,8 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from common.generation.tp_plans import head_counts
-from common.models.varlen_attention import FLASH_ATTENTION
-from common.models.varlen_attention import NAME as VARLEN
+from common.models.model_inputs import FLASH_ATTENTION, VARLEN_ATTENTION
 
 SLOT_ATTENTION = "triptych_slots"
 
@@ -125,7 +124,7 @@ def choose_attention(source: PreTrainedModel, device: torch.device) -> str:
     takes_any = getattr(source, "_supports_attention_backend", False)
     if is_usable and takes_any and getattr(source.config, "attn_logit_softcapping", None) is None:
         return SLOT_ATTENTION
-    return "sdpa" if chosen in (FLASH_ATTENTION, VARLEN) else chosen
+    return "sdpa" if chosen in (FLASH_ATTENTION, VARLEN_ATTENTION) else chosen
 
 
 def slot_attention(

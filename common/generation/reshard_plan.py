@@ -97,11 +97,6 @@ class WeightPlan:
     width: int
 
     @property
-    def numel(self) -> int:
-        """Elements of the whole weight."""
-        return prod(self.shape)
-
-    @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's slice."""
         if self.cut is None:
@@ -123,7 +118,7 @@ class WeightPlan:
         """Return what of rank `source`'s shard belongs into slice `tp_rank`; sender and receiver agree."""
         rows_per_shard = self.shard_size // self.width
         first = source * rows_per_shard
-        last = min(first + rows_per_shard, self.numel // self.width)
+        last = min(first + rows_per_shard, prod(self.shape) // self.width)
         scale = prod(self.shape[self.cut.dim + 1 :])
         found, offset = [], 0
         for start, stop in self.cut.ranges[tp_rank]:
@@ -236,7 +231,7 @@ def unpack_blocks(
 
 def unpack_whole(plan: WeightPlan, shards: torch.Tensor) -> torch.Tensor:
     """Return this rank's slice, in memory of its own, from all shards of a weight (N, shard_size)."""
-    whole = shards.flatten().narrow(0, 0, plan.numel).view(plan.shape)
+    whole = shards.flatten().narrow(0, 0, prod(plan.shape)).view(plan.shape)
     if plan.cut is not None:
         whole = plan.cut.take(whole, plan.layout.tp_rank)
     return whole.clone(memory_format=torch.contiguous_format)

@@ -6,7 +6,6 @@ Each rank receives only what it lacks; weights that are whole on every rank are 
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,17 +62,8 @@ class SwitchCosts:
         self.received_bytes = state["received_bytes"]
 
 
-class _Source(NamedTuple):
-    """A parameter of the trainer and how it gets to its slices."""
-
-    parameter: nn.Parameter
-    plan: WeightPlan
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every rank has all of it at this moment."""
-        status = getattr(self.parameter, "ds_status", None)
-        return not is_sharded(self.parameter) or status is ZeroParamStatus.AVAILABLE
+# A parameter of the trainer and how it gets to its slices.
+Source = tuple[nn.Parameter, WeightPlan]
 
 
 class Resharder:
@@ -94,11 +84,11 @@ class Resharder:
     ) -> None:
         self.costs = SwitchCosts()
         self._weights, self._layout, self._groups = weights, layout, groups
-        self._sources: dict[str, list[_Source]] = {}
+        self._sources: dict[str, list[Source]] = {}
         for name, weight in weights.items():
             of_tensor = [cuts.get(name), None, None]  # the factors of an adapter are never cut
             self._sources[name] = [
-                _Source(p, plan_weight(tuple(getattr(p, "ds_shape", p.shape)), cut, layout))
+                (p, plan_weight(tuple(getattr(p, "ds_shape", p.shape)), cut, layout))
                 for p, cut in zip(weight.tensors(), of_tensor, strict=False)
             ]
         self._name_groups = group_by_layers(list(weights), gather_partition_size)
@@ -122,24 +112,23 @@ class Resharder:
         self._staging.clear()
 
     @torch.no_grad()
-    def _load_group(self, sources: list[_Source]) -> list[torch.Tensor]:
+    def _load_group(self, sources: list[Source]) -> list[torch.Tensor]:
         """Return the slices of sources that are moved together, in their order."""
         slices: dict[int, torch.Tensor] = {}
         sent: dict[tuple[Route, torch.dtype], list[int]] = {}
-        for index, source in enumerate(sources):
-            parameter, plan = source
-            if source.is_whole:
-                is_cut = plan.cut is not None
-                whole = parameter.data
-                slices[index] = plan.cut.take(whole, plan.layout.tp_rank).contiguous() if is_cut else whole
+        for index, (parameter, plan) in enumerate(sources):
+            is_here = getattr(parameter, "ds_status", None) is ZeroParamStatus.AVAILABLE
+            if is_here or not is_sharded(parameter):  # every rank has all of it at this moment
+                whole, tp_rank = parameter.data, plan.layout.tp_rank
+                slices[index] = whole if plan.cut is None else plan.cut.take(whole, tp_rank).contiguous()
             elif plan.is_view:
-                slices[index] = _fetch_shard(source).view(plan.local_shape)
+                slices[index] = _fetch_shard(parameter).view(plan.local_shape)
             else:
                 sent.setdefault((plan.route, parameter.dtype), []).append(index)
         ways = {Route.BLOCKS: self._exchange_blocks, Route.WHOLE: self._gather_packed}
         for (route, dtype), indices in sent.items():
-            plans = [sources[index].plan for index in indices]
-            shards = [_fetch_shard(sources[index]) for index in indices]
+            plans = [sources[index][1] for index in indices]
+            shards = [_fetch_shard(sources[index][0]) for index in indices]
             slices |= zip(indices, ways.get(route, self._gather_straight)(plans, shards), strict=True)
             self.costs.received_bytes += sum(plan.count_received() for plan in plans) * dtype.itemsize
         return [slices[index] for index in range(len(sources))]
@@ -186,6 +175,6 @@ class Resharder:
         return self._staging[role][:num_bytes].view(like.dtype)
 
 
-def _fetch_shard(source: _Source) -> torch.Tensor:
+def _fetch_shard(parameter: nn.Parameter) -> torch.Tensor:
     """Return the shard on the compute device: one that lives on the CPU is copied."""
-    return source.parameter.ds_tensor.detach().to(distributed.device())
+    return parameter.ds_tensor.detach().to(distributed.device())

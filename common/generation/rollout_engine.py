@@ -42,7 +42,7 @@ class HybridRolloutEngine(RolloutEngine):
         input_ids (B x N, P + R) int64, prompts as they came, padded behind the longest response;
         attention_mask of the same shape, int64, 1 for prompt tokens and for what was sampled, eos included,
         whatever its id. A temperature of 0 or less takes the likeliest token, a top_k of 0 or less all of
-        them. Slots are the engine's (`HybridOptions.num_slots`): `continuous_batch_size` has no effect.
+        them. Slots are the engine's `generation_slots`: `continuous_batch_size` has no effect.
         Every rank must call this, with the same `sampling`. Raises ValueError when prompts are not padded
         on the left.
         """
@@ -64,12 +64,13 @@ class HybridRolloutEngine(RolloutEngine):
             found = self.hybrid.generate(
                 prompt_ids, prompt_mask, sample_ids, options, num_samples=num_samples
             )
-        response_ids, response_mask = found.response_ids.cpu(), found.response_mask.cpu()
-        input_ids = torch.cat([prompt_ids.cpu().repeat_interleave(num_samples, dim=0), response_ids], dim=1)
-        is_real = torch.cat([prompt_mask.cpu().repeat_interleave(num_samples, dim=0), response_mask], dim=1)
-        starts = torch.full((len(input_ids),), prompt_ids.shape[1])
         device = prompt_ids.device
-        return RolloutBatch(input_ids.to(device), is_real.long().to(device), starts.to(device))
+        input_ids, is_real = (
+            torch.cat([of_prompts.repeat_interleave(num_samples, dim=0), of_samples.to(device)], dim=1)
+            for of_prompts, of_samples in zip((prompt_ids, prompt_mask), found[:2], strict=True)
+        )
+        starts = torch.full((len(input_ids),), prompt_ids.shape[1], device=device)
+        return RolloutBatch(input_ids, is_real.long(), starts)
 
     def sync_weights(self, step: int) -> None:
         """Do nothing: every `generate` reads the weights that are trained."""

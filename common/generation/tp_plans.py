@@ -88,17 +88,18 @@ class Row:
 
 Style = Column | Row
 Plan = dict[str, Style]  # by module name below the base model, `*` standing for a layer's number
+PlanMaker = Callable[[Any], Plan]  # of a configuration
 
-PLANS: dict[str, Callable[[Any], Plan]] = {}
+PLANS: dict[str, PlanMaker] = {}
 
 
-def register_tp_plan(family: str) -> Callable[[Callable[[Any], Plan]], Callable[[Any], Plan]]:
+def register_tp_plan(family: str) -> Callable[[PlanMaker], PlanMaker]:
     """Register the decorated function (config -> Plan) for a family, that is: for its config.model_type.
 
     It goes before the plan that the family has in transformers, and may raise NoPlan for a config.
     """
 
-    def register(make_plan: Callable[[Any], Plan]) -> Callable[[Any], Plan]:
+    def register(make_plan: PlanMaker) -> PlanMaker:
         PLANS[family] = make_plan
         return make_plan
 
@@ -130,8 +131,8 @@ def build_cuts(model: nn.Module, tp_size: int) -> dict[str, Cut]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):  # tied or not
         if isinstance(module, nn.Embedding | nn.Linear) and len(module.weight) % tp_size == 0:
-            rows = (Part(len(module.weight)),)
-            cut = Cut(0, tuple(join_ranges(rows, rank, tp_size) for rank in range(tp_size)))
+            step = len(module.weight) // tp_size
+            cut = Cut(0, tuple(((rank * step, (rank + 1) * step),) for rank in range(tp_size)))
             cuts |= {names[id(parameter)]: cut for parameter in module.parameters(recurse=False)}
     return {name: cuts[name] for name, _ in model.named_parameters() if name in cuts}
 
@@ -253,21 +254,11 @@ def all_heads(config: Any, per_head: int = 1) -> Parts:
     return (Part(num_heads * per_head * head_dim, per_head * head_dim, HEADS),)
 
 
-def stacked_heads(config: Any) -> Parts:
-    """Return the parts of all queries, then all keys, then all values."""
-    return 3 * all_heads(config)
-
-
 def interleaved_heads(config: Any) -> Parts:
     """Return the part of query, key and value side by side, head by head."""
-    return all_heads(config, per_head=3)
-
-
-def bloom_heads(config: Any) -> Parts:
-    """Return the part of a BLOOM's fused projection."""
-    if config.slow_but_exact and config.pretraining_tp > 1:
+    if config.model_type == "bloom" and config.slow_but_exact and config.pretraining_tp > 1:
         raise NoPlan("a BLOOM whose config says slow_but_exact multiplies slices of its whole weights")
-    return interleaved_heads(config)
+    return all_heads(config, per_head=3)
 
 
 def falcon_heads(config: Any) -> Parts:
@@ -288,10 +279,18 @@ _MLP_4H = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 # projection, the MLP's first Linear, its last)
 _FAMILIES: dict[str, tuple[str, str, tuple[str, ...], Callable[[Any], Parts], str, str, str]] = {
     "opt": ("decoder.layers.*", "self_attn", _QKV, all_heads, "out_proj", "fc1", "fc2"),
-    "gpt2": ("h.*", "attn", ("c_attn",), stacked_heads, "c_proj", "mlp.c_fc", "mlp.c_proj"),
+    "gpt2": (
+        "h.*",
+        "attn",
+        ("c_attn",),
+        lambda config: 3 * all_heads(config),
+        "c_proj",
+        "mlp.c_fc",
+        "mlp.c_proj",
+    ),
     "gptj": ("h.*", "attn", _QKV, all_heads, "out_proj", "mlp.fc_in", "mlp.fc_out"),
     "gpt_neox": ("layers.*", "attention", _FUSED, interleaved_heads, "dense", *_MLP_4H),
-    "bloom": ("h.*", "self_attention", _FUSED, bloom_heads, "dense", *_MLP_4H),
+    "bloom": ("h.*", "self_attention", _FUSED, interleaved_heads, "dense", *_MLP_4H),
     "falcon": ("h.*", "self_attention", _FUSED, falcon_heads, "dense", *_MLP_4H),
 }
 
@@ -306,5 +305,4 @@ def _plan_family(family: str, config: Any) -> Plan:
     }
 
 
-for _family in _FAMILIES:
-    register_tp_plan(_family)(partial(_plan_family, _family))
+PLANS |= {family: partial(_plan_family, family) for family in _FAMILIES}

@@ -15,8 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
-from common.models.model_inputs import ModelInputs
-from common.models.varlen_attention import choose_attention
+from common.models.model_inputs import ModelInputs, choose_attention
 from common.ranks import distributed
 from common.ranks.failures import first_line
 from common.ranks.zero3 import gather_whole
@@ -82,13 +81,13 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
     needed = "" if is_own_class else f"{model.base_model_prefix}."  # of another class the head is new
     missing = sorted(n for n in info["missing_keys"] if n in of_model and n.startswith(needed))
     mismatched = sorted(str(item[0]) for item in info["mismatched_keys"])
-    for names, what in ((missing, "lack"), (mismatched, "have other sizes than are needed for")):
-        if names:
-            raise ValueError(
-                f"{name_or_path}: its weights {what} {len(names)} of {len(of_model)} parameters of "
-                f"{type(model).__name__}, such as {names[0]}; give a folder whose config.json and weights "
-                "belong together"
-            )
+    if missing or mismatched:
+        what, names = ("lack", missing) if missing else ("have other sizes than are needed for", mismatched)
+        raise ValueError(
+            f"{name_or_path}: its weights {what} {len(names)} of {len(of_model)} parameters of "
+            f"{type(model).__name__}, such as {names[0]}; give a folder whose config.json and weights "
+            "belong together"
+        )
     return model
 
 
@@ -147,8 +146,8 @@ def load_pretrained(
     del sharding
     if options.dropout is not None:  # code of its own may have numbers that no configuration names
         set_dropout(model, options.dropout)
-    if options.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
+    if options.gradient_checkpointing:  # not reentrant: works with frozen embeddings (LoRA) too
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
@@ -159,10 +158,8 @@ def _grow_vocabulary(model: PreTrainedModel, num_tokens: int, multiple: int) -> 
     if wanted == num_rows:
         return
     model.resize_token_embeddings(wanted, mean_resizing=False)
-    weights = {
-        id(e.weight): e.weight for e in (model.get_input_embeddings(), model.get_output_embeddings()) if e
-    }
-    for weight in weights.values():
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    for weight in {id(e.weight): e.weight for e in embeddings if e}.values():  # tied or not
         # A new token starts as the mean of the old ones: no surprise in any softmax, and equal on every rank.
         with torch.no_grad(), gather_whole([weight], to_modify=True):
             if weight.numel():
@@ -179,11 +176,6 @@ def init_weight(parameter: nn.Parameter, name: str, *, std: float, seed: int) ->
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             noise = torch.randn(parameter.shape, generator=generator) * std
             parameter.copy_(noise.to(parameter.device, parameter.dtype))
-
-
-def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass; works with frozen embeddings (LoRA) too."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def load_causal_lm(options: ModelOptions, num_tokens: int) -> PreTrainedModel:

@@ -54,12 +54,11 @@ def lora_targets(names: list[str], module_name: str) -> list[str]:
     """
     targets = names if module_name == "auto" else [n for n in names if module_name in n]
     if not targets:
-        candidates = sorted(
-            {n.rsplit(".", 1)[-1] for n in names} | {n.split(".0.")[0] + "." for n in names if ".0." in n}
-        )
+        candidates = {n.rsplit(".", 1)[-1] for n in names}
+        candidates |= {n.partition(".0.")[0] + "." for n in names if ".0." in n}
         raise ValueError(
             f"--lora_module_name {module_name!r} matches no linear layer; use auto, or a part of a name: "
-            + ", ".join(candidates)
+            + ", ".join(sorted(candidates))
         )
     return targets
 
@@ -132,16 +131,14 @@ def trained_weights(model: nn.Module) -> dict[str, TrainedWeight]:
     for name, parameter in plain.named_parameters():
         if ".lora_" in name:
             continue
-        layer = layers.get(name.removesuffix(".base_layer.weight")) if ".base_layer.weight" in name else None
-        weights[name.replace(".base_layer.", ".")] = TrainedWeight(parameter, *_adapter_of(layer))
+        weight = TrainedWeight(parameter)
+        if name.endswith(".base_layer.weight"):
+            layer = layers[name.removesuffix(".base_layer.weight")]
+            factors = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
+            is_transposed = bool(getattr(layer, "fan_in_fan_out", False))
+            weight = TrainedWeight(parameter, *factors, layer.scaling["default"], is_transposed)
+        weights[name.replace(".base_layer.", ".")] = weight
     return weights
-
-
-def _adapter_of(layer: Any) -> tuple[Any, ...]:
-    if layer is None:
-        return ()
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    return a, b, layer.scaling["default"], bool(getattr(layer, "fan_in_fan_out", False))
 
 
 def is_adapter(path: str) -> bool:
@@ -165,12 +162,12 @@ def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
 
     Raises ValueError when it is no LoRA adapter, or not one of this model.
     """
-    kind = _read_config(path).get("peft_type")
-    if kind != "LORA":
+    config = _read_config(path)
+    if config.get("peft_type") != "LORA":
+        kind = config.get("peft_type")
         raise ValueError(f"{path} is an adapter of the type {kind}; only LORA can be merged")
     try:
-        config = LoraConfig(**_read_config(path))
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+        adapted = get_peft_model(model, LoraConfig(**config), autocast_adapter_dtype=False)
         loaded = set_peft_model_state_dict(adapted, load_file(Path(path) / _WEIGHTS))
     except (OSError, SafetensorError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path}: the adapter cannot be loaded: {first_line(error)}") from error

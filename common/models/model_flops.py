@@ -47,9 +47,8 @@ class ModelFlops:
 
     def count(self, inputs: ModelInputs, num_scored: int) -> None:
         """Add a pass over these inputs to the clock that runs; what needs a gradient is trained by it."""
-        flops = self.of_pass(
-            inputs.num_tokens, inputs.num_pairs, num_scored, is_training=torch.is_grad_enabled()
-        )
+        is_training = torch.is_grad_enabled()
+        flops = self.of_pass(inputs.num_tokens, inputs.num_pairs, num_scored, is_training=is_training)
         COSTS.count(inputs.num_tokens, flops)
 
     def of_pass(self, num_tokens: int, num_pairs: int, num_scored: int, *, is_training: bool) -> float:
@@ -116,8 +115,6 @@ def own_peak_flops(dtype: torch.dtype) -> float:
     best, end = 0.0, time.monotonic() + MEASURED_SECONDS
     torch.mm(a, a)  # the first product sets the library up
     while best == 0.0 or time.monotonic() < end:
-        if is_gpu:
-            torch.cuda.synchronize()
         started = time.perf_counter()
         torch.mm(a, a)
         if is_gpu:

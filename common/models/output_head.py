@@ -179,7 +179,7 @@ def _softmax_scores(
     valid, temperature = logits[:, : options.num_valid_tokens], options.temperature
     num_valid = valid.shape[1]
     largest = valid.amax(-1, keepdim=True)
-    scaled = _scale(_upcast(valid).sub_(largest), temperature)
+    scaled = _centred(valid, largest, temperature)
     weights = scaled.exp() if with_entropy else scaled.exp_()
     weight_sum = weights.sum(-1).double()
     chosen = valid.gather(-1, token_ids[:, None].clamp(max=num_valid - 1))
@@ -207,7 +207,7 @@ def _softmax_gradient(
     """Return the gradient (n, V) of logits (n, V), in their dtype; 0 at ids that do not take part."""
     valid, temperature = logits[:, : options.num_valid_tokens], options.temperature
     num_valid = valid.shape[1]
-    log_p = _scale(_upcast(valid).sub_(normalisers[:, None]), temperature)
+    log_p = _centred(valid, normalisers[:, None], temperature)
     # d logprob / d logit_j = ([j == id] - p_j) / temperature
     scale = grad_logprobs[:, None] / temperature
     at_chosen = torch.where(token_ids[:, None] < num_valid, scale, 0.0).to(log_p.dtype)
@@ -219,19 +219,15 @@ def _softmax_gradient(
     if grad_entropies is not None:
         gradient += log_p
         del log_p
-    if num_valid == logits.shape[1]:
-        return gradient.to(logits.dtype)
-    return F.pad(gradient.to(logits.dtype), (0, logits.shape[1] - num_valid))
+    gradient = gradient.to(logits.dtype)
+    num_padding = logits.shape[1] - num_valid
+    return F.pad(gradient, (0, num_padding)) if num_padding else gradient
 
 
-def _scale(x: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Divide in place, without a pass over the data for the usual temperature of 1."""
-    return x if temperature == 1.0 else x.div_(temperature)
-
-
-def _upcast(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy in fp32, of float64 in float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+def _centred(logits: torch.Tensor, centres: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return (logits - centres) / temperature in memory of its own, fp32; of float64 in float64."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True).sub_(centres)
+    return x if temperature == 1.0 else x.div_(temperature)  # no pass over the data for the usual 1
 
 
 class _TokenScores(torch.autograd.Function):
@@ -316,31 +312,29 @@ class _Gradients:
     """Gradients of hidden, weight and bias, added up chunk by chunk; the weight's in fp32 or better."""
 
     def __init__(self, hidden, weight, bias, needs) -> None:
-        self.hidden, self.weight = hidden, weight
-        self.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
-        summed = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        device = weight.device
+        self.inputs = hidden, weight, bias
+        summed = torch.promote_types(weight.dtype, torch.float32)
         self.of_hidden = torch.empty_like(hidden) if needs[0] else None
-        self.of_weight = torch.zeros(weight.shape, dtype=summed, device=device) if needs[1] else None
-        self.of_bias = torch.zeros(len(weight), dtype=summed, device=device) if needs[2] else None
+        self.of_weight = torch.zeros_like(weight, dtype=summed) if needs[1] else None
+        self.of_bias = torch.zeros_like(bias, dtype=summed) if needs[2] else None
 
     def add(self, rows: slice, leaf: torch.Tensor, logits: torch.Tensor, of_logits: torch.Tensor) -> None:
         """Add a chunk's: `of_logits` is the gradient of what transform and mask made of raw ones (leaf)."""
         if logits is not leaf:
             (of_logits,) = torch.autograd.grad(logits, leaf, of_logits)
+        hidden, weight, _ = self.inputs
         if self.of_hidden is not None:
-            torch.mm(of_logits, self.weight, out=self.of_hidden[rows])
-        if self.of_weight is not None:
-            if of_logits.dtype == self.of_weight.dtype:
-                self.of_weight.addmm_(of_logits.t(), self.hidden[rows])
-            else:
-                self.of_weight += of_logits.t() @ self.hidden[rows]
+            torch.mm(of_logits, weight, out=self.of_hidden[rows])
+        if self.of_weight is not None and of_logits.dtype == self.of_weight.dtype:
+            self.of_weight.addmm_(of_logits.t(), hidden[rows])
+        elif self.of_weight is not None:
+            self.of_weight += of_logits.t() @ hidden[rows]
         if self.of_bias is not None:
             self.of_bias += of_logits.sum(0, dtype=self.of_bias.dtype)
 
     def result(self) -> list[torch.Tensor | None]:
         found = (self.of_hidden, self.of_weight, self.of_bias)
-        return [g if g is None else g.to(dtype) for g, dtype in zip(found, self.dtypes, strict=True)]
+        return [g if g is None else g.to(x.dtype) for g, x in zip(found, self.inputs, strict=True)]
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:

@@ -17,9 +17,9 @@ from common.engine.engine_step import LossTerm, update_engine
 from common.models.loading import DTYPES, ModelOptions, load_causal_lm, plain_model
 from common.models.lora import LoraOptions, add_lora
 from common.models.model_flops import own_peak_flops
+from common.models.model_inputs import takes_packed
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ValueModel, load_value_model
-from common.models.varlen_attention import takes_packed
 from common.programs import startup
 from common.programs.startup import Start
 from common.ranks import distributed, watchdog

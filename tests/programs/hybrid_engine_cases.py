@@ -119,7 +119,7 @@ def train_once(engine: Any) -> None:
 @contextmanager
 def hybrid_engine(engine: Any, **options: Any) -> Iterator[HybridEngine]:
     """Give a hybrid engine, whose process groups go with it: hundreds of them would take all threads."""
-    hybrid = HybridEngine(engine, HybridOptions(**({"enabled": True} | options)))
+    hybrid = HybridEngine(engine, HybridOptions(**options))
     try:
         yield hybrid
     finally:
@@ -292,7 +292,9 @@ def load_slices(hybrid: HybridEngine) -> dict[str, torch.Tensor]:
 def test_ranks_that_gather_layer_by_layer_keep_step(family, num_slots, model_folder, tiny_engine):
     """They have different numbers of prompts, of different lengths, that end at different times."""
     folder = model_folder(family)
-    with hybrid_engine(tiny_engine(folder, 3), gather_by_layer=True, num_slots=num_slots) as hybrid:
+    with hybrid_engine(
+        tiny_engine(folder, 3), unpin_actor_parameters=True, generation_slots=num_slots
+    ) as hybrid:
         assert hybrid.gather_by_layer
         check_greedy(hybrid, untrained_reference(folder))
 
@@ -324,7 +326,7 @@ def test_sampled_texts_depend_on_nothing_but_sample_and_weights(model_folder, ti
             for num_slots, permuted in SLOTS_OF_SIZE[tp_size]:
                 hybrid.generator.num_slots = num_slots
                 found.append(sample(hybrid, stop, permuted=permuted))
-    with hybrid_engine(engine, gather_by_layer=True, num_slots=3) as hybrid:
+    with hybrid_engine(engine, unpin_actor_parameters=True, generation_slots=3) as hybrid:
         found.append(sample(hybrid, stop))
     file = Path(os.environ["SAMPLED_TEXTS"])
     if NUM_RANKS == 1:

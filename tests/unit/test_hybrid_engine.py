@@ -38,7 +38,7 @@ def holds_no_weight(hybrid: HybridEngine) -> bool:
 
 @pytest.mark.parametrize(("stage", "enabled"), [(0, False), (1, True), (2, True)])
 def test_whole_weights_are_shared_not_copied(stage, enabled, tiny_model_folder):
-    hybrid = build(tiny_model_folder("llama"), stage, enabled=enabled)
+    hybrid = build(tiny_model_folder("llama"), stage, enable_hybrid_engine=enabled)
     pointers = {n: p.data_ptr() for n, p in hybrid.engine.module.named_parameters()}
     hybrid.engine.train()
     with hybrid.generation_mode() as module:
@@ -120,7 +120,12 @@ def test_adapted_weights_are_merged_into_new_tensors(stage, tiny_model_folder):
 
 @pytest.mark.parametrize(
     ("stage", "options"),
-    [(0, {"num_slots": 1}), (3, {"enabled": False}), (3, {"num_slots": 1}), (3, {"gather_by_layer": True})],
+    [
+        (0, {"generation_slots": 1}),
+        (3, {"enable_hybrid_engine": False}),
+        (3, {"generation_slots": 1}),
+        (3, {"unpin_actor_parameters": True}),
+    ],
 )
 def test_every_way_of_generating_gives_the_same_texts(stage, options, tiny_model_folder):
     folder = tiny_model_folder("llama")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.data.micro_batches import OVERHEAD_TOKENS, plan_micro_batches
+from common.data.global_batches import OVERHEAD_TOKENS, plan_micro_batches
 
 
 def cost_of(items, item_lengths, is_packed):

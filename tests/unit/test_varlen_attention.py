@@ -7,10 +7,9 @@ from plain_logits import compute_logits
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM
 
-from common.models.loading import compute_hidden, enable_gradient_checkpointing, set_dropout
-from common.models.model_inputs import build_model_inputs
+from common.models.loading import compute_hidden, set_dropout
+from common.models.model_inputs import VARLEN_ATTENTION, build_model_inputs, choose_attention, takes_packed
 from common.models.policy_model import PolicyModel
-from common.models.varlen_attention import NAME, choose_attention, takes_packed
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mistral_window", "gemma", "phi", "gpt_neox", "gpt2", "opt")
 LENGTHS = torch.tensor([7, 1, 12, 4])
@@ -33,7 +32,7 @@ def plain_kernel(monkeypatch):
             outputs.append(found[0].transpose(0, 1))
         return torch.cat(outputs)
 
-    monkeypatch.setattr("common.models.varlen_attention.varlen.varlen_attn", attend)
+    monkeypatch.setattr("common.models.model_inputs.varlen.varlen_attn", attend)
     return calls
 
 
@@ -57,9 +56,9 @@ def test_flat_and_padded_give_the_same_scores_and_gradients(family, checkpointin
     set_dropout(config, 0.0)
     model = AutoModelForCausalLM.from_config(config).train()
     if checkpointing:
-        enable_gradient_checkpointing(model)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     expected, expected_gradients = scores_and_gradients(model, is_packed=False)
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(VARLEN_ATTENTION)
     if not takes_packed(model):
         pytest.skip(f"{family} does not hand through what the attention needs")
     found, gradients = scores_and_gradients(model, is_packed=True)
@@ -76,7 +75,7 @@ def test_the_module_still_reads_padded_rows_and_single_ones(plain_kernel):
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     expected = compute_logits(model, ids, mask), compute_logits(model, ids[1:], mask[1:])
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(VARLEN_ATTENTION)
     found = compute_logits(model, ids, mask), compute_logits(model, ids[1:], mask[1:])
     torch.testing.assert_close(found[0][mask.bool()], expected[0][mask.bool()], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5)
@@ -97,7 +96,7 @@ def test_without_a_kernel_transformers_makes_a_block_mask_from_the_positions():
     ("has_gpu", "is_installed", "dtype", "is_packed", "expected"),
     [
         (True, True, "bf16", False, "flash_attention_2"),
-        (True, False, "bf16", True, NAME),
+        (True, False, "bf16", True, VARLEN_ATTENTION),
         (True, False, "bf16", False, None),
         (True, False, "fp32", True, None),
         (False, True, "bf16", True, None),

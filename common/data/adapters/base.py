@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.data import hub_data, raw_files
+from common.data import hub_data, raw_rows
 from common.data.adapters import message_trees, row_forms
 from common.data.adapters.row_parts import messages_from_prompt, reply_text
 from common.data.example import BadRow, EmptyRow, Example
@@ -179,17 +179,17 @@ class LocalFiles(AnyForm):
         if hub_data.is_saved_folder(path):
             return Parts(*hub_data.load_saved(path))
         train, held_out = (
-            raw_files.read_files(files, self.max_rows) if files else None
-            for files in raw_files.find_parts(path)
+            raw_rows.read_files(files, self.max_rows) if files else None
+            for files in raw_rows.find_parts(path)
         )
         return Parts(train, held_out)
 
     def data_digest(self) -> str:
         path = Path(self.source)
         if hub_data.is_saved_folder(path):
-            return raw_files.digest_files(sorted(p for p in path.rglob("*") if p.is_file()), path)
-        train, held_out = raw_files.find_parts(path)
-        return raw_files.digest_files([*train, *held_out], path)
+            return raw_rows.digest_files(sorted(p for p in path.rglob("*") if p.is_file()), path)
+        train, held_out = raw_rows.find_parts(path)
+        return raw_rows.digest_files([*train, *held_out], path)
 
 
 @register_dataset("local/jsonfile")

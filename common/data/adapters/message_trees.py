@@ -14,7 +14,6 @@ TREE = "(messages of a tree)"  # the column of a row that the messages of one tr
 MESSAGE_COLUMNS = ("message_id", "parent_id", "text", "role")
 _KEPT = (*MESSAGE_COLUMNS, "rank", "deleted", "review_result", "lang")
 _ROLES = {"prompter": "user", "assistant": "assistant"}
-_NO_RANKS = "no two replies to it are ranked"
 
 
 def group_trees(rows: RawRows) -> GroupedRows:
@@ -27,8 +26,10 @@ def group_trees(rows: RawRows) -> GroupedRows:
             names[index] = name
             parents[name] = parent
     roots = _roots(parents)
-    keys = {index: roots[name] for index, name in names.items()}
-    return GroupedRows(rows, group_by_key(len(rows), keys), _build)
+    groups = group_by_key(len(rows), {index: roots[name] for index, name in names.items()})
+    return GroupedRows(
+        rows, groups, lambda tree: {TREE: [{name: m[name] for name in _KEPT if name in m} for m in tree]}
+    )
 
 
 def _roots(parents: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -44,10 +45,6 @@ def _roots(parents: Mapping[Any, Any]) -> dict[Any, Any]:
             here = parents[here]
         roots.update(dict.fromkeys(path, roots.get(here, here)))
     return roots
-
-
-def _build(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    return {TREE: [{name: row[name] for name in _KEPT if name in row} for row in messages]}
 
 
 def _parent_of(message: Mapping[str, Any]) -> Any:
@@ -100,12 +97,12 @@ def _answered(prompt: tuple[Message, ...], texts: Sequence[str], ranks: Sequence
         yield from rank_by_score(prompt, *zip(*ranked, strict=True), with_margin=False)
     else:
         for text in [text for text, _ in ranked] or texts:
-            yield Example(prompt=prompt, chosen=text, absence=EmptyRow(_NO_RANKS))
+            yield Example(prompt=prompt, chosen=text, absence=EmptyRow("no two replies to it are ranked"))
 
 
 def _replies_by_parent(messages: Sequence[Mapping[str, Any]]) -> dict[Any, list[Mapping[str, Any]]]:
     """Messages that were kept, by the id of their parent; None for the first one."""
-    names = set()
+    names: set[Any] = set()
     for message in messages:
         missing = [column for column in MESSAGE_COLUMNS if column not in message]
         if missing:

@@ -152,14 +152,13 @@ def _find(row: dict[str, Any], path: str) -> Any:
     value = row[name]
     for part in parts:
         if part != "0":
-            value = member(name, value, part)
-            name = f"{name}.{part}"
-            continue
-        if value is not None and not isinstance(value, list | tuple):
+            value, name = member(name, value, part), f"{name}.{part}"
+        elif value is not None and not isinstance(value, list | tuple):
             raise BadRow(f"{name!r} is {kind_of(value)}, not a list")
-        if not value or value[0] is None:
+        elif not value or value[0] is None:
             return None
-        value, name = value[0], f"{name}[0]"
+        else:
+            value, name = value[0], f"{name}[0]"
     return value
 
 
