@@ -156,8 +156,8 @@ def run_together(
 
     Raises:
         its own error on a rank where `work` raised one;
-        `failure`, with the text of the first of these errors, on the others. Without `failure` a ValueError
-        where it was one, else a RuntimeError.
+        `failure`, with the rank and the text of the first of these errors, on the others. Without `failure` a
+        ValueError where it was one, else a RuntimeError.
     """
     result, error = None, None
     try:
@@ -170,9 +170,9 @@ def run_together(
     for failed_rank, (_, told) in enumerate(outcomes):
         if told:
             is_value_error, text = told
-            if failure or is_value_error:
-                raise (failure or ValueError)(text)
-            raise RuntimeError(f"rank {failed_rank} failed: {text}")
+            if is_value_error and not failure:
+                raise ValueError(text)
+            raise (failure or RuntimeError)(f"rank {failed_rank} failed: {text}")
     return [result for result, _ in outcomes]
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,6 @@ class Checkpoint:
 
     folder: Path
     meta: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """Return the folder's name, such as step-000200."""
-        return self.folder.name
 
     def files(self, part: str) -> list[Path]:
         """Return the files of one part, by rank."""
@@ -117,54 +112,47 @@ def save_checkpoint(
     """
     folder = run_folder / FOLDER / name
     temporary = folder.with_name(name + WRITING)
+    is_main = distributed.is_main()
 
-    def make_empty() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        # No parents: a run's folder that is gone (a disk that is no longer mounted) is not made elsewhere.
-        temporary.parent.mkdir(exist_ok=True)
-        temporary.mkdir()
+    def prepare() -> None:
+        if is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            # No parents: a run's folder that is gone (an unmounted disk) is not made elsewhere.
+            temporary.parent.mkdir(exist_ok=True)
+            temporary.mkdir()
+
+    def write() -> tuple[dict[str, Any], dict[str, Any]]:
+        states = {part: thing.json_state() for part, thing in parts.items()}
+        return states, _write_parts(temporary, parts)
 
     def commit() -> None:
-        files = {name: facts for of_rank in told for name, facts in of_rank.items()}
-        meta = {"format": FORMAT, "world_size": len(told), "numbers": states[0], "files": files}
-        text = json.dumps(about | meta)
-        outer = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text}
-        (temporary / META).write_text(json.dumps(outer))
-        publish_folder(temporary, folder)
+        if is_main:
+            files = {name: facts for _, of_rank in written for name, facts in of_rank.items()}
+            meta = {"format": FORMAT, "world_size": len(written), "numbers": written[0][0], "files": files}
+            text = json.dumps(about | meta)
+            outer = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text}
+            (temporary / META).write_text(json.dumps(outer))
+            publish_folder(temporary, folder)
 
     try:
-        _on_all(make_empty, is_main_only=True)
-        told = _on_all(lambda: _write_parts(temporary, parts))
-        states = _on_all(lambda: {part: thing.json_state() for part, thing in parts.items()})
-        _on_all(commit, is_main_only=True)
-    except SaveFailed:
-        if distributed.is_main():
+        distributed.run_together(prepare, SaveFailed)
+        written = distributed.run_together(write, SaveFailed)
+        distributed.run_together(commit, SaveFailed)
+    except Exception as error:  # safetensors and Python each have their own for a full disk
+        if is_main:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    if distributed.is_main() and save_total_limit:
+        if isinstance(error, SaveFailed):  # of another rank
+            raise
+        raise SaveFailed(f"rank {distributed.rank()} failed: {error}") from error
+    if is_main and save_total_limit:
         _prune(run_folder, save_total_limit)
     distributed.barrier()
-
-
-def _on_all(work: Callable[[], Any], *, is_main_only: bool = False) -> list[Any]:
-    """Return what `work` gives on every rank, None where it has none; SaveFailed on all if one fails."""
-
-    def write() -> Any:
-        try:
-            return work() if distributed.is_main() or not is_main_only else None
-        except Exception as error:
-            raise SaveFailed(f"rank {distributed.rank()}: {error}") from error
-
-    return distributed.run_together(write, SaveFailed)
 
 
 def _write_parts(folder: Path, parts: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
     """Write this rank's files; return the size and SHA-256 of each."""
     if not folder.is_dir():
-        raise OSError(
-            f"{folder} is not seen by rank {distributed.rank()}: --output_dir must be on a disk that all "
-            "machines share"
-        )
+        raise OSError(f"{folder} is not seen here: --output_dir must be on a disk that all machines share")
     told = {}
     for part, thing in parts.items():
         slices = list(thing.tensor_slices())

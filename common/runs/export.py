@@ -106,21 +106,22 @@ def _replace(
     temporary = folder.with_name(folder.name + WRITING)
 
     def write() -> None:
-        try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            fill(temporary)
-            tokenizer.save_pretrained(temporary)
-            (temporary / METADATA_FILE).write_text(json.dumps(without_nan(metadata or {}), indent=2))
-            publish_folder(temporary, folder)
-        except Exception as error:  # safetensors, tokenizers and Python each have their own for a full disk
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise ExportFailed(
-                f"{folder} could not be written ({type(error).__name__}: {error}); what was there before is "
-                "as it was. Make room, then give the same command: it resumes from the last checkpoint"
-            ) from error
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        fill(temporary)
+        tokenizer.save_pretrained(temporary)
+        (temporary / METADATA_FILE).write_text(json.dumps(without_nan(metadata or {}), indent=2))
+        publish_folder(temporary, folder)
 
-    distributed.run_together(write if distributed.is_main() else lambda: None, ExportFailed)
+    try:
+        distributed.run_together(write if distributed.is_main() else lambda: None, ExportFailed)
+    except Exception as error:  # safetensors, tokenizers and Python each have their own for a full disk
+        if distributed.is_main():
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise ExportFailed(
+            f"{folder} could not be written ({type(error).__name__}: {error}); what was there before is as "
+            "it was. Make room, then give the same command: it resumes from the last checkpoint"
+        ) from error
 
 
 def _write_model(

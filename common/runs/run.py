@@ -74,7 +74,7 @@ class Run:
                 del parts["log"]  # this folder's files have nothing of that run
             with watchdog.phase("the loading of the checkpoint"):
                 taken = load_newest(self.earlier.checkpoints, parts)
-            self.last_saved = taken.name
+            self.last_saved = taken.folder.name
         if not is_resumed:
             self.logger.open()
         if distributed.is_main() and self.folder:
@@ -161,11 +161,6 @@ class Run:
             write_file(self.folder / run_files.FINISHED_FILE, json.dumps(told))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Steps that were refused
-# ---------------------------------------------------------------------------------------------------------
-
-
 class BadSteps(Stateful):
     """How many steps were refused, over the whole run: a part of a checkpoint."""
 
@@ -217,11 +212,6 @@ def _rows(batch: PackedBatch) -> Iterator[dict[str, Any]]:
         yield {"id": str(item_id)} | {key: of_items[index] for key, of_items in columns.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Signals
-# ---------------------------------------------------------------------------------------------------------
-
-
 class StopRequest:
     """Whether SIGTERM or SIGINT asked this process to save and leave; a second one makes it leave at once.
 
@@ -265,11 +255,6 @@ class StopRequest:
     def is_asked_anywhere(self) -> bool:
         """Return whether any rank was asked. Every rank must call this."""
         return distributed.max_float(float(bool(self.name))) > 0
-
-
-# ---------------------------------------------------------------------------------------------------------
-# run.json
-# ---------------------------------------------------------------------------------------------------------
 
 
 def installed_versions() -> dict[str, str]:

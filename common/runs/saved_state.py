@@ -29,11 +29,6 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 ALL = "*"
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Slices on disk
-# ---------------------------------------------------------------------------------------------------------
-
-
 class TensorSlice(NamedTuple):
     """A run of a flat tensor."""
 
@@ -104,11 +99,6 @@ class Stateful:
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
         """Take what was saved; `state` is from `json_state`. Raises ValueError when it is not of this run."""
         raise NotImplementedError
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Models
-# ---------------------------------------------------------------------------------------------------------
 
 
 class Segment(NamedTuple):
@@ -272,11 +262,6 @@ class ShardState(Stateful):
         """Take what was saved. Raises ValueError when a parameter is missing or has another size."""
         for segment in self.segments:
             segment.of(segment.owner).copy_(reader.read(segment.name, segment.start, segment.numel))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The rest of a run
-# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -29,11 +29,12 @@ from common.runs.checkpoints import find_checkpoints, load_newest, save_checkpoi
 from common.runs.durable_files import publish_folder, remove_leftovers  # noqa: E402
 
 TEXTS = {"old": "first " * 2000, "new": "second" * 2000}
+CHECKPOINT = ["loop-rank-00000.safetensors", "meta.json", "model-rank-00000.safetensors"]
 
 
-def save(folder: Path, step: int, version: int) -> None:
-    """Save a state in a run that keeps one."""
-    save_checkpoint(folder, f"step-{step:06d}", make_parts(version), {}, 1)
+def save(folder: Path, number: int) -> None:
+    """Save the state of a step in a run that keeps one checkpoint: of step 1 the old one, then the new."""
+    save_checkpoint(folder, f"step-{number:06d}", make_parts(min(number, 2)), {}, 1)
 
 
 def newest(folder: Path) -> str:
@@ -45,52 +46,37 @@ def newest(folder: Path) -> str:
     return {1: "old", 2: "new"}[version]
 
 
-def save_again(folder: Path) -> None:
-    """Save once more, as a run does that goes on."""
-    save(folder, 3, 2)
-    assert newest(folder) == "new"
-
-
-def write_folder(folder: Path, age: str) -> Path:
-    """Write files as an export has them."""
-    (folder / "below").mkdir(parents=True)
+def export(folder: Path, number: int) -> None:
+    """Write files as an export has them, over those of an older one: the first are the old ones."""
+    shutil.rmtree(folder / "export.writing", ignore_errors=True)
+    (folder / "export.writing" / "below").mkdir(parents=True)
     for name in ("a", "b", "below/c"):
-        (folder / name).write_text(TEXTS[age])
-    return folder
+        (folder / "export.writing" / name).write_text(TEXTS["old" if number == 1 else "new"])
+    publish_folder(folder / "export.writing", folder / "export")
 
 
-def read_folder(folder: Path) -> str:
+def read_export(folder: Path) -> str:
     """Return which files they are; a mixture, or too few, fails."""
     found = [path.read_text() for path in folder.rglob("*") if path.is_file()]
     return {tuple([text] * 3): age for age, text in TEXTS.items()}[tuple(found)]
 
 
-def export(folder: Path) -> None:
-    """Write an export over an older one."""
-    shutil.rmtree(folder / "export.writing", ignore_errors=True)
-    publish_folder(write_folder(folder / "export.writing", "new"), folder / "export")
-
-
 class Scenario(NamedTuple):
-    """Something that is done to a folder, and that a kill may cut short."""
+    """Something that is done to a folder for the n-th time, and that a kill may cut short."""
 
-    prepare: Callable[[Path], object]
-    act: Callable[[Path], object]
+    act: Callable[[Path, int], None]
     read: Callable[[Path], str]
-    act_again: Callable[[Path], object]
-    names: list[str]  # all that is there in the end
+    names: list[str]  # all that is there after the third time
 
 
-CHECKPOINT = ["loop-rank-00000.safetensors", "meta.json", "model-rank-00000.safetensors"]
-SAVED = ["checkpoints", "checkpoints/step-000003", *(f"checkpoints/step-000003/{n}" for n in CHECKPOINT)]
 SCENARIOS = {
-    "save": Scenario(lambda f: save(f, 1, 1), lambda f: save(f, 2, 2), newest, save_again, SAVED),
+    "save": Scenario(
+        save,
+        newest,
+        ["checkpoints", "checkpoints/step-000003", *(f"checkpoints/step-000003/{n}" for n in CHECKPOINT)],
+    ),
     "export": Scenario(
-        lambda f: write_folder(f / "export", "old"),
-        export,
-        lambda f: read_folder(f / "export"),
-        export,
-        ["export", "export/a", "export/b", "export/below", "export/below/c"],
+        export, read_export, ["export", "export/a", "export/b", "export/below", "export/below/c"]
     ),
 }
 
@@ -112,7 +98,7 @@ def act_killed(killer: ctypes.CDLL, k: int, scenario: Scenario, folder: Path) ->
     """Do the action, the k-th call of which kills."""
     if killer.arm(ctypes.c_long(k)):
         raise OSError("no seccomp filters here")
-    scenario.act(folder)
+    scenario.act(folder, 2)
     assert killer.num_unseen() == 0, "something is written in a way that this cannot cut"
 
 
@@ -121,7 +107,8 @@ def check_kill(scenario: Scenario, folder: Path) -> str:
     remove_leftovers(folder)
     remove_leftovers(folder / "checkpoints")
     state = scenario.read(folder)
-    scenario.act_again(folder)
+    scenario.act(folder, 3)
+    assert scenario.read(folder) == "new"
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
     assert names == scenario.names, names
     return state
@@ -133,7 +120,7 @@ def main() -> None:
     killer, scenario = ctypes.CDLL(library), SCENARIOS[name]
     pristine, folder = Path(place) / "pristine", Path(place) / "folder"
     pristine.mkdir()
-    scenario.prepare(pristine)
+    scenario.act(pristine, 1)
     assert scenario.read(pristine) == "old"
     states = []
     for k in itertools.count(1):

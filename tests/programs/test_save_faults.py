@@ -1,4 +1,4 @@
-"""Disks that take no more, folders that go away.
+"""Disks that take no more.
 
 A save that fails leaves the checkpoints before it, on all ranks alike, and the run goes on;
 an export that fails leaves the one before it.
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from forked_runs import ForkedRun
 from program_runs import read_metrics
-from test_resume import assert_same_run, without_times
+from test_resume import assert_same_run
 from tiny_inputs import from_words, step_flags
 
 from common.runs.checkpoints import find_checkpoints
@@ -67,40 +67,23 @@ def undisturbed(run_sft, tmp_path_factory) -> Callable[[int], Path]:
     return make
 
 
-def names(folder: Path) -> list[str]:
-    """Return the checkpoints of a run, and whatever lies beside them."""
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     """Return the bytes of every file under a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def assert_told(text: str, folder: Path, step: int, rank: int = 0) -> None:
-    """Fail unless it was said which save failed, where, and what is left."""
-    pattern = (
-        rf"checkpoint {folder}/checkpoints/step-00000{step} could not be written \(rank {rank}: .+\); the "
-        r"last good one is step-000001"
-    )
-    assert re.search(pattern, text), text
-
-
 def test_a_full_disk_that_the_run_goes_on_with(run_sft, undisturbed, tmp_path):
-    """Every save but the first fails, on one rank: all is learned and told, and the first is as it was."""
-    ranks, rank = 2, 1
-    folder = tmp_path / "output"
-    hooks = [hook(SAVE, 2, FULL, rank=rank), hook(EXPORT, 1, FREE, rank=rank)]
-    done = run_sft(folder, ranks, hooks)
+    """Two saves fail, on one rank: all learn of it, the first is as it was, and the next is made."""
+    folder, ranks, rank = tmp_path / "output", 2, 1
+    done = run_sft(folder, ranks, [hook(SAVE, 2, FULL, rank=rank), hook(TRAIN_STEP, 4, FREE, rank=rank)])
     assert done.codes == [0] * ranks, done.text()
-    for step in range(2, STEPS + 1):
-        assert_told(done.text(), folder, step, rank)
-    assert done.text().count("; the run continues\n") == STEPS - 1 and "File too large" in done.text()
-    assert names(folder) == ["step-000001"]
-    (found,), doubts = find_checkpoints(folder)
-    assert not doubts and found.damaged_file() is None
-    assert without_times(read_metrics(folder)) == without_times(read_metrics(undisturbed(ranks)))
-    assert contents(folder / "export") == contents(undisturbed(ranks) / "export")
+    for step in (2, 3):
+        told = rf"/step-00000{step} could not be written \(rank {rank} failed: .*File too large"
+        assert re.search(f"warning: checkpoint {folder}/checkpoints{told}", done.text())
+    assert done.text().count("; the last good one is step-000001; the run continues\n") == 2
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000001", "step-000004"]
+    assert find_checkpoints(folder)[0][1].damaged_file() is None
+    assert_same_run(folder, undisturbed(ranks))
 
 
 def test_a_stop_that_cannot_save_says_so(run_sft, undisturbed, tmp_path):
@@ -108,29 +91,10 @@ def test_a_stop_that_cannot_save_says_so(run_sft, undisturbed, tmp_path):
     folder = tmp_path / "output"
     done = run_sft(folder, hooks=[hook(SAVE, 1, FULL), hook(TRAIN_STEP, 1, "term")])
     assert done.code == REFUSED and "saved in" not in done.text()
-    assert "there is none before it" in done.text() and names(folder) == []
+    assert "there is none before it" in done.text() and not list((folder / "checkpoints").iterdir())
     again = run_sft(folder)
     assert again.code == 0, again.text()
     assert_same_run(folder, undisturbed(1))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Folders that go away
-# ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_that_goes_away_and_comes_back(run_sft, undisturbed, tmp_path):
-    """As a network folder does: two saves fail, the third is made, no line of the metrics is lost."""
-    folder, away, ranks = tmp_path / "output", tmp_path / "away", 2
-    lost, found = (
-        f"exec:import os; os.rename({str(a)!r}, {str(b)!r})" for a, b in ((folder, away), (away, folder))
-    )
-    done = run_sft(folder, ranks, [hook(SAVE, 2, lost, rank=0), hook(TRAIN_STEP, 4, found, rank=0)])
-    assert done.codes == [0] * ranks, done.text()
-    for step in (2, 3):
-        assert_told(done.text(), folder, step)
-    assert names(folder) == ["step-000001", "step-000004"]
-    assert_same_run(folder, undisturbed(ranks))
 
 
 def test_an_export_that_fails_leaves_the_earlier_one_and_is_made_later(run_sft, tmp_path):

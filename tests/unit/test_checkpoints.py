@@ -16,6 +16,7 @@ from common.runs.checkpoints import (
     SaveFailed,
     find_checkpoints,
     load_newest,
+    newest_whole,
     read_checkpoint,
     save_checkpoint,
 )
@@ -64,7 +65,7 @@ def test_the_files_of_a_checkpoint(tmp_path):
     folder = tmp_path / "checkpoints" / "step-000007"
     assert sorted(p.name for p in folder.iterdir()) == ["loop-rank-00000.safetensors", "meta.json", MODEL]
     found = read_checkpoint(folder)
-    assert found.name == "step-000007" and found.files("model") == [folder / MODEL]
+    assert found.files("model") == [folder / MODEL]
     data = (folder / MODEL).read_bytes()
     told = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     files = found.meta.pop("files")
@@ -78,7 +79,7 @@ def test_checkpoints_are_ordered_by_time_and_not_by_the_alphabet(tmp_path):
     order += ["step-999999", "step-1000000", "step-1000000-rollout"]
     for name in sorted(order):
         save_checkpoint(tmp_path, name, make_parts(order.index(name)), {}, 0)
-    assert [c.name for c in find_checkpoints(tmp_path)[0]] == order[::-1]
+    assert [c.folder.name for c in find_checkpoints(tmp_path)[0]] == order[::-1]
     save_checkpoint(tmp_path, "step-1000000-update-0001", make_parts(9), {}, 2)
     assert names(tmp_path) == ["step-1000000-rollout", "step-1000000-update-0001"]
 
@@ -154,6 +155,17 @@ def test_a_file_that_differs_is_found_before_anything_is_loaded(two, capsys, dam
         newest(two)
 
 
+def test_damage_that_another_rank_sees_is_damage_for_all(two, monkeypatch):
+    """Each of two ranks reads every other file, and hears what the other has found."""
+    (found, older), _ = find_checkpoints(two)
+    flip_last_bit(found.folder / MODEL)
+    assert found.damaged_file(slice(0, None, 2)) is None and found.damaged_file(slice(1, None, 2))
+    monkeypatch.setattr("common.ranks.distributed.world_size", lambda: 2)
+    monkeypatch.setattr("common.ranks.distributed.gather_objects", lambda mine: [mine, heard.pop(0)])
+    heard = ["model has changed", None]
+    assert newest_whole([found, older], []) is older and not heard
+
+
 def test_another_runs_checkpoint_is_an_error_and_no_damage(two):
     found, _ = find_checkpoints(two)
     with pytest.raises(ValueError, match="step-000002 is not of this run: critic: 'critic'"):
@@ -190,7 +202,7 @@ FAILURES = {
 @pytest.mark.parametrize("function", FAILURES)
 def test_a_save_that_fails_leaves_the_ones_before_it_and_nothing_else(two, monkeypatch, function):
     fail_at(monkeypatch, function, FAILURES[function])
-    with pytest.raises(SaveFailed, match=f"rank 0: .*{str(FAILURES[function])[-12:]}"):
+    with pytest.raises(SaveFailed, match=f"rank 0 failed: .*{str(FAILURES[function])[-12:]}"):
         save(two, 3)
     monkeypatch.undo()
     assert names(two) == ["step-000001", "step-000002"] and newest(two) == (2, [])

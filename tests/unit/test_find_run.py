@@ -49,7 +49,7 @@ def find(words: str) -> tuple[EarlierRun, list[str]]:
 
 
 def names(earlier: EarlierRun) -> list[str]:
-    return [checkpoint.name for checkpoint in earlier.checkpoints]
+    return [checkpoint.folder.name for checkpoint in earlier.checkpoints]
 
 
 @pytest.fixture
