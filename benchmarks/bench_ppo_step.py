@@ -77,7 +77,6 @@ def our_step(models: dict[str, str], prompts: list[dict[str, Any]], *, is_packed
     batches = GlobalBatches(rows, collate_prompts, rows_per_micro_batch=NUM_PROMPTS, seed=1)
     trainer = build_trainer(start, 10**6, batches)
     trainer.logger.open()
-    trainer.logger.begin_anew()
     steps = iter(range(1, 10**6))
     return lambda: trainer.train_step(next(steps))
 

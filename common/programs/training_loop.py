@@ -1,6 +1,5 @@
 """What the single-model programs (steps 1 and 2) share: checks, batches, engine, and the loop over epochs."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -271,12 +270,4 @@ def save_model(
 def build_logger(args: Any, columns: tuple[str, ...], num_steps: int) -> RunLogger:
     """Return the run's logger, and find out what perf/mfu is a share of. Every rank must call this."""
     COSTS.peak_flops = own_peak_flops(DTYPES[distributed.dtype_name(args.dtype)])
-    return RunLogger(
-        args.output_dir,
-        columns=columns,
-        num_steps=num_steps,
-        log_interval=args.log_interval,
-        trackers=args.trackers,
-        tensorboard_path=args.tensorboard_path,
-        config=dataclasses.asdict(args),
-    )
+    return RunLogger(args, columns, num_steps)

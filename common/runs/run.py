@@ -79,16 +79,13 @@ class Run:
             self.logger.open()
         if distributed.is_main() and self.folder:
             self._clear(self.last_saved if is_resumed else "")
-        distributed.barrier()
-        if not is_resumed:
-            self.logger.begin_anew()
-        if distributed.is_main() and self.folder:
             about = describe_run(
                 self.folder, self.args, self.parts, num_steps=self.logger.num_steps, is_resumed=is_resumed
             )
             flags = json.dumps(self.flags, indent=2, sort_keys=True)
             write_file(self.folder / run_files.ARGS_FILE, flags + "\n")
             write_file(self.folder / run_files.RUN_FILE, json.dumps(about, indent=2) + "\n")
+        distributed.barrier()
         for note in self.earlier.notes:
             self.logger.note(f"note: {note}")
         if taken:

@@ -16,6 +16,7 @@ from typing import IO, Any
 import torch
 from tqdm import tqdm
 
+from common.flags.args import RunArguments
 from common.ranks import distributed
 from common.runs.durable_files import json_line, sync
 from common.runs.run_files import CURVES, METRICS, REPORT, ROLLOUTS, SAMPLES
@@ -74,53 +75,38 @@ class _GrowingFile:
 class RunLogger(Stateful):
     """The one place a program's numbers go to: a part of a checkpoint, for it knows how far its files are.
 
-    `columns` are the metric names of the console line, in order; metrics.jsonl has all of them. `open` and
-    `begin_anew`, or `load`, come before the first number. A disk that is full does not end a run: lines wait.
-    `config` is what the trackers note of the run.
+    `columns` are the metric names of the console line, in order; metrics.jsonl has all of them. `open` or
+    `load` comes before the first number. A disk that is full does not end a run: lines wait.
     """
 
-    def __init__(
-        self,
-        output_dir: str,
-        *,
-        columns: Sequence[str],
-        num_steps: int,
-        log_interval: int = 1,
-        trackers: Sequence[str] = (),
-        tensorboard_path: str = "",
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, args: RunArguments, columns: Sequence[str], num_steps: int) -> None:
         groups = {name.split("/")[0] + "/" for name in columns} - {"perf/"}
         self.prefix = groups.pop() if len(groups) == 1 else ""  # steps 1 and 2 have one kind of number each
-        self.columns, self.log_interval, self.num_steps = list(columns), log_interval, num_steps
+        self.columns, self.log_interval, self.num_steps = list(columns), args.log_interval, num_steps
         self.is_on = distributed.is_main()
-        self.folder = Path(output_dir) if output_dir and self.is_on else None
+        self.folder = Path(args.output_dir) if args.output_dir and self.is_on else None
         self.started = time.monotonic()
         self.bar: tqdm | None = None
-        kinds = trackers if self.is_on else ()
-        self.trackers = TrackerGroup(kinds, output_dir, tensorboard_path, self.note)
-        self.config = config or {}
+        self.trackers = TrackerGroup(args, self.note)
         names = (METRICS, SAMPLES, ROLLOUTS) if self.folder else ()
         self.files = {name: _GrowingFile(self.folder / name, self.note) for name in names}
         self._last_step = 0
 
     def open(self, last_step: int | None = None) -> None:
-        """Show the progress bar; begin a run in the trackers, or resume theirs after `last_step`.
+        """Show the progress bar; begin a run in the trackers and the files, or resume after `last_step`.
 
-        Raises ValueError when a tracker cannot: it is called before anything of an earlier run is removed.
+        Raises ValueError when a tracker cannot, before anything of an earlier run is removed.
         """
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
-        self.trackers.open(self.config, last_step)
+        if self.is_on:
+            self.trackers.open(last_step)
+        if self.folder and last_step is None:
+            for file in self.files.values():
+                file.path.unlink(missing_ok=True)
+            (self.folder / METRICS).touch()
         if self.is_on and sys.stderr.isatty():
             self.bar = tqdm(total=self.num_steps, unit="step", dynamic_ncols=True, leave=False)
-
-    def begin_anew(self) -> None:
-        """Empty the files of an earlier run."""
-        for file in self.files.values():
-            file.path.unlink(missing_ok=True)
-        if self.folder:
-            (self.folder / METRICS).touch()
 
     def json_state(self) -> dict[str, Any]:
         """Return how far the files are, once they are on the disk so far."""

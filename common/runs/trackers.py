@@ -6,6 +6,7 @@ duplicate points.
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import logging
@@ -17,6 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from common.flags.args import RunArguments
 from common.ranks.failures import first_line
 from common.runs.durable_files import WRITING, read_object
 
@@ -73,37 +75,32 @@ def start_tracker(
 
 
 class TrackerGroup:
-    """All trackers of a run. One that fails is given up with a word; the run continues.
+    """All trackers of a run, on its first rank. One that fails is given up with a word; the run continues."""
 
-    Only the first rank has any.
-    """
-
-    def __init__(
-        self, kinds: Sequence[str], output_dir: str, tensorboard_path: str, note: Callable[[str], None]
-    ) -> None:
-        self.kinds, self.output_dir, self.note = list(dict.fromkeys(kinds)), output_dir, note
-        self.tensorboard_path = tensorboard_path or f"{output_dir or '.'}/tensorboard"
-        self.file = Path(output_dir) / TRACKERS_FILE if output_dir else None
+    def __init__(self, args: RunArguments, note: Callable[[str], None]) -> None:
+        self.args, self.note = args, note
+        self.file = Path(args.output_dir) / TRACKERS_FILE if args.output_dir else None
         self.trackers: dict[str, Any] = {}  # accelerate's
         # By tracker: its run_id, the newest step that it was sent, and the names sent for that step.
         self.sent: dict[str, dict[str, Any]] = {}
 
-    def open(self, config: Mapping[str, Any], last_step: int | None) -> None:
+    def open(self, last_step: int | None) -> None:
         """Begin a run in each tracker, or resume after `last_step`. Raises ValueError, naming the tracker."""
         known = self._read() if last_step is not None else {}
         if self.file and last_step is None:
             self.file.unlink(missing_ok=True)  # of an earlier run in this folder
-        run_name = Path(self.output_dir).resolve().name if self.output_dir else "run"
+        output_dir, flags = self.args.output_dir, dataclasses.asdict(self.args)
+        run_name = Path(output_dir).resolve().name if output_dir else "run"
         first_step = 0 if last_step is None else last_step + 1
-        for kind in self.kinds:
-            folder, sent = self.output_dir, known.get(kind, {})
+        for kind in dict.fromkeys(self.args.trackers):
+            folder, sent = output_dir, known.get(kind, {})
             if kind == TENSORBOARD:
-                folder, sent = self.tensorboard_path, {}
+                folder, sent = self.args.tensorboard_path or f"{output_dir or '.'}/tensorboard", {}
             try:
                 tracker, run_id = start_tracker(
-                    kind, sent.get("run_id", ""), run_name, folder, config, first_step
+                    kind, sent.get("run_id", ""), run_name, folder, flags, first_step
                 )
-            except Exception as error:  # not logged in, no server, a run that was deleted: the service's own
+            except Exception as error:  # no server, not logged in, a deleted run: its own
                 why = first_line(error, "no reason given")
                 raise ValueError(
                     f"--trackers {kind} cannot begin ({type(error).__name__}: {why}); log in, or leave it out"

@@ -8,6 +8,7 @@ from typing import Any
 
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import TensorReader
+from step1_sft.arguments import SFTArguments
 
 VOID = {"meta", "wbr"}
 
@@ -30,12 +31,14 @@ def write_run(
     return folder
 
 
-def start_logger(folder: Path, numbers: dict[str, Any] | None = None, **options: Any) -> RunLogger:
+def start_logger(
+    folder: Path | str, numbers: dict[str, Any] | None = None, columns=("a/b",), num_steps=9, **flags: Any
+) -> RunLogger:
     """A logger that begins anew, or resumes where another was when it gave these numbers."""
-    logger = RunLogger(str(folder), columns=("a/b",), num_steps=9, **options)
+    args = SFTArguments(model_name_or_path="m", output_dir=str(folder), **flags)
+    logger = RunLogger(args, columns, num_steps)
     if numbers is None:
         logger.open()
-        logger.begin_anew()
     else:
         logger.load(TensorReader([]), json.loads(json.dumps(numbers)))
     return logger

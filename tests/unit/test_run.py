@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from disk_limit import files_up_to
+from made_runs import start_logger
 
 from common.data.packed_batch import ROW_IDS, PackedBatch, collate_pairs, collate_sft
 from common.data.token_cache import DataReport
@@ -18,7 +19,6 @@ from common.ranks import distributed
 from common.ranks.failures import StepRefused, TooManyBadSteps
 from common.runs import run
 from common.runs.run import BadSteps, StopRequest, describe_run
-from common.runs.run_logger import RunLogger
 from common.runs.saved_state import Progress, Stateful, TensorReader
 from step1_sft.arguments import SFTArguments
 
@@ -26,9 +26,7 @@ from step1_sft.arguments import SFTArguments
 
 
 def build(folder, most: int = 3) -> BadSteps:
-    logger = RunLogger(str(folder), columns=("a/b",), num_steps=9)
-    logger.begin_anew()
-    return BadSteps(str(folder), most, logger)
+    return BadSteps(str(folder), most, start_logger(folder))
 
 
 def rows_of(path) -> list[dict]:

@@ -11,7 +11,6 @@ from made_runs import start_logger
 
 from common.runs import run_logger
 from common.runs.durable_files import sync
-from common.runs.run_logger import RunLogger
 from tools.report.run_reader import Curve, read_run
 
 
@@ -24,12 +23,8 @@ def steps_of(folder) -> list[int]:
 
 
 def test_files_and_lines_of_a_run(tmp_path, capsys):
-    logger = RunLogger(
-        str(tmp_path), columns=("sft/loss", "perf/step_seconds"), num_steps=3, log_interval=2,
-        trackers=["tensorboard"],
-    )  # fmt: skip
-    logger.open()
-    logger.begin_anew()
+    columns = ("sft/loss", "perf/step_seconds")
+    logger = start_logger(tmp_path, None, columns, 3, log_interval=2, trackers=["tensorboard"])
     logger.log_event(0, {"sft/eval_loss": 3.0})
     for step in (1, 2, 3):
         logger.log(step, {"sft/loss": 1.0 / step, "sft/hidden": 9.0, "perf/step_seconds": 0.5})
@@ -48,8 +43,7 @@ def test_files_and_lines_of_a_run(tmp_path, capsys):
 
 
 def test_a_number_that_json_cannot_hold_is_null_and_leaves_a_gap_in_the_curve(tmp_path, capsys):
-    logger = RunLogger(str(tmp_path), columns=("a/norm",), num_steps=2)
-    logger.begin_anew()
+    logger = start_logger(tmp_path, None, ("a/norm",), 2)
     for step, norm in enumerate((float("inf"), 2.0), start=1):
         logger.log(step, {"a/norm": norm})
     logger.close()
@@ -71,8 +65,7 @@ def test_a_new_run_replaces_the_old_numbers(tmp_path):
 
 def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    logger = RunLogger("", columns=("a/b",), num_steps=1)
-    logger.begin_anew()
+    logger = start_logger("", num_steps=1)
     logger.log(1, {"a/b": 1.0})
     logger.sample(1, prompt="p")
     logger.rollout(1, [{"prompt": "p"}])

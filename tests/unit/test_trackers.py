@@ -53,8 +53,8 @@ def services(monkeypatch) -> dict[str, Service]:
     return found
 
 
-def started(folder, *kinds, numbers=None, **config) -> RunLogger:
-    return start_logger(folder, numbers, trackers=kinds, config=config)
+def started(folder, *kinds, numbers=None, **flags) -> RunLogger:
+    return start_logger(folder, numbers, trackers=kinds, **flags)
 
 
 def step(logger, number, evaluates=False) -> None:
@@ -74,7 +74,7 @@ def test_a_tracker_has_the_names_steps_and_values_of_the_file_that_are_finite(tm
     logger.log(3, {"a/norm": math.inf})
     logger.close()
     run = services["wandb"].runs["run-0"]
-    assert run["config"] == {"seed": 3}
+    assert run["config"]["seed"] == 3
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     in_file = [(r["step"], n, v) for r in rows for n, v in r.items() if n not in ("step", "seconds")]
     assert run["sent"] == [one for one in in_file if one[2] is not None] and len(in_file) == 7
@@ -121,7 +121,7 @@ def test_a_tracker_that_joins_later_begins_there(tmp_path, services):
     step(second, 2)
     old, new = services["mlflow"], services["trackio"]
     assert sent_of(old) == [(1, "a/b"), (2, "a/b")] and sent_of(new) == [(2, "a/b")]
-    assert new.runs["run-0"]["config"] == {"seed": 3}
+    assert new.runs["run-0"]["config"]["seed"] == 3
     step(started(tmp_path, "mlflow"), 1)
     assert sent_of(old, "run-1") == [(1, "a/b")], "a new run in the folder is a new run in the tracker"
     started(tmp_path).close()
