@@ -92,7 +92,7 @@ def _fill(run: Run, moment: Moment) -> Moment:
                 moment.hold(role.name, "EMA", average, on_cpu=role.params_on_cpu)
     if run.actor:
         by_sample = RECORD_BYTES * run.args.max_answer_seq_len + 8 * run.args.max_prompt_seq_len
-        moment.hold("all", "rollout batch", float(run.num_samples * run.num_ranks * by_sample), on_cpu=True)
+        moment.hold("all", "rollout batch", float(run.num_samples * by_sample), on_cpu=True)
     moment.hold("all", "reserved", run.device.reserved_gib * 2**30)
     if run.is_cpu:  # one and the same memory
         for key, num_bytes in moment.cpu.items():

@@ -7,17 +7,14 @@ The flags are those of the step, and the machines'. Nothing is loaded and no GPU
 out from the models' configurations (`memory_plan.py`, `traffic_plan.py`). Exit code 1 where it does not fit.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from common.flags.args import Problems
 from common.programs import startup
 from tools.memory_plan import TRAINING, Holdings, MemoryPlan
-from tools.plan_changes import Change, apply, find_changes
-from tools.planned_model import PlannedModel
+from tools.plan_changes import apply, find_changes
 from tools.planned_run import PlanArguments, Run, read_run
 from tools.step_flags import STEP_NAMES, parse_step_args
 from tools.terminal import run_tool
@@ -30,15 +27,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems = Problems()
     args = parse_step_args(PlanArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     run = read_run(args, problems)
-    memory, phases = MemoryPlan(run), plan_traffic(run)
-    changes = None if memory.fits else find_changes(args, run.models)
-    left = MemoryPlan(Run(apply(args, changes), run.models)).left if changes else memory.left
-    sections = [head_lines(run), memory_lines(run, memory), verdict_lines(run, memory, changes, left)]
-    sections += [traffic_lines(phases), assumption_lines(run)]
+    memory = MemoryPlan(run)
+    sections = [head_lines(run), memory_lines(run, memory), verdict_lines(run, memory)]
+    sections += [traffic_lines(plan_traffic(run)), assumption_lines(run)]
     print("\n\n".join("\n".join(lines) for lines in sections))
-    if args.json:
-        suggestion = {"changes": [change.flags for change in changes], "left": left} if changes else None
-        print(json.dumps(as_object(run, memory, phases) | {"suggestion": suggestion}))
     sys.stdout.flush()
     if not memory.fits:
         raise SystemExit(1)
@@ -107,7 +99,7 @@ def memory_lines(run: Run, memory: MemoryPlan) -> list[str]:
     return [*grid(rows, num_left=2), f"while models are loaded, a machine's CPU holds up to {loading} GiB"]
 
 
-def _item_rows(run: Run, columns: Sequence[dict[tuple[str, str], float]]) -> list[list[str]]:
+def _item_rows(run: Run, columns: Sequence[Holdings]) -> list[list[str]]:
     """Return a row for each item that is worth a digit somewhere, role by role."""
     rows = []
     for role in (*(role.name for role in run.roles), "all"):
@@ -120,26 +112,25 @@ def _item_rows(run: Run, columns: Sequence[dict[tuple[str, str], float]]) -> lis
     return rows
 
 
-def verdict_lines(run: Run, memory: MemoryPlan, changes: Sequence[Change] | None, left: float) -> list[str]:
-    """Say whether it fits, and what would make it; `left` are the bytes of the GPU after the changes."""
+def verdict_lines(run: Run, memory: MemoryPlan) -> list[str]:
+    """Say whether it fits, and what would make it."""
     peak = memory.peak
     what = f"{peak.phase}, {peak.verb}" if peak.verb in TRAINING else f"{peak.phase} {peak.role}".strip()
     if memory.fits:
         return [f"fits: at the peak, {what}, {gib(memory.left)} GiB are left"]
     if memory.left < 0:
-        largest = sorted(peak.gpu.items(), key=lambda pair: -pair[1])[:3]
-        items = ", ".join(f"{role}'s {item} {gib(num_bytes)}" for (role, item), num_bytes in largest)
-        lines = [f"does not fit: {what} takes {gib(peak.total)} GiB, {gib(-memory.left)} too many"]
-        lines.append(f"the largest: {items}")
+        verdict = f"does not fit: {what} takes {gib(peak.total)} GiB, {gib(-memory.left)} too many"
     else:
         needed, known = max(memory.cpu_peak, memory.loading), run.args.cpu_memory_gib
-        lines = [f"does not fit: a machine's CPU memory, {gib(needed)} GiB of {known:.2f}"]
+        verdict = f"does not fit: a machine's CPU memory, {gib(needed)} GiB of {known:.2f}"
+    changes = find_changes(run.args, run.models)
     if changes is None:
-        return [*lines, "no changes together make it fit: take a smaller model"]
+        return [verdict, "no changes together make it fit: take a smaller model"]
+    left = MemoryPlan(Run(apply(run.args, changes), run.models)).left
     flags = {name: value for change in changes for name, value in change.flags.items()}
     words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items()]
     costs = "; ".join(dict.fromkeys(change.cost for change in changes))
-    return [*lines, f"change: {' '.join(words)}", f"        leaves {gib(left)} GiB; {costs}"]
+    return [verdict, f"change: {' '.join(words)}", f"        leaves {gib(left)} GiB; {costs}"]
 
 
 def traffic_lines(phases: dict[str, Phase]) -> list[str]:
@@ -170,27 +161,6 @@ def assumption_lines(run: Run) -> list[str]:
             "no unsupervised text, no evaluation, no reward but models'",
         ]
     return ["assumed", *(f"  {line}" for line in lines)]
-
-
-def as_object(run: Run, memory: MemoryPlan, phases: dict[str, Phase]) -> dict[str, Any]:
-    """Return the plan for programs; bytes of a rank."""
-
-    def by_name(holdings: Holdings) -> dict[str, float]:
-        return {f"{role} {item}": num_bytes for (role, item), num_bytes in holdings.items()}
-
-    def counts_of(model: PlannedModel) -> dict[str, int]:
-        return {"num_params": model.num_params, "num_trained": model.num_trained}
-
-    moments = [asdict(m) | {"gpu": by_name(m.gpu), "cpu": by_name(m.cpu)} for m in memory.moments]
-    peak = moments[memory.moments.index(memory.peak)]
-    return {
-        "name": "plan",
-        "flags": asdict(run.args),
-        "dtype": run.dtype,
-        "parameters": {role.name: counts_of(role.model) for role in run.roles},
-        "memory": {"fits": memory.fits, "left": memory.left, "peak": peak, "moments": moments},
-        "phases": {name: asdict(phase) for name, phase in phases.items()},
-    }
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from common.generation.tp_plans import working_tp_sizes
 from tools.memory_plan import MemoryPlan
 from tools.planned_run import Models, Run, find_problems, longest_row
 
-MAX_RANKS = 1024
+MAX_NODES = 128
 
 
 class Change(NamedTuple):
@@ -46,12 +46,10 @@ def _search(args: Any, models: Models) -> list[Change] | None:
         changed = apply(args, changes)
         return math.inf if find_problems(changed, models) else MemoryPlan(Run(changed, models)).lacking
 
-    if lacking([]) == 0:
-        return []
     candidates = list(candidate_changes(args, models))
-    for change in candidates:
-        if lacking([change]) == 0:
-            return [change]
+    for alone in [[], *([change] for change in candidates)]:
+        if lacking(alone) == 0:
+            return alone
     chosen: list[Change] = []
     for change in candidates:
         if lacking([*chosen, change]) < math.inf:
@@ -93,9 +91,8 @@ def candidate_changes(args: Any, models: Models) -> Iterator[Change]:
     if is_ppo and set(models) - {"actor", "reference", "critic"}:
         yield Change({"offload_reward_model": True}, away)
     stage_now = args.actor_zero_stage if is_ppo else args.zero_stage
-    for stage in (1, 2, 3):
-        if stage > stage_now:
-            yield Change({f"{role}zero_stage": stage for role in roles}, "more is sent")
+    for stage in range(stage_now + 1, 4):
+        yield Change({f"{role}zero_stage": stage for role in roles}, "more is sent")
     for what in ("optimizer", "all"):
         yield Change({"offload": what}, "Adam runs on the CPU: slow")
     for n in working_tp_sizes(models["actor"].plain) if is_ppo else ():
@@ -113,16 +110,16 @@ def _in_parts(args: Any, size_flag: str, count_flag: str, cost: str) -> Iterator
 
 def halvings(number: int, least: int = 1) -> list[int]:
     """Return the number halved again and again, down to `least`."""
-    found = []
-    while number % 2 == 0 and number // 2 >= least:
-        number //= 2
-        found.append(number)
-    return found
+    if number % 2 or number // 2 < least:
+        return []
+    return [number // 2, *halvings(number // 2, least)]
 
 
 def more_machines(args: Any) -> list[Change]:
     """Return larger numbers of GPUs: up to 8 in a machine, then more machines."""
-    per_node = max(args.num_gpus, 8)
-    nodes = [2**k for k in range(1, 11) if 2**k > args.num_nodes and 2**k * per_node <= MAX_RANKS]
     gpus = [Change({"num_gpus": n}, "more GPUs") for n in (2, 4, 8) if n > args.num_gpus]
-    return gpus + [Change({"num_gpus": per_node, "num_nodes": n}, "more machines") for n in nodes]
+    per_node, nodes = max(args.num_gpus, 8), args.num_nodes
+    while nodes < MAX_NODES:
+        nodes *= 2
+        gpus.append(Change({"num_gpus": per_node, "num_nodes": nodes}, "more machines"))
+    return gpus

@@ -37,7 +37,6 @@ class PlanArguments(StageArguments):
     gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: what --gpu has", low=0)
     cpu_memory_gib: float = flag(0.0, "CPU memory of a machine; 0: not known, so not checked", low=0)
     flash_attention: bool = flag(False, "flash-attn is installed there (requirements-gpu.txt)")
-    json: bool = flag(False, "print the whole plan as one JSON object in the last line, too")
 
 
 @dataclass(frozen=True)
@@ -211,10 +210,7 @@ def longest_row(args: Any) -> int:
 def read_run(args: Any, problems: Problems) -> Run:
     """Return the run that the flags describe, or leave with all that is wrong with them."""
     models = read_models(args, problems)
-    try:
-        load_overrides(args)
-    except (OSError, ValueError) as error:
-        problems.add(f"--ds_config {args.ds_config} cannot be read as JSON: {error}")
+    startup.check_ds_config(args, problems)
     if not problems.messages:
         for problem in find_problems(args, models):
             problems.add(problem)

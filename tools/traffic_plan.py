@@ -19,11 +19,6 @@ from dataclasses import dataclass
 from tools.planned_run import Role, Run
 
 
-def ranks_per_machine(run: Run, size: int, stride: int = 1) -> int:
-    """Return how many of a group of `size` ranks stand on one machine, each `stride` after the one before."""
-    return max(min(run.args.num_gpus // stride, size), 1)
-
-
 @dataclass
 class Phase:
     """What a rank receives over each kind of link, all times of a step together."""
@@ -33,12 +28,12 @@ class Phase:
     host_bytes: float = 0.0  # between the device and the CPU's memory, both ways
 
     def gather(self, run: Run, size: int, num_bytes: float, *, stride: int = 1) -> None:
-        """Gather `num_bytes` from a group of `size` ranks. A reduce-scatter receives as much, an all-reduce
-        is one of each.
+        """Gather `num_bytes` from a group of `size` ranks, each `stride` after the one before. A
+        reduce-scatter receives as much, an all-reduce is one of each.
 
         Hierarchical: each machine takes in what the others have once, and its ranks pass it on.
         """
-        per_node = ranks_per_machine(run, size, stride)
+        per_node = max(min(run.args.num_gpus // stride, size), 1)  # of the group, on one machine
         num_nodes = size / per_node
         inter = num_bytes * (num_nodes - 1) / num_nodes / per_node
         self.intra_bytes += num_bytes * (size - 1) / size - inter

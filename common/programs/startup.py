@@ -102,7 +102,7 @@ def check_run(args: RunArguments, problems: Problems) -> None:
     check_offload(args.offload, zero_stages, distributed.dtype_name(args.dtype), problems)
     for problem in missing_trackers(args.trackers):
         problems.add(problem)
-    _check_ds_config(args, problems)
+    check_ds_config(args, problems)
 
 
 def check_environment(problems: Problems) -> bool:
@@ -140,7 +140,8 @@ def check_offload(offload: str, zero_stages: dict[str, int], dtype: str, problem
             problems.add(f"--offload {offload} needs {name} 1, 2 or 3: under stage 0 no state can move")
 
 
-def _check_ds_config(args: Any, problems: Problems) -> None:
+def check_ds_config(args: Any, problems: Problems) -> None:
+    """Add a problem where --ds_config is no file with a JSON object."""
     try:
         overrides = load_overrides(args)
     except (OSError, ValueError, RecursionError) as error:

@@ -5,10 +5,9 @@ import time
 import pytest
 from planned_runs import LLAMA_7B, LLAMA_70B, NUM_7B, ppo, single
 
-from common.generation.reshard_plan import TPLayout
 from tools.memory_plan import MemoryPlan
 from tools.planned_run import Run
-from tools.traffic_plan import Phase, plan_traffic, ranks_per_machine
+from tools.traffic_plan import Phase, plan_traffic
 
 HYBRID, ZERO3 = "--enable_hybrid_engine", ("--actor_zero_stage", "3")
 
@@ -30,18 +29,6 @@ def test_a_gather_on_one_machine_and_on_two():
     assert (two.intra_bytes, two.inter_bytes) == (700.0, 50.0)
     alone.gather(on_machines(1, 1), 1, 800.0)
     assert alone == Phase()
-
-
-@pytest.mark.parametrize(("num_gpus", "num_nodes"), [(8, 1), (4, 8)])
-def test_groups_span_as_many_machines_as_the_engines_layout_says(num_gpus, num_nodes):
-    run = on_machines(num_gpus, num_nodes)
-    for tp_size in (1, 2, 4, 8):
-        layout = TPLayout(run.num_ranks, tp_size, 0)
-        nodes = {rank // num_gpus for rank in layout.ranks[:, 0].tolist()}
-        stride = run.num_ranks // tp_size
-        assert tp_size / ranks_per_machine(run, tp_size, stride) == len(nodes)
-        nodes = {rank // num_gpus for rank in layout.ranks[0].tolist()}
-        assert layout.gather_size / ranks_per_machine(run, layout.gather_size) == len(nodes)
 
 
 def received(*flags: str) -> float:
