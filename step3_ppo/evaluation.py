@@ -215,9 +215,9 @@ class Evaluation:
             num_kept += max(min(size, num_of_main), 0)
         rollout, roles = self.rollout, self.rollout.roles
         parts = rollout.cap.cut(PackedBatch.concat(answers).select(range(num_kept)))
-        with rollout.scores.asked(parts, texts) as get_scores:
-            columns = {"old_logprobs": roles.actor.score(parts), "ref_logprobs": roles.reference.score(parts)}
-            return join_scores(parts, columns, get_scores(roles.rewards))
+        get_scores = rollout.scores.ask(parts, texts)
+        columns = {"old_logprobs": roles.actor.score(parts), "ref_logprobs": roles.reference.score(parts)}
+        return join_scores(parts, columns, get_scores(roles.rewards))
 
     def _show(self, step: int, batch: PackedBatch) -> None:
         """Write the answers to the first prompts to samples.jsonl. Every rank must call this."""

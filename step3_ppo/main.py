@@ -232,11 +232,12 @@ def main() -> None:
         train(start, trainer, run)
     except TooManyBadSteps as error:  # by all ranks alike: what was learned before it can be kept
         too_many = error
+    finally:
+        trainer.rollout.scores.close()
 
     # ---- export -----------------------------------------------------------------------------------------
     if args.output_dir and progress.facts:
         save_all(start, trainer, progress.facts)
-    trainer.rollout.scores.close()
     trainer.logger.close()
     if too_many:
         raise too_many

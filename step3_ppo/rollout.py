@@ -162,20 +162,20 @@ class Rollout:
     def _score(self, micro_batches: list[PackedBatch], texts: PromptTexts) -> PackedBatch:
         """Return the micro-batches, end to end, with what all roles say of them."""
         roles = self.roles
-        with self.scores.asked(micro_batches, texts) as get_scores:
-            if self.args.replay_sampling_support:
-                masks = roles.actor.find_sampling_masks(micro_batches)
-                micro_batches = [add_sampling_mask(*pair) for pair in zip(micro_batches, masks, strict=True)]
-            if self.recomputes:
-                old_logprobs = roles.actor.score(micro_batches)
-            else:
-                old_logprobs = [m.data["rollout_logprobs"] for m in micro_batches]
-            columns = {"old_logprobs": old_logprobs, "ref_logprobs": roles.reference.score(micro_batches)}
-            numbers = {}
-            if roles.critic:
-                values, last_values = zip(*roles.critic.score(micro_batches), strict=True)
-                columns["old_values"], numbers["next_values"] = values, last_values
-            numbers |= get_scores(roles.rewards)
+        get_scores = self.scores.ask(micro_batches, texts)
+        if self.args.replay_sampling_support:
+            masks = roles.actor.find_sampling_masks(micro_batches)
+            micro_batches = [add_sampling_mask(*pair) for pair in zip(micro_batches, masks, strict=True)]
+        if self.recomputes:
+            old_logprobs = roles.actor.score(micro_batches)
+        else:
+            old_logprobs = [m.data["rollout_logprobs"] for m in micro_batches]
+        columns = {"old_logprobs": old_logprobs, "ref_logprobs": roles.reference.score(micro_batches)}
+        numbers = {}
+        if roles.critic:
+            values, last_values = zip(*roles.critic.score(micro_batches), strict=True)
+            columns["old_values"], numbers["next_values"] = values, last_values
+        numbers |= get_scores(roles.rewards)
         with watchdog.phase("the gathering of the scores", clock="gather"):
             return join_scores(micro_batches, columns, numbers)
 

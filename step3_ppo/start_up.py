@@ -166,7 +166,7 @@ def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:
     if not path:
         problems.add("nothing gives scores: give --reward, or a reward model as --critic_model_name_or_path")
         return []
-    return [RewardSpec("model", path, 1.0, f"model:{path}")]
+    return [RewardSpec("model", path, 1.0, "model")]
 
 
 def doubts_about_rewards(args: PPOArguments, rewards: list[RewardSpec]) -> list[str]:

@@ -6,7 +6,7 @@ model of another family.
 # B texts, T tokens of the longest, L labels
 """
 
-import operator
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,15 @@ from common.data.packed_batch import pad_rows
 from common.models.loading import DTYPES, load_weights
 from common.programs.reward_scorer import score_by_length
 from common.ranks.failures import first_line
-from step3_ppo.rewards.text_rewards import REFUSE, Answers, Failures, checked_scores
+from step3_ppo.rewards.text_rewards import Answers, Failures, TextReward, checked_scores
 
 _ENDLESS_TOKENS = 10**9  # tokenizers without a limit say 10^30
 
 
-class ClassifierReward:
-    """A `TextReward` from a frozen classifier: the score is the logit of one label."""
+class ClassifierReward(TextReward):
+    """A reward from a frozen classifier: the score is the logit of one label."""
+
+    is_on_device = True
 
     def __init__(
         self,
@@ -33,34 +35,31 @@ class ClassifierReward:
         device: torch.device | str = "cpu",
         dtype: str = "fp32",
         trust_remote_code: bool = False,
-        failures: Failures = REFUSE,
+        failures: Failures | None = None,
     ) -> None:
         """Load model and tokenizer; `dtype` is a key of DTYPES. Raises ValueError, see `load_parts`."""
-        self.name, self.device, self.failures = f"classifier:{target}", device, failures
+        # All answers are one batch: `score_by_length` cuts it.
+        super().__init__(f"classifier:{target}", batch_size=sys.maxsize, failures=failures)
         path, self.tokenizer, self.label_index = load_parts(target, trust_remote_code=trust_remote_code)
         self.tokenizer.truncation_side = "left"  # the end of the answer is what is judged
         model = load_weights(
             AutoModelForSequenceClassification, path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
         )
-        self.model = model.requires_grad_(False).to(device).eval()
+        self.model, self.device = model.requires_grad_(False).to(device).eval(), device
         self.max_tokens = _max_tokens(self.model, self.tokenizer)
         # A decoder is read at the last token that is not PAD; one that has no PAD gets one text at a time.
         own_pad_id = self.model.config.get_text_config().pad_token_id
         has_pad = own_pad_id is not None and own_pad_id >= 0
-        self.pad_id, self.batch_size = (own_pad_id, batch_size) if has_pad else (0, 1)
+        self.pad_id, self.rows_per_pass = (own_pad_id, batch_size) if has_pad else (0, 1)
 
     @torch.no_grad()
-    def score(self, answers: Answers) -> list[float]:
-        """See `TextReward.score`; the text is the prompt and the response, one behind the other."""
-        texts = list(map(operator.add, answers.prompts, answers.responses))
+    def ask(self, batch: Answers) -> tuple[list[float], str]:
+        """See `TextReward.ask`; the text is the prompt and the response, one behind the other."""
+        texts = [prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)]
         limit = {"truncation": True, "max_length": self.max_tokens} if self.max_tokens else {}
-        rows = self.tokenizer(texts, **limit)["input_ids"] if texts else []
+        rows = self.tokenizer(texts, **limit)["input_ids"]
         rows = [row or [self.tokenizer.eos_token_id or 0] for row in rows]  # no model reads nothing
-        scores = score_by_length(rows, self.batch_size, self._score_rows)
-        return checked_scores(self.name, scores, answers, self.failures)
-
-    def close(self) -> None:
-        """Do nothing: the model goes when this object does."""
+        return checked_scores(self.name, score_by_length(rows, self.rows_per_pass, self._score_rows), batch)
 
     def _score_rows(self, rows: list[list[int]]) -> list[float]:
         input_ids, is_token = pad_rows(rows, self.pad_id)  # (B, T), on the right: positions count from 0
@@ -87,22 +86,21 @@ def load_parts(target: str, *, trust_remote_code: bool = False) -> tuple[str, An
         raise ValueError(
             f"{flag}: {path} is neither a model folder nor a hub model at hand: {first_line(error)}"
         ) from error
-    if not any("ForSequenceClassification" in name for name in config.architectures or []):
-        kind = ", ".join(config.architectures or ["bare model"])
+    kind = ", ".join(config.architectures or ["bare model"])
+    if "ForSequenceClassification" not in kind:
         raise ValueError(
             f"{flag}: {path} is a {kind}, not a sequence classifier; give a model that was saved from "
             "AutoModelForSequenceClassification"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        reason = "it knows no word"  # what transformers makes of a configuration alone
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what a configuration alone makes
+            raise ValueError("it knows no word")
     except Exception as error:  # transformers raises OSError, KeyError, TypeError ... by what is missing
-        tokenizer, reason = None, first_line(error)
-    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ValueError(
-            f"{flag}: no tokenizer could be loaded from {path} ({reason}); save the classifier's tokenizer "
-            "beside it"
-        )
+            f"{flag}: no tokenizer could be loaded from {path} ({first_line(error)}); save the classifier's "
+            "tokenizer beside it"
+        ) from error
     names = [config.id2label.get(index, f"LABEL_{index}") for index in range(config.num_labels)]
     numbers = [str(index) for index in range(config.num_labels)]
     for labels in (names, numbers):
@@ -120,9 +118,5 @@ def _max_tokens(model: Any, tokenizer: Any) -> int | None:
     num_positions = getattr(config, "max_position_embeddings", None)
     if num_positions and any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules()):
         num_positions -= (config.pad_token_id or 0) + 1  # RoBERTa counts positions from PAD + 1 on
-    limits = [
-        limit
-        for limit in (num_positions, tokenizer.model_max_length)
-        if limit and 0 < limit < _ENDLESS_TOKENS
-    ]
-    return min(limits, default=None)
+    limits = (num_positions, tokenizer.model_max_length)
+    return min((limit for limit in limits if limit and 0 < limit < _ENDLESS_TOKENS), default=None)

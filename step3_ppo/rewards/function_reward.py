@@ -3,10 +3,9 @@
     def polite(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
         return [float("please" in response.lower()) for response in responses]
 
-A plain function is called for one batch after another in a thread of this process, which cannot be ended
-when it hangs; or, with --reward_processes, in processes of their own, which can, and in their main thread
-(`serve`: this file as a program, without torch). An `async def` is awaited for all batches at the same time,
-always in the same event loop, so it may keep its connections.
+It is called for one batch after another in a thread of this process, which cannot be ended when it hangs; or,
+with --reward_processes, in processes of their own, which can, and in their main thread (`serve`: this file as
+a program, without torch). An `async def` is run for each batch in an event loop of its own.
 """
 
 import asyncio
@@ -21,18 +20,25 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import wait
 from multiprocessing.connection import Connection
 from typing import Any
 
-from step3_ppo.rewards.text_rewards import REFUSE, Answers, Failures, RewardError, checked_scores, join
+from step3_ppo.rewards.text_rewards import (
+    Answers,
+    Failures,
+    RaisedError,
+    RewardError,
+    TextReward,
+    checked_scores,
+    in_daemon,
+)
 
-LATE_SECONDS = 1.0  # an event loop that is so late is blocked
+Scores = tuple[list[float], str]  # what `checked_scores` gives
 
 
-class FunctionReward:
-    """A `TextReward` from the function that `MODULE:NAME` names."""
+class FunctionReward(TextReward):
+    """A reward from the function that `MODULE:NAME` names."""
 
     def __init__(
         self,
@@ -41,126 +47,54 @@ class FunctionReward:
         timeout_seconds: float,
         num_processes: int = 0,
         batch_size: int = 64,
-        failures: Failures = REFUSE,
+        failures: Failures | None = None,
     ) -> None:
         """Import the function; start the processes. Raises ValueError, see `import_function`."""
-        self.target, self.function = target, import_function(target)
-        self.timeout_seconds, self.batch_size, self.failures = timeout_seconds, batch_size, failures
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._workers = [Worker(target) for _ in range(0 if is_async(self.function) else num_processes)]
+        self.function, self.timeout_seconds = import_function(target), timeout_seconds
+        self._workers = [Worker(target) for _ in range(num_processes)]
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
+        name = f"function:{target}"
+        super().__init__(name, batch_size=batch_size, failures=failures, num_threads=num_processes)
 
-    def score(self, answers: Answers) -> list[float]:
-        """See `TextReward.score`; the function gets at most `batch_size` responses at a time."""
-        batches = list(answers.batches(self.batch_size))
-        if is_async(self.function):
-            return join(self._await_together(batches))
-        if not self._workers:
-            return join(map(self._score_in_thread, batches))
-        with ThreadPoolExecutor(len(self._workers)) as threads:
-            return join(threads.map(self._score_in_process, batches))
+    def ask(self, batch: Answers) -> Scores:
+        """See `TextReward.ask`."""
+        try:
+            return self._ask_process(batch) if self._workers else self._ask_thread(batch)
+        except TimeoutError as late:
+            raise RewardError(
+                f"reward {self.name} took more than --reward_timeout_seconds {self.timeout_seconds:g} for a "
+                f"batch of {len(batch)} (first: {batch.shown(0)}); {late}; raise the limit, or lower "
+                "--reward_batch_size"
+            ) from None
 
     def close(self) -> None:
         """See `TextReward.close`."""
+        super().close()
         for worker in self._workers:
-            worker.close()
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+            worker.end()
 
-    def _bear_late(self, batch: Answers, what_became: str) -> list[float]:
-        failure = RewardError(
-            f"reward function:{self.target} took more than --reward_timeout_seconds "
-            f"{self.timeout_seconds:g} for a batch of {len(batch)} (first: {batch.shown(0)}); {what_became}; "
-            "raise the limit, or lower --reward_batch_size"
-        )
-        return self.failures.bear(failure, len(batch))
+    def _ask_thread(self, batch: Answers) -> Scores:
+        future = in_daemon(lambda: call(self.name, self.function, batch), f"reward {self.name}")
+        wait([future], self.timeout_seconds)
+        if future.done():
+            return future.result()
+        raise TimeoutError("its thread goes on running; with --reward_processes 1 it would have been ended")
 
-    # ---- a plain function
-
-    def _score_in_thread(self, batch: Answers) -> list[float]:
-        future: Future[list[float]] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(score_plainly(self.target, self.function, batch, self.failures))
-            except BaseException as error:  # handed over, and raised where it is waited for
-                future.set_exception(error)
-
-        # A daemon: the program must be able to end while the function hangs.
-        threading.Thread(target=run, name=f"reward {self.target}", daemon=True).start()
-        try:
-            return future.result(self.timeout_seconds)
-        except TimeoutError:
-            more = "its thread goes on running; with --reward_processes 1 it would have been ended"
-            return self._bear_late(batch, more)
-
-    def _score_in_process(self, batch: Answers) -> list[float]:
+    def _ask_process(self, batch: Answers) -> Scores:
         worker = self._idle.get()
         try:
-            scores, first_failure, error = worker.ask(
-                (batch, replace(self.failures, first="")), self.timeout_seconds
-            )
-        except TimeoutError:
-            return self._bear_late(batch, "its process was ended")
-        except (EOFError, OSError):
-            died = RewardError(
-                f"reward function:{self.target}: its process died with exit code {worker.exit_code} on a "
-                f"batch of {len(batch)} (first: {batch.shown(0)}); a negative code is a signal, and -9 often "
-                "means that memory ran out: lower --reward_processes or --reward_batch_size"
-            )
-            return self.failures.bear(died, len(batch))
+            return worker.ask(batch, self.timeout_seconds)
         finally:
             self._idle.put(worker)
-        if error:
-            raise RewardError(error)
-        self.failures.first = self.failures.first or first_failure
-        return scores
-
-    # ---- an async one
-
-    def _await_together(self, batches: list[Answers]) -> list[list[float]]:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            name = f"reward {self.target}"
-            threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
-        future = asyncio.run_coroutine_threadsafe(self._gather(batches), self._loop)
-        try:
-            results = future.result(self.timeout_seconds + LATE_SECONDS)
-        except TimeoutError:
-            self._loop = None  # left behind with its thread; the next call gets another one
-            more = "it blocks its event loop (await what waits, or make it a plain def) and goes on running"
-            return [self._bear_late(batch, more) for batch in batches]
-        for scores in results:
-            if isinstance(scores, BaseException):
-                raise scores
-        return results
-
-    async def _gather(self, batches: list[Answers]) -> list[Any]:
-        deadline = asyncio.get_running_loop().time() + self.timeout_seconds
-        return await asyncio.gather(*(self._await(b, deadline) for b in batches), return_exceptions=True)
-
-    async def _await(self, batch: Answers, deadline: float) -> list[float]:
-        try:
-            async with asyncio.timeout_at(deadline) as limit:
-                values = await self.function(batch.prompts, batch.responses, batch.rows)
-        except (Exception, SystemExit) as error:
-            if limit.expired():
-                return self._bear_late(batch, "it was cancelled")
-            if self.failures.are_borne and len(batch) > 1:
-                return join(await asyncio.gather(*(self._await(one, deadline) for one in batch.batches(1))))
-            return self.failures.bear(raised(self.target, error, batch), len(batch))
-        return checked_scores(f"function:{self.target}", values, batch, self.failures)
 
 
 class Worker:
     """A process that calls the function; after it hung or died, another one for the next batch."""
 
     def __init__(self, target: str) -> None:
-        self.target, self.exit_code = target, 0
-        self._is_closed = False
+        self.target = target
         self._start()  # now: it gets ready while the models load
 
     def _start(self) -> None:
@@ -174,34 +108,35 @@ class Worker:
             env=os.environ | {"PYTHONPATH": path},
         )
         theirs.close()
-        self._is_ready = False
 
-    def ask(self, question: Any, timeout_seconds: float) -> Any:
-        """Return the answer; the time to get ready does not count.
+    def ask(self, batch: Answers, timeout_seconds: float) -> Scores:
+        """Return what the function gives; the time to get ready does not count.
 
-        Raises TimeoutError, or EOFError or OSError when the process died, with its `exit_code`.
+        Raises TimeoutError; RaisedError when the function raised, RewardError when its process died.
         """
-        if self._process.poll() is not None and not self._is_closed:
+        if self._process.poll() is not None:
             self._start()
         try:
-            if not self._is_ready:
-                self._connection.recv()
-                self._is_ready = True
-            self._connection.send(question)
+            self._connection.recv()  # that it is ready
+            self._connection.send(batch)
             if not self._connection.poll(timeout_seconds):
-                raise TimeoutError
-            return self._connection.recv()
-        except (EOFError, OSError):  # a TimeoutError is one, too
-            self._process.kill()  # nothing, to a process that has died
-            self.exit_code = self._process.wait()
-            self._connection.close()
-            raise
+                self.end()
+                raise TimeoutError("its process was ended")
+            answer = self._connection.recv()
+        except (EOFError, ConnectionError) as error:
+            raise RewardError(
+                f"reward function:{self.target}: its process died with exit code {self.end()} on a batch of "
+                f"{len(batch)} (first: {batch.shown(0)}); a negative code is a signal, and -9 often means "
+                "that memory ran out: lower --reward_processes or --reward_batch_size"
+            ) from error
+        if isinstance(answer, RaisedError):
+            raise answer
+        return answer
 
-    def close(self) -> None:
-        """End the process for good; who waits for its answer is told that it died."""
-        self._is_closed = True
-        self._process.kill()
-        self._process.wait()
+    def end(self) -> int:
+        """End the process, and return its exit code; who waits for its answer is told that it died."""
+        self._process.kill()  # nothing, to a process that has died
+        return self._process.wait()
 
 
 def import_function(target: str) -> Callable[..., Any]:
@@ -231,60 +166,45 @@ def import_function(target: str) -> Callable[..., Any]:
     return function
 
 
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives something to await."""
-    call = getattr(function, "__call__", None)  # noqa: B004  (an object whose call is async)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+def call(name: str, function: Callable[..., Any], batch: Answers) -> Scores:
+    """Return the scores that a function gives a batch, what an `async def` does in a loop of its own.
 
-
-def score_plainly(
-    target: str, function: Callable[..., Any], batch: Answers, failures: Failures
-) -> list[float]:
-    """Return the scores that a plain function gives a batch. Raises RewardError.
-
-    Where failures are borne, the answers of a batch that raised are tried one by one.
+    Raises RaisedError: a line, and below it where the function raised.
     """
     try:
         values = function(batch.prompts, batch.responses, batch.rows)
+        if inspect.iscoroutine(values):
+            values = asyncio.run(values)
     except (Exception, SystemExit) as error:
-        if failures.are_borne and len(batch) > 1:
-            return join(score_plainly(target, function, one, failures) for one in batch.batches(1))
-        return failures.bear(raised(target, error, batch), len(batch))
-    return checked_scores(f"function:{target}", values, batch, failures)
-
-
-def raised(target: str, error: BaseException, batch: Answers) -> RewardError:
-    """Return what is told of a function that raised."""
-    failure = RewardError(
-        f"reward function:{target} raised {type(error).__name__}: {error}, in a batch of {len(batch)} "
-        f"(first: {batch.shown(0)}); let it return 0.0 for what it cannot judge"
-    )
-    failure.__cause__ = error
-    return failure
+        raise RaisedError(
+            f"reward {name} raised {type(error).__name__}: {error}, in a batch of {len(batch)} "
+            f"(first: {batch.shown(0)}); let it return 0.0 for what it cannot judge\n{traceback.format_exc()}"
+        ) from error
+    return checked_scores(name, values, batch)
 
 
 # ---- a process of --reward_processes
 
 
 def serve(connection: Connection, target: str) -> None:
-    """Answer (batch, failures) by (scores, first failure that was borne, text of an error), until killed.
+    """Say that the function is ready, answer a batch by its scores or a RaisedError; again, until killed.
 
     Nothing of the run is imported: the process is ready soon, and never sees a GPU unless the function does.
     The function runs in the main thread: some libraries need that for their time limits.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's, which ends this process
-    asked: queue.SimpleQueue = queue.SimpleQueue()
+    asked: queue.SimpleQueue[Answers] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, asked), daemon=True).start()
     module_name, _, name = target.partition(":")
     function = getattr(importlib.import_module(module_name), name)
-    connection.send("ready")
     while True:
-        batch, failures = asked.get()
+        connection.send("ready")
+        answer: Scores | RaisedError
         try:
-            connection.send((score_plainly(target, function, batch, failures), failures.first, ""))
-        except RewardError as error:
-            cause = traceback.format_exception(error.__cause__) if error.__cause__ else []
-            connection.send(([], "", "\n".join([str(error), *cause])))
+            answer = call(f"function:{target}", function, asked.get())
+        except RaisedError as error:
+            answer = error
+        connection.send(answer)
 
 
 def _read(connection: Connection, asked: queue.SimpleQueue) -> None:

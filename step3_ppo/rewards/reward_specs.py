@@ -4,11 +4,10 @@ loaded, and those that read text.
 [WEIGHT*]model:PATH  [WEIGHT*]classifier:PATH[:LABEL]  [WEIGHT*]function:MODULE:NAME  [WEIGHT*]http://HOST:PORT/PATH
 """
 
-import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,9 +18,9 @@ from common.models.value_model import has_saved_head
 from common.programs import startup
 from common.ranks import distributed
 from step3_ppo.rewards.classifier_reward import ClassifierReward, load_parts
-from step3_ppo.rewards.function_reward import FunctionReward, import_function, is_async
+from step3_ppo.rewards.function_reward import FunctionReward, import_function
 from step3_ppo.rewards.http_reward import HttpReward
-from step3_ppo.rewards.text_rewards import REFUSE, Failures, TextReward
+from step3_ppo.rewards.text_rewards import Failures, TextReward
 
 FORMS = {
     "model": "model:PATH",
@@ -29,7 +28,6 @@ FORMS = {
     "function": "function:MODULE:NAME",
     "http": "http://HOST:PORT/PATH",
 }
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,7 @@ class RewardSpec:
     kind: str  # a key of FORMS
     target: str
     weight: float  # 0: its scores are logged and count nothing
-    text: str  # as the user wrote it
-    number: int = 1  # the how-manieth of this name
-
-    @property
-    def name(self) -> str:
-        """Return the short name under which its scores are logged, such as `function_polite_2`."""
-        base = f"function_{self.target.rpartition(':')[2]}" if self.kind == "function" else self.kind
-        return base if self.number == 1 else f"{base}_{self.number}"
+    name: str  # under which its scores are logged, such as `function_polite_2`
 
 
 def parse_rewards(texts: Sequence[str]) -> list[RewardSpec]:
@@ -57,10 +48,7 @@ def parse_rewards(texts: Sequence[str]) -> list[RewardSpec]:
     """
     specs: list[RewardSpec] = []
     for text in texts:
-        spec, taken = parse_reward(text), {spec.name for spec in specs}
-        while spec.name in taken:
-            spec = dataclasses.replace(spec, number=spec.number + 1)
-        specs.append(spec)
+        specs.append(parse_reward(text, {spec.name for spec in specs}))
     if specs and not any(spec.weight for spec in specs):
         raise ValueError(
             f"--reward {' '.join(texts)}: every weight is 0, so there is nothing to learn from; give one of "
@@ -69,18 +57,18 @@ def parse_rewards(texts: Sequence[str]) -> list[RewardSpec]:
     return specs
 
 
-def parse_reward(text: str) -> RewardSpec:
-    """Return what one entry of `--reward` says; its weight is 1 where it names none.
+def parse_reward(text: str, taken: set[str]) -> RewardSpec:
+    """Return what one entry of `--reward` says, under a name that is not taken; its weight is 1 by default.
 
     Raises:
         ValueError: unknown kind (the nearest is named), a weight that is no number, nothing behind the kind.
     """
-    head, colon, target = text.strip().partition(":")
+    head, _, target = text.strip().partition(":")
     weight_text, star, kind = head.rpartition("*")  # a * behind the kind belongs to a path
     kind, target = kind.strip(), target.strip()
     if kind in ("http", "https"):
         kind, target = "http", f"{kind}:{target}"
-    if kind not in FORMS or not colon:
+    if kind not in FORMS:
         near = difflib.get_close_matches(kind, FORMS, n=1)
         hint = f"did you mean {FORMS[near[0]]}?" if near else f"use one of {', '.join(FORMS.values())}"
         raise ValueError(f"--reward {text}: {kind!r} is no kind of reward; {hint}")
@@ -93,29 +81,31 @@ def parse_reward(text: str) -> RewardSpec:
             f"--reward {text}: the weight {weight_text!r} is no number; write it as in 0.5*model:PATH, or "
             "leave it out for 1"
         )
-    _check_target(text, kind, target)
-    return RewardSpec(kind, target, weight, text)
+    _, at, host = target.partition("//")[2].partition("/")[0].rpartition("@")
+    if kind == "http" and at:
+        raise ValueError(
+            f"--reward http://...@{host}: a name or password in the address would stand in args.json and in "
+            "messages; leave it out and set TRIPTYCH_REWARD_TOKEN"
+        )
+    if not _names_something(kind, target):
+        raise ValueError(f"--reward {text}: {target!r} names nothing; write {FORMS[kind]}")
+    base = f"function_{target.rpartition(':')[2]}" if kind == "function" else kind
+    name, number = base, 1
+    while name in taken:
+        number += 1
+        name = f"{base}_{number}"
+    return RewardSpec(kind, target, weight, name)
 
 
-def _check_target(text: str, kind: str, target: str) -> None:
-    if kind == "http":
-        _, at, host = target.partition("//")[2].partition("/")[0].rpartition("@")
-        if at:
-            raise ValueError(
-                f"--reward http://...@{host}: a name or password in the address would stand in args.json and "
-                "in messages; leave it out and set TRIPTYCH_REWARD_TOKEN"
-            )
-        try:
-            is_good = bool(urlsplit(target).hostname) and urlsplit(target).port != 0
-        except ValueError:  # a port that is no number
-            is_good = False
-        what = "no address"
-    elif kind == "function":
-        is_good, what = bool(_FUNCTION.fullmatch(target)), "no function of a module"
-    else:
-        is_good, what = bool(target.partition(":")[0]), "no path"
-    if not is_good:
-        raise ValueError(f"--reward {text}: {target!r} is {what}; write {FORMS[kind]}")
+def _names_something(kind: str, target: str) -> bool:
+    if kind == "function":
+        return bool(re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", target))
+    if kind != "http":
+        return bool(target.partition(":")[0])
+    try:
+        return bool(urlsplit(target).hostname) and urlsplit(target).port != 0
+    except ValueError:  # a port that is no number
+        return False
 
 
 def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
@@ -123,20 +113,42 @@ def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
 
     A reward model's vocabulary is not looked at: who builds it compares it with the actor's.
     """
-    good = [text for text in args.reward if _tell(problems, parse_reward, text)]
-    if len(good) < len(args.reward):
-        return []
-    specs = _tell(problems, parse_rewards, good) or []
-    kinds = [_tell(problems, _check, spec, args, problems) for spec in specs]
-    if args.reward_processes > 0 and "plain function" not in kinds:
+    specs: list[RewardSpec] = []
+    try:
+        specs = parse_rewards(args.reward)
+    except ValueError as error:
+        problems.add(str(error))
+    for spec in specs:
+        try:
+            _check(spec, args, problems)
+        except ValueError as error:
+            problems.add(str(error))
+    if args.reward_processes > 0 and not any(spec.kind == "function" for spec in specs):
         problems.add(
-            f"--reward_processes {args.reward_processes} is for a plain function, and --reward names none; "
-            "leave it out"
+            f"--reward_processes {args.reward_processes} is for a function, and --reward names none; leave "
+            "it out"
         )
     return specs
 
 
-def build_text_reward(spec: RewardSpec, args: Any, failures: Failures = REFUSE) -> TextReward:
+def _check(spec: RewardSpec, args: Any, problems: Problems) -> None:
+    """Add what is wrong with a reward. Raises ValueError."""
+    if spec.kind == "function":
+        import_function(spec.target)
+    elif spec.kind == "http":
+        client_token()
+    elif spec.kind == "classifier":
+        load_parts(spec.target, trust_remote_code=args.trust_remote_code)
+    elif startup.check_model("--reward model:", spec.target, args, problems) is None:
+        return
+    elif not has_saved_head(spec.target):
+        raise ValueError(
+            f"--reward model:{spec.target} is no reward model (it has no score head); give the export/ of "
+            "step 2, or say classifier: for a model of several labels"
+        )
+
+
+def build_text_reward(spec: RewardSpec, args: Any, failures: Failures) -> TextReward:
     """Return the reward of a spec that reads text; a reward model reads token ids and is not built here.
 
     Raises:
@@ -151,30 +163,3 @@ def build_text_reward(spec: RewardSpec, args: Any, failures: Failures = REFUSE) 
     if spec.kind == "function":
         return FunctionReward(spec.target, num_processes=args.reward_processes, **options)
     return HttpReward(spec.target, **options)
-
-
-def _tell(problems: Problems, check: Callable[..., Any], *inputs: Any) -> Any:
-    """Return what the check returns, or None after adding the ValueError that it raises."""
-    try:
-        return check(*inputs)
-    except ValueError as error:
-        problems.add(str(error))
-        return None
-
-
-def _check(spec: RewardSpec, args: Any, problems: Problems) -> str:
-    """Return a reward's kind, after adding what is wrong with it. Raises ValueError."""
-    if spec.kind == "function":
-        return "async function" if is_async(import_function(spec.target)) else "plain function"
-    if spec.kind == "http":
-        client_token()
-    elif spec.kind == "classifier":
-        load_parts(spec.target, trust_remote_code=args.trust_remote_code)
-    else:
-        config = startup.check_model("--reward model:", spec.target, args, problems)
-        if config and not has_saved_head(spec.target):
-            raise ValueError(
-                f"--reward {spec.text} is no reward model (it has no score head); give the export/ of step "
-                "2, or say classifier: for a model of several labels"
-            )
-    return spec.kind

@@ -1,21 +1,25 @@
 """What a reward that reads text is: it takes prompts and responses, it gives one number each. No torch here.
 
-`function_reward`, `classifier_reward` and `http_reward` are such rewards; what they give goes through
+`function_reward`, `classifier_reward` and `http_reward` hold such rewards; what they give goes through
 `checked_scores`, so that a wrong count or a NaN ends the run where it arose and not in a loss.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Set
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-from common.ranks.failures import StepRefused
+from typing import Any
 
 SHOWN_CHARACTERS = 100  # of a text in a message
 
 
-class RewardError(StepRefused):
-    """A reward failed: the message names it, what it gave, for which sample, and the cure."""
+class RewardError(Exception):
+    """A batch has no scores: the message names the reward, what it did, for which answers, and the cure."""
+
+
+class RaisedError(RewardError):
+    """The reward raised an error: another answer of the batch may well have a score."""
 
 
 @dataclass
@@ -42,15 +46,11 @@ class Failures:
             )
         return cls(are_borne=True, default=default)
 
-    def bear(self, error: RewardError, num_answers: int) -> list[float]:
-        """Return the scores of a batch that failed. Raises the error where it is not borne."""
+    def bear(self, error: RewardError) -> None:
+        """Remember the error. Raises it where it is not borne."""
         if not self.are_borne:
             raise error
         self.first = self.first or str(error)
-        return [math.nan] * num_answers
-
-
-REFUSE = Failures()
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,61 @@ class Answers:
         return f"prompt {shortened(self.prompts[index])}, response {shortened(self.responses[index])}"
 
 
-class TextReward(Protocol):
-    """Scores responses by their text."""
+class TextReward:
+    """Scores responses by their text, a batch at a time; a kind of reward says how one batch is scored."""
+
+    is_on_device = False  # asked in a row with the models, and not beside them
+
+    def __init__(
+        self, name: str, *, batch_size: int, failures: Failures | None = None, num_threads: int = 1
+    ) -> None:
+        """`num_threads` batches are asked about at the same time."""
+        self.name, self.batch_size, self.failures = name, batch_size, failures or Failures()
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name) if num_threads > 1 else None
+
+    def ask(self, batch: Answers) -> tuple[list[float], str]:
+        """Return what `checked_scores` does of a batch. Raises RewardError when there are no scores."""
+        raise NotImplementedError
 
     def score(self, answers: Answers) -> list[float]:
         """Return one finite score for each answer, NaN for one whose failure is borne. Raises RewardError."""
-        ...
+        batches = answers.batches(self.batch_size)
+        of_batches = self._threads.map(self._score, batches) if self._threads else map(self._score, batches)
+        return [score for scores in of_batches for score in scores]
+
+    def _score(self, batch: Answers) -> list[float]:
+        try:
+            scores, problem = self.ask(batch)
+        except RewardError as error:
+            if isinstance(error, RaisedError) and self.failures.are_borne and len(batch) > 1:
+                return [score for one in batch.batches(1) for score in self._score(one)]
+            self.failures.bear(error)
+            return [math.nan] * len(batch)
+        if problem:
+            self.failures.bear(RewardError(problem))
+        return scores
 
     def close(self) -> None:
         """End its processes, threads and connections."""
-        ...
+        if self._threads:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def in_daemon(work: Callable[[], Any], name: str) -> Future[Any]:
+    """Return what `work` will have given in a thread of that name, or raised.
+
+    The thread is a daemon: the program must be able to end while a reward hangs.
+    """
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # handed over, and raised where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def shortened(text: str) -> str:
@@ -99,14 +144,11 @@ def shortened(text: str) -> str:
     return repr(text)
 
 
-def checked_scores(name: str, values: Any, answers: Answers, failures: Failures = REFUSE) -> list[float]:
-    """Return what the reward called `name` gave as one finite float for each answer.
+def checked_scores(name: str, values: Any, answers: Answers) -> tuple[list[float], str]:
+    """Return one float for each answer by what the reward called `name` gave, and what is wrong with it ("").
 
-    `values` is a list, an array or a tensor of one dimension; True and False count as 1 and 0. Where
-    `failures` are borne, what is no finite number is NaN.
-
-    Raises:
-        RewardError: it is none of these, of another length, or holds None, NaN, an infinity or no number.
+    `values` is a list, an array or a tensor of one dimension; True and False count as 1 and 0. What is no
+    finite number (None, an infinity, a text) is NaN; all are, where there are more or fewer than answers.
     """
     if hasattr(values, "tolist"):  # an array or a tensor: one copy, not one for each element
         values = values.tolist()
@@ -118,30 +160,25 @@ def checked_scores(name: str, values: Any, answers: Answers, failures: Failures 
         problem = f"{len(values)} scores for {len(answers)} responses"
     if problem:
         cure = "return one number for each response, in their order"
-        error = RewardError(f"reward {name} gave {problem} (first: {answers.shown(0)}); {cure}")
-        return failures.bear(error, len(answers))
+        problem = f"reward {name} gave {problem} (first: {answers.shown(0)}); {cure}"
+        return [math.nan] * len(answers), problem
     scores = [_as_float(value) for value in values]
-    for index, score in enumerate(scores):
-        if not math.isfinite(score):
-            error = RewardError(
-                f"reward {name} gave {shortened(str(values[index]))} for response {index + 1} of "
-                f"{len(answers)}: {answers.shown(index)}; every score must be a finite number, so return 0.0 "
-                "where there is nothing to say"
-            )
-            [scores[index]] = failures.bear(error, 1)
-    return scores
+    bad = next((index for index, score in enumerate(scores) if math.isnan(score)), None)
+    if bad is not None:
+        problem = (
+            f"reward {name} gave {shortened(str(values[bad]))} for response {bad + 1} of {len(answers)}: "
+            f"{answers.shown(bad)}; every score must be a finite number, so return 0.0 where there is "
+            "nothing to say"
+        )
+    return scores, problem
 
 
 def _as_float(value: Any, *, reads_text: bool = False) -> float:
-    """Return a number as a float, NaN for anything else: "1.5" is a text, and a list no score."""
+    """Return a finite number as a float, NaN for anything else: "1.5" is a text, and a list no score."""
     if isinstance(value, str | bytes | bytearray) and not reads_text:
         return math.nan
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
-
-
-def join(batches: Iterable[Iterable[float]]) -> list[float]:
-    """Return the scores of batches as one list."""
-    return [score for batch in batches for score in batch]
+    return number if math.isfinite(number) else math.nan

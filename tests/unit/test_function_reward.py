@@ -1,6 +1,4 @@
-"""Reward functions: plain in a thread, in processes, async; wrong ones, slow ones, ones that die, and what
---reward_on_error makes of those.
-"""
+"""Reward functions in a thread or in processes; wrong ones, slow ones, ones that die."""
 
 import math
 import os
@@ -41,8 +39,7 @@ def plain(prompts, responses, rows):
     return behave(responses)
 
 async def judge(prompts, responses, rows):
-    if "late" in responses:
-        await asyncio.sleep(30)
+    await asyncio.sleep(0)
     return behave(responses)
 
 def process_id(prompts, responses, rows):
@@ -53,23 +50,6 @@ def process_id(prompts, responses, rows):
 def on_main_thread(prompts, responses, rows):
     light = "torch" not in sys.modules
     return [float(threading.current_thread() is threading.main_thread() and light)] * len(responses)
-
-running = most = 0
-loops = set()
-
-async def waits(prompts, responses, rows):
-    global running, most
-    running, most = running + 1, max(most, running + 1)
-    loops.add(id(asyncio.get_running_loop()))
-    try:
-        await asyncio.sleep(float(responses[0]))
-    finally:
-        running -= 1
-    return [most] * len(responses)
-
-async def blocks(prompts, responses, rows):
-    time.sleep(float(responses[0]))
-    return [1.0] * len(responses)
 
 class Object:
     async def __call__(self, prompts, responses, rows):
@@ -113,6 +93,9 @@ def test_a_function_sees_prompts_responses_and_rows_and_at_most_a_batch(reward_o
     answers = Answers(["ab", "c"], ["d", ""], [{"bonus": 10}, {}])
     assert reward_of("length").score(answers) == [13.0, 1.0]
     assert reward_of("batch_size", batch_size=2).score(answers_of("a", "b", "c")) == [2.0, 2.0, 1.0]
+    for processes in (0, 1):
+        reward = reward_of("an_object", num_processes=processes)
+        assert reward.score(answers_of("a", "b")) == [2.0, 2.0], "its call is async"
 
 
 @pytest.mark.parametrize(
@@ -175,36 +158,10 @@ def test_a_batch_that_is_late_or_dies_fails_and_no_other(name, bad, num_processe
     assert time.monotonic() - started < 15
     assert words in reward.failures.first and f"response '{bad}'" in reward.failures.first
     assert reward.score(answers_of("a")) == [1.0], "the next batch does not wait for it"
-    left = [thread.daemon for thread in threading.enumerate() if thread.name == f"reward {reward.target}"]
+    left = [thread.daemon for thread in threading.enumerate() if thread.name == f"reward {reward.name}"]
     assert all(left), "it must not keep the program from ending"
     with pytest.raises(RewardError, match=words):
         reward_of(name, **options).score(answers_of(bad))
-
-
-# ---- async
-
-
-def test_batches_of_an_async_function_wait_at_the_same_time_in_one_loop(reward_of):
-    reward = reward_of("waits", batch_size=1)
-    assert max(reward.score(answers_of(*["0.1"] * 5))) == 5.0
-    reward.score(answers_of("0"))
-    assert len(sys.modules["own_rewards"].loops) == 1
-    assert reward_of("an_object").score(answers_of("a", "b")) == [2.0, 2.0], "its call is async"
-
-
-def test_a_slow_async_function_is_cancelled_and_named(reward_of):
-    reward = reward_of("waits", timeout_seconds=0.1, batch_size=1)
-    with pytest.raises(RewardError, match="--reward_timeout_seconds 0.1 .*response '60'.*was cancelled"):
-        reward.score(answers_of("0", "60"))
-    assert sys.modules["own_rewards"].running == 0 and reward.score(answers_of("0")) != []
-
-
-def test_an_async_function_that_blocks_its_loop_is_told_to_await(reward_of, monkeypatch):
-    monkeypatch.setattr("step3_ppo.rewards.function_reward.LATE_SECONDS", 0.1)
-    reward = reward_of("blocks", timeout_seconds=0.1)
-    with pytest.raises(RewardError, match="blocks its event loop"):
-        reward.score(answers_of("0.6"))
-    assert reward.score(answers_of("0")) == [1.0]
 
 
 # ---- processes
@@ -243,7 +200,7 @@ def test_a_process_runs_the_function_in_its_main_thread_and_nothing_else(reward_
 def test_a_process_that_hangs_ends_with_the_program():
     worker = Worker("own_rewards:plain")
     assert worker._connection.recv() == "ready"
-    worker._connection.send((answers_of("late"), Failures()))
+    worker._connection.send(answers_of("late"))
     with pytest.raises(subprocess.TimeoutExpired):
         worker._process.wait(0.5)
     worker._connection.close()  # as when the program is killed

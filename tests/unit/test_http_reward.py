@@ -153,7 +153,7 @@ def test_a_server_that_never_answers_is_named(server, reward_of, pauses):
         # what a server may do to us
         ((200, b'{"scores": [1, 2, 3], "more": "' + b"x" * 2_000_000 + b'"}'), ["more than 1049344 bytes"]),
         ((200, b"[" * 500_000), ["no JSON"]),
-        ((200, gzip.compress(b" " * 10_000_000), (("content-encoding", "gzip"),)), ["compressed ('gzip')"]),
+        ((200, gzip.compress(b" " * 10_000_000), (("content-encoding", "gzip"),)), ["no JSON"]),
         ((302, "", (("location", "http://h:9/else"),)), ["status 302", "sends us on to 'http://h:9/else'"]),
     ],
 )

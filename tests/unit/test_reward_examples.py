@@ -2,7 +2,7 @@
 
 import pytest
 
-from step3_ppo.rewards.examples.arithmetic import evaluate, right_answer
+from step3_ppo.rewards.examples.arithmetic import right_answer
 from step3_ppo.rewards.examples.length import brevity
 from step3_ppo.rewards.examples.vader import sentiment
 
@@ -21,23 +21,21 @@ def test_sentiment_is_vaders_compound_score():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "row", "response", "score"),
+    ("answer", "response", "score"),
     [
-        ("0.1 + 0.2 =", {}, "0.3", 1.0),
-        ("12 + 7 =", {}, "It is 19, not 20.", 1.0),
-        ("12 + 7 =", {}, "19.5", 0.0),
-        ("1 + 1 = 2\n3 - 10 =", {}, "-7", 1.0),
-        ("Q1. (2 + 3)*4 = ?", {}, "20", 1.0),
-        ("How much?", {"answer": 1234}, "1,234 apples", 1.0),
-        ("12 + 7 =", {"answer": None}, "19", 1.0),
-        ("How much?", {"answer": "3 and 4 make 7.\n#### 7"}, "7", 1.0),
+        ("19", "It is 19, not 20.", 1.0),
+        (19, "19.5", 0.0),
+        ("-7", "-7", 1.0),
+        (1234, "1,234 apples", 1.0),
+        ("3 and 4 make 7.\n#### 7", "7", 1.0),
+        ("7", "none", 0.0),
     ],
 )
-def test_the_first_number_is_compared_with_the_right_answer(prompt, row, response, score):
-    assert right_answer([prompt], [response], [row]) == [score]
+def test_the_first_number_is_compared_with_the_right_answer(answer, response, score):
+    assert right_answer([""], [response], [{"answer": answer}]) == [score]
 
 
-@pytest.mark.parametrize("text", ["__import__('os')", "2 ** 9", "1 / 0", "1 +", "True + 1"])
-def test_nothing_but_sums_is_evaluated(text):
-    with pytest.raises(ValueError):
-        evaluate(text)
+@pytest.mark.parametrize("row", [{}, {"answer": None}, {"answer": "none"}])
+def test_a_row_without_a_right_answer_is_an_error(row):
+    with pytest.raises(ValueError, match="holds no number"):
+        right_answer([""], ["7"], [row])

@@ -18,7 +18,7 @@ from step3_ppo.ppo_math import constant_groups
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
-from step3_ppo.rewards.text_rewards import Failures, RewardError
+from step3_ppo.rewards.text_rewards import Failures, RewardError, TextReward, checked_scores
 from step3_ppo.trainer_state import LASTING
 
 
@@ -33,15 +33,16 @@ def test_what_is_no_value_of_the_flag_is_named(text):
 
 def scores_of(on_error, *, texts, model=None, weights=(1.0, 1.0)):
     """Return (ScoreSum, the batch with what it gave) of four responses; `texts` are a function's scores."""
-    specs = [RewardSpec("function", "m:f", weights[0], "f"), RewardSpec("model", "x", weights[1], "m")]
-    scores = ScoreSum(
-        specs, {"function_f": FakeReward(lambda answers: texts)}, lambda ids: "", Failures.parse(on_error)
-    )
+    specs = [
+        RewardSpec("function", "m:f", weights[0], "function_f"),
+        RewardSpec("model", "x", weights[1], "model"),
+    ]
+    reward = FakeReward(lambda answers: texts, Failures.parse(on_error))
+    scores = ScoreSum(specs, {"function_f": reward}, lambda ids: "", reward.failures)
     batch = make_record([0, 1, 2, 3], [2] * 4, [3, 1, 2, 4], num_samples=2)
     given = torch.tensor(model or [0.5] * 4)
     models = {"model": SimpleNamespace(score=lambda batchs: [given])}
-    with scores.asked([batch], {n: ("", {}) for n in (0, 1)}) as get_scores:
-        of_names = get_scores(models)
+    of_names = scores.ask([batch], {n: ("", {}) for n in (0, 1)})(models)
     for name, found in of_names.items():
         batch = batch.with_numbers(name, found[0])
     return scores, batch
@@ -69,7 +70,7 @@ def test_a_models_nan_is_a_failure_and_one_of_a_reward_without_weight_masks_nobo
     assert scores.counts(batch).tolist() == [True, True, False, True]
     assert batch.numbers("scores").isfinite().all()
     assert summarise_scores(batch, scores)["objective/failed_fraction"] == 0.5
-    with pytest.raises(RewardError, match="function_f gave 'None'"):
+    with pytest.raises(StepRefused, match="function_f gave 'None'"):
         scores_of("refuse", texts=texts)
 
 
@@ -93,7 +94,7 @@ def learned(name, batch, on_error, **flags):
     algorithm = ALGORITHMS[name]
     flags = {"algorithm": name, "kl_in": algorithm.kl_in, "kl_estimator": "k1", "adv_norm": "batch"} | flags
     args = dataclasses.replace(PPOArguments(), whiten_scores=True, value_norm="exp", **flags)
-    specs = [RewardSpec("function", "m:f", 1.0, "f")]
+    specs = [RewardSpec("function", "m:f", 1.0, "function_f")]
     trainer = PPOTrainer(
         args,
         algorithm,
@@ -152,19 +153,20 @@ def test_dynamic_sampling_looks_at_scored_answers_alone():
 # ---- beside the other roles --------------------------------------------------------------------------------
 
 
-class FakeReward:
+class FakeReward(TextReward):
     """Gives the scores of a function of Answers."""
 
-    def __init__(self, score) -> None:
-        self.score, self.is_closed = score, False
+    def __init__(self, score, failures=None) -> None:
+        super().__init__("function_f", batch_size=64, failures=failures)
+        self.give = score
 
-    def close(self) -> None:
-        self.is_closed = True
+    def ask(self, batch):
+        return checked_scores(self.name, self.give(batch), batch)
 
 
 def asked_of(*functions):
     """Return (ScoreSum, batches, texts) of functions of Answers."""
-    specs = [RewardSpec("function", "m:f", 1.0, "f", number + 1) for number in range(len(functions))]
+    specs = [RewardSpec("function", "m:f", 1.0, f"function_{number}") for number in range(len(functions))]
     rewards = {spec.name: FakeReward(function) for spec, function in zip(specs, functions, strict=True)}
     scores = ScoreSum(specs, rewards, lambda ids: "")
     return scores, [make_record([0, 1], [2, 2], [3, 1])], {0: ("", {}), 1: ("", {})}
@@ -179,13 +181,11 @@ def test_a_reward_is_asked_while_the_other_roles_score():
         assert scoring.wait(30)
         return [1.0, 2.0]
 
-    scores, batchs, texts = asked_of(slow)
-    with scores.asked(batchs, texts) as get_scores:
-        assert asked.wait(30)
-        scoring.set()
-        found = get_scores({})
-    assert found["scores"][0].tolist() == [1.0, 2.0]
-    assert not any(thread.name == "rewards" for thread in threading.enumerate())
+    scores, batches, texts = asked_of(slow)
+    get_scores = scores.ask(batches, texts)
+    assert asked.wait(30)
+    scoring.set()
+    assert get_scores({})["scores"][0].tolist() == [1.0, 2.0]
 
 
 def test_the_first_reward_that_fails_is_told_as_in_a_row():
@@ -195,28 +195,24 @@ def test_the_first_reward_that_fails_is_told_as_in_a_row():
     def never(answers):
         raise RewardError("the second")
 
-    scores, batchs, texts = asked_of(lambda answers: [0.0, 0.0], fails, never)
-    with pytest.raises(RewardError, match="the first"), scores.asked(batchs, texts) as get_scores:
-        get_scores({})
+    scores, batches, texts = asked_of(lambda answers: [0.0, 0.0], fails, never)
+    with pytest.raises(StepRefused, match="the first"):
+        scores.ask(batches, texts)({})
 
 
-@pytest.mark.parametrize("error", [StepRefused("no"), KeyboardInterrupt()])
-def test_an_error_of_another_role_leaves_no_question_open(error):
-    """A run that goes on waits for the reward, one that ends closes it, and hangs in no case."""
-    asked, ended, scores_may_end = threading.Event(), threading.Event(), threading.Event()
+def test_a_reward_is_asked_by_one_step_at_a_time():
+    """A step that another role refused leaves its question open, and the next one waits for its end."""
+    running, most, may_end = [], [], threading.Event()
 
     def slow(answers):
-        asked.set()
-        scores_may_end.wait(30)
-        ended.set()
+        running.append(1)
+        most.append(len(running))
+        assert may_end.wait(30)
+        running.pop()
         return [1.0, 2.0]
 
-    scores, batchs, texts = asked_of(slow)
-    goes_on = isinstance(error, StepRefused)
-    with pytest.raises(type(error)), scores.asked(batchs, texts):
-        assert asked.wait(30)
-        if goes_on:
-            threading.Timer(0.05, scores_may_end.set).start()
-        raise error
-    assert ended.is_set() == goes_on and scores.texts["function_f"].is_closed != goes_on
-    scores_may_end.set()
+    scores, batches, texts = asked_of(slow)
+    scores.ask(batches, texts)
+    threading.Timer(0.05, may_end.set).start()
+    assert scores.ask(batches, texts)({})["scores"][0].tolist() == [1.0, 2.0]
+    assert most == [1, 1]

@@ -1,5 +1,7 @@
 """What --reward says, the messages about what it cannot say, and what is checked before a model is loaded."""
 
+import math
+
 import numpy
 import pytest
 import torch
@@ -7,8 +9,8 @@ import transformers
 
 from common.flags.args import Problems
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.rewards.reward_specs import build_text_reward, check_rewards, parse_reward, parse_rewards
-from step3_ppo.rewards.text_rewards import Answers, RewardError, checked_scores
+from step3_ppo.rewards.reward_specs import build_text_reward, check_rewards, parse_rewards
+from step3_ppo.rewards.text_rewards import Answers, Failures, checked_scores
 
 LENGTH = "function:step3_ppo.rewards.examples.length:brevity"
 
@@ -33,9 +35,8 @@ def problems_of(*rewards: str, **changes) -> list[str]:
     ],
 )
 def test_an_entry_says_kind_target_and_weight(text, kind, target, weight, name):
-    spec = parse_reward(text)
+    (spec,) = parse_rewards([text])
     assert (spec.kind, spec.target, spec.weight, spec.name) == (kind, target, weight, name)
-    assert spec.text == text
 
 
 def test_names_are_unique_even_where_a_function_is_called_like_a_second_one():
@@ -49,9 +50,9 @@ def test_names_are_unique_even_where_a_function_is_called_like_a_second_one():
     [
         ("modle:A", ["--reward modle:A", "'modle'", "did you mean model:PATH?"]),
         ("much*model:A", ["--reward much*model:A", "'much' is no number", "0.5*model:PATH"]),
-        ("model:", ["'' is no path", "model:PATH"]),
-        ("function:my_module", ["'my_module' is no function", "function:MODULE:NAME"]),
-        ("http:///score", ["is no address", "http://HOST:PORT/PATH"]),
+        ("model:", ["'' names nothing", "model:PATH"]),
+        ("function:my_module", ["'my_module' names nothing", "function:MODULE:NAME"]),
+        ("http://h:99999/score", ["names nothing", "http://HOST:PORT/PATH"]),
     ],
 )
 def test_what_an_entry_cannot_say_is_named_with_its_cure(text, words):
@@ -72,8 +73,8 @@ TWO = Answers(["Say yes. " * 30, "And no?"], ["yes", "no"])
 
 
 def test_numbers_of_any_kind_become_floats():
-    scores = checked_scores("x", [numpy.float32(1), torch.tensor(2)], TWO)
-    assert scores == [1.0, 2.0] and all(type(score) is float for score in scores)
+    scores, problem = checked_scores("x", [numpy.float32(1), torch.tensor(2)], TWO)
+    assert scores == [1.0, 2.0] and all(type(score) is float for score in scores) and not problem
 
 
 @pytest.mark.parametrize(
@@ -87,9 +88,8 @@ def test_numbers_of_any_kind_become_floats():
     ],
 )
 def test_what_is_no_list_of_finite_numbers_is_named_with_the_sample(values, words):
-    with pytest.raises(RewardError) as error:
-        checked_scores("function:a:f", values, TWO)
-    text = str(error.value)
+    scores, text = checked_scores("function:a:f", values, TWO)
+    assert len(scores) == 2 and any(math.isnan(score) for score in scores)
     assert [word for word in ["reward function:a:f", *words] if word not in text] == []
     assert len(text) < 500, "prompts are shortened"
 
@@ -129,23 +129,21 @@ def test_all_problems_are_told_at_once(tmp_path):
     assert [words for words, message in zip(expected, found, strict=True) if words not in message] == []
 
 
-def test_processes_without_a_plain_function_are_refused(tmp_path, monkeypatch):
-    (tmp_path / "asynchronous_rewards.py").write_text("async def f(prompts, responses, rows): ...\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for rewards in ([], ["http://h:1/s"], ["function:asynchronous_rewards:f"]):
+def test_processes_without_a_function_are_refused():
+    for rewards in ([], ["http://h:1/s"]):
         (found,) = problems_of(*rewards, reward_processes=2)
-        assert "--reward_processes 2 is for a plain function" in found
-    assert problems_of("function:asynchronous_rewards:f", LENGTH, reward_processes=2) == []
+        assert "--reward_processes 2 is for a function" in found
+    assert problems_of("http://h:1/s", LENGTH, reward_processes=2) == []
 
 
 def test_rewards_that_read_text_are_built_from_the_flags():
     (spec,) = parse_rewards([LENGTH])
-    reward = build_text_reward(spec, make_args(reward_batch_size=1))
+    reward = build_text_reward(spec, make_args(reward_batch_size=1), Failures())
     assert reward.score(Answers(["p", "p"], ["short", "word " * 150])) == [0.0, -0.5]
     reward.close()
     (spec,) = parse_rewards(["http://127.0.0.1:9/score"])
-    reward = build_text_reward(spec, make_args(reward_timeout_seconds=3.0, reward_batch_size=7))
-    assert (reward.url, reward.timeout_seconds, reward.batch_size) == ("http://127.0.0.1:9/score", 3.0, 7)
+    reward = build_text_reward(spec, make_args(reward_timeout_seconds=3.0, reward_batch_size=7), Failures())
+    assert (reward.name, reward.timeout_seconds, reward.batch_size) == ("http://127.0.0.1:9/score", 3.0, 7)
     reward.close()
 
 

@@ -14,11 +14,11 @@ from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora
 from common.models.output_head import SamplingMask
 from common.models.policy_model import PolicyModel
+from common.ranks.failures import StepRefused
 from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import ScoreSum
-from step3_ppo.rewards.text_rewards import RewardError
 from step3_ppo.roles import LoraReference, Roles
 from step3_ppo.rollout import Rollout, add_sampling_mask
 
@@ -56,9 +56,9 @@ def build(score_of=lambda sample: sample, *, rounds=0, source="rollout", stalene
 
     reference = SimpleNamespace(score=lambda batches: [b.data["rollout_logprobs"] - 1 for b in batches])
     roles = Roles(FakeActor(), reference, SimpleNamespace(score=values), {"model": FakeReward(score_of)})
-    specs = [RewardSpec("model", "x", 1.0, "model:x")]
+    specs = [RewardSpec("model", "x", 1.0, "model")]
     if texts:
-        specs.append(RewardSpec("function", "m:f", 0.5, "0.5*function:m:f"))
+        specs.append(RewardSpec("function", "m:f", 0.5, "function_f"))
     args = PPOArguments(
         per_device_generation_batch_size=3,  # prompts
         num_samples_per_prompt=2,
@@ -122,12 +122,11 @@ def test_texts_and_row_fields_reach_the_rewards_that_read_them():
     seen = []
 
     class Text:
+        is_on_device = False
+
         def score(self, answers):
             seen.append(answers)
             return [row["answer"] * 10.0 for row in answers.rows]
-
-        def close(self):
-            pass
 
     batch = build(texts=Text()).collect(endless_prompts(), 0)
     assert batch.numbers("score/function_f").tolist() == [0, 0, 10, 10, 20, 20]
@@ -140,12 +139,11 @@ def test_texts_and_row_fields_reach_the_rewards_that_read_them():
 def test_a_failing_reward_is_told_on_every_rank(monkeypatch):
     of_other = (None, (False, "reward function_f gave nothing"))
     monkeypatch.setattr("common.ranks.distributed.gather_objects", lambda mine, group=None: [mine, of_other])
-    text = SimpleNamespace(score=lambda answers: [0.0] * len(answers), close=lambda: None)
+    text = SimpleNamespace(score=lambda answers: [0.0] * len(answers), is_on_device=False)
     rollout = build(texts=text)
     batches = [make_record([0, 1], [1, 1], [2, 1], num_samples=2)]
-    refused = pytest.raises(RewardError, match="gave nothing")
-    with refused, rollout.scores.asked(batches, {0: ("p", {})}) as get_scores:
-        get_scores(rollout.roles.rewards)
+    with pytest.raises(StepRefused, match="gave nothing"):
+        rollout.scores.ask(batches, {0: ("p", {})})(rollout.roles.rewards)
 
 
 def test_the_sampling_mask_of_each_token_is_packed_beside_it():
