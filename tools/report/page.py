@@ -4,6 +4,7 @@ What the page shows is put together here as plain texts and charts; report.html 
 every text: markup in a sample is shown, and never run.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,21 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from common.runs.durable_files import write_file
-from tools.report import LAYOUT, tables
+from tools.report import LAYOUT
 from tools.report.charts import COLORS, Line, join_on_steps, render_svg, shown
 from tools.report.diagnostics import HACKING, find_diagnostics, seen_diagnostics
-from tools.report.run_reader import RunFiles, read_runs
+from tools.report.run_reader import RunFiles, count_gaps, is_number, read_runs
 from tools.report.samples import build_samples
 
+# Where a run writes to, and how it was started: two runs always differ in these.
+NOT_COMPARED = {"output_dir", "local_rank", "resume", "dry_run"}
+# What a step learns from: its tokens a second, and the seconds that they are of.
+LEARNT = (
+    ("perf/tokens_per_second", "perf/step_seconds"),
+    ("perf/actor_update_tokens_per_second", "perf/actor_update_seconds"),
+)
+MISSING = "–"
+Table = list[list[Any]]  # of texts, or texts with a class of the style sheet; the first row has the heads
 Panel = dict[str, Any]
 
 
@@ -41,22 +51,21 @@ def build_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters |= {"shown": shown, "duration": as_duration}
     return environment.get_template("report.html").render(
         runs=runs,
         num_colors=len(COLORS),
-        shown=shown,
-        heads=[(run, _head_facts(run), LAYOUT["headlines"][run.kind]) for run in runs],
+        layout=LAYOUT,
         remarks=[(i, one, seen) for i, run in enumerate(runs) for one, seen in seen_diagnostics(run)],
         panels_of=_build_panels(runs, metrics),
         ppo_runs=[(run, find_diagnostics(run.curves, HACKING)) for run in runs if run.kind == "ppo"],
-        rules=[[one["title"], one["rule"]] for one in HACKING],
         samples=build_samples(runs),
-        phases=[(run.name, shares) for run in runs if (shares := tables.build_phases(run))],
-        last_values=tables.last_values(runs, metrics),
-        differing=[[f"--{n}", *map(tables.flag_value, of)] for n, of in tables.differing_flags(runs).items()],
-        configurations=[(run, tables.build_configuration(run)) for run in runs],
-        data=tables.join_facts([(run.name, tables.data_facts(run)) for run in runs]),
-        provenance=tables.build_provenance(runs),
+        phases=[(run.name, seconds) for run in runs if (seconds := find_phases(run))],
+        metrics=metrics,
+        gaps=[count_gaps(run.rows) for run in runs],
+        differing=differing_flags(runs),
+        data=join_facts([(run.name, data_facts(run)) for run in runs]),
+        provenance=build_provenance(runs),
         problems=problems,
     )
 
@@ -110,16 +119,93 @@ def build_trail(runs: Sequence[RunFiles], trail: dict[str, str]) -> Panel | None
     return {"title": trail["title"], "meaning": trail["meaning"], "values": [], "chart": chart}
 
 
-def _head_facts(run: RunFiles) -> str:
-    """Return what a run is, how far, how long, on what."""
+# ---- tables ---------------------------------------------------------------------------------------------
+
+
+def as_duration(seconds: float) -> str:
+    """Seconds as a person says them: 42 s, 3 min 20 s, 5 h 07 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def find_phases(run: RunFiles) -> dict[str, float]:
+    """Return the seconds of each phase, all of the run's clock together; phases without any are left out.
+
+    A phase is any perf/PHASE_seconds but those of whole steps; "outside steps" is what no step counted: the
+    start, data, exports.
+    """
+    found = (re.fullmatch(r"perf/(\w+)_seconds", name) for name in run.curves)
+    names = {match[1] for match in found if match} - {"step"}
+    told = LAYOUT["phases"]
+    order = [name for name in told if name in names] + sorted(names - told.keys())
+    phases = {
+        told.get(name, name.replace("_", " ")): sum(run.curves[f"perf/{name}_seconds"].values)
+        for name in order
+    }
+    phases["outside steps"] = run.seconds - sum(phases.values())
+    # What rounding leaves over is no phase.
+    return {name: seconds for name, seconds in phases.items() if seconds > 1e-3 * max(run.seconds, 1e-9)}
+
+
+def differing_flags(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
+    """Return {flag: its value in each run, or None} of those that are not the same in all runs."""
+    names = sorted({name for run in runs for name in run.flags} - NOT_COMPARED)
+    values = {name: [run.flags.get(name) for run in runs] for name in names}
+    return {name: of for name, of in values.items() if any(value != of[0] for value in of)}
+
+
+def data_facts(run: RunFiles) -> dict[str, str]:
+    """Return rows, tokens, what was cut, passes over the rows, and each model's parameters, where known."""
     start = run.starts()[-1] if run.starts() else {}
-    ranks, device = start.get("world_size", 1), str(start.get("device", ""))
-    memory = run.curves.get("perf/peak_memory_gib")
-    facts = [
-        LAYOUT["kinds"][run.kind],
-        run.state,
-        tables.as_duration(run.seconds) if run.seconds else "",
-        device if ranks == 1 else f"{ranks} × {device}",
-        f"peak {shown(memory.last)} GiB" if memory else "",
+    data, models = (start[n] if isinstance(start.get(n), dict) else {} for n in ("data", "parameters"))
+    counts = {name: count for name, count in data.items() if is_number(count)}
+    facts = {}
+    if num_train := counts.get("num_train"):
+        num_eval, num_truncated = counts.get("num_eval", 0), counts.get("num_truncated", 0)
+        share = 100 * num_truncated / (num_train + num_eval)
+        facts["rows to train on"] = f"{num_train:,} of {counts.get('num_raw_rows', 0):,} raw rows"
+        facts["rows held out"] = f"{num_eval:,}"
+        facts["tokens of these rows"] = f"{counts.get('num_tokens', 0):,}"
+        facts["truncated"] = f"{num_truncated:,}, {share:.1f} %"
+        if is_number(start.get("global_rows")):
+            facts["passes over the rows"] = f"{run.last_step * start['global_rows'] / num_train:.2f}"
+    learnt = [
+        join_on_steps(*(run.curves[n] for n in names)) for names in LEARNT if {*names} <= run.curves.keys()
     ]
-    return " · ".join(filter(None, facts))
+    if learnt:
+        num_tokens = sum(rate * seconds for pair in learnt for rate, seconds in zip(*pair, strict=True))
+        facts["tokens seen in training"] = f"{num_tokens:,.0f}"
+    for name, count in models.items():
+        if isinstance(count, dict) and is_number(count.get("all")) and is_number(count.get("trained")):
+            facts[f"parameters of the {name}"] = f"{count['all']:,}, {count['trained']:,} trained"
+    return facts
+
+
+def build_provenance(runs: Sequence[RunFiles]) -> Table:
+    """Return versions, device and data digest of each start; a change between them is marked."""
+    columns = []
+    for run in runs:
+        for number, start in enumerate(run.starts(), start=1):
+            names = [run.name] if len(runs) > 1 else []
+            names += [f"start {number}"] if len(run.starts()) > 1 else []
+            versions = start.get("versions")
+            facts = {told: start.get(name) for name, told in LAYOUT["start_facts"].items()}
+            facts |= versions if isinstance(versions, dict) else {}
+            texts = {name: str(fact) for name, fact in facts.items() if fact not in (None, "")}
+            columns.append((" ".join(names) or "value", texts))
+    table = join_facts(columns)
+    for row in table[1:]:
+        is_same = len({*row[1:]}) == 1 or row[0] in ("started", "from step")
+        row[1:] = [(cell, "code" if is_same else "code bad") for cell in row[1:]]
+    return table
+
+
+def join_facts(columns: Sequence[tuple[str, dict[str, str]]]) -> Table:
+    """Return a table of (head, facts by name), a column each; [] where there are no facts."""
+    names = dict.fromkeys(name for _, facts in columns for name in facts)
+    rows: Table = [[name, *(facts.get(name, MISSING) for _, facts in columns)] for name in names]
+    return [["", *(head for head, _ in columns)], *rows] if rows else []
