@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,14 +20,12 @@ from starlette.staticfiles import StaticFiles
 from common.data.example import Message
 from common.ranks.failures import first_line, kind_and_line
 from serving.answering import Answerer, Sampling
-from serving.judgement_store import JudgementStore, Pair
+from serving.judgement_store import JudgementStore, Pair, win_rates
 from serving.openai_api import add_openai_routes
 from serving.web_server import Emit, Guard, Refused, build_app, stream_from_thread
-from serving.win_rates import Outcome, duels, ratings
 
 _PAGE = Path(__file__).with_name("page")
 _OPEN_PATHS = ("/", *(f"/{path.name}" for path in _PAGE.iterdir()))
-_SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5, "both_bad": 0.5}
 
 
 @dataclass
@@ -47,22 +45,16 @@ class Judgement:
     choice: Literal["a", "b", "tie", "both_bad"]
 
 
+@dataclass
 class BlindPairs:
     """Asks models in pairs, keeps what they answer and what people think of it. Methods raise Refused."""
 
-    def __init__(
-        self,
-        models: Mapping[str, Answerer],
-        store: JudgementStore,
-        sampling: Sampling,
-        *,
-        prompts: Iterator[tuple[Sequence[Message], str]] | None = None,
-        generator: random.Random | None = None,
-    ) -> None:
-        """`models` by name; `prompts` of --data_path; `generator` chooses and shuffles the models."""
-        self.models, self.store, self.sampling, self.prompts = models, store, sampling, prompts
-        self._generator = generator or random.SystemRandom()
-        self._prompts_lock = threading.Lock()
+    models: Mapping[str, Answerer]  # by name
+    store: JudgementStore
+    sampling: Sampling
+    prompts: Iterator[tuple[Sequence[Message], str]] | None = None  # of --data_path
+    generator: random.Random = field(default_factory=random.SystemRandom)  # chooses and shuffles the models
+    _prompts_lock: threading.Lock = field(default_factory=threading.Lock)
 
     # ---- asking
 
@@ -93,10 +85,10 @@ class BlindPairs:
         met = self.store.num_answered_by_models()
         pairs = list(itertools.combinations(self.models, 2))
         least = min(met[frozenset(pair)] for pair in pairs)
-        return list(self._generator.choice([pair for pair in pairs if met[frozenset(pair)] == least]))
+        return list(self.generator.choice([pair for pair in pairs if met[frozenset(pair)] == least]))
 
     def _create(self, prompt: Sequence[Message], source: str, names: list[str]) -> Pair:
-        self._generator.shuffle(names)
+        self.generator.shuffle(names)
         for name in names:
             if name not in self.models:
                 raise Refused(422, f"{name} is not served any more; begin a new conversation")
@@ -152,17 +144,6 @@ class BlindPairs:
             shown["models"] = {"a": pair.model_a, "b": pair.model_b}
         return shown
 
-    def results(self) -> dict[str, Any]:
-        """Return ratings, duels and counts of all judgements in the database."""
-        pairs = self.store.judged()
-        outcomes = [Outcome(pair.model_a, pair.model_b, _SCORES[pair.choice or ""]) for pair in pairs]
-        return {
-            "num_judgements": len(pairs),
-            "choices": Counter(pair.choice for pair in pairs),
-            "ratings": ratings(outcomes),
-            "duels": duels(outcomes),
-        }
-
 
 def create_app(
     arena: BlindPairs, *, max_request_bytes: int, token: str = "", is_local: bool = False
@@ -193,7 +174,12 @@ def create_app(
         """Keep a judgement, and return the pair with its names."""
         return arena.view(arena.store.judge(body.pair, body.choice))
 
-    app.get("/api/results")(arena.results)
+    @app.get("/api/results")
+    def results() -> dict[str, Any]:
+        """Return what all judgements in the database amount to."""
+        pairs = arena.store.judged()
+        return {"choices": Counter(pair.choice for pair in pairs)} | win_rates(pairs)
+
     add_openai_routes(app, arena.models, arena.sampling)
     app.mount("/", StaticFiles(directory=_PAGE, html=True))
     return Guard(app, token, is_local=is_local, open_paths=_OPEN_PATHS)

@@ -1,4 +1,4 @@
-"""Pairs of answers and the judgements of people, in one SQLite file, and as training data. No torch in here.
+"""Pairs of answers and the judgements of people: in one SQLite file, as win rates, and as training data.
 
 What was accepted is on the disk before the call returns (WAL, synchronous=FULL): a crash loses nothing.
 """
@@ -7,13 +7,15 @@ import json
 import sqlite3
 import threading
 import uuid
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from common.data.example import Message
+from common.models.tensor_ops import wilson_interval
 from common.runs.durable_files import write_file
 from serving.web_server import Refused
 
@@ -47,6 +49,8 @@ CREATE TABLE IF NOT EXISTS judgements (
     judged_at TEXT NOT NULL
 ) STRICT;
 """
+_NEITHER = ("neither", "neither")
+_OUTCOMES = {"a": ("won", "lost"), "b": ("lost", "won"), "tie": _NEITHER, "both_bad": _NEITHER}
 _SELECT = (
     "SELECT id, prompt, source, model_a, model_b, answer_a, answer_b, error_a, error_b, choice"
     " FROM pairs LEFT JOIN judgements j ON pair_id = id"
@@ -166,6 +170,31 @@ def _pair(row: tuple) -> Pair:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def win_rates(pairs: Iterable[Pair]) -> dict[str, list[dict[str, Any]]]:
+    """Return rows of `models`, the best first, and of `duels` of two, by name; neither side counts apart.
+
+    A row has its name, how often the (first) model won, lost or neither, and `rate`: its share of the decided
+    pairs with Wilson's 95 % interval. Pairs are shared out evenly, so a model's own rate is fair, too.
+    """
+    models: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    duels: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for pair in pairs:
+        a, b = pair.model_a, pair.model_b
+        outcome_a, outcome_b = _OUTCOMES[pair.choice or ""]
+        models[a][outcome_a] += 1
+        models[b][outcome_b] += 1
+        duels[f"{min(a, b)} against {max(a, b)}"][outcome_a if a < b else outcome_b] += 1
+
+    def row(name: str, counts: Counter[str]) -> dict[str, Any]:
+        rate = wilson_interval(counts["won"], counts["won"] + counts["lost"])
+        return {"name": name, "rate": rate._asdict()} | {
+            key: counts[key] for key in ("won", "lost", "neither")
+        }
+
+    ranked = sorted((row(*item) for item in models.items()), key=lambda row: -(row["rate"]["value"] or 0))
+    return {"models": ranked, "duels": [row(*item) for item in sorted(duels.items())]}
 
 
 def export_pairs(store: JudgementStore, target: Path) -> Counter[str]:

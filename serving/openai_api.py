@@ -29,7 +29,6 @@ _NEUTRAL: dict[str, tuple] = {
     "response_format": ({"type": "text"},), "modalities": (["text"],), "suffix": ("",), "store": (False,),
     "parallel_tool_calls": (True, False), "top_logprobs": (0,), "service_tier": ("auto", "default"),
 }  # fmt: skip
-_SYSTEM = ("system", "developer")
 _IGNORED = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})  # they name the asker
 
 # ---- what may be asked
@@ -55,7 +54,9 @@ class _Part(_Fields):
 
 
 class _Message(_Fields):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Annotated[
+        Literal["system", "user", "assistant"], BeforeValidator(lambda r: "system" if r == "developer" else r)
+    ]
     content: Annotated[
         list[_Part], BeforeValidator(lambda c: [{"type": "text", "text": c}] if isinstance(c, str) else c)
     ]
@@ -110,7 +111,7 @@ class ChatRequest(_Request):
     def _check_roles(cls, messages: list[_Message]) -> list[_Message]:
         if not messages or messages[-1].role != "user":
             raise ValueError("they must end with one of the user, who is answered")
-        if any(message.role in _SYSTEM for message in messages[1:]):
+        if any(message.role == "system" for message in messages[1:]):
             raise ValueError("only the first may be of the system")
         return messages
 
@@ -120,9 +121,9 @@ class ChatRequest(_Request):
 
     def prompts_of(self, model: Answerer) -> list[list[int]]:
         """Return the token ids of the one conversation. Raises ValueError when its template refuses it."""
-        roles = ["system" if message.role in _SYSTEM else message.role for message in self.messages]
         texts = ["".join(part.text for part in message.content) for message in self.messages]
-        return [model.encode([Message(role, text) for role, text in zip(roles, texts, strict=True)])]
+        roles = [message.role for message in self.messages]
+        return [model.encode(list(map(Message, roles, texts)))]
 
     def choice(self, model: Answerer, prompt_ids: list[int], answer: Answer) -> dict[str, Any]:
         """Return a whole answer."""

@@ -1,13 +1,11 @@
 """What a terminal shows of answers while they are written: one after the other, or two side by side."""
 
 import contextlib
-import os
 import signal
 import sys
 import threading
 import unicodedata
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -32,17 +30,15 @@ def printable(text: str) -> str:
 def interruptible() -> Iterator[threading.Event]:
     """Give an event that Ctrl-C in the block sets, and does nothing else. For the main thread.
 
-    A second Ctrl-C, before the answer has ended, leaves the program.
+    A second Ctrl-C, before the answer has ended, does what one did before the block: it leaves the program.
     """
-    is_interrupted = threading.Event()
+    is_interrupted, before = threading.Event(), signal.getsignal(signal.SIGINT)
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if is_interrupted.is_set():
-            os.write(2, b"stopped by Ctrl-C\n")
-            os._exit(130)
+    def interrupt(*_: Any) -> None:
         is_interrupted.set()
+        signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield is_interrupted
     finally:

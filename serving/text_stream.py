@@ -2,13 +2,11 @@
 the text that a decoder gives for all tokens at once.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _HALF = "\ufffd"  # what a decoder gives for bytes that are no whole character, or none yet
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class TextStream:
     def add(self, token_ids: Sequence[int]) -> bool:
         """Take new tokens; return whether the answer shall end with them."""
         self.token_ids += token_ids
-        self._tell(self._decode(self.token_ids[: self._num_settled_tokens()]).rstrip(_HALF), is_whole=False)
+        self._tell(self._decode(self.token_ids).rstrip(_HALF), is_whole=False)
         return self.is_stopped or self.is_cancelled
 
     def finish(self) -> Answer:
@@ -72,22 +70,10 @@ class TextStream:
             text = text[: len(text) - self._num_awaiting_stop(text)]
         if not self.keeps_space:
             text = text.rstrip()
-        new = text[len(self.told) :] if text.startswith(self.told) else ""
+        new = text[len(self.told) :]
         self.told += new
         if new and self.on_text:
             self.is_cancelled = self.on_text(new)
-
-    def _num_settled_tokens(self) -> int:
-        """Return how many tokens have a text that the next ones cannot change.
-
-        A decoder of byte tokens (<0xE2>) takes a whole run of them, and gives none of its characters
-        when the run does not end with a whole one.
-        """
-        texts = self.tokenizer.convert_ids_to_tokens(self.token_ids)
-        count = len(texts)
-        while count and _BYTE_TOKEN.fullmatch(texts[count - 1]):
-            count -= 1
-        return count
 
     def _num_awaiting_stop(self, text: str) -> int:
         """Return how many characters at the end may be the beginning of a stop text."""

@@ -265,26 +265,21 @@ const percent = (share) => `${Math.round(100 * share)} %`;
 
 function showResults(results) {
   const count = (name) => results.choices[name] ?? 0;
-  $("summary").textContent = results.num_judgements
-    ? `${results.num_judgements} judgements: ${count("a") + count("b")} decided, ${count("tie")} ties, ${count("both_bad")} both bad.`
+  const numDecided = count("a") + count("b");
+  const numJudged = numDecided + count("tie") + count("both_bad");
+  $("summary").textContent = numJudged
+    ? `${numJudged} judgements: ${numDecided} decided, ${count("tie")} ties, ${count("both_bad")} both bad.`
     : "Nothing was judged yet.";
-  const lowest = Math.min(...results.ratings.map((row) => row.low)) - 20;
-  const highest = Math.max(...results.ratings.map((row) => row.high)) + 20;
-  const scale = (rating) => (rating - lowest) / (highest - lowest);
-  const ratings = results.ratings.map((row) => resultRow(
-    row.model,
-    `${Math.round(row.rating)} (${Math.round(row.low)} to ${Math.round(row.high)})`,
-    bar(scale(row.low), scale(row.high), scale(row.rating)),
-    `${row.num_judgements} judgements`,
+  const rows = (list) => list.map(({ name, rate, won, lost, neither }) => resultRow(
+    name,
+    rate.value === null ? "none decided" : `${percent(rate.value)} (${percent(rate.low)} to ${percent(rate.high)})`,
+    bar(rate.low, rate.high, rate.value, 0.5),
+    `${won} won, ${lost} lost, ${neither} neither`,
   ));
-  const duels = results.duels.map((row) => resultRow(
-    `${row.first} against ${row.second}`,
-    row.first_rate.value === null ? "none decided"
-      : `${percent(row.first_rate.value)} (${percent(row.first_rate.low)} to ${percent(row.first_rate.high)})`,
-    bar(row.first_rate.low, row.first_rate.high, row.first_rate.value, 0.5),
-    `${row.first_wins} won, ${row.second_wins} lost, ${row.ties} neither`,
-  ));
-  $("tables").replaceChildren(...section("Ratings", ratings), ...section("Win rates of decided pairs", duels));
+  $("tables").replaceChildren(
+    ...section("Win rates of decided pairs", rows(results.models)),
+    ...section("Of each two models", rows(results.duels)),
+  );
 }
 
 async function showView(name) {

@@ -108,7 +108,7 @@ def test_prompts_of_a_data_set_are_drawn_once_each(path, tmp_path):
 
 
 def test_results_count_every_judgement(client, arena):
-    empty = {"num_judgements": 0, "choices": {}, "ratings": [], "duels": []}
+    empty = {"choices": {}, "models": [], "duels": []}
     assert client.get("/api/results").json() == empty
     for choice in ("left", "left", "left", "right", "tie", "both_bad"):
         pair = arena.store.get(ask(client, text="Hi")[0]["id"])
@@ -116,10 +116,11 @@ def test_results_count_every_judgement(client, arena):
         assert judge(client, pair.id, side).status_code == 200
     ask(client, text="never judged")
     results = client.get("/api/results").json()
-    assert results["num_judgements"] == 6 and results["choices"]["tie"] == 1
+    assert sum(results["choices"].values()) == 6 and results["choices"]["tie"] == 1
     [duel] = results["duels"]
-    assert (duel["first"], duel["first_wins"], duel["second_wins"], duel["ties"]) == ("left", 3, 1, 2)
-    assert [row["model"] for row in results["ratings"]] == ["left", "right"]
+    assert duel.pop("rate")["value"] == 0.75
+    assert duel == {"name": "left against right", "won": 3, "lost": 1, "neither": 2}
+    assert [row["name"] for row in results["models"]] == ["left", "right"]
 
 
 # ---- what goes wrong
@@ -129,7 +130,7 @@ def test_a_judgement_sent_twice_counts_once(client):
     pair_id = ask(client, text="Hi")[0]["id"]
     assert judge(client, pair_id, "a").json() == judge(client, pair_id, "a").json()
     assert "which stays" in refusal(judge(client, pair_id, "b"), 409)
-    assert client.get("/api/results").json()["num_judgements"] == 1
+    assert client.get("/api/results").json()["models"][0]["won"] == 1
 
 
 def test_a_page_left_open_over_a_restart_is_judged(client, arena, path):

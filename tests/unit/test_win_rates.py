@@ -1,22 +1,17 @@
-"""Win rates and ratings by hand, and the wrong forms that must differ."""
+"""Win rates by hand, and the wrong forms that must differ."""
 
 import math
 
-import numpy
 import pytest
 
-from serving import win_rates
-from serving.win_rates import Outcome, duels, ratings, wilson_interval
-
-A_WINS, B_WINS, TIE = Outcome("a", "b", 1.0), Outcome("a", "b", 0.0), Outcome("a", "b", 0.5)
+from common.models.tensor_ops import wilson_interval
+from serving.judgement_store import Pair, win_rates
 
 
-MANY = 10**7
-
-
-def bradley_terry(counts: dict[Outcome, int]) -> dict[str, float]:
-    found = win_rates.bradley_terry(counts, numpy.array([list(counts.values())], dtype=float))
-    return {name: float(rating) for name, [rating] in found.items()}
+def judged(first: str, second: str, choices: str) -> list[Pair]:
+    """Judged pairs of two models: a, b, or t for a tie, x for both bad."""
+    names = {"t": "tie", "x": "both_bad"}
+    return [Pair("", (), "typed", first, second, choice=names.get(c, c)) for c in choices]
 
 
 def test_wilson_by_hand():
@@ -38,48 +33,13 @@ def test_wilson_at_the_ends(wins, total, low, high):
 
 
 def test_a_pair_counts_in_either_order_and_ties_are_not_decided():
-    [row] = duels([A_WINS, Outcome("b", "a", 0.0), Outcome("b", "a", 1.0), TIE, Outcome("b", "a", 0.5)])
-    rate = wilson_interval(2, 3)._asdict()
-    expected = {"first": "a", "second": "b", "first_wins": 2, "second_wins": 1, "ties": 2, "first_rate": rate}
-    assert row == expected
-    rows = duels([Outcome("c", "a", 1), A_WINS])
-    assert [(row["first"], row["second"]) for row in rows] == [("a", "b"), ("a", "c")]
-
-
-def test_three_to_one_is_191_points():
-    """p_a / p_b = 3 is the maximum: 400 log10 3 = 190.849; so many judgements outweigh the prior."""
-    found = bradley_terry({A_WINS: 3 * MANY, B_WINS: MANY})
-    assert found["a"] - found["b"] == pytest.approx(190.8485, abs=1e-3)
-    assert found["a"] + found["b"] == pytest.approx(2000)
-    halves = bradley_terry({A_WINS: 2 * MANY, TIE: 2 * MANY})
-    assert halves == pytest.approx(found), "a tie is half a win of each"
-
-
-def test_strength_goes_through_a_third_model():
-    """a : b = 2 : 1 and b : c = 4 : 1, who never met: a beats c at 8 : 1."""
-    counts = {A_WINS: 2 * MANY, B_WINS: MANY, Outcome("b", "c", 1): 4 * MANY, Outcome("c", "b", 1): MANY}
-    found = bradley_terry(counts)
-    assert found["a"] - found["c"] == pytest.approx(400 * math.log10(8), abs=1e-2)
-
-
-def test_with_the_prior_a_model_that_never_lost_has_a_rating():
-    """By symmetry p_b = 1 / p_a = 1 / x; expected wins: 3 + 1/2 = 3 x^2 / (x^2 + 1) + x / (x + 1)."""
-    found = bradley_terry({A_WINS: 3})
-    x = 10 ** ((found["a"] - 1000) / 400)
-    assert 3 * x**2 / (x**2 + 1) + x / (x + 1) == pytest.approx(3.5, abs=1e-6)
-    assert found["b"] == pytest.approx(2000 - found["a"]) and 1000 < found["a"] < 1400
-
-
-def test_ratings_come_with_intervals_that_narrow():
-    some = [A_WINS] * 6 + [B_WINS] * 4
-    few, many = some, some * 30
-    widths = []
-    for outcomes in (few, many):
-        best, worst = ratings(outcomes)
-        assert (best["model"], worst["model"]) == ("a", "b") and best["num_judgements"] == len(outcomes)
-        assert best["low"] < best["rating"] < best["high"]
-        widths.append(best["high"] - best["low"])
-    assert widths[1] < widths[0] / 3, "30 times as many judgements: about 5 times narrower"
-    assert ratings(many) == ratings(many) != ratings(many, seed=1)
-    best, worst = ratings([A_WINS] * 5)
-    assert best["low"] == pytest.approx(best["rating"]) == best["high"], "one outcome, so no width"
+    found = win_rates(judged("m", "n", "at") + judged("n", "m", "abx") + judged("o", "n", "aa"))
+    rates = {"m": (2, 3), "n": (1, 5), "o": (2, 2), "m against n": (2, 3), "n against o": (0, 2)}
+    rows = [
+        {"name": name, "won": won, "lost": decided - won, "neither": neither}
+        | {"rate": wilson_interval(won, decided)._asdict()}
+        for (name, (won, decided)), neither in zip(rates.items(), (2, 2, 0, 2, 0), strict=True)
+    ]
+    m, n, o, *of_two = rows
+    assert found == {"models": [o, m, n], "duels": of_two}
+    assert win_rates([]) == {"models": [], "duels": []}
