@@ -19,7 +19,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 from common.data.global_batches import BatchStream, GlobalBatches
 from common.data.packed_batch import collate_prompts, collate_texts
-from common.data.stage_datasets import build_data, build_pretraining
+from common.data.stage_datasets import StageData, build_data, build_pretraining
 from common.models.policy_model import language_model
 from common.programs import startup
 from common.programs.training_loop import build_logger, count_steps, save_model, take_steps
@@ -115,9 +115,14 @@ def build_trainer(
     )
 
 
-def build_run(start: PPOStart, trainer: PPOTrainer, progress: Progress) -> Run:
+def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data: StageData) -> Run:
     """Return what keeps the run, with all that moves in it. Every rank must call this."""
     roles = trainer.roles
+    rows = {
+        "--per_device_generation_batch_size x --generation_batches": prompts.global_rows,
+        "--per_device_training_batch_size x --gradient_accumulation_steps": trainer.plan.global_rows,
+    }
+    progress = Progress(data.key, rows, about_data=data.report.facts())
     parts: dict[str, Any] = {"actor": EngineState(roles.actor.model)}
     if roles.critic:
         parts["critic"] = EngineState(roles.critic.model)
@@ -136,8 +141,10 @@ def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
         progress.facts = {name: metrics[name] for name in ("objective/score", "objective/kl")}
 
     if progress.step == 0:
-        if evaluation is None or evaluation.step < 0:
-            remove_best(start.args)
+        best = Path(start.args.output_dir) / EXPORT_BEST
+        is_of_another_run = evaluation is None or evaluation.step < 0
+        if start.args.output_dir and is_of_another_run and distributed.is_main() and best.is_dir():
+            remove_folder(best)
         while evaluation and evaluation.is_due(0, run.logger.num_steps):
             judge_and_export(start, trainer, run)  # again where it was refused: the rest compares with it
             run.point(checkpoint_name(0), is_due=False)
@@ -168,13 +175,6 @@ def judge_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
         evaluation.best = best
     except ExportFailed as error:
         trainer.logger.note(f"warning: {error}; the run continues")
-
-
-def remove_best(args: PPOArguments) -> None:
-    """Remove what an earlier run in this folder has exported as its best model."""
-    folder = Path(args.output_dir) / EXPORT_BEST
-    if args.output_dir and distributed.is_main() and folder.is_dir():
-        remove_folder(folder)
 
 
 def build_metadata(
@@ -215,14 +215,9 @@ def main() -> None:
     # ---- models -----------------------------------------------------------------------------------------
     with startup.as_problem(problems), watchdog.phase("the loading of the models"):
         trainer = build_trainer(start, num_steps, prompts, held_out, pretraining)
-        rows = {
-            "--per_device_generation_batch_size x --generation_batches": prompts.global_rows,
-            "--per_device_training_batch_size x --gradient_accumulation_steps": trainer.plan.global_rows,
-        }
-        progress = Progress(data.key, rows, about_data=data.report.facts())
-        run = build_run(start, trainer, progress)
+        run = build_run(start, trainer, prompts, data)
         run.begin()  # the first to write: all models are there
-    if progress.step == 0:
+    if run.progress.step == 0:
         for line in [*data.report.lines(), *([told] if told else [])]:
             trainer.logger.note(line)
 
@@ -236,8 +231,8 @@ def main() -> None:
         trainer.rollout.scores.close()
 
     # ---- export -----------------------------------------------------------------------------------------
-    if args.output_dir and progress.facts:
-        save_all(start, trainer, progress.facts)
+    if args.output_dir and run.progress.facts:
+        save_all(start, trainer, run.progress.facts)
     trainer.logger.close()
     if too_many:
         raise too_many

@@ -17,13 +17,11 @@ from common.engine.ds_config import EngineOptions, build_config, build_engine
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
-from common.models.loading import ModelOptions, load_causal_lm
-from common.models.lora import LoraOptions, add_lora
 from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.output_head import SamplingMask, kept_tokens
 from common.models.policy_model import PolicyModel, language_model
-from common.models.value_model import ValueModel, load_value_model
-from common.programs.training_loop import runs_packed
+from common.models.value_model import ValueModel
+from common.programs.training_loop import load_policy, load_ranker, runs_packed
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
 from common.ranks.zero3 import local_shard, swapped_shards
@@ -250,15 +248,12 @@ def build_roles(
 def load_actor(args: PPOArguments, tokenizer: Any, ds_config: dict[str, Any]) -> PolicyModel:
     """Return what the actor's engine trains. Every rank must call this."""
     # Without dropout: old and new log-probabilities must agree before the first update.
-    options = ModelOptions.of(args, args.actor, ds_config, dropout=0.0)
-    model = add_lora(load_causal_lm(options, len(tokenizer)), LoraOptions.of(args, args.actor), args.seed)
-    return PolicyModel(model, num_valid_tokens=len(tokenizer), temperature=args.temperature)
+    return load_policy(args, ds_config, len(tokenizer), dropout=0.0, role=args.actor)
 
 
 def load_critic(args: PPOArguments, tokenizer: Any, ds_config: dict[str, Any]) -> ValueModel:
     """Return what the critic's engine trains, which begins as the reward model. Every rank must call this."""
-    options = ModelOptions.of(args, args.critic, ds_config, dropout=0.0)
-    return load_value_model(options, len(tokenizer), LoraOptions.of(args, args.critic), seed=args.seed)
+    return load_ranker(args, ds_config, len(tokenizer), dropout=0.0, role=args.critic)
 
 
 def sampling_options(args: PPOArguments, tokenizer: Any) -> SamplingOptions:

@@ -82,7 +82,11 @@ class Rollout:
             prompt_batches = next(prompts)
         parts, texts = [], {}
         for index, prompt_batch in enumerate(prompt_batches):
-            numbers = self._prompt_numbers(index)
+            # Prompts are numbered through the run, the same for any number of ranks.
+            global_batch = self.num_draws * self.args.generation_batches + index
+            rows = self.args.per_device_generation_batch_size
+            first = (global_batch * distributed.world_size() + distributed.rank()) * rows
+            numbers = torch.arange(first, first + rows)
             parts.append(self.sample(prompt_batch, numbers, version, self.args.num_samples_per_prompt))
             texts |= zip(numbers.tolist(), prompt_texts(prompt_batch), strict=True)
         self.num_draws += 1
@@ -97,15 +101,6 @@ class Rollout:
         with watchdog.phase("the check of the scores", clock="gather"):
             self.refuse_if_not_finite(scored)
             return in_order(scored, batch.ids)
-
-    def _prompt_numbers(self, batch: int) -> torch.Tensor:
-        """Return the numbers (rows,) int64 of a generation batch's prompts in the run's sequence of prompts,
-        which is the same for any number of ranks.
-        """
-        rows = self.args.per_device_generation_batch_size
-        batches_before = (self.num_draws * self.args.generation_batches + batch) * distributed.world_size()
-        first = (batches_before + distributed.rank()) * rows
-        return torch.arange(first, first + rows)
 
     def refuse_if_not_finite(self, batch: PackedBatch) -> None:
         """Raise StepRefused on every rank when one has NaN or infinity in its batch, or none has a score.
@@ -142,22 +137,21 @@ class Rollout:
         generation = self.roles.actor.generate(prompt_ids, prompt_mask, sample_ids, num_samples=num_samples)
         with watchdog.phase("the unpadding of the responses", clock="gather"):
             generation = type(generation)(*(x.cpu() for x in generation))
-            logprobs = (
-                generation.truncated_logprobs if self.args.replay_sampling_support else generation.logprobs
-            )
-            mask = generation.response_mask
+            replays, mask = self.args.replay_sampling_support, generation.response_mask
+            columns = {
+                "response_ids": generation.response_ids,
+                "rollout_logprobs": generation.truncated_logprobs if replays else generation.logprobs,
+                "versions": torch.full_like(generation.response_ids, version),
+                "loss_mask": mask,
+            }
             of_prompts = [ids for ids in prompts.sequences("prompt_ids") for _ in range(num_samples)]
             batch = PackedBatch.build(sample_ids.tolist(), {"prompt_ids": of_prompts})
-            batch = batch.with_key("response_ids", generation.response_ids[mask], lengths=mask.sum(1))
-            batch = batch.with_key("rollout_logprobs", logprobs[mask], like="response_ids")
-            versions = torch.full_like(batch.data["response_ids"], version)
-            batch = batch.with_key("versions", versions, like="response_ids")
-            batch = batch.with_key("loss_mask", torch.ones_like(versions).bool(), like="response_ids")
+            for key, padded in columns.items():
+                batch = batch.with_key(key, padded[mask], lengths=mask.sum(1))
             batch = batch.with_numbers("group_ids", group_ids)
             batch = batch.with_numbers("is_finished", generation.is_finished)
-            return batch.with_texts(
-                ROW_IDS, [name for name in prompts.texts(ROW_IDS) for _ in range(num_samples)]
-            )
+            row_ids = [name for name in prompts.texts(ROW_IDS) for _ in range(num_samples)]
+            return batch.with_texts(ROW_IDS, row_ids)
 
     def _score(self, micro_batches: list[PackedBatch], texts: PromptTexts) -> PackedBatch:
         """Return the micro-batches, end to end, with what all roles say of them."""

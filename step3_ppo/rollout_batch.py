@@ -23,10 +23,11 @@ the rank that trains on them, a minibatch at a time.
 # b responses of this rank, B of all, R tokens of the longest of this rank
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from safetensors.torch import load, save
 
 from common.data.global_batches import plan_micro_batches
 from common.data.packed_batch import PackedBatch
@@ -77,6 +78,20 @@ def in_order(batch: PackedBatch, ids: Sequence[int]) -> PackedBatch:
     return batch.select([row_of[sample] for sample in ids])
 
 
+def to_tensors(batch: PackedBatch) -> dict[str, torch.Tensor]:
+    """Return a batch as named tensors of its own, which a file can hold and a rank can send."""
+    tensors = {"ids": torch.tensor(batch.ids, dtype=torch.int64)}
+    for key in batch.data:
+        tensors[f"{key}:data"], tensors[f"{key}:lengths"] = batch.data[key], batch.lengths[key]
+    return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}  # keys may share memory
+
+
+def from_tensors(tensors: Mapping[str, torch.Tensor], keys: Iterable[str]) -> PackedBatch:
+    """Return the batch with these keys that `to_tensors` gave."""
+    data, lengths = ({key: tensors[f"{key}:{part}"] for key in keys} for part in ("data", "lengths"))
+    return PackedBatch(tuple(tensors["ids"].tolist()), data, lengths)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # What ranks tell each other
 # ---------------------------------------------------------------------------------------------------------
@@ -113,37 +128,14 @@ def exchange_rows(batch: PackedBatch, wanted: Sequence[Sequence[int]]) -> Packed
         return in_order(batch, mine)
     held = set(batch.ids)
     parts = [in_order(batch, [sample for sample in ids if sample in held]) for ids in wanted]
-    received = distributed.all_to_all([_to_bytes(part) for part in parts])
-    return in_order(PackedBatch.concat([_from_bytes(part, batch) for part in received]), mine)
+    sent = [torch.frombuffer(bytearray(save(to_tensors(part))), dtype=torch.uint8) for part in parts]
+    received = [load(data.numpy().tobytes()) for data in distributed.all_to_all(sent)]
+    return in_order(PackedBatch.concat([from_tensors(part, batch.data) for part in received]), mine)
 
 
 def send_to_main(batch: PackedBatch, ids: Sequence[int]) -> PackedBatch:
     """Return the rows with these sample ids on the first rank, none on others. Every rank must call this."""
     return exchange_rows(batch, [ids if rank == 0 else () for rank in range(distributed.world_size())])
-
-
-def _to_bytes(batch: PackedBatch) -> torch.Tensor:
-    """Return a batch as (n,) uint8: number of rows, ids, lengths and data by key."""
-    header = torch.tensor([len(batch), *batch.ids])
-    keys = sorted(batch.data)
-    columns = [header, *(batch.lengths[key] for key in keys), *(batch.data[key] for key in keys)]
-    return torch.cat([column.contiguous().view(torch.uint8) for column in columns])
-
-
-def _from_bytes(data: torch.Tensor, like: PackedBatch) -> PackedBatch:
-    """Undo `_to_bytes` of a batch that has the keys and dtypes of `like`."""
-    position = 0
-
-    def take(count: int, dtype: torch.dtype) -> torch.Tensor:
-        nonlocal position
-        start, position = position, position + count * dtype.itemsize
-        return data[start:position].clone().view(dtype)
-
-    num_rows = int(take(1, torch.int64))
-    ids, keys = take(num_rows, torch.int64).tolist(), sorted(like.data)
-    lengths = {key: take(num_rows, torch.int64) for key in keys}
-    columns = {key: take(int(lengths[key].sum()), like.data[key].dtype) for key in keys}
-    return PackedBatch(tuple(ids), {key: columns[key] for key in like.data}, lengths)
 
 
 def replace_rows(

@@ -124,29 +124,25 @@ def check_evaluation(
             f"--keep_best {args.keep_best} is no number of this run's evaluations of which more is better; "
             f"choose from {', '.join(known)}"
         )
-    for name in ("eval_interval", "keep_best"):
-        value = getattr(args, name)
-        problems.check(
-            not value or args.eval_prompts != 0,
-            f"--{name} {value} needs an evaluation, and --eval_prompts 0 has none; give it a number",
-        )
+    problems.check(
+        args.eval_prompts > 0 or not (args.keep_best or args.eval_interval),
+        "--keep_best and --eval_interval need an evaluation, and --eval_prompts 0 has none; give it a number",
+    )
 
 
 def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems) -> None:
     """Add the problems of flags that the algorithm cannot do without, or cannot do with."""
     name = f"--algorithm {algorithm.name}"
     num_samples = args.num_samples_per_prompt
-    if algorithm.needs_group and num_samples < 2:
+    rounds = args.dynamic_sampling_rounds
+    of_groups = [name] if algorithm.needs_group else []
+    of_groups += ["--adv_norm group"] if args.adv_norm == "group" else []
+    of_groups += [f"--dynamic_sampling_rounds {rounds}"] if rounds else []
+    for flag in of_groups if num_samples < 2 else ():
         problems.add(
-            f"{name} compares the responses to one prompt: --num_samples_per_prompt {num_samples} must be 2 "
+            f"{flag} compares the responses to one prompt: --num_samples_per_prompt {num_samples} must be 2 "
             "or more"
         )
-    for flag, value in (("adv_norm", args.adv_norm == "group"), ("dynamic_sampling_rounds", True)):
-        if value and getattr(args, flag) and num_samples < 2:
-            problems.add(
-                f"--{flag} {getattr(args, flag)} looks at groups of responses to one prompt: "
-                f"--num_samples_per_prompt {num_samples} must be 2 or more"
-            )
     if algorithm.needs_critic and not args.critic_model_name_or_path:
         problems.add(f"{name} has a critic: give --critic_model_name_or_path, the export/ of step 2")
     if args.truncated == "bootstrap" and not algorithm.needs_critic:
@@ -199,10 +195,8 @@ def check_models(
     args: PPOArguments, algorithm: Algorithm | None, rewards: list[RewardSpec], problems: Problems
 ) -> Any:
     """Return the actor's tokenizer, or None after adding what is wrong with one of the models."""
-    num_tokens = args.max_prompt_seq_len + args.max_answer_seq_len
-    lengths = (
-        f"--max_prompt_seq_len {args.max_prompt_seq_len} + --max_answer_seq_len {args.max_answer_seq_len}"
-    )
+    prompt, answer = args.max_prompt_seq_len, args.max_answer_seq_len
+    lengths = f"--max_prompt_seq_len {prompt} + --max_answer_seq_len {answer}"
     needs_critic = algorithm is None or algorithm.needs_critic
     critic = args.critic_model_name_or_path if needs_critic else ""
     found = [("actor", "--actor_model_name_or_path", args.actor_model_name_or_path, args.actor)]
@@ -211,24 +205,24 @@ def check_models(
     # The critic scores too by default, and is looked at once.
     scorers = [spec.target for spec in rewards if spec.kind == "model" and spec.target != critic]
     found += [("reward", flag, name, None) for name in scorers]
-    tokenizers: list[tuple[str, str, Any]] = []
+    actor = None  # its tokenizer
     for role, flag, name, flags in found:
         config = startup.check_model(flag, name, args, problems)
         if config is None:
             continue
-        startup.check_length(config, num_tokens, f"{lengths} ({role})", problems)
-        if role == "actor":
-            check_hybrid(args, config, problems)
+        startup.check_length(config, prompt + answer, f"{lengths} ({role})", problems)
         if flags and flags.lora_dim:
             startup.check_lora(f"--{role}_lora_module_name", config, flags.lora_module_name, args, problems)
-        tokenizers.append((flag, name, startup.check_tokenizer(flag, name, args, problems)))
+        tokenizer = startup.check_tokenizer(flag, name, args, problems)
+        if role == "actor":
+            check_hybrid(args, config, problems)
+            actor = tokenizer
+            continue
         # With --reward its models are checked with it, and a critic may begin with a new head.
-        if role != "actor" and not args.reward and not has_saved_head(name):
+        if not args.reward and not has_saved_head(name):
             problems.add(
                 f"{flag} {name} is no reward model (it has no score head); give the export/ of step 2"
             )
-    actor = next((t for flag, _, t in tokenizers if flag == "--actor_model_name_or_path"), None)
-    for flag, name, tokenizer in tokenizers:
         difference = actor and tokenizer and vocabulary_difference(actor, tokenizer)
         if difference:
             problems.add(

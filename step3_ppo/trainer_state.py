@@ -18,6 +18,7 @@ from common.data.packed_batch import PackedBatch
 from common.ranks import distributed
 from common.ranks.zero3 import local_shard, swapped_shards
 from common.runs.saved_state import Stateful, TensorReader, TensorSlice
+from step3_ppo.rollout_batch import from_tensors, to_tensors
 
 MIN_VARIANCE = 1e-5  # of returns: equal ones are not divided by 0
 
@@ -143,11 +144,8 @@ class TrainerState(Stateful):
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """Give the rows that this rank holds."""
         for name, batch in self._batches().items():
-            prefix = f"{name}:{distributed.rank()}"
-            yield TensorSlice(f"{prefix}:ids", 0, torch.tensor(batch.ids, dtype=torch.int64))
-            for key in batch.data:  # columns may share their memory, which a file's slices must not
-                yield TensorSlice(f"{prefix}:{key}:data", 0, batch.data[key].clone())
-                yield TensorSlice(f"{prefix}:{key}:lengths", 0, batch.lengths[key].clone())
+            for key, tensor in to_tensors(batch).items():
+                yield TensorSlice(f"{name}:{distributed.rank()}:{key}", 0, tensor)
 
     def json_state(self) -> dict[str, Any]:
         """Return the rest."""
@@ -193,13 +191,7 @@ def _read_rows(reader: TensorReader, name: str, keys: list[str], num_ranks: int)
         rows = range(max(begin - first, 0), max(min(end - first, num_here), 0))
         first += num_here
         if len(rows):
-            parts.append(_read_batch(reader, f"{name}:{rank}", keys).select(rows))
+            names = ["ids", *(f"{key}:{part}" for key in keys for part in ("data", "lengths"))]
+            tensors = {key: reader.read(f"{name}:{rank}:{key}") for key in names}
+            parts.append(from_tensors(tensors, keys).select(rows))
     return PackedBatch.concat(parts)
-
-
-def _read_batch(reader: TensorReader, prefix: str, keys: list[str]) -> PackedBatch:
-    ids = reader.read(f"{prefix}:ids").tolist()
-    data, lengths = (
-        {key: reader.read(f"{prefix}:{key}:{part}") for key in keys} for part in ("data", "lengths")
-    )
-    return PackedBatch(tuple(ids), data, lengths)

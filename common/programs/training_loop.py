@@ -78,20 +78,25 @@ def build_global_batches(args: Any, dataset: Any, collate: Callable, columns: Se
 
 
 def load_policy(
-    args: Any, ds_config: dict[str, Any], num_tokens: int, *, dropout: float | None
+    args: Any, ds_config: dict[str, Any], num_tokens: int, *, dropout: float | None, role: Any = None
 ) -> PolicyModel:
-    """Return the chat model that a single-model program trains. Every rank must call this."""
-    options = ModelOptions.of(args, args, ds_config, dropout=dropout)
-    model = load_causal_lm(options, num_tokens)
-    return PolicyModel(add_lora(model, LoraOptions.of(args, args), args.seed), num_valid_tokens=num_tokens)
+    """Return the chat model that an engine trains. Every rank must call this.
+
+    `role` has the flags of the model itself: `args.actor` in step 3, else `args`.
+    """
+    role = role or args
+    model = load_causal_lm(ModelOptions.of(args, role, ds_config, dropout=dropout), num_tokens)
+    model = add_lora(model, LoraOptions.of(args, role), args.seed)
+    return PolicyModel(model, num_valid_tokens=num_tokens, temperature=getattr(args, "temperature", 1.0))
 
 
 def load_ranker(
-    args: Any, ds_config: dict[str, Any], num_tokens: int, *, dropout: float | None
+    args: Any, ds_config: dict[str, Any], num_tokens: int, *, dropout: float | None, role: Any = None
 ) -> ValueModel:
-    """Return the reward model that a single-model program trains. Every rank must call this."""
-    options = ModelOptions.of(args, args, ds_config, dropout=dropout)
-    return load_value_model(options, num_tokens, LoraOptions.of(args, args), seed=args.seed)
+    """Return the reward model, or critic, that an engine trains; see `load_policy`."""
+    role = role or args
+    options = ModelOptions.of(args, role, ds_config, dropout=dropout)
+    return load_value_model(options, num_tokens, LoraOptions.of(args, role), seed=args.seed)
 
 
 def count_steps(args: Any, steps_per_epoch: int) -> int:
