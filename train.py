@@ -5,39 +5,29 @@ python train.py --actor-model facebook/opt-1.3b --deployment-type single_node
 python train.py --actor-model Qwen/Qwen2.5-0.5B --data_path pairs.jsonl --output-dir output/mine
 
 A step is run by the launch script of its model, or where there is none by training_scripts/run.sh. The same
-command resumes where it stopped. Flags may be written with - or _.
+command resumes where it stopped. Last comes report.html, curves and samples of all steps. Flags may be
+written with - or _.
 """
 
-import json
 import os
 import re
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from common.flags.args import Problems, flag, parse_args
 from common.flags.problems import has_hub_form
 from common.runs.run_files import REPORT
-from tools.report.run_reader import NoRun, read_run
 from tools.until_done import STOPPED, run_group
 from training_scripts.launch_table import DEPLOYMENTS, STEPS, default_of, find_script, hub_name
 
 ROOT = Path(__file__).resolve().parent
 BAD_INPUT = 2  # as they leave when they have refused what they were given
-LOG_FILE = "train.log"
 # DeepSpeed-Chat's words for a model are sizes of OPT.
-SIZES = {
-    size: f"facebook/opt-{size}" for size in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
-}
+SIZES = {s: f"facebook/opt-{s}" for s in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")}
 RUN = "training_scripts/run.sh"  # for a model without a script of its own
-STEP_WORDS = {1: "sft", 2: "reward", 3: "ppo"}  # as it calls them
-SHOWN = {  # what of a step's metrics the summary shows: the first number and the last
-    1: ("sft/eval_perplexity", "sft/loss"),
-    2: (*(f"reward/eval_{n}" for n in ("accuracy", "accuracy_low", "accuracy_high", "pairs")), "reward/loss"),
-    3: ("eval/score", "eval/win_rate", "objective/score", "objective/kl"),
-}
 
 
 @dataclass
@@ -144,9 +134,9 @@ def build_launch(args: TrainArguments, step: int) -> Launch:
     actor, reward = args.actor_model, args.reward_model
     model = {1: actor, 2: reward, 3: actor}[step]
     script = find_script(step, args.deployment_type, model, reward if step == 3 else "")
-    words = (
-        [str(script.relative_to(ROOT))] if script else [RUN, STEP_WORDS[step], model, args.deployment_type]
-    )
+    words = [RUN, {1: "sft", 2: "reward", 3: "ppo"}[step], model, args.deployment_type]
+    if script:
+        words = [str(script.relative_to(ROOT))]
     variables = {"OUTPUT_DIR": str(step_folder(args, step))}
     if args.num_gpus:
         variables["NUM_GPUS"] = str(args.num_gpus)
@@ -154,16 +144,17 @@ def build_launch(args: TrainArguments, step: int) -> Launch:
         variables["HOSTFILE"] = str(Path(args.hostfile).absolute())
     if step == 3:
         variables |= {"ACTOR_MODEL": str(export_of(args, 1)), "CRITIC_MODEL": str(export_of(args, 2))}
-    return Launch(["bash", *words, *_more_flags(args, step)], variables)
-
-
-def _more_flags(args: TrainArguments, step: int) -> list[str]:
-    """Return the user's flags of a step: they stand last, and win."""
-    words = ["--data_path", *args.data_path] if args.data_path else []
-    names = {1: ("zero_stage", ""), 2: ("", "zero_stage"), 3: ("actor_zero_stage", "critic_zero_stage")}[step]
-    for name, stage in zip(names, (args.actor_zero_stage, args.reward_zero_stage), strict=True):
-        words += [f"--{name}", stage] if name and stage else []
-    return words + shlex.split({1: args.sft_flags, 2: args.reward_flags, 3: args.ppo_flags}[step])
+    # The user's flags stand last, and win.
+    words += ["--data_path", *args.data_path] if args.data_path else []
+    actor_flag, reward_flag = {3: ("--actor_zero_stage", "--critic_zero_stage")}.get(
+        step, ("--zero_stage",) * 2
+    )
+    if args.actor_zero_stage and step != 2:
+        words += [actor_flag, args.actor_zero_stage]
+    if args.reward_zero_stage and step != 1:
+        words += [reward_flag, args.reward_zero_stage]
+    words += shlex.split({1: args.sft_flags, 2: args.reward_flags, 3: args.ppo_flags}[step])
+    return Launch(["bash", *words], variables)
 
 
 def run_launch(launch: Launch) -> int:
@@ -173,40 +164,24 @@ def run_launch(launch: Launch) -> int:
     return STOPPED if was_asked and code else code
 
 
-# ---- what is kept, and shown ----------------------------------------------------------------------------
-
-
-def summarise(args: TrainArguments) -> dict[str, Any]:
-    """Print what the steps made, a line each, and return it: some metrics, their first number and last."""
-    summary = {}
-    print("\nstep           result")
-    for step in (1, 2, 3):
-        name, folder = STEPS[step - 1], step_folder(args, step)
-        if not (folder / "export").exists():
-            continue
-        try:
-            curves = read_run(folder).curves
-        except NoRun:
-            curves = {}
-        results = {n: [curves[n].values[0], curves[n].last] for n in SHOWN[step] if n in curves}
-        summary[name] = {"export": str(folder / "export"), "results": results}
-        shown = ", ".join(f"{key} {first:.4g} -> {last:.4g}" for key, (first, last) in results.items())
-        print(f"{name:<13}  {shown or 'no metrics'}\n{'':15}{folder / 'export'}")
+def report(args: TrainArguments) -> None:
+    """Print where the exports of the steps are, and write one report on all of them."""
     from tools.report.page import write_report  # matplotlib is slow to import
 
-    report = Path(args.output_dir).absolute() / REPORT
+    exports = [export_of(args, step) for step in (1, 2, 3) if export_of(args, step).exists()]
+    page = Path(args.output_dir).absolute() / REPORT
+    print("\n" + "\n".join(f"export: {export}" for export in exports))
     try:
-        write_report([step_folder(args, step) for step in (1, 2, 3) if STEPS[step - 1] in summary], report)
-        print(f"\ncurves, samples, configuration: {report}")
+        write_report([export.parent for export in exports], page)
+        print(f"curves, samples, configuration: {page}")
     except OSError as error:
-        print(f"note: {report} cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"note: {page} cannot be written: {error.strerror}", file=sys.stderr)
     if 3 in args.step:
         print(f"talk to it: python chat.py {export_of(args, 3)}")
-    return summary
 
 
 def main() -> None:
-    """Check, run the steps that are asked for, sum up."""
+    """Check, run the steps that are asked for, report."""
     problems = Problems()
     words = [_with_underscores(word) for word in sys.argv[1:]]
     args = parse_args(TrainArguments, words, description=__doc__.splitlines()[0], problems=problems)
@@ -214,19 +189,15 @@ def main() -> None:
     for step in args.step:
         launch = build_launch(args, step)
         print(f"---- step {step}: {launch}", flush=True)
-        if args.dry_run:
-            continue
-        step_folder(args, step).mkdir(parents=True, exist_ok=True)
-        code = run_launch(launch)
+        code = 0 if args.dry_run else run_launch(launch)
         if code:
             how = "was stopped" if code == STOPPED else f"ended with exit code {code}"
-            log = step_folder(args, step) / LOG_FILE
+            log = step_folder(args, step) / "train.log"
             then = "mend what its message names, then give" if code == BAD_INPUT else "resume it by"
             print(f"step {step} {how}; its output is in {log}; {then} the same command", file=sys.stderr)
             raise SystemExit(code)
     if not args.dry_run:
-        summary = summarise(args)
-        (Path(args.output_dir) / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        report(args)
 
 
 def _with_underscores(word: str) -> str:

@@ -1,6 +1,5 @@
-"""train.py on tiny models: three steps, stopped in the second, gone on with, summed up."""
+"""train.py on tiny models: three steps, stopped in the second, gone on with, reported."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -47,9 +46,8 @@ def test_three_steps_with_a_stop(tiny, tmp_path):
     assert "has finished: 3 steps" in done.stdout and "resumes from" in done.stdout
     assert len(read_curve(output / "step2_reward", "reward/loss")) == num_done + 1
     assert len(read_curve(output / "step3_ppo", "objective/score")) == 2  # an epoch of the prompts
-    summary = json.loads((output / "summary.json").read_text())
-    assert list(summary) == ["step1_sft", "step2_reward", "step3_ppo"]
-    assert "objective/score" in summary["step3_ppo"]["results"]
+    for step in ("step1_sft", "step2_reward", "step3_ppo"):
+        assert f"export: {output}/{step}/export" in done.stdout
     assert done.stdout.splitlines()[-1] == f"talk to it: python chat.py {output}/step3_ppo/export"
     assert "objective/score" in (output / "report.html").read_text()
     AutoModelForCausalLM.from_pretrained(output / "step3_ppo/export")

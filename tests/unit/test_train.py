@@ -1,6 +1,5 @@
 """train.py: which script or program runs a step, what is handed over, and what is refused."""
 
-import json
 import os
 import shlex
 import shutil
@@ -30,11 +29,6 @@ def launches(*words):
     return [train.build_launch(args, step) for step in args.step]
 
 
-def export(folder):
-    (folder / "export").mkdir(parents=True)
-    (folder / "export" / "config.json").write_text("{}")
-
-
 def test_scripts_of_known_models_and_the_hand_over(tmp_path):
     sft, reward, ppo = launches("--actor_model", "1.3b", "--reward_model", "350m", "--output_dir", "out")
     assert [launch.words for launch in (sft, reward, ppo)] == [
@@ -52,6 +46,10 @@ def test_scripts_of_known_models_and_the_hand_over(tmp_path):
         "ACTOR_MODEL": str(out / "step1_sft/export"),
         "CRITIC_MODEL": str(out / "step2_reward/export"),
     }
+    for step in ("step1_sft", "step2_reward"):  # step 3 alone takes what is there
+        (out / step / "export").mkdir(parents=True)
+        (out / step / "export/config.json").write_text("{}")
+    assert launches("--actor_model", "1.3b", "--output_dir", "out", "--step", "3") == [ppo]
 
 
 def reward_model_of(*words):
@@ -75,9 +73,10 @@ def test_the_reward_model_fits_the_actor(tmp_path, tiny_model_folder, make_token
     assert reward_model_of(*words, "--step", "1", "2").endswith("/other")
 
 
-@pytest.mark.parametrize(("code", "said"), [(2, "mend what its message names, then"), (4, "resume it by")])
+@pytest.mark.parametrize(("code", "said"), [(2, "mend what its message names, then"), (137, "resume it by")])
 def test_what_to_do_after_a_step_that_failed(code, said, monkeypatch, capsys):
-    monkeypatch.setattr(train, "run_launch", lambda launch: code)
+    failing = train.Launch(["bash", "-c", "kill -9 $$" if code == 137 else f"exit {code}"], {})
+    monkeypatch.setattr(train, "build_launch", lambda *_: failing)
     monkeypatch.setattr(sys, "argv", ["train.py", "--step", "1"])
     with pytest.raises(SystemExit) as left:
         train.main()
@@ -134,12 +133,6 @@ def test_bad_input(words, message, capsys):
     assert left.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_later_step_alone_takes_what_is_there(tmp_path):
-    export(tmp_path / "output/step1_sft"), export(tmp_path / "output/step2_reward")
-    [ppo] = launches("--step", "3")
-    assert ppo.variables["ACTOR_MODEL"] == str(tmp_path / "output/step1_sft/export")
-
-
 def test_dry_run_prints_commands_that_a_shell_takes(tmp_path, monkeypatch, capsys):
     """Dashes are as good as underscores, in names only."""
     words = ["--actor-model", "1.3b", "--output-dir=my-out put", "--step", "1", "--dry-run"]
@@ -151,11 +144,6 @@ def test_dry_run_prints_commands_that_a_shell_takes(tmp_path, monkeypatch, capsy
     assert list(tmp_path.iterdir()) == []
 
 
-def test_exit_codes():
-    for code, command in ((3, "exit 3"), (137, "kill -9 $$")):
-        assert train.run_launch(train.Launch(["bash", "-c", command], {})) == code
-
-
 def test_a_signal_is_passed_on_and_its_end_waited_for(tmp_path):
     """In a process of its own: this one may watch for signals already, after other tests."""
     step = "trap 'sleep 0.3; touch $SAVED; exit 75' TERM; kill -TERM $PPID; while :; do sleep 0.05; done"
@@ -165,20 +153,3 @@ def test_a_signal_is_passed_on_and_its_end_waited_for(tmp_path):
     done = subprocess.run(command, cwd=train.ROOT, env=environment, timeout=60, capture_output=True)
     assert done.returncode == train.STOPPED, done.stderr
     assert (tmp_path / "saved").exists()
-
-
-def test_the_summary(tmp_path, capsys):
-    folder = tmp_path / "output/step1_sft"
-    export(folder)
-    rows = [{"step": 0, "sft/eval_perplexity": 40.0}, {"step": 1, "sft/loss": 3.5}]
-    rows += [
-        {"step": 2, "sft/loss": None},
-        {"step": 3, "sft/loss": 2.5},
-        {"step": 3, "sft/eval_perplexity": 12.0},
-    ]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "metrics.jsonl").write_text(text + '{"step": 4, "sft/lo')  # killed while it wrote
-    args = train.TrainArguments(step=[1])
-    summary = train.summarise(args)
-    assert summary["step1_sft"]["results"] == {"sft/eval_perplexity": [40.0, 12.0], "sft/loss": [3.5, 2.5]}
-    assert "step1_sft      sft/eval_perplexity 40 -> 12, sft/loss 3.5 -> 2.5" in capsys.readouterr().out
