@@ -10,7 +10,7 @@ import pytest
 
 from common.flags.args import Problems, TokenizerArguments, field_type, parse_args
 from common.flags.other_names import OLDER_NAMES, REMOVED, SWITCHES
-from common.flags.problems import no_effect_notes
+from common.flags.problems import is_usable, no_effect_notes
 from docs.make_configuration import find_programs
 from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
@@ -197,5 +197,18 @@ def test_a_flag_that_does_nothing_without_another_says_so(program):
             assert no_effect_notes(dataclasses.replace(unmet, **{name: met}), words) == []
 
 
-def test_step_3_keeps_to_about_a_hundred_flags():
-    assert len(dataclasses.fields(PPOArguments)) <= 115
+def test_what_cannot_be_used_is_refused():
+    for usable in (2**53, 3.4e38, "x" * 255, "http://h/?" + "q" * 500):
+        assert is_usable(usable)
+    for value in (2**53 + 1, 1e39, float("nan"), "\u00e4" * 128, "a/" * 2048, "a\x00", "ab\udcff"):
+        assert not is_usable(value)
+
+
+def test_negative_values_of_every_form_are_values():
+    words = "--truncated -1e-3 --entropy_coef -.5 --reward -2*model:a model:b"
+    problems = Problems()
+    line = ["--actor_model_name_or_path", "m", *words.split()]
+    args = parse_args(PPOArguments, line, problems=problems)
+    assert problems.messages == []
+    assert (args.truncated, args.entropy_coef) == ("-1e-3", -0.5)
+    assert args.reward == ["-2*model:a", "model:b"]
