@@ -54,7 +54,7 @@ class Run:
         parts: Mapping[str, Stateful],
     ) -> None:
         self.args, self.earlier, self.logger, self.progress = args, earlier, logger, progress
-        self.bad_steps = BadSteps(args.output_dir, args.max_bad_steps, logger)
+        self.bad_steps = BadSteps()
         own = {"progress": progress, "bad_steps": self.bad_steps, "random": RandomState(), "log": logger}
         self.parts = dict(parts) | own
         self.folder = Path(args.output_dir) if args.output_dir else None
@@ -143,12 +143,21 @@ class Run:
             self.logger.note(f"warning: {text}; the run continues")
 
     def refuse(self, step: int, error: StepRefused, name: str) -> None:
-        """Count a refused step; one too many raises TooManyBadSteps, with the state saved under `name`."""
-        try:
-            self.bad_steps.refuse(step, error)
-        except TooManyBadSteps:
+        """Count a refused step and keep its batch. Every rank must call this, for the same step.
+
+        One too many raises TooManyBadSteps, with the error as its cause and the state saved under `name`.
+        """
+        self.bad_steps.count += 1
+        count, where = self.bad_steps.count, ""
+        if self.folder:
+            file = f"step-{step:06d}-{count:03d}-rank-{distributed.rank():05d}.jsonl"
+            where = _write_batches(self.folder / BAD_BATCHES / file, step, error)
+        self.logger.note(f"step {step} refused: {error}{where}")
+        self.logger.log_event(step, {"perf/bad_steps": count})
+        if count > self.args.max_bad_steps:
             self._save(name)
-            raise
+            told = f"skipped {count} steps, --max_bad_steps allows {self.args.max_bad_steps}"
+            raise TooManyBadSteps(f"{error}\n{told}") from error
 
     def finish(self) -> None:
         """Note that nothing is left to do: all exports are written."""
@@ -161,35 +170,7 @@ class Run:
 class BadSteps(Stateful):
     """How many steps were refused, over the whole run: a part of a checkpoint."""
 
-    def __init__(self, output_dir: str, max_bad_steps: int, logger: RunLogger) -> None:
-        self.folder = Path(output_dir) / BAD_BATCHES if output_dir else None
-        self.max_bad_steps, self.logger, self.count = max_bad_steps, logger, 0
-
-    def refuse(self, step: int, error: StepRefused) -> None:
-        """Count a refused step and keep its batch. Every rank must call this, for the same step.
-
-        Raises TooManyBadSteps, with the error as its cause.
-        """
-        self.count += 1
-        where = self._write(step, error) if self.folder else ""
-        self.logger.note(f"step {step} refused: {error}{where}")
-        self.logger.log_event(step, {"perf/bad_steps": self.count})
-        if self.count > self.max_bad_steps:
-            raise TooManyBadSteps(
-                f"{error}\nskipped {self.count} steps, --max_bad_steps allows {self.max_bad_steps}"
-            ) from error
-
-    def _write(self, step: int, error: StepRefused) -> str:
-        """Write this rank's batches as JSON lines, null for NaN and infinity; return where they are."""
-        path = self.folder / f"step-{step:06d}-{self.count:03d}-rank-{distributed.rank():05d}.jsonl"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(json_line({"step": step, "reason": str(error)}))
-                file.writelines(json_line(row) for batch in error.batches for row in _rows(batch))
-        except OSError as failure:
-            return f"; its batch could not be written to {path} ({failure.strerror})"
-        return f"; its batch is in {path}"
+    count = 0
 
     def json_state(self) -> dict[str, Any]:
         """Return the count."""
@@ -198,6 +179,18 @@ class BadSteps(Stateful):
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
         """Resume counting."""
         self.count = state["count"]
+
+
+def _write_batches(path: Path, step: int, error: StepRefused) -> str:
+    """Write this rank's batches as JSON lines, null for NaN and infinity; return where they are."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(json_line({"step": step, "reason": str(error)}))
+            file.writelines(json_line(row) for batch in error.batches for row in _rows(batch))
+    except OSError as failure:
+        return f"; its batch could not be written to {path} ({failure.strerror})"
+    return f"; its batch is in {path}"
 
 
 def _rows(batch: PackedBatch) -> Iterator[dict[str, Any]]:

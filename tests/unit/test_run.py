@@ -17,16 +17,19 @@ from common.data.packed_batch import ROW_IDS, PackedBatch, collate_pairs, collat
 from common.data.token_cache import DataReport
 from common.ranks import distributed
 from common.ranks.failures import StepRefused, TooManyBadSteps
-from common.runs import run
-from common.runs.run import BadSteps, StopRequest, describe_run
+from common.runs import run as run_module
+from common.runs.checkpoints import find_checkpoints
+from common.runs.resume import EarlierRun
+from common.runs.run import Run, StopRequest, describe_run
 from common.runs.saved_state import Progress, Stateful, TensorReader
 from step1_sft.arguments import SFTArguments
 
 # ---- Refused steps
 
 
-def build(folder, most: int = 3) -> BadSteps:
-    return BadSteps(str(folder), most, start_logger(folder))
+def build(folder, most: int = 3) -> Run:
+    args = SFTArguments(model_name_or_path="m", output_dir=str(folder), max_bad_steps=most)
+    return Run(args, EarlierRun(), start_logger(folder), Progress("", {}), {})
 
 
 def rows_of(path) -> list[dict]:
@@ -38,11 +41,13 @@ def metrics(folder) -> list[tuple[int, int]]:
 
 
 def test_refused_steps_are_counted_and_the_one_too_many_ends_the_run(tmp_path, capsys):
-    bad_steps, errors = build(tmp_path, most=2), [StepRefused(f"loss {i} is NaN") for i in range(3)]
-    bad_steps.refuse(4, errors[0])
-    bad_steps.refuse(7, errors[1])
+    run, errors = build(tmp_path, most=2), [StepRefused(f"loss {i} is NaN") for i in range(3)]
+    run.refuse(4, errors[0], "step-000004")
+    run.refuse(7, errors[1], "step-000007")
     with pytest.raises(TooManyBadSteps, match="loss 2 is NaN\nskipped 3 steps, --max_bad_steps allows 2"):
-        bad_steps.refuse(7, errors[2])
+        run.refuse(7, errors[2], "step-000007")
+    (saved,), _ = find_checkpoints(tmp_path)
+    assert saved.folder.name == "step-000007" and saved.meta["numbers"]["bad_steps"] == {"count": 3}
     assert metrics(tmp_path) == [(4, 1), (7, 2), (7, 3)]
     files = sorted(path.name for path in (tmp_path / "bad_batches").iterdir())
     assert files == [f"step-00000{step}-00{n}-rank-00000.jsonl" for n, step in enumerate((4, 7, 7), 1)]
@@ -52,11 +57,10 @@ def test_refused_steps_are_counted_and_the_one_too_many_ends_the_run(tmp_path, c
 
 def test_the_count_goes_on_where_a_checkpoint_left_it(tmp_path):
     first, second = build(tmp_path, most=1), build(tmp_path, most=1)
-    first.refuse(1, StepRefused("no"))
-    assert list(first.tensor_slices()) == []
-    second.load(TensorReader([]), json.loads(json.dumps(first.json_state())))
+    first.refuse(1, StepRefused("no"), "")
+    second.bad_steps.load(TensorReader([]), first.bad_steps.json_state())
     with pytest.raises(TooManyBadSteps, match="skipped 2 steps"):
-        second.refuse(2, StepRefused("no"))
+        second.refuse(2, StepRefused("no"), "step-000002")
 
 
 def test_the_batch_of_a_refused_step_is_written_sequence_by_sequence(tmp_path, monkeypatch):
@@ -67,7 +71,7 @@ def test_the_batch_of_a_refused_step_is_written_sequence_by_sequence(tmp_path, m
     }
     first = PackedBatch.build(("a", "b"), columns).with_texts(ROW_IDS, ["f:1", "ä:2"])
     second = PackedBatch.build(("c",), {"ids": [torch.tensor([5, 6])]})
-    build(tmp_path).refuse(12, StepRefused("why", [first, second]))
+    build(tmp_path).refuse(12, StepRefused("why", [first, second]), "")
     (file,) = (tmp_path / "bad_batches").iterdir()
     assert file.name == "step-000012-001-rank-00003.jsonl"
     head, a, b, c = rows_of(file)
@@ -82,16 +86,16 @@ def test_every_kind_of_batch_can_be_written_and_names_its_rows(tmp_path):
     row = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "row_id": "r"}
     pair = {"chosen_response_start": 1, "rejected_response_start": 1, "margin": 1.5, "row_id": "p"}
     pair |= {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 4]}
-    build(tmp_path).refuse(1, StepRefused("no", [collate_sft([row]), collate_pairs([pair])]))
+    build(tmp_path).refuse(1, StepRefused("no", [collate_sft([row]), collate_pairs([pair])]), "")
     (file,) = (tmp_path / "bad_batches").iterdir()
     assert [written["id"] for written in rows_of(file)[1:]] == ["(0, 'r')", "(0, 'p')"]
 
 
 def test_a_batch_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, capsys):
-    bad_steps = build(tmp_path)
+    run = build(tmp_path)
     batch = PackedBatch.build(range(50), {"ids": list(torch.arange(5000).view(50, 100))})
     with files_up_to(6000):
-        bad_steps.refuse(1, StepRefused("no", [batch]))
+        run.refuse(1, StepRefused("no", [batch]), "")
     assert "its batch could not be written to" in capsys.readouterr().out
 
 
@@ -227,9 +231,9 @@ def test_an_ignored_signal_stays_ignored_and_a_request_is_taken_where_nobody_rea
 
 def test_requests_are_told_apart_by_the_time_between_them(monkeypatch):
     clock, left = [100.0], []
-    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(run.os, "_exit", left.append)
-    monkeypatch.setattr(run.os, "write", lambda *_: None)
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run_module.os, "_exit", left.append)
+    monkeypatch.setattr(run_module.os, "write", lambda *_: None)
     request = StopRequest()
     for now, expected in ((100.0, []), (101.9, []), (102.0, []), (102.1, [130])):
         clock[0] = now
