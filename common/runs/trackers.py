@@ -39,26 +39,25 @@ def missing_trackers(kinds: Sequence[str]) -> list[str]:
     ]
 
 
-def start_tracker(
-    kind: str, run_id: str, run_name: str, folder: str, config: Mapping[str, Any], first_step: int
-) -> tuple[Any, str]:
-    """Begin a run of this name in a tracker, or resume `run_id` from `first_step`; return both.
+def start_tracker(kind: str, run_id: str, args: RunArguments, last_step: int | None) -> tuple[Any, str]:
+    """Begin a run named after the output folder, or resume `run_id` after `last_step`; return tracker and id.
 
-    The first is accelerate's `GeneralTracker`, its `tracker` the run; the second the run's id. wandb and
-    TensorBoard write to `folder`. Raises what the tracker raises.
+    The tracker is accelerate's `GeneralTracker`, its `tracker` the run. Raises what it raises.
     """
     from accelerate import tracking  # slow to import
 
     # Its own logger asks for a process state, which joins the group once more.
     tracking.logger = logging.getLogger(tracking.__name__)
     project = os.environ.get(_OWN_PROJECT.get(kind, "")) or PROJECT
-    texts = {name: " ".join(map(str, v)) if isinstance(v, list) else v for name, v in config.items()}
-    flags = {name: v[:MAX_TEXT] if isinstance(v, str) else v for name, v in texts.items()}
+    run_name = Path(args.output_dir).resolve().name if args.output_dir else "run"
+    flags = {name: _plain(value) for name, value in dataclasses.asdict(args).items()}
     if kind == TENSORBOARD:
-        tracker = tracking.TensorBoardTracker("", folder, purge_step=first_step or None)
+        folder = args.tensorboard_path or f"{args.output_dir or '.'}/tensorboard"
+        purge_step = None if last_step is None else last_step + 1
+        tracker = tracking.TensorBoardTracker("", folder, purge_step=purge_step)
     elif kind == "wandb":
         options = {"id": run_id, "resume": "allow"} if run_id else {"name": run_name}
-        tracker = tracking.WandBTracker(project, dir=folder or None, **options)
+        tracker = tracking.WandBTracker(project, dir=args.output_dir or None, **options)
     elif kind == "mlflow":
         tracker = tracking.MLflowTracker(project, run_id=run_id or None, run_name=run_name)
     elif run_id:  # trackio's runs have no id but their name
@@ -74,6 +73,11 @@ def start_tracker(
     return tracker, attrgetter(_RUN_ID[kind])(tracker.tracker)
 
 
+def _plain(value: Any) -> Any:
+    text = " ".join(map(str, value)) if isinstance(value, list) else value
+    return text[:MAX_TEXT] if isinstance(text, str) else text
+
+
 class TrackerGroup:
     """All trackers of a run, on its first rank. One that fails is given up with a word; the run continues."""
 
@@ -86,20 +90,13 @@ class TrackerGroup:
 
     def open(self, last_step: int | None) -> None:
         """Begin a run in each tracker, or resume after `last_step`. Raises ValueError, naming the tracker."""
-        known = self._read() if last_step is not None else {}
+        known = read_object(self.file) if self.file and last_step is not None else {}
         if self.file and last_step is None:
             self.file.unlink(missing_ok=True)  # of an earlier run in this folder
-        output_dir, flags = self.args.output_dir, dataclasses.asdict(self.args)
-        run_name = Path(output_dir).resolve().name if output_dir else "run"
-        first_step = 0 if last_step is None else last_step + 1
         for kind in dict.fromkeys(self.args.trackers):
-            folder, sent = output_dir, known.get(kind, {})
-            if kind == TENSORBOARD:
-                folder, sent = self.args.tensorboard_path or f"{output_dir or '.'}/tensorboard", {}
+            sent = {} if kind == TENSORBOARD else known.get(kind, {})
             try:
-                tracker, run_id = start_tracker(
-                    kind, sent.get("run_id", ""), run_name, folder, flags, first_step
-                )
+                tracker, run_id = start_tracker(kind, sent.get("run_id", ""), self.args, last_step)
             except Exception as error:  # no server, not logged in, a deleted run: its own
                 why = first_line(error, "no reason given")
                 raise ValueError(
@@ -140,14 +137,6 @@ class TrackerGroup:
             except Exception as error:  # what was sent is there
                 self.note(f"warning: {kind} was not closed well ({error})")
         self.trackers = {}
-
-    def _read(self) -> dict[str, dict[str, Any]]:
-        """Return how far each tracker was; a file that is gone or torn means new runs in them."""
-        known = read_object(self.file) if self.file else {}
-        is_good = known and all(isinstance(sent, dict) for sent in known.values())
-        if not is_good and self.file and self.file.exists():
-            self.note(f"warning: {self.file} cannot be read: new runs begin in the trackers")
-        return known if is_good else {}
 
     def _write(self) -> None:
         """Note how far they are: seen whole or as before, but not waited for until it is on the disk."""

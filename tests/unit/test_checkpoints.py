@@ -3,6 +3,7 @@
 import hashlib
 import random
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import numpy
@@ -20,7 +21,7 @@ from common.runs.checkpoints import (
     read_checkpoint,
     save_checkpoint,
 )
-from common.runs.saved_state import RandomState, TensorReader, write_slices
+from common.runs.saved_state import RandomState, TensorReader, TensorSlice, write_slices
 
 MODEL = "model-rank-00000.safetensors"
 
@@ -231,3 +232,85 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning(two, monkeypatch, capsys
 def test_a_rank_that_does_not_see_the_folder_says_what_is_needed(tmp_path):
     with pytest.raises(OSError, match="--output_dir must be on a disk that all machines share"):
         checkpoints._write_parts(tmp_path / "elsewhere", make_parts())
+
+
+# ---- Flat tensors, cut into runs over any number of files, are read back in any other cut
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
+DTYPES += [torch.bool]
+
+
+def make(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """A tensor of all kinds of numbers, NaN among those of floats."""
+    drawn = torch.randint(-100, 100, (numel,), generator=torch.Generator().manual_seed(seed))
+    tensor = drawn.to(dtype)
+    if dtype.is_floating_point and numel > 2:
+        tensor[1], tensor[2] = float("nan"), float("-inf")
+    return tensor
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """NaN equals NaN here."""
+    is_equal = a.shape == b.shape and a.dtype == b.dtype
+    return is_equal and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def write_ranks(folder: Path, ranks: list[list[TensorSlice]]) -> TensorReader:
+    """A reader of what ranks have written; one that owns nothing writes no file."""
+    files = []
+    for rank, pieces in enumerate(ranks):
+        if pieces:
+            files.append(folder / f"rank-{rank}.safetensors")
+            write_slices(files[-1], pieces)
+    return TensorReader(files)
+
+
+def cut(numel: int, rng: random.Random) -> list[tuple[int, int]]:
+    """Runs (start, end) that cover all of a flat tensor."""
+    inner = rng.choices(range(numel + 1), k=rng.randrange(6))
+    return list(pairwise(sorted({0, *inner, numel}))) or [(0, 0)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_cut_is_read_back_in_any_other(tmp_path, seed):
+    rng = random.Random(seed)
+    names = ["model.weight:exp_avg", "a@b", "ä b/c", "__metadata__"]
+    tensors = {name: make(rng.randrange(40), rng.choice(DTYPES), seed) for name in names}
+    ranks: list[list[TensorSlice]] = [[], [], []]
+    for name, tensor in tensors.items():
+        for start, end in cut(len(tensor), rng):
+            rng.choice(ranks).append(TensorSlice(name, start, tensor[start:end]))  # views of one buffer
+    for of_rank in ranks:
+        rng.shuffle(of_rank)
+    reader = write_ranks(tmp_path, ranks)
+    for name, tensor in tensors.items():
+        assert reader.numel(name) == len(tensor) and same_bits(reader.read(name), tensor)
+        for start, end in cut(len(tensor), rng):
+            assert same_bits(reader.read(name, start, end - start), tensor[start:end]), (start, end)
+            assert same_bits(reader.read(name, start, 0), tensor[:0])
+        with pytest.raises(ValueError, match="are needed"):
+            reader.read(name, len(tensor), 1)
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path):
+    """Elements 4 and 5 of ten were written by nobody."""
+    whole = torch.arange(10.0)
+    ranks = [[TensorSlice("w", 0, whole[:4])], [TensorSlice("w", 6, whole[6:])]]
+    reader = write_ranks(tmp_path, ranks)
+    assert reader.read("w", 0, 4).tolist() == [0, 1, 2, 3]
+    assert reader.read("w", 7, 2).tolist() == [7, 8]
+    for start, numel in ((0, None), (3, 2), (4, 1), (5, 2), (0, 11), (9, 2)):
+        with pytest.raises(ValueError, match="elements of w, not the"):
+            reader.read("w", start, numel)
+    with pytest.raises(ValueError, match="it holds 0 elements of other"):
+        reader.read("other")
+
+
+def test_a_name_is_cut_at_its_last_at_sign(tmp_path):
+    """`a@1` from 0 and `a` from 10 would be `a@1@0` and `a@10`."""
+    pieces = [TensorSlice("a@1", 0, torch.tensor([1.0])), TensorSlice("a", 0, torch.arange(10.0))]
+    pieces.append(TensorSlice("a", 10, torch.tensor([7.0])))
+    reader = write_ranks(tmp_path, [pieces])
+    assert reader.read("a@1").tolist() == [1.0]
+    assert reader.read("a").tolist() == [*range(10), 7.0]

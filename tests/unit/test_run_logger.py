@@ -114,28 +114,19 @@ def test_a_resumed_run_has_every_line_once(tmp_path, monkeypatch):
     assert 1000.0 <= lines_of(tmp_path / "metrics.jsonl")[-1]["seconds"] < 1100.0, "the clock is resumed too"
 
 
-def test_files_that_have_lost_lines_are_said_to_have_and_are_gone_on_with(tmp_path, capsys):
-    first = start_logger(tmp_path)
+def test_rollouts_that_have_lost_bytes_are_said_to_have_and_keep_whole_steps(tmp_path, capsys):
+    first, rollouts = start_logger(tmp_path), tmp_path / "rollouts.jsonl.gz"
     for step in (1, 2):
-        first.log(step, {"a/b": 1.0})
         first.rollout(step, [{"answer": "x"}])
-    first.sample(1, answer="x")
-    numbers = first.json_state()
-    rollouts = tmp_path / "rollouts.jsonl.gz"
+    numbers, size = first.json_state(), rollouts.stat().st_size
     rollouts.write_bytes(rollouts.read_bytes()[:-1])
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "metrics.jsonl").write_text(lines[0])
-    (tmp_path / "samples.jsonl").unlink()
     second = start_logger(tmp_path, numbers)
-    printed = capsys.readouterr().out
-    assert f"metrics.jsonl has lost lines: {len(lines[0])} bytes, where {len(''.join(lines))} were" in printed
-    assert "samples.jsonl has lost lines: 0 bytes" in printed
-    second.log(3, {"a/b": 1.0})
+    told = f"rollouts.jsonl.gz has lost lines: {size - 1} bytes, where {size} were written"
+    assert told in capsys.readouterr().out
     second.rollout(3, [{"answer": "x"}])
     with gzip.open(rollouts, "rt") as file:
         assert [json.loads(line)["step"] for line in file] == [1, 3]
-    assert steps_of(tmp_path) == [1, 3]
-    assert second.json_state()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size
+    assert second.json_state()["sizes"]["rollouts.jsonl.gz"] == rollouts.stat().st_size
 
 
 # ---- disks that fail
