@@ -2,31 +2,11 @@
 
 from dataclasses import dataclass
 
-from common.flags.args import (
-    REQUIRED,
-    CheckpointArguments,
-    DataArguments,
-    LoraArguments,
-    PackingArguments,
-    RunArguments,
-    ScheduleArguments,
-    TokenizerArguments,
-    TrainArguments,
-    flag,
-)
+from common.flags.args import REQUIRED, SingleModelArguments, flag
 
 
 @dataclass
-class SFTArguments(
-    DataArguments,
-    TokenizerArguments,
-    LoraArguments,
-    ScheduleArguments,
-    TrainArguments,
-    PackingArguments,
-    CheckpointArguments,
-    RunArguments,
-):
+class SFTArguments(SingleModelArguments):
     """Supervised fine-tuning."""
 
     model_name_or_path: str = flag(REQUIRED, "base model: a folder or a hub name")

@@ -4,32 +4,16 @@ from dataclasses import dataclass
 
 from common.flags.args import (
     REQUIRED,
-    CheckpointArguments,
-    DataArguments,
-    LoraArguments,
-    PackingArguments,
     PairArguments,
-    RunArguments,
-    ScheduleArguments,
+    SingleModelArguments,
     SourceArguments,
     TokenizerArguments,
-    TrainArguments,
     flag,
 )
 
 
 @dataclass
-class RewardArguments(
-    DataArguments,
-    PairArguments,
-    TokenizerArguments,
-    LoraArguments,
-    ScheduleArguments,
-    TrainArguments,
-    PackingArguments,
-    CheckpointArguments,
-    RunArguments,
-):
+class RewardArguments(PairArguments, SingleModelArguments):
     """Reward modelling."""
 
     model_name_or_path: str = flag(REQUIRED, "base, SFT or reward model: a folder or a hub name")

@@ -167,7 +167,7 @@ class ScoreArguments:
         60.0, "timeout of a function or server for one batch", may_change=True, above=0, only_with="reward"
     )
     reward_processes: int = flag(
-        0, "worker processes of a plain reward function; 0: none", may_change=True, low=0, only_with="reward"
+        0, "worker processes of a reward function; 0: none", may_change=True, low=0, only_with="reward"
     )
     reward_batch_size: int = flag(
         64, "samples per call of a classifier, function or server", may_change=True, low=1, only_with="reward"

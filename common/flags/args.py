@@ -252,6 +252,20 @@ class CheckpointArguments:
     )
 
 
+@dataclass
+class SingleModelArguments(
+    DataArguments,
+    TokenizerArguments,
+    LoraArguments,
+    ScheduleArguments,
+    TrainArguments,
+    PackingArguments,
+    CheckpointArguments,
+    RunArguments,
+):
+    """What steps 1 and 2 share."""
+
+
 def field_type(field: dataclasses.Field) -> tuple[type, bool]:
     """Return (scalar type, is a list) of a field's annotation such as `int | None` or `list[str]`."""
     annotation = field.type

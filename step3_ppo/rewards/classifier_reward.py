@@ -6,7 +6,6 @@ model of another family.
 # B texts, T tokens of the longest, L labels
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from common.data.packed_batch import pad_rows
 from common.models.loading import DTYPES, load_weights
 from common.programs.reward_scorer import score_by_length
+from common.ranks import distributed
 from common.ranks.failures import first_line
 from step3_ppo.rewards.text_rewards import Answers, Failures, TextReward, checked_scores
 
@@ -27,30 +27,24 @@ class ClassifierReward(TextReward):
 
     is_on_device = True
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        batch_size: int = 64,
-        device: torch.device | str = "cpu",
-        dtype: str = "fp32",
-        trust_remote_code: bool = False,
-        failures: Failures | None = None,
-    ) -> None:
-        """Load model and tokenizer; `dtype` is a key of DTYPES. Raises ValueError, see `load_parts`."""
-        # All answers are one batch: `score_by_length` cuts it.
-        super().__init__(f"classifier:{target}", batch_size=sys.maxsize, failures=failures)
-        path, self.tokenizer, self.label_index = load_parts(target, trust_remote_code=trust_remote_code)
+    def __init__(self, target: str, args: Any, failures: Failures) -> None:
+        """Load model and tokenizer. Raises ValueError, see `load_parts`."""
+        super().__init__(f"classifier:{target}", args, failures)
+        trust = args.trust_remote_code
+        path, self.tokenizer, self.label_index = load_parts(target, trust_remote_code=trust)
         self.tokenizer.truncation_side = "left"  # the end of the answer is what is judged
-        model = load_weights(
-            AutoModelForSequenceClassification, path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
-        )
-        self.model, self.device = model.requires_grad_(False).to(device).eval(), device
+        dtype = DTYPES[distributed.dtype_name(args.dtype)]
+        model = load_weights(AutoModelForSequenceClassification, path, dtype=dtype, trust_remote_code=trust)
+        self.model = model.requires_grad_(False).to(distributed.device()).eval()
         self.max_tokens = _max_tokens(self.model, self.tokenizer)
         # A decoder is read at the last token that is not PAD; one that has no PAD gets one text at a time.
         own_pad_id = self.model.config.get_text_config().pad_token_id
         has_pad = own_pad_id is not None and own_pad_id >= 0
-        self.pad_id, self.rows_per_pass = (own_pad_id, batch_size) if has_pad else (0, 1)
+        self.pad_id, self.rows_per_pass = (own_pad_id, args.reward_batch_size) if has_pad else (0, 1)
+
+    def score(self, answers: Answers) -> list[float]:
+        """See `TextReward.score`; all answers are one batch, which is cut by length."""
+        return self._score(answers)
 
     @torch.no_grad()
     def ask(self, batch: Answers) -> tuple[list[float], str]:
@@ -63,7 +57,8 @@ class ClassifierReward(TextReward):
 
     def _score_rows(self, rows: list[list[int]]) -> list[float]:
         input_ids, is_token = pad_rows(rows, self.pad_id)  # (B, T), on the right: positions count from 0
-        inputs = {"input_ids": input_ids.to(self.device), "attention_mask": is_token.long().to(self.device)}
+        device = self.model.device
+        inputs = {"input_ids": input_ids.to(device), "attention_mask": is_token.long().to(device)}
         return self.model(**inputs).logits[:, self.label_index].float().tolist()  # of (B, L)
 
 

@@ -40,23 +40,14 @@ Scores = tuple[list[float], str]  # what `checked_scores` gives
 class FunctionReward(TextReward):
     """A reward from the function that `MODULE:NAME` names."""
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        timeout_seconds: float,
-        num_processes: int = 0,
-        batch_size: int = 64,
-        failures: Failures | None = None,
-    ) -> None:
+    def __init__(self, target: str, args: Any, failures: Failures) -> None:
         """Import the function; start the processes. Raises ValueError, see `import_function`."""
-        self.function, self.timeout_seconds = import_function(target), timeout_seconds
-        self._workers = [Worker(target) for _ in range(num_processes)]
+        super().__init__(f"function:{target}", args, failures, num_threads=args.reward_processes)
+        self.function, self.timeout_seconds = import_function(target), args.reward_timeout_seconds
+        self._workers = [Worker(target) for _ in range(args.reward_processes)]
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
-        name = f"function:{target}"
-        super().__init__(name, batch_size=batch_size, failures=failures, num_threads=num_processes)
 
     def ask(self, batch: Answers) -> Scores:
         """See `TextReward.ask`."""
@@ -152,14 +143,12 @@ def import_function(target: str) -> Callable[..., Any]:
         function = get_from(import_own_module(module_name), name)
     except ImportError as error:
         raise ValueError(f"{flag}: {error}") from error
-    if not callable(function) or isinstance(function, type):
-        raise ValueError(f"{flag}: {name} is no function but a {type(function).__name__}; name a function")
     try:
         inspect.signature(function).bind([], [], [])
     except TypeError as error:
         raise ValueError(
-            f"{flag}: {name}{inspect.signature(function)} cannot be called with three lists ({error}); "
-            f"define it as {name}(prompts, responses, rows)"
+            f"{flag}: {name} cannot be called with three lists ({error}); define a function "
+            f"{name}(prompts, responses, rows)"
         ) from error
     except ValueError:  # some functions written in C do not tell
         pass

@@ -35,18 +35,16 @@ class HttpReward(TextReward):
     on) is tried again.
     """
 
-    def __init__(
-        self, url: str, *, timeout_seconds: float, batch_size: int = 64, failures: Failures | None = None
-    ) -> None:
+    def __init__(self, url: str, args: Any, failures: Failures) -> None:
         """Nothing is sent yet. Raises ValueError when the environment's token is none."""
-        super().__init__(url, batch_size=batch_size, failures=failures, num_threads=MAX_CONNECTIONS)
-        self.timeout_seconds = timeout_seconds
+        super().__init__(url, args, failures, num_threads=MAX_CONNECTIONS)
+        self.timeout_seconds = args.reward_timeout_seconds
         # No compressed answers: a small one could unfold into a large one.
         headers = {"accept-encoding": "identity"}
         if token := client_token():
             headers["authorization"] = f"Bearer {token}"
         self._client = httpx.Client(
-            timeout=timeout_seconds,
+            timeout=self.timeout_seconds,
             trust_env=urlsplit(url).hostname not in _LOOPBACK,  # a proxy knows no way to this machine
             headers=headers,
             follow_redirects=False,  # the texts, and the token, are for the server that --reward names

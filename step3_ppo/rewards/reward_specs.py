@@ -16,7 +16,6 @@ from common.flags.access_token import client_token
 from common.flags.args import Problems
 from common.models.value_model import has_saved_head
 from common.programs import startup
-from common.ranks import distributed
 from step3_ppo.rewards.classifier_reward import ClassifierReward, load_parts
 from step3_ppo.rewards.function_reward import FunctionReward, import_function
 from step3_ppo.rewards.http_reward import HttpReward
@@ -154,12 +153,5 @@ def build_text_reward(spec: RewardSpec, args: Any, failures: Failures) -> TextRe
     Raises:
         ValueError: what `check_rewards` tells too.
     """
-    options = {"batch_size": args.reward_batch_size, "failures": failures}
-    if spec.kind == "classifier":
-        dtype, device = distributed.dtype_name(args.dtype), distributed.device()
-        trust = args.trust_remote_code
-        return ClassifierReward(spec.target, device=device, dtype=dtype, trust_remote_code=trust, **options)
-    options["timeout_seconds"] = args.reward_timeout_seconds
-    if spec.kind == "function":
-        return FunctionReward(spec.target, num_processes=args.reward_processes, **options)
-    return HttpReward(spec.target, **options)
+    kinds = {"classifier": ClassifierReward, "function": FunctionReward, "http": HttpReward}
+    return kinds[spec.kind](spec.target, args, failures)

@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 SHOWN_CHARACTERS = 100  # of a text in a message
@@ -59,12 +59,7 @@ class Answers:
 
     prompts: list[str]  # the prompt's text as the model saw it
     responses: list[str]  # special tokens removed
-    rows: list[dict] = field(default_factory=list)  # fields of the data set's row, {} where there are none
-
-    def __post_init__(self) -> None:
-        if not self.rows:
-            object.__setattr__(self, "rows", [{} for _ in self.prompts])
-        assert len(self.prompts) == len(self.responses) == len(self.rows)
+    rows: list[dict]  # fields of the data set's row, {} where there are none
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -85,11 +80,9 @@ class TextReward:
 
     is_on_device = False  # asked in a row with the models, and not beside them
 
-    def __init__(
-        self, name: str, *, batch_size: int, failures: Failures | None = None, num_threads: int = 1
-    ) -> None:
-        """`num_threads` batches are asked about at the same time."""
-        self.name, self.batch_size, self.failures = name, batch_size, failures or Failures()
+    def __init__(self, name: str, args: Any, failures: Failures, *, num_threads: int = 1) -> None:
+        """`args` are the flags of step 3; `num_threads` batches are asked about at the same time."""
+        self.name, self.args, self.failures = name, args, failures
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name) if num_threads > 1 else None
 
     def ask(self, batch: Answers) -> tuple[list[float], str]:
@@ -98,7 +91,7 @@ class TextReward:
 
     def score(self, answers: Answers) -> list[float]:
         """Return one finite score for each answer, NaN for one whose failure is borne. Raises RewardError."""
-        batches = answers.batches(self.batch_size)
+        batches = answers.batches(self.args.reward_batch_size)
         of_batches = self._threads.map(self._score, batches) if self._threads else map(self._score, batches)
         return [score for scores in of_batches for score in scores]
 

@@ -7,15 +7,16 @@ from tiny_configs import tiny_config
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.classifier_reward import ClassifierReward
-from step3_ppo.rewards.text_rewards import Answers
+from step3_ppo.rewards.text_rewards import Answers, Failures
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *"abcdefghijklmnopqrstuvwxyz", " "]
 # RoBERTa's positions begin behind PAD: one fewer than the table has.
 ENCODERS = {"bert": (transformers.BertConfig, 24), "roberta": (transformers.RobertaConfig, 25)}
 ENCODER = {"vocab_size": len(WORDS), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 ENCODER |= {"intermediate_size": 64, "initializer_range": 0.5, "pad_token_id": 0}
-ANSWERS = Answers(["hello there", "a", "", "how are"], [" you", "bc", "x", " you all today"])
+ANSWERS = Answers(["hello there", "a", "", "how are"], [" you", "bc", "x", " you all today"], [{}] * 4)
 
 
 def encoder_tokenizer() -> PreTrainedTokenizerFast:
@@ -53,6 +54,10 @@ def folder_of(tmp_path, tiny_tokenizer):
     return make
 
 
+def reward_of(target: str, *, dtype: str = "fp32", **flags) -> ClassifierReward:
+    return ClassifierReward(target, PPOArguments(dtype=dtype, **flags), Failures())
+
+
 def logits_alone(folder: str, text: str, max_tokens: int | None = None) -> torch.Tensor:
     """Return what transformers says to one text by itself, cut on its left."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, truncation_side="left")
@@ -69,29 +74,29 @@ def test_padding_changes_no_score(family, folder_of):
     expected = torch.stack([logits_alone(folder, text) for text in texts])[:, -1]
     assert expected.std() > 1e-2
     for batch_size in (1, 2, 4):
-        reward = ClassifierReward(folder, batch_size=batch_size)
+        reward = reward_of(folder, reward_batch_size=batch_size)
         torch.testing.assert_close(torch.tensor(reward.score(ANSWERS)), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_an_eos_that_ends_a_text_is_read(folder_of, tiny_tokenizer):
     """PAD = EOS would make transformers read the token before it."""
     folder = folder_of("llama", num_labels=1)
-    answers = Answers(["hello", "how are you"], [tiny_tokenizer.eos_token, ""])
+    answers = Answers(["hello", "how are you"], [tiny_tokenizer.eos_token, ""], [{}] * 2)
     texts = ["hello" + tiny_tokenizer.eos_token, "how are you"]
     expected = [float(logits_alone(folder, text)) for text in texts]
-    assert ClassifierReward(folder).score(answers) == pytest.approx(expected, abs=1e-5)
+    assert reward_of(folder).score(answers) == pytest.approx(expected, abs=1e-5)
     assert abs(expected[0] - float(logits_alone(folder, "hello"))) > 1e-2
-    assert ClassifierReward(folder, dtype="bf16").model.dtype == torch.bfloat16
+    assert reward_of(folder, dtype="bf16").model.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("family", "limit"), [("llama", 128), ("bert", 24), ("roberta", 24)])
 def test_a_long_text_loses_its_beginning(family, limit, folder_of):
     folder = folder_of(family, num_labels=1)
-    reward = ClassifierReward(folder)
+    reward = reward_of(folder)
     assert reward.max_tokens == limit
     long = "".join("abcdefghijklmnopqrstuvwxyz"[i * i % 26] for i in range(400))
     (score, other_beginning, other_end) = reward.score(
-        Answers([long, "zzz" + long, long], ["the end", "the end", "another end"])
+        Answers([long, "zzz" + long, long], ["the end", "the end", "another end"], [{}] * 3)
     )
     assert score == pytest.approx(float(logits_alone(folder, long + "the end", limit)), abs=1e-5)
     assert other_beginning == pytest.approx(score, abs=1e-5)
@@ -102,11 +107,11 @@ def test_a_label_is_found_by_name_and_by_number(folder_of):
     names = {0: "negative", 1: "neutral", 2: "positive"}
     folder = folder_of("bert", num_labels=3, id2label=names, label2id={v: k for k, v in names.items()})
     expected = logits_alone(folder, "abc").tolist()
-    one = Answers(["a"], ["bc"])
+    one = Answers(["a"], ["bc"], [{}])
     for label, index in (("negative", 0), ("1", 1), (None, 2)):
         target = folder if label is None else f"{folder}:{label}"
-        assert ClassifierReward(target).score(one) == pytest.approx([expected[index]], abs=1e-5)
+        assert reward_of(target).score(one) == pytest.approx([expected[index]], abs=1e-5)
     for label in ("glad", "3"):
         with pytest.raises(ValueError) as error:
-            ClassifierReward(f"{folder}:{label}")
+            reward_of(f"{folder}:{label}")
         assert f"no label {label!r}; choose from 0 negative, 1 neutral, 2 positive" in str(error.value)

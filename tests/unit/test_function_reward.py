@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 
+from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.function_reward import FunctionReward, Worker, import_function
 from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError
 
@@ -73,8 +74,9 @@ def own_module(tmp_path, monkeypatch):
 def reward_of():
     made = []
 
-    def make(name: str, *, timeout_seconds: float = 20.0, **options) -> FunctionReward:
-        made.append(FunctionReward(f"own_rewards:{name}", timeout_seconds=timeout_seconds, **options))
+    def make(name: str, *, failures: Failures | None = None, **flags) -> FunctionReward:
+        args = PPOArguments(**{f"reward_{flag}": value for flag, value in flags.items()})
+        made.append(FunctionReward(f"own_rewards:{name}", args, failures or Failures()))
         return made[-1]
 
     yield make
@@ -83,7 +85,8 @@ def reward_of():
 
 
 def answers_of(*responses: str) -> Answers:
-    return Answers([f"prompt {index}" for index in range(len(responses))], list(responses))
+    prompts = [f"prompt {index}" for index in range(len(responses))]
+    return Answers(prompts, list(responses), [{} for _ in responses])
 
 
 # ---- the function
@@ -94,7 +97,7 @@ def test_a_function_sees_prompts_responses_and_rows_and_at_most_a_batch(reward_o
     assert reward_of("length").score(answers) == [13.0, 1.0]
     assert reward_of("batch_size", batch_size=2).score(answers_of("a", "b", "c")) == [2.0, 2.0, 1.0]
     for processes in (0, 1):
-        reward = reward_of("an_object", num_processes=processes)
+        reward = reward_of("an_object", processes=processes)
         assert reward.score(answers_of("a", "b")) == [2.0, 2.0], "its call is async"
 
 
@@ -103,7 +106,10 @@ def test_a_function_sees_prompts_responses_and_rows_and_at_most_a_batch(reward_o
     [
         ("absent_module:f", ["--reward function:absent_module:f", "no module absent_module", "PYTHONPATH"]),
         ("own_rewards:lenght", ["has no lenght", "did you mean length?"]),
-        ("own_rewards:two", ["two(prompts, responses) cannot be called", "two(prompts, responses, rows)"]),
+        (
+            "own_rewards:two",
+            ["two cannot be called with three lists", "two(prompts, responses, rows)"],
+        ),
     ],
 )
 def test_what_is_no_reward_function_is_told_at_start_up(target, words):
@@ -125,7 +131,7 @@ def test_what_is_no_reward_function_is_told_at_start_up(target, words):
 )
 def test_a_function_that_fails_is_named_with_its_batch(name, bad, words, num_processes, reward_of):
     with pytest.raises(RewardError) as error:
-        reward_of(name, num_processes=num_processes).score(answers_of("good", bad))
+        reward_of(name, processes=num_processes).score(answers_of("good", bad))
     words = ["reward function:own_rewards", *words]
     assert [word for word in words if word not in str(error.value)] == []
 
@@ -136,7 +142,7 @@ def test_a_function_that_fails_is_named_with_its_batch(name, bad, words, num_pro
 )
 def test_only_the_answers_that_fail_have_no_score(name, bad, num_processes, reward_of):
     """Where --reward_on_error bears it; a batch that raised is tried one by one."""
-    reward = reward_of(name, num_processes=num_processes, failures=Failures(are_borne=True))
+    reward = reward_of(name, processes=num_processes, failures=Failures(are_borne=True))
     found = reward.score(answers_of("a", bad, "b", bad))
     assert [score == 1.0 for score in found] == [True, False, True, False] and math.isnan(found[1])
     assert ("gold" if bad == "raise" else bad) in reward.failures.first.lower()
@@ -151,7 +157,7 @@ def test_only_the_answers_that_fail_have_no_score(name, bad, num_processes, rewa
     ],
 )
 def test_a_batch_that_is_late_or_dies_fails_and_no_other(name, bad, num_processes, words, reward_of):
-    options = {"timeout_seconds": 0.5, "num_processes": num_processes, "batch_size": 1}
+    options = {"timeout_seconds": 0.5, "processes": num_processes, "batch_size": 1}
     reward = reward_of(name, failures=Failures(are_borne=True), **options)
     started = time.monotonic()
     assert [score == 1.0 for score in reward.score(answers_of("a", bad, "b"))] == [True, False, True]
@@ -177,7 +183,7 @@ def workers_of(reward: FunctionReward) -> set[int]:
 
 
 def test_processes_share_the_batches_and_are_replaced_when_they_hang_or_die(reward_of):
-    reward = reward_of("process_id", timeout_seconds=1.0, num_processes=2, batch_size=2)
+    reward = reward_of("process_id", timeout_seconds=1.0, processes=2, batch_size=2)
     workers = workers_of(reward)
     assert os.getpid() not in workers
     with pytest.raises(RewardError, match="--reward_timeout_seconds 1 .*response 'late'.*process was ended"):
@@ -194,7 +200,7 @@ def test_processes_share_the_batches_and_are_replaced_when_they_hang_or_die(rewa
 
 
 def test_a_process_runs_the_function_in_its_main_thread_and_nothing_else(reward_of):
-    assert reward_of("on_main_thread", num_processes=1).score(answers_of("a")) == [1.0], "and no torch"
+    assert reward_of("on_main_thread", processes=1).score(answers_of("a")) == [1.0], "and no torch"
 
 
 def test_a_process_that_hangs_ends_with_the_program():

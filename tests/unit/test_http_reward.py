@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards import http_reward
 from step3_ppo.rewards.http_reward import HttpReward
 from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError
@@ -93,8 +94,9 @@ def server():
 def reward_of():
     made = []
 
-    def make(url: str, timeout_seconds: float = 20.0, **options) -> HttpReward:
-        made.append(HttpReward(url, timeout_seconds=timeout_seconds, **options))
+    def make(url: str, *, failures: Failures | None = None, **flags) -> HttpReward:
+        args = PPOArguments(**{f"reward_{flag}": value for flag, value in flags.items()})
+        made.append(HttpReward(url, args, failures or Failures()))
         return made[-1]
 
     yield make
@@ -112,7 +114,7 @@ def test_a_request_holds_prompts_responses_and_rows(server, reward_of):
     assert reward_of(server.url).score(ANSWERS) == LENGTHS
     expected = {"prompts": ANSWERS.prompts, "responses": ANSWERS.responses, "rows": ANSWERS.rows}
     assert server.requests == [expected]
-    assert reward_of(server.url).score(Answers([], [])) == [] and len(server.requests) == 1
+    assert reward_of(server.url).score(Answers([], [], [])) == [] and len(server.requests) == 1
 
 
 def test_batches_are_sent_at_the_same_time_and_come_back_in_order(server, reward_of):

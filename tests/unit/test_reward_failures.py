@@ -157,7 +157,7 @@ class FakeReward(TextReward):
     """Gives the scores of a function of Answers."""
 
     def __init__(self, score, failures=None) -> None:
-        super().__init__("function_f", batch_size=64, failures=failures)
+        super().__init__("function_f", PPOArguments(), failures or Failures())
         self.give = score
 
     def ask(self, batch):

@@ -69,7 +69,7 @@ def test_weights_that_are_all_zero_are_refused():
 
 # ---- checked_scores
 
-TWO = Answers(["Say yes. " * 30, "And no?"], ["yes", "no"])
+TWO = Answers(["Say yes. " * 30, "And no?"], ["yes", "no"], [{}] * 2)
 
 
 def test_numbers_of_any_kind_become_floats():
@@ -139,11 +139,11 @@ def test_processes_without_a_function_are_refused():
 def test_rewards_that_read_text_are_built_from_the_flags():
     (spec,) = parse_rewards([LENGTH])
     reward = build_text_reward(spec, make_args(reward_batch_size=1), Failures())
-    assert reward.score(Answers(["p", "p"], ["short", "word " * 150])) == [0.0, -0.5]
+    assert reward.score(Answers(["p", "p"], ["short", "word " * 150], [{}] * 2)) == [0.0, -0.5]
     reward.close()
     (spec,) = parse_rewards(["http://127.0.0.1:9/score"])
-    reward = build_text_reward(spec, make_args(reward_timeout_seconds=3.0, reward_batch_size=7), Failures())
-    assert (reward.name, reward.timeout_seconds, reward.batch_size) == ("http://127.0.0.1:9/score", 3.0, 7)
+    reward = build_text_reward(spec, make_args(reward_timeout_seconds=3.0), Failures())
+    assert (reward.name, reward.timeout_seconds) == ("http://127.0.0.1:9/score", 3.0)
     reward.close()
 
 
