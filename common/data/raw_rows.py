@@ -15,6 +15,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, islice
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple
@@ -37,11 +38,17 @@ MAX_DEPTH = 100  # of a row's lists and objects; Python's own readers and writer
 class RawRows:
     """Rows by index, out of one place or several."""
 
-    def __init__(self, rows: Sequence[Any], origin: str, fingerprint: str = "") -> None:
+    def __init__(
+        self,
+        rows: Sequence[Any],
+        origin: str,
+        fingerprint: str = "",
+        locate: Callable[[int], tuple[str, int]] | None = None,
+    ) -> None:
         """`rows` has a length and integer indexing; a `fingerprint` that changes when they do spares a digest
-        of their content.
+        of their content. `locate` gives a row's file and line; by default they are numbered.
         """
-        self._rows, self.origin, self._fingerprint = rows, origin, fingerprint
+        self._rows, self.origin, self.fingerprint, self._locate = rows, origin, fingerprint, locate
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -56,7 +63,7 @@ class RawRows:
 
     def origin_and_line(self, index: int) -> tuple[str, int]:
         """The file or data set that a row came from, and its line there, or its number from 1."""
-        return self.origin, index + 1
+        return self._locate(index) if self._locate else (self.origin, index + 1)
 
     def location(self, index: int) -> str:
         """Where the row is, for a message: file:line."""
@@ -70,8 +77,8 @@ class RawRows:
 
     def update_digest(self, total: Any) -> None:
         """Feed every row into a hashlib object."""
-        if self._fingerprint:
-            total.update(self._fingerprint.encode())
+        if self.fingerprint:
+            total.update(self.fingerprint.encode())
             return
         for index in range(len(self)):
             try:
@@ -93,27 +100,34 @@ class Span(NamedTuple):
     line: int
 
 
-class FileRows(RawRows):
-    """Rows that stay in their file and are read one at a time, when asked for."""
+class LazyRows(Sequence):
+    """Rows that are made when they are asked for."""
 
-    def __init__(
-        self, file: BinaryIO, spans: Iterable[Span], parse: Callable[[bytes], Any], origin: str
-    ) -> None:
-        """`parse` makes a row of its bytes; it raises BadRow."""
-        self._starts, self._sizes, self._lines = (array("q") for _ in Span._fields)
-        for start, num_bytes, line in spans:
-            self._starts.append(start)
-            self._sizes.append(num_bytes)
-            self._lines.append(line)
-        super().__init__(self._starts, origin)
-        self._file, self._parse = file, parse
+    def __init__(self, num_rows: int, get: Callable[[int], Any]) -> None:
+        self._num_rows, self._get = num_rows, get
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        self._file.seek(self._starts[index])
-        return self._parse(self._file.read(self._sizes[index]))
+    def __len__(self) -> int:
+        return self._num_rows
 
-    def origin_and_line(self, index: int) -> tuple[str, int]:
-        return self.origin, self._lines[index]
+    def __getitem__(self, index: int) -> Any:
+        return self._get(index)
+
+
+def rows_of_spans(
+    file: BinaryIO, spans: Iterable[Span], parse: Callable[[bytes], Any], origin: str
+) -> RawRows:
+    """Rows that stay in their file and are read one at a time; `parse` makes a row of its bytes."""
+    starts, sizes, lines = (array("q") for _ in Span._fields)
+    for start, num_bytes, line in spans:
+        starts.append(start)
+        sizes.append(num_bytes)
+        lines.append(line)
+
+    def get(index: int) -> Any:
+        file.seek(starts[index])
+        return parse(file.read(sizes[index]))
+
+    return RawRows(LazyRows(len(starts), get), origin, locate=lambda index: (origin, lines[index]))
 
 
 def parse_json_row(data: bytes) -> dict[str, Any]:
@@ -142,74 +156,58 @@ def _is_too_deep(row: Any) -> bool:
     return bool(level)
 
 
-class ParquetRows(RawRows):
-    """Rows of a Parquet file, of which one row group is in memory at a time: rows are read in their order."""
+def rows_of_parquet(path: Path, max_rows: int | None = None) -> RawRows:
+    """The first `max_rows` of a file, of which one row group is in memory at a time: read them in order."""
+    file = pq.ParquetFile(path, memory_map=True)
+    sizes = (file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups))
+    ends = list(accumulate(sizes))
 
-    def __init__(self, file: Any, origin: str, max_rows: int | None = None) -> None:
-        """`file` is a pyarrow.parquet.ParquetFile, of which the first `max_rows` are taken."""
-        groups = range(file.metadata.num_row_groups)
-        self._ends = list(accumulate(file.metadata.row_group(group).num_rows for group in groups))
-        num_rows = file.metadata.num_rows
-        super().__init__(range(num_rows if max_rows is None else min(num_rows, max_rows)), origin)
-        self._file, self._group, self._table = file, -1, None
+    @lru_cache(maxsize=1)
+    def read_group(group: int) -> pa.Table:
+        try:
+            return file.read_row_group(group)
+        except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+            raise ValueError(f"--data_path {path}: the file cannot be read as .parquet: {error}") from error
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """See RawRows. Raises ValueError where the file is damaged."""
-        group = bisect_right(self._ends, index)
-        if group != self._group:
-            try:
-                self._group, self._table = group, self._file.read_row_group(group)
-            except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-                raise ValueError(
-                    f"--data_path {self.origin}: the file cannot be read as .parquet: {error}"
-                ) from error
-        first = self._ends[group - 1] if group else 0
-        return self._table.slice(index - first, 1).to_pylist()[0]
+    def get(index: int) -> dict[str, Any]:
+        group = bisect_right(ends, index)
+        first = ends[group - 1] if group else 0
+        return read_group(group).slice(index - first, 1).to_pylist()[0]
+
+    num_rows = file.metadata.num_rows
+    return RawRows(LazyRows(num_rows if max_rows is None else min(num_rows, max_rows), get), str(path))
 
 
-class JoinedRows(RawRows):
+def join_rows(parts: Sequence[RawRows]) -> RawRows:
     """The rows of several files, one file after the other."""
+    ends = list(accumulate(map(len, parts)))
 
-    def __init__(self, parts: Sequence[RawRows]) -> None:
-        """Keep the parts, in order."""
-        self._parts = parts
-        self._ends = list(accumulate(len(part) for part in parts))
-        super().__init__(range(self._ends[-1]), ", ".join(part.origin for part in parts))
+    def find(index: int) -> tuple[RawRows, int]:
+        part = parts[bisect_right(ends, index)]
+        return part, index - ends[bisect_right(ends, index)] + len(part)
 
-    def _find(self, index: int) -> tuple[RawRows, int]:
-        which = bisect_right(self._ends, index)
-        return self._parts[which], index - (self._ends[which] - len(self._parts[which]))
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        part, inner = self._find(index)
+    def get(index: int) -> dict[str, Any]:
+        part, inner = find(index)
         return part[inner]
 
-    def origin_and_line(self, index: int) -> tuple[str, int]:
-        part, inner = self._find(index)
+    def locate(index: int) -> tuple[str, int]:
+        part, inner = find(index)
         return part.origin_and_line(inner)
 
+    return RawRows(LazyRows(ends[-1], get), ", ".join(part.origin for part in parts), locate=locate)
 
-class GroupedRows(RawRows):
-    """Row i is made of the rows `groups[i]` of `base`; it stands where the first of them does."""
 
-    def __init__(
-        self,
-        base: RawRows,
-        groups: Sequence[Sequence[int]],
-        build: Callable[[list[dict[str, Any]]], dict[str, Any]],
-    ) -> None:
-        """`build` makes one row of those of a group."""
-        super().__init__(groups, base.origin)
-        self._base, self._build = base, build
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._build([self._base[i] for i in self._rows[index]])
-
-    def origin_and_line(self, index: int) -> tuple[str, int]:
-        return self._base.origin_and_line(self._rows[index][0])
-
-    def update_digest(self, total: Any) -> None:
-        self._base.update_digest(total)
+def group_rows(
+    base: RawRows, keys: dict[int, Hashable], build: Callable[[list[dict[str, Any]]], dict[str, Any]]
+) -> RawRows:
+    """Rows with equal keys as one, made by `build`, in the place of the first; one without a key alone."""
+    by_key: dict[Hashable, list[int]] = {}
+    for index in range(len(base)):
+        key = ("key", keys[index]) if index in keys else ("row", index)
+        by_key.setdefault(key, []).append(index)
+    groups = list(by_key.values())
+    rows = LazyRows(len(groups), lambda i: build([base[index] for index in groups[i]]))
+    return RawRows(rows, base.origin, base.fingerprint, lambda i: base.origin_and_line(groups[i][0]))
 
 
 def readable(rows: RawRows) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -219,15 +217,6 @@ def readable(rows: RawRows) -> Iterator[tuple[int, dict[str, Any]]]:
             yield index, rows[index]
         except BadRow:
             continue
-
-
-def group_by_key(num_rows: int, keys: dict[int, Hashable]) -> list[list[int]]:
-    """Row indexes with equal keys together, in the order of the first of each; a row without a key alone."""
-    groups: dict[Hashable, list[int]] = {}
-    for index in range(num_rows):
-        key = ("key", keys[index]) if index in keys else ("row", index)
-        groups.setdefault(key, []).append(index)
-    return list(groups.values())
 
 
 def extension_of(path: Path) -> str | None:
@@ -274,7 +263,7 @@ def read_files(paths: Sequence[Path], max_rows: int | None = None) -> RawRows:
         ValueError: a file that cannot be read, or is empty, by name.
     """
     parts = [_read_file(path, max_rows) for path in paths]
-    return parts[0] if len(parts) == 1 else JoinedRows(parts)
+    return parts[0] if len(parts) == 1 else join_rows(parts)
 
 
 def digest_files(paths: Sequence[Path], root: Path) -> str:
@@ -291,12 +280,12 @@ def _read_file(path: Path, max_rows: int | None) -> RawRows:
     extension = extension_of(path)
     try:
         if extension == ".parquet":
-            rows: RawRows = ParquetRows(pq.ParquetFile(path, memory_map=True), str(path), max_rows)
+            rows = rows_of_parquet(path, max_rows)
         else:
             file = _open(path)
             is_csv = extension == ".csv"
             spans, parse = _csv_records(file, path) if is_csv else (_lines(file), parse_json_row)
-            rows = FileRows(file, islice(spans, max_rows), parse, str(path))
+            rows = rows_of_spans(file, islice(spans, max_rows), parse, str(path))
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowInvalid) as error:
         raise ValueError(f"--data_path {path}: the file cannot be read as {extension}: {error}") from error
     if len(rows) == 0:

@@ -11,7 +11,6 @@ from stage_texts import build, put_on_hub
 from common.data import hub_data
 from common.data.adapters.base import ADAPTERS, AnyForm
 from common.data.adapters.row_forms import ROW_FORMS
-from common.data.data_options import DataOptions, check_sources
 from common.data.example import BadRow, EmptyRow, Message, missing_for
 from common.data.raw_rows import RawRows
 from common.data.registry import load_source
@@ -190,15 +189,6 @@ def test_a_row_with_a_gap_is_left_out_of_the_steps_that_need_the_text(
     for step in (1, 2, 3) if "miracl" in name else (1, 3):
         data = build(name, step, tiny_tokenizer, tmp_path, max_bad_rows=0)
         assert (len(data.train), data.report.num_empty) == ((2, 0) if step in steps else (1, 1)), step
-
-
-def test_a_set_without_pairs_is_refused_by_step_2_with_the_way_to_use_it(monkeypatch):
-    name = "lmqg/qg_jaquad"
-    put_on_hub(monkeypatch, name, [ROWS[name]])
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (problem,) = check_sources(DataOptions([name], 2, data_split="0,1,0"))
-    assert problem.startswith(f"--data_path {name}: ")
-    assert "no pair of a chosen and a rejected answer; step 1 can use it by --sft_only_data_path" in problem
 
 
 # ---- places on the hub

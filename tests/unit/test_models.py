@@ -160,19 +160,6 @@ def test_positions_count_real_tokens_from_either_side():
     assert build_position_ids(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2]]
 
 
-@pytest.mark.parametrize("family", ["opt", "gpt_neox", "bloom"])
-def test_left_padding_and_what_it_holds_change_nothing(family, tiny_model_folder):
-    model = load_causal_lm(ModelOptions(tiny_model_folder(family), dropout=0.0), 320).eval()
-    ids = torch.tensor([[5, 6, 7, 8, 9]])
-    plain = compute_logits(model, ids, torch.ones_like(ids), num_last=4)
-    for pad in (0, 77):
-        padded = torch.cat([torch.full((1, 3), pad), ids], dim=1)
-        mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
-        torch.testing.assert_close(
-            compute_logits(model, padded, mask, num_last=4), plain, atol=1e-5, rtol=1e-5
-        )
-
-
 def test_a_new_score_head_is_seeded_and_a_saved_one_is_kept(tiny_model_folder, tmp_path):
     folder = tiny_model_folder("llama")
     heads = [load_value_model(ModelOptions(folder), 320, seed=s).classifier.score for s in (1, 1, 2)]

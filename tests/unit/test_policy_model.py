@@ -62,15 +62,6 @@ def test_scores_equal_the_models_own_logits(family):
     assert (entropies > 0).all()
 
 
-def test_what_the_padding_holds_changes_nothing():
-    policy, rows = PolicyModel(build("opt"), num_valid_tokens=64), sequences()
-    inputs = build_model_inputs(torch.cat(rows), torch.tensor(LENGTHS), is_packed=False)
-    slots, token_ids = scored_slots(rows, inputs)
-    found = policy(inputs, slots, token_ids)[0]
-    inputs.input_ids[~inputs.is_token] = 17
-    assert policy(inputs, slots, token_ids)[0].equal(found)
-
-
 def test_a_treatment_of_logits_that_is_not_known_is_refused():
     config = LlamaConfig(**SMALL, logits_scaling=0.5)  # a granite divides by it, hyperclovax multiplies
     with pytest.raises(ValueError, match="llama: the configuration's logits_scaling 0.5"):

@@ -7,7 +7,7 @@ from plain_logits import compute_logits
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM
 
-from common.models.loading import compute_hidden, set_dropout
+from common.models.loading import set_dropout
 from common.models.model_inputs import VARLEN_ATTENTION, build_model_inputs, choose_attention, takes_packed
 from common.models.policy_model import PolicyModel
 
@@ -71,6 +71,7 @@ def test_flat_and_padded_give_the_same_scores_and_gradients(family, checkpointin
 def test_the_module_still_reads_padded_rows_and_single_ones(plain_kernel):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config("llama", 64)).eval()
+    assert not takes_packed(model)  # torch's own attention
     ids = torch.randint(3, 64, (2, 9))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
@@ -80,16 +81,6 @@ def test_the_module_still_reads_padded_rows_and_single_ones(plain_kernel):
     torch.testing.assert_close(found[0][mask.bool()], expected[0][mask.bool()], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5)
     assert not plain_kernel
-
-
-def test_without_a_kernel_transformers_makes_a_block_mask_from_the_positions():
-    model = AutoModelForCausalLM.from_config(tiny_config("llama", 64)).eval()
-    ids = torch.randint(3, 64, (int(LENGTHS.sum()),))
-    padded, flat = (build_model_inputs(ids, LENGTHS, is_packed=is_packed) for is_packed in (False, True))
-    expected = compute_hidden(model, padded).flatten(0, 1)[padded.token_slots]
-    found = compute_hidden(model, flat).flatten(0, 1)[flat.token_slots]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert not takes_packed(model)  # it would be right, and slower than padding
 
 
 @pytest.mark.parametrize(

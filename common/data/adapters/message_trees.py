@@ -8,7 +8,7 @@ from typing import Any
 
 from common.data.adapters.row_parts import filled_text, finite_number, kind_of, rank_by_score
 from common.data.example import BadRow, EmptyRow, Example, Message, Turn
-from common.data.raw_rows import GroupedRows, RawRows, group_by_key, readable
+from common.data.raw_rows import RawRows, group_rows, readable
 
 TREE = "(messages of a tree)"  # the column of a row that the messages of one tree were put together in
 MESSAGE_COLUMNS = ("message_id", "parent_id", "text", "role")
@@ -16,7 +16,7 @@ _KEPT = (*MESSAGE_COLUMNS, "rank", "deleted", "review_result", "lang")
 _ROLES = {"prompter": "user", "assistant": "assistant"}
 
 
-def group_trees(rows: RawRows) -> GroupedRows:
+def group_trees(rows: RawRows) -> RawRows:
     """One row {TREE: [messages]} for each tree; a message that leads to no first one, alone."""
     parents: dict[Any, Any] = {}
     names: dict[int, Any] = {}
@@ -26,9 +26,9 @@ def group_trees(rows: RawRows) -> GroupedRows:
             names[index] = name
             parents[name] = parent
     roots = _roots(parents)
-    groups = group_by_key(len(rows), {index: roots[name] for index, name in names.items()})
-    return GroupedRows(
-        rows, groups, lambda tree: {TREE: [{name: m[name] for name in _KEPT if name in m} for m in tree]}
+    keys = {index: roots[name] for index, name in names.items()}
+    return group_rows(
+        rows, keys, lambda tree: {TREE: [{name: m[name] for name in _KEPT if name in m} for m in tree]}
     )
 
 

@@ -24,7 +24,7 @@ from common.data.adapters.row_parts import (
     split_transcripts,
 )
 from common.data.example import BadRow, Example, Message
-from common.data.raw_rows import GroupedRows, RawRows, canonical, group_by_key, readable
+from common.data.raw_rows import RawRows, canonical, group_rows, readable
 
 SCORED = "(scored responses)"  # the column of a row that answers of one prompt were put together in
 
@@ -160,7 +160,7 @@ def _two_responses(context: str, first: str, second: str, preference: str, row: 
     return rank_by_score(prompt, [reply_text(name, row[name]) for name in (first, second)], [0.0, number])
 
 
-def group_scored(rows: RawRows, score_column: str) -> GroupedRows:
+def group_scored(rows: RawRows, score_column: str) -> RawRows:
     """One row for each prompt of prompt/response rows, with all its responses and their `score_column`."""
     columns = ("prompt", "response", score_column)
 
@@ -168,7 +168,7 @@ def group_scored(rows: RawRows, score_column: str) -> GroupedRows:
         return {SCORED: [{name: row[name] for name in columns if name in row} for row in group]}
 
     keys = {index: canonical(row["prompt"]) for index, row in readable(rows) if "prompt" in row}
-    return GroupedRows(rows, group_by_key(len(rows), keys), build)
+    return group_rows(rows, keys, build)
 
 
 def scored_responses(row: Row, score_column: str) -> list[Example]:
