@@ -29,8 +29,7 @@ class DataOptions:
     stage: int  # 1 SFT, 2 reward model, 3 PPO
     data_split: str = "2,4,4"
     sft_only_data_path: list[str] = field(default_factory=list)  # used whole, by step 1 only
-    max_seq_len: int = 512  # tokens of prompt and response, steps 1 and 2
-    max_prompt_tokens: int = 256  # step 3
+    max_tokens: int = 512  # of prompt and response; in step 3 of the prompt
     loss_on: str = "response"  # or "all"
     eval_fraction: float = 0.05  # held out of a source that has no evaluation part
     seed: int = 1234
@@ -42,22 +41,14 @@ class DataOptions:
     @classmethod
     def of(cls, args: Any, stage: int, **changes: Any) -> Self:
         """Return what the flags of a program say of the data of a step; `changes` are said otherwise."""
-        names = ("data_path", "data_split", "sft_only_data_path", "max_seq_len", "loss_on", "eval_fraction")
-        names += ("seed", "max_bad_rows", "max_pairs_per_prompt", "score_column")
-        given = {name: getattr(args, name) for name in names if hasattr(args, name)}
-        if stage == 3:
-            given["max_prompt_tokens"] = args.max_prompt_seq_len
-        return cls(**{"stage": stage, "cache_dir": args.data_output_path} | given | changes)
+        given = {name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)}
+        given["max_tokens"] = args.max_prompt_seq_len if stage == 3 else args.max_seq_len
+        return cls(**given | {"stage": stage, "cache_dir": args.data_output_path} | changes)
 
     @property
     def cache_folder(self) -> Path:
         """The folder that holds the token caches."""
         return Path(self.cache_dir or DEFAULT_CACHE).expanduser()
-
-    @property
-    def max_tokens(self) -> int:
-        """The length that this step's rows are truncated to."""
-        return self.max_prompt_tokens if self.stage == 3 else self.max_seq_len
 
     def problems(self) -> list[str]:
         """What is wrong with sources and shares; each names flag, value and cure. Flags have their ranges."""
@@ -81,8 +72,7 @@ class DataOptions:
 def parse_data_split(text: str) -> tuple[float, float, float]:
     """The three shares of `--data_split`, as fractions that sum to 1.
 
-    Raises:
-        ValueError: not three numbers of at least 0, some above 0.
+    Raises ValueError: not three numbers of at least 0, some above 0.
     """
     try:
         shares = [float(part) for part in str(text).split(",")]

@@ -64,10 +64,8 @@ class Template(ABC):
         """The text of a dialogue: context pieces, and the response, which ends with the end-of-turn token.
 
         With `response` None the text ends where the model's reply follows. `learn_all_turns` marks the
-        assistant turns inside `prompt` as responses too, each with its end-of-turn token.
-
-        Raises:
-            BadRow: the template cannot show this dialogue.
+        assistant turns inside `prompt` as responses too, each with its end-of-turn token. Raises BadRow: the
+        template cannot show this dialogue.
         """
         pieces = self._context(prompt, learn_all_turns)
         return pieces if response is None else [*pieces, self._response(response)]
@@ -188,9 +186,8 @@ class ChatTemplate(Template):
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Learn by a probe what stands between the prompt and the reply, and what ends the reply.
 
-        Raises:
-            ValueError: there is no chat template, or it ends a turn by another token than the tokenizer's
-            eos.
+        Raises ValueError: there is no chat template, or it ends a turn by another token than the tokenizer's
+        eos.
         """
         super().__init__(tokenizer)
         if not tokenizer.chat_template:
@@ -262,8 +259,7 @@ TEMPLATE_NAMES = tuple(_TEMPLATES)
 def build_template(name: str, tokenizer: PreTrainedTokenizerFast) -> Template:
     """Return the template called `name`, one of TEMPLATE_NAMES.
 
-    Raises:
-        ValueError: unknown name, or a tokenizer that cannot serve it.
+    Raises ValueError: unknown name, or a tokenizer that cannot serve it.
     """
     if name not in _TEMPLATES:
         raise ValueError(f"--template {name} is unknown; use one of {', '.join(TEMPLATE_NAMES)}")

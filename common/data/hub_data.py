@@ -51,9 +51,7 @@ def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | N
     """Training and evaluation rows of a hub data set, by its own name or from its place in HUB_PLACES.
 
     A set that is a program, which `datasets` no longer runs, is read from the copy that the hub made of it.
-
-    Raises:
-        ValueError: it cannot be had, with the reason and the cure.
+    Raises ValueError: it cannot be had, with the reason and the cure.
     """
     datasets = _quiet_datasets()
     place = HUB_PLACES.get(name, HubPlace(name, config, config or "default"))
@@ -80,8 +78,7 @@ def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | N
 def load_saved(path: Path) -> tuple[RawRows, RawRows | None]:
     """Training and evaluation rows of a folder that `datasets.save_to_disk` wrote.
 
-    Raises:
-        ValueError: the folder is damaged.
+    Raises ValueError: the folder is damaged.
     """
     try:
         loaded = _quiet_datasets().load_from_disk(str(path))

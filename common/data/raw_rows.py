@@ -228,8 +228,7 @@ def extension_of(path: Path) -> str | None:
 def find_parts(path: Path) -> tuple[list[Path], list[Path]]:
     """Training files and evaluation files of a file (no evaluation files then) or a folder.
 
-    Raises:
-        ValueError: there is no such file, its extension is unknown, or the folder has no training file.
+    Raises ValueError: there is no such file, its extension is unknown, or the folder has no training file.
     """
     if not path.exists():
         raise ValueError(f"--data_path {path}: there is no such file or folder")
@@ -257,10 +256,8 @@ def find_parts(path: Path) -> tuple[list[Path], list[Path]]:
 def read_files(paths: Sequence[Path], max_rows: int | None = None) -> RawRows:
     """Rows of files of any kind, one file after the other: all of them, or the first of each file.
 
-    They stay in their files and are read one at a time, Parquet's by row groups.
-
-    Raises:
-        ValueError: a file that cannot be read, or is empty, by name.
+    They stay in their files and are read one at a time, Parquet's by row groups. Raises ValueError: a file
+    that cannot be read, or is empty, by name.
     """
     parts = [_read_file(path, max_rows) for path in paths]
     return parts[0] if len(parts) == 1 else join_rows(parts)

@@ -87,11 +87,9 @@ def load_source(
     It is, in this order: `module:Class` or `module:Class:NAME` (a class of your own; NAME is the file, folder
     or hub data set that it reads), a file or folder, a registered name, a hub name. A local folder or file
     under a registered name (`/data/openai/webgpt_comparisons`) is read by that adapter. The class is an
-    Adapter, or one with the methods of DeepSpeed-Chat's. `score_column` orders the responses to a
-    prompt where each has scores. `max_rows`: only the first rows of each file are read.
-
-    Raises:
-        ValueError: it is none of them; the message names the nearest registered name.
+    Adapter, or one with the methods of DeepSpeed-Chat's. `score_column` orders the responses to a prompt
+    where each has scores. `max_rows`: only the first rows of each file are read. Raises ValueError: it is
+    none of them; the message names the nearest registered name.
     """
     found = _find_source(source)
     found.adapter.score_column, found.reader.max_rows = score_column, max_rows
@@ -166,8 +164,8 @@ def import_plugins(names: Sequence[str], problems: Problems) -> None:
 def import_own_module(name: str) -> ModuleType:
     """A module of the user's; the working folder is searched after everything else on the import path.
 
-    Raises:
-        ImportError: it cannot be imported, whatever it raised itself; the text says why, where, and the cure.
+    Raises ImportError: it cannot be imported, whatever it raised itself; the text says why, where, and the
+    cure.
     """
     if name.endswith(".py") or "/" in name:
         module = name.removesuffix(".py").strip("./").replace("/", ".")
@@ -194,11 +192,7 @@ def import_own_module(name: str) -> ModuleType:
 
 
 def get_from(module: ModuleType, name: str) -> object:
-    """The thing called `name` in a module.
-
-    Raises:
-        ImportError: there is none; the nearest name is offered.
-    """
+    """The thing called `name` in a module. Raises ImportError: there is none; the nearest name is offered."""
     if hasattr(module, name):
         return getattr(module, name)
     near = difflib.get_close_matches(name, vars(module), n=1)

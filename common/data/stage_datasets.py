@@ -54,10 +54,8 @@ class _Share(NamedTuple):
 def build_data(options: DataOptions, template: Template) -> StageData:
     """The rows of step `options.stage`: see `stage_rows.RowBuilder`.
 
-    Every rank must call this.
-
-    Raises:
-        ValueError: bad options, a source that cannot be read, too many bad rows, or no rows.
+    Every rank must call this. Raises ValueError: bad options, a source that cannot be read, too many bad
+    rows, or no rows.
     """
     problems = options.problems()
     if problems:
@@ -91,8 +89,7 @@ def build_data(options: DataOptions, template: Template) -> StageData:
 def preview_rows(options: DataOptions, template: Template) -> list[str]:
     """Lines about the first rows of every source, for --dry_run: which are bad, and what one looks like.
 
-    Raises:
-        ValueError: see `build_data`.
+    Raises ValueError: see `build_data`.
     """
     lines = []
     for name in [*options.data_path, *options.sft_only_data_path]:
@@ -192,8 +189,7 @@ def _items(share: _Share, options: DataOptions, report: DataReport) -> Iterator[
 def _usable(examples: Sequence[Example], stage: int, report: DataReport) -> list[Example]:
     """Examples of one raw row that a step can use, without repeats.
 
-    Raises:
-        BadRow: none of them has what the step needs.
+    Raises BadRow: none of them has what the step needs.
     """
     problems = [missing_for(stage, example) for example in examples]
     if None not in problems:
@@ -243,10 +239,8 @@ def build_pretraining(
 ) -> TokenTable:
     """Rows of {input_ids} of exactly `block_tokens`: the texts end to end, eos after each, the rest dropped.
 
-    Every rank must call this. `source` is what `--data_path` takes; its rows need a `text` column.
-
-    Raises:
-        ValueError: unreadable source, too many rows without text, or less text than one block.
+    Every rank must call this. `source` is what `--data_path` takes; its rows need a `text` column. Raises
+    ValueError: unreadable source, too many rows without text, or less text than one block.
     """
     template = PlainTemplate(tokenizer)
 

@@ -64,8 +64,7 @@ class TokenTable:
     def __init__(self, path: Path, *, shuffle_seed: int | None = None) -> None:
         """`shuffle_seed` fixes another order than that of the file, so that the first rows stand for all.
 
-        Raises:
-            ValueError: the file is damaged.
+        Raises ValueError: the file is damaged.
         """
         try:
             table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
@@ -105,10 +104,7 @@ def build_once(folder: Path, write: Callable[[Path], None]) -> bool:
     """Fill `folder` by `write(temporary folder)` unless it is there; True when this call filled it.
 
     The folder appears complete or not at all; of two that build at once, one wins and the other uses its
-    work.
-
-    Raises:
-        ValueError: the place cannot be written.
+    work. Raises ValueError: the place cannot be written.
     """
     if (folder / REPORT_NAME).is_file():
         return False
@@ -142,9 +138,7 @@ def build_cached(
     """The folder of a token cache, and its report: rank 0 writes it, unless it is there, and the others wait.
 
     `plan()` gives all that decides the tokens, and what writes them into a folder. Every rank must call this.
-
-    Raises:
-        ValueError: see `build_once`; too many bad rows, in a more tolerant run's cache too.
+    Raises ValueError: see `build_once`; too many bad rows, in a more tolerant run's cache too.
     """
     was_built: list[bool] = []
 
@@ -211,8 +205,7 @@ class DataReport:
     def check_bad_rows(self, max_bad_rows: int) -> None:
         """Stop when more rows are bad than may be.
 
-        Raises:
-            ValueError: names the first few by file, line and reason.
+        Raises ValueError: names the first few by file, line and reason.
         """
         if self.num_bad > max_bad_rows:
             named = "".join(f"\n    {row}" for row in self.bad_rows)
@@ -226,8 +219,7 @@ class DataReport:
     ) -> Iterator[tuple[int, Any]]:
         """Index and `use(row)` of each row that can be used; the others are counted, the bad ones named.
 
-        Raises:
-            ValueError: see `check_bad_rows`.
+        Raises ValueError: see `check_bad_rows`.
         """
         for index in indexes:
             self.num_raw_rows += 1

@@ -18,11 +18,8 @@ def load_tokenizer(
 
     `eot_token` replaces the tokenizer's own eos; it must be one id already, unless `add_eot_token` lets it be
     a new one (the embeddings of the model must then grow). No existing id changes. PAD may be the same id as
-    EOS.
-
-    Raises:
-        ValueError: no tokenizer there, no fast one, no eos, or an end-of-turn token of several ids; `flag` is
-        named.
+    EOS. Raises ValueError: no tokenizer there, no fast one, no eos, or an end-of-turn token of several ids;
+    `flag` is named.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -50,8 +47,7 @@ def prepare_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Set eos and pad on a tokenizer that is loaded already, in place, and return it; see `load_tokenizer`.
 
-    Raises:
-        ValueError: there is no end-of-turn token, or it is not exactly one id.
+    Raises ValueError: there is no end-of-turn token, or it is not exactly one id.
     """
     eot = eot_token or tokenizer.eos_token
     if not eot:

@@ -31,7 +31,7 @@ def write_rows(path: Path, rows: list[Any]) -> str:
 
 def make_options(source: str, step: int, cache: Path, **changes: Any) -> DataOptions:
     """All rows of one source for one step, nothing held out or truncated."""
-    given = {"data_split": SHARES[step], "eval_fraction": 0.0, "max_seq_len": 4096, "max_prompt_tokens": 4096}
+    given = {"data_split": SHARES[step], "eval_fraction": 0.0, "max_tokens": 4096}
     return DataOptions([source], step, cache_dir=str(cache), **given | changes)
 
 

@@ -151,7 +151,7 @@ def test_the_step_must_be_named(capsys):
 
 def test_a_row_that_fills_its_limit_says_so(first_row, write_rows, tiny_tokenizer):
     path = write_rows([{"prompt": "q", "answer": "y" * 40}])
-    head, line = first_row(path, tiny_tokenizer, max_seq_len=20)
+    head, line = first_row(path, tiny_tokenizer, max_tokens=20)
     assert head == "rows.jsonl:1  context 1, learned 19 tokens, which fill the 20 allowed"
     assert line == "  | :[[ " + "y" * 18 + "]]"
     assert "allowed" not in first_row(path, tiny_tokenizer)[0]

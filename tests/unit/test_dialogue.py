@@ -153,8 +153,7 @@ def test_a_chat_prompt_that_is_too_long_keeps_its_headers_and_system_prompt(make
     def rows_of(prompt, reply, max_tokens) -> tuple[list[str], DataReport]:
         report = DataReport()
         item = Item(Example(prompt=prompt, chosen=reply, rejected=f"No {reply}"), "row", "rows:1")
-        lengths = {"max_seq_len": max_tokens, "max_prompt_tokens": max_tokens}
-        all_options = [DataOptions([], stage, **lengths) for stage in (1, 2, 3)]
+        all_options = [DataOptions([], stage, max_tokens=max_tokens) for stage in (1, 2, 3)]
         rows = [RowBuilder(template, options, report).build([item]) for options in all_options]
         (sft,), (pair,), (prompt,) = rows
         ids = [sft["input_ids"], pair["chosen_ids"], pair["rejected_ids"], prompt["prompt_ids"]]

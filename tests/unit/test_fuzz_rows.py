@@ -82,7 +82,7 @@ def build(step: int, content: bytes, name: str, template: Any, max_bad_rows: int
         path = Path(folder, name)
         path.write_bytes(content)
         options = DataOptions(
-            [str(path)], step, data_split="1,1,1", max_seq_len=16, max_prompt_tokens=16,
+            [str(path)], step, data_split="1,1,1", max_tokens=16,
             max_bad_rows=max_bad_rows, cache_dir=folder, eval_fraction=0.2,
         )  # fmt: skip
         problems = check_sources(options)

@@ -82,7 +82,7 @@ def test_pair_rows(tiny_tokenizer, write_rows, build):
 
 def test_both_sides_of_a_truncated_pair_keep_the_same_context(tiny_tokenizer, write_rows, build):
     path = write_rows([{"prompt": "x" * 50, "chosen": "a", "rejected": "b c d e f g h i"}])
-    data = build(path, 2, max_seq_len=30)
+    data = build(path, 2, max_tokens=30)
     row, eot = data.train[0], tiny_tokenizer.eos_token_id
     start = row["chosen_response_start"]
     assert row["rejected_response_start"] == start
@@ -94,13 +94,13 @@ def test_both_sides_of_a_truncated_pair_keep_the_same_context(tiny_tokenizer, wr
 def test_identical_pairs_and_ties_are_skipped_and_counted(write_rows, build):
     same = {"prompt": "q", "chosen": "same", "rejected": " same "}
     late = {"prompt": "q", "chosen": "x" * 60 + "a", "rejected": "x" * 60 + "b"}
-    report = build(write_rows([*pairs(3), same, late]), 2, max_seq_len=40).report
+    report = build(write_rows([*pairs(3), same, late]), 2, max_tokens=40).report
     assert (report.num_train, report.num_identical, report.num_identical_truncated) == (3, 1, 1)
     assert any("both answers are the same" in line for line in report.lines())
 
 
 def test_prompt_rows_keep_their_end(tiny_tokenizer, write_rows, build):
-    data = build(write_rows([{"prompt": "abc " * 30}, {"prompt": "hi"}]), 3, max_prompt_tokens=20)
+    data = build(write_rows([{"prompt": "abc " * 30}, {"prompt": "hi"}]), 3, max_tokens=20)
     whole = tiny_tokenizer("\n\nHuman: " + ("abc " * 30).strip() + "\n\nAssistant:").input_ids
     assert data.train[0]["prompt_ids"] == whole[-20:]
     assert data.train[0]["prompt_text"] == tiny_tokenizer.decode(whole)
@@ -320,7 +320,7 @@ def test_the_cache_is_reused_and_its_key_follows_what_decides_the_tokens(
     assert [first.train[i] for i in range(20)] == [again.train[i] for i in range(20)]
 
     folders = {first.report.cache_folder}
-    changes = {"max_seq_len": 64, "seed": 1, "eval_fraction": 0.2, "loss_on": "all", "data_split": "9,1,0"}
+    changes = {"max_tokens": 64, "seed": 1, "eval_fraction": 0.2, "loss_on": "all", "data_split": "9,1,0"}
     for name, value in changes.items():
         folders.add(build_data(replace(given, **{name: value}), template).report.cache_folder)
     for name, tokenizer in (("human_assistant", make_tokenizer(300)), ("plain", tiny_tokenizer)):

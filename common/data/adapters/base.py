@@ -76,11 +76,7 @@ class Adapter:
         return digest_code(type(self))
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
-        """Examples of a raw row.
-
-        Raises:
-            BadRow: the row's form is wrong.
-        """
+        """Examples of a raw row. Raises BadRow: the row's form is wrong."""
         self.check_columns(row)
         texts = (self.get_prompt(row), self.get_chosen(row), self.get_rejected(row))
         prompt, chosen, rejected = (None if isinstance(t, str) and not t.strip() else t for t in texts)
@@ -170,11 +166,7 @@ class LocalFiles(AnyForm):
     """A file, a folder of train and eval files, or a folder saved by `datasets`."""
 
     def load(self) -> Parts:
-        """See Adapter.
-
-        Raises:
-            ValueError: nothing usable there; says what was found and what would do.
-        """
+        """See Adapter. Raises ValueError: nothing usable there; says what was found and what would do."""
         path = Path(self.source)
         if hub_data.is_saved_folder(path):
             return Parts(*hub_data.load_saved(path))

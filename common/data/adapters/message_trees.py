@@ -63,10 +63,7 @@ def tree_examples(row: Mapping[str, Any]) -> list[Example]:
     """Every turn of the prompter with the replies to it: the best one to learn, and all pairs of ranked ones.
 
     Deleted messages and those that reviewers refused are left out with all below them. A turn that nobody
-    answered is a prompt.
-
-    Raises:
-        BadRow: the messages are no tree of turns by turns.
+    answered is a prompt. Raises BadRow: the messages are no tree of turns by turns.
     """
     replies = _replies_by_parent(row[TREE])
     examples: list[Example] = []

@@ -40,8 +40,7 @@ class PortedClass(Adapter):
     def __init__(self, kind: type, source: str, dataset_name: str = "") -> None:
         """`dataset_name` is what the constructor is given; empty: the name that the class has for itself.
 
-        Raises:
-            ValueError: it has no get_prompt.
+        Raises ValueError: it has no get_prompt.
         """
         super().__init__(source)
         self._kind = kind
@@ -53,11 +52,7 @@ class PortedClass(Adapter):
             )
 
     def load(self) -> Parts:
-        """See Adapter.
-
-        Raises:
-            ValueError: the class cannot be made, or has no rows.
-        """
+        """See Adapter. Raises ValueError: the class cannot be made, or has no rows."""
         train = self._part("get_train_data")
         if train is None:
             raw = getattr(self._inner, "raw_datasets", None)
@@ -134,8 +129,7 @@ class PortedClass(Adapter):
     def _part(self, method: str) -> Any:
         """What `method` gives; None where the class does not have it.
 
-        Raises:
-            ValueError: the method raised, or gave no sequence.
+        Raises ValueError: the method raised, or gave no sequence.
         """
         if not hasattr(self._kind, method):
             return None
@@ -181,8 +175,7 @@ def _arguments(kind: type, values: dict[str, Any]) -> tuple[list, dict[str, Any]
     """What a constructor is called with: by name where it uses DeepSpeed-Chat's, else the first four or all
     five by their order, or nothing.
 
-    Raises:
-        TypeError: it needs something else.
+    Raises TypeError: it needs something else.
     """
     signature, ordered = inspect.signature(kind), list(values.values())
     named = {name: values[name] for name in signature.parameters if name in values}

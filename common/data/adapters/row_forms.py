@@ -274,11 +274,7 @@ def accepted_forms(stage: int | None = None) -> str:
 
 
 def read_row(row: Row) -> list[Example]:
-    """Examples of a row of any form.
-
-    Raises:
-        BadRow: no form fits, or a column holds the wrong thing.
-    """
+    """Examples of a row of any form. Raises BadRow: no form fits, or a column holds the wrong thing."""
     form = form_of(row)
     if form is None:
         filled = [repr(column) for column, value in row.items() if value is not None]

@@ -51,8 +51,7 @@ def split_marked(text: str, mark: re.Pattern[str], *, opening_role: str) -> tupl
 def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Prompt, chosen and rejected reply of two dialogues; the prompt ends at their last common `Assistant:`.
 
-    Raises:
-        BadRow: they share none.
+    Raises BadRow: they share none.
     """
     shared = commonprefix([chosen, rejected])
     marks = list(_REPLY_MARK.finditer(shared))
@@ -65,8 +64,7 @@ def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
 def messages_from_prompt(prompt: Any, column: str = "prompt") -> tuple[Message, ...]:
     """Messages of a prompt: a dialogue, a bare question, or a list of turns.
 
-    Raises:
-        BadRow: neither of them, or empty.
+    Raises BadRow: neither of them, or empty.
     """
     if isinstance(prompt, list | tuple):
         return parse_turns(column, prompt)
@@ -77,8 +75,7 @@ def messages_from_prompt(prompt: Any, column: str = "prompt") -> tuple[Message, 
 def parse_turns(column: str, value: Any) -> tuple[Message, ...]:
     """Messages of a list of {"role", "content"}, or of {"from", "value"} as ShareGPT's.
 
-    Raises:
-        BadRow: not such a list, or somebody unknown speaks.
+    Raises BadRow: not such a list, or somebody unknown speaks.
     """
     messages = []
     for i, turn in enumerate(filled_list(column, value)):
@@ -99,8 +96,7 @@ def parse_turns(column: str, value: Any) -> tuple[Message, ...]:
 def reply_text(column: str, value: Any) -> str:
     """The text of a reply, given as text or as turns that end with the assistant's.
 
-    Raises:
-        BadRow: neither, or empty.
+    Raises BadRow: neither, or empty.
     """
     if isinstance(value, list | tuple):
         last = parse_turns(column, value)[-1]
