@@ -51,7 +51,6 @@ class RawRows:
         self._rows, self.origin, self.fingerprint, self._locate = rows, origin, fingerprint, locate
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:

@@ -67,16 +67,15 @@ class RawSource:
 
     def digest(self) -> str:
         """Changes with the rows and with the code that reads them."""
-        data_digest = self.reader.data_digest() or self._content_digest()
+        data_digest = self.reader.data_digest()
+        if data_digest is None:
+            total = hashlib.sha256()
+            for rows in self._parts:
+                total.update(f"part of {-1 if rows is None else len(rows)}".encode())
+                if rows is not None:
+                    rows.update_digest(total)
+            data_digest = total.hexdigest()
         return f"{Path(self.name).name} {data_digest} {self.adapter.code_digest()}"
-
-    def _content_digest(self) -> str:
-        total = hashlib.sha256()
-        for rows in self._parts:
-            total.update(f"part of {-1 if rows is None else len(rows)}".encode())
-            if rows is not None:
-                rows.update_digest(total)
-        return total.hexdigest()
 
 
 def load_source(

@@ -78,7 +78,6 @@ class TokenTable:
             self._order = np.random.RandomState(shuffle_seed % 2**32).permutation(table.num_rows)
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self._order)
 
     def __getitem__(self, index: int) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Generator:
         *,
         num_slots: int = 0,
         max_length: int = 0,
-        agree_any: Callable[[bool], bool] | None = None,
+        agree_any: Callable[[bool], float] | None = None,
     ) -> None:
         self.model, self.agree_any = model, agree_any
         self.num_slots, self.max_length = num_slots, max_length
@@ -194,7 +194,7 @@ class _DecodeLoop:
     sample_ids: torch.Tensor
     limits: torch.Tensor
     options: SamplingOptions
-    agree_any: Callable[[bool], bool] | None
+    agree_any: Callable[[bool], float] | None
     on_tokens: TokenCallback | None
     lengths: list[int] = field(default_factory=list)  # tokens in the cache, slot by slot
     first_logits: dict[int, torch.Tensor] = field(default_factory=dict)  # of prompts with waiting samples

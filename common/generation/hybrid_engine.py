@@ -77,7 +77,7 @@ class HybridEngine:
                 self.inference_module,
                 num_slots=options.generation_slots,
                 max_length=options.max_length,
-                agree_any=_any_rank if self.gather_by_layer else None,
+                agree_any=distributed.max_float if self.gather_by_layer else None,
             )
 
     def _use_layout(self, tp_size: int) -> None:
@@ -109,26 +109,39 @@ class HybridEngine:
 
         Every rank must enter it together; inside, only ranks of a tensor-parallel group need keep step.
         """
-        was_training = self.module.training
+        was_training, options = self.module.training, self.options
+        offloads = options.offload_states_for_generation and distributed.has_gpu()
         if self.gather_by_layer:
             self.module.eval()
         try:
             with watchdog.phase("the switch to generation", clock="switch"):
-                self._enter()
+                if offloads:
+                    self.engine.offload_states(include=OFFLOADED)
+                if not self.gather_by_layer:
+                    self._attach_weights()
             yield self.inference_module
         finally:
             with watchdog.phase("the switch to training", clock="switch"):
-                self._leave()
+                if not self.gather_by_layer:
+                    self._inference.detach()
+                if options.release_inference_cache:
+                    self.release()
+                if offloads:
+                    self.engine.reload_states()
             self.module.train(was_training)
 
-    def _enter(self) -> None:
-        if self._offloads:
-            self.engine.offload_states(include=OFFLOADED)
-        if not self.gather_by_layer:
-            with named_out_of_memory(self._cure_of_entering()), torch.no_grad():
-                for name, weight in self._resharder.load():
-                    self._inference.attach(name, self._merge(name, weight))
-            self.costs = self._resharder.costs
+    def _attach_weights(self) -> None:
+        size = self.options.tp_gather_partition_size
+        cure = f"lower --tp_gather_partition_size {size}: fewer layers are then moved at a time"
+        if size == 1:
+            cure = (
+                f"raise --inference_tp_size {self.layout.tp_size}: each rank then holds less of the model; "
+                "or give --unpin_actor_parameters, which gathers one layer at a time"
+            )
+        with named_out_of_memory(cure), torch.no_grad():
+            for name, weight in self._resharder.load():
+                self._inference.attach(name, self._merge(name, weight))
+        self.costs = self._resharder.costs
 
     def _merge(self, name: str, weight: TrainedWeight) -> torch.Tensor:
         """Return the weight with its adapter, where it has one, in a new tensor: this rank's slice."""
@@ -139,32 +152,11 @@ class HybridEngine:
 
         return weight.merged(take)
 
-    def _leave(self) -> None:
-        if not self.gather_by_layer:
-            self._inference.detach()
-        if self.options.release_inference_cache:
-            self.release()
-        if self._offloads:
-            self.engine.reload_states()
-
     def release(self) -> None:
         """Give back the memory that is kept for the next time: keys, values, graphs, staging buffers."""
         self.generator.release()
         if not self.gather_by_layer:
             self._resharder.release()
-
-    @property
-    def _offloads(self) -> bool:
-        return self.options.offload_states_for_generation and distributed.has_gpu()
-
-    def _cure_of_entering(self) -> str:
-        size = self.options.tp_gather_partition_size
-        if size > 1:
-            return f"lower --tp_gather_partition_size {size}: fewer layers are then moved at a time"
-        return (
-            f"raise --inference_tp_size {self.layout.tp_size}: each rank then holds less of the model; or "
-            "give --unpin_actor_parameters, which gathers one layer at a time"
-        )
 
     def generate(
         self,
@@ -256,11 +248,6 @@ class TransformersGenerator:
             stopping_criteria=StoppingCriteriaList([have_ended]),
         )
         return collect_responses(state, options)
-
-
-def _any_rank(has_work: bool) -> bool:
-    """Return whether any rank still has work. Every rank must call this."""
-    return distributed.sum_float(float(has_work)) > 0
 
 
 @contextmanager

@@ -45,7 +45,12 @@ class InferenceModule:
         for prefix, module in self.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffers.get(f"{prefix}.{name}".lstrip("."), buffer).to(device))
-        self._owners = _find_owners(self.module)
+        owners: dict[int, list[tuple[nn.Module, str]]] = {}  # of a tied weight there are several
+        for module in self.module.modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    owners.setdefault(id(parameter), []).append((module, attribute))
+        self._owners = {name: owners[id(p)] for name, p in self.module.named_parameters()}
 
     def attach(self, name: str, weight: torch.Tensor) -> None:
         """Make a tensor the weight of this name, and of those that are tied to it; nothing is copied."""
@@ -59,16 +64,6 @@ class InferenceModule:
             for module, attribute in owners:
                 parameter = module._parameters[attribute]
                 module._parameters[attribute] = nn.Parameter(parameter.to("meta"), requires_grad=False)
-
-
-def _find_owners(root: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Return {parameter name: every (module, attribute) that holds it}; tied weights have several."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in root.modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module, attribute))
-    return {name: owners[id(parameter)] for name, parameter in root.named_parameters()}
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:

@@ -181,18 +181,14 @@ def group_by_layers(names: Sequence[str], num_layers: int) -> list[list[str]]:
     """
     groups: list[list[str]] = []
     layers_in_last = num_layers  # full: what comes next begins a group
-    for layer, run in groupby(names, _layer_number):
+    numbers = {name: match and match[1] for name in names for match in [re.search(r"\.(\d+)\.", name)]}
+    for layer, run in groupby(names, numbers.__getitem__):
         if layer is None or layers_in_last == num_layers:
             groups.append([])
             layers_in_last = 0
         groups[-1] += run
         layers_in_last = num_layers if layer is None else layers_in_last + 1
     return groups
-
-
-def _layer_number(name: str) -> int | None:
-    match = re.search(r"\.(\d+)\.", name)
-    return int(match[1]) if match else None
 
 
 def pack_blocks(plans: Sequence[WeightPlan], shards: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:

@@ -53,12 +53,6 @@ def _parent_of(message: Mapping[str, Any]) -> Any:
     return None if parent == "" else parent
 
 
-def _is_kept(message: Mapping[str, Any]) -> bool:
-    """Whether a message was neither deleted nor refused. CSV has words for true and false."""
-    is_deleted, was_accepted = (str(message.get(name)).lower() for name in ("deleted", "review_result"))
-    return is_deleted != "true" and was_accepted != "false"
-
-
 def tree_examples(row: Mapping[str, Any]) -> list[Example]:
     """Every turn of the prompter with the replies to it: the best one to learn, and all pairs of ranked ones.
 
@@ -114,7 +108,9 @@ def _replies_by_parent(messages: Sequence[Mapping[str, Any]]) -> dict[Any, list[
         parent = _parent_of(message)
         if parent is not None and (not isinstance(parent, str | int) or parent not in names):
             raise BadRow(f"message {message['message_id']!r}: its parent {parent!r} is not in the data")
-        if _is_kept(message):
+        # Neither deleted nor refused. CSV has words for true and false.
+        is_deleted, was_accepted = (str(message.get(name)).lower() for name in ("deleted", "review_result"))
+        if is_deleted != "true" and was_accepted != "false":
             by_parent.setdefault(parent, []).append(message)
     if all(_parent_of(message) is not None for message in messages):
         raise BadRow(f"message {messages[0]['message_id']!r}: its parents lead to no first message")
