@@ -21,7 +21,7 @@ from common.flags.args import Problems, flag, parse_args
 from common.flags.problems import has_hub_form
 from common.runs.run_files import REPORT
 from tools.until_done import STOPPED, run_group
-from training_scripts.launch_table import DEPLOYMENTS, STEPS, default_of, find_script, hub_name
+from training_scripts.launch_table import DEPLOYMENTS, STEPS, find_script
 
 ROOT = Path(__file__).resolve().parent
 BAD_INPUT = 2  # as they leave when they have refused what they were given
@@ -79,7 +79,8 @@ def check(args: TrainArguments, problems: Problems) -> None:
     args.actor_model = SIZES.get(args.actor_model.lower(), args.actor_model)
     if not args.reward_model:
         script = find_script(3, args.deployment_type, args.actor_model)
-        args.reward_model = hub_name(default_of("CRITIC_MODEL", script)) if script else args.actor_model
+        is_opt = args.actor_model in SIZES.values()
+        args.reward_model = SIZES["350m"] if script and is_opt else args.actor_model  # the script's critic
     args.reward_model = SIZES.get(args.reward_model.lower(), args.reward_model)
     for name in ("actor_model", "reward_model"):
         model = getattr(args, name)
@@ -133,7 +134,7 @@ def build_launch(args: TrainArguments, step: int) -> Launch:
     """Return how a step is run: by its model's script, or by run.sh, which has settings for all."""
     actor, reward = args.actor_model, args.reward_model
     model = {1: actor, 2: reward, 3: actor}[step]
-    script = find_script(step, args.deployment_type, model, reward if step == 3 else "")
+    script = find_script(step, args.deployment_type, model)
     words = [RUN, {1: "sft", 2: "reward", 3: "ppo"}[step], model, args.deployment_type]
     if script:
         words = [str(script.relative_to(ROOT))]

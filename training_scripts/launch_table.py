@@ -4,7 +4,6 @@
 python training_scripts/launch_table.py STEP MODEL MACHINE      prints the flags of run.sh, one word a line
 """
 
-import re
 import sys
 from collections import namedtuple
 from pathlib import Path
@@ -86,38 +85,16 @@ def _ppo_flags(row: Row) -> list[str]:
 # ---- the scripts of single models -----------------------------------------------------------------------
 
 
-def hub_name(model: str) -> str:
-    """Return the model that a script begins from: its own, or that of the script whose export it takes."""
-    while model.startswith("output/"):
-        producer = FOLDER / (model.removeprefix("output/").removesuffix("/export") + ".sh")
-        model = default_of("MODEL", producer)
-    return model
-
-
-def default_of(variable: str, script: Path) -> str:
-    """Return a variable's default in a script, "" where it has none."""
-    found = re.search(rf"^{variable}=\$\{{{variable}:-(.+)\}}", script.read_text(), re.MULTILINE)
-    return found[1] if found else ""
-
-
-def find_script(step: int, deployment: str, model: str, critic: str = "") -> Path | None:
+def find_script(step: int, deployment: str, model: str) -> Path | None:
     """Return the script of a step (1, 2, 3) for a model by its hub name, None where there is none.
 
-    In step 3 one for the same critic comes first. Scripts that train all weights come before those with LoRA.
+    Scripts that train all weights come before those with LoRA.
     """
-    variable = "ACTOR_MODEL" if step == 3 else "MODEL"
-    found = [
-        script
-        for script in (FOLDER / STEPS[step - 1]).glob(f"*/{deployment}/run_*.sh")
-        if not script.stem.endswith("_dpo")
-        and hub_name(default_of(variable, script)).lower() == model.lower()
-    ]
-
-    def order(script: Path) -> tuple[bool, bool, str]:
-        other = bool(critic) and hub_name(default_of("CRITIC_MODEL", script)).lower() != critic.lower()
-        return other, "lora" in script.stem or "mixz" in script.stem, script.stem
-
-    return min(found, key=order, default=None)
+    family, _, size = model.lower().removesuffix("-hf").rpartition("-")
+    name = {"facebook/opt": "opt", "meta-llama/llama-2": "llama2"}.get(family, family)
+    folder = FOLDER / STEPS[step - 1] / name / deployment
+    scripts = [folder / f"run_{size}.sh", folder / f"run_{size}_lora.sh"]
+    return next((script for script in scripts if script.exists()), None)
 
 
 if __name__ == "__main__":

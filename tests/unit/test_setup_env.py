@@ -74,17 +74,13 @@ def test_a_failed_installation_is_an_error_and_is_tried_again(repository: Path):
     assert "installed requirements-dev.txt" in source(repository, SOURCE_DEV).stdout
 
 
-def test_an_active_environment_is_used_even_when_path_lacks_it(repository: Path):
+def test_an_active_environment_is_used_and_the_hub_shut_off_when_asked(repository: Path):
     (repository / ".venv").rename(repository / "mine")
-    done = source(repository, f"{SOURCE_DEV}; command -v python", VIRTUAL_ENV=str(repository / "mine"))
-    assert done.stdout.splitlines()[-1] == str(repository / "mine/bin/python")
+    line = f'{SOURCE_DEV}; echo "offline=${{HF_HUB_OFFLINE-unset}}"; command -v python'
+    for words, offline in (({}, "unset"), ({"TRIPTYCH_OFFLINE": "1"}, "1")):
+        done = source(repository, line, VIRTUAL_ENV=str(repository / "mine"), **words)
+        assert done.stdout.splitlines()[-2:] == [f"offline={offline}", str(repository / "mine/bin/python")]
     assert not (repository / ".venv").exists()
-
-
-def test_the_hub_is_shut_off_only_when_asked(repository: Path):
-    line = f'{SOURCE_DEV}; echo "offline=${{HF_HUB_OFFLINE-unset}}"'
-    assert "offline=unset" in source(repository, line).stdout
-    assert "offline=1" in source(repository, line, TRIPTYCH_OFFLINE="1").stdout
 
 
 @pytest.mark.parametrize(
