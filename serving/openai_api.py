@@ -21,15 +21,11 @@ from serving.answering import Answerer, Sampling, TextCallback
 from serving.text_stream import Answer
 from serving.web_server import Emit, Refused, Work, stream_from_thread
 
-MAX_ANSWERS, MAX_STOPS, MAX_LOGPROBS = 16, 4, 20
-# Values of fields that we do not have with which they ask for nothing.
-_NEUTRAL: dict[str, tuple] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "best_of": (1,),
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "suffix": ("",), "store": (False,),
-    "parallel_tool_calls": (True, False), "top_logprobs": (0,), "service_tier": ("auto", "default"),
-}  # fmt: skip
-_IGNORED = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})  # they name the asker
+MAX_ANSWERS, MAX_STOPS = 16, 4
+# They name the asker, or say how tools would be called.
+_IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+# Values, beside 0 and empty ones, with which fields that we do not have ask for nothing.
+_NOTHING = ("none", "auto", "default", {"type": "text"}, ["text"])
 
 # ---- what may be asked
 
@@ -44,8 +40,11 @@ class _Fields(BaseModel):
     def _drop_what_asks_for_nothing(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        asks = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
-        return {name: value for name, value in asks.items() if value not in _NEUTRAL.get(name, ())}
+        ours = {
+            name: value for name, value in fields.items() if name in cls.model_fields and value is not None
+        }
+        others = {name: value for name, value in fields.items() if name not in {*cls.model_fields, *_IGNORED}}
+        return ours | {name: value for name, value in others.items() if value and value not in _NOTHING}
 
 
 class _Part(_Fields):
@@ -83,16 +82,17 @@ class _Request(_Fields):
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
 
+    logprobs: Literal[False] = False
+
     def sampling(self, default: Sampling) -> Sampling:
         """Return how to sample; what is left out is the server's own. Raises Refused."""
         limit, most = self.max_answer_tokens(default.max_new_tokens), default.max_new_tokens
         if limit > most:
             detail = f"{limit} tokens are more than this server's --max_new_tokens {most}"
             raise Refused(400, detail, "max_tokens")
-        given = {"temperature": self.temperature, "top_p": self.top_p}
-        given = {name: value for name, value in given.items() if value is not None}
-        given |= {"stop": tuple(self.stop), "seed": self.seed, "num_answers": self.n}
-        return dataclasses.replace(default, max_new_tokens=limit, **given)
+        given = self.model_dump(include={"temperature", "top_p", "seed"}, exclude_none=True)
+        given |= {"max_new_tokens": limit, "stop": tuple(self.stop), "num_answers": self.n}
+        return dataclasses.replace(default, **given)
 
 
 class ChatRequest(_Request):
@@ -101,7 +101,6 @@ class ChatRequest(_Request):
     messages: list[_Message]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: Literal[False] = False
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
     param: ClassVar[str] = "messages"
@@ -125,40 +124,30 @@ class ChatRequest(_Request):
         roles = [message.role for message in self.messages]
         return [model.encode(list(map(Message, roles, texts)))]
 
-    def choice(self, model: Answerer, prompt_ids: list[int], answer: Answer) -> dict[str, Any]:
+    def choice(self, text: str) -> dict[str, Any]:
         """Return a whole answer."""
-        return {"message": {"role": "assistant", "content": answer.text, "refusal": None}, "logprobs": None}
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def piece(self, text: str, is_first: bool) -> dict[str, Any]:
         """Return a piece of a streamed answer."""
         return {"delta": ({"role": "assistant"} if is_first else {}) | {"content": text}}
 
 
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
 class CompletionRequest(_Request):
     """What POST /v1/completions takes: texts or token ids to go on from."""
 
-    prompt: Annotated[
-        str | list[str] | list[Annotated[int, Field(ge=0)]] | list[list[Annotated[int, Field(ge=0)]]],
-        Field(min_length=1),
-    ]
-    max_tokens: int | None = Field(None, ge=0)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool = False
+    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | list[TokenIds]
+    max_tokens: int = Field(16, ge=1)
     kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
     param: ClassVar[str] = "prompt"
 
-    @model_validator(mode="after")
-    def _check_what_goes_together(self) -> "CompletionRequest":
-        if self.stream and (self.echo or self.logprobs is not None):
-            raise ValueError("echo and logprobs are not supported together with stream")
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: 0 leaves nothing to answer without echo: true")
-        return self
-
     def max_answer_tokens(self, most: int) -> int:
-        """Return the limit of an answer, left out the protocol's own; `most` is the server's."""
-        return min(16, most) if self.max_tokens is None else self.max_tokens
+        """Return the limit of an answer, the protocol's own where none is given; `most` is the server's."""
+        return self.max_tokens if "max_tokens" in self.model_fields_set else min(self.max_tokens, most)
 
     def prompts_of(self, model: Answerer) -> list[list[int]]:
         """Return the token ids of the prompts."""
@@ -166,33 +155,13 @@ class CompletionRequest(_Request):
         prompts = [self.prompt] if is_one else self.prompt
         return [model.encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    def choice(self, model: Answerer, prompt_ids: list[int], answer: Answer) -> dict[str, Any]:
-        """Return a whole answer, behind its prompt if that is echoed, with its log-probabilities.
-
-        With `echo` they are those of the prompt, too; the very first token of all has none. `text_offset`
-        counts characters of the tokens' own texts.
-        """
-        decode, num_top, first = model.tokenizer.decode, self.logprobs, len(prompt_ids)
-        text = answer.text
-        if self.echo:
-            text, first = decode(prompt_ids, skip_special_tokens=True) + text, 0
-        if num_top is None:
-            return {"text": text, "logprobs": None}
-        whole = [*prompt_ids, *answer.token_ids]
-        scores = [None, *model.score(whole, num_top)] if len(whole) > 1 else [None]
-        texts, scores = [decode([token_id]) for token_id in whole[first:]], scores[first:]
-        top = [s and {decode([token_id]): logprob for token_id, logprob in s.top} for s in scores]
-        logprobs = {
-            "tokens": texts,
-            "token_logprobs": [score and score.logprob for score in scores],
-            "top_logprobs": top if num_top else None,
-            "text_offset": [sum(map(len, texts[:index])) for index in range(len(texts))],
-        }
-        return {"text": text, "logprobs": logprobs}
+    def choice(self, text: str) -> dict[str, Any]:
+        """Return a whole answer."""
+        return {"text": text, "logprobs": None}
 
     def piece(self, text: str, is_first: bool) -> dict[str, Any]:
         """Return a piece of a streamed answer."""
-        return {"text": text, "logprobs": None}
+        return self.choice(text)
 
 
 # ---- how it is answered
@@ -283,10 +252,11 @@ def _respond(asked: ChatRequest | CompletionRequest, model: Answerer, sampling: 
     if asked.stream:
         lines = _events(stream, head | {"object": asked.chunk_kind})
         return StreamingResponse(lines, media_type="text/event-stream")
-    choices, answers = [], answer()
-    for index, one in enumerate(answers):
-        shown = asked.choice(model, rows[index // asked.n], one)
-        choices.append({"index": index, "finish_reason": one.finish_reason} | shown)
+    answers = answer()
+    choices = [
+        {"index": index, "finish_reason": one.finish_reason} | asked.choice(one.text)
+        for index, one in enumerate(answers)
+    ]
     return JSONResponse(head | {"object": asked.kind, "choices": choices, "usage": usage(answers)})
 
 

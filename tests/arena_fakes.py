@@ -1,16 +1,24 @@
-"""An arena without a model: answerers that say what they are told to, token by token, a token a character."""
+"""An arena without a model: answerers that say what they are told to, token by token, a token a character.
+
+And a server in a thread, for an application of any kind.
+"""
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import uvicorn
 from fastapi.testclient import TestClient
 
 from common.data.example import Message
-from serving.answering import Answerer, Sampling, TextCallback, TokenScore
+from common.flags.problems import Problems
+from serving.answering import Answerer, Sampling, TextCallback
 from serving.arena_app import BlindPairs, create_app
 from serving.judgement_store import JudgementStore
 from serving.text_stream import Answer
+from serving.web_server import bind
 
 MAX_BYTES = 4000
 END = 3  # the token that ends an answer
@@ -68,9 +76,6 @@ class FakeModel(Answerer):
             answers.append(Answer(told, [*map(ord, told), *end], reason))
         return answers
 
-    def score(self, token_ids: list[int], num_top: int) -> list[TokenScore]:
-        return [TokenScore(-i / 100, [(i, -0.5)] * num_top) for i in token_ids[1:]]
-
 
 def make_arena(path: Path, prompts: Iterator | None = None, **models: FakeModel) -> BlindPairs:
     """Return the rules over a database at `path`, for "left" and "right" unless models are given."""
@@ -83,3 +88,18 @@ def make_client(arena: BlindPairs, *, token: str = "", **more) -> TestClient:
     """Return a client of the application on the loopback."""
     app = create_app(arena, max_request_bytes=MAX_BYTES, token=token, is_local=True)
     return TestClient(app, base_url="http://localhost:8080", **more)
+
+
+@contextmanager
+def real_server(app: Callable, port: int = 0) -> Iterator[int]:
+    """Serve an application in a thread; give its port."""
+    bound = bind("127.0.0.1", port, Problems())
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    try:
+        yield bound.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        bound.close()

@@ -4,17 +4,12 @@ It needs Chromium (Debian: apt-get install chromium) and playwright from require
 """
 
 import shutil
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
-import uvicorn
-from arena_fakes import MAX_BYTES, FakeModel, make_arena
+from arena_fakes import MAX_BYTES, FakeModel, make_arena, real_server
 
-from common.flags.args import Problems
 from serving.arena_app import NewPair, create_app
-from serving.web_server import bind
 
 CHROMIUM = next(
     (p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), ""
@@ -30,20 +25,10 @@ GOOD, POOR = "Because food becomes scarce in the north.", "Birds migrate because
 MARKUP = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script> **bold**"
 
 
-@contextmanager
-def serving(arena, *, token: str = "", port: int = 0) -> Iterator[int]:
+def serving(arena, *, token: str = "", port: int = 0):
     """Serve an arena in a thread; give its port."""
-    bound = bind("127.0.0.1", port, Problems())
     app = create_app(arena, max_request_bytes=MAX_BYTES, token=token, is_local=True)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-    thread.start()
-    try:
-        yield bound.getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        bound.close()
+    return real_server(app, port)
 
 
 @pytest.fixture(scope="module")
