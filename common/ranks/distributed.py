@@ -22,6 +22,7 @@ import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 
 from common.ranks import watchdog  # noqa: E402
+from common.ranks.failure_detector import PATIENT  # noqa: E402
 from common.ranks.failures import first_line  # noqa: E402
 
 # nccl ends a process that waited too long, from a thread of its own and without saying for whom: later than
@@ -184,7 +185,7 @@ def make_on_first_rank(make: Callable[[], Path]) -> Path:
     if world_size() == 1:
         return make()
     # A group of its own: tokenising millions of rows outlasts the usual time limit of a collective.
-    group = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
+    group = dist.new_group(backend="gloo", timeout=timedelta(hours=24), group_desc=PATIENT)
     try:
         folder = run_together(make if is_main() else lambda: None, group=group)[0]
         fills_own = not folder.exists() and int(os.environ["LOCAL_RANK"]) == 0

@@ -29,6 +29,7 @@ SETTLE_SECONDS = 3.0  # between a failed collective and the verdict: a beat must
 LEAVE_SECONDS = 30.0  # for the others to leave too, after one that does with an exit code
 HEAR_SECONDS = 3.0  # for the others to hear the verdict before rank 0, which holds the store, ends
 VERDICT = "verdict"
+PATIENT = "patient"  # the description of groups whose collectives may take longer than the limit
 DIED = "its process is gone without a word. The launcher names the signal; the kernel's log (dmesg) says "
 DIED += "whether memory had run out"
 
@@ -43,7 +44,6 @@ class Beat(NamedTuple):
     num_phases: int  # begun so far
     calls: dict[str, int]  # collectives begun so far, by group
     process: Process
-    has_lost: bool  # others, in a collective
 
 
 class Verdict(NamedTuple):
@@ -150,8 +150,7 @@ class FailureDetector(threading.Thread):
 
     def _beat(self, store: dist.Store) -> None:
         self._num_beats += 1
-        has_lost = self.lost is not None
-        beat = Beat(self._num_beats, *self.position(), count_collectives(), self.process, has_lost)
+        beat = Beat(self._num_beats, *self.position(), count_collectives(), self.process)
         store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _post(self, verdict: Verdict, store: dist.Store) -> Verdict:
@@ -184,8 +183,6 @@ class FailureDetector(threading.Thread):
                 return Verdict(f"rank {rank} died {beat.position}: {DIED}", rank)
             if seconds >= SILENT_SECONDS and (is_lost or rank in late):
                 return stuck(rank, beat.position, seconds, beat.process)
-        if is_lost and any(words in self.lost.lower() for words in ("timed out", "timeout", "time out")):
-            late = late or [rank for rank, beat in self.beats.items() if not beat.has_lost]
         if late:
             beats = {rank: self.beats[rank] for rank in sorted(late)}
             rank = min(beats, key=lambda rank: (beats[rank].num_phases, sum(beats[rank].calls.values())))
@@ -293,10 +290,10 @@ def kill(process: Process) -> None:
 
 
 def count_collectives() -> dict[str, int]:
-    """Return the collectives that this rank has begun, by group, of groups with the usual time limit."""
+    """Return the collectives that this rank has begun, by group, but of patient groups."""
     calls = {}
     with contextlib.suppress(RuntimeError, ValueError):  # the main thread makes and ends groups meanwhile
         for group, name in list(dist.distributed_c10d._world.pg_names.items()):
-            if group is dist.group.WORLD or dist.get_backend(group) == "nccl":
+            if group.group_desc != PATIENT:
                 calls[name] = group._get_sequence_number_for_group()
     return calls
