@@ -70,14 +70,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Return a checkpoint after a look at its meta.json; ValueError with what is wrong."""
     try:
         outer = json.loads((folder / META).read_text())
-        text, expected = outer["content"], outer["sha256"]
-        if hashlib.sha256(text.encode()).hexdigest() != expected:
-            raise ValueError(f"{META} has changed since it was written (its SHA-256 differs)")
-        meta = json.loads(text)
+        text, expected, meta = outer["content"], outer["sha256"], json.loads(outer["content"])
     except OSError as error:
         raise ValueError(f"{META} cannot be read: {error.strerror}") from error
-    except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{META} is not one of ours, or torn") from error
+    if hashlib.sha256(text.encode()).hexdigest() != expected:
+        raise ValueError(f"{META} has changed since it was written (its SHA-256 differs)")
     if meta.get("format") != FORMAT:
         raise ValueError(
             f"its format is {meta.get('format')}, this program reads {FORMAT}: resume it with the code that "

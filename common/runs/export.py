@@ -158,10 +158,10 @@ def _savable_generation_config(generation_config: GenerationConfig, token_ids: d
     Some published ones name a temperature without do_sample, or a length penalty without beams; transformers
     saves those back only as they were.
     """
-    for more in ({}, {"do_sample": True}):
-        changed = copy.deepcopy(generation_config)
-        for name, value in (token_ids | more).items():
-            setattr(changed, name, value)
+    changed = copy.deepcopy(generation_config)
+    vars(changed).update(token_ids)
+    for do_sample in (changed.do_sample, True):
+        changed.do_sample = do_sample
         with contextlib.suppress(ValueError):
             changed.validate(strict=True)
             return changed

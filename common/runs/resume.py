@@ -11,7 +11,7 @@ from common.flags.other_names import REMOVED, rename_flags
 from common.ranks import distributed
 from common.runs.checkpoints import FOLDER, Checkpoint, find_checkpoints
 from common.runs.durable_files import read_object
-from common.runs.run_files import ARGS_FILE, FINISHED_FILE, LOCK_FILE, held_message
+from common.runs.run_files import ARGS_FILE, FINISHED_FILE, LOCK_FILE
 
 # What a launch script or the demo may have put into the folder before the program starts.
 FOREIGN_FILES = {"train.log", "log", LOCK_FILE}
@@ -32,8 +32,12 @@ class EarlierRun:
 def find_run(args: Any, problems: Problems) -> EarlierRun:
     """Return what this run resumes, after adding why it cannot, or must not, write to its folder."""
     folder = Path(args.output_dir) if args.output_dir else None
-    if folder and not _can_write(folder, problems):
-        return EarlierRun()
+    if folder:
+        existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            why = f"{existing} is not a folder that can be written"
+            problems.add(f"--output_dir {folder}: {why}; choose another")
+            return EarlierRun()
     if args.resume not in ("auto", "never", "overwrite"):
         return _named_run(args, folder, problems)
     if folder is None or args.resume == "overwrite":
@@ -70,19 +74,6 @@ def _named_run(args: Any, folder: Path | None, problems: Problems) -> EarlierRun
         _refuse_other_files(folder, problems)
     notes = compare_flags(args, found[0].meta["args"], str(found[0].folder), problems)
     return EarlierRun(found, is_elsewhere, notes)
-
-
-def _can_write(folder: Path, problems: Problems) -> bool:
-    """Return whether a run may write there, after adding why it may not."""
-    held = held_message(folder) if distributed.is_main() else ""
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    if held:
-        problems.add(held)
-    elif not existing.is_dir() or not os.access(existing, os.W_OK):
-        problems.add(f"--output_dir {folder}: {existing} is not a folder that can be written; choose another")
-    else:
-        return True
-    return False
 
 
 def _refuse_other_files(folder: Path, problems: Problems, cure: str = "") -> None:

@@ -1,6 +1,5 @@
 """A run between its models and the disk: it begins or resumes, saves where it is due, stops when asked to."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -13,7 +12,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -249,11 +249,7 @@ class StopRequest:
 
 def installed_versions() -> dict[str, str]:
     """Return {package: version} of those that move a run's numbers."""
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    return {name: version(name) for name in PACKAGES if find_spec(name.replace("-", "_"))}
 
 
 def describe_run(

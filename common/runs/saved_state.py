@@ -334,8 +334,7 @@ class RandomState(Stateful):
         of_python = json.loads(bytes(reader.read(f"{rank}:python").tolist()))
         version, internal, gauss = of_python["python"]
         random.setstate((version, tuple(internal), gauss))
-        kind, keys, *rest = of_python["numpy"]
-        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+        numpy.random.set_state(tuple(of_python["numpy"]))
         torch.set_rng_state(reader.read(f"{rank}:torch"))
         if distributed.has_gpu() and reader.numel(f"{rank}:cuda"):
             torch.cuda.set_rng_state(reader.read(f"{rank}:cuda"))
