@@ -1,5 +1,6 @@
 """A run between its models and the disk: it begins or resumes, saves where it is due, stops when asked to."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,8 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +249,11 @@ class StopRequest:
 
 def installed_versions() -> dict[str, str]:
     """Return {package: version} of those that move a run's numbers."""
-    return {name: version(name) for name in PACKAGES if find_spec(name.replace("-", "_"))}
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def describe_run(
