@@ -24,9 +24,9 @@ from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
 from common.models.loading import DTYPES, ModelOptions, load_causal_lm
-from common.models.lora import base_of_adapter, is_adapter, merge_adapter
 from common.programs import startup
 from common.ranks import distributed
+from serving.saved_adapters import base_of_adapter, is_adapter, merge_adapter
 from serving.text_stream import Answer, TextStream
 
 _MIN_PROMPT_TOKENS = 8  # that stay, however long an answer may be

@@ -93,12 +93,10 @@ class PackedBatch:
         positions = token_positions(of_keys.T.flatten(), starts.T.flatten())
         return data.index_select(0, positions.to(data.device)), of_keys.T
 
-    def pad(
-        self, key: str, *, pad_value: float = 0, on_left: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequences of a key as (B, T, ...), and the mask (B, T) bool of what is no padding."""
+    def pad(self, key: str, *, on_left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sequences of a key as (B, T, ...), and the mask (B, T) bool of what is no padding, which is 0."""
         lengths = self._lengths(key)
-        return pad_sequences(self.data[key], lengths, pad_value=pad_value, on_left=on_left)
+        return pad_sequences(self.data[key], lengths, on_left=on_left)
 
     def with_key(
         self, key: str, data: torch.Tensor, *, like: str = "", lengths: torch.Tensor | None = None

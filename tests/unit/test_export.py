@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from common.data.tokenizer import load_tokenizer
 from common.flags.args import Problems
 from common.models.loading import ModelOptions, load_causal_lm
-from common.models.lora import LoraOptions, add_lora, merge_adapter
+from common.models.lora import LoraOptions, add_lora
 from common.models.model_inputs import build_model_inputs
 from common.models.value_model import load_value_model
 from common.runs import durable_files
 from common.runs.export import ExportFailed, read_metadata, save_adapter, save_export
 from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template
+from serving.saved_adapters import merge_adapter
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
