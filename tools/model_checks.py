@@ -3,7 +3,7 @@
 # S rows, N scored tokens, V vocabulary
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,11 +46,6 @@ class Finding:
         return shown + paint(f"  ({self.why})", "context") if self.why else shown
 
 
-UNPACKED = Finding(
-    "packed rows", "padded rows are used: packed ones take a GPU, 16 bits, and attention that is told of them"
-)
-
-
 def tolerance_of(dtype: str, largest: float) -> float:
     """Return how far apart numbers up to `largest` may be that are computed in different orders."""
     return RELATIVE[dtype] * max(largest, 1.0)
@@ -72,15 +67,6 @@ class Subject:
     rows: list[list[int]]
     dtype: str
     max_new_tokens: int
-
-    @property
-    def num_valid_tokens(self) -> int:
-        """Ids from here on are padding of the vocabulary."""
-        return len(self.tokenizer)
-
-    def inputs(self, *, is_packed: bool) -> ModelInputs:
-        """Return the rows as a pass of ours reads them."""
-        return build_model_inputs(*pack_rows(self.rows), is_packed=is_packed, device=self.model.device)
 
 
 def plain_output(model: PreTrainedModel, row: Sequence[int]) -> torch.Tensor:
@@ -107,7 +93,7 @@ def plain_logprobs(
     """
     logprobs, gaps, largest = [], [], 0.0
     for row, start in zip(rows, starts, strict=True):
-        logits = plain_output(subject.model, row)[start - 1 : -1, : subject.num_valid_tokens]
+        logits = plain_output(subject.model, row)[start - 1 : -1, : len(subject.tokenizer)]
         token_ids = torch.tensor(row[start:], device=logits.device, dtype=torch.int64)
         chosen = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         logprobs.append(chosen - logits.logsumexp(-1))
@@ -116,30 +102,44 @@ def plain_logprobs(
     return torch.cat(logprobs), torch.cat(gaps), tolerance_of(subject.dtype, largest)
 
 
-def score(subject: Subject, *, is_packed: bool) -> torch.Tensor:
-    """Return (N,) log-probabilities in one pass of ours, of all tokens but each row's first."""
-    policy = PolicyModel(subject.model, num_valid_tokens=subject.num_valid_tokens).eval()
-    inputs = subject.inputs(is_packed=is_packed)
-    token_ids, lengths = pack_rows(subject.rows)
-    is_scored = token_positions(lengths) > 0
-    return policy(inputs, inputs.token_slots[is_scored], token_ids[is_scored])[0]
+def compare_layouts(
+    name: str,
+    subject: Subject,
+    compute: Callable[[ModelInputs], torch.Tensor],
+    expected: torch.Tensor,
+    tolerance: float,
+    why: str,
+) -> Iterator[Finding]:
+    """Yield the findings on what one pass of ours over all rows computes, padded and packed."""
+    for is_packed in (False, True):
+        name, why = ("packed rows", "--packed trains on such rows") if is_packed else (name, why)
+        if is_packed and not takes_packed(subject.model):
+            text = "padded rows are used: packed ones take a GPU, 16 bits, and attention that is told of them"
+            yield Finding(name, text)
+            continue
+        packed = pack_rows(subject.rows)
+        inputs = build_model_inputs(*packed, is_packed=is_packed, device=subject.model.device)
+        yield compare(name, compute(inputs), expected, tolerance, why)
 
 
 @torch.inference_mode()
 def check_logprobs(subject: Subject) -> Iterator[Finding]:
-    """Yield log-probabilities of a padded and of a packed batch, and what the vocabulary's padding is."""
+    """Yield log-probabilities of all tokens but each row's first, and what the vocabulary's padding is."""
+    num_tokens = len(subject.tokenizer)
     expected, _, tolerance = plain_logprobs(subject, subject.rows, [1] * len(subject.rows))
+    policy = PolicyModel(subject.model, num_valid_tokens=num_tokens).eval()
+    token_ids, lengths = pack_rows(subject.rows)
+    is_scored = token_positions(lengths) > 0
+
+    def score(inputs: ModelInputs) -> torch.Tensor:
+        return policy(inputs, inputs.token_slots[is_scored], token_ids[is_scored])[0]
+
     why = "PPO's ratios and KL are differences of these"
-    yield compare("log-probabilities", score(subject, is_packed=False), expected, tolerance, why)
-    if takes_packed(subject.model):
-        found = score(subject, is_packed=True)
-        yield compare("packed rows", found, expected, tolerance, "--packed trains on such rows")
-    else:
-        yield UNPACKED
+    yield from compare_layouts("log-probabilities", subject, score, expected, tolerance, why)
     num_rows = subject.model.get_output_embeddings().weight.shape[0]
-    if num_rows > subject.num_valid_tokens:
-        what = f"{num_rows:,} rows for {subject.num_valid_tokens:,} tokens"
-        yield Finding("vocabulary", f"{what}: the rest is left out of every softmax")
+    if num_rows > num_tokens:
+        text = f"{num_rows:,} rows for {num_tokens:,} tokens: the rest is left out of every softmax"
+        yield Finding("vocabulary", text)
 
 
 @torch.inference_mode()
@@ -155,7 +155,7 @@ def check_generation(subject: Subject) -> Iterator[Finding]:
         subject.max_new_tokens,
         stop_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        num_valid_tokens=subject.num_valid_tokens,
+        num_valid_tokens=len(subject.tokenizer),
         do_sample=False,
     )
     prompt_ids = torch.arange(len(ids), device=device)
@@ -194,12 +194,8 @@ def check_scores(subject: Subject, value_model: ValueModel) -> Iterator[Finding]
     finally:
         config.pad_token_id = pad
     tolerance = tolerance_of(subject.dtype, float(expected.abs().max()))
-    for name, is_packed, why in (
-        ("scores", False, "these are PPO's rewards"),
-        ("packed rows", True, "--packed trains on such rows"),
-    ):
-        if is_packed and not takes_packed(subject.model):
-            yield UNPACKED
-            continue
-        inputs = subject.inputs(is_packed=is_packed)
-        yield compare(name, value_model(inputs, inputs.last_slots), expected, tolerance, why)
+
+    def score(inputs: ModelInputs) -> torch.Tensor:
+        return value_model(inputs, inputs.last_slots)
+
+    yield from compare_layouts("scores", subject, score, expected, tolerance, "these are PPO's rewards")

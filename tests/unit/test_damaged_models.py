@@ -13,8 +13,7 @@ from tiny_configs import tiny_config
 import chat
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.value_model import load_value_model
-from serving import prompt_eval
-from serving import reward_server as serve
+from serving import prompt_eval, reward_server
 from step2_reward import rw_eval
 
 
@@ -86,39 +85,39 @@ def test_memory_that_runs_out_is_no_damage(save_model, monkeypatch):
         load(save_model(family="gpt2"))
 
 
-@pytest.mark.parametrize("program", ["chat", "prompt_eval", "rw_eval", "serve"])
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (chat, "--path {folder}"),
+        (prompt_eval, "--model_name_or_path_baseline {folder} --model_name_or_path_finetune {folder}"),
+        (
+            rw_eval,
+            "--model_name_or_path {folder} --data_path {rows} --max_seq_len 64 --data_output_path {cache}",
+        ),
+        (reward_server, "--model_name_or_path {folder} --port 0"),
+    ],
+    ids=["chat", "prompt_eval", "rw_eval", "reward_server"],
+)
 def test_programs_that_only_read_a_model_say_so_in_one_message(
-    save_model, program, monkeypatch, capsys, tmp_path, process_group
+    save_model, program, words, monkeypatch, capsys, tmp_path, process_group
 ):
-    is_reward = program in ("rw_eval", "serve")
-    folder = save_model(
-        "AutoModelForSequenceClassification" if is_reward else "AutoModelForCausalLM", num_labels=1
-    )
+    is_reward = program in (rw_eval, reward_server)
+    folder = save_model(f"AutoModelFor{'SequenceClassification' if is_reward else 'CausalLM'}", num_labels=1)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 3)
+    words = [word.format(folder=folder, rows=rows, cache=tmp_path / "cache") for word in words.split()]
+
+    def refused() -> str:
+        monkeypatch.setattr(sys, "argv", ["program", *words])
+        with pytest.raises(SystemExit) as left:
+            program.main()
+        text = capsys.readouterr().err
+        assert left.value.code == 2 and "1 problem" in text
+        return text
+
     (folder / "model.safetensors").write_bytes(b"torn")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 3)
-    words = {
-        "chat": ["--path", folder],
-        "prompt_eval": ["--model_name_or_path_baseline", folder, "--model_name_or_path_finetune", folder],
-        "rw_eval": ["--model_name_or_path", folder, "--data_path", tmp_path / "rows.jsonl"],
-        "serve": ["--model_name_or_path", folder, "--port", 0],
-    }[program]
-    if program == "rw_eval":
-        words += ["--data_output_path", tmp_path / "cache"]
-    monkeypatch.setattr(sys, "argv", [program, *map(str, words)])
-    with pytest.raises(SystemExit) as left:
-        {"chat": chat, "prompt_eval": prompt_eval, "rw_eval": rw_eval, "serve": serve}[program].main()
-    text = capsys.readouterr().err
-    assert left.value.code == 2 and f"{folder}: the model cannot be loaded" in text and "1 problem" in text
-
-
-def test_an_evaluation_of_rewards_wants_a_trained_score_head(
-    tiny_model_folder, monkeypatch, capsys, tmp_path
-):
-    rows, folder = tmp_path / "rows.jsonl", tiny_model_folder("llama")
-    rows.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
-    words = ["--model_name_or_path", folder, "--data_path", rows, "--max_seq_len", 64]
-    monkeypatch.setattr(sys, "argv", ["rw_eval", *map(str, words)])
-    with pytest.raises(SystemExit) as left:
-        rw_eval.main()
-    text = capsys.readouterr().err
-    assert left.value.code == 2 and f"{folder} has no trained score head; give the export/ folder" in text
+    assert f"{folder}: the model cannot be loaded" in refused()
+    if program is rw_eval:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+        assert f"{folder} has no trained score head; give the export/ folder" in refused()
