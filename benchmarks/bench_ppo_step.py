@@ -15,6 +15,7 @@ clip gradients, and pads every answer to 64.
 The last line is a JSON object; `ratio` is TRL's seconds a step over ours.
 """
 
+import json
 import math
 import statistics
 import sys
@@ -30,7 +31,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.chat_rows import TINY, ppo_prompts, size_of, small_llama_config, write_rows
+from benchmarks.chat_rows import TINY, ppo_prompts, size_of, small_llama_config
 from benchmarks.measuring import Peer, Rates, print_result, read_args, take_turns, timed
 from benchmarks.ppo_models import save_models
 from common.data.global_batches import GlobalBatches
@@ -120,8 +121,9 @@ def main() -> None:
             "ours, padded": lambda: our_turn(padded, tokens["ours, padded"]),
         }
         if args.trl_python:
-            rows_file = write_rows(Path(folder, "prompts.json"), prompts)
-            peer = stack.enter_context(Peer(args.trl_python, task="ppo", rows=rows_file, models=folder))
+            rows_file = Path(folder, "prompts.json")
+            rows_file.write_text(json.dumps(prompts))
+            peer = stack.enter_context(Peer(args.trl_python, task="ppo", rows=str(rows_file), models=folder))
             ways["trl"] = lambda: peer_turn(peer, tokens["trl"])
         rates = take_turns(ways, args.runs)
     print_table(rates, tokens)

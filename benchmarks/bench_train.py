@@ -17,6 +17,7 @@ only` is TRL with its output head as it is on a GPU, where it skips what has no 
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from benchmarks.chat_rows import TINY, pair_rows, sft_rows, size_of, small_llama_config, write_rows
+from benchmarks.chat_rows import TINY, pair_rows, sft_rows, size_of, small_llama_config
 from benchmarks.measuring import Peer, best, print_rates, print_result, read_args, take_turns, timed
 from benchmarks.our_side import ROWS_PER_STEP, SilentLogger, policy_engine, value_engine
 from benchmarks.ppo_models import save_models
@@ -110,12 +111,13 @@ def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[s
     num_tokens = sum(len(row[key]) for row in rows for key in columns_of(section))
     ways: dict[str, Callable[[], float]] = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        rows_file = write_rows(Path(folder, "rows.json"), rows)
+        rows_file = Path(folder, "rows.json")
+        rows_file.write_text(json.dumps(rows))
         save_models(folder, 0, **sizes)
         for name, is_packed in (("ours, padded", False), ("ours, packed", True)):
             ways[name] = rate(our_pass(section, rows, config, is_packed=is_packed), num_tokens)
         for name, way in TRL_WAYS[section].items() if args.trl_python else ():
-            peer = Peer(args.trl_python, task=section, rows=rows_file, models=folder, **way)
+            peer = Peer(args.trl_python, task=section, rows=str(rows_file), models=folder, **way)
             ways[name] = partial(peer_rate, stack.enter_context(peer))
         rates = take_turns(ways, args.runs)
     title = f"{section}: {num_rows} rows, {num_tokens} tokens a pass, {ROWS_PER_STEP} rows a step"

@@ -15,10 +15,7 @@ The logarithms of a pair's two response lengths correlate by .31 there, and by .
 vocabulary: which token it is costs nothing. Rows have the columns of our token cache.
 """
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,17 +94,6 @@ def memory_rows(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]
     mask = [0] * num_prompt + [1] * (num_tokens - num_prompt)
     ids = torch.randint(FIRST_ID, vocabulary, (n, num_tokens)).tolist()
     return [{"row_id": str(i), "input_ids": row, "loss_mask": mask} for i, row in enumerate(ids)]
-
-
-def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write rows as JSON for the other process; return the path."""
-    Path(path).write_text(json.dumps(list(rows)))
-    return str(path)
-
-
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """Return what `write_rows` wrote."""
-    return json.loads(Path(path).read_text())
 
 
 def _draw_lengths(normal: torch.Tensor, shape: tuple[float, float], limits: tuple[int, int]) -> torch.Tensor:

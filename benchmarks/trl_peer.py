@@ -30,7 +30,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
-from benchmarks.chat_rows import EOS, WARM_UP_TOKENS, memory_rows, read_rows, small_llama_config
+from benchmarks.chat_rows import EOS, WARM_UP_TOKENS, memory_rows, small_llama_config
 from benchmarks.measuring import Turns, peak_since, start_peak
 from benchmarks.ppo_models import build_tokenizer
 
@@ -48,7 +48,7 @@ class Task:
     """What to train on what: the one argument of this program, as JSON."""
 
     task: str
-    rows: str = ""  # file of chat_rows.write_rows
+    rows: str = ""  # a file of rows as JSON
     models: str = ""  # folder of ppo_models.save_models
     batching: str = "padded"
     batch_size: int = 16
@@ -151,43 +151,33 @@ def score_labels_only() -> None:
     trl.trainer.utils._use_triton = lambda device: True  # read for the choice of positions, not of the kernel
 
 
-def build_memory_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
-    """Return TRL's trainer of two steps: rows in their order, short ones first."""
-    import trl
-    from datasets import Dataset
-
-    first, measured = (
-        memory_rows(task.batch_size, length, task.vocabulary) for length in (WARM_UP_TOKENS, task.length)
-    )
-    rows = [{"input_ids": row["input_ids"], "completion_mask": row["loss_mask"]} for row in first + measured]
-    options = {"train_sampling_strategy": "sequential", "max_length": task.length, "num_train_epochs": 1}
-    config = small_llama_config(vocab_size=task.vocabulary, max_position_embeddings=max(2048, task.length))
-    return trl.SFTTrainer(
-        model=transformers.LlamaForCausalLM(config),
-        args=trl.SFTConfig(**supervised_options(task, output_dir) | options, completion_only_loss=True),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=build_tokenizer(),
-        callbacks=[measure_second_step(turns)],
-    )
-
-
 def build_sft_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
-    """Return TRL's trainer of SFT."""
+    """Return TRL's trainer of SFT; for `memory` of two steps, rows in their order, short ones first."""
     import trl
     from datasets import Dataset
 
-    rows = read_rows(task.rows)
-    num_tokens = sum(len(row["input_ids"]) for row in rows)
-    options = {"max_length": PACK_TOKENS} | supervised_options(task, output_dir)
+    if task.task == "memory":
+        sizes = (WARM_UP_TOKENS, task.length)
+        rows = [row for size in sizes for row in memory_rows(task.batch_size, size, task.vocabulary)]
+        options = {"train_sampling_strategy": "sequential", "max_length": task.length, "num_train_epochs": 1}
+        longest = max(2048, task.length)
+        config = small_llama_config(vocab_size=task.vocabulary, max_position_embeddings=longest)
+        model, callback = transformers.LlamaForCausalLM(config), measure_second_step(turns)
+    else:
+        rows, options = json.loads(Path(task.rows).read_text()), {}
+        model = AutoModelForCausalLM.from_pretrained(Path(task.models, "policy"), dtype=torch.float32)
+        callback = turn_by_epoch(turns, sum(len(row["input_ids"]) for row in rows))
+    options = {"max_length": PACK_TOKENS} | supervised_options(task, output_dir) | options
     trainer = trl.SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(Path(task.models, "policy"), dtype=torch.float32),
+        model=model,
         args=trl.SFTConfig(**options, completion_only_loss=True),
         train_dataset=Dataset.from_list(
             [{"input_ids": row["input_ids"], "completion_mask": row["loss_mask"]} for row in rows]
         ),
         processing_class=build_tokenizer(),
-        callbacks=[turn_by_epoch(turns, num_tokens)],
+        callbacks=[callback],
     )
+    num_tokens = sum(len(row["input_ids"]) for row in rows)
     kept = sum(len(ids) for ids in trainer.train_dataset["input_ids"])
     if kept != num_tokens:
         raise ValueError(f"TRL keeps {kept} of {num_tokens} tokens in packs of {PACK_TOKENS}")
@@ -200,7 +190,7 @@ def build_reward_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
     from datasets import Dataset
 
     sides = ("chosen_ids", "rejected_ids")
-    pairs = [{side: row[side] for side in sides} for row in read_rows(task.rows)]
+    pairs = [{side: row[side] for side in sides} for row in json.loads(Path(task.rows).read_text())]
     # The sampler reads `length`; the collator takes what it needs.
     columns = [pair | {"length": max(map(len, pair.values()))} for pair in pairs]
     options = {"max_length": None, "remove_unused_columns": False}
@@ -240,10 +230,11 @@ def build_ppo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
         "reward_model": ("reward", AutoModelForSequenceClassification),
         "value_model": ("value", AutoModelForSequenceClassification),
     }
+    prompts = json.loads(Path(task.rows).read_text())
     trainer = PPOTrainer(
         args=PPOConfig(**training_options(task, output_dir) | options),
         processing_class=build_tokenizer(),
-        train_dataset=Dataset.from_list([{"input_ids": row["input_ids"]} for row in read_rows(task.rows)]),
+        train_dataset=Dataset.from_list([{"input_ids": row["input_ids"]} for row in prompts]),
         callbacks=[turn_by_ppo_step(turns)],
         **{
             name: kind.from_pretrained(Path(task.models, part), dtype=torch.float32)
@@ -258,7 +249,7 @@ TRAINERS = {
     "sft": build_sft_trainer,
     "reward": build_reward_trainer,
     "ppo": build_ppo_trainer,
-    "memory": build_memory_trainer,
+    "memory": build_sft_trainer,
 }
 
 

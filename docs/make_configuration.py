@@ -6,7 +6,6 @@ python docs/make_configuration.py
 Flags of a group that several programs share stand on the page once.
 """
 
-import ast
 import dataclasses
 import importlib
 import inspect
@@ -26,25 +25,25 @@ from common.flags.problems import describe_range
 
 PAGE = ROOT / "docs/configuration.md"
 COMMAND = "python docs/make_configuration.py"
-# What a user starts: its command, the class of its flags, and the file where that is, if not the command's.
-PROGRAMS = (
-    ("step1_sft/main.py", "SFTArguments", ""),
-    ("step2_reward/main.py", "RewardArguments", ""),
-    ("step3_ppo/main.py", "PPOArguments", ""),
-    ("step2_reward/rw_eval.py", "RewardEvalArguments", ""),
-    ("chat.py", "ChatArguments", ""),
-    ("export.py", "CheckpointExportArguments", ""),
-    ("arena.py", "ArenaArguments", ""),
-    ("arena.py export", "ExportArguments", "arena.py"),
-    ("serving/prompt_eval.py", "PromptEvalArguments", ""),
-    ("serving/reward_server.py", "ServeArguments", ""),
-    ("train.py", "TrainArguments", ""),
-    ("python -m tools.check_data", "CheckDataArguments", "tools/check_data.py"),
-    ("python -m tools.check_model", "CheckModelArguments", "tools/check_model.py"),
-    ("python -m tools.doctor", "DoctorArguments", "tools/doctor.py"),
-    ("python -m tools.plan", "PlanArguments", "tools/plan.py"),
-    ("python -m tools.report", "ReportArguments", "tools/report/__main__.py"),
-)
+# What a user starts, and the class of its flags.
+PROGRAMS = {
+    "step1_sft/main.py": "step1_sft.main.SFTArguments",
+    "step2_reward/main.py": "step2_reward.main.RewardArguments",
+    "step3_ppo/main.py": "step3_ppo.main.PPOArguments",
+    "step2_reward/rw_eval.py": "step2_reward.rw_eval.RewardEvalArguments",
+    "chat.py": "chat.ChatArguments",
+    "export.py": "export.CheckpointExportArguments",
+    "arena.py": "arena.ArenaArguments",
+    "arena.py export": "arena.ExportArguments",
+    "serving/prompt_eval.py": "serving.prompt_eval.PromptEvalArguments",
+    "serving/reward_server.py": "serving.reward_server.ServeArguments",
+    "train.py": "train.TrainArguments",
+    "python -m tools.check_data": "tools.check_data.CheckDataArguments",
+    "python -m tools.check_model": "tools.check_model.CheckModelArguments",
+    "python -m tools.doctor": "tools.doctor.DoctorArguments",
+    "python -m tools.plan": "tools.plan.PlanArguments",
+    "python -m tools.report": "tools.report.__main__.ReportArguments",
+}
 HEAD = f"""# Every flag
 
 Made by `{COMMAND}` from the dataclasses that the programs read; `PROGRAM --help` says the same.
@@ -67,17 +66,17 @@ class Program(NamedTuple):
     command: str
     flags: type
     purpose: str  # the first line of its docstring
-    file: Path = ROOT  # where its flags are parsed
+    file: Path  # where its flags are parsed
 
 
 def find_programs() -> list[Program]:
     """Return the programs in the order of the page."""
     found = []
-    for command, name, file in PROGRAMS:
-        path = ROOT / (file or command)
-        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        purpose = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
-        found.append(Program(command, getattr(module, name), purpose, path))
+    for command, place in PROGRAMS.items():
+        name, _, kind = place.rpartition(".")
+        module = importlib.import_module(name)
+        purpose, file = module.__doc__.splitlines()[0], Path(module.__file__)
+        found.append(Program(command, getattr(module, kind), purpose, file))
     return found
 
 

@@ -18,7 +18,7 @@ def test_the_page_is_up_to_date(programs):
 
 
 def test_the_programs_are_all_that_parse_flags(programs):
-    call = re.compile(r"\b(?:parse_args|parse_step_args|begin)\(\s*([A-Z]\w+)")
+    call = re.compile(r"\b(?:parse_args|parse_step_args|begin|read_flags)\(\s*([A-Z]\w+)")
     folders = ("step1_sft", "step2_reward", "step3_ppo", "serving", "tools")
     files = [*ROOT.glob("*.py"), *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
     parsed = {name for file in files for name in call.findall(file.read_text())}
