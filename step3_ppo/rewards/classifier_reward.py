@@ -53,7 +53,7 @@ class ClassifierReward(TextReward):
         limit = {"truncation": True, "max_length": self.max_tokens} if self.max_tokens else {}
         rows = self.tokenizer(texts, **limit)["input_ids"]
         rows = [row or [self.tokenizer.eos_token_id or 0] for row in rows]  # no model reads nothing
-        return checked_scores(self.name, score_by_length(rows, self.rows_per_pass, self._score_rows), batch)
+        return checked_scores(score_by_length(rows, self.rows_per_pass, self._score_rows), batch)
 
     def _score_rows(self, rows: list[list[int]]) -> list[float]:
         input_ids, is_token = pad_rows(rows, self.pad_id)  # (B, T), on the right: positions count from 0

@@ -55,9 +55,8 @@ class FunctionReward(TextReward):
             return self._ask_process(batch) if self._workers else self._ask_thread(batch)
         except TimeoutError as late:
             raise RewardError(
-                f"reward {self.name} took more than --reward_timeout_seconds {self.timeout_seconds:g} for a "
-                f"batch of {len(batch)} (first: {batch.shown(0)}); {late}; raise the limit, or lower "
-                "--reward_batch_size"
+                f"took more than --reward_timeout_seconds {self.timeout_seconds:g}; {late}; raise the limit, "
+                "or lower --reward_batch_size"
             ) from None
 
     def close(self) -> None:
@@ -67,7 +66,7 @@ class FunctionReward(TextReward):
             worker.end()
 
     def _ask_thread(self, batch: Answers) -> Scores:
-        future = in_daemon(lambda: call(self.name, self.function, batch), f"reward {self.name}")
+        future = in_daemon(lambda: call(self.function, batch), f"reward {self.name}")
         wait([future], self.timeout_seconds)
         if future.done():
             return future.result()
@@ -116,9 +115,8 @@ class Worker:
             answer = self._connection.recv()
         except (EOFError, ConnectionError) as error:
             raise RewardError(
-                f"reward function:{self.target}: its process died with exit code {self.end()} on a batch of "
-                f"{len(batch)} (first: {batch.shown(0)}); a negative code is a signal, and -9 often means "
-                "that memory ran out: lower --reward_processes or --reward_batch_size"
+                f"its process died with exit code {self.end()}; a negative code is a signal, and -9 often "
+                "means that memory ran out: lower --reward_processes or --reward_batch_size"
             ) from error
         if isinstance(answer, RaisedError):
             raise answer
@@ -155,10 +153,10 @@ def import_function(target: str) -> Callable[..., Any]:
     return function
 
 
-def call(name: str, function: Callable[..., Any], batch: Answers) -> Scores:
-    """Return the scores that a function gives a batch, what an `async def` does in a loop of its own.
+def call(function: Callable[..., Any], batch: Answers) -> Scores:
+    """Return the scores that a function gives a batch, an `async def` in a loop of its own.
 
-    Raises RaisedError: a line, and below it where the function raised.
+    Raises RaisedError.
     """
     try:
         values = function(batch.prompts, batch.responses, batch.rows)
@@ -166,10 +164,9 @@ def call(name: str, function: Callable[..., Any], batch: Answers) -> Scores:
             values = asyncio.run(values)
     except (Exception, SystemExit) as error:
         raise RaisedError(
-            f"reward {name} raised {type(error).__name__}: {error}, in a batch of {len(batch)} "
-            f"(first: {batch.shown(0)}); let it return 0.0 for what it cannot judge\n{traceback.format_exc()}"
+            f"raised {type(error).__name__}: {error}; let it return 0.0 for what it cannot judge"
         ) from error
-    return checked_scores(name, values, batch)
+    return checked_scores(values, batch)
 
 
 # ---- a process of --reward_processes
@@ -190,9 +187,9 @@ def serve(connection: Connection, target: str) -> None:
         connection.send("ready")
         answer: Scores | RaisedError
         try:
-            answer = call(f"function:{target}", function, asked.get())
+            answer = call(function, asked.get())
         except RaisedError as error:
-            answer = error
+            answer = RaisedError("\n".join([str(error), *traceback.format_exception(error.__cause__)]))
         connection.send(answer)
 
 

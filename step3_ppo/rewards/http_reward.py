@@ -52,13 +52,7 @@ class HttpReward(TextReward):
 
     def ask(self, batch: Answers) -> tuple[list[float], str]:
         """See `TextReward.ask`."""
-        try:
-            return checked_scores(self.name, self._ask(batch), batch)
-        except ValueError as error:
-            first = batch.shown(0)
-            raise RewardError(
-                f"reward {self.name}, for a batch of {len(batch)} (first: {first}): {error}"
-            ) from error
+        return checked_scores(self._ask(batch), batch)
 
     def close(self) -> None:
         """See `TextReward.close`."""
@@ -66,7 +60,7 @@ class HttpReward(TextReward):
         self._client.close()
 
     def _ask(self, batch: Answers) -> Any:
-        """Return the scores of a good answer, after some tries. Raises ValueError."""
+        """Return the scores of a good answer, after some tries. Raises RewardError."""
         failure = ""
         for attempt in range(NUM_TRIES):
             if attempt:
@@ -80,8 +74,8 @@ class HttpReward(TextReward):
                 return _read_scores(text)
             failure = f"status {status}: {shortened(text)}"
             if status < 500:
-                raise ValueError(f"{failure}; {_cure(status, location)}")
-        raise ValueError(
+                raise RewardError(f"{failure}; {_cure(status, location)}")
+        raise RewardError(
             f"failed {NUM_TRIES} times, the last time with {failure}; see that the server runs there and "
             f"answers within --reward_timeout_seconds {self.timeout_seconds:g}, or lower --reward_batch_size"
         )
@@ -89,7 +83,7 @@ class HttpReward(TextReward):
     def _post(self, batch: Answers) -> tuple[int, str, str]:
         """Return status, where it sends us on to, and text of the answer.
 
-        Raises httpx.RequestError, and ValueError for an answer that is longer than one may be.
+        Raises httpx.RequestError, and RewardError for an answer that is longer than one may be.
         """
         content = {"prompts": batch.prompts, "responses": batch.responses, "rows": batch.rows}
         deadline = time.monotonic() + self.timeout_seconds
@@ -98,7 +92,7 @@ class HttpReward(TextReward):
             for part in answer.iter_raw():  # a compressed one stays as it is, and is no JSON
                 data += part
                 if len(data) > limit:
-                    raise ValueError(f"its answer has more than {limit} bytes; {_EXPECTED}")
+                    raise RewardError(f"its answer has more than {limit} bytes; {_EXPECTED}")
                 if time.monotonic() > deadline:
                     raise httpx.ReadTimeout("the answer came too slowly", request=answer.request)
             return answer.status_code, answer.headers.get("location", ""), data.decode("utf-8", "replace")
@@ -108,9 +102,9 @@ def _read_scores(text: str) -> Any:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError(f"no JSON: {shortened(text)}; {_EXPECTED}") from None
+        raise RewardError(f"no JSON: {shortened(text)}; {_EXPECTED}") from None
     if not isinstance(content, dict) or "scores" not in content:
-        raise ValueError(f'no "scores": {shortened(text)}; {_EXPECTED}')
+        raise RewardError(f'no "scores": {shortened(text)}; {_EXPECTED}')
     return content["scores"]
 
 

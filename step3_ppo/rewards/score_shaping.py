@@ -13,13 +13,11 @@ from common.models.tensor_ops import whiten
 
 
 def length_shortfall(response_lengths: torch.Tensor, enough_tokens: int) -> torch.Tensor:
-    """Return (B,) fp32 in [0, 1]: 1 for an empty response, falling to 0 at `enough_tokens`; 0 when that is 0.
+    """Return (B,) fp32 in [0, 1]: 1 for an empty response, falling to 0 at `enough_tokens`.
 
     A per-token KL penalty makes short answers cheap, so PPO shrinks them unless something says otherwise;
     this says so openly, up to a length, and rewards nothing beyond it.
     """
-    if enough_tokens <= 0:
-        return torch.zeros(len(response_lengths), dtype=torch.float32, device=response_lengths.device)
     return (1.0 - response_lengths.float() / enough_tokens).clamp(min=0.0)
 
 
@@ -72,8 +70,9 @@ def shape_scores(
     cut_score = parse_truncated(args.truncated)
     if cut_score is not None:
         shaped = torch.where(is_finished, shaped, cut_score)
-    shaped = shaped - length_shortfall(response_lengths, args.length_reward_tokens)
+    if args.length_reward_tokens:
+        shaped = shaped - length_shortfall(response_lengths, args.length_reward_tokens)
     if args.overlong_buffer_tokens:
-        share = overlong_share(response_lengths, args.overlong_buffer_tokens, args.max_answer_seq_len)
-        shaped = shaped - share
+        buffer_tokens, most = args.overlong_buffer_tokens, args.max_answer_seq_len
+        shaped = shaped - overlong_share(response_lengths, buffer_tokens, most)
     return shaped

@@ -15,7 +15,7 @@ SHOWN_CHARACTERS = 100  # of a text in a message
 
 
 class RewardError(Exception):
-    """A batch has no scores: the message names the reward, what it did, for which answers, and the cure."""
+    """A batch has no scores; the message says what the reward did, and the cure."""
 
 
 class RaisedError(RewardError):
@@ -46,11 +46,11 @@ class Failures:
             )
         return cls(are_borne=True, default=default)
 
-    def bear(self, error: RewardError) -> None:
-        """Remember the error. Raises it where it is not borne."""
+    def bear(self, message: str) -> None:
+        """Remember a failure. Raises RewardError where it is not borne."""
         if not self.are_borne:
-            raise error
-        self.first = self.first or str(error)
+            raise RewardError(message)
+        self.first = self.first or message
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class TextReward:
         except RewardError as error:
             if isinstance(error, RaisedError) and self.failures.are_borne and len(batch) > 1:
                 return [score for one in batch.batches(1) for score in self._score(one)]
-            self.failures.bear(error)
-            return [math.nan] * len(batch)
+            scores, problem = [math.nan] * len(batch), str(error)
         if problem:
-            self.failures.bear(RewardError(problem))
+            first = f"first: {batch.shown(0)}"
+            self.failures.bear(f"reward {self.name}, for a batch of {len(batch)} ({first}): {problem}")
         return scores
 
     def close(self) -> None:
@@ -137,33 +137,29 @@ def shortened(text: str) -> str:
     return repr(text)
 
 
-def checked_scores(name: str, values: Any, answers: Answers) -> tuple[list[float], str]:
-    """Return one float for each answer by what the reward called `name` gave, and what is wrong with it ("").
+def checked_scores(values: Any, answers: Answers) -> tuple[list[float], str]:
+    """Return one float for each answer by what a reward gave, and what is wrong with that ("").
 
     `values` is a list, an array or a tensor of one dimension; True and False count as 1 and 0. What is no
     finite number (None, an infinity, a text) is NaN; all are, where there are more or fewer than answers.
     """
     if hasattr(values, "tolist"):  # an array or a tensor: one copy, not one for each element
         values = values.tolist()
-    problem = ""
     # The keys of a mapping and the order of a set would make scores of the right count and no sense.
-    if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping | Set):
-        problem = f"{shortened(str(values))} in place of a list of {len(answers)} numbers"
-    elif len(values := list(values)) != len(answers):
-        problem = f"{len(values)} scores for {len(answers)} responses"
-    if problem:
+    is_list = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping | Set)
+    given = list(values) if is_list else []
+    if not is_list or len(given) != len(answers):
+        what = f"{len(given)} scores" if is_list else shortened(str(values))
         cure = "return one number for each response, in their order"
-        problem = f"reward {name} gave {problem} (first: {answers.shown(0)}); {cure}"
-        return [math.nan] * len(answers), problem
-    scores = [_as_float(value) for value in values]
+        return [math.nan] * len(answers), f"gave {what} for {len(answers)} responses; {cure}"
+    scores = [_as_float(value) for value in given]
     bad = next((index for index, score in enumerate(scores) if math.isnan(score)), None)
-    if bad is not None:
-        problem = (
-            f"reward {name} gave {shortened(str(values[bad]))} for response {bad + 1} of {len(answers)}: "
-            f"{answers.shown(bad)}; every score must be a finite number, so return 0.0 where there is "
-            "nothing to say"
-        )
-    return scores, problem
+    if bad is None:
+        return scores, ""
+    return scores, (
+        f"gave {shortened(str(given[bad]))} for response {bad + 1} of {len(answers)}, {answers.shown(bad)}; "
+        "every score must be a finite number, so return 0.0 where there is nothing to say"
+    )
 
 
 def _as_float(value: Any, *, reads_text: bool = False) -> float:

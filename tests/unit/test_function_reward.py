@@ -124,7 +124,12 @@ def test_what_is_no_reward_function_is_told_at_start_up(target, words):
 @pytest.mark.parametrize(
     ("name", "bad", "words", "num_processes"),
     [
-        ("plain", "raise", ["plain raised KeyError: 'gold'", "prompt 'prompt 0'", "in behave"], 1),
+        (
+            "plain",
+            "raise",
+            ["plain, for a batch of 2", "raised KeyError: 'gold'", "prompt 'prompt 0'", "in behave"],
+            1,
+        ),
         ("plain", "leave", ["raised SystemExit: bye"], 1),
         ("plain", "nan", ["gave 'nan' for response 2 of 2", "response 'nan'"], 0),
     ],
@@ -186,7 +191,7 @@ def test_processes_share_the_batches_and_are_replaced_when_they_hang_or_die(rewa
     reward = reward_of("process_id", timeout_seconds=1.0, processes=2, batch_size=2)
     workers = workers_of(reward)
     assert os.getpid() not in workers
-    with pytest.raises(RewardError, match="--reward_timeout_seconds 1 .*response 'late'.*process was ended"):
+    with pytest.raises(RewardError, match="response 'late'.*timeout_seconds 1; its process was ended"):
         reward.score(answers_of("a", "b", "late", "c"))
     after = workers_of(reward)
     assert len(workers & after) == 1, "who hung was replaced, the other one was not"

@@ -55,7 +55,7 @@ def scores_of(on_error, *, texts, model=None, weights=(1.0, 1.0)):
 def test_an_answer_without_a_score_has_the_default_or_does_not_count(on_error, total, counts):
     scores, batch = scores_of(on_error, texts=[1.0, None, 2.0, math.nan])
     assert batch.numbers("scores").tolist() == total and scores.counts(batch).tolist() == counts
-    assert "function_f gave 'None'" in scores.first_failure and not scores.failures.first
+    assert "gave 'None' for response 2 of 4" in scores.first_failure and not scores.failures.first
     found = summarise_scores(batch, scores)
     assert {k: v for k, v in found.items() if "failed" in k} == {
         "objective/failed_fraction": 0.5, "objective/failed_fraction_function_f": 0.5,
@@ -70,7 +70,7 @@ def test_a_models_nan_is_a_failure_and_one_of_a_reward_without_weight_masks_nobo
     assert scores.counts(batch).tolist() == [True, True, False, True]
     assert batch.numbers("scores").isfinite().all()
     assert summarise_scores(batch, scores)["objective/failed_fraction"] == 0.5
-    with pytest.raises(StepRefused, match="function_f gave 'None'"):
+    with pytest.raises(StepRefused, match="function_f, for a batch of 4 .*gave 'None'"):
         scores_of("refuse", texts=texts)
 
 
@@ -161,7 +161,7 @@ class FakeReward(TextReward):
         self.give = score
 
     def ask(self, batch):
-        return checked_scores(self.name, self.give(batch), batch)
+        return checked_scores(self.give(batch), batch)
 
 
 def asked_of(*functions):

@@ -73,14 +73,14 @@ TWO = Answers(["Say yes. " * 30, "And no?"], ["yes", "no"], [{}] * 2)
 
 
 def test_numbers_of_any_kind_become_floats():
-    scores, problem = checked_scores("x", [numpy.float32(1), torch.tensor(2)], TWO)
+    scores, problem = checked_scores([numpy.float32(1), torch.tensor(2)], TWO)
     assert scores == [1.0, 2.0] and all(type(score) is float for score in scores) and not problem
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        (None, ["gave 'None' in place of a list of 2 numbers", "return one number"]),
+        (None, ["gave 'None' for 2 responses", "return one number"]),
         ([1.0], ["gave 1 scores for 2 responses"]),
         ([1.0, None], ["gave 'None' for response 2 of 2", "prompt 'And no?', response 'no'", "finite"]),
         ([float("nan"), 1.0], ["gave 'nan' for response 1 of 2", "response 'yes'"]),
@@ -88,9 +88,9 @@ def test_numbers_of_any_kind_become_floats():
     ],
 )
 def test_what_is_no_list_of_finite_numbers_is_named_with_the_sample(values, words):
-    scores, text = checked_scores("function:a:f", values, TWO)
+    scores, text = checked_scores(values, TWO)
     assert len(scores) == 2 and any(math.isnan(score) for score in scores)
-    assert [word for word in ["reward function:a:f", *words] if word not in text] == []
+    assert [word for word in words if word not in text] == []
     assert len(text) < 500, "prompts are shortened"
 
 
