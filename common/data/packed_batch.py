@@ -8,7 +8,7 @@ Layouts are computed on the CPU from lengths that stay there, so nobody waits fo
 """
 
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -194,6 +194,19 @@ def pad_sequences(
     flat = data.new_full((shape[0] * shape[1], *data.shape[1:]), pad_value).index_copy(0, slots, data)
     mask = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=data.device).index_fill(0, slots, True)
     return flat.view(*shape, *data.shape[1:]), mask.view(shape)
+
+
+def score_by_length(
+    rows: list[list[int]], batch_size: int, score_batch: Callable[[list[list[int]]], list[float]]
+) -> list[float]:
+    """Return a score for each row; rows of about the same length share a batch, which has little padding."""
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+    scores = [0.0] * len(rows)
+    for first in range(0, len(order), batch_size):
+        batch = order[first : first + batch_size]
+        for index, score in zip(batch, score_batch([rows[i] for i in batch]), strict=True):
+            scores[index] = score
+    return scores
 
 
 def pack_rows(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,25 +9,12 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data.dialogue import build_template
 from common.data.example import Message
-from common.data.packed_batch import pack_rows
+from common.data.packed_batch import pack_rows, score_by_length
 from common.flags.args import TokenizerArguments
 from common.models.loading import ModelOptions
 from common.models.model_inputs import build_model_inputs
 from common.models.value_model import ValueModel, load_value_model
 from common.ranks import distributed
-
-
-def score_by_length(
-    rows: list[list[int]], batch_size: int, score_batch: Callable[[list[list[int]]], list[float]]
-) -> list[float]:
-    """Return a score for each row; rows of about the same length share a batch, which has little padding."""
-    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-    scores = [0.0] * len(rows)
-    for first in range(0, len(order), batch_size):
-        batch = order[first : first + batch_size]
-        for index, score in zip(batch, score_batch([rows[i] for i in batch]), strict=True):
-            scores[index] = score
-    return scores
 
 
 class RewardScorer:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from common.data.packed_batch import pad_rows
+from common.data.packed_batch import pad_rows, score_by_length
 from common.models.loading import DTYPES, load_weights
-from common.programs.reward_scorer import score_by_length
 from common.ranks import distributed
 from common.ranks.failures import first_line
 from step3_ppo.rewards.text_rewards import Answers, Failures, TextReward, checked_scores
