@@ -69,6 +69,25 @@ def tiny_model_folder(tmp_path_factory, tiny_tokenizer) -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="session")
+def reward_export(tiny_model_folder, tmp_path_factory) -> str:
+    """An export of step 2 with a random score head, whose PAD is not its EOS."""
+    import torch
+
+    from common.data.tokenizer import load_tokenizer
+    from common.models.loading import ModelOptions
+    from common.models.value_model import load_value_model
+    from common.runs.export import save_export
+
+    name = tiny_model_folder("llama")
+    model = load_value_model(ModelOptions(name, dropout=0.0), 320, seed=3)
+    torch.nn.init.normal_(model.classifier.score.weight)
+    folder = tmp_path_factory.mktemp("reward") / "export"
+    metadata = {"step": "reward", "template": "human_assistant"}
+    save_export(folder, model.classifier, load_tokenizer(name), metadata=metadata, needs_own_pad=True)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
 def process_group() -> None:
     """A world of one rank, for what needs a DeepSpeed engine."""
     from common.programs import startup

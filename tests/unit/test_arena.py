@@ -27,12 +27,6 @@ def client(arena):
     return make_client(arena)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """A client for what leaves no trace: a database takes longer to make than such a request."""
-    return make_client(make_arena(tmp_path_factory.mktemp("shared") / "arena.sqlite3"))
-
-
 def ask(client, **body) -> list[dict]:
     answer = client.post("/api/pairs", json=body)
     assert answer.status_code == 200, answer.text
@@ -184,9 +178,9 @@ def test_a_disk_that_takes_nothing_is_said_and_the_judgement_can_be_sent_again(c
         ({"text": 3}, "body.text 3: Input should be a valid string"),
     ],
 )
-def test_prompts_that_cannot_be_asked(shared, body, words):
+def test_prompts_that_cannot_be_asked(client, body, words):
     headers = {"content-type": "application/json"}
-    answer = shared.post("/api/pairs", content=json.dumps(body), headers=headers)
+    answer = client.post("/api/pairs", content=json.dumps(body), headers=headers)
     assert words in refusal(answer) and "left" not in answer.text and "right" not in answer.text
 
 
@@ -217,26 +211,26 @@ def test_who_leaves_during_an_answer_ends_it_and_it_is_not_kept(arena):
         ({"Sec-Fetch-Site": "cross-site"}, "another site's page"),
     ],
 )
-def test_requests_of_other_sites_are_refused(shared, headers, words):
-    assert words in refusal(shared.post("/api/pairs", json={"text": "Hi"}, headers=headers), 403)
-    answer = shared.post("/v1/chat/completions", json={}, headers=headers)
+def test_requests_of_other_sites_are_refused(client, headers, words):
+    assert words in refusal(client.post("/api/pairs", json={"text": "Hi"}, headers=headers), 403)
+    answer = client.post("/v1/chat/completions", json={}, headers=headers)
     assert answer.status_code == 403 and words in answer.json()["error"]["message"]
 
 
-def test_the_servers_own_page_may_ask_by_each_of_its_names(shared):
+def test_the_servers_own_page_may_ask_by_each_of_its_names(client):
     for host in ("127.0.0.1", "[::1]:8080", "LOCALHOST"):
         headers = {"Host": host, "Origin": f"http://{host}", "Sec-Fetch-Site": "same-origin"}
-        assert shared.get("/api/state", headers=headers).status_code == 200
+        assert client.get("/api/state", headers=headers).status_code == 200
 
 
-def test_the_page_and_its_policy_run_nothing_else(shared):
+def test_the_page_and_its_policy_run_nothing_else(client):
     for address in ("/", "/nowhere"):
-        headers = shared.get(address).headers
+        headers = client.get(address).headers
         policy = headers["content-security-policy"]
         for part in ("default-src 'none'", "script-src 'self'", "frame-ancestors 'none'"):
             assert part in policy
         assert "unsafe" not in policy and headers["x-content-type-options"] == "nosniff"
-    page, script, style = (shared.get(path).text for path in ("/", "/page.js", "/style.css"))
+    page, script, style = (client.get(path).text for path in ("/", "/page.js", "/style.css"))
     assert "http" not in page + script + style
     assert "<script src=" in page and page.count("<script") == 1
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):

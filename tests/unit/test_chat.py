@@ -6,14 +6,10 @@ import os
 import signal
 
 import pytest
-import torch
 from rich.console import Console
 
 import chat
 from common.data.tokenizer import load_tokenizer
-from common.models.loading import ModelOptions
-from common.models.value_model import load_value_model
-from common.runs.export import save_export
 from serving.answering import Answerer
 from serving.terminal import SideBySide, printable
 
@@ -34,17 +30,6 @@ def talk(monkeypatch, capsys):
 @pytest.fixture
 def folder(tiny_model_folder) -> str:
     return tiny_model_folder("llama")
-
-
-@pytest.fixture(scope="module")
-def reward(tiny_model_folder, tmp_path_factory) -> str:
-    """An export of step 2."""
-    name = tiny_model_folder("llama")
-    model = load_value_model(ModelOptions(name, dropout=0.0), 320, seed=3)
-    torch.nn.init.normal_(model.classifier.score.weight)
-    target = tmp_path_factory.mktemp("reward") / "export"
-    save_export(target, model.classifier, load_tokenizer(name), needs_own_pad=True)
-    return str(target)
 
 
 @pytest.fixture
@@ -99,11 +84,11 @@ def test_two_models_answer_the_same_and_keep_their_own_thread(talk, folder, tiny
     assert out.split(f"{other}> ")[1].split(f"\n{folder}> ")[0].strip() == alone.split("bot> ")[1].strip()
 
 
-def test_scores_are_those_of_the_reward_server(talk, folder, reward):
-    out, _ = talk("Hi\n", folder, "--reward", reward, "--temperature", "0")
+def test_scores_are_those_of_the_reward_server(talk, folder, reward_export):
+    out, _ = talk("Hi\n", folder, "--reward", reward_export, "--temperature", "0")
     answer, score = out.removeprefix("bot> ").rsplit("score ", 1)
-    tokenizer = load_tokenizer(reward)
-    model = chat.load_frozen_value_model(reward, tokenizer, chat.ChatArguments())
+    tokenizer = load_tokenizer(reward_export)
+    model = chat.load_frozen_value_model(reward_export, tokenizer, chat.ChatArguments())
     scorer = chat.RewardScorer(model, tokenizer, batch_size=1)
     [expected] = scorer.score(["\n\nHuman: Hi\n\nAssistant:"], [f" {answer.strip()}"])
     assert float(score) == pytest.approx(expected, abs=1e-3) and abs(expected) > 1e-2
