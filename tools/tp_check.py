@@ -35,26 +35,20 @@ def choose_sizes(model: nn.Module, tp_sizes: Sequence[int]) -> tuple[list[Findin
     try:
         planned_linears(model)
     except NoPlan as error:
-        reason = str(error).split("; use --inference_tp_size")[0]
-        text = (
-            f"no plan: generation uses t = 1 ({reason}); to write one, use register_tp_plan in a module that "
-            '--plugins names: CONTRIBUTING.md, "Add a tensor-parallel plan"'
-        )
         # Who asked for a size must not read "ok" at the end.
-        return [Finding("tensor parallel", text, False if max(tp_sizes, default=1) > 1 else None)], []
+        is_ok = False if max(tp_sizes, default=1) > 1 else None
+        return [Finding("tensor parallel", f"no plan, generation uses t = 1: {error}", is_ok)], []
     working = working_tp_sizes(model)
-    findings, sizes = [], []
-    for tp_size in tp_sizes or [size for size in working if size <= MAX_DEFAULT_SIZE]:
-        try:
-            build_cuts(model, tp_size)
-        except ValueError as error:
-            findings.append(Finding(f"tensor parallel {tp_size}", str(error), is_ok=False))
-        else:
-            sizes += [tp_size] if tp_size > 1 else []
-    if not sizes and not findings:
-        text = f"nothing is cut at t = 1; sizes that work: {', '.join(map(str, working))}"
-        findings.append(Finding("tensor parallel", text))
-    return findings, sizes
+    told = f"sizes that work for this model: {', '.join(map(str, working))}"
+    asked = list(tp_sizes) or [size for size in working if size <= MAX_DEFAULT_SIZE]
+    findings = [
+        Finding(f"tensor parallel {size}", f"not so many; {told}", is_ok=False)
+        for size in asked
+        if size not in working
+    ]
+    if max(asked) == 1:
+        findings = [Finding("tensor parallel", f"nothing is cut at t = 1; {told}")]
+    return findings, [size for size in asked if size in working and size > 1]
 
 
 def check_ranks(
