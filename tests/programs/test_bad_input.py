@@ -166,7 +166,7 @@ MODELS = [
 ]  # fmt: skip
 CHECKPOINTS = [
     Row("all cut", 1, resume(1, cut_weights),
-        ["has 500 bytes, not", "--resume overwrite"]),
+        ["has changed since it was written", "--resume overwrite"]),
     Row("another algorithm", 3, resume(3, algorithm="rloo", num_samples_per_prompt=2),
         ["--algorithm rloo differs from the ppo", "--num_samples_per_prompt 2 differs from the 1"], count=3),
     Row("other rows a step", 1, resume(1, gradient_accumulation_steps=2),
