@@ -66,11 +66,10 @@ def register_algorithm(name: str, **traits: object) -> Callable[[AddAdvantages],
     """
 
     def register(add_advantages: AddAdvantages) -> AddAdvantages:
-        algorithm = Algorithm(name, add_advantages, **traits)  # type: ignore[arg-type]
-        of_name = (ALGORITHMS.setdefault(name, algorithm).add_advantages, add_advantages)
-        if len({(function.__module__, function.__qualname__) for function in of_name}) > 1:
+        known = ALGORITHMS.get(name)  # itself, where its module is imported again
+        if known and known.add_advantages.__qualname__ != add_advantages.__qualname__:
             raise ValueError(f"algorithm {name!r} is registered twice")
-        ALGORITHMS[name] = algorithm  # its module may have been imported again
+        ALGORITHMS[name] = Algorithm(name, add_advantages, **traits)  # type: ignore[arg-type]
         return add_advantages
 
     return register

@@ -215,12 +215,8 @@ class MinibatchPlan:
             if number < first:
                 continue
             wanted = [[ids[row] for rows in of_rank for row in rows] for of_rank in plan]
-            minibatch, end = exchange_rows(batch, wanted), 0
-            micro_batches = []
-            for rows in plan[distributed.rank()]:
-                start, end = end, end + len(rows)
-                micro_batches.append(minibatch.select(range(start, end)))
-            yield micro_batches
+            minibatch = exchange_rows(batch, wanted)
+            yield [in_order(minibatch, [ids[row] for row in rows]) for rows in plan[distributed.rank()]]
 
     def plans(self, lengths: torch.Tensor, step: int) -> Iterator[list[list[list[int]]]]:
         """Yield plan[rank][micro_batch] = rows for every optimizer step, reshuffled by (seed, step, epoch).
