@@ -222,19 +222,6 @@ def pad_rows(
     return pad_sequences(*pack_rows(rows), pad_value=pad_id, on_left=on_left)
 
 
-def score_by_length(
-    rows: list[list[int]], batch_size: int, score_batch: Callable[[list[list[int]]], list[float]]
-) -> list[float]:
-    """Score of each row of token ids: those of about one length share a batch, which has little padding."""
-    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-    scores = [0.0] * len(rows)
-    for first in range(0, len(order), batch_size):
-        batch = order[first : first + batch_size]
-        for index, score in zip(batch, score_batch([rows[i] for i in batch]), strict=True):
-            scores[index] = score
-    return scores
-
-
 def collate_sft(rows: Rows) -> PackedBatch:
     """Batch of step 1's rows: input_ids int64, loss_mask bool of their length.
 
