@@ -20,7 +20,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[0] = str(ROOT)
 
 from common.flags.args import CheckpointArguments, field_type
-from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES
+from common.flags.other_names import IGNORED, OLDER_NAMES, SWITCHES
 from common.flags.problems import describe_range
 
 PAGE = ROOT / "docs/configuration.md"
@@ -124,9 +124,7 @@ def _other_names() -> list[str]:
     told = (
         "A program takes a name whose flag it has, and every one that loads a tokenizer what has no effect."
     )
-    lines = ["", "## Other names", "", told, "", "| flag | |", "|---|---|", *rows]
-    lines += ["", "## Removed", "", "These are refused.", "", "| flag | instead |", "|---|---|"]
-    return lines + [f"| `--{name}` | {instead} |" for name, (_, instead) in REMOVED.items()]
+    return ["", "## Other names", "", told, "", "| flag | |", "|---|---|", *rows]
 
 
 def _title(group: type) -> str:

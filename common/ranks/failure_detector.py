@@ -9,6 +9,7 @@ collective looks at all.
 import contextlib
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -33,7 +34,7 @@ PATIENT = "patient"  # the description of groups whose collectives may take long
 DIED = "its process is gone without a word. The launcher names the signal; the kernel's log (dmesg) says "
 DIED += "whether memory had run out"
 
-Process = tuple[str, int, float]  # machine, number, start: a number alone may belong to another process later
+Process = tuple[str, int]  # machine and number
 
 
 class Beat(NamedTuple):
@@ -265,28 +266,24 @@ def this_process() -> Process:
     with contextlib.suppress(OSError):  # not on Linux
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = boot + os.readlink("/proc/self/ns/pid")
-    return machine, os.getpid(), psutil.Process().create_time()
-
-
-def find_process(process: Process) -> psutil.Process | None:
-    """Return a process if it lives on this machine; a stopped one does, a zombie does not."""
-    machine, pid, started = process
-    with contextlib.suppress(psutil.Error):
-        found = psutil.Process(pid)
-        is_same = machine == this_process()[0] and abs(found.create_time() - started) < 1.0
-        return found if is_same and found.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else None
-    return None
+    return machine, os.getpid()
 
 
 def is_dead(process: Process) -> bool:
-    """Return whether a process of this machine is gone."""
-    return process[0] == this_process()[0] and find_process(process) is None
+    """Return whether a process of this machine is gone; a stopped one is not, a zombie is."""
+    machine, number = process
+    try:
+        is_here = machine == this_process()[0]
+        return is_here and psutil.Process(number).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def kill(process: Process) -> None:
     """End a process of this machine, by a signal that a stopped one obeys too."""
-    with contextlib.suppress(psutil.Error, AttributeError):
-        find_process(process).kill()
+    if process[0] == this_process()[0]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process[1], signal.SIGKILL)
 
 
 def count_collectives() -> dict[str, int]:

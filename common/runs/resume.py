@@ -96,10 +96,9 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
     notes = []
     saved = rename_flags(saved)
     for name in REMOVED.keys() & saved.keys():
-        default, instead = REMOVED[name]
-        if saved[name] != default:
+        if saved[name] != REMOVED[name]:
             problems.add(
-                f"{origin} was made with --{name} {saved[name]}, a flag that has been removed ({instead}): "
+                f"{origin} was made with --{name} {saved[name]}, a removed flag (see docs/migration.md): "
                 "resume it with the version that wrote it, or give --resume overwrite to begin anew"
             )
     saved = flag_defaults(args) | saved  # an older program did not have all flags

@@ -177,7 +177,7 @@ def test_flags_that_an_earlier_version_had_or_lacked():
     assert compare("", flags_of("") | {"max_out_tokens": 0, "early_stop_imp_ratio": 0.0}) == ([], [])
     _, (problem,) = compare("", flags_of("") | {"early_stop_imp_ratio": 2.0})
     assert problem.startswith(
-        "ORIGIN was made with --early_stop_imp_ratio 2.0, a flag that has been removed ("
+        "ORIGIN was made with --early_stop_imp_ratio 2.0, a removed flag (see docs/migration.md)"
     )
     before = flags_of("")
     del before["learning_rate"], before["data_path"]  # they were at their defaults

@@ -16,7 +16,6 @@ from common.ranks.failure_detector import (
     SILENT_SECONDS,
     FailureDetector,
     Verdict,
-    find_process,
     is_dead,
     kill,
     this_process,
@@ -166,10 +165,11 @@ def test_the_first_failure_is_told_to_all(world):
 
 def test_a_process_that_is_gone(world):
     """It is looked for twice: all may be about to end, by Ctrl-C. One of another machine is not."""
-    rank, (machine, pid, started) = 1, world.ranks[1].process
-    world.ranks[rank].process = ("another", 1, 0.0)
+    rank, child = 1, subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    world.ranks[rank].process = ("another", child.pid)
     assert world.wait(10) == [None] * 3
-    world.ranks[rank].process = (machine, pid, started - 100.0)  # the number belongs to another one now
+    world.ranks[rank].process = (this_process()[0], child.pid)
     world.ranks[rank].tell_position()
     world.silent.add(rank)
     assert world.wait(0) == [None, None]
@@ -227,12 +227,13 @@ def test_a_rank_that_lets_others_wait(world):
 
 
 def test_processes():
-    """A stopped process lives, and ends by kill; one whose number another has is not touched."""
+    """A stopped process lives, and ends by kill, a zombie does not live; another machine's is not touched."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process = (this_process()[0], child.pid, failure_detector.psutil.Process(child.pid).create_time())
+    process = (this_process()[0], child.pid)
     child.send_signal(signal.SIGSTOP)
-    assert find_process(("another", *process[1:])) is None and not is_dead(("another", *process[1:]))
-    kill((*process[:2], 1.0))
-    assert find_process(process) is not None and not is_dead(process)
+    kill(("another", child.pid))
+    assert child.poll() is None and not is_dead(process)
     kill(process)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert is_dead(process) and not is_dead(("another", child.pid))
     assert child.wait(10) == -signal.SIGKILL and is_dead(process)
