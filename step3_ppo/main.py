@@ -25,7 +25,6 @@ from common.programs import startup
 from common.programs.training_loop import build_logger, count_steps, save_model, take_steps
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps
-from common.runs.checkpoints import checkpoint_name
 from common.runs.durable_files import remove_folder
 from common.runs.export import ExportFailed, save_export
 from common.runs.run import Run
@@ -147,7 +146,7 @@ def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
             remove_folder(best)
         while evaluation and evaluation.is_due(0, run.logger.num_steps):
             judge_and_export(start, trainer, run)  # again where it was refused: the rest compares with it
-            run.point(checkpoint_name(0), is_due=False)
+            run.point(0)
     take_steps(run, train_step, lambda step: judge_and_export(start, trainer, run))
 
 
@@ -163,7 +162,7 @@ def judge_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
         metrics = evaluation.judge_if_due(step, run.logger.num_steps)
     except StepRefused as error:
         metrics = {}
-        run.refuse(step, error, checkpoint_name(step))
+        run.refuse(step, error)
     if not args.output_dir or not evaluation.is_best(metrics):
         return
     best = {"metric": args.keep_best, "value": metrics[args.keep_best], "step": step}

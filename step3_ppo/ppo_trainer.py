@@ -14,7 +14,6 @@ from common.data.packed_batch import PackedBatch
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused
 from common.ranks.step_costs import COSTS
-from common.runs.checkpoints import checkpoint_name
 from common.runs.run import Run
 from common.runs.run_logger import RunLogger
 from step3_ppo import metrics
@@ -86,9 +85,9 @@ class PPOTrainer:
             except StepRefused as error:
                 if run is None:
                     raise
-                run.refuse(step, error, checkpoint_name(step - 1, self.open_step.position))
+                run.refuse(step, error, self.open_step.position)
             if run:
-                run.point(checkpoint_name(step - 1, self.open_step.position), is_due=False)
+                run.point(step, self.open_step.position)
         return self.finish_step(self.open_step)
 
     def collect(self, step: int, run: Run | None = None) -> PackedBatch:
@@ -101,7 +100,7 @@ class PPOTrainer:
                     batch = batch.with_key(name, values, like=name)
                 self.waiting.append(batch)
             if run:
-                run.point(checkpoint_name(step - 1, "rollout"), is_due=False)
+                run.point(step, "rollout")
         return self.waiting.popleft()
 
     def add_advantages(self, step: int, batch: PackedBatch) -> OpenStep:

@@ -24,7 +24,6 @@ from common.programs.startup import Start
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused
 from common.ranks.step_costs import COSTS
-from common.runs.checkpoints import checkpoint_name
 from common.runs.export import save_adapter, save_export
 from common.runs.run import Run
 from common.runs.run_logger import RunLogger
@@ -222,7 +221,7 @@ def train(
         for line in data.report.lines():
             logger.note(line)
         evaluate(0)
-        run.point(checkpoint_name(0), is_due=False)
+        run.point(0)
     steps = batches.forever(progress.step)
 
     def train_step(step: int) -> None:
@@ -247,9 +246,9 @@ def take_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[
             refusal = error
         progress.step = step
         if refusal:
-            run.refuse(step, refusal, checkpoint_name(step))
+            run.refuse(step, refusal)
         evaluate(step)
-        run.point(checkpoint_name(step), is_due=run.is_due(step))
+        run.point(step)
 
 
 def export(start: Start, run: Run, trainer: Trainer) -> None:

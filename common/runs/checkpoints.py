@@ -24,9 +24,9 @@ FORMAT = 3  # raise it when an older reader would misread the files
 _NAME = re.compile(r"step-(\d+)(-rollout|-update-(\d+))?")
 
 
-def checkpoint_name(num_steps: int, position: str = "") -> str:
-    """Return the name of the state after so many steps, and `rollout` or `update-0003` of the next one."""
-    return f"step-{num_steps:06d}" + (f"-{position}" if position else "")
+def checkpoint_name(step: int, position: str = "") -> str:
+    """Return the name of the state after a step, or at `rollout` or `update-0003` within it."""
+    return f"step-{step - 1:06d}-{position}" if position else f"step-{step:06d}"
 
 
 def checkpoint_order(name: str) -> tuple[int, int] | None:

@@ -23,7 +23,14 @@ from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps, say
 from common.runs import run_files
-from common.runs.checkpoints import FOLDER, SaveFailed, checkpoint_order, load_newest, save_checkpoint
+from common.runs.checkpoints import (
+    FOLDER,
+    SaveFailed,
+    checkpoint_name,
+    checkpoint_order,
+    load_newest,
+    save_checkpoint,
+)
 from common.runs.durable_files import json_line, read_object, remove_leftovers, write_file
 from common.runs.resume import LENGTH_FLAGS, EarlierRun, flag_defaults
 from common.runs.run_logger import RunLogger
@@ -42,8 +49,11 @@ class Stopped(Exception):  # noqa: N818  (nothing went wrong)
     """The run was asked to stop, and its state is saved; the message says where. Raised on every rank."""
 
 
-class Run:
-    """What every program keeps of a run beside its models. Every rank must make and use one together."""
+class Run(Stateful):
+    """What every program keeps of a run beside its models. Every rank must make and use one together.
+
+    Its own part of a checkpoint is how many steps were refused.
+    """
 
     def __init__(
         self,
@@ -54,12 +64,20 @@ class Run:
         parts: Mapping[str, Stateful],
     ) -> None:
         self.args, self.earlier, self.logger, self.progress = args, earlier, logger, progress
-        self.bad_steps = BadSteps()
-        own = {"progress": progress, "bad_steps": self.bad_steps, "random": RandomState(), "log": logger}
+        self.num_refused = 0
+        own = {"progress": progress, "bad_steps": self, "random": RandomState(), "log": logger}
         self.parts = dict(parts) | own
         self.folder = Path(args.output_dir) if args.output_dir else None
         self.flags = dataclasses.asdict(args) | {"resolved_dtype": distributed.dtype_name(args.dtype)}
         self.stop, self.last_saved = StopRequest(), ""
+
+    def json_state(self) -> dict[str, Any]:
+        """Return how many steps were refused."""
+        return {"count": self.num_refused}
+
+    def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
+        """Resume counting."""
+        self.num_refused = state["count"]
 
     def begin(self) -> None:
         """Take the newest whole checkpoint, or clear the folder for a beginning.
@@ -110,19 +128,16 @@ class Run:
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
 
-    def is_due(self, step: int) -> bool:
-        """Return whether --save_interval wants a checkpoint of this step."""
-        interval = self.args.save_interval
-        return interval > 0 and (step % interval == 0 or step == self.logger.num_steps)
+    def point(self, step: int, position: str = "") -> None:
+        """Save the state after a step if --save_interval wants it. Every rank must call this.
 
-    def point(self, name: str, *, is_due: bool) -> None:
-        """Save here if it is due, or if the run was asked to stop; then leave. Every rank must call this.
-
-        `name` is from `checkpoint_name`. Raises Stopped, and SaveFailed when the checkpoint of a run that
-        was asked to stop could not be written.
+        A run that was asked to stop saves at a `position` within the step too, and leaves: raises Stopped, or
+        SaveFailed when that checkpoint could not be written.
         """
+        name, interval = checkpoint_name(step, position), self.args.save_interval
+        is_due = interval > 0 and step > 0 and (step % interval == 0 or step == self.logger.num_steps)
         must_stop = self.folder is not None and self.stop.is_asked_anywhere()
-        if is_due or must_stop:
+        if must_stop or (is_due and not position):
             self._save(name, must_stop=must_stop)
         if must_stop:
             raise Stopped(f"stopped after {name}, saved in {self.folder / FOLDER}; the same command resumes")
@@ -142,20 +157,20 @@ class Run:
                 raise SaveFailed(text) from error
             self.logger.note(f"warning: {text}; the run continues")
 
-    def refuse(self, step: int, error: StepRefused, name: str) -> None:
+    def refuse(self, step: int, error: StepRefused, position: str = "") -> None:
         """Count a refused step and keep its batch. Every rank must call this, for the same step.
 
-        One too many raises TooManyBadSteps, with the error as its cause and the state saved under `name`.
+        One too many raises TooManyBadSteps, with the error as its cause, the state saved as by `point`.
         """
-        self.bad_steps.count += 1
-        count, where = self.bad_steps.count, ""
+        self.num_refused += 1
+        count, where = self.num_refused, ""
         if self.folder:
             file = f"step-{step:06d}-{count:03d}-rank-{distributed.rank():05d}.jsonl"
             where = _write_batches(self.folder / BAD_BATCHES / file, step, error)
         self.logger.note(f"step {step} refused: {error}{where}")
         self.logger.log_event(step, {"perf/bad_steps": count})
         if count > self.args.max_bad_steps:
-            self._save(name)
+            self._save(checkpoint_name(step, position))
             told = f"skipped {count} steps, --max_bad_steps allows {self.args.max_bad_steps}"
             raise TooManyBadSteps(f"{error}\n{told}") from error
 
@@ -165,20 +180,6 @@ class Run:
             lengths = {name: getattr(self.args, name, None) for name in LENGTH_FLAGS}
             told = {"steps": self.logger.num_steps, "args": lengths}
             write_file(self.folder / run_files.FINISHED_FILE, json.dumps(told))
-
-
-class BadSteps(Stateful):
-    """How many steps were refused, over the whole run: a part of a checkpoint."""
-
-    count = 0
-
-    def json_state(self) -> dict[str, Any]:
-        """Return the count."""
-        return {"count": self.count}
-
-    def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Resume counting."""
-        self.count = state["count"]
 
 
 def _write_batches(path: Path, step: int, error: StepRefused) -> str:

@@ -42,10 +42,10 @@ def metrics(folder) -> list[tuple[int, int]]:
 
 def test_refused_steps_are_counted_and_the_one_too_many_ends_the_run(tmp_path, capsys):
     run, errors = build(tmp_path, most=2), [StepRefused(f"loss {i} is NaN") for i in range(3)]
-    run.refuse(4, errors[0], "step-000004")
-    run.refuse(7, errors[1], "step-000007")
+    run.refuse(4, errors[0])
+    run.refuse(7, errors[1])
     with pytest.raises(TooManyBadSteps, match="loss 2 is NaN\nskipped 3 steps, --max_bad_steps allows 2"):
-        run.refuse(7, errors[2], "step-000007")
+        run.refuse(7, errors[2])
     (saved,), _ = find_checkpoints(tmp_path)
     assert saved.folder.name == "step-000007" and saved.meta["numbers"]["bad_steps"] == {"count": 3}
     assert metrics(tmp_path) == [(4, 1), (7, 2), (7, 3)]
@@ -57,10 +57,10 @@ def test_refused_steps_are_counted_and_the_one_too_many_ends_the_run(tmp_path, c
 
 def test_the_count_goes_on_where_a_checkpoint_left_it(tmp_path):
     first, second = build(tmp_path, most=1), build(tmp_path, most=1)
-    first.refuse(1, StepRefused("no"), "")
-    second.bad_steps.load(TensorReader([]), first.bad_steps.json_state())
+    first.refuse(1, StepRefused("no"))
+    second.load(TensorReader([]), first.json_state())
     with pytest.raises(TooManyBadSteps, match="skipped 2 steps"):
-        second.refuse(2, StepRefused("no"), "step-000002")
+        second.refuse(2, StepRefused("no"))
 
 
 def test_the_batch_of_a_refused_step_is_written_sequence_by_sequence(tmp_path, monkeypatch):
@@ -71,7 +71,7 @@ def test_the_batch_of_a_refused_step_is_written_sequence_by_sequence(tmp_path, m
     }
     first = PackedBatch.build(("a", "b"), columns).with_texts(ROW_IDS, ["f:1", "ä:2"])
     second = PackedBatch.build(("c",), {"ids": [torch.tensor([5, 6])]})
-    build(tmp_path).refuse(12, StepRefused("why", [first, second]), "")
+    build(tmp_path).refuse(12, StepRefused("why", [first, second]))
     (file,) = (tmp_path / "bad_batches").iterdir()
     assert file.name == "step-000012-001-rank-00003.jsonl"
     head, a, b, c = rows_of(file)
@@ -86,7 +86,7 @@ def test_every_kind_of_batch_can_be_written_and_names_its_rows(tmp_path):
     row = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "row_id": "r"}
     pair = {"chosen_response_start": 1, "rejected_response_start": 1, "margin": 1.5, "row_id": "p"}
     pair |= {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 4]}
-    build(tmp_path).refuse(1, StepRefused("no", [collate_sft([row]), collate_pairs([pair])]), "")
+    build(tmp_path).refuse(1, StepRefused("no", [collate_sft([row]), collate_pairs([pair])]))
     (file,) = (tmp_path / "bad_batches").iterdir()
     assert [written["id"] for written in rows_of(file)[1:]] == ["(0, 'r')", "(0, 'p')"]
 
@@ -95,7 +95,7 @@ def test_a_batch_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, capsy
     run = build(tmp_path)
     batch = PackedBatch.build(range(50), {"ids": list(torch.arange(5000).view(50, 100))})
     with files_up_to(6000):
-        run.refuse(1, StepRefused("no", [batch]), "")
+        run.refuse(1, StepRefused("no", [batch]))
     assert "its batch could not be written to" in capsys.readouterr().out
 
 
