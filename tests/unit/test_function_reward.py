@@ -122,22 +122,17 @@ def test_what_is_no_reward_function_is_told_at_start_up(target, words):
 
 
 @pytest.mark.parametrize(
-    ("name", "bad", "words", "num_processes"),
+    ("bad", "words", "num_processes"),
     [
-        (
-            "plain",
-            "raise",
-            ["plain, for a batch of 2", "raised KeyError: 'gold'", "prompt 'prompt 0'", "in behave"],
-            1,
-        ),
-        ("plain", "leave", ["raised SystemExit: bye"], 1),
-        ("plain", "nan", ["gave 'nan' for response 2 of 2", "response 'nan'"], 0),
+        ("raise", ["raised KeyError: 'gold'", "prompt 'prompt 0'", "in behave"], 1),
+        ("leave", ["raised SystemExit: bye"], 1),
+        ("nan", ["gave 'nan' for response 2 of 2", "response 'nan'"], 0),
     ],
 )
-def test_a_function_that_fails_is_named_with_its_batch(name, bad, words, num_processes, reward_of):
+def test_a_function_that_fails_is_named_with_its_batch(bad, words, num_processes, reward_of):
     with pytest.raises(RewardError) as error:
-        reward_of(name, processes=num_processes).score(answers_of("good", bad))
-    words = ["reward function:own_rewards", *words]
+        reward_of("plain", processes=num_processes).score(answers_of("good", bad))
+    words = ["reward function:own_rewards:plain, for a batch of 2", *words]
     assert [word for word in words if word not in str(error.value)] == []
 
 
@@ -154,16 +149,16 @@ def test_only_the_answers_that_fail_have_no_score(name, bad, num_processes, rewa
 
 
 @pytest.mark.parametrize(
-    ("name", "bad", "num_processes", "words"),
+    ("bad", "num_processes", "words"),
     [
-        ("plain", "late", 0, "goes on running; with --reward_processes 1"),
-        ("plain", "late", 1, "its process was ended"),
-        ("plain", "die", 1, "died with exit code 7"),
+        ("late", 0, "goes on running; with --reward_processes 1"),
+        ("late", 1, "its process was ended"),
+        ("die", 1, "died with exit code 7"),
     ],
 )
-def test_a_batch_that_is_late_or_dies_fails_and_no_other(name, bad, num_processes, words, reward_of):
+def test_a_batch_that_is_late_or_dies_fails_and_no_other(bad, num_processes, words, reward_of):
     options = {"timeout_seconds": 0.5, "processes": num_processes, "batch_size": 1}
-    reward = reward_of(name, failures=Failures(are_borne=True), **options)
+    reward = reward_of("plain", failures=Failures(are_borne=True), **options)
     started = time.monotonic()
     assert [score == 1.0 for score in reward.score(answers_of("a", bad, "b"))] == [True, False, True]
     assert time.monotonic() - started < 15
@@ -172,7 +167,7 @@ def test_a_batch_that_is_late_or_dies_fails_and_no_other(name, bad, num_processe
     left = [thread.daemon for thread in threading.enumerate() if thread.name == f"reward {reward.name}"]
     assert all(left), "it must not keep the program from ending"
     with pytest.raises(RewardError, match=words):
-        reward_of(name, **options).score(answers_of(bad))
+        reward_of("plain", **options).score(answers_of(bad))
 
 
 # ---- processes
