@@ -35,14 +35,18 @@ def load(folder: str):
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
+def load_prompted(folder: str) -> tuple:
+    model = load(folder)
+    return model, *make_prompts(model.config.vocab_size)
+
+
 def options(**changes) -> SamplingOptions:
     return SamplingOptions(**({"max_new_tokens": 12, "stop_token_id": 0, "pad_token_id": 0} | changes))
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_greedy_text_of_left_padded_prompts_is_that_of_transformers_one_by_one(family, tiny_model_folder):
-    model = load(tiny_model_folder(family))
-    ids, mask = make_prompts(model.config.vocab_size)
+    model, ids, mask = load_prompted(tiny_model_folder(family))
     # The stop token is one that greedy decoding meets in the middle of some row, and it is the pad token too.
     free = generate(model, ids, mask, torch.arange(4), options(do_sample=False, stop_token_id=-1))
     stop = int(free.response_ids[1, 4])
@@ -74,8 +78,7 @@ def check_logprobs(model, ids, mask, out, vocabulary=None, **chosen) -> torch.Te
 
 @pytest.mark.parametrize("family", ["opt", "gpt_neox", "falcon_new", "mistral_window", "gemma2"])
 def test_a_text_does_not_depend_on_its_batch(family, tiny_model_folder):
-    model = load(tiny_model_folder(family))
-    ids, mask = make_prompts(model.config.vocab_size)
+    model, ids, mask = load_prompted(tiny_model_folder(family))
     together = generate(model, ids, mask, torch.arange(4), options(seed=3))
     order = torch.tensor([2, 0, 3, 1])
     shuffled = generate(model, ids[order], mask[order], order, options(seed=3))
@@ -92,8 +95,7 @@ def test_a_text_does_not_depend_on_its_batch(family, tiny_model_folder):
 
 
 def test_padding_holds_any_id_and_the_limit_leaves_a_response_unfinished(tiny_model_folder):
-    model = load(tiny_model_folder("gpt2"))
-    ids, mask = make_prompts(model.config.vocab_size)
+    model, ids, mask = load_prompted(tiny_model_folder("gpt2"))
     first = generate(model, ids, mask, torch.arange(4), options(stop_token_id=-1))
     second = generate(
         model, torch.where(mask.bool(), ids, 9), mask, torch.arange(4), options(stop_token_id=-1)
@@ -112,8 +114,7 @@ def test_vocabulary_padding_is_never_sampled_and_has_no_probability(tiny_model_f
 
 @pytest.mark.parametrize(("family", "num_slots"), [("llama", 1), ("bloom", 2), ("gemma2", 3), ("llama", 64)])
 def test_slots_change_no_text(family, num_slots, tiny_model_folder):
-    model = load(tiny_model_folder(family))
-    ids, mask = make_prompts(model.config.vocab_size)
+    model, ids, mask = load_prompted(tiny_model_folder(family))
     chosen = options(seed=3, top_k=40, top_p=0.9, temperature=1.2)
     limits = torch.tensor([2, 12, 5, 9])
     expected = generate(model, ids, mask, torch.arange(4), chosen, limits=limits)
@@ -126,8 +127,7 @@ def test_slots_change_no_text(family, num_slots, tiny_model_folder):
 
 @pytest.mark.parametrize("num_slots", [2, 64])
 def test_samples_of_a_prompt_share_its_prefill(num_slots, tiny_model_folder, monkeypatch):
-    model = load(tiny_model_folder("qwen2"))
-    ids, mask = make_prompts(model.config.vocab_size)
+    model, ids, mask = load_prompted(tiny_model_folder("qwen2"))
     each, sample_ids = 3, torch.arange(12)
     apart = generate(
         model, ids.repeat_interleave(each, 0), mask.repeat_interleave(each, 0), sample_ids, options(seed=9)
@@ -149,8 +149,7 @@ def test_samples_of_a_prompt_share_its_prefill(num_slots, tiny_model_folder, mon
 
 
 def test_truncation_keeps_both_log_probabilities(tiny_model_folder):
-    model = load(tiny_model_folder("llama"))
-    ids, mask = make_prompts(model.config.vocab_size)
+    model, ids, mask = load_prompted(tiny_model_folder("llama"))
     out = generate(model, ids, mask, torch.arange(4), options(top_k=5, stop_token_id=-1))
     logits = check_logprobs(model, ids, mask, out)
     kept = logits.masked_fill(logits < logits.topk(5).values[..., -1:], -torch.inf)
@@ -240,8 +239,7 @@ class PlainPasses(DecodeGraphs):
 
 @pytest.mark.parametrize(("family", "num_slots"), [("llama", 3), ("bloom", 4), ("mistral_window", 3)])
 def test_rounded_shapes_and_late_looks_change_no_text(family, num_slots, tiny_model_folder):
-    model = load(tiny_model_folder(family))
-    ids, mask = make_prompts(model.config.vocab_size)
+    model, ids, mask = load_prompted(tiny_model_folder(family))
     free = Generator(model).generate(ids, mask, torch.arange(4), options(seed=5, stop_token_id=-1))
     stop = int(free.response_ids[2, 3])  # ends some row early, between two looks
     chosen = options(seed=5, stop_token_id=stop)

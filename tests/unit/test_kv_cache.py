@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_generate import load, make_prompts, options
+from test_generate import load, load_prompted, options
 from transformers import FalconConfig, LlamaConfig
 
 from common.generation import inference_module, kv_cache
@@ -73,8 +73,7 @@ def stand_in_kernel(monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "mistral_window", "phi"])
 def test_texts_are_those_of_torchs_attention(family, tiny_model_folder, stand_in_kernel, monkeypatch):
-    model = load(tiny_model_folder(family))
-    ids, mask = make_prompts(model.config.vocab_size)
+    model, ids, mask = load_prompted(tiny_model_folder(family))
     expected = Generator(model, num_slots=3).generate(ids, mask, torch.arange(4), options(seed=8))
     assert not CALLS
     monkeypatch.setattr(inference_module, "choose_attention", lambda *_: kv_cache.SLOT_ATTENTION)

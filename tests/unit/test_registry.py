@@ -7,18 +7,15 @@ import sys
 import pytest
 from stage_texts import put_on_hub, write_rows
 
-from common.data import registry
 from common.data.adapters import base
 from common.data.adapters.row_forms import form_of, read_row
 from common.data.adapters.row_parts import parse_dialogue
 from common.data.example import BadRow, EmptyRow, Message
 from common.data.registry import (
     ADAPTERS,
-    Adapter,
     import_own_module,
     import_plugins,
     load_source,
-    register_dataset,
 )
 from common.flags.args import Problems
 
@@ -166,17 +163,6 @@ def test_an_adapter_of_ones_own_needs_no_registration(tmp_path, monkeypatch):
     sys.modules.pop("my_rows")
     with pytest.raises(ValueError, match="MODULE:CLASS must name a subclass"):
         load_source("my_rows:Other")
-
-
-def test_register_dataset_and_a_name_taken_twice():
-    @register_dataset("test/own")
-    class Own(Adapter):
-        pass
-
-    assert type(load_source("test/own").adapter) is Own
-    with pytest.raises(ValueError, match="'test/own' is registered twice"):
-        register_dataset("test/own")(type("Other", (Adapter,), {}))
-    registry.ADAPTERS.pop("test/own")
 
 
 def test_a_local_copy_of_a_known_set_uses_its_adapter(tmp_path):
