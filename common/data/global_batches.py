@@ -10,8 +10,7 @@ from the same lengths: nothing is drawn, ties go by index, and so all ranks make
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset
@@ -22,26 +21,19 @@ OVERHEAD_TOKENS = 64
 WINDOW_BATCHES = 32  # global batches that are sorted by length together: enough for next to no padding
 
 
-@dataclass
-class TokenBudget:
+class TokenBudget(NamedTuple):
     """Micro-batches are cut by tokens: `row_lengths` has the lengths of each row's sequences."""
 
     row_lengths: Sequence[Sequence[int]]
     max_tokens: int
     is_packed: bool = False  # sequences end to end: padding costs nothing
 
-    def check(self) -> None:
-        """Raise ValueError when a row alone is above the budget."""
-        longest = max(range(len(self.row_lengths)), key=lambda row: max(self.row_lengths[row]))
-        plan_micro_batches([self.row_lengths[longest]], max_tokens=self.max_tokens, is_packed=self.is_packed)
-
-    def cut(self, rows: Sequence[int], rank: int, world_size: int) -> list[list[int]]:
-        """Return this rank's micro-batches of a global batch's rows; every rank gets as many."""
+    def plan(self, rows: Sequence[int], num_ranks: int = 1) -> list[list[list[int]]]:
+        """See `plan_micro_batches`. Raises ValueError when a row alone is above the budget."""
         lengths = [self.row_lengths[row] for row in rows]
-        plan = plan_micro_batches(
-            lengths, num_ranks=world_size, max_tokens=self.max_tokens, is_packed=self.is_packed
+        return plan_micro_batches(
+            lengths, num_ranks=num_ranks, max_tokens=self.max_tokens, is_packed=self.is_packed
         )
-        return [[rows[i] for i in micro_batch] for micro_batch in plan[rank]]
 
 
 class GlobalBatches:
@@ -74,7 +66,8 @@ class GlobalBatches:
         self.rank, self.world_size, self.group_lengths = rank, world_size, group_lengths
         self.budget = budget
         if budget and len(budget.row_lengths):
-            budget.check()
+            longest = max(range(len(budget.row_lengths)), key=lambda row: max(budget.row_lengths[row]))
+            budget.plan([longest])
         self.global_rows = rows_per_micro_batch * accumulation * world_size
         if len(dataset) < self.global_rows:
             raise ValueError(
@@ -102,7 +95,8 @@ class GlobalBatches:
 
     def _cut(self, rows: list[int]) -> list[list[int]]:
         if self.budget:
-            return self.budget.cut(rows, self.rank, self.world_size)
+            plan = self.budget.plan(rows, self.world_size)[self.rank]
+            return [[rows[i] for i in items] for items in plan]
         starts = [(a * self.world_size + self.rank) * self.rows for a in range(self.accumulation)]
         return [rows[s : s + self.rows] for s in starts]
 

@@ -19,20 +19,19 @@ class HubPlace(NamedTuple):
 
     name: str
     config: str | None = None
-    copied_config: str = "default"  # folder of the hub's Parquet copy, for a set that is a program
+    copied_config: str = ""  # folder of the hub's Parquet copy, for a set that is a program; "": its config's
     splits: tuple[str, str] | None = None  # to train on and held out, where they have other names
 
 
+_ULTRAFEEDBACK = "HuggingFaceH4/ultrafeedback_binarized"
 HUB_PLACES = {
     "mkqa-Chinese": HubPlace("apple/mkqa", copied_config="mkqa"),
     "mkqa-Japanese": HubPlace("apple/mkqa", copied_config="mkqa"),
     "lmqg/qg_jaquad": HubPlace("lmqg/qg_jaquad", copied_config="qg_jaquad"),
     "lmqg/qag_jaquad": HubPlace("lmqg/qag_jaquad", copied_config="qag_jaquad"),
-    "Hello-SimpleAI/HC3-Chinese": HubPlace("Hello-SimpleAI/HC3-Chinese", "all", "all"),
-    "nvidia/HelpSteer3": HubPlace("nvidia/HelpSteer3", "preference", "preference"),
-    "HuggingFaceH4/ultrafeedback_binarized": HubPlace(
-        "HuggingFaceH4/ultrafeedback_binarized", splits=("train_prefs", "test_prefs")
-    ),
+    "Hello-SimpleAI/HC3-Chinese": HubPlace("Hello-SimpleAI/HC3-Chinese", "all"),
+    "nvidia/HelpSteer3": HubPlace("nvidia/HelpSteer3", "preference"),
+    _ULTRAFEEDBACK: HubPlace(_ULTRAFEEDBACK, splits=("train_prefs", "test_prefs")),
 }
 
 
@@ -54,14 +53,14 @@ def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | N
     Raises ValueError: it cannot be had, with the reason and the cure.
     """
     datasets = _quiet_datasets()
-    place = HUB_PLACES.get(name, HubPlace(name, config, config or "default"))
+    place = HUB_PLACES.get(name, HubPlace(name, config))
     try:
         try:
             loaded = datasets.load_dataset(place.name, place.config)
         except RuntimeError as error:
             if "scripts are no longer supported" not in str(error):
                 raise
-            folder = place.copied_config
+            folder = place.copied_config or place.config or "default"
             loaded = datasets.load_dataset(place.name, data_dir=folder, revision=_PARQUET_COPY)
     except Exception as error:  # the library raises its own, OSError, ValueError, requests' errors, ...
         reason = first_line(error)

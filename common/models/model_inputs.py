@@ -46,13 +46,6 @@ class ModelInputs:
         """The tokens without padding."""
         return len(self.token_slots)
 
-    @property
-    def is_token(self) -> torch.Tensor:
-        """Which slots hold a token, the others pad: bool, the shape of input_ids."""
-        found = torch.zeros(self.input_ids.numel(), dtype=torch.bool)
-        found[self.token_slots] = True
-        return found.view(self.input_ids.shape).to(self.input_ids.device)
-
     def model_arguments(self) -> dict[str, Any]:
         """The arguments of a transformers backbone, `position_ids` among them."""
         arguments = {
