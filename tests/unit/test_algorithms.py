@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from records import make_batch
-from response_batches import random_batch
 from right_or_wrong import close
+from rollout_batches import make_batch, random_batch
 
 from common.data.packed_batch import PackedBatch
 from common.models.tensor_ops import whiten

@@ -7,7 +7,7 @@ import re
 import numpy
 import pytest
 import torch
-from records import make_record
+from rollout_batches import make_rollout_batch
 
 from common.data.data_options import DataOptions
 from common.data.dialogue import build_template
@@ -33,17 +33,17 @@ def test_a_win_rate_by_hand():
     assert compare(before, before)["eval/win_rate"] == 0.5
 
 
-def scored_record():
-    record = make_record([0, 1, 2], [2, 3, 4], [2, 5, 1])
-    record = record.with_numbers("scores", torch.tensor([1.0, -1.0, 3.0]))
-    record = record.with_numbers("score/function_sum", torch.tensor([1.0, 0.0, 1.0]))
-    record = record.with_numbers("score/function_form", torch.tensor([1.0, 1.0, -1.0]))
-    record = record.with_key("old_logprobs", torch.full((8,), -1.0), like="response_ids")
-    return record.with_key("ref_logprobs", torch.full((8,), -1.5), like="response_ids")
+def scored_batch():
+    batch = make_rollout_batch([0, 1, 2], [2, 3, 4], [2, 5, 1])
+    batch = batch.with_numbers("scores", torch.tensor([1.0, -1.0, 3.0]))
+    batch = batch.with_numbers("score/function_sum", torch.tensor([1.0, 0.0, 1.0]))
+    batch = batch.with_numbers("score/function_form", torch.tensor([1.0, 1.0, -1.0]))
+    batch = batch.with_key("old_logprobs", torch.full((8,), -1.0), like="response_ids")
+    return batch.with_key("ref_logprobs", torch.full((8,), -1.5), like="response_ids")
 
 
 def test_the_numbers_of_an_evaluation_by_hand():
-    found = measure(scored_record(), ["function_sum", "function_form"])
+    found = measure(scored_batch(), ["function_sum", "function_form"])
     assert found == {
         "eval/score": 1.0,
         "eval/score_function_sum": pytest.approx(2 / 3),
@@ -53,13 +53,13 @@ def test_the_numbers_of_an_evaluation_by_hand():
         "eval/response_tokens": pytest.approx(8 / 3),
         "eval/finished_fraction": pytest.approx(2 / 3),
     }
-    assert "eval/pass_rate" not in measure(scored_record(), [])
+    assert "eval/pass_rate" not in measure(scored_batch(), [])
 
 
 def test_a_row_of_a_response():
-    record = scored_record().with_texts(ROW_IDS, ["f:1", "f:2", "f:3"])
-    record = record.with_key("advantages", torch.full((8,), 0.25), like="response_ids")
-    row = list(response_rows(record, lambda ids: f"{len(ids)} tokens"))[1]
+    batch = scored_batch().with_texts(ROW_IDS, ["f:1", "f:2", "f:3"])
+    batch = batch.with_key("advantages", torch.full((8,), 0.25), like="response_ids")
+    row = list(response_rows(batch, lambda ids: f"{len(ids)} tokens"))[1]
     assert row == {
         "row_id": "f:2", "prompt": "3 tokens", "answer": "5 tokens", "score": -1.0,
         "score/function_sum": 0.0, "score/function_form": 1.0, "response_tokens": 5, "is_finished": False,
@@ -172,7 +172,7 @@ def test_what_a_reward_draws_is_not_missing_in_the_training(monkeypatch):
 
 
 def test_answers_are_judged_in_the_order_of_the_sample_ids():
-    judged = judge(scored_record().select([2, 0, 1]), torch.tensor([3.0, 1.0, float("nan")]))
+    judged = judge(scored_batch().select([2, 0, 1]), torch.tensor([3.0, 1.0, float("nan")]))
     assert judged["scores"] == [1.0, None, 3.0] and len(set(judged["answers"])) == 3
 
 

@@ -8,8 +8,8 @@ from itertools import product
 
 import pytest
 import torch
-from response_batches import PADDING
 from right_or_wrong import close, forms, judge
+from rollout_batches import PADDING
 
 from step3_ppo.ppo_math import KLController, kl_estimate, kl_loss_terms
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from records import make_batch
+from rollout_batches import make_batch
 
 from common.data.registry import load_source
 from examples.own_reward.keyword import says_keyword

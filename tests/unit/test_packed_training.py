@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from records import make_record
+from rollout_batches import make_rollout_batch
 
 from common.data import packed_batch
 from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
@@ -130,9 +130,9 @@ def test_tokens_are_padded_once_from_rows_to_the_model_or_never(kind, is_packed,
         num_rows, num_tokens = len(LENGTHS), sum(map(sum, LENGTHS))
         run = lambda: compute_nll_sum(Model(), collate_sft(sft_rows()), is_packed=is_packed)  # noqa: E731
     elif kind == "responses":
-        record = make_record(range(5), [3, 1, 2, 6, 1], [2, 4, 1, 1, 7])
+        batch = make_rollout_batch(range(5), [3, 1, 2, 6, 1], [2, 4, 1, 1, 7])
         num_rows, num_tokens = 5, 28
-        run = lambda: Model()(build_response_inputs(record, is_packed=is_packed)[0])  # noqa: E731
+        run = lambda: Model()(build_response_inputs(batch, is_packed=is_packed)[0])  # noqa: E731
     else:
         num_rows, num_tokens = 2 * len(LENGTHS), sum(2 * prompt + 11 for prompt, _ in LENGTHS)
         score = compute_pair_scores if kind == "pairs" else compute_answer_logprobs

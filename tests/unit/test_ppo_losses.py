@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from response_batches import PADDING, fill, random_batch
 from right_or_wrong import close, forms, judge
+from rollout_batches import PADDING, fill, random_batch
 
 from common.data.packed_batch import PackedBatch
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults

@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from response_batches import PADDING, fill, random_batch
 from right_or_wrong import close, forms, judge
+from rollout_batches import PADDING, fill, random_batch
 
 from step3_ppo.ppo_math import (
     constant_groups,

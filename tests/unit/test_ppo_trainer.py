@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from records import make_record
+from rollout_batches import make_rollout_batch
 
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
@@ -41,11 +41,11 @@ class KnowingCritic:
     def collect(self, prompts, version):
         """Three responses, of which the last was cut."""
         self.num_rollouts += 1
-        record, says = make_record([0, 1, 2], [2, 1, 1], [3, 1, 6]), self.normaliser.normalise
+        batch, says = make_rollout_batch([0, 1, 2], [2, 1, 1], [3, 1, 6]), self.normaliser.normalise
         scores = torch.tensor([1.0, 2.0, 4.0]) * 3**self.num_rollouts
-        values = scores.repeat_interleave(record.lengths["response_ids"])
-        record = record.with_numbers("scores", scores).with_numbers("next_values", says(torch.zeros(3)))
-        return record.with_key("old_values", says(values), like="response_ids")
+        values = scores.repeat_interleave(batch.lengths["response_ids"])
+        batch = batch.with_numbers("scores", scores).with_numbers("next_values", says(torch.zeros(3)))
+        return batch.with_key("old_values", says(values), like="response_ids")
 
 
 @pytest.mark.parametrize(("kind", "staleness"), [("exp", 0), ("ma", 1), ("exp", 2)])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from records import make_record
+from rollout_batches import make_rollout_batch
 
 from common.ranks.failures import StepRefused
 from step3_ppo.algorithms import ALGORITHMS
@@ -39,7 +39,7 @@ def scores_of(on_error, *, texts, model=None, weights=(1.0, 1.0)):
     ]
     reward = FakeReward(lambda answers: texts, Failures.parse(on_error))
     scores = ScoreSum(specs, {"function_f": reward}, lambda ids: "", reward.failures)
-    batch = make_record([0, 1, 2, 3], [2] * 4, [3, 1, 2, 4], num_samples=2)
+    batch = make_rollout_batch([0, 1, 2, 3], [2] * 4, [3, 1, 2, 4], num_samples=2)
     given = torch.tensor(model or [0.5] * 4)
     models = {"model": SimpleNamespace(score=lambda batchs: [given])}
     of_names = scores.ask([batch], {n: ("", {}) for n in (0, 1)})(models)
@@ -123,7 +123,7 @@ def learned(name, batch, on_error, **flags):
 )
 def test_a_step_with_masked_answers_is_a_step_without_them(name, aggregation):
     """Whatever the algorithm: no baseline, whitening, mean or normaliser sees what is masked."""
-    batch = make_record(range(9), [2] * 9, [3, 1, 2, 4, 5, 2, 3, 1, 4], num_samples=3)
+    batch = make_rollout_batch(range(9), [2] * 9, [3, 1, 2, 4, 5, 2, 3, 1, 4], num_samples=3)
     is_scored = torch.tensor([True, False, True, True, True, True, False, False, True])
     given = torch.where(is_scored, batch.numbers("scores"), torch.nan)
     masked = batch.with_numbers("scores", torch.where(is_scored, batch.numbers("scores"), 1e6))
@@ -169,7 +169,7 @@ def asked_of(*functions):
     specs = [RewardSpec("function", "m:f", 1.0, f"function_{number}") for number in range(len(functions))]
     rewards = {spec.name: FakeReward(function) for spec, function in zip(specs, functions, strict=True)}
     scores = ScoreSum(specs, rewards, lambda ids: "")
-    return scores, [make_record([0, 1], [2, 2], [3, 1])], {0: ("", {}), 1: ("", {})}
+    return scores, [make_rollout_batch([0, 1], [2, 2], [3, 1])], {0: ("", {}), 1: ("", {})}
 
 
 def test_a_reward_is_asked_while_the_other_roles_score():

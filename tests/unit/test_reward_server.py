@@ -71,10 +71,10 @@ def test_a_score_is_that_of_step_3s_reward_role_for_the_same_token_ids(reward_ex
     response_ids = [
         torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in RESPONSES
     ]
-    record = PackedBatch.build(range(3), {"prompt_ids": prompt_ids, "response_ids": response_ids})
+    batch = PackedBatch.build(range(3), {"prompt_ids": prompt_ids, "response_ids": response_ids})
     model = load_value_model(ModelOptions(reward_export, dropout=0.0), len(tokenizer))
     role = Reward(model, is_packed=False)
-    (expected,) = role.score([record])
+    (expected,) = role.score([batch])
 
     body = {
         "prompts": [tokenizer.decode(ids) for ids in prompt_ids],

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from records import make_record
+from rollout_batches import make_rollout_batch
 
 from common.data.packed_batch import ROW_IDS, PackedBatch, collate_prompts
 from common.engine.ds_config import EngineOptions, build_config, build_engine
@@ -141,13 +141,13 @@ def test_a_failing_reward_is_told_on_every_rank(monkeypatch):
     monkeypatch.setattr("common.ranks.distributed.gather_objects", lambda mine, group=None: [mine, of_other])
     text = SimpleNamespace(score=lambda answers: [0.0] * len(answers), is_on_device=False)
     rollout = build(texts=text)
-    batches = [make_record([0, 1], [1, 1], [2, 1], num_samples=2)]
+    batches = [make_rollout_batch([0, 1], [1, 1], [2, 1], num_samples=2)]
     with pytest.raises(StepRefused, match="gave nothing"):
         rollout.scores.ask(batches, {0: ("p", {})})(rollout.roles.rewards)
 
 
 def test_the_sampling_mask_of_each_token_is_packed_beside_it():
-    batch = make_record([4, 7], [1, 2], [2, 1])
+    batch = make_rollout_batch([4, 7], [1, 2], [2, 1])
     mask = SamplingMask(torch.tensor([5, 6, 9, 1, 2, 3]), torch.tensor([2, 1, 3]))
     found = add_sampling_mask(batch, mask)
     found.check()
@@ -185,7 +185,7 @@ def test_the_reference_stays_what_the_actor_was(only_lora, tiny_model_folder):
         9,
     )
     reference = LoraReference(engine, is_packed=False)
-    batch = make_record([0, 1], [3, 2], [4, 2])
+    batch = make_rollout_batch([0, 1], [3, 2], [4, 2])
     (before,) = reference.score([batch])
 
     def sums(batch):

@@ -7,7 +7,7 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-from records import make_batch, make_record
+from rollout_batches import make_batch, make_rollout_batch
 
 from common.data.packed_batch import PackedBatch
 from common.models.tensor_ops import correlation
@@ -34,7 +34,7 @@ LENGTHS = ([2, 5, 9, 3] * 6, [3, 1, 2, 8] * 6)  # of 24 prompts and responses
 
 
 def test_tokens_are_padded_and_packed_again():
-    batch = make_record([3, 5], [2, 1], [2, 6])
+    batch = make_rollout_batch([3, 5], [2, 1], [2, 6])
     assert response_mask(batch).sum(1).tolist() == [2, 6] and tokens(batch, "versions").shape == (2, 6)
     changed = with_tokens(batch, old_logprobs=tokens(batch, "old_logprobs") * 2)
     assert changed.data["old_logprobs"].equal(batch.data["old_logprobs"] * 2)
@@ -42,7 +42,7 @@ def test_tokens_are_padded_and_packed_again():
 
 
 def test_rows_that_no_algorithm_saw_count_in_no_loss():
-    batch = make_record([0, 1, 2], [1, 1, 1], [2, 3, 1])
+    batch = make_rollout_batch([0, 1, 2], [1, 1, 1], [2, 3, 1])
     kept = batch.select([2, 0])
     kept = with_tokens(kept, advantages=torch.ones(2, 2))
     whole = put_back(kept, batch)
@@ -52,7 +52,7 @@ def test_rows_that_no_algorithm_saw_count_in_no_loss():
 
 
 def test_responses_stand_behind_their_prompts():
-    batch = make_record([0, 1, 2], [3, 1, 2], [2, 4, 1])
+    batch = make_rollout_batch([0, 1, 2], [3, 1, 2], [2, 4, 1])
     (padded, slots), (packed, packed_slots) = (
         build_response_inputs(batch, is_packed=is_packed) for is_packed in (False, True)
     )
@@ -102,7 +102,7 @@ def share_of(world_size: int, rank: int) -> PackedBatch:
     """The rows that a rank has sampled: every so-manieth group of two."""
     ids = [i for i in range(24) if (i // 2) % world_size == rank]
     prompts, responses = ([of_all[i] for i in ids] for of_all in LENGTHS)
-    return make_record(ids, prompts, responses, num_samples=2)
+    return make_rollout_batch(ids, prompts, responses, num_samples=2)
 
 
 def look(rank: int, world_size: int) -> dict:
@@ -118,7 +118,7 @@ def look(rank: int, world_size: int) -> dict:
     plan = make_plan(8 // world_size)
     own = set(batch.ids)
     for (micro_batch,) in plan.minibatches(batch, 7):
-        expected = make_record(
+        expected = make_rollout_batch(
             micro_batch.ids, *([of[i] for i in micro_batch.ids] for of in LENGTHS), num_samples=2
         )
         assert all(micro_batch.data[key].equal(data) for key, data in expected.data.items())

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from plain_logits import compute_logits
-from response_batches import PADDING, fill, random_batch
 from right_or_wrong import close, forms, judge
+from rollout_batches import PADDING, fill, random_batch
 
 from common.data.global_batches import BatchStream
 from common.engine.ds_config import EngineOptions, build_config, build_engine

@@ -1,11 +1,28 @@
-"""Rollout batches whose numbers depend on the sample id alone, or are given."""
+"""Rollout batches and padded responses whose numbers depend on ids or seeds alone, or are given."""
+
+import math
 
 import torch
 
 from common.data.packed_batch import PackedBatch
 
+# What stands in the padding must not matter, not even where it is no number.
+PADDING = [0.0, 1e6, math.nan, -math.inf]
 
-def make_record(sample_ids, prompt_lengths, response_lengths, *, num_samples: int = 1) -> PackedBatch:
+
+def random_batch(num: int, *, lengths: list[int] | None = None, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Return `num` random (B, R) tensors and the mask of responses of these lengths, 0 and R among them."""
+    lengths = [9, 1, 4, 0, 8] if lengths is None else lengths
+    generator = torch.Generator().manual_seed(seed)
+    tensors = torch.randn(num, len(lengths), 9, generator=generator)
+    return *tensors, torch.arange(9) < torch.tensor(lengths)[:, None]
+
+
+def fill(x: torch.Tensor, mask: torch.Tensor, padding: float) -> torch.Tensor:
+    return torch.where(mask, x, padding)
+
+
+def make_rollout_batch(sample_ids, prompt_lengths, response_lengths, *, num_samples: int = 1) -> PackedBatch:
     """A scored rollout batch; responses shorter than 5 tokens are finished."""
     parts = []
     for sample, num_prompt, num_response in zip(sample_ids, prompt_lengths, response_lengths, strict=True):
