@@ -1,6 +1,6 @@
 """A saved model that answers conversations: for chat.py, prompt_eval.py and the arena.
 
-# N answers to a prompt
+# N answers to a prompt, T tokens, V vocabulary
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -23,7 +24,9 @@ from common.flags.args import Problems, TokenizerArguments, flag
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
-from common.models.loading import DTYPES, ModelOptions, load_causal_lm
+from common.models.loading import DTYPES, ModelOptions, compute_hidden, load_causal_lm
+from common.models.model_inputs import build_model_inputs
+from common.models.output_head import read_logit_transform
 from common.programs import startup
 from common.ranks import distributed
 from serving.saved_adapters import base_of_adapter, is_adapter, merge_adapter
@@ -32,6 +35,7 @@ from serving.text_stream import Answer, TextStream
 _MIN_PROMPT_TOKENS = 8  # that stay, however long an answer may be
 _ENDLESS_POSITIONS = 4096  # of a model without a limit of its own (ALiBi): what a terminal needs at most
 _SAMPLE_ID_BITS = 48
+_POSITIONS_AT_A_TIME = 128  # whose logits are held together
 _device_lock = threading.Lock()  # the device computes for one request, of all models
 
 
@@ -58,13 +62,20 @@ class SamplingArguments(AnsweringArguments):
 class Sampling:
     """How an answer is sampled."""
 
-    max_new_tokens: int
+    max_new_tokens: int  # 0: no answer is wanted, only scores of the prompt
     temperature: float = 1.0  # 0 takes the likeliest token
     top_k: int = 0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()  # an answer ends before the first of these texts
     seed: int | None = None  # the same answers whenever it is given; None: random numbers not used yet
     num_answers: int = 1
+
+
+class TokenScore(NamedTuple):
+    """A token's log-probability after those before it, and the likeliest tokens there, with theirs."""
+
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 TextCallback = Callable[[int, str], bool]  # gets (number of the answer, its next text); True: no more of it
@@ -124,8 +135,9 @@ class Answerer:
             )
             for number in range(sampling.num_answers)
         ]
-        with _device_lock:
-            self._generate(prompt_ids, sampling, streams)
+        if sampling.max_new_tokens:
+            with _device_lock:
+                self._generate(prompt_ids, sampling, streams)
         return [stream.finish() for stream in streams]
 
     def _generate(self, prompt_ids: list[int], sampling: Sampling, streams: list[TextStream]) -> None:
@@ -181,6 +193,28 @@ class Answerer:
             f"the prompt has {len(prompt_ids)} tokens, but prompt and answer together may have "
             f"{self.max_length}; shorten it"
         )
+
+    @torch.inference_mode()
+    def score(self, token_ids: list[int], num_top: int) -> list[TokenScore]:
+        """Return T - 1 scores, of all tokens but the first, in fp32 at temperature 1; `num_top` below V.
+
+        Waits until other answers are done.
+        """
+        ids, lengths = torch.tensor(token_ids), torch.tensor([len(token_ids)])
+        inputs = build_model_inputs(ids, lengths, is_packed=False, device=self.model.device)
+        form, head = read_logit_transform(self.model.config), self.model.get_output_embeddings()
+        scores: list[TokenScore] = []
+        with _device_lock:
+            hidden = compute_hidden(self.model, inputs)[0, :-1].split(_POSITIONS_AT_A_TIME)  # (T - 1, H)
+            for states, expected in zip(hidden, ids[1:].split(_POSITIONS_AT_A_TIME), strict=True):
+                logprobs = (
+                    form.transform(head(states).float())[:, : len(self.tokenizer)].log_softmax(-1).cpu()
+                )
+                own = logprobs.gather(1, expected.unsqueeze(1)).squeeze(1).tolist()
+                values, likeliest = (part.tolist() for part in logprobs.topk(num_top, dim=-1))
+                tops = [list(zip(*pair, strict=True)) for pair in zip(likeliest, values, strict=True)]
+                scores += map(TokenScore, own, tops)
+        return scores
 
 
 def name_leading_words(flag_name: str, argv: list[str]) -> list[str]:

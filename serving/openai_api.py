@@ -21,7 +21,7 @@ from serving.answering import Answerer, Sampling, TextCallback
 from serving.text_stream import Answer
 from serving.web_server import Emit, Refused, Work, stream_from_thread
 
-MAX_ANSWERS, MAX_STOPS = 16, 4
+MAX_ANSWERS, MAX_STOPS, MAX_LOGPROBS = 16, 4, 20
 # They name the asker, or say how tools would be called.
 _IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 # Values, beside 0 and empty ones, with which fields that we do not have ask for nothing.
@@ -40,11 +40,9 @@ class _Fields(BaseModel):
     def _drop_what_asks_for_nothing(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        ours = {
-            name: value for name, value in fields.items() if name in cls.model_fields and value is not None
-        }
-        others = {name: value for name, value in fields.items() if name not in {*cls.model_fields, *_IGNORED}}
-        return ours | {name: value for name, value in others.items() if value and value not in _NOTHING}
+        own = {field.alias or name for name, field in cls.model_fields.items()}
+        asks = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
+        return {n: v for n, v in asks.items() if n in own or (v and v not in _NOTHING)}
 
 
 class _Part(_Fields):
@@ -82,7 +80,13 @@ class _Request(_Fields):
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
 
-    logprobs: Literal[False] = False
+    @model_validator(mode="after")
+    def _check_what_goes_together(self) -> "_Request":
+        if self.num_logprobs is not None and self.stream or self.echo and self.stream:
+            raise ValueError("logprobs and echo are not supported together with stream")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 leaves nothing to answer without echo: true")
+        return self
 
     def sampling(self, default: Sampling) -> Sampling:
         """Return how to sample; what is left out is the server's own. Raises Refused."""
@@ -101,6 +105,9 @@ class ChatRequest(_Request):
     messages: list[_Message]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    echo: ClassVar[bool] = False
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
     param: ClassVar[str] = "messages"
@@ -114,6 +121,13 @@ class ChatRequest(_Request):
             raise ValueError("only the first may be of the system")
         return messages
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Return how many likely tokens are told beside each; None: no log-probabilities."""
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self.top_logprobs if self.logprobs else None
+
     def max_answer_tokens(self, most: int) -> int:
         """Return the limit of an answer; `most` is the server's."""
         return self.max_completion_tokens or self.max_tokens or most
@@ -124,9 +138,21 @@ class ChatRequest(_Request):
         roles = [message.role for message in self.messages]
         return [model.encode(list(map(Message, roles, texts)))]
 
-    def choice(self, text: str) -> dict[str, Any]:
-        """Return a whole answer."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def choice(self, model: Answerer, prompt_ids: list[int], answer: Answer) -> dict[str, Any]:
+        """Return a whole answer, with the log-probabilities of its tokens, the end of turn included."""
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        if self.num_logprobs is None:
+            return {"message": message, "logprobs": None}
+
+        def entry(text: str, logprob: float) -> dict[str, Any]:
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        scored = _score(model, [*prompt_ids, *answer.token_ids], self.num_logprobs)[len(prompt_ids) :]
+        content = [
+            entry(text, logprob) | {"top_logprobs": [entry(*one) for one in top]}
+            for text, logprob, top in scored
+        ]
+        return {"message": message, "logprobs": {"content": content, "refusal": None}}
 
     def piece(self, text: str, is_first: bool) -> dict[str, Any]:
         """Return a piece of a streamed answer."""
@@ -140,7 +166,9 @@ class CompletionRequest(_Request):
     """What POST /v1/completions takes: texts or token ids to go on from."""
 
     prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | list[TokenIds]
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0)
+    num_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, alias="logprobs")
+    echo: bool = False
     kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
     param: ClassVar[str] = "prompt"
@@ -155,13 +183,43 @@ class CompletionRequest(_Request):
         prompts = [self.prompt] if is_one else self.prompt
         return [model.encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    def choice(self, text: str) -> dict[str, Any]:
-        """Return a whole answer."""
-        return {"text": text, "logprobs": None}
+    def choice(self, model: Answerer, prompt_ids: list[int], answer: Answer) -> dict[str, Any]:
+        """Return a whole answer, behind its prompt if that is echoed, with its log-probabilities.
+
+        With `echo` they are those of the prompt, too; the very first token of all has none. `text_offset`
+        counts characters of the tokens' own texts.
+        """
+        text, first = answer.text, len(prompt_ids)
+        if self.echo:
+            text, first = model.tokenizer.decode(prompt_ids, skip_special_tokens=True) + text, 0
+        if self.num_logprobs is None:
+            return {"text": text, "logprobs": None}
+        scored = _score(model, [*prompt_ids, *answer.token_ids], self.num_logprobs)[first:]
+        texts = [token for token, _, _ in scored]
+        logprobs = {
+            "tokens": texts,
+            "token_logprobs": [logprob for _, logprob, _ in scored],
+            "top_logprobs": [top and dict(top) for _, _, top in scored] if self.num_logprobs else None,
+            "text_offset": [sum(map(len, texts[:index])) for index in range(len(texts))],
+        }
+        return {"text": text, "logprobs": logprobs}
 
     def piece(self, text: str, is_first: bool) -> dict[str, Any]:
         """Return a piece of a streamed answer."""
-        return self.choice(text)
+        return {"text": text, "logprobs": None}
+
+
+TokenTexts = list[tuple[str, float | None, list[tuple[str, float]] | None]]
+
+
+def _score(model: Answerer, token_ids: list[int], num_top: int) -> TokenTexts:
+    """Return each token's text, log-probability and likeliest texts with theirs; of the very first None."""
+    decode = model.tokenizer.decode
+    scored = [
+        (decode([token_id]), score.logprob, [(decode([i]), logprob) for i, logprob in score.top])
+        for token_id, score in zip(token_ids[1:], model.score(token_ids, num_top), strict=True)
+    ]
+    return [(decode(token_ids[:1]), None, None), *scored]
 
 
 # ---- how it is answered
@@ -254,7 +312,8 @@ def _respond(asked: ChatRequest | CompletionRequest, model: Answerer, sampling: 
         return StreamingResponse(lines, media_type="text/event-stream")
     answers = answer()
     choices = [
-        {"index": index, "finish_reason": one.finish_reason} | asked.choice(one.text)
+        {"index": index, "finish_reason": one.finish_reason}
+        | asked.choice(model, rows[index // asked.n], one)
         for index, one in enumerate(answers)
     ]
     return JSONResponse(head | {"object": asked.kind, "choices": choices, "usage": usage(answers)})

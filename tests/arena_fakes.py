@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 
 from common.data.example import Message
 from common.flags.problems import Problems
-from serving.answering import Answerer, Sampling, TextCallback
+from serving.answering import Answerer, Sampling, TextCallback, TokenScore
 from serving.arena_app import BlindPairs, create_app
 from serving.judgement_store import JudgementStore
 from serving.text_stream import Answer
@@ -75,6 +75,9 @@ class FakeModel(Answerer):
             end = [END] if reason == "stop" else []
             answers.append(Answer(told, [*map(ord, told), *end], reason))
         return answers
+
+    def score(self, token_ids: list[int], num_top: int) -> list[TokenScore]:
+        return [TokenScore(-i / 100, [(i, -0.5)] * num_top) for i in token_ids[1:]]
 
 
 def make_arena(path: Path, prompts: Iterator | None = None, **models: FakeModel) -> BlindPairs:

@@ -2,7 +2,8 @@
 
 import openai
 import pytest
-from arena_fakes import FakeModel, make_arena, make_client
+import torch
+from arena_fakes import END, FakeModel, make_arena, make_client
 
 from common.flags.args import Problems
 from serving.answering import Answerer, AnsweringArguments, Sampling, load_answerer, load_template
@@ -87,10 +88,26 @@ def test_texts_are_gone_on_from(ours):
     answer = ours.completions.create(model="left", prompt=["one", "two"], n=2, max_tokens=20)
     texts = ["left heard one"] * 2 + ["left heard two"] * 2
     assert [choice.text for choice in answer.choices] == texts
-    ids = ours.completions.create(model="left", prompt=[104, 105], max_tokens=14)
-    assert ids.choices[0].text == "left heard hi" and ids.usage.prompt_tokens == 2
+    ids = ours.completions.create(model="left", prompt=[104, 105], max_tokens=4, echo=True)
+    assert ids.choices[0].text == "hileft" and ids.usage.prompt_tokens == 2
     pieces = ours.completions.create(model="left", prompt="x", stream=True)
     assert "".join(piece.choices[0].text for piece in pieces) == "left heard x"
+
+
+def test_log_probabilities_of_a_prompt_alone(ours):
+    answer = ours.completions.create(model="left", prompt="abc", max_tokens=0, echo=True, logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert answer.choices[0].text == "abc" and logprobs.tokens == ["a", "b", "c"]
+    assert logprobs.token_logprobs == [None, -0.98, -0.99] and logprobs.text_offset == [0, 1, 2]
+    assert logprobs.top_logprobs == [None, {"b": -0.5}, {"c": -0.5}]
+
+
+def test_log_probabilities_of_an_answer_have_its_end(ours):
+    answer = ours.chat.completions.create(model="left", messages=HI, logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == "left heard Hi" + chr(END)
+    assert content[0].logprob == -1.08 and len(content[0].top_logprobs) == 2
+    assert ours.completions.create(model="left", prompt="x", logprobs=0).choices[0].logprobs.tokens[0] == "l"
 
 
 # ---- refusals, in OpenAI's form
@@ -102,7 +119,8 @@ def test_texts_are_gone_on_from(ours):
         ({"tools": [{"type": "function"}]}, "tools", "tools [{'type': 'function'}]: Extra inputs"),
         ({"temperature": -1}, "temperature", "temperature -1: Input should be greater than or equal to 0"),
         ({"max_tokens": 61}, "max_tokens", "more than this server's --max_new_tokens 60"),
-        ({"logprobs": True}, "logprobs", "Input should be False"),
+        ({"stream": True, "logprobs": True}, None, "together with stream"),
+        ({"top_logprobs": 1}, None, "top_logprobs needs logprobs: true"),
         ({"messages": [*HI, {"role": "assistant", "content": "x"}]}, "messages", "must end with"),
         ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages.0.content.0.type", "text"),
         ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages", "template refuses"),
@@ -120,8 +138,8 @@ def test_what_is_not_honoured_is_refused_by_its_name(client, models, body, param
     [
         ({"prompt": [0x110000]}, "the model has 1114112 tokens, none is 1114112"),
         ({"prompt": [-1]}, "body.prompt"),
-        ({"prompt": "x", "logprobs": 1}, "body.logprobs 1: Input should be False"),
-        ({"prompt": "x", "echo": True}, "body.echo True: Extra inputs are not permitted"),
+        ({"prompt": "x", "max_tokens": 0}, "leaves nothing to answer without echo"),
+        ({"prompt": "x", "stream": True, "echo": True}, "not supported together with stream"),
     ],
 )
 def test_completions_that_are_refused(client, body, words):
@@ -183,3 +201,20 @@ def test_a_real_model_honours_the_seed_and_scores_its_own_words(tiny_model_folde
     assert len({first.message.content, other.message.content, free.message.content}) == 3
     pieces = client.chat.completions.create(model="tiny", messages=HI, max_tokens=12, seed=5, stream=True)
     assert "".join(p.choices[0].delta.content or "" for p in pieces) == first.message.content
+    [greedy] = ask(temperature=0, logprobs=True, top_logprobs=1)
+    for entry in greedy.logprobs.content:
+        assert entry.logprob == entry.top_logprobs[0].logprob and entry.token == entry.top_logprobs[0].token
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_scores_are_those_of_transformers(family, tiny_model_folder):
+    answerer = load(tiny_model_folder(family))
+    ids = torch.randint(0, 300, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logprobs = answerer.model(ids).logits[0, :-1, :320].float().log_softmax(-1)
+    found = answerer.score(ids[0].tolist(), 3)
+    expected = logprobs.gather(1, ids[0, 1:, None]).squeeze(1)
+    own = torch.tensor([score.logprob for score in found])
+    torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
+    assert [[token for token, _ in score.top] for score in found] == logprobs.topk(3).indices.tolist()
+    assert answerer.score([5], 1) == []
