@@ -14,7 +14,6 @@ class Cost:
 
     seconds: float = 0.0
     tokens: int = 0
-    flops: float = 0.0
 
 
 class StepCosts:
@@ -47,22 +46,19 @@ class StepCosts:
                 # phase, never in a micro-batch: what follows a phase reads its numbers anyway.
                 with contextlib.suppress(RuntimeError):  # a device that failed has raised already
                     torch.cuda.synchronize()
-            cost.seconds += self.now() - started
+            spent = self.now() - started
+            cost.seconds, self._seconds = cost.seconds + spent, self._seconds + spent
             self._running = None
 
     def count(self, tokens: int, flops: float) -> None:
         """Add work to the clock that runs; without one it is no step's."""
         if self._running is not None:
             self._running.tokens += tokens
-            self._running.flops += flops
+            self.flops += flops
 
     def begin_step(self) -> None:
         """Begin a step."""
-        self._started, self._before = self.now(), self._sum_up()
-
-    def _sum_up(self) -> tuple[float, float]:
-        costs = self.costs.values()
-        return sum(cost.seconds for cost in costs), sum(cost.flops for cost in costs)
+        self._started, self._seconds, self.flops = self.now(), 0.0, 0.0
 
     def end_step(self, num_ranks: int = 1) -> dict[str, float]:
         """Return the step's numbers under the names of the log.
@@ -71,10 +67,9 @@ class StepCosts:
         appendix B) is this rank's FLOPs by what its device could do in the step's seconds.
         """
         seconds = self.now() - self._started
-        of_phases, flops = (now - before for now, before in zip(self._sum_up(), self._before, strict=True))
-        found = {"perf/step_seconds": seconds, "perf/rest_seconds": seconds - of_phases}
+        found = {"perf/step_seconds": seconds, "perf/rest_seconds": seconds - self._seconds}
         if self.peak_flops and seconds:
-            found["perf/mfu"] = flops / (seconds * self.peak_flops)
+            found["perf/mfu"] = self.flops / (seconds * self.peak_flops)
         for name, cost in self.costs.items():
             found[f"perf/{name}_seconds"] = cost.seconds
             if cost.tokens and cost.seconds:

@@ -124,7 +124,7 @@ def test_flops_of_a_pass_are_those_that_torch_counts(kind, family, lora_dim, is_
             found.backward()
     (cost,) = costs.costs.values()
     assert cost.tokens == 48
-    assert cost.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert costs.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
 def test_flops_of_a_generation_are_those_that_torch_counts(costs):
