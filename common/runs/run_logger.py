@@ -36,10 +36,12 @@ class _GrowingFile:
         self.size = 0  # bytes that have been written
         self.waiting = b""
 
-    def append(self, data: bytes) -> None:
-        """Write it behind what waits, all or nothing."""
+    def append(self, data: bytes = b"") -> None:
+        """Write it behind what waits, all or nothing, in a file that is as long as what was written."""
         is_first_to_wait = not self.waiting
         self.waiting += data
+        if not self.waiting and not self.size and not self.path.exists():
+            return
         try:
             with open(self.path, "ab", buffering=0) as file:
                 self._match_size(file)
@@ -52,13 +54,6 @@ class _GrowingFile:
             return
         self.size += len(self.waiting)
         self.waiting = b""
-
-    def cut(self, size: int) -> None:
-        """Make the file what it was when it had so many bytes."""
-        self.size = size
-        if size or self.path.exists():
-            with open(self.path, "ab") as file:
-                self._match_size(file)
 
     def _match_size(self, file: IO[bytes]) -> None:
         """Cut off what is too much, of a line that was torn; of a file that was cut keep whole lines."""
@@ -111,8 +106,7 @@ class RunLogger(Stateful):
     def json_state(self) -> dict[str, Any]:
         """Return how far the files are, once they are on the disk so far."""
         for file in self.files.values():
-            if file.waiting:
-                file.append(b"")
+            file.append()
             if file.waiting:
                 raise OSError(f"{file.path} cannot be written")
             if file.size:
@@ -125,7 +119,8 @@ class RunLogger(Stateful):
         self.started = time.monotonic() - state["seconds"]
         self._last_step = state["step"]
         for name, file in self.files.items():
-            file.cut(state["sizes"].get(name, 0))
+            file.size = state["sizes"].get(name, 0)
+            file.append()
         self.open(state["step"])
 
     def note(self, text: str) -> None:
@@ -172,8 +167,7 @@ class RunLogger(Stateful):
             self.bar.close()
         self.trackers.close()
         for file in self.files.values():
-            if file.waiting:
-                file.append(b"")
+            file.append()
         if self.folder:
             try:
                 draw_run(self.folder)
