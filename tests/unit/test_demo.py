@@ -1,8 +1,10 @@
 """The demo's inputs and measures, against values worked out by hand."""
 
+import itertools
 import json
 import math
 
+import chitchat_dataset
 import pytest
 import torch
 from made_runs import write_run
@@ -124,11 +126,24 @@ def test_many_pairs_keep_gap_and_tolerance_use_a_reply_once_and_a_fair_coin_for_
 
 
 @pytest.fixture(scope="module")
-def output_dir(tmp_path_factory):
+def write_inputs():
+    """Writes the inputs of the first conversations: all of them take half a minute."""
+    some = [list(one) for one in itertools.islice(chitchat_dataset.ConversationDataset(), 400)]
+
+    def write(folder):
+        words = [str(folder), "--num_train_pairs", "60", "--num_eval_pairs", "20"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("chitchat_dataset.ConversationDataset", lambda: some)
+            build_inputs.write_inputs(build_inputs.parse_args(words))
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def output_dir(tmp_path_factory, write_inputs):
     """What the demo's steps would leave: inputs, the same model thrice, and what the steps said."""
     folder = tmp_path_factory.mktemp("demo")
-    flags = ["--num_train_pairs", "60", "--num_eval_pairs", "20"]
-    build_inputs.write_inputs(build_inputs.parse_args([str(folder / "inputs"), *flags]))
+    write_inputs(folder / "inputs")
     evaluations = [
         {"step": s, "eval/score": s / 8, "eval/win_rate": s / 64, "eval/kl": s / 6} for s in (0, 8, 16, 24)
     ]
@@ -141,24 +156,20 @@ def output_dir(tmp_path_factory):
 
 
 def read_rows(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.with_suffix(".jsonl").read_text("utf-8").splitlines()]
 
 
-def test_inputs_are_the_same_for_one_seed_and_share_no_turn(output_dir, tmp_path):
-    flags = ["--num_train_pairs", "60", "--num_eval_pairs", "20"]
-    build_inputs.write_inputs(build_inputs.parse_args([str(tmp_path), *flags]))
+def test_inputs_are_the_same_for_one_seed_and_share_no_turn(output_dir, tmp_path, write_inputs):
+    write_inputs(tmp_path)
     first = output_dir / "inputs"
     names = sorted(str(path.relative_to(first)) for path in first.rglob("*") if path.is_file())
-    assert {"base/model.safetensors", "prompts/eval.jsonl", "sft/train.jsonl"} <= set(names)
+    assert {"base/model.safetensors", "prompts/eval.jsonl"} <= set(names)
     for name in names:
         assert (first / name).read_bytes() == (tmp_path / name).read_bytes(), name
-    pairs = read_rows(first / "pairs" / "train.jsonl")
-    assert 40 <= len(pairs) <= 60 and set(pairs[0]) == {"prompt", "chosen", "rejected"}
-    train, held_out = (
-        {(row["prompt"], row["answer"]) for row in read_rows(first / "sft" / f"{part}.jsonl")}
-        for part in ("train", "eval")
-    )
-    assert len(train & held_out) / len(held_out) < 0.01  # but for what anybody says
+    pairs, train, held_out = (read_rows(first / name) for name in ("pairs/train", "sft/train", "sft/eval"))
+    assert 20 <= len(pairs) <= 60 and pairs[0].keys() == {"prompt", "chosen", "rejected"}
+    shared = {tuple(row.values()) for row in train} & {tuple(row.values()) for row in held_out}
+    assert len(shared) / len(held_out) < 0.01  # but for what anybody says
 
 
 def test_measure_gives_every_number_and_five_prompts(output_dir):

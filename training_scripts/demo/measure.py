@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -164,12 +165,6 @@ def sample_replies(
     return texts
 
 
-def mean_sentiment(texts: Sequence[str]) -> float:
-    """Mean VADER compound score, from -1 (negative) to 1 (positive)."""
-    analyzer = SentimentIntensityAnalyzer()
-    return sum(analyzer.polarity_scores(text)["compound"] for text in texts) / len(texts)
-
-
 def distinct_2(texts: Iterable[str]) -> float:
     """Share of different pairs of words among all pairs of all texts together; 0.0 where there is none.
 
@@ -180,11 +175,6 @@ def distinct_2(texts: Iterable[str]) -> float:
         words = text.lower().split()
         pairs.update(zip(words, words[1:], strict=False))
     return len(pairs) / pairs.total() if pairs else 0.0
-
-
-def mean_words(texts: Sequence[str]) -> float:
-    """Mean number of whitespace-separated words of a text; an empty text counts as none."""
-    return sum(len(text.split()) for text in texts) / len(texts)
 
 
 def read_evaluations(output_dir: Path) -> dict[str, float]:
@@ -242,10 +232,11 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
         "sft_perplexity": model_perplexity(sft, eval_rows, args.batch_size),
         **read_evaluations(args.output_dir),
     }
+    analyzer = SentimentIntensityAnalyzer()
     for name, texts in (("sft", sft_texts), ("ppo", ppo_texts)):
-        numbers[f"vader_{name}"] = mean_sentiment(texts)
+        numbers[f"vader_{name}"] = fmean(analyzer.polarity_scores(text)["compound"] for text in texts)
         numbers[f"distinct2_{name}"] = distinct_2(texts)
-        numbers[f"words_{name}"] = mean_words(texts)
+        numbers[f"words_{name}"] = fmean(len(text.split()) for text in texts)
     lines = [f"{len(prompts)} held-out prompts, one reply each of at most {MAX_RESPONSE_TOKENS} tokens"]
     for number, i in enumerate(shown):
         replies = {"base": base_texts[number], "SFT": sft_texts[i], "PPO": ppo_texts[i]}
