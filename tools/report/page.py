@@ -160,7 +160,7 @@ def differing_flags(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
 
 def data_facts(run: RunFiles) -> dict[str, str]:
     """Return rows, tokens, what was cut, passes over the rows, and each model's parameters, where known."""
-    start = run.starts()[-1] if run.starts() else {}
+    start = run.starts[-1] if run.starts else {}
     data, models = (start[n] if isinstance(start.get(n), dict) else {} for n in ("data", "parameters"))
     counts = {name: count for name, count in data.items() if is_number(count)}
     facts = {}
@@ -189,9 +189,9 @@ def build_provenance(runs: Sequence[RunFiles]) -> Table:
     """Return versions, device and data digest of each start; a change between them is marked."""
     columns = []
     for run in runs:
-        for number, start in enumerate(run.starts(), start=1):
+        for number, start in enumerate(run.starts, start=1):
             names = [run.name] if len(runs) > 1 else []
-            names += [f"start {number}"] if len(run.starts()) > 1 else []
+            names += [f"start {number}"] if len(run.starts) > 1 else []
             versions = start.get("versions")
             facts = {told: start.get(name) for name, told in LAYOUT["start_facts"].items()}
             facts |= versions if isinstance(versions, dict) else {}

@@ -40,7 +40,11 @@ class RunFiles:
     rows: list[Row] = field(default_factory=list)
     samples: list[Row] = field(default_factory=list)
     flags: dict[str, Any] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)  # of run.json
+    defaults: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the flags; {} where the run did not write them
+    starts: list[dict[str, Any]] = field(default_factory=list)  # what was noted at each, the first one first
+    num_steps: int = 0  # that it was to have; 0 where it does not say
     has_finished: bool = False
     notes: list[str] = field(default_factory=list)
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -49,12 +53,6 @@ class RunFiles:
     def last_step(self) -> int:
         """Return the newest step with metrics, 0 before the first."""
         return max((row["step"] for row in self.rows), default=0)
-
-    @property
-    def num_steps(self) -> int:
-        """Return how many steps the run was to have; 0 when it does not say."""
-        count = self.about.get("num_steps", 0)
-        return count if isinstance(count, int) else 0
 
     @property
     def seconds(self) -> float:
@@ -74,16 +72,6 @@ class RunFiles:
             return f"finished, {self.last_step} steps"
         return f"step {self.last_step} of {self.num_steps}" if self.num_steps else f"{self.last_step} steps"
 
-    def defaults(self) -> dict[str, Any]:
-        """Return the flags' defaults, {} for a run that did not write them."""
-        found = self.about.get("defaults")
-        return found if isinstance(found, dict) else {}
-
-    def starts(self) -> list[dict[str, Any]]:
-        """Return what was noted at each start, the first one first."""
-        found = self.about.get("starts")
-        return [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []
-
 
 def is_number(value: Any) -> bool:
     """Whether it is a number that a chart can hold: finite, and no monster; JSON's true is none."""
@@ -102,7 +90,13 @@ def read_run(folder: Path, name: str = "") -> RunFiles:
     run.rows = read_rows(folder / METRICS, run.notes, is_expected=True)
     run.samples = read_rows(folder / SAMPLES, run.notes)
     run.flags = _read_object(folder / ARGS_FILE, run.notes)
-    run.about = _read_object(folder / RUN_FILE, run.notes)
+    about = _read_object(folder / RUN_FILE, run.notes)
+    if isinstance(about.get("num_steps"), int):
+        run.num_steps = about["num_steps"]
+    if isinstance(about.get("defaults"), dict):
+        run.defaults = about["defaults"]
+    if isinstance(about.get("starts"), list):
+        run.starts = [start for start in about["starts"] if isinstance(start, dict)]
     run.has_finished = (folder / FINISHED_FILE).is_file()
     run.curves = build_curves(run.rows)
     if not run.rows:

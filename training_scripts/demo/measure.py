@@ -198,7 +198,7 @@ def peak_gib(output_dir: Path) -> float:
     peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20]  # Linux counts KiB
     for folder in output_dir.glob("step?"):
         run = read_run(folder)
-        peaks += [run.starts()[-1]["world_size"] * gib for gib in run.curves["perf/peak_memory_gib"].values]
+        peaks += [run.starts[-1]["world_size"] * gib for gib in run.curves["perf/peak_memory_gib"].values]
     return max(peaks)
 
 
