@@ -1,4 +1,7 @@
-"""The examples' functions, by numbers worked out by hand. tests/programs/test_examples.py runs them."""
+"""The functions of the examples and the example rewards, by numbers worked out by hand.
+
+tests/programs/test_examples.py runs the examples.
+"""
 
 import importlib
 import sys
@@ -11,6 +14,9 @@ from common.data.registry import load_source
 from examples.own_reward.keyword import says_keyword
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.rewards.examples.arithmetic import right_answer
+from step3_ppo.rewards.examples.length import brevity
+from step3_ppo.rewards.examples.vader import sentiment
 from step3_ppo.rollout_batch import tokens
 
 
@@ -51,3 +57,40 @@ def test_advantages_are_what_was_won_of_each_group(add_advantages):
     assert tokens(done, "rewards").sum(1).tolist() == [3.0, 1.0, 1.0, 5.0, 2.0]
     scaled = batch.with_numbers("scores", batch.numbers("scores") * 0.01)
     assert torch.equal(tokens(add_advantages(scaled, args, 0.1), "advantages"), advantages)
+
+
+# ---- step3_ppo/rewards/examples
+
+
+def test_brevity_is_free_up_to_a_number_of_words_and_falls_behind_it():
+    responses = ["", "a b", "a b c d", "a b c d e f g"]
+    assert brevity([""] * 4, responses, [{}] * 4, num_free_words=4) == [0.0, 0.0, 0.0, -0.75]
+    assert brevity([""], ["word " * 200], [{}]) == [-1.0]
+
+
+def test_sentiment_is_vaders_compound_score():
+    good, bad, nothing = sentiment(
+        [""] * 3, ["I love this, it is great!", "I hate this awful mess.", ""], [{}] * 3
+    )
+    assert good > 0.5 and bad < -0.5 and nothing == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "score"),
+    [
+        ("19", "It is 19, not 20.", 1.0),
+        (19, "19.5", 0.0),
+        ("-7", "-7", 1.0),
+        (1234, "1,234 apples", 1.0),
+        ("3 and 4 make 7.\n#### 7", "7", 1.0),
+        ("7", "none", 0.0),
+    ],
+)
+def test_the_first_number_is_compared_with_the_right_answer(answer, response, score):
+    assert right_answer([""], [response], [{"answer": answer}]) == [score]
+
+
+@pytest.mark.parametrize("row", [{}, {"answer": None}, {"answer": "none"}])
+def test_a_row_without_a_right_answer_is_an_error(row):
+    with pytest.raises(ValueError, match="holds no number"):
+        right_answer([""], ["7"], [row])
