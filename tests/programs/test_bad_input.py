@@ -154,7 +154,6 @@ DATA = [
     Row("other columns", 1, rows('{"question": "a", "reply": "b"}\n'),
         ["--data_path", "rows.jsonl", "'question', 'reply'", "prompt"]),
     Row("no pairs", 2, rows('{"prompt": "a", "answer": "b"}\n'), ["rows.jsonl:1", "chosen", "rejected"]),
-    Row("text for step 3", 3, rows('{"text": "a"}\n' * 9), ["rows.jsonl:1", "no prompt"]),
     Row("cache is a file", 1, lambda p: p.file("data_output_path", "mine"),
         ["--data_output_path", "cannot be written"]),
 ]  # fmt: skip
@@ -171,8 +170,6 @@ CHECKPOINTS = [
         ["--algorithm rloo differs from the ppo", "--num_samples_per_prompt 2 differs from the 1"], count=3),
     Row("other rows a step", 1, resume(1, gradient_accumulation_steps=2),
         ["--gradient_accumulation_steps x number of ranks was 2, now it is 4", "stays 2"]),
-    Row("other prompts a step", 3, resume(3, generation_batches=2),
-        ["--generation_batches x number of ranks was 2, now it is 4", "stays 2"]),
     Row("data changed", 1, lambda p: p.stopped(1, **p.file("data_path", good_rows(), "rows.jsonl"))
         and p.file("data_path", good_rows() + good_rows(9), "rows.jsonl"),
         ["the data have changed since it was saved"]),
