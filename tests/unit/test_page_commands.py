@@ -57,7 +57,8 @@ def program_problems(place: str, words: list[str]) -> list[str]:
         return [f"{place} does not exist"]
     text = (ROOT / place).read_text()
     flags = [word.split("=")[0] for word in words if word.startswith("--")]
-    return [f"{place} has no {flag}" for flag in flags if f'"{flag}"' not in text]
+    known = [flag for flag in flags if f'"{flag}"' in text or f"args.{flag[2:]}" in text]
+    return [f"{place} has no {flag}" for flag in flags if flag not in known]
 
 
 def flag_problems(program: str, words: list[str]) -> list[str]:
