@@ -33,7 +33,7 @@ from benchmarks.chat_rows import TINY, pair_rows, sft_rows, size_of, small_llama
 from benchmarks.measuring import Peer, best, print_rates, print_result, read_args, take_turns, timed
 from benchmarks.our_side import ROWS_PER_STEP, SilentLogger, policy_engine, value_engine
 from benchmarks.ppo_models import save_models
-from common.data.global_batches import GlobalBatches, TokenBudget
+from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_pairs, collate_sft
 from common.programs import startup
 from common.ranks import distributed
@@ -70,13 +70,13 @@ def our_pass(section: str, rows: list[dict[str, Any]], config: Any, *, is_packed
         engine, args, kind = value_engine(config), RewardArguments(), RewardTrainer
     trainer = kind(engine, args, is_packed=False, logger=SilentLogger())
     lengths = [tuple(len(row[key]) for key in columns_of(section)) for row in rows]
-    most = ROWS_PER_STEP * len(lengths[0]) * MAX_SEQ_LEN
     batches = GlobalBatches(
         rows,
         collate_sft if section == "sft" else collate_pairs,
         rows_per_micro_batch=ROWS_PER_STEP,
         seed=1,
-        budget=TokenBudget(lengths, most) if is_packed else None,
+        row_lengths=lengths,
+        max_tokens=ROWS_PER_STEP * len(lengths[0]) * MAX_SEQ_LEN if is_packed else 0,
     )
     epochs = iter(range(10**6))
 

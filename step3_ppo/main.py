@@ -17,7 +17,7 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from common.data.global_batches import BatchStream, GlobalBatches
+from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_prompts, collate_texts
 from common.data.stage_datasets import StageData, build_data, build_pretraining
 from common.models.policy_model import language_model
@@ -68,7 +68,7 @@ def build_prompt_batches(args: PPOArguments, dataset: Any) -> GlobalBatches:
     )
 
 
-def build_pretraining_batches(args: PPOArguments, tokenizer: Any) -> BatchStream | None:
+def build_pretraining_batches(args: PPOArguments, tokenizer: Any) -> GlobalBatches | None:
     """Return endless micro-batches of text blocks for the actor's second loss, None without the flag."""
     if not args.unsupervised_dataset_name:
         return None
@@ -80,7 +80,7 @@ def build_pretraining_batches(args: PPOArguments, tokenizer: Any) -> BatchStream
         cache_dir=args.data_output_path,
         max_bad_rows=args.max_bad_rows,
     )
-    batches = GlobalBatches(
+    return GlobalBatches(
         blocks,
         collate_texts,
         rows_per_micro_batch=args.per_device_training_batch_size,
@@ -91,7 +91,6 @@ def build_pretraining_batches(args: PPOArguments, tokenizer: Any) -> BatchStream
         what="--unsupervised_dataset_name data",
         rows_flag="--per_device_training_batch_size",
     )
-    return BatchStream(batches)
 
 
 def build_trainer(
@@ -99,7 +98,7 @@ def build_trainer(
     num_steps: int,
     prompts: GlobalBatches,
     held_out: Sequence[dict[str, Any]] = (),
-    pretraining: BatchStream | None = None,
+    pretraining: GlobalBatches | None = None,
 ) -> PPOTrainer:
     """Load the models and return what does the PPO steps. Every rank must call this."""
     args, algorithm, specs = start.args, start.algorithm, start.rewards
@@ -109,9 +108,7 @@ def build_trainer(
     texts = {spec.name: build_text_reward(spec, args, failures) for spec in specs if spec.kind != "model"}
     rollout = Rollout(args, roles, ScoreSum(specs, texts, start.decode, failures))
     logger = build_logger(args, COLUMNS, num_steps)
-    return PPOTrainer(
-        args, algorithm, roles, rollout, BatchStream(prompts), pretraining, logger, start.decode, held_out
-    )
+    return PPOTrainer(args, algorithm, roles, rollout, prompts, pretraining, logger, start.decode, held_out)
 
 
 def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data: StageData) -> Run:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from common.data.global_batches import BatchStream
+from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import PackedBatch
 from common.engine.engine_step import Gradients, LossTerm, Stat, compute_gradients, take_steps
 from common.models.policy_model import compute_nll_sum, count_targets
@@ -32,7 +32,7 @@ class PPOLosses:
     """The losses of rollout batches that have advantages, returns and loss_weights."""
 
     def __init__(
-        self, args: PPOArguments, roles: Roles, kl: KLController, pretraining: BatchStream | None = None
+        self, args: PPOArguments, roles: Roles, kl: KLController, pretraining: GlobalBatches | None = None
     ) -> None:
         """`pretraining` is the text of the actor's second loss."""
         self.args, self.roles, self.kl, self.pretraining = args, roles, kl, pretraining

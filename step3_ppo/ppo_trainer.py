@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from common.data.global_batches import BatchStream
+from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import PackedBatch
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused
@@ -45,8 +45,8 @@ class PPOTrainer:
         algorithm: Algorithm,
         roles: Roles,
         rollout: Rollout,
-        prompts: BatchStream,
-        pretraining: BatchStream | None,
+        prompts: GlobalBatches,
+        pretraining: GlobalBatches | None,
         logger: RunLogger,
         decode: Callable[[torch.Tensor], str],
         held_out: Sequence[dict[str, Any]] = (),

@@ -10,7 +10,7 @@ from the same lengths: nothing is drawn, ties go by index, and so all ranks make
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -21,29 +21,16 @@ OVERHEAD_TOKENS = 64
 WINDOW_BATCHES = 32  # global batches that are sorted by length together: enough for next to no padding
 
 
-class TokenBudget(NamedTuple):
-    """Micro-batches are cut by tokens: `row_lengths` has the lengths of each row's sequences."""
-
-    row_lengths: Sequence[Sequence[int]]
-    max_tokens: int
-    is_packed: bool = False  # sequences end to end: padding costs nothing
-
-    def plan(self, rows: Sequence[int], num_ranks: int = 1) -> list[list[list[int]]]:
-        """See `plan_micro_batches`. Raises ValueError when a row alone is above the budget."""
-        lengths = [self.row_lengths[row] for row in rows]
-        return plan_micro_batches(
-            lengths, num_ranks=num_ranks, max_tokens=self.max_tokens, is_packed=self.is_packed
-        )
-
-
 class GlobalBatches:
-    """Micro-batches of one rank, optimizer step by optimizer step.
+    """Micro-batches of one rank, optimizer step by optimizer step: `next` gives a step's, without end.
 
-    With `group_lengths` (a length per row) rows of like length meet in a batch, so there is less padding to
-    compute; which rows meet still depends on the seed alone. With a `budget` the rows of a step are cut into
-    micro-batches by tokens; `rows_per_micro_batch` and `accumulation` then only say how many there are.
+    `row_lengths` has the lengths of each row's sequences, for the two ways that depend on them. With
+    `group_by_length` rows of like length meet in a batch, so there is less padding to compute; which rows
+    meet still depends on the seed alone. With `max_tokens` the rows of a step are cut into micro-batches by
+    tokens, see `plan_micro_batches`; `rows_per_micro_batch` and `accumulation` then only say how many rows
+    there are.
 
-    Raises ValueError when the data do not fill one global batch, or a row is above the budget.
+    Raises ValueError when the data do not fill one global batch, or a row alone is above `max_tokens`.
     """
 
     def __init__(
@@ -58,16 +45,21 @@ class GlobalBatches:
         seed: int = 0,
         what: str = "training data",
         rows_flag: str = "--per_device_train_batch_size",
-        group_lengths: Sequence[int] | None = None,
-        budget: TokenBudget | None = None,
+        row_lengths: Sequence[Sequence[int]] = (),
+        group_by_length: bool = False,
+        max_tokens: int = 0,
     ) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
         self.rows, self.accumulation = rows_per_micro_batch, accumulation
-        self.rank, self.world_size, self.group_lengths = rank, world_size, group_lengths
-        self.budget = budget
-        if budget and len(budget.row_lengths):
-            longest = max(range(len(budget.row_lengths)), key=lambda row: max(budget.row_lengths[row]))
-            budget.plan([longest])
+        self.rank, self.world_size = rank, world_size
+        self.row_lengths, self.group_by_length, self.max_tokens = row_lengths, group_by_length, max_tokens
+        self.is_packed = (
+            False  # sequences end to end, known once there is a model: padding costs nothing then
+        )
+        self.num_drawn = 0  # steps
+        self._steps: Iterator[list[Any]] = iter(())
+        if max_tokens and row_lengths:
+            plan_micro_batches([max(row_lengths, key=max)], max_tokens=max_tokens)
         self.global_rows = rows_per_micro_batch * accumulation * world_size
         if len(dataset) < self.global_rows:
             raise ValueError(
@@ -79,6 +71,20 @@ class GlobalBatches:
     def __len__(self) -> int:
         """Return the optimizer steps of one epoch; a last incomplete global batch is left out."""
         return len(self.dataset) // self.global_rows
+
+    def __next__(self) -> list[Any]:
+        """Return this rank's collated micro-batches of the next step, epoch after epoch."""
+        epoch, step = divmod(self.num_drawn, len(self))
+        if step == 0:
+            self._steps = self.epoch(epoch)
+        found = next(self._steps)
+        self.num_drawn += 1
+        return found
+
+    def skip_to(self, num_drawn: int) -> None:
+        """Resume as if so many steps had been drawn; nothing of them is read."""
+        self.num_drawn = num_drawn
+        self._steps = self.epoch(*divmod(num_drawn, len(self)))
 
     def rows_until(self, num_steps: int) -> list[int]:
         """Return the rows that the first steps read, in rising order; all of them from one epoch on."""
@@ -94,50 +100,28 @@ class GlobalBatches:
             yield [self.collate([self.dataset[i] for i in chosen]) for chosen in self._cut(rows)]
 
     def _cut(self, rows: list[int]) -> list[list[int]]:
-        if self.budget:
-            plan = self.budget.plan(rows, self.world_size)[self.rank]
-            return [[rows[i] for i in items] for items in plan]
-        starts = [(a * self.world_size + self.rank) * self.rows for a in range(self.accumulation)]
-        return [rows[s : s + self.rows] for s in starts]
+        if not self.max_tokens:
+            starts = [(a * self.world_size + self.rank) * self.rows for a in range(self.accumulation)]
+            return [rows[s : s + self.rows] for s in starts]
+        lengths = [self.row_lengths[row] for row in rows]
+        plan = plan_micro_batches(
+            lengths, num_ranks=self.world_size, max_tokens=self.max_tokens, is_packed=self.is_packed
+        )
+        return [[rows[i] for i in items] for items in plan[self.rank]]
 
     def _order(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.dataset), generator=generator).tolist()
-        if self.group_lengths is None:
+        if not self.group_by_length:
             return order
         window = WINDOW_BATCHES * self.global_rows
         batches: list[list[int]] = []
         for first in range(0, len(self) * self.global_rows, window):
             rows = order[first : min(first + window, len(self) * self.global_rows)]
-            rows.sort(key=self.group_lengths.__getitem__)
+            rows.sort(key=lambda row: max(self.row_lengths[row]))
             batches += [rows[i : i + self.global_rows] for i in range(0, len(rows), self.global_rows)]
         mixed = torch.randperm(len(batches), generator=generator).tolist()
         return [row for index in mixed for row in batches[index]]
-
-    def forever(self, num_done: int = 0) -> Iterator[list[Any]]:
-        """Yield steps, epoch after epoch; the first `num_done` are left out, and nothing of them is read."""
-        epoch, first_step = divmod(num_done, len(self))
-        while True:
-            yield from self.epoch(epoch, first_step)
-            epoch, first_step = epoch + 1, 0
-
-
-class BatchStream:
-    """The steps of `GlobalBatches` one after the other, without end; `num_drawn` says how many were drawn."""
-
-    def __init__(self, batches: GlobalBatches) -> None:
-        self.batches, self.num_drawn = batches, 0
-        self._steps = batches.forever()
-
-    def __next__(self) -> list[Any]:
-        """Return this rank's micro-batches of the next step."""
-        found = next(self._steps)
-        self.num_drawn += 1
-        return found
-
-    def skip_to(self, num_drawn: int) -> None:
-        """Go on as if so many had been drawn; nothing of them is read."""
-        self.num_drawn, self._steps = num_drawn, self.batches.forever(num_drawn)
 
 
 def evaluation_batches(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
+from common.data.global_batches import GlobalBatches, evaluation_batches
 from common.data.packed_batch import PackedBatch
 from common.data.stage_datasets import StageData
 from common.engine.ds_config import EngineOptions, build_config, build_engine
@@ -54,15 +54,12 @@ def build_global_batches(args: Any, dataset: Any, collate: Callable, columns: Se
 
     `columns` are the sequences of a row, whose lengths are read where something depends on them.
     """
-    is_cut_by_tokens = args.packed or args.max_tokens_per_micro_batch
+    max_tokens = args.max_tokens_per_micro_batch
+    if args.packed and not max_tokens:
+        max_tokens = args.per_device_train_batch_size * len(columns) * args.max_seq_len
     row_lengths: list[tuple[int, ...]] = []
-    if is_cut_by_tokens or args.group_by_length:
+    if max_tokens or args.group_by_length:
         row_lengths = list(zip(*(dataset.lengths(column).tolist() for column in columns), strict=True))
-    budget = None
-    if is_cut_by_tokens:
-        num_sequences = max((len(lengths) for lengths in row_lengths), default=1)
-        most = args.per_device_train_batch_size * num_sequences * args.max_seq_len
-        budget = TokenBudget(row_lengths, args.max_tokens_per_micro_batch or most)
     return GlobalBatches(
         dataset,
         collate,
@@ -71,8 +68,9 @@ def build_global_batches(args: Any, dataset: Any, collate: Callable, columns: Se
         rank=distributed.rank(),
         world_size=distributed.world_size(),
         seed=args.seed,
-        group_lengths=[max(lengths) for lengths in row_lengths] if args.group_by_length else None,
-        budget=budget,
+        row_lengths=row_lengths,
+        group_by_length=args.group_by_length,
+        max_tokens=max_tokens,
     )
 
 
@@ -162,8 +160,7 @@ def build_trainer(
     args = start.args
     engine = build_engine(model, start.ds_config, args, num_steps)
     is_packed = runs_packed(args, model)
-    if batches.budget:
-        batches.budget.is_packed = is_packed
+    batches.is_packed = is_packed
     columns = (*(f"{kind.kind}/{name}" for name in kind.columns), "perf/tokens_per_second")
     return kind(engine, args, is_packed=is_packed, logger=build_logger(args, columns, num_steps))
 
@@ -222,11 +219,11 @@ def train(
             logger.note(line)
         evaluate(0)
         run.point(0)
-    steps = batches.forever(progress.step)
+    batches.skip_to(progress.step)
 
     def train_step(step: int) -> None:
         with watchdog.phase("the training step", step):
-            trainer.train_step(step, next(steps))
+            trainer.train_step(step, next(batches))
 
     take_steps(run, train_step, evaluate)
     return run

@@ -142,7 +142,8 @@ def test_rows_of_the_first_steps():
         "rows_per_micro_batch": 1,
         "accumulation": 3,
         "seed": 5,
-        "group_lengths": [5, 1, 4, 2, 3, 6, 9],
+        "row_lengths": [(5,), (1,), (4,), (2,), (3,), (6,), (9,)],
+        "group_by_length": True,
     }
     batches = GlobalBatches(list(range(7)), list, **options)
     first = [row for micro_batch in next(batches.epoch(0)) for row in micro_batch]

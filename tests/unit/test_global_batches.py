@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from common.data.global_batches import (
     OVERHEAD_TOKENS,
-    BatchStream,
     GlobalBatches,
     evaluation_batches,
     plan_micro_batches,
@@ -35,10 +34,11 @@ def global_rows(rows: int, accumulation: int, world_size: int, **more) -> list[l
 
 
 @pytest.mark.parametrize(("rows", "accumulation", "world_size"), [(4, 2, 1), (4, 1, 2), (2, 2, 2), (1, 2, 4)])
-@pytest.mark.parametrize("lengths", [None, [(7 * i) % 23 for i in ROWS]])
+@pytest.mark.parametrize("lengths", [(), [((7 * i) % 23,) for i in ROWS]])
 def test_a_step_has_the_same_rows_however_they_are_dealt(rows, accumulation, world_size, lengths):
-    expected = global_rows(8, 1, 1, group_lengths=lengths)
-    assert global_rows(rows, accumulation, world_size, group_lengths=lengths) == expected
+    grouped = {"row_lengths": lengths, "group_by_length": bool(lengths)}
+    expected = global_rows(8, 1, 1, **grouped)
+    assert global_rows(rows, accumulation, world_size, **grouped) == expected
     assert len(expected) == 6 and len({row for step in expected for row in step}) == 48
 
 
@@ -47,24 +47,18 @@ def test_epochs_differ_and_an_epoch_can_begin_in_its_middle():
     first, second = list(batches.epoch(0)), list(batches.epoch(1))
     assert first != second
     assert list(batches.epoch(0, first_step=4)) == first[4:]
-    endless = batches.forever()
-    assert [next(endless) for _ in range(12)] == first + second
-
-
-@pytest.mark.parametrize("num_drawn", [0, 1, 5, 6, 11])
-def test_a_stream_goes_on_behind_what_was_drawn(num_drawn):
-    batches = GlobalBatches(ROWS, list, rows_per_micro_batch=8, seed=3)
-    drawn = list(batches.epoch(0)) + list(batches.epoch(1))
-    stream = BatchStream(batches)
-    stream.skip_to(num_drawn)
-    assert next(stream) == next(batches.forever(num_drawn)) == drawn[num_drawn]
-    assert stream.num_drawn == num_drawn + 1
+    assert [next(batches) for _ in range(12)] == first + second
+    for num_drawn in (0, 1, 5, 6, 11):
+        batches.skip_to(num_drawn)
+        assert batches.num_drawn == num_drawn
+        assert [next(batches) for _ in range(num_drawn, 12)] == (first + second)[num_drawn:]
+        assert batches.num_drawn == 12
 
 
 def test_grouping_by_length_brings_like_rows_together_in_mixed_order():
     lengths = [(7 * i) % 23 for i in ROWS]
     plain = global_rows(8, 1, 1)
-    grouped = global_rows(8, 1, 1, group_lengths=lengths)
+    grouped = global_rows(8, 1, 1, row_lengths=[(n,) for n in lengths], group_by_length=True)
 
     def padding(steps):
         return sum(max(lengths[r] for r in step) - lengths[r] for step in steps for r in step)

@@ -9,7 +9,7 @@ import torch
 from rollout_batches import make_rollout_batch
 
 from common.data import packed_batch
-from common.data.global_batches import GlobalBatches, TokenBudget, evaluation_batches
+from common.data.global_batches import GlobalBatches, evaluation_batches
 from common.data.packed_batch import collate_pairs, collate_sft
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel, compute_nll_sum, count_targets
@@ -174,19 +174,19 @@ def test_a_budget_cuts_the_same_global_batches(world_size):
     for number, row in enumerate(rows):
         rows[number] = row | {"row_id": str(number)}
 
-    def steps(budget, rows_per_micro_batch, world_size):
+    def steps(max_tokens, rows_per_micro_batch, world_size):
         of_ranks = []
         for rank in range(world_size):
             batches = GlobalBatches(
                 rows, lambda part: [row["row_id"] for row in part], rank=rank, world_size=world_size, seed=3,
-                rows_per_micro_batch=rows_per_micro_batch, budget=budget,
+                rows_per_micro_batch=rows_per_micro_batch, row_lengths=lengths, max_tokens=max_tokens,
             )  # fmt: skip
             of_ranks.append(list(batches.epoch(0)))
         assert len({tuple(map(len, steps)) for steps in of_ranks}) == 1, "as many on each rank"
         return [[m for part in step for m in part] for step in zip(*of_ranks, strict=True)]
 
-    plain = [sorted(sum(step, [])) for step in steps(None, 10, 1)]
-    found = steps(TokenBudget(lengths, 30), 10 // world_size, world_size)
+    plain = [sorted(sum(step, [])) for step in steps(0, 10, 1)]
+    found = steps(30, 10 // world_size, world_size)
     assert [sorted(sum(step, [])) for step in found] == plain
     for micro_batch in (m for step in found for m in step):
         of_rows = [lengths[int(row)][0] for row in micro_batch]
@@ -195,4 +195,4 @@ def test_a_budget_cuts_the_same_global_batches(world_size):
 
 def test_a_row_above_the_budget_is_named_at_the_start():
     with pytest.raises(ValueError, match="15 tokens is longer than --max_tokens_per_micro_batch 14"):
-        GlobalBatches(sft_rows(), list, rows_per_micro_batch=2, budget=TokenBudget([(13,), (15,)], 14))
+        GlobalBatches(sft_rows(), list, rows_per_micro_batch=2, row_lengths=[(13,), (15,)], max_tokens=14)

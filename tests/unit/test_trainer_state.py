@@ -11,7 +11,7 @@ from plain_logits import compute_logits
 from right_or_wrong import close, forms, judge
 from rollout_batches import PADDING, fill, random_batch
 
-from common.data.global_batches import BatchStream
+from common.data.global_batches import GlobalBatches
 from common.engine.ds_config import EngineOptions, build_config, build_engine
 from common.generation.resharder import SwitchCosts
 from common.models.loading import ModelOptions, load_causal_lm
@@ -184,7 +184,7 @@ def make_trainer(rows=5):
     return SimpleNamespace(
         rollout=SimpleNamespace(num_draws=0, refilled_fraction=0.0, recomputes=True),
         roles=SimpleNamespace(actor=SimpleNamespace(hybrid_engine=SimpleNamespace(costs=SwitchCosts()))),
-        prompts=BatchStream(SimpleNamespace(forever=lambda first=0: iter(range(first, 99)))),
+        prompts=GlobalBatches(range(99), list, rows_per_micro_batch=1),
         losses=SimpleNamespace(pretraining=None),
         kl_controller=KLController(0.1, 6.0),
         value_normaliser=ValueNormaliser("ma"),
@@ -204,7 +204,7 @@ def test_a_resumed_run_has_everything_that_moves():
     next(first.prompts)
     state = json.loads(json.dumps(TrainerState(first).json_state()))
     TrainerState(second).load(None, state)
-    assert TrainerState(second).json_state() == state and next(second.prompts) == 1
+    assert TrainerState(second).json_state() == state and next(second.prompts) == next(first.prompts)
     assert second.kl_controller.coef == 0.3 and not second.rollout.recomputes
     assert second.value_normaliser.denormalise(torch.zeros(1)).tolist() == [2.0]
     assert second.evaluation.before == first.evaluation.before and not second.evaluation.is_due(20, 20)
