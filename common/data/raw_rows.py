@@ -12,16 +12,17 @@ import re
 import shutil
 import tempfile
 import zlib
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, islice
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from torch.utils.data import ConcatDataset
 
 from common.data.example import BadRow
 
@@ -91,14 +92,6 @@ def canonical(row: Any) -> bytes:
     return json.dumps(row, sort_keys=True, default=repr).encode()
 
 
-class Span(NamedTuple):
-    """Where a row's bytes are in a file, and its line, or its number from 1."""
-
-    start: int
-    num_bytes: int
-    line: int
-
-
 class LazyRows(Sequence):
     """Rows that are made when they are asked for."""
 
@@ -110,23 +103,6 @@ class LazyRows(Sequence):
 
     def __getitem__(self, index: int) -> Any:
         return self._get(index)
-
-
-def rows_of_spans(
-    file: BinaryIO, spans: Iterable[Span], parse: Callable[[bytes], Any], origin: str
-) -> RawRows:
-    """Rows that stay in their file and are read one at a time; `parse` makes a row of its bytes."""
-    starts, sizes, lines = (array("q") for _ in Span._fields)
-    for start, num_bytes, line in spans:
-        starts.append(start)
-        sizes.append(num_bytes)
-        lines.append(line)
-
-    def get(index: int) -> Any:
-        file.seek(starts[index])
-        return parse(file.read(sizes[index]))
-
-    return RawRows(LazyRows(len(starts), get), origin, locate=lambda index: (origin, lines[index]))
 
 
 def parse_json_row(data: bytes) -> dict[str, Any]:
@@ -179,21 +155,13 @@ def rows_of_parquet(path: Path, max_rows: int | None = None) -> RawRows:
 
 def join_rows(parts: Sequence[RawRows]) -> RawRows:
     """The rows of several files, one file after the other."""
-    ends = list(accumulate(map(len, parts)))
-
-    def find(index: int) -> tuple[RawRows, int]:
-        part = parts[bisect_right(ends, index)]
-        return part, index - ends[bisect_right(ends, index)] + len(part)
-
-    def get(index: int) -> dict[str, Any]:
-        part, inner = find(index)
-        return part[inner]
+    joined = ConcatDataset(parts)
 
     def locate(index: int) -> tuple[str, int]:
-        part, inner = find(index)
-        return part.origin_and_line(inner)
+        part = bisect_right(joined.cumulative_sizes, index)
+        return parts[part].origin_and_line(index - joined.cumulative_sizes[part] + len(parts[part]))
 
-    return RawRows(LazyRows(ends[-1], get), ", ".join(part.origin for part in parts), locate=locate)
+    return RawRows(joined, ", ".join(part.origin for part in parts), locate=locate)
 
 
 def group_rows(
@@ -275,25 +243,44 @@ def digest_files(paths: Sequence[Path], root: Path) -> str:
 def _read_file(path: Path, max_rows: int | None) -> RawRows:
     extension = extension_of(path)
     try:
-        if extension == ".parquet":
-            rows = rows_of_parquet(path, max_rows)
-        else:
-            file = _open(path)
-            is_csv = extension == ".csv"
-            spans, parse = _csv_records(file, path) if is_csv else (_lines(file), parse_json_row)
-            rows = rows_of_spans(file, islice(spans, max_rows), parse, str(path))
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowInvalid) as error:
+        rows = (rows_of_parquet if extension == ".parquet" else rows_of_text)(path, max_rows)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, RecursionError, pa.ArrowInvalid) as error:
         raise ValueError(f"--data_path {path}: the file cannot be read as {extension}: {error}") from error
     if len(rows) == 0:
         raise ValueError(f"--data_path {path}: the file is empty; it must hold at least one row")
     return rows
 
 
-def _open(path: Path) -> BinaryIO:
-    """The file behind its byte order mark, to be read at any place; gzipped: unpacked to a temporary file.
-
-    A JSON list is written to a temporary file too, an item a line.
+def rows_of_text(path: Path, max_rows: int | None = None) -> RawRows:
+    """The first `max_rows` of JSON lines, a JSON list or CSV, which stay on the disk: in the file itself, or
+    in a temporary one with a line for each row of a list or of CSV.
     """
+    file, parse = _open(path), parse_json_row
+    values: Iterator[tuple[int, Any]] | None
+    if extension_of(path) == ".csv":
+        values = _csv_records(file, path)
+        parse = partial(_parse_csv_row, next(values, (1, []))[1])
+    else:
+        values = _json_list(file, path)
+    spans = _lines(file)
+    if values is not None:
+        file = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as its rows)
+        spans = _write_lines(values, file)
+    # (rows, 3): where a row begins in the file, its bytes, its line in the user's file
+    table = np.fromiter(islice(spans, max_rows), np.dtype((np.int64, 3)))
+
+    def get(index: int) -> Any:
+        start, num_bytes, _ = table[index].tolist()
+        file.seek(start)
+        return parse(file.read(num_bytes))
+
+    return RawRows(
+        LazyRows(len(table), get), str(path), locate=lambda index: (str(path), int(table[index, 2]))
+    )
+
+
+def _open(path: Path) -> BinaryIO:
+    """The file behind its byte order mark, to be read at any place; gzipped: unpacked to a temporary file."""
     file: BinaryIO = path.open("rb")
     if path.name.lower().endswith(".gz"):
         with gzip.open(file) as packed:
@@ -302,73 +289,60 @@ def _open(path: Path) -> BinaryIO:
             file.seek(0)
     if file.read(len(BOM)) != BOM:
         file.seek(0)
-    if ".json" not in extension_of(path):
-        return file
+    return file
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+    """Start, bytes and number of each line that is not blank."""
+    start = file.tell()
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield start, len(line), number
+        start += len(line)
+
+
+def _write_lines(values: Iterable[tuple[int, Any]], file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+    """Write numbered values to a file as JSON lines; start, bytes and number of each."""
+    start = 0
+    for number, value in values:
+        num_bytes = file.write(json.dumps(value).encode() + b"\n")
+        yield start, num_bytes, number
+        start += num_bytes
+
+
+def _json_list(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]] | None:
+    """The numbered items of a JSON list, which is read whole; None where the file has lines."""
     start = file.tell()
     while (character := file.read(1)).isspace():
         pass
     file.seek(start)
-    return _list_as_lines(file, path) if character == b"[" else file
-
-
-def _list_as_lines(file: BinaryIO, path: Path) -> BinaryIO:
-    """What begins as a JSON list, which is read whole; the file itself where it is JSON lines after all."""
-    start = file.tell()
+    if character != b"[":
+        return None
     try:
-        items = json.loads(file.read().decode())
-        lines = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as its rows)
-        lines.writelines(json.dumps(item).encode() + b"\n" for item in items)
-        lines.seek(0)
-        return lines
+        return enumerate(json.loads(file.read().decode()), 1)
     except (ValueError, RecursionError) as error:
         if extension_of(path).startswith(".jsonl"):  # lines, the first of which holds a list
             file.seek(start)
-            return file
+            return None
         reason = error if isinstance(error, ValueError) else "it is nested too deeply"
         raise ValueError(f"--data_path {path}: the file is not a JSON list ({reason})") from error
 
 
-def _lines(file: BinaryIO) -> Iterator[Span]:
-    start = file.tell()
-    for number, line in enumerate(file, 1):
-        if line.strip():
-            yield Span(start, len(line), number)
-        start += len(line)
-
-
-def _csv_records(file: BinaryIO, path: Path) -> tuple[Iterator[Span], Callable[[bytes], Any]]:
-    """Where the rows of CSV are, each of a line or of several, and what reads one."""
-    passed = file.tell()
-
-    def lines() -> Iterator[str]:
-        nonlocal passed
-        for line in file:
-            passed += len(line)
-            yield line.decode()
-
-    reader = csv.reader(lines(), strict=True)
-
-    def next_fields() -> list[str] | None:
-        try:
-            return next(reader, None)
-        except csv.Error as error:
-            raise ValueError(f"--data_path {path}:{reader.line_num}: the file is not CSV: {error}") from error
-
-    header = next_fields() or []
-
-    def records() -> Iterator[Span]:
-        while True:
-            start, line = passed, reader.line_num + 1
-            fields = next_fields()
-            if fields is None:
-                return
+def _csv_records(file: BinaryIO, path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The fields of each record, which may be of several lines, with the number of its first line."""
+    reader = csv.reader(io.TextIOWrapper(file, "utf-8", newline=""), strict=True)
+    line = 1
+    try:
+        for fields in reader:
             if fields:
-                yield Span(start, passed - start, line)
+                yield line, fields
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"--data_path {path}:{reader.line_num}: the file is not CSV: {error}") from error
 
-    def parse(data: bytes) -> dict[str, str]:
-        fields = next(csv.reader(io.StringIO(data.decode(), newline=""), strict=True))
-        if len(fields) != len(header):
-            raise BadRow(f"the line has {len(fields)} fields, the header {len(header)}")
-        return dict(zip(header, fields, strict=True))
 
-    return records(), parse
+def _parse_csv_row(header: list[str], data: bytes) -> dict[str, str]:
+    fields = json.loads(data)
+    if len(fields) != len(header):
+        raise BadRow(f"the line has {len(fields)} fields, the header {len(header)}")
+    return dict(zip(header, fields, strict=True))
