@@ -211,7 +211,7 @@ HACKS = {
     "The score falls while KL rises (over-optimisation)": (
         {SCORE: lambda s: min(s, 60 - s), KL: lambda s: s / 5}, {KL: lambda s: 6.0}),
     "The score stands still while KL rises": (
-        {SCORE: lambda s: min(s, 20), KL: lambda s: s / 5}, {KL: lambda s: min(s, 20) / 5}),
+        {SCORE: lambda s: min(s, 20), KL: lambda s: s / 5}, {KL: lambda s: min(s, 20) / 5 + s / 100}),
     "The score is paid for length": (
         {CORRELATION: lambda s: s / 130, TOKENS: lambda s: 20 + s}, {TOKENS: lambda s: 20.0}),
     "Responses do not end": (
