@@ -192,13 +192,13 @@ def test_the_summary_by_hand():
     batch = make_batch(
         [1, 2],
         old_logprobs=torch.tensor([[-1.0, 9.0], [-1.0, -2.0]]),
-        ref_logprobs=torch.tensor([[-2.0, 0.0], [-1.0, -1.0]]),
+        ref_logprobs=torch.tensor([[-2.0, 0.0], [-1.0, -2.5]]),
         rollout_logprobs=torch.tensor([[-1.5, 0.0], [-1.0, -2.0]]),
         rewards=torch.tensor([[1.0, 0.0], [1.0, 2.0]]),
         scores=torch.tensor([1.0, 3.0]),
     )
     found = metrics.summarise(batch) | metrics.summarise_gap(batch)
-    assert found["objective/kl"] == pytest.approx((1.0 + (0.0 - 1.0)) / 2)
+    assert found["objective/kl"] == pytest.approx((1.0 + (0.0 + 0.5)) / 2)
     assert found["objective/score"] == 2.0 and found["objective/score_std"] == 1.0
     assert found["objective/reward"] == 2.0 and found["rollout/response_tokens"] == 1.5
     assert found["policy/logprob_gap"] == pytest.approx(0.5 / 3) and found["policy/logprob_gap_max"] == 0.5
