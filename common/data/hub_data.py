@@ -1,4 +1,4 @@
-"""Rows through the `datasets` library: hub names, and folders saved by it."""
+"""Rows of a data set by its place: a file, a folder, a folder saved by `datasets`, or a name of the hub."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from common.data.raw_rows import RawRows
+from common.data.raw_rows import RawRows, digest_files, find_parts, read_files
 from common.ranks.failures import first_line
 
 # A set that has both keeps its test part for other ends.
@@ -74,16 +74,27 @@ def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | N
     return _parts(splits, name)
 
 
-def load_saved(path: Path) -> tuple[RawRows, RawRows | None]:
-    """Training and evaluation rows of a folder that `datasets.save_to_disk` wrote.
+def load_local(path: Path, max_rows: int | None = None) -> tuple[RawRows, RawRows | None]:
+    """Training and evaluation rows of a file, a folder of such files, or one that `datasets` saved.
 
-    Raises ValueError: the folder is damaged.
+    `max_rows`: of each file the first ones. Raises ValueError: nothing usable there; says what was found and
+    what would do.
     """
+    if not is_saved_folder(path):
+        train, held_out = find_parts(path)
+        return read_files(train, max_rows), read_files(held_out, max_rows) if held_out else None
     try:
         loaded = _quiet_datasets().load_from_disk(str(path))
     except Exception as error:  # pyarrow's, json's and the library's own
         raise ValueError(f"--data_path {path}: the saved data set cannot be read: {error}") from error
     return _parts(dict(loaded) if hasattr(loaded, "keys") else {"train": loaded}, str(path))
+
+
+def digest_local(path: Path) -> str:
+    """Digest of the files that `load_local` reads. Raises ValueError as it does."""
+    if is_saved_folder(path):
+        return digest_files(sorted(file for file in path.rglob("*") if file.is_file()), path)
+    return digest_files([file for part in find_parts(path) for file in part], path)
 
 
 def _quiet_datasets() -> ModuleType:

@@ -18,16 +18,15 @@ from common.data.adapters.base import (
     DEFAULT_SCORE_COLUMN,
     Adapter,
     AnyForm,
-    LocalFiles,
-    Parts,
     register_dataset,
 )
 from common.data.adapters.ported_class import PortedClass
+from common.data.hub_data import digest_local, load_local
 from common.data.raw_rows import RawRows, extension_of
 from common.flags.problems import Problems, has_hub_form
 from common.ranks.failures import kind_and_line
 
-__all__ = ["ADAPTERS", "Adapter", "Parts", "RawSource", "load_source", "register_dataset"]
+__all__ = ["ADAPTERS", "Adapter", "RawSource", "load_source", "register_dataset"]
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _CLASS_PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.+))?")
@@ -36,16 +35,16 @@ _CLASS_PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.+))?")
 class RawSource:
     """One entry of `--data_path`: its rows are read when they are first asked for."""
 
-    def __init__(self, name: str, adapter: Adapter, reader: Adapter | None = None) -> None:
-        """`reader` reads the rows where that is not the adapter itself: a local copy of a known data set."""
-        self.name, self.adapter, self.reader = name, adapter, reader or adapter
+    def __init__(self, name: str, adapter: Adapter) -> None:
+        self.name, self.adapter = name, adapter
         self.is_cut = False  # there may be more rows than were read
 
     @cached_property
-    def _parts(self) -> Parts:
-        train, held_out = self.reader.load()
-        self.is_cut = self.reader.max_rows is not None and len(train) >= self.reader.max_rows
-        return Parts(self._arrange(train), None if held_out is None else self._arrange(held_out))
+    def _parts(self) -> tuple[RawRows, RawRows | None]:
+        local, max_rows = self.adapter.local, self.adapter.max_rows
+        train, held_out = self.adapter.load() if local is None else load_local(local, max_rows)
+        self.is_cut = max_rows is not None and len(train) >= max_rows
+        return self._arrange(train), None if held_out is None else self._arrange(held_out)
 
     def _arrange(self, rows: RawRows | Sequence[dict]) -> RawRows:
         return self.adapter.arrange(rows if isinstance(rows, RawRows) else RawRows(rows, self.name))
@@ -53,22 +52,23 @@ class RawSource:
     @property
     def needs_hub(self) -> bool:
         """Whether the rows come from the hub, which may take long and may fail."""
-        return type(self.reader).load is Adapter.load
+        return type(self.adapter).load is Adapter.load and self.adapter.local is None
 
     @property
     def train(self) -> RawRows:
         """Rows to train on."""
-        return self._parts.train
+        return self._parts[0]
 
     @property
     def eval(self) -> RawRows | None:
         """Rows that the data set itself keeps for evaluation."""
-        return self._parts.eval
+        return self._parts[1]
 
     def digest(self) -> str:
         """Changes with the rows and with the code that reads them."""
-        data_digest = self.reader.data_digest()
-        if data_digest is None:
+        if self.adapter.local is not None:
+            data_digest = digest_local(self.adapter.local)
+        else:
             total = hashlib.sha256()
             for rows in self._parts:
                 total.update(f"part of {-1 if rows is None else len(rows)}".encode())
@@ -90,30 +90,23 @@ def load_source(
     where each has scores. `max_rows`: only the first rows of each file are read. Raises ValueError: it is
     none of them; the message names the nearest registered name.
     """
-    found = _find_source(source)
-    found.adapter.score_column, found.reader.max_rows = score_column, max_rows
-    return found
+    adapter = _find_adapter(source)
+    adapter.score_column, adapter.max_rows = score_column, max_rows
+    return RawSource(source, adapter)
 
 
-def _find_source(source: str) -> RawSource:
+def _find_adapter(source: str) -> Adapter:
     class_path, path = _CLASS_PATH.fullmatch(source), Path(source)
     if class_path and not path.exists():
-        return _own_source(source, *class_path.groups(default=""))
-    is_known = source in ADAPTERS
-    name = source if is_known else "/".join(path.resolve().parts[-2:])
-    known = ADAPTERS.get(name) if is_known or path.exists() else None
+        return _own_adapter(source, *class_path.groups(default=""))
     # A folder called OWNER/NAME is a copy of that data set; one called like a set without an owner is not.
-    is_local = path.exists() and ("/" in source or not is_known)
-    reader = LocalFiles(source) if is_local else None
-    if known is not None:
-        if not issubclass(known, Adapter):
-            return RawSource(source, PortedClass(known, source, source))
-        return RawSource(source, known(name), reader)
-    if reader is not None:
-        return RawSource(source, reader)
+    is_local = path.exists() and ("/" in source or source not in ADAPTERS)
+    name = source if source in ADAPTERS else "/".join(path.resolve().parts[-2:])
     is_file_name = extension_of(path) is not None or source.startswith(".")
-    if _HUB_NAME.fullmatch(source) and not is_file_name:
-        return RawSource(source, AnyForm(source))
+    if name in ADAPTERS and (is_local or name == source):
+        return _build_adapter(ADAPTERS[name], source, name, path if is_local else None)
+    if is_local or (_HUB_NAME.fullmatch(source) and not is_file_name):
+        return _build_adapter(AnyForm, source, source, path if is_local else None)
     near = difflib.get_close_matches(source, ADAPTERS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     if is_file_name or not has_hub_form(source):
@@ -124,7 +117,7 @@ def _find_source(source: str) -> RawSource:
     )
 
 
-def _own_source(source: str, module_name: str, class_name: str, dataset_name: str) -> RawSource:
+def _own_adapter(source: str, module_name: str, class_name: str, dataset_name: str) -> Adapter:
     """`module:Class[:NAME]`."""
     try:
         kind = get_from(import_own_module(module_name), class_name)
@@ -135,17 +128,23 @@ def _own_source(source: str, module_name: str, class_name: str, dataset_name: st
             f"--data_path {source}: {error}; MODULE:CLASS must name a subclass of "
             "common.data.registry.Adapter, or a class with DeepSpeed-Chat's methods"
         ) from error
-    if not issubclass(kind, Adapter):
-        return RawSource(source, PortedClass(kind, source, dataset_name))
-    if kind.load is not Adapter.load:  # it reads its rows itself
-        return RawSource(source, kind(dataset_name or source))
-    if not dataset_name:
+    reads_itself = not issubclass(kind, Adapter) or kind.load is not Adapter.load
+    if not dataset_name and not reads_itself:
         raise ValueError(
             f"--data_path {source}: {class_name} has no load(), so the rows that it reads must be named: "
             f"--data_path {source}:NAME, a file, a folder or a hub data set"
         )
-    reader = LocalFiles(dataset_name) if Path(dataset_name).exists() else None
-    return RawSource(source, kind(dataset_name), reader)
+    path = Path(dataset_name)
+    return _build_adapter(kind, source, dataset_name, None if reads_itself or not path.exists() else path)
+
+
+def _build_adapter(kind: type, source: str, name: str, local: Path | None) -> Adapter:
+    """What reads the rows of the data set `name`: from `local`, where there is such a file or folder."""
+    if not issubclass(kind, Adapter):
+        return PortedClass(kind, source, str(local or name))
+    adapter = kind(name or source)
+    adapter.local = local or adapter.local
+    return adapter
 
 
 def import_plugins(names: Sequence[str], problems: Problems) -> None:

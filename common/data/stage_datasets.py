@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
+from common.data.adapters.row_parts import filled_text
 from common.data.data_options import DEFAULT_CACHE, NUM_READ, DataOptions, is_held_out, share_indexes
 from common.data.dialogue import PlainTemplate, Template
-from common.data.example import BadRow, EmptyRow, Example, missing_for
+from common.data.example import BadRow, Example, missing_for
 from common.data.hub_data import is_offline
 from common.data.registry import RawSource, load_source
 from common.data.stage_rows import COLUMNS, KIND_NAMES, Item, RowBuilder, build_row_fields
@@ -27,6 +28,7 @@ __all__ = ["DataOptions", "StageData", "build_data", "build_pretraining", "previ
 
 TELL_SECONDS = 5.0
 NUM_SHOWN = 400  # characters of a row that is shown
+NOT_IN_KEY = ("data_path", "sft_only_data_path", "max_bad_rows", "cache_dir")  # they decide no tokens
 CHUNK_ROWS = 1024  # rows tokenised together and written as one chunk
 
 
@@ -66,18 +68,11 @@ def build_data(options: DataOptions, template: Template) -> StageData:
         if options.stage == 1:
             names = options.sft_only_data_path
             shares += [_Share(load_source(name, options.score_column), True) for name in names]
-        key = dict(
-            sources=[(share.source.digest(), share.is_whole) for share in shares],
-            template=template.digest(),
-            stage=options.stage,
-            data_split=options.data_split,
-            eval_fraction=options.eval_fraction,
-            seed=options.seed,
-            max_tokens=options.max_tokens,
-            loss_on=options.loss_on,
-            max_pairs_per_prompt=options.max_pairs_per_prompt,
-            score_column=options.score_column,
-        )
+        key = {name: value for name, value in vars(options).items() if name not in NOT_IN_KEY}
+        key |= {
+            "sources": [(share.source.digest(), share.is_whole) for share in shares],
+            "template": template.digest(),
+        }
         return key, lambda folder: _write(folder, shares, options, template)
 
     kind = KIND_NAMES[options.stage]
@@ -249,7 +244,7 @@ def build_pretraining(
             raw = load_source(source)
         except ValueError as error:
             raise ValueError(str(error).replace("--data_path", "--unsupervised_dataset_name", 1)) from error
-        raw.reader.hub_config = config_name
+        raw.adapter.hub_config = config_name
         key = dict(source=raw.digest(), template=template.digest(), block_tokens=block_tokens)
         return key, lambda folder: _write_blocks(folder, raw, template, block_tokens, max_bad_rows)
 
@@ -283,11 +278,9 @@ def _write_blocks(
 
 
 def _text_of(row: dict[str, Any]) -> str:
-    text = row.get("text")
-    if not isinstance(text, str):
-        raise BadRow(f"no text in a 'text' column; found {', '.join(map(repr, row)) or 'nothing'}")
-    if not text.strip():
-        raise EmptyRow("'text' is empty")
+    if "text" not in row:
+        raise BadRow(f"no column 'text'; found {', '.join(map(repr, row)) or 'nothing'}")
+    text = filled_text("text", row["text"])
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -160,17 +160,9 @@ def build_cached(
     return folder, report
 
 
-# What the report counts besides rows and tokens, as the log says it.
-NUM_ROWS = {
-    "num_truncated": "rows truncated to the length limit",
-    "num_bad": "rows skipped: bad form",
-    "num_empty": "rows skipped: empty",
-    "num_identical": "pairs skipped: both answers are the same",
-    "num_identical_truncated": "pairs skipped: both answers are the same after truncation",
-    "num_ties": "pairs skipped: neither answer was preferred",
-    "num_dropped_pairs": "pairs left out by --max_pairs_per_prompt",
-    "num_straddling": "rows with a token that starts in the prompt and ends in the response",
-}
+def _count(told: str) -> int:
+    """A count of the report, with the words that tell it in the log."""
+    return field(default=0, metadata={"told": told})
 
 
 @dataclass
@@ -181,14 +173,14 @@ class DataReport:
     num_raw_rows: int = 0
     num_train: int = 0
     num_eval: int = 0
-    num_truncated: int = 0
-    num_bad: int = 0
-    num_empty: int = 0
-    num_identical: int = 0
-    num_identical_truncated: int = 0
-    num_ties: int = 0
-    num_dropped_pairs: int = 0
-    num_straddling: int = 0
+    num_truncated: int = _count("rows truncated to the length limit")
+    num_bad: int = _count("rows skipped: bad form")
+    num_empty: int = _count("rows skipped: empty")
+    num_identical: int = _count("pairs skipped: both answers are the same")
+    num_identical_truncated: int = _count("pairs skipped: both answers are the same after truncation")
+    num_ties: int = _count("pairs skipped: neither answer was preferred")
+    num_dropped_pairs: int = _count("pairs left out by --max_pairs_per_prompt")
+    num_straddling: int = _count("rows with a token that starts in the prompt and ends in the response")
     num_tokens: int = 0
     bad_rows: list[str] = field(default_factory=list)  # "file:line: reason", the first few
     notes: list[str] = field(default_factory=list)  # what an adapter has to say of how it read its rows
@@ -239,8 +231,8 @@ class DataReport:
             f"{self.kind} data: {self.num_train} train and {self.num_eval} eval rows of {self.num_raw_rows} "
             f"raw rows, {self.num_tokens} tokens, {origin}"
         ]
-        counts = {name: getattr(self, name) for name in NUM_ROWS}
-        told = [f"{count} {NUM_ROWS[name]}" for name, count in counts.items() if count]
+        counts = [(getattr(self, f.name), f.metadata.get("told")) for f in dataclasses.fields(self)]
+        told = [f"{count} {words}" for count, words in counts if words and count]
         told += [f"bad row {row}" for row in self.bad_rows]
         return result + [f"{self.kind} data: {line}" for line in (*told, *self.notes)]
 

@@ -2,11 +2,11 @@
 
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from common.data import hub_data, raw_rows
+from common.data import hub_data
 from common.data.adapters import message_trees, row_forms
 from common.data.adapters.row_parts import messages_from_prompt, reply_text
 from common.data.example import BadRow, EmptyRow, Example
@@ -14,13 +14,6 @@ from common.data.raw_rows import RawRows, readable
 
 DEFAULT_SCORE_COLUMN = "helpfulness"  # HelpSteer2's
 ADAPTERS: dict[str, type] = {}  # Adapters, and classes that PortedClass can wrap
-
-
-class Parts(NamedTuple):
-    """The rows to train on, and the rows the data set itself keeps for evaluation, if any."""
-
-    train: RawRows
-    eval: RawRows | None
 
 
 def digest_code(kind: type) -> str:
@@ -49,6 +42,7 @@ class Adapter:
 
     notes: tuple[str, ...] = ()  # for the data report, when the rows have been read
     score_column: str = DEFAULT_SCORE_COLUMN  # --score_column
+    local: Path | None = None  # the file or folder to read in place of what `load` gives
     max_rows: int | None = None  # of each file, where the first ones are enough; None: all
     hub_config: str | None = None  # of a hub data set that has several
 
@@ -56,9 +50,12 @@ class Adapter:
         """Keep the name by which the data set was asked for."""
         self.source = source
 
-    def load(self) -> Parts:
-        """The rows (RawRows, or plain lists of dicts); by default from the hub, by the registered name."""
-        return Parts(*hub_data.load_hub(self.source, self.hub_config))
+    def load(self) -> tuple[Sequence[dict[str, Any]] | RawRows, Sequence[dict[str, Any]] | RawRows | None]:
+        """The rows to train on, and those that the data set itself keeps for evaluation, if any.
+
+        By default of the hub, by the registered name. Not called where there is a `local` copy.
+        """
+        return hub_data.load_hub(self.source, self.hub_config)
 
     def arrange(self, rows: RawRows) -> RawRows:
         """The rows as `to_examples` takes them: by default as they are; several may become one.
@@ -66,10 +63,6 @@ class Adapter:
         Called once for each part that `load` gave, or that a local copy holds.
         """
         return rows
-
-    def data_digest(self) -> str | None:
-        """Changes when the rows change; None leaves it to the content of the rows that `load` gave."""
-        return None
 
     def code_digest(self) -> str:
         """Changes when this adapter is edited, so that no token cache outlives the code that filled it."""
@@ -138,7 +131,7 @@ def register_dataset(*names: str) -> Callable[[type], type]:
 
 
 class AnyForm(Adapter):
-    """A hub data set whose rows have one of the usual forms, which the first row decides where rows join."""
+    """Rows of the usual forms, which the first row decides where rows join."""
 
     def arrange(self, rows: RawRows) -> RawRows:
         """See Adapter; messages of a tree become one row, and so do scored responses to one prompt."""
@@ -162,32 +155,8 @@ class AnyForm(Adapter):
         return row_forms.read_row(row)
 
 
-class LocalFiles(AnyForm):
-    """A file, a folder of train and eval files, or a folder saved by `datasets`."""
-
-    def load(self) -> Parts:
-        """See Adapter. Raises ValueError: nothing usable there; says what was found and what would do."""
-        path = Path(self.source)
-        if hub_data.is_saved_folder(path):
-            return Parts(*hub_data.load_saved(path))
-        train, held_out = (
-            raw_rows.read_files(files, self.max_rows) if files else None
-            for files in raw_rows.find_parts(path)
-        )
-        return Parts(train, held_out)
-
-    def data_digest(self) -> str:
-        path = Path(self.source)
-        if hub_data.is_saved_folder(path):
-            return raw_rows.digest_files(sorted(p for p in path.rglob("*") if p.is_file()), path)
-        train, held_out = raw_rows.find_parts(path)
-        return raw_rows.digest_files([*train, *held_out], path)
-
-
 @register_dataset("local/jsonfile")
-class LocalJsonFile(LocalFiles):
-    """DeepSpeed-Chat's name for data/train.json and data/eval.json."""
+class LocalJsonFile(AnyForm):
+    """DeepSpeed-Chat's name for data/train.json and data/eval.json, in the working folder."""
 
-    def __init__(self, source: str = "") -> None:
-        """The folder is fixed: data, in the working folder."""
-        super().__init__("data")
+    local = Path("data")

@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from common.data.adapters.base import Adapter, AnyForm, LocalFiles, Parts, digest_code
+from common.data import hub_data
+from common.data.adapters.base import Adapter, digest_code
 from common.data.adapters.row_parts import messages_from_prompt
 from common.data.example import BadRow, EmptyRow, Example
 from common.data.raw_rows import RawRows
@@ -51,16 +52,17 @@ class PortedClass(Adapter):
                 "common.data.registry.Adapter"
             )
 
-    def load(self) -> Parts:
+    def load(self) -> tuple[Any, Any]:
         """See Adapter. Raises ValueError: the class cannot be made, or has no rows."""
         train = self._part("get_train_data")
         if train is None:
             raw = getattr(self._inner, "raw_datasets", None)
             train = raw.get("train") if isinstance(raw, Mapping) else raw
         if train is None and self._name:
-            reader = (LocalFiles if Path(self._name).exists() else AnyForm)(self._name)
-            reader.max_rows = self.max_rows
-            return reader.load()
+            path = Path(self._name)
+            return (
+                hub_data.load_local(path, self.max_rows) if path.exists() else hub_data.load_hub(self._name)
+            )
         if train is None or len(train) == 0:
             raise self._refusal(
                 f"{self._kind.__name__} has no rows: neither get_train_data nor raw_datasets['train'] gives "
@@ -75,9 +77,7 @@ class PortedClass(Adapter):
         if note:
             self.notes = (*self.notes, f"{note}; --eval_fraction is held out")
         has_own = held_out is not None and not note and len(held_out) > 0
-        return Parts(
-            RawRows(train, self.source), RawRows(held_out, f"{self.source}/eval") if has_own else None
-        )
+        return train, RawRows(held_out, f"{self.source}/eval") if has_own else None
 
     def code_digest(self) -> str:
         """See Adapter; the user's file counts, and the name that it is given."""
