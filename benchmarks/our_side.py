@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from common.engine.ds_config import EngineOptions, build_config, build_engine
+from common.engine.ds_config import build_config, build_engine
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ScoreHead, ValueModel
@@ -44,14 +44,13 @@ def value_engine(config: LlamaConfig) -> Any:
 
 
 def _engine_of(model: torch.nn.Module) -> Any:
-    return build_engine(model, build_config(EngineOptions(micro_batch_size=ROWS_PER_STEP)), OPTIMIZER, 1)
+    return build_engine(model, build_config(micro_batch_size=ROWS_PER_STEP), OPTIMIZER, 1)
 
 
 def zero3_engine(folder: str | Path) -> Any:
     """Return a saved model in an engine of ZeRO 3, all weights sharded. Every rank must call this."""
     threshold = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-    options = EngineOptions(zero_stage=3, world_size=distributed.world_size(), overrides=threshold)
-    ds_config = build_config(options)
+    ds_config = build_config(zero_stage=3, overrides=threshold)
     model = load_causal_lm(ModelOptions(str(folder), dropout=0.0, ds_config=ds_config), 1)
     return build_engine(model, ds_config, OPTIMIZER, 1)
 

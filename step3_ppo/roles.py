@@ -13,7 +13,7 @@ import deepspeed
 import torch
 
 from common.data.packed_batch import PackedBatch
-from common.engine.ds_config import EngineOptions, build_config, build_engine
+from common.engine.ds_config import build_engine, config_of
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
@@ -272,7 +272,8 @@ def sampling_options(args: PPOArguments, tokenizer: Any) -> SamplingOptions:
 
 def _build_engine(load: Load, args: PPOArguments, tokenizer: Any, role: RoleFlags, num_steps: int) -> Any:
     """Return the DeepSpeed engine that trains what `load` gives."""
-    ds_config = build_config(_engine_options(args, role.zero_stage, args.offload))
+    rows = args.per_device_training_batch_size
+    ds_config = config_of(args, zero_stage=role.zero_stage, offload=args.offload, micro_batch_size=rows)
     return build_engine(load(args, tokenizer, ds_config), ds_config, args, num_steps, role=role)
 
 
@@ -280,8 +281,13 @@ def _build_frozen(
     load: Load, args: PPOArguments, tokenizer: Any, zero_stage: int, offload: bool
 ) -> tuple[Any, bool, bool]:
     """Return the first fields of a role whose model, which `load` gives, is only read."""
-    options = _engine_options(args, zero_stage, "param" if offload else "none")
-    ds_config = build_config(options, is_trained=False)
+    ds_config = config_of(
+        args,
+        zero_stage=zero_stage,
+        offload="param" if offload else "none",
+        micro_batch_size=args.per_device_training_batch_size,
+        is_trained=False,
+    )
     args = replace(args, actor_gradient_checkpointing=False, critic_gradient_checkpointing=False)
     model: Any = load(args, tokenizer, ds_config).requires_grad_(False)
     is_packed, is_sharded = runs_packed(args, model), zero_stage == 3
@@ -290,8 +296,3 @@ def _build_frozen(
     elif not offload:
         model.to(distributed.device())
     return model, is_packed, offload and not is_sharded
-
-
-def _engine_options(args: PPOArguments, zero_stage: int, offload: str) -> EngineOptions:
-    rows = args.per_device_training_batch_size
-    return EngineOptions.of(args, zero_stage=zero_stage, offload=offload, micro_batch_size=rows)

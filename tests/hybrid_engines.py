@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from common.engine.ds_config import EngineOptions, build_config, build_engine
+from common.engine.ds_config import build_config, build_engine
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora
-from common.ranks import distributed
 from step1_sft.arguments import SFTArguments
 
 
@@ -22,9 +21,7 @@ def build_tiny_engine(
     """Return an engine; stage 3 shards parameters from `smallest_sharded` elements on, None: by default."""
     zero = {} if smallest_sharded is None else {"stage3_param_persistence_threshold": smallest_sharded}
     overrides = {"zero_optimization": zero} if stage == 3 else {}
-    ds_config = build_config(
-        EngineOptions(zero_stage=stage, world_size=distributed.world_size(), overrides=overrides, **options)
-    )
+    ds_config = build_config(zero_stage=stage, overrides=overrides, **options)
     dtype = options.get("dtype", "fp32")
     model = load_causal_lm(ModelOptions(folder, dtype=dtype, dropout=0.0, ds_config=ds_config), num_tokens)
     return build_engine(

@@ -249,7 +249,7 @@ def _hold_generation(run: Run, role: Role, verb: str, moment: Moment) -> None:
         moment.hold(name, "keys and values", keys)
     if not run.gathers_by_layer:
         switch = run.plan_switch()
-        moment.hold(name, "gather buffers", b * switch.staged if stays else 0.0)
+        moment.hold(name, "gather buffers", b * switch.staged if is_on else 0.0)
         moment.hold(name, "slices of weights", b * switch.new if is_on else 0.0)
     elif is_on:
         moment.hold(name, "gathered weights", _gathered(run, role, "score"))

@@ -99,7 +99,7 @@ class Switch(NamedTuple):
     new: float  # of its slices: what is not the trainer's own memory
     from_gather_group: float  # received
     from_all: float  # received
-    staged: float  # in buffers for sending and receiving
+    staged: float  # in what is sent and received, until the slices are made
 
 
 @cache
@@ -139,8 +139,10 @@ def switch_weight(
     is_view = plan.cut is None or (plan.cut.dim == 0 and len(plan.cut.ranges[0]) == 1)
     if is_sharded:
         is_view, received = plan.is_view, sum(plan.count_received() for plan in plans) / num_ranks
-        sizes = {Route.BLOCKS: round(2 * received), Route.WHOLE: (num_ranks + 1) * plan.shard_size}
-        staged = 0 if is_view else sizes.get(plan.route, 0)
+        if plan.route is Route.BLOCKS:
+            staged = round(2 * received)
+        elif plan.route is Route.WHOLE and plan.cut is not None and not is_view:
+            staged = num_ranks * plan.shard_size
     is_near = plan.route is Route.ROWS
     return Switch(
         new=0 if is_view and not is_merged else prod(plan.local_shape),

@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import AutoConfig
 
 from common.data.registry import import_plugins
-from common.engine.ds_config import EngineOptions, build_config, load_overrides
+from common.engine.ds_config import build_config, load_overrides
 from common.flags.args import Problems, flag
 from common.generation.generate import DEFAULT_SLOTS
 from common.models.loading import DTYPES
@@ -106,8 +106,14 @@ def build_roles(args: Any, models: Models) -> list[Role]:
     overrides = load_overrides(args)
 
     def read_zero(stage: int, offload: str, *, is_trained: bool) -> DeepSpeedZeroConfig:
-        options = EngineOptions(stage, dtype_of(args), offload, overrides=overrides)
-        return DeepSpeedZeroConfig(**build_config(options, is_trained=is_trained)["zero_optimization"])
+        config = build_config(
+            zero_stage=stage,
+            dtype=dtype_of(args),
+            offload=offload,
+            overrides=overrides,
+            is_trained=is_trained,
+        )
+        return DeepSpeedZeroConfig(**config["zero_optimization"])
 
     def build_trained(name: str, flags: Any) -> Role:
         zero = read_zero(flags.zero_stage, args.offload, is_trained=True)

@@ -4,9 +4,8 @@ Keys that DeepSpeed-Chat's users know keep their values (stage-3 persistence, li
 """
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import deepspeed
 import torch
@@ -17,40 +16,6 @@ from common.ranks import distributed
 
 NO_DECAY_NAMES = ("bias", "norm", "ln_", "layernorm")
 HYBRID_SECTION = "hybrid_engine"  # of --ds_config: read by step 3; DeepSpeed would build its own from it
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What one model's engine needs to know.
-
-    `offload` is none | optimizer | param | all; parameters can only be offloaded under ZeRO stage 3.
-    `micro_batch_size` is per rank; `overrides` is merged over the result, key by key.
-    """
-
-    zero_stage: int = 0
-    dtype: str = "fp32"
-    offload: str = "none"
-    micro_batch_size: int = 1
-    gradient_accumulation_steps: int = 1
-    world_size: int = 1
-    gradient_clipping: float = 1.0
-    overrides: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, args: Any, *, zero_stage: int, offload: str, micro_batch_size: int) -> Self:
-        """Return what a program's flags say of one of its models, --ds_config laid over it."""
-        overrides = load_overrides(args)
-        overrides.pop(HYBRID_SECTION, None)
-        return cls(
-            zero_stage=zero_stage,
-            dtype=distributed.dtype_name(args.dtype),
-            offload=offload,
-            micro_batch_size=micro_batch_size,
-            gradient_accumulation_steps=args.gradient_accumulation_steps,
-            world_size=distributed.world_size(),
-            gradient_clipping=args.gradient_clipping,
-            overrides=overrides,
-        )
 
 
 def load_overrides(args: Any) -> dict[str, Any]:
@@ -95,19 +60,30 @@ def merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def build_config(options: EngineOptions, *, is_trained: bool = True) -> dict[str, Any]:
+def build_config(
+    *,
+    zero_stage: int = 0,
+    dtype: str = "fp32",
+    offload: str = "none",
+    micro_batch_size: int = 1,
+    gradient_accumulation_steps: int = 1,
+    gradient_clipping: float = 1.0,
+    overrides: dict[str, Any] | None = None,
+    is_trained: bool = True,
+) -> dict[str, Any]:
     """Return the configuration of a model that is trained, or that is only read: stage 3 shards that one too,
     any other stage does not.
+
+    `offload` is none | optimizer | param | all; parameters can only be offloaded under ZeRO stage 3.
+    `micro_batch_size` is per rank; `overrides` is merged over the result, key by key.
     """
-    stage = effective_zero_stage(options.zero_stage, options.dtype) if is_trained else options.zero_stage
-    global_batch = options.micro_batch_size * options.gradient_accumulation_steps * options.world_size
+    stage = effective_zero_stage(zero_stage, dtype) if is_trained else zero_stage
     config = {
-        "train_batch_size": global_batch,
-        "train_micro_batch_size_per_gpu": options.micro_batch_size,
-        "gradient_accumulation_steps": options.gradient_accumulation_steps,
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
         "steps_per_print": 10**9,  # the run logger prints
-        "zero_optimization": _zero_section(stage, options.offload, is_trained),
-        "gradient_clipping": options.gradient_clipping,
+        "zero_optimization": _zero_section(stage, offload, is_trained),
+        "gradient_clipping": gradient_clipping,
         "prescale_gradients": False,
         "wall_clock_breakdown": False,
         # torch's AdamW is ours everywhere: DeepSpeed's CPU Adam is compiled at first use and its lock
@@ -115,11 +91,29 @@ def build_config(options: EngineOptions, *, is_trained: bool = True) -> dict[str
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
-    if options.dtype == "bf16":
+    if dtype == "bf16":
         config["bf16"] = {"enabled": True}
-    if options.dtype == "fp16":
+    if dtype == "fp16":
         config["fp16"] = {"enabled": True, "loss_scale_window": 100}
-    return merge(config, options.overrides)
+    return merge(config, overrides or {})
+
+
+def config_of(
+    args: Any, *, zero_stage: int, offload: str, micro_batch_size: int, is_trained: bool = True
+) -> dict[str, Any]:
+    """Return the configuration that a program's flags ask for one of its models, --ds_config laid over it."""
+    overrides = load_overrides(args)
+    overrides.pop(HYBRID_SECTION, None)
+    return build_config(
+        zero_stage=zero_stage,
+        dtype=distributed.dtype_name(args.dtype),
+        offload=offload,
+        micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        gradient_clipping=args.gradient_clipping,
+        overrides=overrides,
+        is_trained=is_trained,
+    )
 
 
 def build_optimizer(

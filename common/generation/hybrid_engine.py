@@ -153,10 +153,8 @@ class HybridEngine:
         return weight.merged(take)
 
     def release(self) -> None:
-        """Give back the memory that is kept for the next time: keys, values, graphs, staging buffers."""
+        """Give back the memory that is kept for the next time: keys, values and graphs."""
         self.generator.release()
-        if not self.gather_by_layer:
-            self._resharder.release()
 
     def generate(
         self,

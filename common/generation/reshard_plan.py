@@ -63,24 +63,16 @@ class TPLayout:
 class Route(Enum):
     """How a sharded weight gets to its slices."""
 
-    ROWS = "the slice is the gather group's shards end to end: gathered straight into it"
-    ALL = "not cut, and the weight is all shards end to end: gathered straight into it"
+    ROWS = "the gather group's shards are gathered: end to end they are the slice"
     BLOCKS = "every rank sends every other one the blocks of its shard that are in the other's slice"
-    WHOLE = "vectors that are not cut, and odd ones: all shards are gathered, packed; the slice is cut here"
+    WHOLE = "all shards are gathered; what is cut (odd sizes) is cut here"
 
 
 class Block(NamedTuple):
-    """A rectangle, by where it lies in a shard (as a matrix) and in a slice (as a matrix)."""
+    """A rectangle of a weight, (rows, columns), by where it lies in a shard and in a slice as matrices."""
 
-    rows: slice
-    columns: slice
-    to_rows: slice
-    to_columns: slice
-
-    @property
-    def numel(self) -> int:
-        """Its number of elements."""
-        return (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
+    in_shard: tuple[slice, slice]
+    in_slice: tuple[slice, slice]
 
 
 @dataclass(frozen=True)
@@ -124,29 +116,44 @@ class WeightPlan:
         for start, stop in self.cut.ranges[tp_rank]:
             start, stop = start * scale, stop * scale
             if self.cut.dim == 0:
-                low, high = max(start, first), min(stop, last)
-                to_rows = slice(offset + low - start, offset + high - start)
-                block = Block(slice(low - first, high - first), slice(0, 1), to_rows, slice(0, 1))
+                rows, columns = slice(max(start, first), min(stop, last)), slice(0, 1)
+                in_slice = slice(offset + rows.start - start, offset + rows.stop - start), columns
             else:
-                to_columns = slice(offset, offset + stop - start)
-                block = Block(slice(0, last - first), slice(start, stop), slice(first, last), to_columns)
-            if block.rows.start < block.rows.stop and start < stop:
-                found.append(block)
+                rows, columns = slice(first, last), slice(start, stop)
+                in_slice = rows, slice(offset, offset + stop - start)
+            if rows.start < rows.stop and start < stop:
+                found.append(Block((slice(rows.start - first, rows.stop - first), columns), in_slice))
             offset += stop - start
         return found
 
-    def count_elements(self, source: int, destination: int) -> int:
-        """Return how many elements of its shard one rank sends another by BLOCKS."""
-        if source == destination:
-            return 0
-        return sum(block.numel for block in self.blocks(source, self.layout.tp_rank_of(destination)))
+    def blocks_to(self, destination: int, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Return the views of this rank's shard that a rank needs."""
+        matrix = shard.view(-1, self.width)
+        found = self.blocks(self.layout.rank, self.layout.tp_rank_of(destination))
+        return [matrix[block.in_shard] for block in found]
+
+    def blocks_from(self, source: int, of_slice: torch.Tensor) -> list[torch.Tensor]:
+        """Return the views of this rank's slice that a rank's blocks belong into, in the order of
+        `blocks_to`.
+        """
+        matrix = of_slice.flatten(1) if self.cut.dim else of_slice.view(-1, 1)
+        return [matrix[block.in_slice] for block in self.blocks(source, self.layout.tp_rank)]
+
+    def slice_of(self, gathered: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice, contiguous, from the shards that were gathered, end to end."""
+        if self.route is Route.ROWS:
+            return gathered.view(self.local_shape)
+        whole = gathered[: prod(self.shape)].view(self.shape)
+        if self.cut is None:
+            return whole
+        return self.cut.take(whole, self.layout.tp_rank).clone(memory_format=torch.contiguous_format)
 
     def count_received(self) -> int:
         """Return how many elements this rank receives."""
-        if self.route is Route.BLOCKS:
-            own = sum(block.numel for block in self.blocks(self.layout.rank, self.layout.tp_rank))
-            return prod(self.local_shape) - own
-        return (self.num_gathered_shards - 1) * self.shard_size
+        if self.route is not Route.BLOCKS:
+            return (self.num_gathered_shards - 1) * self.shard_size
+        own = self.blocks(self.layout.rank, self.layout.tp_rank)
+        return prod(self.local_shape) - sum(prod(s.stop - s.start for s in b.in_slice) for b in own)
 
 
 @lru_cache(maxsize=4096)
@@ -159,17 +166,15 @@ def plan_weight(shape: tuple[int, ...], cut: Cut | None, layout: TPLayout) -> We
         cut = None if set(cut.ranges) == {((0, size),)} else cut
     numel = prod(shape)
     shard_size = -(-numel // layout.world_size)
-    is_even = numel == shard_size * layout.world_size
     row_width = prod(shape[1:])
-    if cut is None:
-        route = Route.ALL if is_even and len(shape) > 1 else Route.WHOLE
-    elif cut.dim == 0:
+    route = Route.WHOLE
+    if cut is not None and cut.dim == 0:
         step = size // layout.tp_size
         shares = tuple(((j * step, (j + 1) * step),) for j in range(layout.tp_size))
-        is_in_equal_shares = size % layout.tp_size == 0 and cut.ranges == shares
-        route = Route.ROWS if is_even and is_in_equal_shares else Route.BLOCKS
-    else:
-        route = Route.BLOCKS if cut.dim == 1 and shard_size % row_width == 0 else Route.WHOLE
+        is_even = numel == shard_size * layout.world_size and size % layout.tp_size == 0
+        route = Route.ROWS if is_even and cut.ranges == shares else Route.BLOCKS
+    elif cut is not None and cut.dim == 1 and shard_size % row_width == 0:
+        route = Route.BLOCKS
     # Cut by rows, a block is a run of elements, wherever in a row a shard may end.
     width = 1 if cut is None or cut.dim == 0 else row_width
     return WeightPlan(shape, cut, layout, route, shard_size, width)
@@ -189,45 +194,3 @@ def group_by_layers(names: Sequence[str], num_layers: int) -> list[list[str]]:
         groups[-1] += run
         layers_in_last = num_layers if layer is None else layers_in_last + 1
     return groups
-
-
-def pack_blocks(plans: Sequence[WeightPlan], shards: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Copy what this rank sends into the flat `buffer`: by destination, then weight by weight."""
-    layout, position = plans[0].layout, 0
-    for destination in range(layout.world_size):
-        if destination == layout.rank:
-            continue
-        for plan, shard in zip(plans, shards, strict=True):
-            matrix = shard.view(-1, plan.width)
-            for block in plan.blocks(layout.rank, layout.tp_rank_of(destination)):
-                found = matrix[block.rows, block.columns]
-                buffer[position : position + block.numel].view(found.shape).copy_(found)
-                position += block.numel
-
-
-def unpack_blocks(
-    plans: Sequence[WeightPlan],
-    shards: Sequence[torch.Tensor],
-    buffer: torch.Tensor,
-    slices: Sequence[torch.Tensor],
-) -> None:
-    """Fill the slices from what arrived in the flat `buffer` (by source) and from this rank's own shards."""
-    layout, position = plans[0].layout, 0
-    for source in range(layout.world_size):
-        for plan, shard, whole_slice in zip(plans, shards, slices, strict=True):
-            matrix = whole_slice.flatten(1) if plan.cut.dim else whole_slice.view(-1, 1)
-            for block in plan.blocks(source, layout.tp_rank):
-                target = matrix[block.to_rows, block.to_columns]
-                if source == layout.rank:
-                    target.copy_(shard.view(-1, plan.width)[block.rows, block.columns])
-                else:
-                    target.copy_(buffer[position : position + block.numel].view(target.shape))
-                    position += block.numel
-
-
-def unpack_whole(plan: WeightPlan, shards: torch.Tensor) -> torch.Tensor:
-    """Return this rank's slice, in memory of its own, from all shards of a weight (N, shard_size)."""
-    whole = shards.flatten().narrow(0, 0, prod(plan.shape)).view(plan.shape)
-    if plan.cut is not None:
-        whole = plan.cut.take(whole, plan.layout.tp_rank)
-    return whole.clone(memory_format=torch.contiguous_format)

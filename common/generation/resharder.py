@@ -3,7 +3,6 @@
 Each rank receives only what it lacks; weights that are whole on every rank are cut where they are.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,16 +12,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from common.generation.reshard_plan import (
-    Route,
-    TPLayout,
-    WeightPlan,
-    group_by_layers,
-    pack_blocks,
-    plan_weight,
-    unpack_blocks,
-    unpack_whole,
-)
+from common.generation.reshard_plan import Route, TPLayout, WeightPlan, group_by_layers, plan_weight
 from common.generation.tp_plans import Cut
 from common.models.lora import TrainedWeight
 from common.ranks import distributed
@@ -92,7 +82,6 @@ class Resharder:
                 for p, cut in zip(weight.tensors(), of_tensor, strict=False)
             ]
         self._name_groups = group_by_layers(list(weights), gather_partition_size)
-        self._staging: dict[str, torch.Tensor] = {}
 
     def load(self) -> Iterator[tuple[str, TrainedWeight]]:
         """Yield (name, this rank's slice of the weight, with its whole adapter) for every weight.
@@ -102,20 +91,15 @@ class Resharder:
         """
         self.costs = SwitchCosts()
         for names in self._name_groups:
-            tensors = deque(self._load_group([source for name in names for source in self._sources[name]]))
+            tensors = iter(self._load_group([source for name in names for source in self._sources[name]]))
             for name in names:
-                loaded = [tensors.popleft() for _ in self._sources[name]]
-                yield name, self._weights[name].replace_tensors(loaded)
-
-    def release(self) -> None:
-        """Free the staging buffers; the next load makes new ones."""
-        self._staging.clear()
+                yield name, self._weights[name].replace_tensors([next(tensors) for _ in self._sources[name]])
 
     @torch.no_grad()
     def _load_group(self, sources: list[Source]) -> list[torch.Tensor]:
         """Return the slices of sources that are moved together, in their order."""
         slices: dict[int, torch.Tensor] = {}
-        sent: dict[tuple[Route, torch.dtype], list[int]] = {}
+        sent: dict[tuple[bool, torch.dtype], list[int]] = {}
         for index, (parameter, plan) in enumerate(sources):
             is_here = getattr(parameter, "ds_status", None) is ZeroParamStatus.AVAILABLE
             if is_here or not is_sharded(parameter):  # every rank has all of it at this moment
@@ -124,55 +108,60 @@ class Resharder:
             elif plan.is_view:
                 slices[index] = _fetch_shard(parameter).view(plan.local_shape)
             else:
-                sent.setdefault((plan.route, parameter.dtype), []).append(index)
-        ways = {Route.BLOCKS: self._exchange_blocks, Route.WHOLE: self._gather_packed}
-        for (route, dtype), indices in sent.items():
+                sent.setdefault((plan.route is Route.BLOCKS, parameter.dtype), []).append(index)
+        for (is_in_blocks, dtype), indices in sent.items():
             plans = [sources[index][1] for index in indices]
             shards = [_fetch_shard(sources[index][0]) for index in indices]
-            slices |= zip(indices, ways.get(route, self._gather_straight)(plans, shards), strict=True)
+            move = self._exchange_blocks if is_in_blocks else self._gather_shards
+            slices |= zip(indices, move(plans, shards), strict=True)
             self.costs.received_bytes += sum(plan.count_received() for plan in plans) * dtype.itemsize
         return [slices[index] for index in range(len(sources))]
 
-    def _gather_straight(self, plans: list[WeightPlan], shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        slices, under_way = [], []
+    def _gather_shards(self, plans: list[WeightPlan], shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        gathered, under_way = [], []
         for plan, shard in zip(plans, shards, strict=True):
-            slices.append(shard.new_empty(plan.local_shape))
+            gathered.append(shard.new_empty(plan.num_gathered_shards * plan.shard_size))
             group = self._groups.gather_group if plan.route is Route.ROWS else dist.group.WORLD
-            work = dist.all_gather_into_tensor(slices[-1].view(-1), shard, group=group, async_op=True)
+            work = dist.all_gather_into_tensor(gathered[-1], shard, group=group, async_op=True)
             under_way.append(work)
         for work in under_way:
             work.wait()
-        return slices
-
-    def _gather_packed(self, plans: list[WeightPlan], shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        send = self._stage("send", sum(shard.numel() for shard in shards), shards[0])
-        received = self._stage("receive", send.numel() * self._layout.world_size, send)
-        torch.cat(shards, out=send)
-        dist.all_gather_into_tensor(received, send)
-        columns = received.view(self._layout.world_size, -1).split([plan.shard_size for plan in plans], dim=1)
-        return [unpack_whole(plan, column) for plan, column in zip(plans, columns, strict=True)]
+        return [plan.slice_of(shards) for plan, shards in zip(plans, gathered, strict=True)]
 
     def _exchange_blocks(self, plans: list[WeightPlan], shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        rank, ranks = self._layout.rank, range(self._layout.world_size)
-        send_sizes = [sum(plan.count_elements(rank, other) for plan in plans) for other in ranks]
-        receive_sizes = [sum(plan.count_elements(other, rank) for plan in plans) for other in ranks]
-        send = self._stage("send", sum(send_sizes), shards[0])
-        received = self._stage("receive", sum(receive_sizes), send)
-        pack_blocks(plans, shards, send)
-        if self._layout.world_size > 1:
-            dist.all_to_all_single(received, send, receive_sizes, send_sizes)
-        slices = [send.new_empty(plan.local_shape) for plan in plans]
-        unpack_blocks(plans, shards, received, slices)
+        slices = [shard.new_empty(plan.local_shape) for plan, shard in zip(plans, shards, strict=True)]
+        outgoing: list[list[torch.Tensor]] = []  # by rank, weight after weight
+        incoming: list[list[torch.Tensor]] = []
+        for rank in range(self._layout.world_size):
+            outgoing.append([b for p, x in zip(plans, shards, strict=True) for b in p.blocks_to(rank, x)])
+            incoming.append([b for p, x in zip(plans, slices, strict=True) for b in p.blocks_from(rank, x)])
+        own = self._layout.rank
+        for block, target in zip(outgoing[own], incoming[own], strict=True):
+            target.copy_(block)
+        outgoing[own] = incoming[own] = []
+        send, send_sizes = _flat_buffer(outgoing, shards[0])
+        received, receive_sizes = _flat_buffer(incoming, shards[0])
+        for part, block in _parts_of(send, outgoing):
+            part.copy_(block)
+        dist.all_to_all_single(received, send, receive_sizes, send_sizes)
+        for part, target in _parts_of(received, incoming):
+            target.copy_(part)
         return slices
 
-    def _stage(self, role: str, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a flat buffer, kept for the next group and the next load: memory that is not moved."""
-        num_bytes = numel * like.element_size()
-        if role in self._staging and self._staging[role].nbytes < num_bytes:
-            del self._staging[role]
-        if role not in self._staging:
-            self._staging[role] = like.new_empty(num_bytes, dtype=torch.uint8)
-        return self._staging[role][:num_bytes].view(like.dtype)
+
+def _flat_buffer(blocks: list[list[torch.Tensor]], like: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Return a flat tensor with room for the blocks of all ranks, and the elements of each rank's."""
+    sizes = [sum(block.numel() for block in of_rank) for of_rank in blocks]
+    return like.new_empty(sum(sizes)), sizes
+
+
+def _parts_of(
+    buffer: torch.Tensor, blocks: list[list[torch.Tensor]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (its part of the flat buffer, block) for every block, rank by rank."""
+    flat = [block for of_rank in blocks for block in of_rank]
+    for part, block in zip(buffer.split([block.numel() for block in flat]), flat, strict=True):
+        yield part.view(block.shape), block
 
 
 def _fetch_shard(parameter: nn.Parameter) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from common.data.global_batches import GlobalBatches, evaluation_batches
 from common.data.packed_batch import PackedBatch
 from common.data.stage_datasets import StageData
-from common.engine.ds_config import EngineOptions, build_config, build_engine
+from common.engine.ds_config import build_engine, config_of
 from common.engine.engine_step import LossTerm, update_engine
 from common.models.loading import DTYPES, ModelOptions, load_causal_lm, plain_model
 from common.models.lora import LoraOptions, add_lora
@@ -44,8 +44,7 @@ def begin(flags: type, stage: int, description: str) -> Start | None:
     start.tokenizer = config and startup.check_tokenizer(flag, args.model_name_or_path, args, problems)
     startup.finish_checks(start, flag)
     rows = args.per_device_train_batch_size
-    options = EngineOptions.of(args, zero_stage=args.zero_stage, offload=args.offload, micro_batch_size=rows)
-    start.ds_config = build_config(options)
+    start.ds_config = config_of(args, zero_stage=args.zero_stage, offload=args.offload, micro_batch_size=rows)
     return start if startup.enter(start) else None
 
 

@@ -8,7 +8,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from common.engine import engine_step
-from common.engine.ds_config import EngineOptions, build_config, build_engine, merge
+from common.engine.ds_config import build_config, build_engine, merge
 from common.engine.engine_step import Gradients, LossTerm, compute_gradients, take_steps, update_engine
 from common.ranks.failures import StepRefused
 from common.runs.export import gather_state_dict
@@ -25,10 +25,9 @@ def build(stage: int = 0, accumulation: int = 2, learning_rate: float = 0.1, sch
     model = torch.nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[0.5, -0.25]]))
-    options = EngineOptions(zero_stage=stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.0)
     return build_engine(
         model,
-        build_config(options),
+        build_config(zero_stage=stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.0),
         SFTArguments(learning_rate=learning_rate, lr_scheduler_type=schedule),
         10,
     )
@@ -116,10 +115,9 @@ def test_two_ranks_of_equal_batches_make_the_step_of_one(monkeypatch):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_rates_are_those_of_the_step_and_adapters_have_their_own(stage):
     model = torch.nn.ModuleDict({"plain": torch.nn.Linear(2, 1), "lora_a": torch.nn.Linear(2, 1)})
-    options = EngineOptions(zero_stage=stage, gradient_accumulation_steps=2)
     engine = build_engine(
         model,
-        build_config(options),
+        build_config(zero_stage=stage, gradient_accumulation_steps=2),
         SFTArguments(learning_rate=0.1, lora_learning_rate=0.5, lr_scheduler_type="linear"),
         4,
     )
@@ -167,13 +165,11 @@ class Trained:
     """An engine, and steps on good and on bad batches."""
 
     def __init__(self, stage: int, dtype: str, offload: str) -> None:
-        options = EngineOptions(
+        config = build_config(
             zero_stage=stage, dtype=dtype, offload=offload, gradient_accumulation_steps=2,
             gradient_clipping=0.5,
         )  # fmt: skip
-        self.engine = build_engine(
-            Net(), build_config(options), SFTArguments(learning_rate=0.01, weight_decay=0.1), 10
-        )
+        self.engine = build_engine(Net(), config, SFTArguments(learning_rate=0.01, weight_decay=0.1), 10)
         self.dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
         self.state = EngineState(self.engine)
 
@@ -269,9 +265,8 @@ def test_what_is_refused_in_fp16_and_that_it_says_nothing_about_the_scale(scale)
 # ---- DeepSpeed's configuration
 
 
-def test_batch_sizes_multiply():
-    options = EngineOptions(micro_batch_size=4, gradient_accumulation_steps=3, world_size=2)
-    assert build_config(options)["train_batch_size"] == 4 * 3 * 2
+def zero_section(**options) -> dict:
+    return build_config(**options)["zero_optimization"]
 
 
 @pytest.mark.parametrize(
@@ -279,41 +274,37 @@ def test_batch_sizes_multiply():
     [(0, "fp32", 0), (0, "bf16", 1), (0, "fp16", 1), (3, "bf16", 3)],
 )
 def test_bf16_never_runs_without_fp32_master_weights(stage, dtype, expected):
-    config = build_config(EngineOptions(zero_stage=stage, dtype=dtype))
+    config = build_config(zero_stage=stage, dtype=dtype)
     assert config["zero_optimization"]["stage"] == expected
     assert ("bf16" in config, "fp16" in config) == (dtype == "bf16", dtype == "fp16")
 
 
 @pytest.mark.parametrize(
-    ("offload", "stage", "expected"),
+    ("options", "expected"),
     [
-        ("none", 3, set()),
-        ("optimizer", 3, {"offload_optimizer"}),
-        ("param", 3, {"offload_param"}),
-        ("all", 2, {"offload_optimizer"}),
-        ("all", 3, {"offload_optimizer", "offload_param"}),
+        ({"offload": "none"}, set()),
+        ({"offload": "optimizer"}, {"offload_optimizer"}),
+        ({"offload": "param"}, {"offload_param"}),
+        ({"offload": "all", "zero_stage": 2}, {"offload_optimizer"}),
+        ({"offload": "all"}, {"offload_optimizer", "offload_param"}),
+        ({"offload": "all", "is_trained": False}, {"offload_param"}),  # a frozen model has no optimizer
     ],
 )
-def test_offload_moves_what_the_stage_can_move(offload, stage, expected):
-    section = build_config(EngineOptions(zero_stage=stage, offload=offload))["zero_optimization"]
+def test_offload_moves_what_the_stage_can_move(options, expected):
+    section = zero_section(**{"zero_stage": 3} | options)
     assert {key for key in section if key.startswith("offload")} == expected
 
 
 def test_stage_3_keeps_deepspeed_chats_thresholds():
-    section = build_config(EngineOptions(zero_stage=3))["zero_optimization"]
+    section = zero_section(zero_stage=3)
     assert section["stage3_param_persistence_threshold"] == 1e4
     assert section["stage3_max_live_parameters"] == section["stage3_prefetch_bucket_size"] == 3e7
 
 
-def test_a_frozen_model_has_no_optimizer_to_offload():
-    section = build_config(EngineOptions(zero_stage=3, offload="all"), is_trained=False)["zero_optimization"]
-    assert "offload_optimizer" not in section and "offload_param" in section
-
-
 def test_overrides_win_key_by_key_and_change_nothing_else():
-    base = build_config(EngineOptions(zero_stage=3))
+    base = build_config(zero_stage=3)
     overrides = {"zero_optimization": {"stage3_max_live_parameters": 7}, "zero_new": 1}
-    config = build_config(EngineOptions(zero_stage=3, overrides=overrides))
+    config = build_config(zero_stage=3, overrides=overrides)
     assert config["zero_optimization"] == base["zero_optimization"] | {"stage3_max_live_parameters": 7}
     assert config.keys() - base.keys() == {"zero_new"}
     assert merge({"a": {"b": 1}}, {"a": 2}) == {"a": 2}

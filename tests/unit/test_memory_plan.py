@@ -10,7 +10,7 @@ import transformers
 from planned_runs import GIB, NUM_1B, NUM_350M, OPT_1B, OPT_350M, ppo, single
 from tiny_configs import tiny_config
 
-from common.engine.ds_config import EngineOptions, build_config, build_optimizer
+from common.engine.ds_config import build_config, build_optimizer
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.model_inputs import build_model_inputs
 from common.models.output_head import LogitOptions, summed_logprobs, token_scores
@@ -174,7 +174,7 @@ def measure_engine(folder: str, stage: int, dtype: str, is_checkpointed: bool) -
         num_params = sum(p.numel() for p in model.parameters())
         # A bucket of the model's size: on a CPU no more of it would ever be written to.
         zero = {"zero_optimization": {"reduce_bucket_size": num_params}}
-        config = build_config(EngineOptions(stage, dtype, gradient_accumulation_steps=2, overrides=zero))
+        config = build_config(zero_stage=stage, dtype=dtype, gradient_accumulation_steps=2, overrides=zero)
         optimizer = build_optimizer(model, learning_rate=1e-3)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         del model, optimizer

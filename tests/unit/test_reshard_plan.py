@@ -7,16 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.generation.reshard_plan import (
-    Route,
-    TPLayout,
-    WeightPlan,
-    group_by_layers,
-    pack_blocks,
-    plan_weight,
-    unpack_blocks,
-    unpack_whole,
-)
+from common.generation.reshard_plan import Route, TPLayout, group_by_layers, plan_weight
 from common.generation.resharder import Resharder, TPGroups
 from common.generation.tp_plans import Cut
 from common.models.lora import TrainedWeight
@@ -36,10 +27,6 @@ def fused_cut(dim: int, size: int, tp_size: int) -> Cut:
     return Cut(dim, tuple(tuple((start, start + step) for start in of_rank) for of_rank in starts))
 
 
-def route(shape: tuple[int, ...], cut: Cut | None, world_size: int, tp_size: int) -> Route:
-    return plan_weight(shape, cut, TPLayout(world_size, tp_size, 0)).route
-
-
 def shards_of(weight: torch.Tensor, world_size: int) -> list[torch.Tensor]:
     """Return what DeepSpeed gives each rank: equal runs, the last of them filled up."""
     size = -(-weight.numel() // world_size)
@@ -48,40 +35,30 @@ def shards_of(weight: torch.Tensor, world_size: int) -> list[torch.Tensor]:
     return list(flat.view(world_size, size).unbind())
 
 
-def play_exchange(weights: list[torch.Tensor], cuts: list[Cut], world_size: int, tp_size: int):
-    """Return (plans, slices) by rank after an exchange of pieces among ranks that this process plays."""
-    layouts = [TPLayout(world_size, tp_size, rank) for rank in range(world_size)]
+def play_switch(weight: torch.Tensor, cut: Cut | None, world_size: int, tp_size: int) -> Route:
+    """Check every rank's slice after a switch among ranks that this process plays; return the route."""
     plans = [
-        [plan_weight(tuple(w.shape), cut, layout) for w, cut in zip(weights, cuts, strict=True)]
-        for layout in layouts
+        plan_weight(tuple(weight.shape), cut, TPLayout(world_size, tp_size, r)) for r in range(world_size)
     ]
-    shards = [[shards_of(w, world_size)[rank] for w in weights] for rank in range(world_size)]
-    inboxes: list[list[torch.Tensor]] = [[] for _ in layouts]
-    for rank in range(world_size):
-        sizes = [sum(plan.count_elements(rank, other) for plan in plans[rank]) for other in range(world_size)]
-        buffer = torch.full((sum(sizes),), float("nan"))
-        pack_blocks(plans[rank], shards[rank], buffer)
-        for inbox, part in zip(inboxes, buffer.split(sizes), strict=True):
-            inbox.append(part)
-    slices = []
-    for rank in range(world_size):
-        received = torch.cat(inboxes[rank])
-        assert received.numel() == sum(plan.count_received() for plan in plans[rank])
-        slices.append([torch.full(plan.local_shape, float("nan")) for plan in plans[rank]])
-        unpack_blocks(plans[rank], shards[rank], received, slices[rank])
-    return plans, slices
-
-
-def play_gather(plan: WeightPlan, weight: torch.Tensor) -> torch.Tensor:
-    """Return the slice of the plan's rank by one of the ways that gather whole shards."""
-    layout = plan.layout
-    shards = torch.stack(shards_of(weight, layout.world_size))
-    if plan.route is Route.WHOLE:
-        found = unpack_whole(plan, shards)
-        shards.fill_(float("nan"))  # the next group's weights arrive where these did
-        return found
-    ranks = layout.ranks[layout.tp_rank] if plan.route is Route.ROWS else slice(None)
-    return shards[ranks].flatten().view(plan.local_shape)
+    shards = shards_of(weight, world_size)
+    for rank, plan in enumerate(plans):
+        num_received, layout = 0, plan.layout
+        if plan.route is Route.BLOCKS:
+            found = torch.full(plan.local_shape, float("nan"))
+            for source, other in enumerate(plans):
+                for target, block in zip(
+                    plan.blocks_from(source, found), other.blocks_to(rank, shards[source]), strict=True
+                ):
+                    target.copy_(block)
+                    num_received += block.numel() * (source != rank)
+        else:
+            ranks = layout.ranks[layout.tp_rank] if plan.route is Route.ROWS else range(world_size)
+            gathered = torch.cat([shards[source] for source in ranks])
+            num_received = gathered.numel() - plan.shard_size
+            found = plan.slice_of(gathered)
+        assert torch.equal(found, weight if cut is None else cut.take(weight, layout.tp_rank)), plan
+        assert num_received == plan.count_received() and found.is_contiguous(), plan
+    return plan.route
 
 
 @pytest.mark.parametrize(
@@ -107,14 +84,13 @@ def test_layout_of_four_ranks(tp_size, tp_groups, gather_groups):
         ((12, 6), fused_cut(0, 12, 2), Route.BLOCKS),
         ((7, 3), Cut(0, (((0, 4),), ((4, 7),))), Route.BLOCKS),
         ((6, 6), even_cut(1, 6, 2), Route.WHOLE),  # shards end inside rows
-        ((8, 6), None, Route.ALL),
-        ((8, 6), Cut(0, (((0, 8),),) * 2), Route.ALL),  # a cut that leaves all to everybody is none
+        ((8, 6), Cut(0, (((0, 8),),) * 2), Route.WHOLE),  # a cut that leaves all to everybody is none
         ((12, 6), Cut(0, (((6, 12), (0, 6)),) * 2), Route.BLOCKS),  # all, in another order
         ((7, 3), None, Route.WHOLE),
     ],
 )
 def test_route_by_shape(shape, cut, expected):
-    assert route(shape, cut, 4, 2) is expected
+    assert plan_weight(shape, cut, TPLayout(4, 2)).route is expected
 
 
 @pytest.mark.parametrize(("world_size", "tp_size"), WORLDS)
@@ -157,19 +133,8 @@ def test_every_way_gives_the_slices_of_the_whole_weight(world_size, tp_size):
         shape = tuple(draw.choice((1, 3, 4, 7, 8, 12, 24)) for _ in range(draw.randint(1, 3)))
         weight = torch.arange(prod(shape), dtype=torch.float32).view(shape)
         cut = draw.choice((random_cut, lambda *_: None, even, fused))(draw, shape, tp_size)
-        for rank in range(world_size):
-            plan = plan_weight(shape, cut, TPLayout(world_size, tp_size, rank))
-            seen.add(plan.route)
-            if plan.route is not Route.BLOCKS:
-                expected = weight if cut is None else cut.take(weight, plan.layout.tp_rank)
-                assert torch.equal(play_gather(plan, weight), expected), plan
-        if plan.route is Route.BLOCKS:
-            weights = [weight, -weight]  # they travel in one message
-            plans, slices = play_exchange(weights, [cut] * 2, world_size, tp_size)
-            for of_rank, found in zip(plans, slices, strict=True):
-                for whole, of_weight in zip(weights, found, strict=True):
-                    assert torch.equal(of_weight, cut.take(whole, of_rank[0].layout.tp_rank)), of_rank
-    assert seen >= {Route.ALL, Route.BLOCKS, Route.WHOLE} and (tp_size == 1 or Route.ROWS in seen)
+        seen.add(play_switch(weight, cut, world_size, tp_size))
+    assert seen >= {Route.BLOCKS, Route.WHOLE} and (tp_size == 1 or Route.ROWS in seen)
 
 
 def even(draw: random.Random, shape: tuple[int, ...], tp_size: int) -> Cut | None:

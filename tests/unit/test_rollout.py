@@ -7,7 +7,7 @@ import torch
 from rollout_batches import make_rollout_batch
 
 from common.data.packed_batch import ROW_IDS, PackedBatch, collate_prompts
-from common.engine.ds_config import EngineOptions, build_config, build_engine
+from common.engine.ds_config import build_config, build_engine
 from common.engine.engine_step import LossTerm, update_engine
 from common.generation.generate import Generation
 from common.models.loading import ModelOptions, load_causal_lm
@@ -180,7 +180,7 @@ def test_the_reference_stays_what_the_actor_was(only_lora, tiny_model_folder):
     policy = PolicyModel(add_lora(model, LoraOptions(4, only_optimize_lora=only_lora)), num_valid_tokens=320)
     engine = build_engine(
         policy,
-        build_config(EngineOptions()),
+        build_config(),
         SFTArguments(learning_rate=1e-2, lora_learning_rate=1e-2, lr_scheduler_type="constant"),
         9,
     )

@@ -12,7 +12,7 @@ from right_or_wrong import close, forms, judge
 from rollout_batches import PADDING, fill, random_batch
 
 from common.data.global_batches import GlobalBatches
-from common.engine.ds_config import EngineOptions, build_config, build_engine
+from common.engine.ds_config import build_config, build_engine
 from common.generation.resharder import SwitchCosts
 from common.models.loading import ModelOptions, load_causal_lm
 from common.runs.export import gather_state_dict
@@ -138,7 +138,7 @@ def test_a_bf16_weight_is_averaged_in_fp32():
 def build(stage: int, folder: str):
     """A tiny model's engine; under stage 3 its small weights stay whole between uses, the others do not."""
     overrides = {"zero_optimization": {"stage3_param_persistence_threshold": 100}} if stage == 3 else {}
-    ds_config = build_config(EngineOptions(zero_stage=stage, overrides=overrides))
+    ds_config = build_config(zero_stage=stage, overrides=overrides)
     model = load_causal_lm(ModelOptions(folder, dropout=0.0, ds_config=ds_config), 320)
     return build_engine(model, ds_config, SFTArguments(learning_rate=1e-2, lr_scheduler_type="constant"), 10)
 
