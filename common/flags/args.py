@@ -20,6 +20,7 @@ from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES
 from common.flags.problems import KINDS, Problems, describe_range, is_in_range, is_usable, shortened
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
 REQUIRED = object()
 NO_VALUE = object()  # what the parser gives for a flag without its value
 T = TypeVar("T")
@@ -133,14 +134,7 @@ class ScheduleArguments:
     lr_scheduler_type: str = flag(
         "cosine",
         "learning-rate schedule",
-        choices=(
-            "linear",
-            "cosine",
-            "cosine_with_restarts",
-            "polynomial",
-            "constant",
-            "constant_with_warmup",
-        ),
+        choices=SCHEDULES,
     )
 
 

@@ -24,16 +24,12 @@ SWITCHES = {
 
 
 def rename_flags(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags of a run that an earlier version saved, what its switches stood for among them."""
+    """Return the flags of a run that an earlier version saved, with those that its switches stood for."""
     flags = dict(saved)
-    for name, (target, value) in SWITCHES.items():
-        is_on = flags.pop(name, None)
-        if is_on is False and name in ("enable_ema", "print_answers"):
-            flags.pop(target, None)  # it had a value that did nothing
-        if is_on and name == "disable_dropout":
-            flags[target] = float(value)
-        if is_on and name == "enable_tensorboard":
-            flags[target] = [*flags.get(target, []), value]
+    if flags.get("disable_dropout"):
+        flags["dropout"] = 0.0
+    if flags.get("enable_ema") is False:
+        flags.pop("ema_decay", None)  # it had a value that did nothing
     return flags
 
 

@@ -12,10 +12,8 @@ from typing import Any
 
 from common.flags.other_names import IGNORED, OLDER_NAMES
 
-LARGEST = {
-    int: 2**53,
-    float: 3.4e38,
-}  # beyond it float64 skips numbers; of fp32, in which losses are computed
+# Beyond it float64 skips numbers; of fp32, in which losses are computed.
+LARGEST = {int: 2**53, float: 3.4e38}
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
 KINDS = {
     int: "a whole number, 2**53 at most",
@@ -119,7 +117,7 @@ def no_effect_notes(args: Any, argv: list[str] | None = None) -> list[str]:
     ignored = (given & IGNORED.keys()) - {field.name for field in fields}
     lines = [f"--{name} has no effect: {IGNORED[name]}" for name in sorted(ignored)]
     for field in (f for f in fields if given & {f.name, OLDER_NAMES.get(f.name)}):
-        partners = [_read_partner(text) for text in field.metadata["only_with"].split()]
+        partners = re.findall(r"(\w+)(!?=|)(\S*)", field.metadata["only_with"])  # name, sign, value
         acts = not partners or any(_is_set(args, *partner) for partner in partners)
         if _is_set(args, field.name) and not acts:
             shown = [
@@ -128,11 +126,6 @@ def no_effect_notes(args: Any, argv: list[str] | None = None) -> list[str]:
             ]
             lines.append(f"--{field.name} has no effect without {' or '.join(shown)}")
     return lines
-
-
-def _read_partner(text: str) -> tuple[str, str, str]:
-    """Return (name, sign, value) of a flag in `only_with`: NAME, NAME=VALUE or NAME!=VALUE."""
-    return re.fullmatch(r"(\w+)(!?=|)(.*)", text).groups()
 
 
 def _is_set(args: Any, name: str, sign: str = "", wanted: str = "") -> bool:

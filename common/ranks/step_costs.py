@@ -2,18 +2,10 @@
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
-
-
-@dataclass
-class Cost:
-    """Of one phase, on this rank."""
-
-    seconds: float = 0.0
-    tokens: int = 0
 
 
 class StepCosts:
@@ -26,18 +18,17 @@ class StepCosts:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.now, self.peak_flops = now, 0.0
-        self.costs: dict[str, Cost] = {}
-        self._running: Cost | None = None
+        self.seconds, self.tokens = Counter(), Counter()  # by phase, on this rank
+        self._running = ""
         self.begin_step()
 
     @contextlib.contextmanager
     def clock(self, name: str) -> Iterator[None]:
         """Count the block's seconds as those of the phase `name`."""
-        if self._running is not None:
+        if self._running:
             yield
             return
-        self._running = cost = self.costs.setdefault(name, Cost())
-        started = self.now()
+        self._running, started = name, self.now()
         try:
             yield
         finally:
@@ -47,18 +38,19 @@ class StepCosts:
                 with contextlib.suppress(RuntimeError):  # a device that failed has raised already
                     torch.cuda.synchronize()
             spent = self.now() - started
-            cost.seconds, self._seconds = cost.seconds + spent, self._seconds + spent
-            self._running = None
+            self.seconds[name] += spent
+            self._spent += spent
+            self._running = ""
 
     def count(self, tokens: int, flops: float) -> None:
         """Add work to the clock that runs; without one it is no step's."""
-        if self._running is not None:
-            self._running.tokens += tokens
+        if self._running:
+            self.tokens[self._running] += tokens
             self.flops += flops
 
     def begin_step(self) -> None:
         """Begin a step."""
-        self._started, self._seconds, self.flops = self.now(), 0.0, 0.0
+        self._started, self._spent, self.flops = self.now(), 0.0, 0.0
 
     def end_step(self, num_ranks: int = 1) -> dict[str, float]:
         """Return the step's numbers under the names of the log.
@@ -67,14 +59,14 @@ class StepCosts:
         appendix B) is this rank's FLOPs by what its device could do in the step's seconds.
         """
         seconds = self.now() - self._started
-        found = {"perf/step_seconds": seconds, "perf/rest_seconds": seconds - self._seconds}
+        found = {"perf/step_seconds": seconds, "perf/rest_seconds": seconds - self._spent}
         if self.peak_flops and seconds:
             found["perf/mfu"] = self.flops / (seconds * self.peak_flops)
-        for name, cost in self.costs.items():
-            found[f"perf/{name}_seconds"] = cost.seconds
-            if cost.tokens and cost.seconds:
-                found[f"perf/{name}_tokens_per_second"] = cost.tokens * num_ranks / cost.seconds
-        self.costs = {}
+        for name, spent in self.seconds.items():
+            found[f"perf/{name}_seconds"] = spent
+            if self.tokens[name] and spent:
+                found[f"perf/{name}_tokens_per_second"] = self.tokens[name] * num_ranks / spent
+        self.seconds, self.tokens = Counter(), Counter()
         return found
 
 

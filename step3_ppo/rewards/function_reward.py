@@ -51,13 +51,17 @@ class FunctionReward(TextReward):
 
     def ask(self, batch: Answers) -> Scores:
         """See `TextReward.ask`."""
+        worker = self._idle.get() if self._workers else None
         try:
-            return self._ask_process(batch) if self._workers else self._ask_thread(batch)
+            return worker.ask(batch, self.timeout_seconds) if worker else self._ask_thread(batch)
         except TimeoutError as late:
             raise RewardError(
                 f"took more than --reward_timeout_seconds {self.timeout_seconds:g}; {late}; raise the limit, "
                 "or lower --reward_batch_size"
             ) from None
+        finally:
+            if worker:
+                self._idle.put(worker)
 
     def close(self) -> None:
         """See `TextReward.close`."""
@@ -71,13 +75,6 @@ class FunctionReward(TextReward):
         if future.done():
             return future.result()
         raise TimeoutError("its thread goes on running; with --reward_processes 1 it would have been ended")
-
-    def _ask_process(self, batch: Answers) -> Scores:
-        worker = self._idle.get()
-        try:
-            return worker.ask(batch, self.timeout_seconds)
-        finally:
-            self._idle.put(worker)
 
 
 class Worker:

@@ -51,16 +51,7 @@ class HttpReward(TextReward):
         )
 
     def ask(self, batch: Answers) -> tuple[list[float], str]:
-        """See `TextReward.ask`."""
-        return checked_scores(self._ask(batch), batch)
-
-    def close(self) -> None:
-        """See `TextReward.close`."""
-        super().close()
-        self._client.close()
-
-    def _ask(self, batch: Answers) -> Any:
-        """Return the scores of a good answer, after some tries. Raises RewardError."""
+        """See `TextReward.ask`; some tries are made."""
         failure = ""
         for attempt in range(NUM_TRIES):
             if attempt:
@@ -71,7 +62,7 @@ class HttpReward(TextReward):
                 failure = f"{type(error).__name__}: {error}"
                 continue
             if 200 <= status < 300:
-                return _read_scores(text)
+                return checked_scores(_read_scores(text), batch)
             failure = f"status {status}: {shortened(text)}"
             if status < 500:
                 raise RewardError(f"{failure}; {_cure(status, location)}")
@@ -79,6 +70,11 @@ class HttpReward(TextReward):
             f"failed {NUM_TRIES} times, the last time with {failure}; see that the server runs there and "
             f"answers within --reward_timeout_seconds {self.timeout_seconds:g}, or lower --reward_batch_size"
         )
+
+    def close(self) -> None:
+        """See `TextReward.close`."""
+        super().close()
+        self._client.close()
 
     def _post(self, batch: Answers) -> tuple[int, str, str]:
         """Return status, where it sends us on to, and text of the answer.
