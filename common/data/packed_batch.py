@@ -66,21 +66,18 @@ class PackedBatch:
     def select(self, indexes: Sequence[int] | torch.Tensor) -> "PackedBatch":
         """Items `indexes`, in that order.
 
-        Raises ValueError for an index that is out of range, or there twice: ids stay unique.
+        Raises IndexError for an index that is out of range, ValueError for one that is there twice.
         """
-        chosen = torch.as_tensor(indexes).tolist()
-        index = torch.tensor(chosen, dtype=torch.int64)
-        if not set(chosen) <= set(range(len(self))):
-            raise ValueError(f"indexes {chosen} must be from 0 to {len(self) - 1}")
-        if len(set(chosen)) != len(chosen):
-            raise ValueError(f"indexes {chosen} must not have one twice")
+        index = torch.as_tensor(indexes, dtype=torch.int64, device="cpu")
         data, lengths = {}, {}
         for key, of_items in self.lengths.items():
             starts = of_items.cumsum(0) - of_items
             lengths[key] = of_items[index]
             positions = token_positions(lengths[key], starts[index])
             data[key] = self.data[key].index_select(0, positions.to(self.data[key].device))
-        return PackedBatch(tuple(self.ids[i] for i in chosen), data, lengths)
+        batch = PackedBatch(tuple(self.ids[i] for i in index.tolist()), data, lengths)
+        batch.check()
+        return batch
 
     def interleave(self, *keys: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The sequences of K keys, item by item: (total, ...), and their lengths (B, K) on the CPU.

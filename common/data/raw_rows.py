@@ -45,18 +45,21 @@ class RawRows:
         origin: str,
         fingerprint: str = "",
         locate: Callable[[int], tuple[str, int]] | None = None,
+        read: Callable[[Any], Any] | None = None,
     ) -> None:
         """`rows` has a length and integer indexing; a `fingerprint` that changes when they do spares a digest
-        of their content. `locate` gives a row's file and line; by default they are numbered.
+        of their content. `locate` gives a row's file and line; by default they are numbered. `read` makes a
+        row, when it is asked for, of what stands in `rows`.
         """
-        self._rows, self.origin, self.fingerprint, self._locate = rows, origin, fingerprint, locate
+        self._rows, self.origin, self.fingerprint = rows, origin, fingerprint
+        self._locate, self._read = locate, read
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Row `index`. Raises BadRow: what is there is no row."""
-        row = self._rows[index]
+        row = self._read(self._rows[index]) if self._read else self._rows[index]
         if not isinstance(row, dict):
             raise BadRow(f"the row is of type {type(row).__name__}, not an object with named columns")
         return row
@@ -90,19 +93,6 @@ class RawRows:
 def canonical(row: Any) -> bytes:
     """Bytes that depend on a row's content and not on the order of its columns."""
     return json.dumps(row, sort_keys=True, default=repr).encode()
-
-
-class LazyRows(Sequence):
-    """Rows that are made when they are asked for."""
-
-    def __init__(self, num_rows: int, get: Callable[[int], Any]) -> None:
-        self._num_rows, self._get = num_rows, get
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    def __getitem__(self, index: int) -> Any:
-        return self._get(index)
 
 
 def parse_json_row(data: bytes) -> dict[str, Any]:
@@ -144,13 +134,12 @@ def rows_of_parquet(path: Path, max_rows: int | None = None) -> RawRows:
         except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
             raise ValueError(f"--data_path {path}: the file cannot be read as .parquet: {error}") from error
 
-    def get(index: int) -> dict[str, Any]:
+    def read(index: int) -> dict[str, Any]:
         group = bisect_right(ends, index)
         first = ends[group - 1] if group else 0
         return read_group(group).slice(index - first, 1).to_pylist()[0]
 
-    num_rows = file.metadata.num_rows
-    return RawRows(LazyRows(num_rows if max_rows is None else min(num_rows, max_rows), get), str(path))
+    return RawRows(range(file.metadata.num_rows)[:max_rows], str(path), read=read)
 
 
 def join_rows(parts: Sequence[RawRows]) -> RawRows:
@@ -173,8 +162,13 @@ def group_rows(
         key = ("key", keys[index]) if index in keys else ("row", index)
         by_key.setdefault(key, []).append(index)
     groups = list(by_key.values())
-    rows = LazyRows(len(groups), lambda i: build([base[index] for index in groups[i]]))
-    return RawRows(rows, base.origin, base.fingerprint, lambda i: base.origin_and_line(groups[i][0]))
+    return RawRows(
+        groups,
+        base.origin,
+        base.fingerprint,
+        locate=lambda i: base.origin_and_line(groups[i][0]),
+        read=lambda group: build([base[index] for index in group]),
+    )
 
 
 def readable(rows: RawRows) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -269,14 +263,12 @@ def rows_of_text(path: Path, max_rows: int | None = None) -> RawRows:
     # (rows, 3): where a row begins in the file, its bytes, its line in the user's file
     table = np.fromiter(islice(spans, max_rows), np.dtype((np.int64, 3)))
 
-    def get(index: int) -> Any:
-        start, num_bytes, _ = table[index].tolist()
+    def read(span: np.ndarray) -> Any:
+        start, num_bytes, _ = span.tolist()
         file.seek(start)
         return parse(file.read(num_bytes))
 
-    return RawRows(
-        LazyRows(len(table), get), str(path), locate=lambda index: (str(path), int(table[index, 2]))
-    )
+    return RawRows(table, str(path), locate=lambda index: (str(path), int(table[index, 2])), read=read)
 
 
 def _open(path: Path) -> BinaryIO:

@@ -117,6 +117,7 @@ def _write(folder: Path, shares: Sequence[_Share], options: DataOptions, templat
     report = DataReport(KIND_NAMES[options.stage])
     builder = RowBuilder(template, options, report)
     total = sum(len(share.source.train) for share in shares)
+    next_time = time.monotonic() + TELL_SECONDS
     with ExitStack() as stack:
         train, held_out = (
             stack.enter_context(closing(TokenWriter(folder / f"{name}.arrow", COLUMNS[options.stage])))
@@ -124,27 +125,20 @@ def _write(folder: Path, shares: Sequence[_Share], options: DataOptions, templat
         )
         for share in shares:
             num_before = train.num_rows
-            items = _told(_items(share, options, report), report, total)
+            items = _items(share, options, report)
             while chunk := list(islice(items, CHUNK_ROWS)):
                 for writer in (train, held_out):
                     some = [item for item, is_eval in chunk if is_eval == (writer is held_out)]
                     writer.append(builder.build(some))
                 report.check_bad_rows(options.max_bad_rows)
+                if time.monotonic() >= next_time:
+                    watchdog.tell(f"tokenised {report.num_raw_rows:,} of at most {total:,} rows")
+                    next_time = time.monotonic() + TELL_SECONDS
             report.notes += [f"{share.source.name}: {note}" for note in share.source.adapter.notes]
             if train.num_rows == num_before:
                 raise ValueError(_no_rows(share, options, report))
         report.num_train, report.num_eval = train.num_rows, held_out.num_rows
     return report
-
-
-def _told(items: Iterator[tuple[Item, bool]], report: DataReport, total: int) -> Iterator[tuple[Item, bool]]:
-    """The items; every TELL_SECONDS it is said how many of `total` rows are done."""
-    next_time = time.monotonic() + TELL_SECONDS
-    for item in items:
-        if time.monotonic() >= next_time:
-            watchdog.tell(f"tokenised {report.num_raw_rows:,} of at most {total:,} rows")
-            next_time = time.monotonic() + TELL_SECONDS
-        yield item
 
 
 def _items(share: _Share, options: DataOptions, report: DataReport) -> Iterator[tuple[Item, bool]]:

@@ -35,31 +35,17 @@ def load_tokenizer(
             f"{flag} {name_or_path}: {type(tokenizer).__name__} has no fast form, and response masks need "
             "its character offsets; save the model with a tokenizer.json"
         )
-    return prepare_tokenizer(tokenizer, eot_token=eot_token, add_eot_token=add_eot_token, name=name_or_path)
-
-
-def prepare_tokenizer(
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    eot_token: str | None = None,
-    add_eot_token: bool = False,
-    name: str = "tokenizer",
-) -> PreTrainedTokenizerFast:
-    """Set eos and pad on a tokenizer that is loaded already, in place, and return it; see `load_tokenizer`.
-
-    Raises ValueError: there is no end-of-turn token, or it is not exactly one id.
-    """
     eot = eot_token or tokenizer.eos_token
     if not eot:
         raise ValueError(
-            f"the tokenizer of {name} has no eos token, so no reply could end; name one of its tokens by "
-            "--eot_token, or add a new one by --eot_token '<|endoftext|>' --add_eot_token"
+            f"the tokenizer of {name_or_path} has no eos token, so no reply could end; name one of its "
+            "tokens by --eot_token, or add a new one by --eot_token '<|endoftext|>' --add_eot_token"
         )
     if eot not in tokenizer.get_vocab() and not add_eot_token:
         pieces = tokenizer.tokenize(eot)
         raise ValueError(
-            f"--eot_token {eot}: the tokenizer of {name} splits it into {len(pieces)} tokens {pieces}; an "
-            f"end-of-turn token must be one id: pass --add_eot_token to add it"
+            f"--eot_token {eot}: the tokenizer of {name_or_path} splits it into {len(pieces)} tokens "
+            f"{pieces}; an end-of-turn token must be one id: pass --add_eot_token to add it"
             + (f", or leave --eot_token out to use {tokenizer.eos_token}" if tokenizer.eos_token else "")
         )
     is_one_id = tokenizer(eot, add_special_tokens=False).input_ids == [tokenizer.eos_token_id]
@@ -68,7 +54,7 @@ def prepare_tokenizer(
         tokenizer.add_special_tokens({"eos_token": AddedToken(eot, special=True, normalized=False)})
     if tokenizer(eot, add_special_tokens=False).input_ids != [tokenizer.eos_token_id]:
         raise ValueError(
-            f"--eot_token {eot}: the tokenizer of {name} still splits it; pass another token with "
+            f"--eot_token {eot}: the tokenizer of {name_or_path} still splits it; pass another token with "
             "--add_eot_token"
         )
     if tokenizer.pad_token_id is None:

@@ -11,7 +11,7 @@ from common.data.dialogue import Segment, Tokenised, build_template, truncate
 from common.data.example import BadRow, Example, Message
 from common.data.stage_rows import Item, RowBuilder
 from common.data.token_cache import DataReport
-from common.data.tokenizer import adds_bos, load_tokenizer, prepare_tokenizer, vocabulary_difference
+from common.data.tokenizer import load_tokenizer, vocabulary_difference
 
 QUESTION = (Message("user", "How are you today?"),)
 SAID = (Message("system", "Be kind."), *QUESTION, Message("assistant", "Fine."))
@@ -29,6 +29,7 @@ def response_text(template, row) -> str:
 def with_bos(make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<s>"})
+    assert build_template("human_assistant", tokenizer).bos_id is None, "to have one is not to put it"
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
@@ -214,32 +215,30 @@ def test_pad_falls_back_to_eos_and_no_id_changes(tmp_path, make_tokenizer):
     assert loaded.pad_token == "<pad>" and loaded.pad_token_id != loaded.eos_token_id
 
 
-def test_no_eos_names_both_cures(make_tokenizer):
-    with pytest.raises(ValueError, match="no eos token.*--eot_token.*--add_eot_token"):
-        prepare_tokenizer(make_tokenizer(eos=None))
+@pytest.mark.parametrize(
+    ("eos", "eot", "message"),
+    [
+        (None, None, "no eos token.*--eot_token.*--add_eot_token"),
+        ("<|endoftext|>", "<turn>", r"--eot_token <turn>: .*splits it into \d+ tokens.*--add_eot_token"),
+    ],
+)
+def test_no_end_of_turn_of_one_id_names_the_cures(tmp_path, make_tokenizer, eos, eot, message):
+    make_tokenizer(eos=eos).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(str(tmp_path), eot_token=eot)
 
 
-def test_eot_of_several_ids_names_the_cure(make_tokenizer):
-    with pytest.raises(ValueError, match=r"--eot_token <turn>: .*splits it into \d+ tokens.*--add_eot_token"):
-        prepare_tokenizer(make_tokenizer(), eot_token="<turn>")
-
-
-def test_add_eot_token_gives_one_new_id_at_the_end(make_tokenizer):
-    tokenizer = make_tokenizer()
-    num_before, vocabulary = len(tokenizer), tokenizer.get_vocab()
-    prepare_tokenizer(tokenizer, eot_token="<turn>", add_eot_token=True)
-    assert tokenizer.eos_token_id == num_before and len(tokenizer) == num_before + 1
-    assert tokenizer("hi<turn>", add_special_tokens=False).input_ids[-1] == num_before
-    assert vocabulary.items() <= tokenizer.get_vocab().items()
-
-
-def test_eot_that_the_vocabulary_holds_keeps_its_id(make_tokenizer):
-    tokenizer = make_tokenizer()
-    token = next(t for t in tokenizer.get_vocab() if t.isalpha() and t.isascii() and len(t) >= 3)
-    token_id, num_before = tokenizer.get_vocab()[token], len(tokenizer)
-    prepare_tokenizer(tokenizer, eot_token=token)
-    assert (tokenizer.eos_token_id, len(tokenizer)) == (token_id, num_before)
+@pytest.mark.parametrize("is_new", [False, True])
+def test_an_end_of_turn_keeps_its_id_or_gets_a_new_one_at_the_end(tmp_path, make_tokenizer, is_new):
+    before = make_tokenizer()
+    before.save_pretrained(tmp_path)
+    vocabulary = before.get_vocab()
+    word = next(token for token in vocabulary if token.isalpha() and token.isascii() and len(token) >= 3)
+    token, token_id = ("<turn>", len(before)) if is_new else (word, vocabulary[word])
+    tokenizer = load_tokenizer(str(tmp_path), eot_token=token, add_eot_token=is_new)
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (token_id, len(before) + is_new)
     assert tokenizer(f"x{token}", add_special_tokens=False).input_ids[-1] == token_id
+    assert vocabulary.items() <= tokenizer.get_vocab().items()
 
 
 def test_a_folder_without_tokenizer_names_flag_and_value(tmp_path):
@@ -255,14 +254,3 @@ def test_vocabulary_difference(tiny_tokenizer, make_tokenizer):
     assert "'<pad>' is" in vocabulary_difference(more, tiny_tokenizer)
     other = make_tokenizer(vocab_size=300)
     assert "tokens (the other vocabulary has 300) differ" in vocabulary_difference(tiny_tokenizer, other)
-
-
-def test_adds_bos(make_tokenizer):
-    tokenizer = make_tokenizer()
-    assert not adds_bos(tokenizer)
-    tokenizer.add_special_tokens({"bos_token": "<s>"})
-    assert not adds_bos(tokenizer)
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
-    )
-    assert adds_bos(tokenizer)

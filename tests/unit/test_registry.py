@@ -8,7 +8,7 @@ import pytest
 from stage_texts import put_on_hub, write_rows
 
 from common.data.adapters import base
-from common.data.adapters.row_forms import form_of, read_row
+from common.data.adapters.row_forms import read_row
 from common.data.adapters.row_parts import parse_dialogue
 from common.data.example import BadRow, EmptyRow, Message
 from common.data.registry import (
@@ -184,8 +184,8 @@ def test_an_unregistered_hub_set_is_read_by_its_columns(monkeypatch):
 
 
 def test_the_first_form_whose_columns_are_there_is_the_rows():
-    assert form_of({"prompt": "a", "response": "b", "helpfulness": 1}).columns == ("prompt", "response")
-    assert form_of({"text": "a", "role": "x"}).columns == ("text",)
+    (example,) = read_row({"prompt": "a", "response": "b", "text": "c"})
+    assert (example.chosen, example.text) == ("b", None)
     assert read_row(ROW | {"margin": "1.5"})[0].margin == 1.5
     assert read_row({"messages": [*ASKED, {"role": "assistant", "content": "a"}]})[0].learn_all_turns
 

@@ -259,15 +259,6 @@ ROW_FORMS = (
 )
 
 
-def form_of(row: Row) -> RowForm | None:
-    """The form of a row, or None when its columns fit none."""
-    present = {column for column, value in row.items() if value is not None}
-    for form in ROW_FORMS:
-        if present.issuperset(form.columns) and (form.fits is None or form.fits(row)):
-            return form
-    return None
-
-
 def accepted_forms(stage: int | None = None) -> str:
     """The column sets that a step can use, for a message."""
     return " | ".join("/".join(form.columns) for form in ROW_FORMS if stage is None or stage in form.stages)
@@ -275,8 +266,9 @@ def accepted_forms(stage: int | None = None) -> str:
 
 def read_row(row: Row) -> list[Example]:
     """Examples of a row of any form. Raises BadRow: no form fits, or a column holds the wrong thing."""
-    form = form_of(row)
-    if form is None:
-        filled = [repr(column) for column, value in row.items() if value is not None]
-        raise BadRow(f"columns {', '.join(filled) or 'none'} fit none of {accepted_forms()}")
-    return form.to_examples(row)
+    present = {column for column, value in row.items() if value is not None}
+    for form in ROW_FORMS:
+        if present.issuperset(form.columns) and (form.fits is None or form.fits(row)):
+            return form.to_examples(row)
+    filled = ", ".join(repr(column) for column in row if column in present) or "none"
+    raise BadRow(f"columns {filled} fit none of {accepted_forms()}")
