@@ -31,9 +31,8 @@ def say(text: str) -> None:
 
     It is lost where nobody reads any more: a signal for the whole process group ends `| tee log` too.
     """
-    line = f"\n{text}\n" if os.isatty(2) else f"{text}\n"  # a progress bar may stand there
     with contextlib.suppress(OSError):
-        os.write(2, line.encode(errors="replace"))
+        os.write(2, f"{text}\n".encode(errors="replace"))
 
 
 def first_line(error: BaseException, otherwise: str = "") -> str:

@@ -1,4 +1,4 @@
-"""What a run shows: a line a step, a progress bar, metrics, samples, rollouts, trackers.
+"""What a run shows: a line a step, metrics, samples, rollouts, trackers.
 
 Only the first process prints and writes; on the others every call does nothing.
 """
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from tqdm import tqdm
 
 from common.flags.args import RunArguments
 from common.ranks import distributed
@@ -81,14 +80,13 @@ class RunLogger(Stateful):
         self.is_on = distributed.is_main()
         self.folder = Path(args.output_dir) if args.output_dir and self.is_on else None
         self.started = time.monotonic()
-        self.bar: tqdm | None = None
         self.trackers = TrackerGroup(args, self.note)
         names = (METRICS, SAMPLES, ROLLOUTS) if self.folder else ()
         self.files = {name: _GrowingFile(self.folder / name, self.note) for name in names}
         self._last_step = 0
 
     def open(self, last_step: int | None = None) -> None:
-        """Show the progress bar; begin a run in the trackers and the files, or resume after `last_step`.
+        """Begin a run in the trackers and the files, or resume after `last_step`.
 
         Raises ValueError when a tracker cannot, before anything of an earlier run is removed.
         """
@@ -100,8 +98,6 @@ class RunLogger(Stateful):
             for file in self.files.values():
                 file.path.unlink(missing_ok=True)
             (self.folder / METRICS).touch()
-        if self.is_on and sys.stderr.isatty():
-            self.bar = tqdm(total=self.num_steps, unit="step", dynamic_ncols=True, leave=False)
 
     def json_state(self) -> dict[str, Any]:
         """Return how far the files are, once they are on the disk so far."""
@@ -124,11 +120,10 @@ class RunLogger(Stateful):
         self.open(state["step"])
 
     def note(self, text: str) -> None:
-        """Print a line above the progress bar; where nobody can take it any more, it is lost."""
+        """Print a line; where nobody can take it any more, it is lost."""
         if self.is_on:
             with contextlib.suppress(OSError):  # a full disk, or a pipe whose reader has gone
-                tqdm.write(text, file=sys.stdout)
-                sys.stdout.flush()
+                print(text, flush=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's numbers everywhere; `step` counts from 1."""
@@ -138,8 +133,6 @@ class RunLogger(Stateful):
         metrics = {**metrics, "perf/peak_memory_gib": peak_memory_gib()}
         self._write(METRICS, step, {"seconds": round(time.monotonic() - self.started, 3), **metrics})
         self.trackers.log(metrics, step)
-        if self.bar is not None:
-            self.bar.update(step - self.bar.n)
         if step % self.log_interval == 0 or step == self.num_steps:
             shown = [name for name in self.columns if name in metrics]
             self._print(step, {name.removeprefix(self.prefix): metrics[name] for name in shown})
@@ -163,8 +156,6 @@ class RunLogger(Stateful):
 
     def close(self) -> None:
         """Close the trackers and draw curves.png and report.html from the files."""
-        if self.bar is not None:
-            self.bar.close()
         self.trackers.close()
         for file in self.files.values():
             file.append()
