@@ -5,7 +5,6 @@ what CUDA graphs ask of a decode step, without a GPU.
 import pytest
 import torch
 from plain_logits import compute_logits
-from test_sampling import NUM_DRAWS, SMALLEST_P_VALUE, p_value
 from tiny_configs import CONFIGS, tiny_config
 from transformers import AutoModelForCausalLM, GPTNeoForCausalLM
 
@@ -14,6 +13,7 @@ from common.generation.decode import DecodeGraphs, DecodeStep, SamplingOptions
 from common.generation.generate import Generator, SlotSchedule
 from common.generation.inference_module import share_weights
 from common.models.output_head import token_logprobs
+from common.models.sampling import counter_uniform, sample_tokens
 
 
 def generate(model, *inputs, **more):
@@ -94,16 +94,6 @@ def test_a_text_does_not_depend_on_its_batch(family, tiny_model_folder):
     assert other_seed.response_ids.tolist() != together.response_ids.tolist()
 
 
-def test_padding_holds_any_id_and_the_limit_leaves_a_response_unfinished(tiny_model_folder):
-    model, ids, mask = load_prompted(tiny_model_folder("gpt2"))
-    first = generate(model, ids, mask, torch.arange(4), options(stop_token_id=-1))
-    second = generate(
-        model, torch.where(mask.bool(), ids, 9), mask, torch.arange(4), options(stop_token_id=-1)
-    )
-    assert first.response_ids.equal(second.response_ids)
-    assert not first.is_finished.any() and first.response_mask.all() and first.response_ids.shape == (4, 12)
-
-
 def test_vocabulary_padding_is_never_sampled_and_has_no_probability(tiny_model_folder):
     model = load(tiny_model_folder("llama"))
     ids, mask = make_prompts(50)
@@ -160,20 +150,15 @@ def test_truncation_keeps_both_log_probabilities(tiny_model_folder):
     assert whole_out.truncated_logprobs.equal(whole_out.logprobs)
 
 
-def test_samples_follow_the_distribution(tiny_model_folder):
-    model = load(tiny_model_folder("llama"))
-    prompt = torch.tensor([[5, 9, 2]])
-    one_token = options(max_new_tokens=1, stop_token_id=-1, temperature=0.7, top_k=12)
-    out = Generator(model, num_slots=512).generate(
-        prompt, torch.ones_like(prompt), torch.arange(NUM_DRAWS), one_token, num_samples=NUM_DRAWS
-    )
-    with torch.no_grad():
-        logits = compute_logits(model, prompt, torch.ones_like(prompt), num_last=1)[0, -1].double() / 0.7
-    kept = logits.masked_fill(logits < logits.topk(12).values[-1], -torch.inf)
-    counts = torch.bincount(out.response_ids[:, 0], minlength=len(logits))
-    assert int((counts > 0).sum()) == 12
-    chosen = kept.isfinite()
-    assert p_value(counts[chosen], NUM_DRAWS * torch.softmax(kept[chosen], -1)) > SMALLEST_P_VALUE
+def test_a_token_is_that_of_the_sampler_at_its_sample_and_position(tiny_model_folder):
+    model, ids, mask = load_prompted(tiny_model_folder("llama"))
+    chosen = {"temperature": 0.7, "top_k": 12, "top_p": 0.8}
+    out = generate(model, ids, mask, torch.tensor([5, 2, 9, 0]), options(seed=3, stop_token_id=-1, **chosen))
+    logits = check_logprobs(model, ids, mask, out, temperature=0.7)
+    for position in range(12):
+        uniforms = counter_uniform(3, torch.tensor([5, 2, 9, 0]), torch.full((4,), position))
+        expected = sample_tokens(logits[:, position], uniforms, **chosen).token_ids
+        assert out.response_ids[:, position].equal(expected)
 
 
 def test_gpt_neo_beyond_its_window_is_refused():

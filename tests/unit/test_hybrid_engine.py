@@ -14,7 +14,6 @@ from common.generation.decode import SamplingOptions
 from common.generation.hybrid_engine import HybridEngine, named_out_of_memory
 from common.generation.rollout_engine import HybridRolloutEngine
 from common.generation.tp_plans import NoPlan
-from common.models.lora import trained_weights
 from common.ranks import distributed
 from common.ranks.zero3 import local_shard
 
@@ -102,24 +101,6 @@ def test_fifty_switches_leave_every_bit_of_the_trainer(stage, lora_dim, tiny_mod
     pairs = zip(hybrid.engine.module.parameters(), never.engine.module.parameters(), strict=True)
     assert all(local_shard(a).equal(local_shard(b)) for a, b in pairs)
     assert hybrid.costs.received_bytes == 0  # one rank
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_adapted_weights_are_merged_into_new_tensors(stage, tiny_model_folder):
-    hybrid = build(tiny_model_folder("gpt2"), stage, lora_dim=4)
-    train_once(hybrid)  # B is zero before
-    weights = trained_weights(hybrid.engine.module)
-    before = {name: local_shard(w.parameter).clone() for name, w in weights.items()}
-    with hybrid.generation_mode() as module:
-        inside = dict(module.named_parameters())
-        adapted = [name for name, w in weights.items() if w.lora_a is not None]
-        assert len(adapted) == 8 and set(inside) == set(weights)
-        for name, weight in weights.items():
-            is_shared = inside[name].data_ptr() == local_shard(weight.parameter).data_ptr()
-            assert is_shared == (name not in adapted)
-            flat = before[name].view(inside[name].shape)
-            assert inside[name].equal(flat) == (name not in adapted)
-    assert all(local_shard(w.parameter).equal(before[n]) for n, w in weights.items())
 
 
 @pytest.mark.parametrize(

@@ -191,8 +191,3 @@ def test_a_budget_cuts_the_same_global_batches(world_size):
     for micro_batch in (m for step in found for m in step):
         of_rows = [lengths[int(row)][0] for row in micro_batch]
         assert len(of_rows) * max(of_rows) <= 30
-
-
-def test_a_row_above_the_budget_is_named_at_the_start():
-    with pytest.raises(ValueError, match="15 tokens is longer than --max_tokens_per_micro_batch 14"):
-        GlobalBatches(sft_rows(), list, rows_per_micro_batch=2, row_lengths=[(13,), (15,)], max_tokens=14)

@@ -247,11 +247,3 @@ def test_uniforms_are_uniform_and_neighbours_are_independent(form, is_right):
         assert 0 <= u.min() and u.max() < 1 and u.dtype == torch.float32
 
     judge(check, form, is_right)
-
-
-def test_uniforms_know_nothing_of_the_batch():
-    ids, positions = grid(20, 30)
-    whole = counter_uniform(7, ids, positions)
-    order = torch.randperm(600, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(counter_uniform(7, ids[order], positions[order]), whole[order])
-    assert torch.equal(counter_uniform(7, ids[17:18], positions[17:18]), whole[17:18])

@@ -64,12 +64,9 @@ def test_a_base_model_gives_its_trunk_and_the_head_is_linear_on_its_last_states(
 
 
 def test_the_head_trains_beside_the_adapters(tiny_model_folder):
-    lora = LoraOptions(dim=2)
-    model = load(tiny_model_folder("llama"), lora=lora)
+    model = load(tiny_model_folder("llama"), lora=LoraOptions(dim=2))
     trained = {n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n}
     assert len(trained) == 1 and trained.pop().endswith("score.weight")
-    before = values_of(model, IDS)
-    assert before.equal(values_of(load(tiny_model_folder("llama")), IDS)), "B begins at zero"
 
 
 def test_a_family_without_a_score_head_is_named(tmp_path):
@@ -79,7 +76,6 @@ def test_a_family_without_a_score_head_is_named(tmp_path):
         load(folder)
 
 
-@pytest.mark.parametrize(("num_labels", "expected"), [(1, True), (2, False)])
-def test_only_one_label_is_a_score(num_labels, expected, tmp_path):
-    options = {"num_attention_heads": 2, "intermediate_size": 16, "num_labels": num_labels}
-    assert has_saved_head(save_classifier(tmp_path / "m", transformers.LlamaConfig, **options)) == expected
+def test_two_labels_are_no_score(tmp_path):
+    options = {"num_attention_heads": 2, "intermediate_size": 16, "num_labels": 2}
+    assert not has_saved_head(save_classifier(tmp_path / "m", transformers.LlamaConfig, **options))

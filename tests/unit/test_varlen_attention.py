@@ -84,28 +84,21 @@ def test_the_module_still_reads_padded_rows_and_single_ones(plain_kernel):
 
 
 @pytest.mark.parametrize(
-    ("has_gpu", "is_installed", "dtype", "is_packed", "expected"),
+    ("has_gpu", "is_installed", "dtype", "is_packed", "family", "expected"),
     [
-        (True, True, "bf16", False, "flash_attention_2"),
-        (True, False, "bf16", True, VARLEN_ATTENTION),
-        (True, False, "bf16", False, None),
-        (True, False, "fp32", True, None),
-        (False, True, "bf16", True, None),
+        (True, True, "bf16", False, "llama", "flash_attention_2"),
+        (True, False, "bf16", True, "llama", VARLEN_ATTENTION),
+        (True, False, "bf16", False, "llama", None),
+        (True, False, "bf16", True, "gemma2", None),  # caps scores inside attention
+        (True, False, "fp32", True, "llama", None),
+        (False, True, "bf16", True, "llama", None),
     ],
 )
 def test_a_kernel_is_chosen_where_it_can_be_used(
-    has_gpu, is_installed, dtype, is_packed, expected, monkeypatch
+    has_gpu, is_installed, dtype, is_packed, family, expected, monkeypatch
 ):
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if is_installed else None)
-    config = tiny_config("llama", 64)
+    config = tiny_config(family, 64)
     model_class = type(AutoModelForCausalLM.from_config(config))
     assert choose_attention(model_class, config, dtype, is_packed=is_packed) == expected
-
-
-def test_scores_capped_inside_attention_are_not_given_to_torchs_kernel(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = tiny_config("gemma2", 64)
-    model_class = type(AutoModelForCausalLM.from_config(config))
-    assert choose_attention(model_class, config, "bf16", is_packed=True) is None
