@@ -30,7 +30,6 @@ from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo import main as ppo
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.roles import load_actor, load_critic
 
 
 @dataclass
@@ -60,7 +59,10 @@ def read_flags(checkpoint: Checkpoint) -> Any:
 def build_module(args: Any, tokenizer: Any, part: str) -> nn.Module:
     """Return what the run's engine held, as it was at the beginning."""
     if isinstance(args, PPOArguments):
-        return (load_critic if part == "critic" else load_actor)(args, tokenizer, {})
+        is_critic = part == "critic"
+        load = training_loop.load_ranker if is_critic else training_loop.load_policy
+        role = args.critic if is_critic else args.actor
+        return load(args, {}, len(tokenizer), dropout=0.0, role=role)
     if isinstance(args, SFTArguments):
         return training_loop.load_policy(args, {}, len(tokenizer), dropout=args.dropout)
     load = training_loop.load_policy if args.loss == "dpo" else training_loop.load_ranker

@@ -40,9 +40,9 @@ from common.programs import startup
 from common.ranks import distributed
 from step3_ppo.algorithms import fill_defaults, find_algorithm
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.checks import PPOStart
 from step3_ppo.main import build_trainer
 from step3_ppo.rewards.reward_specs import RewardSpec
-from step3_ppo.start_up import PPOStart
 
 NUM_PROMPTS, MAX_PROMPT, MAX_RESPONSE, PPO_EPOCHS = 16, 256, 64, 4
 

@@ -26,6 +26,7 @@ from common.models.tensor_ops import masked_sum, whiten
 from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_math import (
+    GroupBaselines,
     discounted_returns,
     generalized_advantages,
     group_baselines,
@@ -165,11 +166,18 @@ def token_rewards(
     return kl_penalised_rewards(scores, kl, response_mask(batch), kl_coef=kl_coef)
 
 
-def sequence_rewards(
-    batch: PackedBatch, scores: torch.Tensor, args: PPOArguments, kl_coef: float
-) -> torch.Tensor:
-    """Return rewards (b,) fp32: the score (b,), the KL of all its tokens taken off if it goes there."""
-    return scores - kl_coef * masked_sum(_kl_in_reward(batch, args), response_mask(batch), dim=1)
+def compare_in_groups(
+    batch: PackedBatch, args: PPOArguments, kl_coef: float
+) -> tuple[torch.Tensor, torch.Tensor, GroupBaselines]:
+    """Return (`token_rewards`, their sums (b,) float64, what each response's group says of these sums).
+
+    A response is one action: its sum is the score, the KL of all its tokens taken off if it goes there.
+    """
+    scores = shaped_scores(batch, args)
+    kl = masked_sum(_kl_in_reward(batch, args), response_mask(batch), dim=1)
+    compared = scores - kl_coef * kl
+    group = group_baselines(compared, batch.numbers("group_ids"))
+    return token_rewards(batch, scores, args, kl_coef), compared.double(), group
 
 
 def _kl_in_reward(batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
@@ -238,15 +246,10 @@ def add_ppo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -
 )
 @torch.no_grad()
 def add_grpo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
-    """Return the batch with (score - group mean) / (group std + eps) on every token of a response.
-
-    GRPO, DeepSeekMath, arXiv:2402.03300. With `--kl_in reward` the score has the KL of its tokens taken off.
-    """
-    scores = shaped_scores(batch, args)
-    compared = sequence_rewards(batch, scores, args, kl_coef)  # (b,)
-    group = group_baselines(compared, batch.numbers("group_ids"))
-    advantages = on_every_token((compared.double() - group.mean) / (group.std + STD_EPSILON), batch)
-    return with_advantages(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
+    """Return the batch with (score - group mean) / (group std + eps): DeepSeekMath, arXiv:2402.03300."""
+    rewards, scores, group = compare_in_groups(batch, args, kl_coef)
+    advantages = on_every_token((scores - group.mean) / (group.std + STD_EPSILON), batch)
+    return with_advantages(batch, args, rewards, advantages)
 
 
 @register_algorithm(
@@ -254,31 +257,23 @@ def add_grpo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) 
 )
 @torch.no_grad()
 def add_dr_grpo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
-    """Return the batch with score - group mean on every token of a response.
+    """Return the batch with score - group mean.
 
     Dr. GRPO, arXiv:2503.20783: the deviation favours prompts that are nearly solved or nearly hopeless, and
     the mean over a response's tokens favours long wrong answers; both are left out.
     """
-    scores = shaped_scores(batch, args)
-    compared = sequence_rewards(batch, scores, args, kl_coef)  # (b,)
-    group = group_baselines(compared, batch.numbers("group_ids"))
-    advantages = on_every_token(compared.double() - group.mean, batch)
-    return with_advantages(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
+    rewards, scores, group = compare_in_groups(batch, args, kl_coef)
+    advantages = on_every_token(scores - group.mean, batch)
+    return with_advantages(batch, args, rewards, advantages)
 
 
 @register_algorithm("rloo", needs_group=True, ignores=("gamma", "gae_lambda"))
 @torch.no_grad()
 def add_rloo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
-    """Return the batch with reward - mean reward of the others on every token of a response.
-
-    The reward of a response is its score less kl_coef times the KL summed over its tokens: a response is one
-    action. Ahmadian et al. 2024, arXiv:2402.14740.
-    """
-    scores = shaped_scores(batch, args)
-    compared = sequence_rewards(batch, scores, args, kl_coef)  # (b,)
-    group = group_baselines(compared, batch.numbers("group_ids"))
-    advantages = on_every_token(compared.double() - group.leave_one_out_mean, batch)
-    return with_advantages(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
+    """Return the batch with score - mean of the others: Ahmadian et al. 2024, arXiv:2402.14740."""
+    rewards, scores, group = compare_in_groups(batch, args, kl_coef)
+    advantages = on_every_token(scores - group.leave_one_out_mean, batch)
+    return with_advantages(batch, args, rewards, advantages)
 
 
 @register_algorithm("reinforce++", adv_norm="batch", ignores=("gae_lambda",))

@@ -18,18 +18,18 @@ import torch
 from common.data.data_options import DataOptions
 from common.data.dialogue import Template
 from common.data.global_batches import evaluation_batches
-from common.data.packed_batch import PackedBatch, collate_prompts, prompt_texts
+from common.data.packed_batch import PackedBatch, collate_prompts
 from common.data.stage_datasets import StageData, build_data
 from common.models.tensor_ops import wilson_interval
 from common.ranks import distributed, watchdog
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import kept_random_numbers
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.checks import VERIFIABLE
 from step3_ppo.metrics import gather_responses, response_rows
 from step3_ppo.rewards.score_sum import PREFIX
 from step3_ppo.rollout import Rollout, join_scores
 from step3_ppo.rollout_batch import gather_numbers, send_to_main
-from step3_ppo.start_up import VERIFIABLE
 
 NUM_SHOWN = 4  # prompts whose answers are in samples.jsonl
 # The rollouts number their prompts from 0 on; these have numbers of their own, the same ones every time.
@@ -85,13 +85,13 @@ def judge(batch: PackedBatch, scores: torch.Tensor) -> Judged:
 
     scores (b,), NaN, in the result None, for an answer that has none. Every rank must call this.
     """
-    answers = [sequence.tolist() for sequence in batch.sequences("response_ids")]
-    digests = [hashlib.blake2b(str(answer).encode(), digest_size=8).digest() for answer in answers]
-    numbers = [int.from_bytes(digest, signed=True) for digest in digests]
-    everyone = gather_numbers(batch, scores=scores, answers=torch.tensor(numbers, dtype=torch.int64))
+    tokens = (ids.tolist() for ids in batch.sequences("response_ids"))
+    digests = [hashlib.blake2b(str(ids).encode(), digest_size=8).hexdigest() for ids in tokens]
+    everyone = distributed.gather_objects(list(zip(batch.ids, scores.tolist(), digests, strict=True)))
+    rows = sorted(row for of_rank in everyone for row in of_rank)
     return {
-        "scores": [None if math.isnan(score) else score for score in everyone["scores"].tolist()],
-        "answers": [number.to_bytes(8, signed=True).hex() for number in everyone["answers"].tolist()],
+        "scores": [None if math.isnan(score) else score for _, score, _ in rows],
+        "answers": [digest for _, _, digest in rows],
     }
 
 
@@ -205,16 +205,11 @@ class Evaluation:
         batches = evaluation_batches(
             self.rows, collate_prompts, rows_per_batch=size, rank=rank, world_size=world_size
         )
-        answers, texts, num_kept = [], {}, 0
-        for index, (prompts, is_real) in enumerate(batches):
-            first = FIRST_NUMBER + (index * world_size + rank) * size
-            numbers = torch.arange(first, first + len(is_real))
-            texts |= zip(numbers.tolist(), prompt_texts(prompts), strict=True)
-            answers.append(self.rollout.sample(prompts, numbers, step))
-            num_of_main = num_prompts - index * world_size * size  # real ones of the first rank, or more
-            num_kept += max(min(size, num_of_main), 0)
+        prompts, is_real = zip(*batches, strict=True)
         rollout, roles = self.rollout, self.rollout.roles
-        parts = rollout.cap.cut(PackedBatch.concat(answers).select(range(num_kept)))
+        answers, texts = rollout.sample(prompts, step, 1, FIRST_NUMBER)
+        num_kept = int(distributed.max_float(float(torch.cat(is_real).sum())))
+        parts = rollout.cap.cut(answers.select(range(num_kept)))
         get_scores = rollout.scores.ask(parts, texts)
         columns = {"old_logprobs": roles.actor.score(parts), "ref_logprobs": roles.reference.score(parts)}
         return join_scores(parts, columns, get_scores(roles.rewards))

@@ -30,6 +30,7 @@ from common.runs.export import ExportFailed, save_export
 from common.runs.run import Run
 from common.runs.saved_state import EngineState, Progress, ShardState
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.checks import PPOStart, check_start_up, updates_per_step
 from step3_ppo.evaluation import choose_prompts
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import build_text_reward
@@ -37,7 +38,6 @@ from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.rewards.text_rewards import Failures
 from step3_ppo.roles import build_roles
 from step3_ppo.rollout import Rollout
-from step3_ppo.start_up import PPOStart, check_start_up, updates_per_step
 from step3_ppo.trainer_state import TrainerState
 
 EXPORT_BEST = "export_best"

@@ -28,7 +28,7 @@ from common.ranks.zero3 import local_shard, swapped_shards
 from step3_ppo.arguments import PPOArguments, RoleFlags
 from step3_ppo.rewards.reward_specs import RewardSpec
 
-Load = Callable[[PPOArguments, Any, dict[str, Any]], PolicyModel | ValueModel]
+Load = Callable[..., PolicyModel | ValueModel]  # load_policy or load_ranker
 
 
 @dataclass
@@ -224,36 +224,27 @@ def build_roles(
 
     Every rank must call this.
     """
-    engine = _build_engine(load_actor, args, tokenizer, args.actor, num_optimizer_steps)
+    num_tokens = len(tokenizer)
+    engine = _build_engine(load_policy, args, args.actor, num_tokens, num_optimizer_steps)
     hybrid_engine = HybridEngine(engine, HybridOptions.of(args))
     is_packed = runs_packed(args, engine.module)
     actor = Actor(hybrid_engine, sampling_options(args, tokenizer), is_packed=is_packed)
     critic = None
     if has_critic:
-        engine = _build_engine(load_critic, args, tokenizer, args.critic, num_optimizer_steps)
+        engine = _build_engine(load_ranker, args, args.critic, num_tokens, num_optimizer_steps)
         critic = Critic(engine, runs_packed(args, engine.module))
     scorers = {}
     for spec in (spec for spec in rewards if spec.kind == "model"):
-        like_it = replace(args, critic_model_name_or_path=spec.target, critic_lora_dim=0)
-        stage, offload = args.critic_zero_stage, args.offload_reward_model
-        scorers[spec.name] = Reward(*_build_frozen(load_critic, like_it, tokenizer, stage, offload))
+        role = replace(args.critic, model_name_or_path=spec.target, lora_dim=0)
+        scorers[spec.name] = Reward(
+            *_build_frozen(load_ranker, args, role, num_tokens, args.offload_reward_model)
+        )
     if args.actor_lora_dim:
         reference: Reference = LoraReference(actor.model, is_packed=is_packed)
     else:
-        stage, offload = args.actor_zero_stage, args.offload_reference_model
-        reference = Reference(*_build_frozen(load_actor, args, tokenizer, stage, offload))
+        is_offloaded = args.offload_reference_model
+        reference = Reference(*_build_frozen(load_policy, args, args.actor, num_tokens, is_offloaded))
     return Roles(actor, reference, critic, scorers)
-
-
-def load_actor(args: PPOArguments, tokenizer: Any, ds_config: dict[str, Any]) -> PolicyModel:
-    """Return what the actor's engine trains. Every rank must call this."""
-    # Without dropout: old and new log-probabilities must agree before the first update.
-    return load_policy(args, ds_config, len(tokenizer), dropout=0.0, role=args.actor)
-
-
-def load_critic(args: PPOArguments, tokenizer: Any, ds_config: dict[str, Any]) -> ValueModel:
-    """Return what the critic's engine trains, which begins as the reward model. Every rank must call this."""
-    return load_ranker(args, ds_config, len(tokenizer), dropout=0.0, role=args.critic)
 
 
 def sampling_options(args: PPOArguments, tokenizer: Any) -> SamplingOptions:
@@ -270,29 +261,31 @@ def sampling_options(args: PPOArguments, tokenizer: Any) -> SamplingOptions:
     )
 
 
-def _build_engine(load: Load, args: PPOArguments, tokenizer: Any, role: RoleFlags, num_steps: int) -> Any:
+def _build_engine(load: Load, args: PPOArguments, role: RoleFlags, num_tokens: int, num_steps: int) -> Any:
     """Return the DeepSpeed engine that trains what `load` gives."""
     rows = args.per_device_training_batch_size
     ds_config = config_of(args, zero_stage=role.zero_stage, offload=args.offload, micro_batch_size=rows)
-    return build_engine(load(args, tokenizer, ds_config), ds_config, args, num_steps, role=role)
+    # Without dropout: old and new log-probabilities must agree before the first update.
+    model = load(args, ds_config, num_tokens, dropout=0.0, role=role)
+    return build_engine(model, ds_config, args, num_steps, role=role)
 
 
 def _build_frozen(
-    load: Load, args: PPOArguments, tokenizer: Any, zero_stage: int, offload: bool
+    load: Load, args: PPOArguments, role: RoleFlags, num_tokens: int, is_offloaded: bool
 ) -> tuple[Any, bool, bool]:
     """Return the first fields of a role whose model, which `load` gives, is only read."""
     ds_config = config_of(
         args,
-        zero_stage=zero_stage,
-        offload="param" if offload else "none",
+        zero_stage=role.zero_stage,
+        offload="param" if is_offloaded else "none",
         micro_batch_size=args.per_device_training_batch_size,
         is_trained=False,
     )
-    args = replace(args, actor_gradient_checkpointing=False, critic_gradient_checkpointing=False)
-    model: Any = load(args, tokenizer, ds_config).requires_grad_(False)
-    is_packed, is_sharded = runs_packed(args, model), zero_stage == 3
+    role = replace(role, gradient_checkpointing=False)
+    model: Any = load(args, ds_config, num_tokens, dropout=0.0, role=role).requires_grad_(False)
+    is_packed, is_sharded = runs_packed(args, model), role.zero_stage == 3
     if is_sharded:  # DeepSpeed gathers and offloads as it reads
         model, *_ = deepspeed.initialize(model=model, config=ds_config)
-    elif not offload:
+    elif not is_offloaded:
         model.to(distributed.device())
-    return model, is_packed, offload and not is_sharded
+    return model, is_packed, is_offloaded and not is_sharded

@@ -3,7 +3,7 @@
 # b responses of this rank, R response
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -80,18 +80,12 @@ class Rollout:
     def _collect_once(self, prompts: Iterator[PromptBatches], version: int) -> PackedBatch:
         with watchdog.phase("the reading of prompts", clock="data"):
             prompt_batches = next(prompts)
-        parts, texts = [], {}
-        for index, prompt_batch in enumerate(prompt_batches):
-            # Prompts are numbered through the run, the same for any number of ranks.
-            global_batch = self.num_draws * self.args.generation_batches + index
-            rows = self.args.per_device_generation_batch_size
-            first = (global_batch * distributed.world_size() + distributed.rank()) * rows
-            numbers = torch.arange(first, first + rows)
-            parts.append(self.sample(prompt_batch, numbers, version, self.args.num_samples_per_prompt))
-            texts |= zip(numbers.tolist(), prompt_texts(prompt_batch), strict=True)
+        # Prompts are numbered through the run, the same for any number of ranks.
+        rows = self.args.per_device_generation_batch_size
+        first = self.num_draws * self.args.generation_batches * rows * distributed.world_size()
         self.num_draws += 1
+        batch, texts = self.sample(prompt_batches, version, self.args.num_samples_per_prompt, first)
         with watchdog.phase("the cut into micro-batches", clock="gather"):
-            batch = PackedBatch.concat(parts)
             micro_batches = self.cap.cut(batch)
         try:
             scored = self._score(micro_batches, texts)
@@ -123,13 +117,25 @@ class Rollout:
             )
 
     def sample(
-        self, prompts: PackedBatch, numbers: torch.Tensor, version: int, num_samples: int = 1
-    ) -> PackedBatch:
-        """Return responses to this rank's prompts, `num_samples` each.
+        self, prompt_batches: Iterable[PackedBatch], version: int, num_samples: int, first: int
+    ) -> tuple[PackedBatch, PromptTexts]:
+        """Return `num_samples` responses to each of this rank's prompts, and the prompts' texts by number.
 
-        A prompt's number, `numbers` (rows,) int64, is its group's id and names its random numbers. Every rank
-        must call this.
+        The prompts are numbered from `first` on: a batch of the first rank, then one of the next. A prompt's
+        number is its group's id and names its random numbers. Every rank must call this.
         """
+        parts, texts = [], {}
+        for index, prompts in enumerate(prompt_batches):
+            position = index * distributed.world_size() + distributed.rank()
+            numbers = first + position * len(prompts) + torch.arange(len(prompts))
+            parts.append(self._sample_batch(prompts, numbers, version, num_samples))
+            texts |= zip(numbers.tolist(), prompt_texts(prompts), strict=True)
+        return PackedBatch.concat(parts), texts
+
+    def _sample_batch(
+        self, prompts: PackedBatch, numbers: torch.Tensor, version: int, num_samples: int
+    ) -> PackedBatch:
+        """Return the responses to prompts with these numbers (rows,) int64."""
         with watchdog.phase("the padding of the prompts", clock="gather"):
             prompt_ids, prompt_mask = prompts.pad("prompt_ids", on_left=True)
             group_ids = numbers.repeat_interleave(num_samples)

@@ -22,7 +22,6 @@ from common.data.registry import import_plugins
 from common.data.stage_datasets import StageData, build_data
 from common.data.token_cache import TokenTable
 from common.flags.args import Problems, flag
-from common.flags.problems import no_effect_notes
 from common.programs import startup
 from tools.step_flags import STEP_NAMES, StageArguments, parse_step_args
 from tools.terminal import paint, run_tool, use_color, visible
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_step_args(CheckDataArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     options = DataOptions.of(args, args.stage)
     template = check_flags(args, options, problems)
-    startup.print_note(*no_effect_notes(args, argv))
+    startup.print_notes(args, argv)
     wrong = []
     if args.num_samples:
         print(show(LEGENDS[args.stage]))

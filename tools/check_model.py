@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerFast
 from common.data.registry import import_plugins
 from common.data.tokenizer import adds_bos
 from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
-from common.flags.problems import no_effect_notes
 from common.models.loading import ModelOptions, load_causal_lm, plain_model
 from common.models.value_model import load_value_model
 from common.programs import startup
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems = Problems()
     args = parse_args(CheckModelArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     tokenizer, is_reward = check_flags(args, problems)
-    startup.print_note(*no_effect_notes(args, argv))
+    startup.print_notes(args, argv)
     findings = []
     for finding in find_all(args, tokenizer, problems, is_reward=is_reward):
         print(finding.line(), flush=True)

@@ -17,8 +17,8 @@ from common.models.lora import LoraOptions
 from common.models.model_flops import DEVICES
 from common.programs import startup
 from step3_ppo.algorithms import find_algorithm
+from step3_ppo.checks import check_flags, samples_per_rank
 from step3_ppo.rewards.reward_specs import parse_rewards
-from step3_ppo.start_up import check_hybrid_flags, check_numbers, samples_per_rank
 from tools.planned_model import PlannedModel, Switch, plan_switch, with_adapters
 from tools.step_flags import StageArguments
 
@@ -231,8 +231,7 @@ def find_problems(args: Any, models: Models) -> list[str]:
     stages = {f"--{name}": getattr(args, name) for name in names}
     startup.check_offload(args.offload, stages, dtype_of(args), found)
     if args.stage == 3:
-        check_numbers(args, found)
-        check_hybrid_flags(args, args.num_gpus * args.num_nodes, dtype_of(args), found)
+        check_flags(args, args.num_gpus * args.num_nodes, dtype_of(args), found)
     else:
         cap, longest = args.max_tokens_per_micro_batch, longest_row(args)
         text = f"--max_tokens_per_micro_batch {cap} holds no whole row; raise it to at least {longest}"

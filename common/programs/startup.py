@@ -169,14 +169,18 @@ def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> 
         return None
 
 
+def empty_model(config: Any, args: Any) -> Any:
+    """Return the language model of a configuration without memory for its weights."""
+    with init_empty_weights():
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+
+
 def check_lora(flag: str, config: Any, module_name: str, args: Any, problems: Problems) -> None:
-    """Add a problem when no linear layer's name contains `module_name`; no weights are made for that."""
+    """Add a problem when no linear layer's name contains `module_name`."""
     if config is None or module_name == "auto":
         return
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
     try:
-        lora_targets(linear_module_names(model), module_name)
+        lora_targets(linear_module_names(empty_model(config, args)), module_name)
     except ValueError as error:
         problems.add(str(error).replace("--lora_module_name", flag))
 

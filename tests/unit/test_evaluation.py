@@ -15,10 +15,10 @@ from common.data.packed_batch import ROW_IDS
 from common.data.stage_datasets import build_data
 from common.flags.args import Problems
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.checks import check_evaluation
 from step3_ppo.evaluation import Evaluation, choose_prompts, compare, judge, measure
 from step3_ppo.metrics import response_rows
 from step3_ppo.rewards.reward_specs import parse_rewards
-from step3_ppo.start_up import check_evaluation
 
 
 def test_a_win_rate_by_hand():

@@ -4,7 +4,8 @@ import pytest
 from tiny_configs import tiny_config
 
 from common.flags.args import Problems, parse_args
-from step3_ppo import start_up
+from common.ranks import distributed
+from step3_ppo import checks
 from step3_ppo.arguments import PPOArguments
 
 REQUIRED = "--data_path x --actor_model_name_or_path a --critic_model_name_or_path c"
@@ -19,9 +20,11 @@ def problems_of(monkeypatch):
     """Return what is wrong with words of the command line for a tiny llama."""
 
     def check(words: str, num_ranks: int = 4) -> list[str]:
-        monkeypatch.setattr(start_up.distributed, "world_size", lambda: num_ranks)
+        monkeypatch.setattr(checks.distributed, "world_size", lambda: num_ranks)
         found = Problems()
-        start_up.check_hybrid(parse(words), tiny_config("llama", 320), found)
+        args = parse(words)
+        checks.check_flags(args, num_ranks, distributed.dtype_name(args.dtype), found)
+        checks.check_cuts(args, tiny_config("llama", 320), found)
         return found.messages
 
     return check

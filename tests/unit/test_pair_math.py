@@ -19,8 +19,8 @@ from step2_reward.pair_math import (
     token_wise_loss,
 )
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.checks import doubts_about_rewards
 from step3_ppo.rewards.reward_specs import RewardSpec
-from step3_ppo.start_up import doubts_about_rewards
 
 
 def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:

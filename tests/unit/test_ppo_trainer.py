@@ -8,8 +8,8 @@ from rollout_batches import make_rollout_batch
 
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.checks import updates_per_step
 from step3_ppo.ppo_trainer import PPOTrainer
-from step3_ppo.start_up import updates_per_step
 from step3_ppo.trainer_state import ValueNormaliser
 
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM
 
 from common.data.data_options import DataOptions, check_sources
 from common.data.tokenizer import vocabulary_difference
@@ -49,7 +47,7 @@ def check_start_up(description: str) -> PPOStart:
     """
     start = startup.read_flags(PPOArguments, 3, description, PPOStart)
     problems = start.problems
-    check_numbers(start.args, problems)
+    check_flags(start.args, distributed.world_size(), distributed.dtype_name(start.args.dtype), problems)
     try:
         start.algorithm = find_algorithm(start.args.algorithm)
         start.args = fill_defaults(start.args, start.algorithm)
@@ -80,27 +78,50 @@ def updates_per_step(args: PPOArguments) -> int:
     return args.ppo_epochs * (samples_per_rank(args) // rows)
 
 
-def check_numbers(args: PPOArguments, problems: Problems) -> None:
-    """Add the problems of step 3's own numbers."""
+def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Problems) -> None:
+    """Add what is wrong with flags that are each in their range, on so many ranks."""
+
+    def given(*names: str, by: str = " x ") -> str:
+        return by.join(f"--{name} {getattr(args, name)}" for name in names)
+
     samples = samples_per_rank(args)
     update = args.per_device_training_batch_size * args.gradient_accumulation_steps
-    if samples % update:
-        problems.add(
-            f"--per_device_generation_batch_size {args.per_device_generation_batch_size} x "
-            f"--generation_batches {args.generation_batches} x --num_samples_per_prompt "
-            f"{args.num_samples_per_prompt} = {samples} samples a rank must be a multiple of "
-            f"--per_device_training_batch_size {args.per_device_training_batch_size} x "
-            f"--gradient_accumulation_steps {args.gradient_accumulation_steps} = {update}"
-        )
-    longest = args.max_prompt_seq_len + args.max_answer_seq_len
-    if 0 < args.max_tokens_per_micro_batch < longest:
-        problems.add(
-            f"--max_tokens_per_micro_batch {args.max_tokens_per_micro_batch} holds no whole sequence of "
-            f"--max_prompt_seq_len {args.max_prompt_seq_len} + --max_answer_seq_len "
-            f"{args.max_answer_seq_len}; raise it to at least {longest}"
-        )
+    sampled = given("per_device_generation_batch_size", "generation_batches", "num_samples_per_prompt")
+    trained = given("per_device_training_batch_size", "gradient_accumulation_steps")
+    problems.check(
+        samples % update == 0,
+        f"{sampled} = {samples} samples a rank must be a multiple of {trained} = {update}",
+    )
+    cap, longest = args.max_tokens_per_micro_batch, args.max_prompt_seq_len + args.max_answer_seq_len
+    problems.check(
+        cap == 0 or cap >= longest,
+        f"--max_tokens_per_micro_batch {cap} holds no whole sequence of "
+        f"{given('max_prompt_seq_len', 'max_answer_seq_len', by=' + ')}; raise it to at least {longest}",
+    )
     problems.check(
         args.c_clip == 0 or args.c_clip > 1, f"--c_clip {args.c_clip} must be above 1, or 0: no limit"
+    )
+    problems.check(
+        not args.offload_states_for_generation or effective_zero_stage(args.actor_zero_stage, dtype) > 0,
+        "--offload_states_for_generation needs --actor_zero_stage 1, 2 or 3",
+    )
+    problems.check(
+        not args.offload_states_for_generation or args.offload not in ("param", "all"),
+        f"--offload_states_for_generation and --offload {args.offload} exclude each other: parameters that "
+        "live on the CPU already cannot be moved; use --offload none or optimizer",
+    )
+    size = given("inference_tp_size")
+    is_cut = args.inference_tp_size > 1
+    problems.check(args.enable_hybrid_engine or not is_cut, f"{size} needs --enable_hybrid_engine")
+    divisors = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
+    problems.check(
+        num_ranks % args.inference_tp_size == 0,
+        f"{size} does not divide the number of ranks, {num_ranks}; use {divisors}",
+    )
+    problems.check(
+        not (is_cut and args.unpin_actor_parameters and args.actor_zero_stage == 3),
+        f"{size} and --unpin_actor_parameters exclude each other: what is gathered layer by layer is whole; "
+        "give one of them",
     )
 
 
@@ -111,19 +132,19 @@ def check_evaluation(
     own = dataclasses.replace(options, data_path=args.eval_data_path, data_split="0,0,1", eval_fraction=0.0)
     for problem in check_sources(own) if args.eval_data_path else ():
         problems.add(problem.replace("--data_path", "--eval_data_path"))
-    if args.eval_data_path and args.eval_fraction:
-        problems.add(
-            f"--eval_fraction {args.eval_fraction} would hold prompts out for nothing: --eval_data_path is "
-            "what is evaluated on; give one of them"
-        )
+    problems.check(
+        not (args.eval_data_path and args.eval_fraction),
+        f"--eval_fraction {args.eval_fraction} would hold prompts out for nothing: --eval_data_path is "
+        "what is evaluated on; give one of them",
+    )
     known = ["eval/score", *(f"eval/score_{spec.name}" for spec in rewards if len(rewards) > 1)]
     known += ["eval/pass_rate"] if any(spec.kind in VERIFIABLE for spec in rewards) else []
     known += ["eval/win_rate", "eval/win_rate_low"]  # more of each is better
-    if args.keep_best and args.keep_best not in known:
-        problems.add(
-            f"--keep_best {args.keep_best} is no number of this run's evaluations of which more is better; "
-            f"choose from {', '.join(known)}"
-        )
+    problems.check(
+        not args.keep_best or args.keep_best in known,
+        f"--keep_best {args.keep_best} is no number of this run's evaluations of which more is better; "
+        f"choose from {', '.join(known)}",
+    )
     problems.check(
         args.eval_prompts > 0 or not (args.keep_best or args.eval_interval),
         "--keep_best and --eval_interval need an evaluation, and --eval_prompts 0 has none; give it a number",
@@ -132,21 +153,26 @@ def check_evaluation(
 
 def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems) -> None:
     """Add the problems of flags that the algorithm cannot do without, or cannot do with."""
-    name = f"--algorithm {algorithm.name}"
-    num_samples = args.num_samples_per_prompt
-    rounds = args.dynamic_sampling_rounds
-    of_groups = [name] if algorithm.needs_group else []
-    of_groups += ["--adv_norm group"] if args.adv_norm == "group" else []
-    of_groups += [f"--dynamic_sampling_rounds {rounds}"] if rounds else []
-    for flag in of_groups if num_samples < 2 else ():
-        problems.add(
-            f"{flag} compares the responses to one prompt: --num_samples_per_prompt {num_samples} must be 2 "
-            "or more"
+    name, rounds = f"--algorithm {algorithm.name}", args.dynamic_sampling_rounds
+    compare_responses = {
+        name: algorithm.needs_group,
+        "--adv_norm group": args.adv_norm == "group",
+        f"--dynamic_sampling_rounds {rounds}": rounds > 0,
+    }
+    for flag in (flag for flag, compares in compare_responses.items() if compares):
+        problems.check(
+            args.num_samples_per_prompt > 1,
+            f"{flag} compares the responses to one prompt: --num_samples_per_prompt "
+            f"{args.num_samples_per_prompt} must be 2 or more",
         )
-    if algorithm.needs_critic and not args.critic_model_name_or_path:
-        problems.add(f"{name} has a critic: give --critic_model_name_or_path, the export/ of step 2")
-    if args.truncated == "bootstrap" and not algorithm.needs_critic:
-        problems.add(f"--truncated bootstrap asks a critic, and {name} has none; use score, mask or a number")
+    problems.check(
+        bool(args.critic_model_name_or_path) or not algorithm.needs_critic,
+        f"{name} has a critic: give --critic_model_name_or_path, the export/ of step 2",
+    )
+    problems.check(
+        args.truncated != "bootstrap" or algorithm.needs_critic,
+        f"--truncated bootstrap asks a critic, and {name} has none; use score, mask or a number",
+    )
 
 
 def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:
@@ -215,7 +241,7 @@ def check_models(
             startup.check_lora(f"--{role}_lora_module_name", config, flags.lora_module_name, args, problems)
         tokenizer = startup.check_tokenizer(flag, name, args, problems)
         if role == "actor":
-            check_hybrid(args, config, problems)
+            check_cuts(args, config, problems)
             actor = tokenizer
             continue
         # With --reward its models are checked with it, and a critic may begin with a new head.
@@ -233,49 +259,19 @@ def check_models(
     return actor
 
 
-# ---- the hybrid engine
-
-
-def check_hybrid(args: PPOArguments, config: Any, problems: Problems) -> None:
-    """Add what is wrong with the hybrid engine's flags; `config` is the actor's, None if there is none."""
+def check_cuts(args: PPOArguments, config: Any, problems: Problems) -> None:
+    """Add what is wrong with cutting the actor, of this configuration, for the hybrid engine."""
     if args.ds_config and HYBRID_SECTION in load_overrides(args):  # DeepSpeed would build its own from it
         problems.add(
             f"--ds_config {args.ds_config}: step 3 reads no section {HYBRID_SECTION}; give "
             "--enable_hybrid_engine, --inference_tp_size, --tp_gather_partition_size, "
             "--release_inference_cache or --unpin_actor_parameters in place of its keys"
         )
-    num_ranks, tp_size = distributed.world_size(), args.inference_tp_size
-    check_hybrid_flags(args, num_ranks, distributed.dtype_name(args.dtype), problems)
-    if config is not None and args.enable_hybrid_engine and tp_size > 1 and num_ranks % tp_size == 0:
-        with init_empty_weights():
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    tp_size = args.inference_tp_size
+    if args.enable_hybrid_engine and tp_size > 1 and distributed.world_size() % tp_size == 0:
         try:
-            build_cuts(model, tp_size)
+            build_cuts(startup.empty_model(config, args), tp_size)
         except NoPlan:
             pass  # it generates with 1, and says so
         except ValueError as error:
             problems.add(str(error))
-
-
-def check_hybrid_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Problems) -> None:
-    """Add what is wrong with the hybrid engine's flags on so many ranks."""
-    if args.offload_states_for_generation and effective_zero_stage(args.actor_zero_stage, dtype) == 0:
-        problems.add("--offload_states_for_generation needs --actor_zero_stage 1, 2 or 3")
-    if args.offload_states_for_generation and args.offload in ("param", "all"):
-        problems.add(
-            f"--offload_states_for_generation and --offload {args.offload} exclude each other: parameters "
-            "that live on the CPU already cannot be moved; use --offload none or optimizer"
-        )
-    tp_size = args.inference_tp_size
-    if tp_size > 1 and not args.enable_hybrid_engine:
-        problems.add(f"--inference_tp_size {tp_size} needs --enable_hybrid_engine")
-    elif num_ranks % tp_size:
-        divisors = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
-        problems.add(
-            f"--inference_tp_size {tp_size} does not divide the number of ranks, {num_ranks}; use {divisors}"
-        )
-    elif tp_size > 1 and args.unpin_actor_parameters and args.actor_zero_stage == 3:
-        problems.add(
-            f"--inference_tp_size {tp_size} and --unpin_actor_parameters exclude each other: what is "
-            "gathered layer by layer is whole; give one of them"
-        )
