@@ -8,7 +8,7 @@ import torch
 
 from common.data.data_options import DataOptions, check_sources
 from common.data.tokenizer import vocabulary_difference
-from common.engine.ds_config import HYBRID_SECTION, effective_zero_stage, load_overrides
+from common.engine.ds_config import HYBRID_SECTION, effective_zero_stage
 from common.flags.args import Problems
 from common.flags.problems import given_flags
 from common.generation.tp_plans import NoPlan, build_cuts
@@ -261,12 +261,12 @@ def check_models(
 
 def check_cuts(args: PPOArguments, config: Any, problems: Problems) -> None:
     """Add what is wrong with cutting the actor, of this configuration, for the hybrid engine."""
-    if args.ds_config and HYBRID_SECTION in load_overrides(args):  # DeepSpeed would build its own from it
-        problems.add(
-            f"--ds_config {args.ds_config}: step 3 reads no section {HYBRID_SECTION}; give "
-            "--enable_hybrid_engine, --inference_tp_size, --tp_gather_partition_size, "
-            "--release_inference_cache or --unpin_actor_parameters in place of its keys"
-        )
+    problems.check(  # DeepSpeed would build its own engine from it
+        HYBRID_SECTION not in startup.check_ds_config(args, problems),
+        f"--ds_config {args.ds_config}: step 3 reads no section {HYBRID_SECTION}; give "
+        "--enable_hybrid_engine, --inference_tp_size, --tp_gather_partition_size, "
+        "--release_inference_cache or --unpin_actor_parameters in place of its keys",
+    )
     tp_size = args.inference_tp_size
     if args.enable_hybrid_engine and tp_size > 1 and distributed.world_size() % tp_size == 0:
         try:

@@ -140,14 +140,15 @@ def check_offload(offload: str, zero_stages: dict[str, int], dtype: str, problem
             problems.add(f"--offload {offload} needs {name} 1, 2 or 3: under stage 0 no state can move")
 
 
-def check_ds_config(args: Any, problems: Problems) -> None:
-    """Add a problem where --ds_config is no file with a JSON object."""
+def check_ds_config(args: Any, problems: Problems) -> dict[str, Any]:
+    """Return the keys of --ds_config, {} after adding that it is no file with a JSON object."""
     try:
         overrides = load_overrides(args)
     except (OSError, ValueError, RecursionError) as error:
         problems.add(f"--ds_config {args.ds_config} cannot be read as JSON: {error}")
-        return
+        return {}
     problems.check(isinstance(overrides, dict), f"--ds_config {args.ds_config}: expected a JSON object")
+    return overrides if isinstance(overrides, dict) else {}
 
 
 def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> Any:

@@ -64,15 +64,6 @@ class Place:
         return self.output
 
 
-# ---- damages
-
-
-def cut_weights(checkpoint: Path) -> None:
-    """Leave the first bytes of the file that holds the weights."""
-    path = checkpoint / "model-rank-00000.safetensors"
-    path.write_bytes(path.read_bytes()[:500])
-
-
 def good_rows(count: int = 50) -> str:
     """Return lines of rows that serve every step."""
     return "".join(json.dumps(row) + "\n" for row in tiny_inputs.make_rows(count))
@@ -92,7 +83,6 @@ class Row(NamedTuple):
     words: list[str]
     code: int = BAD
     count: int = 1  # of problems
-    env: dict[str, str] = {}
     may_write: bool = False  # what was there stays all the same
 
 
@@ -106,15 +96,9 @@ def rows(content: str | bytes, **more: Any) -> Prepare:
     return lambda place: place.file("data_path", content, "rows.jsonl") | more
 
 
-def resume(step: int, damage: Callable[[Path], Any] = lambda folder: None, **changes: Any) -> Prepare:
-    """Return what resumes a stopped run, each of whose checkpoints is damaged."""
-
-    def prepare(place: Place) -> dict[str, Any]:
-        for folder in (place.stopped(step) / "checkpoints").iterdir():
-            damage(folder)
-        return changes
-
-    return prepare
+def resume(step: int, **changes: Any) -> Prepare:
+    """Return what resumes a stopped run with changed flags."""
+    return lambda place: place.stopped(step) and changes
 
 
 def module(content: str, **flags: Any) -> Prepare:
@@ -129,7 +113,6 @@ def other_vocabulary(place: Place) -> dict[str, Any]:
 
 FLAGS = [
     Row("two shares", 1, flag(data_split="1,2"), ["--data_split", "1,2", "such as 2,4,4"]),
-    Row("no share", 2, flag(data_split="1,0,1"), ["--data_split 1,0,1", "step 2"]),
     Row("few rows", 1, flag(per_device_train_batch_size=500),
         ["--per_device_train_batch_size 500", "more data"]),
     Row("uneven cut", 3, flag(per_device_training_batch_size=3),
@@ -141,8 +124,6 @@ FLAGS = [
     Row("no group", 3, flag(algorithm="grpo"), ["--algorithm grpo", "--num_samples_per_prompt 1 must be 2"]),
     Row("no critic", 3, flag(algorithm="rloo", num_samples_per_prompt=2, truncated="bootstrap"),
         ["--truncated bootstrap", "--algorithm rloo has none"]),
-    Row("configuration torn", 1, lambda p: p.file("ds_config", "{"),
-        ["--ds_config", "cannot be read as JSON"]),
     Row("all together", 1, lambda p: p.file("", "", "output") and {
         "model_name_or_path": p.folder, "data_path": "absent.jsonl", "dtype": "fp16", "offload": "param",
         "zero_stage": 2, "learning_rate": "fast", "per_device_train_batch_size": 0, "zero_stge": 3},
@@ -150,7 +131,6 @@ FLAGS = [
          "--per_device_train_batch_size 0", "--zero_stge", "output is not a folder"], count=8),
 ]  # fmt: skip
 DATA = [
-    Row("UTF-16", 1, rows(good_rows().encode("utf-16")), ["--data_path", "rows.jsonl:1", "not UTF-8"]),
     Row("other columns", 1, rows('{"question": "a", "reply": "b"}\n'),
         ["--data_path", "rows.jsonl", "'question', 'reply'", "prompt"]),
     Row("no pairs", 2, rows('{"prompt": "a", "answer": "b"}\n'), ["rows.jsonl:1", "chosen", "rejected"]),
@@ -164,8 +144,6 @@ MODELS = [
         ["--critic_model_name_or_path", "score head"]),
 ]  # fmt: skip
 CHECKPOINTS = [
-    Row("all cut", 1, resume(1, cut_weights),
-        ["has changed since it was written", "--resume overwrite"]),
     Row("another algorithm", 3, resume(3, algorithm="rloo", num_samples_per_prompt=2),
         ["--algorithm rloo differs from the ppo", "--num_samples_per_prompt 2 differs from the 1"], count=3),
     Row("other rows a step", 1, resume(1, gradient_accumulation_steps=2),
@@ -176,15 +154,12 @@ CHECKPOINTS = [
 ]  # fmt: skip
 
 TIGHT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
-ONE_RANK = {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SURROUNDINGS = [
     Row("broken plug-in", 1, module("1 / 0", plugins="mine"),
         ["--plugins mine", "ZeroDivisionError", "mine.py:1"]),
     Row("a reward that fails", 3, module("def f(prompts, responses, rows): return 1 / 0",
         reward="function:mine:f", max_bad_steps=0),
         ["function:mine:f", "ZeroDivisionError"], CANNOT_CONTINUE, may_write=True),
-    Row("no home", 1, flag(data_output_path=None), ["--data_output_path", "cannot be written"],
-        env={"HOME": "/dev/null"}),
     Row("no room for the token cache", 1, lambda p: p.file("", TIGHT, "mine.py")
         and p.file("data_path", good_rows(900), "rows.jsonl")
         | {"plugins": "mine", "data_output_path": p.folder / "cache"}, ["--data_output_path", "make room"]),
@@ -212,7 +187,7 @@ def snapshot(*folders: Path) -> dict[Path, bytes]:
 def test_bad_input(place, row):
     flags = good_flags(place.tiny, place.output, row.step, **(row.prepare(place) or {}))
     before = snapshot(place.folder, place.tiny.folder)
-    done = place.forks.run(row.step, flags, env=row.env, cwd=str(place.folder), seconds=60)
+    done = place.forks.run(row.step, flags, cwd=str(place.folder), seconds=60)
     text = done.text()
     assert done.code == row.code, text
     assert "Traceback" not in text
@@ -229,7 +204,8 @@ def test_bad_input(place, row):
 
 def test_a_port_in_use(place):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        env = ONE_RANK | {"RANK": "0", "MASTER_PORT": str(listener.getsockname()[1])}
+        env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": str(listener.getsockname()[1])}
         done = place.forks.run(1, good_flags(place.tiny, place.output, 1), env=env)
     assert done.code == BAD and "Traceback" not in done.text() and not place.output.exists()
     assert all(word in done.text() for word in ("MASTER_PORT=", "address already in use", "choose a port"))
