@@ -3,8 +3,6 @@
 # S responses of a micro-batch, total response tokens of all
 """
 
-from typing import Any
-
 import torch
 
 from common.data.global_batches import GlobalBatches
@@ -46,13 +44,13 @@ class PPOLosses:
             texts, weight = next(self.pretraining), self.args.unsup_coef
             terms.append(LossTerm("policy/unsup_loss", texts, self._pretraining_sums, count_targets, weight))
         with watchdog.phase("the update of the actor", clock="actor_update"):
-            return _compute_gradients(self.roles.actor.model, terms)
+            return compute_gradients(self.roles.actor.model, terms)
 
     def compute_critic_gradients(self, micro_batches: list[PackedBatch]) -> Gradients:
         """Return the gradients of an optimizer step of the critic. Every rank must call this."""
         terms = [LossTerm("value/loss", micro_batches, self._value_sums, count_loss_tokens)]
         with watchdog.phase("the update of the critic", clock="critic_update"):
-            return _compute_gradients(self.roles.critic.model, terms)
+            return compute_gradients(self.roles.critic.model, terms)
 
     def take_steps(self, gradients: list[Gradients]) -> dict[str, float]:
         """Return the means after the optimizer steps of the actor and, if there is one, the critic: both are
@@ -122,11 +120,6 @@ class PPOLosses:
     def _pretraining_sums(self, batch: PackedBatch) -> Sums:
         actor = self.roles.actor
         return compute_nll_sum(actor.model, batch, is_packed=actor.is_packed, temperature=1.0), {}
-
-
-def _compute_gradients(engine: Any, terms: list[LossTerm]) -> Gradients:
-    engine.train()
-    return compute_gradients(engine, terms)
 
 
 def count_loss_items(batch: PackedBatch) -> float:

@@ -66,13 +66,14 @@ def update_engine(engine: Any, terms: Sequence[LossTerm]) -> dict[str, float]:
 
 
 def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
-    """Return the gradients of the weighted sum of the terms, and the global means.
+    """Return the gradients of the weighted sum of the terms in training mode, and the global means.
 
     A loss is a mean over the global batch: the item count is summed over ranks and micro-batches first, each
     backward pass then adds its share. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
     Every rank must call this with as many micro-batches, and `take_steps` before the engine's next pass with
     gradients.
     """
+    engine.train()
     world_size = distributed.world_size()
     totals = _global_counts(terms)
     passes = [(term, total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches]

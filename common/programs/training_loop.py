@@ -129,7 +129,6 @@ class Trainer:
         The token ids of the micro-batches are keys that end in `_ids`. Every rank must call this.
         """
         COSTS.begin_step()
-        self.engine.train()
         term = LossTerm(f"{self.kind}/loss", micro_batches, self.compute_sums, self.count)
         means = update_engine(self.engine, [term])
         speed = COSTS.end_step(distributed.world_size())

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import tiny_inputs
-from program_runs import as_flags, files_in, read_metrics, run, run_here
+from program_runs import as_flags, files_in, read_metrics, run
 from tiny_inputs import step_flags
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
@@ -209,20 +209,6 @@ def test_a_port_in_use(place):
         done = place.forks.run(1, good_flags(place.tiny, place.output, 1), env=env)
     assert done.code == BAD and "Traceback" not in done.text() and not place.output.exists()
     assert all(word in done.text() for word in ("MASTER_PORT=", "address already in use", "choose a port"))
-
-
-def test_bad_and_long_rows_are_counted(tiny, tmp_path, tiny_tokenizer, capsys, lone_process):
-    made, limit = tiny_inputs.make_rows(20), 24
-    path = tiny_inputs.write_rows(tmp_path / "rows.jsonl", [*made, "no JSON", {"prompt": 3}])
-    texts = [f"\n\nHuman: {r['prompt']}\n\nAssistant: {r['chosen']}<|endoftext|>" for r in made]
-    num_long = sum(len(tiny_tokenizer(text).input_ids) > limit for text in texts)
-    assert 0 < num_long < 20
-    changes = {"data_path": path, "data_split": "1,0,0", "eval_fraction": 0, "max_seq_len": limit}
-    run_here(1, good_flags(tiny, "", 1, **changes, max_train_steps=1))
-    text = capsys.readouterr().out
-    assert f"sft data: {num_long} rows truncated to the length limit" in text
-    assert "20 train and 0 eval rows of 22 raw rows" in text and "2 rows skipped: bad form" in text
-    assert "rows.jsonl:21" in text and "rows.jsonl:22" in text
 
 
 def test_output_of_an_earlier_run(place, output):
