@@ -96,12 +96,9 @@ class HttpReward(TextReward):
 
 def _read_scores(text: str) -> Any:
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        raise RewardError(f"no JSON: {shortened(text)}; {_EXPECTED}") from None
-    if not isinstance(content, dict) or "scores" not in content:
-        raise RewardError(f'no "scores": {shortened(text)}; {_EXPECTED}')
-    return content["scores"]
+        return json.loads(text)["scores"]
+    except (ValueError, RecursionError, TypeError, KeyError):  # TypeError: a list, a number
+        raise RewardError(f'no JSON object with "scores": {shortened(text)}; {_EXPECTED}') from None
 
 
 def _cure(status: int, location: str) -> str:

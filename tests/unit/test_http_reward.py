@@ -144,7 +144,12 @@ def test_a_server_that_never_answers_is_named(server, reward_of, pauses):
     ("answer", "words"),
     [
         ((422, '{"detail": "no prompts"}'), ["status 422", "no prompts", "correct the address"]),
-        ((200, "<html>hello</html>" * 100), ["no JSON", "<html>hello", 'must answer {"scores": [...]}']),
+        (
+            (200, "<html>hello</html>" * 100),
+            ['no JSON object with "scores"', "<html>hello", 'must answer {"scores": [...]}'],
+        ),
+        ((200, "[1, 2, 3]"), ["no JSON object", "'[1, 2, 3]'"]),
+        ((200, '{"score": [1, 2, 3]}'), ["no JSON object"]),
         ((200, '{"scores": [1, NaN, 3]}'), ["gave 'nan' for response 2 of 3", "response 'bb'"]),
         # what a server may do to us
         ((200, b'{"scores": [1, 2, 3], "more": "' + b"x" * 2_000_000 + b'"}'), ["more than 1049344 bytes"]),
