@@ -1,26 +1,18 @@
 """python -m tools.check_data: the rows of the step, as a person sees them, and a verdict."""
 
-import json
-
 import pytest
+import stage_texts
+from stage_texts import SHARES, make_options
 
-from common.data.data_options import DataOptions
 from common.data.dialogue import build_template
 from common.data.stage_datasets import build_data
 from tools.check_data import MAX_SHOWN, Span, length_lines, main, part_lengths, sample_lines, shorten, show
 from tools.terminal import use_color, visible
 
-SHARES = {1: "1,0,0", 2: "0,1,0", 3: "0,0,1"}
-
 
 @pytest.fixture
 def write_rows(tmp_path):
-    def write(rows, name="rows.jsonl"):
-        path = tmp_path / name
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-        return str(path)
-
-    return write
+    return lambda rows, name="rows.jsonl": stage_texts.write_rows(tmp_path / name, rows)
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +45,7 @@ def first_row(tmp_path):
     """The first row of a file as lines, under a tokenizer."""
 
     def read(path, tokenizer, **changes):
-        cache = str(tmp_path / "cache")
-        options = DataOptions([path], 1, SHARES[1], eval_fraction=0.0, cache_dir=cache, **changes)
+        options = make_options(path, 1, tmp_path / "cache", **{"max_tokens": 512} | changes)
         template = build_template("human_assistant", tokenizer)
         return list(sample_lines(build_data(options, template).train, 1, options, template))[1:]
 
@@ -198,10 +189,7 @@ def test_text_is_kept_readable():
 
 def test_lengths_of_the_parts(write_rows, tmp_path, tiny_tokenizer):
     rows = [{"prompt": "q", "chosen": "a" * n, "rejected": "b"} for n in range(1, 21)]
-    options = DataOptions(
-        [write_rows(rows)], 2, "0,1,0", eval_fraction=0.0, cache_dir=str(tmp_path / "cache")
-    )
-    data = build_data(options, build_template("human_assistant", tiny_tokenizer))
+    data = stage_texts.build(write_rows(rows), 2, tiny_tokenizer, tmp_path)
     row = data.train[9]
     parts = part_lengths(row)
     assert list(parts) == ["prompt", "chosen", "rejected", "longer row"]

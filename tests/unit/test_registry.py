@@ -161,8 +161,10 @@ def test_an_adapter_of_ones_own_needs_no_registration(tmp_path, monkeypatch):
     assert source.train.row_id(0) == "my_rows:Mine:1"
     assert source.digest() == load_source("my_rows:Mine").digest()
     sys.modules.pop("my_rows")
-    with pytest.raises(ValueError, match="MODULE:CLASS must name a subclass"):
-        load_source("my_rows:Other")
+    with pytest.raises(
+        ValueError, match=r"has no Mime; did you mean Mine\?; MODULE:CLASS must name a subclass"
+    ):
+        load_source("my_rows:Mime")
 
 
 def test_a_local_copy_of_a_known_set_uses_its_adapter(tmp_path):

@@ -54,8 +54,11 @@ def pairs(count):
 
 
 def test_sft_rows(tiny_tokenizer, write_rows, build):
-    data = build(write_rows([*answers(2), {"text": "plain text"}]), 1)
+    path = write_rows([*answers(2), {"text": "plain text"}])
+    data = build(path, 1)
     row = data.train[1]
+    everything = build(path, 1, loss_on="all").train[1]
+    assert everything == row | {"loss_mask": [False] + [True] * (len(row["input_ids"]) - 1)}
     assert texts(data, 1, tiny_tokenizer)[1] == ("\n\nHuman: question 1\n\nAssistant:", f" answer 1{END}")
     assert row["row_id"] == "rows.jsonl:2"
     assert all(type(m) is bool for m in row["loss_mask"]) and type(row["input_ids"]) is list
@@ -63,11 +66,6 @@ def test_sft_rows(tiny_tokenizer, write_rows, build):
     assert not first and all(others)
     assert (len(data.train), len(data.eval), data.report.num_raw_rows) == (3, 0, 3)
     assert data.train.lengths("input_ids").tolist() == [len(data.train[i]["input_ids"]) for i in range(3)]
-
-
-def test_loss_on_all_counts_every_token_that_something_predicts(write_rows, build):
-    row = build(write_rows(answers(1)), 1, loss_on="all").train[0]
-    assert row["loss_mask"] == [False] + [True] * (len(row["input_ids"]) - 1)
 
 
 def test_pair_rows(tiny_tokenizer, write_rows, build):

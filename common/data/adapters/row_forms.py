@@ -39,25 +39,26 @@ Row = Mapping[str, Any]
 
 
 def _pair(row: Row) -> list[Example]:
-    prompt = messages_from_prompt(row["prompt"])
-    if isinstance(row["chosen"], list | tuple) and isinstance(row["rejected"], list | tuple):
-        # The answers' lists may bring turns too; `prompt` must be among them.
-        turns = _shared_turns(row)
+    """`chosen` and `rejected` are replies to `prompt`, or bring the turns before them along, as two lists of
+    messages or, without a `prompt`, two dialogues. Lists must hold the `prompt`, where there is one.
+    """
+    answers = [row[name] for name in _SIDES]
+    prompt = () if row.get("prompt") is None else messages_from_prompt(row["prompt"])
+    if all(isinstance(answer, list | tuple) for answer in answers):
+        turns, others = (parse_turns(*side)[:-1] for side in zip(_SIDES, answers, strict=True))
+        if turns != others:
+            raise BadRow("chosen and rejected do not share the turns before their last one")
         told, said = ([(m.role, m.content.strip()) for m in messages] for messages in (prompt, turns))
         if turns and not any(said[i : i + len(told)] == told for i in range(len(said))):
             raise BadRow("the turns before the reply in chosen do not hold 'prompt'")
         prompt = turns or prompt
-    return _pair_after(prompt, row, row["chosen"], row["rejected"])
-
-
-def _transcripts(row: Row) -> list[Example]:
-    if isinstance(row["chosen"], list) and isinstance(row["rejected"], list):
-        prompt = _shared_turns(row)
         if not prompt:
             raise BadRow("there is no turn before the reply in chosen, and no 'prompt'")
-        return _pair_after(prompt, row, row["chosen"], row["rejected"])
-    shared, reply, other = split_transcripts(*(filled_text(name, row[name]) for name in _SIDES))
-    return _pair_after(messages_from_prompt(shared), row, reply, other)
+    elif not prompt:
+        texts = (filled_text(*side) for side in zip(_SIDES, answers, strict=True))
+        shared, *answers = split_transcripts(*texts)
+        prompt = messages_from_prompt(shared)
+    return _pair_after(prompt, row, *answers)
 
 
 def _conversation_pair(row: Row) -> list[Example]:
@@ -78,14 +79,6 @@ def _pair_after(prompt: tuple[Message, ...], row: Row, chosen: Any, rejected: An
         is_tie=None not in scores and scores[0] == scores[1],
     )
     return [pair]
-
-
-def _shared_turns(row: Row) -> tuple[Message, ...]:
-    """The turns before the last one, which must be the same in both answers."""
-    turns, others = (parse_turns(name, row[name])[:-1] for name in _SIDES)
-    if turns != others:
-        raise BadRow("chosen and rejected do not share the turns before their last one")
-    return turns
 
 
 def _answer_lists(row: Row) -> list[Example]:
@@ -242,7 +235,7 @@ ROW_FORMS = (
     RowForm(_HELPSTEER3, partial(_two_responses, *_HELPSTEER3)),
     RowForm(_HELPSTEER2, partial(_two_responses, *_HELPSTEER2)),
     RowForm(("conversations", *_SIDES), _conversation_pair),
-    RowForm(_SIDES, _transcripts),
+    RowForm(_SIDES, _pair),
     RowForm(
         ("message_id", "text", "role"),
         lambda row: message_trees.tree_examples({message_trees.TREE: [row]}),
