@@ -1,7 +1,10 @@
 """Fixtures that several test files use."""
 
+import os
 import signal
 from collections.abc import Callable
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when a library is imported; a look-up by mistake fails at once
 
 import pytest
 from tiny_configs import tiny_config
