@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,22 @@ def run(
     if not may_fail:
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done
+
+
+def start(command: Sequence[str], log: Path) -> subprocess.Popen:
+    """Start a command in a process group of its own, as a shell does."""
+    with open(log, "w") as file:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=file, stderr=file, start_new_session=True
+        )
+
+
+def wait_for_steps(output: Path, metric: str, count: int, process: subprocess.Popen, log: Path) -> None:
+    """Return when so many steps have been made."""
+    deadline = time.monotonic() + TIME_LIMIT
+    while not (output / "metrics.jsonl").exists() or len(read_curve(output, metric)) < count:
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
 
 
 def run_here(step: int, values: dict[str, Any] | Sequence[str], *, module: str = "main") -> None:

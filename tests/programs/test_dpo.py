@@ -31,16 +31,6 @@ def test_pairs_teach_a_chat_model(flags, tmp_path, capsys, lone_process, no_pict
     assert model(ids).logits.isfinite().all()
 
 
-def test_a_run_that_goes_on_keeps_its_reference(flags, tmp_path, capsys, lone_process, no_pictures):
-    """Ten steps and two more are twelve: in an epoch (ten steps) every pair has been asked about."""
-    flags["lr_scheduler_type"] = "constant"
-    run_here(2, flags | {"output_dir": tmp_path / "whole", "max_train_steps": 12})
-    run_here(2, flags | {"max_train_steps": 10})
-    run_here(2, flags | {"max_train_steps": 12})
-    curve = read_curve(tmp_path / "output", "dpo/loss")
-    assert len(curve) == 12 and curve == read_curve(tmp_path / "whole", "dpo/loss")
-
-
 def test_more_pairs_than_were_asked_about(flags, tmp_path, capsys, lone_process, no_pictures):
     run_here(2, flags | {"max_train_steps": 3})
     with pytest.raises(SystemExit) as left:

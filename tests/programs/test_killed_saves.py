@@ -81,16 +81,11 @@ class Scenario(NamedTuple):
     least_calls: int  # fewer would show that some are not seen
 
 
+SAVED = "checkpoints/step-000003"
+EXPORTED = ["export", *(f"export/{name}" for name in ("a", "b", "below", "below/c"))]
 SCENARIOS = {
-    "save": Scenario(
-        save,
-        newest,
-        ["checkpoints", "checkpoints/step-000003", *(f"checkpoints/step-000003/{n}" for n in CHECKPOINT)],
-        20,
-    ),
-    "export": Scenario(
-        export, read_export, ["export", "export/a", "export/b", "export/below", "export/below/c"], 15
-    ),
+    "save": Scenario(save, newest, ["checkpoints", SAVED, *(f"{SAVED}/{name}" for name in CHECKPOINT)], 20),
+    "export": Scenario(export, read_export, EXPORTED, 15),
 }
 
 

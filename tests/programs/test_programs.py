@@ -71,23 +71,11 @@ def pipeline(tiny, tmp_path_factory) -> dict:
     start("step1_sft/main.py", short_flags(tiny, 1, output_dir=sft, lora_dim=4))
     of_sft = {"output_dir": reward, "model_name_or_path": sft / "export"}
     start("step2_reward/main.py", short_flags(tiny, 2, **of_sft))
-    start(
-        "step2_reward/rw_eval.py",
-        {
-            "model_name_or_path": reward / "export",
-            "data_path": tiny.rows,
-            "data_output_path": tiny.cache,
-            "max_seq_len": 48,
-            "num_samples": 2,
-        },
-    )
-    models = {
-        "actor_model_name_or_path": sft / "export",
-        "critic_model_name_or_path": reward / "export",
-        "enable_ema": True,
-        "print_answers": True,
-    }
-    start("step3_ppo/main.py", short_flags(tiny, 3, output_dir=ppo, **models))
+    rows = {"data_path": tiny.rows, "data_output_path": tiny.cache, "max_seq_len": 48, "num_samples": 2}
+    start("step2_reward/rw_eval.py", {"model_name_or_path": reward / "export"} | rows)
+    models = {"actor_model_name_or_path": sft / "export", "critic_model_name_or_path": reward / "export"}
+    more = {"output_dir": ppo, "enable_ema": True, "print_answers": True}
+    start("step3_ppo/main.py", short_flags(tiny, 3, **models, **more))
     return {"sft": sft, "reward": reward, "ppo": ppo, "done": done}
 
 

@@ -48,12 +48,8 @@ def flags(tiny):
     ppo = step_flags(tiny, 3, **from_words(PPO))
     two = ppo | {"generation_batches": 1, "per_device_training_batch_size": 1, "inference_tp_size": 2}
     zero_2 = {"actor_zero_stage": 2, "critic_zero_stage": 2, "dtype": "bf16", "offload": "optimizer"}
-    mixed = {
-        "unsupervised_dataset_name": tiny.text,
-        "max_prompt_seq_len": 24,
-        "num_samples_per_prompt": 2,
-        "per_device_generation_batch_size": 2,
-    }
+    mixed = {"unsupervised_dataset_name": tiny.text, "max_prompt_seq_len": 24}
+    mixed |= {"num_samples_per_prompt": 2, "per_device_generation_batch_size": 2}
     return {
         "sft": (1, 1, single | {"dropout": 0.1}),
         "sft, two ranks, ZeRO 2": (1, 2, single | {"zero_stage": 2, "per_device_train_batch_size": 1}),
@@ -153,12 +149,8 @@ def test_sft_killed(forks, flags, finished, tmp_path, point):
     assert_same_run(tmp_path / "output", finished("sft"))
 
 
-VARIANTS = [
-    ("sft, two ranks, ZeRO 2", "kill"),
-    ("sft, LoRA, bf16", "term"),
-    ("reward, two ranks, ZeRO 3", "term"),
-    ("dpo", "kill"),
-]
+VARIANTS = [("sft, two ranks, ZeRO 2", "kill"), ("sft, LoRA, bf16", "term")]
+VARIANTS += [("reward, two ranks, ZeRO 3", "term"), ("dpo", "kill")]
 
 
 @pytest.mark.parametrize(("variant", "do"), VARIANTS)

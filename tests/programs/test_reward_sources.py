@@ -1,7 +1,7 @@
 """Step 3 with rewards of a user's own: several with weights, and what happens when one fails."""
 
 import pytest
-from program_runs import STEPS, as_flags, read_metrics, run, torchrun
+from program_runs import as_flags, read_metrics, run, torchrun
 from tiny_inputs import step_flags
 
 pytestmark = pytest.mark.slow
@@ -52,26 +52,17 @@ def start(tiny, tmp_path, monkeypatch):
             "critic_model_name_or_path": None, "algorithm": "reinforce++", "max_train_steps": 2,
             "per_device_generation_batch_size": 8 // ranks, "per_device_training_batch_size": 8 // ranks,
         }  # fmt: skip
-        words = [
-            STEPS[3] + "/main.py",
-            *as_flags(step_flags(tiny, 3, **flags | changes)),
-            "--reward",
-            *rewards,
-        ]
-        return run(torchrun(*words, processes=ranks), may_fail=may_fail), tmp_path / "output"
+        words = as_flags(step_flags(tiny, 3, **flags | changes))
+        command = torchrun("step3_ppo/main.py", *words, "--reward", *rewards, processes=ranks)
+        return run(command, may_fail=may_fail), tmp_path / "output"
 
     return run_step
 
 
 def test_several_rewards_are_added_up_and_logged_apart(start, tiny):
-    model = f"model:{tiny.reward}"
-    rewards = (
-        f"0.5*{model}",
-        "2*function:my_rewards:good",
-        "function:my_rewards:waits",
-        "0*function:step3_ppo.rewards.examples.vader:sentiment",
-    )
-    done, output = start(*rewards)
+    own = ("2*function:my_rewards:good", "function:my_rewards:waits")
+    unused = "0*function:step3_ppo.rewards.examples.vader:sentiment"
+    _, output = start(f"0.5*model:{tiny.reward}", *own, unused)
     rows = read_metrics(output, "objective/score")
     assert len(rows) == 2
     for row in rows:

@@ -3,13 +3,12 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from program_runs import ROOT, as_flags, deepspeed, environment, read_curve, run, torchrun
+from program_runs import as_flags, deepspeed, read_curve, run, start, torchrun, wait_for_steps
 from tiny_inputs import step_flags
 
 from common.runs.checkpoints import find_checkpoints
@@ -29,22 +28,6 @@ def endless_flags(tiny, output: Path, save_interval: int) -> dict:
     """Return the flags of a run that only a signal ends."""
     flags = {"num_train_epochs": 10000, "max_train_steps": 5000, "lr_scheduler_type": "constant"}
     return step_flags(tiny, 1, **flags, output_dir=output, save_interval=save_interval)
-
-
-def start(command: list[str], log: Path) -> subprocess.Popen:
-    """Start a command in a process group of its own, as a shell does."""
-    with open(log, "w") as file:
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=file, stderr=file, start_new_session=True
-        )
-
-
-def wait_for_steps(output: Path, count: int, process: subprocess.Popen, log: Path) -> None:
-    """Return when so many steps have been made."""
-    deadline = time.monotonic() + 240
-    while not (output / "metrics.jsonl").exists() or len(read_curve(output, "sft/loss")) < count:
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
 
 
 def wait_for_end(output: Path) -> None:
@@ -67,7 +50,7 @@ def test_stops_and_goes_on(tiny, tmp_path, launcher, number, whole_group):
     flags = endless_flags(tiny, output, save_interval=0)
     process = start(LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(flags)), log)
     try:
-        wait_for_steps(output, 3, process, log)
+        wait_for_steps(output, "sft/loss", 3, process, log)
         if launcher == "python":
             second = run(LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(flags)), may_fail=True)
             assert second.returncode and "belongs to a run that has not ended" in second.stderr

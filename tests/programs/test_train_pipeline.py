@@ -1,12 +1,10 @@
 """train.py on tiny models: three steps, stopped in the second, gone on with, reported."""
 
 import signal
-import subprocess
 import sys
-import time
 
 import pytest
-from program_runs import ROOT, environment, read_curve, run
+from program_runs import read_curve, run, start, wait_for_steps
 from transformers import AutoModelForCausalLM
 
 from common.runs.run import STOPPED
@@ -26,14 +24,9 @@ def test_three_steps_with_a_stop(tiny, tmp_path):
         "--ppo-flags", f"{small} --max_prompt_seq_len 24 --max_answer_seq_len 6",
     ]  # fmt: skip
     first = [*command, "--reward-flags", f"{long} --max_seq_len 48"]
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(first, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+    process = start(first, tmp_path / "log")
     try:
-        deadline = time.monotonic() + 240
-        metrics = output / "step2_reward/metrics.jsonl"
-        while not metrics.exists() or len(read_curve(metrics.parent, "reward/loss")) < 2:
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
-            time.sleep(0.1)
+        wait_for_steps(output / "step2_reward", "reward/loss", 2, process, tmp_path / "log")
         process.send_signal(signal.SIGTERM)  # to train.py alone
         assert process.wait(timeout=60) == STOPPED, (tmp_path / "log").read_text()
     finally:

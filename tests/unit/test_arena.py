@@ -240,13 +240,8 @@ def test_the_page_and_its_policy_run_nothing_else(client):
 def test_with_a_token_the_page_is_open_and_nothing_else(arena):
     client = make_client(arena, token="s3cret")
     bearer = {"Authorization": "Bearer s3cret"}
-    for path, allowed in (
-        ("/", 200),
-        ("/page.js", 200),
-        ("/api/results", 401),
-        ("/v1/models", 401),
-        ("/no", 401),
-    ):
+    statuses = {"/": 200, "/page.js": 200, "/api/results": 401, "/v1/models": 401, "/no": 401}
+    for path, allowed in statuses.items():
         assert client.get(path).status_code == allowed
         assert client.get(path, headers=bearer).status_code == (404 if path == "/no" else 200)
     assert client.get("/v1/models").json()["error"]["type"] == "authentication_error"

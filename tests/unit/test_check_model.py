@@ -99,29 +99,25 @@ def test_padding_of_the_vocabulary_is_left_out_and_told(tmp_path, tiny_tokenizer
     assert shown.texts["vocabulary"].startswith("384 rows for 320 tokens: the rest is left out")
 
 
-def test_a_wrong_factor_of_the_logits_fails(tiny_model_folder, check, monkeypatch):
-    name = "common.models.policy_model.read_logit_transform"
-    monkeypatch.setattr(name, lambda model: LogitOptions(multiplier=1.01))
-    shown = check(tiny_model_folder("llama"), *QUICK)
-    assert shown.code == 1 and shown.failed() == ["log-probabilities"]
-    assert shown.lines[-1] == "not ok: log-probabilities"
+def see_padding(inputs):
+    arguments = {"input_ids": inputs.input_ids, "attention_mask": None, "position_ids": None}
+    return arguments | {"use_cache": False, "is_causal": False}
 
 
-def test_wrong_positions_of_the_cached_pass_fail_with_the_token(tiny_model_folder, check, monkeypatch):
-    name = "common.generation.decode.build_position_ids"
-    monkeypatch.setattr(name, lambda mask: build_position_ids(mask) + 1)
-    shown = check(tiny_model_folder("gpt2"), *QUICK)
-    assert shown.code == 1 and shown.failed() == ["cached decoding", "their log-probabilities"]
-    assert "tokens are not transformers' likeliest: a logit is " in shown.texts["cached decoding"]
-
-
-def test_padding_that_is_seen_fails(tiny_model_folder, check, monkeypatch):
-    def see_all(inputs):
-        arguments = {"input_ids": inputs.input_ids, "attention_mask": None, "position_ids": None}
-        return arguments | {"use_cache": False, "is_causal": False}
-
-    monkeypatch.setattr("common.models.model_inputs.ModelInputs.model_arguments", see_all)
-    assert check(tiny_model_folder("llama"), *QUICK).failed() == ["log-probabilities"]
+@pytest.mark.parametrize(
+    ("family", "name", "wrong", "failed"),
+    [
+        ("llama", "models.policy_model.read_logit_transform", lambda _: LogitOptions(1.01), CAUSAL[:1]),
+        ("gpt2", "generation.decode.build_position_ids", lambda m: build_position_ids(m) + 1, CAUSAL[1:]),
+        ("llama", "models.model_inputs.ModelInputs.model_arguments", see_padding, CAUSAL[:1]),
+    ],
+    ids=["factor of the logits", "positions of the cached pass", "padding that is seen"],
+)
+def test_what_is_wrong_fails_its_own_line(tiny_model_folder, check, monkeypatch, family, name, wrong, failed):
+    monkeypatch.setattr(f"common.{name}", wrong)
+    shown = check(tiny_model_folder(family), *QUICK)
+    assert shown.code == 1 and shown.failed() == list(failed)
+    assert shown.lines[-1] == f"not ok: {', '.join(failed)}"
 
 
 def test_what_a_model_raises_is_a_finding_and_the_other_checks_run(tiny_model_folder, check, monkeypatch):

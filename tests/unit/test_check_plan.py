@@ -56,17 +56,11 @@ def test_wrong_flags_leave_with_2_and_say_what(run_plan, flags, problem):
 
 def test_a_run_that_fits_leaves_with_0_and_says_what_is_left(monkeypatch, run_plan):
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", None)  # a known shape: no hub is asked
-    flags = (
-        "--num_gpus",
-        "8",
-        "--cpu_memory_gib",
-        "900",
-        "--old_logprobs",
-        "rollout",
-        "--enable_hybrid_engine",
+    words = (
+        "--num_gpus 8 --cpu_memory_gib 900 --old_logprobs rollout --enable_hybrid_engine --actor_lora_dim 8"
     )
-    code, printed = run_plan(3, *flags, "--actor_lora_dim", "8")
-    plan = MemoryPlan(ppo(OPT_1B, OPT_350M, *flags, "--actor_lora_dim", "8"))
+    code, printed = run_plan(3, *words.split())
+    plan = MemoryPlan(ppo(OPT_1B, OPT_350M, *words.split()))
     assert code == 0 and plan.fits and f"{plan.left / GIB:.2f} GiB are left" in printed
     assert max(moment.total for moment in plan.moments) + plan.left == pytest.approx(80 * GIB)
     rows = {line.split()[0]: line for line in printed.splitlines() if "opt" in line.split()[1:2]}

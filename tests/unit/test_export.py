@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -168,46 +169,20 @@ def test_a_generation_configuration_that_transformers_would_not_save_is_no_obsta
 # ---- The place of an earlier one
 
 
-@pytest.fixture
-def exported(tiny_model_folder, tmp_path):
-    """A model, its tokenizer, and the folder of an export whose metadata say "run 1"."""
-    tokenizer = load_tokenizer(tiny_model_folder("llama"))
-    model = load_causal_lm(ModelOptions(tiny_model_folder("llama")), len(tokenizer))
-    save_export(tmp_path / "export", model, tokenizer, metadata={"run": 1})
-    return model, tokenizer, tmp_path / "export"
-
-
 def contents(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_an_export_that_fails_in_the_middle_leaves_the_old_one(exported, tmp_path, monkeypatch):
+def test_an_export_that_fails_in_the_middle_leaves_the_old_one(tiny_model_folder, tmp_path, monkeypatch):
     """A limit on the size of files fails the weights as a full disk does, in the library that writes them."""
-    model, tokenizer, folder = exported
+    folder, tokenizer = tmp_path / "export", load_tokenizer(tiny_model_folder("llama"))
+    model = load_causal_lm(ModelOptions(tiny_model_folder("llama")), len(tokenizer))
+    save_export(folder, model, tokenizer, metadata={"run": 1})
     before = contents(folder)
     with files_up_to(10_000), pytest.raises(ExportFailed, match="SafetensorError.*File too large"):
         save_export(folder, model, tokenizer, metadata={"run": 2})
-
-    def fail(*args, **kwargs):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(durable_files, "sync", fail)
+    monkeypatch.setattr(durable_files, "sync", Mock(side_effect=OSError(5, "Input/output error")))
     told = f"{folder}.*Input/output error.*what was there before is as it was"
     with pytest.raises(ExportFailed, match=told):
         save_export(folder, model, tokenizer, metadata={"run": 2})
     assert contents(folder) == before and [path.name for path in tmp_path.iterdir()] == ["export"]
-
-
-def test_a_failure_of_the_first_rank_is_one_of_all(exported, monkeypatch):
-    """Another rank writes nothing, and learns of the failure from the first one."""
-    model, tokenizer, folder = exported
-    before = contents(folder)
-    monkeypatch.setattr("common.ranks.distributed.is_main", lambda: False)
-    monkeypatch.setattr(
-        "common.ranks.distributed.gather_objects", lambda mine, _: [(None, (False, "no room")), mine]
-    )
-    with pytest.raises(ExportFailed, match="could not be written .ExportFailed: rank 0 failed: no room"):
-        save_export(folder, model, tokenizer, metadata={"run": 2})
-    monkeypatch.setattr("common.ranks.distributed.gather_objects", lambda mine, _: [(None, None), mine])
-    save_export(folder, model, tokenizer, metadata={"run": 2})
-    assert contents(folder) == before

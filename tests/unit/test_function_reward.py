@@ -71,17 +71,14 @@ def own_module(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def reward_of():
-    made = []
-
+def reward_of(request):
     def make(name: str, *, failures: Failures | None = None, **flags) -> FunctionReward:
         args = PPOArguments(**{f"reward_{flag}": value for flag, value in flags.items()})
-        made.append(FunctionReward(f"own_rewards:{name}", args, failures or Failures()))
-        return made[-1]
+        reward = FunctionReward(f"own_rewards:{name}", args, failures or Failures())
+        request.addfinalizer(reward.close)
+        return reward
 
-    yield make
-    for reward in made:
-        reward.close()
+    return make
 
 
 def answers_of(*responses: str) -> Answers:
@@ -106,10 +103,7 @@ def test_a_function_sees_prompts_responses_and_rows_and_at_most_a_batch(reward_o
     [
         ("absent_module:f", ["--reward function:absent_module:f", "no module absent_module", "PYTHONPATH"]),
         ("own_rewards:lenght", ["has no lenght", "did you mean length?"]),
-        (
-            "own_rewards:two",
-            ["two cannot be called with three lists", "two(prompts, responses, rows)"],
-        ),
+        ("own_rewards:two", ["two cannot be called with three lists", "two(prompts, responses, rows)"]),
     ],
 )
 def test_what_is_no_reward_function_is_told_at_start_up(target, words):
@@ -137,8 +131,7 @@ def test_a_function_that_fails_is_named_with_its_batch(bad, words, num_processes
 
 
 @pytest.mark.parametrize(
-    ("name", "bad", "num_processes"),
-    [("plain", "raise", 0), ("judge", "none", 0), ("plain", "raise", 1)],
+    ("name", "bad", "num_processes"), [("plain", "raise", 0), ("judge", "none", 0), ("plain", "raise", 1)]
 )
 def test_only_the_answers_that_fail_have_no_score(name, bad, num_processes, reward_of):
     """Where --reward_on_error bears it; a batch that raised is tried one by one."""

@@ -13,10 +13,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_configs import tiny_config
 
 from common.flags.args import Problems, field_type, parse_args
 from common.flags.problems import describe_range
@@ -53,14 +51,10 @@ class Reached(Exception):  # noqa: N818  (nothing went wrong)
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory, tiny_model_folder, tiny_tokenizer) -> dict[str, dict[str, Any]]:
+def good(tmp_path_factory, tiny_model_folder, reward_export) -> dict[str, dict[str, Any]]:
     """Return flags of each program with which it would load a model, in a folder that is the working one."""
     folder = tmp_path_factory.mktemp("fuzz")
-    config = tiny_config("llama", len(tiny_tokenizer))
-    config.num_labels = 1
-    reward = transformers.AutoModelForSequenceClassification.from_config(config)
-    reward.save_pretrained(folder / "reward")
-    tiny_tokenizer.save_pretrained(folder / "reward")
+    (folder / "reward").symlink_to(reward_export)
     rows = [f'{{"prompt": "day {n}?", "chosen": "fine {n}", "rejected": "no"}}\n' for n in range(30)]
     for name, text in (FILES | {"rows.jsonl": "".join(rows)}).items():
         (folder / name).write_text(text)
@@ -152,9 +146,8 @@ def check_command_line(program: str, words: list[str]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def same_surroundings(process_group, monkeypatch):
-    """A run may set variables and the import path: as they were afterwards, and no hub is asked."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def same_surroundings(process_group):
+    """A run may set variables and the import path: as they were afterwards."""
     before, path = dict(os.environ), list(sys.path)
     yield
     os.environ.clear()

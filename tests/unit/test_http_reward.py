@@ -1,12 +1,11 @@
 """A reward behind an address: a real server on a loopback port that answers well, badly, late or never."""
 
 import gzip
-import json
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import Mock
 
 import pytest
+from reward_http_server import running_server
 
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards import http_reward
@@ -17,91 +16,29 @@ ANSWERS = Answers(["p0", "p1", "p2"], ["a", "bb", "ccc"], [{"n": 1}, {}, {"n": N
 LENGTHS = [1.0, 2.0, 3.0]
 
 
-class Server(ThreadingHTTPServer):
-    """Answers the n-th request by the n-th behaviour, then always by the last one."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.behaviours, self.requests, self.headers = ["works"], [], []
-        self.is_over = threading.Event()
-        self.all_here = threading.Barrier(2)
-        self.url = f"http://127.0.0.1:{self.server_port}/score"
-
-    def handle_error(self, request, client_address) -> None:
-        pass  # a client that gave up is no error here
-
-
-class Handler(BaseHTTPRequestHandler):
-    """A behaviour is "works", another of these words, or (status, content, more headers)."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        server, turn = self.server, len(self.server.requests)
-        server.requests.append(body)
-        server.headers.append(dict(self.headers.items()))
-        behaviour = server.behaviours[min(turn, len(server.behaviours) - 1)]
-        if behaviour == "hangs":
-            server.is_over.wait(10)
-        elif behaviour == "dies":
-            self.close_connection = True
-        elif behaviour == "drips":
-            self.send_response(200)
-            self.end_headers()
-            while not server.is_over.wait(0.05):
-                self.wfile.write(b" ")
-        elif behaviour in ("works", "waits for another"):
-            if behaviour != "works":
-                server.all_here.wait(10)
-            self.answer(200, json.dumps({"scores": [float(len(text)) for text in body["responses"]]}))
-        else:
-            self.answer(*behaviour)
-
-    def answer(self, status: int, content: str | bytes, more: tuple = ()) -> None:
-        data = content.encode() if isinstance(content, str) else content
-        self.send_response(status)
-        for name, value in (("content-length", str(len(data))), *more):
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_) -> None:
-        pass
-
-
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch) -> list[float]:
     """The pauses before new tries, which are not made."""
     found = []
-    monkeypatch.setattr(http_reward.time, "sleep", found.append)
+    monkeypatch.setattr(http_reward, "time", Mock(wraps=time, sleep=found.append))  # other threads sleep
     return found
 
 
 @pytest.fixture
 def server():
-    made = Server()
-    threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
-    yield made
-    made.is_over.set()
-    made.shutdown()
-    made.server_close()
+    with running_server() as server:
+        yield server
 
 
 @pytest.fixture
-def reward_of():
-    made = []
-
+def reward_of(request):
     def make(url: str, *, failures: Failures | None = None, **flags) -> HttpReward:
         args = PPOArguments(**{f"reward_{flag}": value for flag, value in flags.items()})
-        made.append(HttpReward(url, args, failures or Failures()))
-        return made[-1]
+        reward = HttpReward(url, args, failures or Failures())
+        request.addfinalizer(reward.close)
+        return reward
 
-    yield make
-    for reward in made:
-        reward.close()
+    return make
 
 
 def failure_of(reward: HttpReward) -> str:

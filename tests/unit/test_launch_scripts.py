@@ -6,8 +6,8 @@ The scripts run for real, with a fake `deepspeed` first on PATH that writes down
 import os
 import re
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,20 +36,8 @@ FAKE_SLURM = {
 }
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What one run of a script did."""
-
-    exit_code: int
-    cwd: Path
-    launcher_words: list[str]  # before the program
-    program: str
-    program_words: list[str]  # after it
-    output_dir: Path
-
-
-def launch(script: Path, folder: Path, *extra: str, **variables: str) -> Launch:
-    """Run `script` from another folder, all it makes in `folder`."""
+def launch(script: Path, folder: Path, *extra: str, **variables: str) -> SimpleNamespace:
+    """Run `script` from another folder, all it makes in `folder`; return what it did."""
     for name, text in {"deepspeed": FAKE_DEEPSPEED, "torchrun": FAKE_DEEPSPEED, **FAKE_SLURM}.items():
         fake = folder / "bin" / name
         fake.parent.mkdir(exist_ok=True)
@@ -66,8 +54,9 @@ def launch(script: Path, folder: Path, *extra: str, **variables: str) -> Launch:
     assert (folder / "arguments").exists(), f"{script.name} did not reach deepspeed: {done.stderr}"
     words = (folder / "arguments").read_text().split("\0")[:-1]
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    of_words = {"launcher_words": words[:at], "program": words[at], "program_words": words[at + 1 :]}
     cwd = Path((folder / "cwd").read_text().strip())
-    return Launch(done.returncode, cwd, words[:at], words[at], words[at + 1 :], output_dir)
+    return SimpleNamespace(exit_code=done.returncode, cwd=cwd, output_dir=output_dir, **of_words)
 
 
 def script_id(script: Path) -> str:

@@ -198,8 +198,7 @@ def measure_engine(folder: str, stage: int, dtype: str, is_checkpointed: bool) -
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
-    ("stage", "dtype", "is_checkpointed"),
-    [(0, "fp32", False), (1, "bf16", False), (3, "bf16", True)],
+    ("stage", "dtype", "is_checkpointed"), [(0, "fp32", False), (1, "bf16", False), (3, "bf16", True)]
 )
 def test_a_real_engine_holds_what_is_planned(request, tmp_path, stage, dtype, is_checkpointed):
     config, folder = tiny_config("llama", 320), str(tmp_path)

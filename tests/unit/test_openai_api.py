@@ -116,6 +116,10 @@ def test_log_probabilities_of_an_answer_have_its_end(ours):
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
+        ({"prompt": [0x110000]}, "prompt", "the model has 1114112 tokens, none is 1114112"),
+        ({"prompt": [-1]}, "prompt.str", "body.prompt"),
+        ({"prompt": "x", "max_tokens": 0}, None, "leaves nothing to answer without echo"),
+        ({"prompt": "x", "stream": True, "echo": True}, None, "not supported together with stream"),
         ({"tools": [{"type": "function"}]}, "tools", "tools [{'type': 'function'}]: Extra inputs"),
         ({"temperature": -1}, "temperature", "temperature -1: Input should be greater than or equal to 0"),
         ({"max_tokens": 61}, "max_tokens", "more than this server's --max_new_tokens 60"),
@@ -127,24 +131,10 @@ def test_log_probabilities_of_an_answer_have_its_end(ours):
     ],
 )  # fmt: skip
 def test_what_is_not_honoured_is_refused_by_its_name(client, models, body, param, words):
-    answer = post(client, **body)
+    answer = post(client, "completions" if "prompt" in body else "chat/completions", **body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param and words in error["message"]
     assert error["type"] == "invalid_request_error" and models["left"].asked == []
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"prompt": [0x110000]}, "the model has 1114112 tokens, none is 1114112"),
-        ({"prompt": [-1]}, "body.prompt"),
-        ({"prompt": "x", "max_tokens": 0}, "leaves nothing to answer without echo"),
-        ({"prompt": "x", "stream": True, "echo": True}, "not supported together with stream"),
-    ],
-)
-def test_completions_that_are_refused(client, body, words):
-    answer = post(client, "completions", **body)
-    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
 
 
 def test_neutral_values_of_fields_that_we_do_not_have_are_taken(client):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import threading
+from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
@@ -95,19 +96,10 @@ def learned(name, batch, on_error, **flags):
     flags = {"algorithm": name, "kl_in": algorithm.kl_in, "kl_estimator": "k1", "adv_norm": "batch"} | flags
     args = dataclasses.replace(PPOArguments(), whiten_scores=True, value_norm="exp", **flags)
     specs = [RewardSpec("function", "m:f", 1.0, "function_f")]
-    trainer = PPOTrainer(
-        args,
-        algorithm,
-        roles=None,
-        rollout=SimpleNamespace(
-            scores=ScoreSum(specs, failures=Failures.parse(on_error)),
-            recomputes=False,
-        ),
-        prompts=None,
-        pretraining=None,
-        logger=SimpleNamespace(log_interval=100),
-        decode=None,
-    )
+    rollout = SimpleNamespace(scores=ScoreSum(specs, failures=Failures.parse(on_error)), recomputes=False)
+    absent = dict.fromkeys(("roles", "prompts", "pretraining", "decode"))
+    logger = SimpleNamespace(log_interval=100)
+    trainer = PPOTrainer(args, algorithm, rollout=rollout, logger=logger, **absent)
     done = trainer.add_advantages(1, batch)
     state = {name: getattr(trainer.value_normaliser, name, 0.0) for name in LASTING["value_norm"]}
     summary = {name: value for name, value in done.summary.items() if "failed" not in name}
@@ -115,11 +107,7 @@ def learned(name, batch, on_error, **flags):
 
 
 @pytest.mark.parametrize(
-    ("name", "aggregation"),
-    [
-        *(("ppo", "sequence"), ("ppo", "constant"), ("grpo", "sequence"), ("dr_grpo", "constant")),
-        *(("rloo", "sequence"), ("reinforce++", "constant"), ("reinforce++-baseline", "sequence")),
-    ],
+    ("name", "aggregation"), [("ppo", "constant"), *zip(ALGORITHMS, cycle(("sequence", "constant")))]
 )
 def test_a_step_with_masked_answers_is_a_step_without_them(name, aggregation):
     """Whatever the algorithm: no baseline, whitening, mean or normaliser sees what is masked."""

@@ -63,14 +63,21 @@ def test_a_new_run_replaces_the_old_numbers(tmp_path):
     assert not (tmp_path / "samples.jsonl").exists()
 
 
-def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("folder", "is_main"), [("", True), ("run", False)], ids=["no folder", "other rank"])
+def test_nothing_is_written_without_a_folder_or_by_other_ranks(
+    tmp_path, monkeypatch, capsys, folder, is_main
+):
     monkeypatch.chdir(tmp_path)
-    logger = start_logger("", num_steps=1)
-    logger.log(1, {"a/b": 1.0})
-    logger.sample(1, prompt="p")
-    logger.rollout(1, [{"prompt": "p"}])
-    logger.close()
-    assert list(tmp_path.iterdir()) == [] and "1/1" in capsys.readouterr().out
+    monkeypatch.setattr("common.ranks.distributed.is_main", lambda: is_main)
+    numbers = {"sizes": {"metrics.jsonl": 5, "samples.jsonl": 0}, "seconds": 1.0, "step": 1}
+    for before in (None, numbers):
+        logger = start_logger(folder, before, num_steps=2)
+        logger.log(2, {"a/b": 1.0})
+        logger.sample(2, prompt="p")
+        logger.rollout(2, [{"prompt": "p"}])
+        logger.json_state()
+        logger.close()
+    assert list(tmp_path.iterdir()) == [] and ("2/2" in capsys.readouterr().out) is is_main
 
 
 # ---- resuming
@@ -186,15 +193,3 @@ def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys, monkeyp
     printed = capsys.readouterr().out
     assert "report.html was not written (OSError: --output" in printed
     assert "python -m tools.report" in printed and not list(tmp_path.glob("report*"))
-
-
-def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("common.ranks.distributed.is_main", lambda: False)
-    folder = tmp_path / "run"
-    numbers = {"sizes": {"metrics.jsonl": 5, "samples.jsonl": 0}, "seconds": 1.0, "step": 1}
-    for logger in (start_logger(folder), start_logger(folder, numbers)):
-        logger.log(2, {"a/b": 1.0})
-        logger.sample(2, answer="x")
-        logger.json_state()
-        logger.close()
-    assert not folder.exists() and capsys.readouterr().out == ""

@@ -199,9 +199,8 @@ def test_code_that_comes_with_a_model_is_off_unless_asked(tmp_path, proof, model
     assert not proof.exists()
 
 
-def test_code_that_comes_with_data_is_not_run(tmp_path, proof, monkeypatch):
+def test_code_that_comes_with_data_is_not_run(tmp_path, proof):
     """datasets has no loading scripts any more, and a folder's modules are not looked at."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "data").mkdir()
     (tmp_path / "data/data.py").write_text(code_that_proves(proof))
     for name in (tmp_path / "data", tmp_path / "data/data.py"):

@@ -79,25 +79,12 @@ def test_want_of_memory():
     assert is_out_of_memory(caught.value)
 
 
-class Left(BaseException):
-    """In the place of the end of the process."""
-
-
-@pytest.fixture
-def exits(monkeypatch):
-    """Let an end of this process raise Left with the exit code."""
-
-    def leave(code: int) -> None:
-        raise Left(code)
-
-    monkeypatch.setattr(os, "_exit", leave)
-
-
-def test_a_lone_process_leaves_as_ever(exits, capfd, monkeypatch):
+def test_a_lone_process_leaves_as_ever(capfd, monkeypatch):
+    monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setenv("WORLD_SIZE", "1")
     watchdog.leave_after(ValueError("the interpreter shows it"))
     assert capfd.readouterr().err == ""
-    with pytest.raises(Left, match="3"):
+    with pytest.raises(SystemExit, match="3"):
         watchdog.leave_after(MemoryError("lower the batch size"))
     assert capfd.readouterr().err == "error: lower the batch size\n"
 
@@ -165,15 +152,15 @@ def test_the_first_failure_is_told_to_all(world):
 
 def test_a_process_that_is_gone(world):
     """It is looked for twice: all may be about to end, by Ctrl-C. One of another machine is not."""
-    rank, child = 1, subprocess.Popen([sys.executable, "-c", ""])
+    child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    world.ranks[rank].process = ("another", child.pid)
+    world.ranks[1].process = ("another", child.pid)
     assert world.wait(10) == [None] * 3
-    world.ranks[rank].process = (this_process()[0], child.pid)
-    world.ranks[rank].tell_position()
-    world.silent.add(rank)
+    world.ranks[1].process = (this_process()[0], child.pid)
+    world.ranks[1].tell_position()
+    world.silent.add(1)
     assert world.wait(0) == [None, None]
-    assert text_of(world.wait(2)).startswith(f"rank {rank} died at step 3 in the rollout")
+    assert text_of(world.wait(2)).startswith("rank 1 died at step 3 in the rollout")
 
 
 def test_a_rank_that_leaves(world, monkeypatch):

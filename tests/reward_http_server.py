@@ -1,0 +1,75 @@
+"""A server of rewards on a loopback port that answers well, badly, late or never."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Server(ThreadingHTTPServer):
+    """Answers the n-th request by the n-th behaviour, then always by the last one."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.behaviours, self.requests, self.headers = ["works"], [], []
+        self.is_over = threading.Event()
+        self.all_here = threading.Barrier(2)
+        self.url = f"http://127.0.0.1:{self.server_port}/score"
+
+    def handle_error(self, request, client_address) -> None:
+        pass  # a client that gave up is no error here
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A behaviour is "works", another of these words, or (status, content, more headers)."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        server, turn = self.server, len(self.server.requests)
+        server.requests.append(body)
+        server.headers.append(dict(self.headers.items()))
+        behaviour = server.behaviours[min(turn, len(server.behaviours) - 1)]
+        if behaviour == "hangs":
+            server.is_over.wait(10)
+        elif behaviour == "dies":
+            self.close_connection = True
+        elif behaviour == "drips":
+            self.send_response(200)
+            self.end_headers()
+            while not server.is_over.wait(0.05):
+                self.wfile.write(b" ")
+        elif behaviour in ("works", "waits for another"):
+            if behaviour != "works":
+                server.all_here.wait(10)
+            self.answer(200, json.dumps({"scores": [float(len(text)) for text in body["responses"]]}))
+        else:
+            self.answer(*behaviour)
+
+    def answer(self, status: int, content: str | bytes, more: tuple = ()) -> None:
+        data = content.encode() if isinstance(content, str) else content
+        self.send_response(status)
+        for name, value in (("content-length", str(len(data))), *more):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@contextmanager
+def running_server() -> Iterator[Server]:
+    """Serve in a thread until the end of the block."""
+    server = Server()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.is_over.set()
+        server.shutdown()
+        server.server_close()
