@@ -1,5 +1,6 @@
 """Fixtures that several test files use."""
 
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -55,18 +56,15 @@ def tiny_model_folder(tmp_path_factory, tiny_tokenizer) -> Callable[[str], str]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    made: dict[str, str] = {}
-
+    @functools.cache
     def make(family: str) -> str:
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            torch.manual_seed(0)
-            config = tiny_config(family, len(tiny_tokenizer))
-            config.initializer_range = config.init_std = 0.2  # logits that differ, unlike those of std 0.02
-            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-            tiny_tokenizer.save_pretrained(folder)
-            made[family] = str(folder)
-        return made[family]
+        folder = tmp_path_factory.mktemp(family)
+        torch.manual_seed(0)
+        config = tiny_config(family, len(tiny_tokenizer))
+        config.initializer_range = config.init_std = 0.2  # logits that differ, unlike those of std 0.02
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        tiny_tokenizer.save_pretrained(folder)
+        return str(folder)
 
     return make
 

@@ -1,5 +1,6 @@
 """Step 3 judged while it runs: it moves nothing of the training, and no number of ranks moves it."""
 
+import functools
 import gzip
 import json
 
@@ -17,22 +18,19 @@ pytestmark = pytest.mark.slow
 def run(tiny, forks, tmp_path_factory):
     """Run step 3 with changed flags and return its output folder; a second time, the first one's."""
     own = tiny_inputs.write_rows(tiny.folder / "held_out.jsonl", tiny_inputs.make_rows(9, seed=5))
-    made = {}
     judging = {"eval_data_path": own, "eval_interval": 1, "keep_best": "eval/score", "save_rollouts": 2}
 
+    @functools.cache
     def start(*, judged=True, ranks=1, **changes):
-        key = json.dumps([judged, ranks, changes])
-        if key not in made:
-            rates = dict.fromkeys(("actor_learning_rate", "critic_learning_rate"), 3e-3)
-            more = {"data_split": "0,0,1", "max_train_steps": 3, "num_warmup_steps": 0, "dtype": "fp32"}
-            for batch in ("per_device_generation_batch_size", "per_device_training_batch_size"):
-                more[batch] = 4 // ranks
-            more |= {"value_norm": "exp", "output_dir": tmp_path_factory.mktemp("judged") / "output"}
-            flags = step_flags(tiny, 3, **rates | more | (judging if judged else {}) | changes)
-            done = forks.run(3, flags, ranks=ranks)
-            assert done.codes == [0] * ranks, done.text()
-            made[key] = flags["output_dir"]
-        return made[key]
+        rates = dict.fromkeys(("actor_learning_rate", "critic_learning_rate"), 3e-3)
+        more = {"data_split": "0,0,1", "max_train_steps": 3, "num_warmup_steps": 0, "dtype": "fp32"}
+        for batch in ("per_device_generation_batch_size", "per_device_training_batch_size"):
+            more[batch] = 4 // ranks
+        more |= {"value_norm": "exp", "output_dir": tmp_path_factory.mktemp("judged") / "output"}
+        flags = step_flags(tiny, 3, **rates | more | (judging if judged else {}) | changes)
+        done = forks.run(3, flags, ranks=ranks)
+        assert done.codes == [0] * ranks, done.text()
+        return flags["output_dir"]
 
     return start
 
@@ -42,7 +40,7 @@ def read_lines(path):
 
 
 def test_with_and_without_it_the_training_is_equal_to_the_bit(run):
-    judged, plain = (run(judged=judged, enable_hybrid_engine=True) for judged in (True, False))
+    judged, plain = run(enable_hybrid_engine=True), run(enable_hybrid_engine=True, judged=False)
     rows = [without_times(read_metrics(f, "policy/loss")) for f in (judged, plain)]
     assert rows[0] == rows[1] and len(rows[0]) == 3
     texts = [
@@ -93,7 +91,7 @@ def test_the_same_weights_give_the_same_answers(run):
 
 def test_two_ranks_see_what_one_does(run):
     """Nine prompts on two ranks: the last batch is filled up, and what fills it counts nowhere."""
-    one, two = (run(enable_hybrid_engine=True, ranks=ranks) for ranks in (1, 2))
+    one, two = run(enable_hybrid_engine=True), run(enable_hybrid_engine=True, ranks=2)
     for mine, theirs in zip(read_metrics(one, "eval/score"), read_metrics(two, "eval/score"), strict=True):
         names = [name for name in mine if name.startswith("eval/")]
         assert [mine[n] for n in names] == pytest.approx([theirs[n] for n in names], abs=2e-4), mine["step"]

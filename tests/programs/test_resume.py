@@ -4,6 +4,7 @@ Weights, optimizer states, averages, random numbers and counters are compared in
 runs, metrics and samples in their files, exports byte by byte.
 """
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -68,16 +69,14 @@ def flags(tiny):
 @pytest.fixture(scope="module")
 def finished(forks, flags, tmp_path_factory):
     """Return the folder of the run that was never stopped."""
-    made: dict[str, Path] = {}
 
+    @functools.cache
     def make(variant: str) -> Path:
-        if variant not in made:
-            step, ranks, values = flags[variant]
-            folder = tmp_path_factory.mktemp("finished") / "output"
-            done = forks.run(step, values | {"output_dir": folder}, ranks=ranks)
-            assert done.codes == [0] * ranks, done.text()
-            made[variant] = folder
-        return made[variant]
+        step, ranks, values = flags[variant]
+        folder = tmp_path_factory.mktemp("finished") / "output"
+        done = forks.run(step, values | {"output_dir": folder}, ranks=ranks)
+        assert done.codes == [0] * ranks, done.text()
+        return folder
 
     return make
 

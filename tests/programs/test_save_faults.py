@@ -4,6 +4,7 @@ A save that fails leaves the checkpoints before it, on all ranks alike, and the 
 an export that fails leaves the one before it.
 """
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -55,14 +56,13 @@ def run_sft(forks, tiny) -> Callable[..., ForkedRun]:
 @pytest.fixture(scope="module")
 def undisturbed(run_sft, tmp_path_factory) -> Callable[[int], Path]:
     """Return the folder of a run on so many ranks in which nothing went wrong."""
-    made: dict[int, Path] = {}
 
+    @functools.cache
     def make(ranks: int) -> Path:
-        if ranks not in made:
-            made[ranks] = tmp_path_factory.mktemp("undisturbed") / "output"
-            done = run_sft(made[ranks], ranks)
-            assert done.codes == [0] * ranks, done.text()
-        return made[ranks]
+        folder = tmp_path_factory.mktemp("undisturbed") / "output"
+        done = run_sft(folder, ranks)
+        assert done.codes == [0] * ranks, done.text()
+        return folder
 
     return make
 

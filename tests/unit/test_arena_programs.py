@@ -5,9 +5,9 @@ import threading
 
 import pytest
 import uvicorn
+from test_judgement_store import answered
 
 import arena
-from common.data.example import Message
 from serving.arena_app import NewPair
 from serving.judgement_store import JudgementStore
 
@@ -95,10 +95,7 @@ def test_other_machines_need_a_token(run, refused, folder, monkeypatch):
 def test_export_overwrites_nothing_unless_told(run, refused, tmp_path):
     store = JudgementStore(tmp_path / "db")
     for choice in ("a", "b", "tie"):
-        pair = store.add_pair((Message("user", "Hi"),), "typed", "m1", "m2", {})
-        store.set_answer(pair.id, "a", "one")
-        store.set_answer(pair.id, "b", "two")
-        store.judge(pair.id, choice)
+        store.judge(answered(store), choice)
     out = run("export", "pairs.jsonl", "--db", "db")
     assert out == "2 pairs written to pairs.jsonl; left out: 1 ties\n"
     (tmp_path / "pairs.jsonl").write_text("mine")

@@ -194,16 +194,13 @@ echo '{"step": 2, "perf/step_seconds": 2.5, "perf/peak_memory_gib": 1.25}' >> "$
 """
 
 
-def sweep(folder: Path, script: Path | str, *extra: str, **variables: str) -> subprocess.CompletedProcess:
-    env = os.environ | {"SWEEP_DIR": str(folder / "sweep")} | variables
-    words = ["bash", str(FOLDER / "sweep.sh"), str(script), *extra]
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, cwd=folder)
-
-
 def test_a_sweep_runs_every_point_and_names_the_one_that_failed(tmp_path: Path):
     script = tmp_path / "run_point.sh"
     script.write_text(POINT)
-    done = sweep(tmp_path, script, "--seed", "7", ZERO_STAGES="0 1", OFFLOADS="none all", LORA_DIMS="0 8")
+    env = os.environ | {"SWEEP_DIR": str(tmp_path / "sweep"), "ZERO_STAGES": "0 1"}
+    env |= {"OFFLOADS": "none all", "LORA_DIMS": "0 8"}
+    words = ["bash", str(FOLDER / "sweep.sh"), str(script), "--seed", "7"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     rows = [line.split("\t") for line in (tmp_path / "sweep" / "sweep.tsv").read_text().splitlines()[1:]]
     good, bad = ["0", "2", "2.00", "2.2"], ["3", "0", "-", "-"]
     assert rows == [
