@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
@@ -131,11 +132,13 @@ class RunLogger(Stateful):
             return
         self._last_step = step
         metrics = {**metrics, "perf/peak_memory_gib": peak_memory_gib()}
-        self._write(METRICS, step, {"seconds": round(time.monotonic() - self.started, 3), **metrics})
+        seconds = time.monotonic() - self.started
+        self._write(METRICS, step, {"seconds": round(seconds, 3), **metrics})
         self.trackers.log(metrics, step)
         if step % self.log_interval == 0 or step == self.num_steps:
-            shown = [name for name in self.columns if name in metrics]
-            self._print(step, {name.removeprefix(self.prefix): metrics[name] for name in shown})
+            shown = {n.removeprefix(self.prefix): metrics[n] for n in self.columns if n in metrics}
+            left = timedelta(seconds=round(seconds / step * (self.num_steps - step)))
+            self._print(step, shown, f"  left {left}")
 
     def log_event(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write numbers that come now and then (an evaluation), with a line of their own."""
@@ -171,9 +174,9 @@ class RunLogger(Stateful):
             # A gradient's norm is infinite in a step that fp16 skips.
             self.files[name].append(json_line({"step": step, **fields}).encode())
 
-    def _print(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _print(self, step: int, metrics: Mapping[str, float], end: str = "") -> None:
         cells = "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
-        self.note(f"step {step:>5}/{self.num_steps}  {cells}")
+        self.note(f"step {step:>5}/{self.num_steps}  {cells}{end}")
 
 
 def draw_run(folder: Path) -> None:
