@@ -109,13 +109,16 @@ def test_the_critic_learns_what_a_policy_that_stays_earns(ppo, lover):
 
 
 def test_the_unsupervised_loss_falls_only_when_it_has_weight(ppo, tiny):
-    curves = {}
+    outputs, curves = {}, {}
     for weight in (0.0, 5.0):
         flags = {"unsupervised_dataset_name": tiny.text, "unsup_coef": weight, "max_train_steps": 12}
-        curves[weight] = read_curve(ppo(actor_learning_rate=1e-3, **flags), "policy/unsup_loss")
+        outputs[weight] = ppo(actor_learning_rate=1e-3, **flags)
+        curves[weight] = read_curve(outputs[weight], "policy/unsup_loss")
     assert curves[0.0][0] == pytest.approx(curves[5.0][0], abs=1e-5)  # the same text under the same weights
     assert curves[5.0][-1] < curves[5.0][0] - 0.3, curves
     assert curves[0.0][-1] > curves[0.0][0] - 0.1, curves
+    norms = [read_curve(output, "policy/grad_norm")[0] for output in (ppo(max_train_steps=1), outputs[0.0])]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5), "the weight is not the policy's own"
 
 
 def test_ema_is_the_average_of_the_weights_after_each_update(ppo, tiny):
