@@ -61,8 +61,6 @@ def main() -> None:
         rows,
         collate_pairs,
         rows_per_batch=args.per_device_eval_batch_size,
-        rank=distributed.rank(),
-        world_size=distributed.world_size(),
     )
     figures = judge_pairs(lambda batch: compute_pair_scores(model, batch)[:2], batches)
     if distributed.is_main():

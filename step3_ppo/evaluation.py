@@ -200,11 +200,9 @@ class Evaluation:
 
         A prompt has the same number, and so the same answer, for any number of ranks.
         """
-        world_size, rank, num_prompts = distributed.world_size(), distributed.rank(), len(self.rows)
-        size = min(self.args.per_device_generation_batch_size, -(-num_prompts // world_size))
-        batches = evaluation_batches(
-            self.rows, collate_prompts, rows_per_batch=size, rank=rank, world_size=world_size
-        )
+        most = -(-len(self.rows) // distributed.world_size())
+        size = min(self.args.per_device_generation_batch_size, most)
+        batches = evaluation_batches(self.rows, collate_prompts, rows_per_batch=size)
         prompts, is_real = zip(*batches, strict=True)
         rollout, roles = self.rollout, self.rollout.roles
         answers, texts = rollout.sample(prompts, step, 1, FIRST_NUMBER)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from common.ranks import distributed
+
 # What a pass costs beside its tokens (launches, hooks), in tokens: padding up to it is cheaper than another
 # pass. From 64 to 256 bench_train.py's rates are alike on a CPU; 16 and 512 are slower.
 OVERHEAD_TOKENS = 64
@@ -28,7 +30,7 @@ class GlobalBatches:
     `group_by_length` rows of like length meet in a batch, so there is less padding to compute; which rows
     meet still depends on the seed alone. With `max_tokens` the rows of a step are cut into micro-batches by
     tokens, see `plan_micro_batches`; `rows_per_micro_batch` and `accumulation` then only say how many rows
-    there are.
+    there are. `rank` and `world_size` are this process's own unless given.
 
     Raises ValueError when the data do not fill one global batch, or a row alone is above `max_tokens`.
     """
@@ -40,8 +42,8 @@ class GlobalBatches:
         *,
         rows_per_micro_batch: int,
         accumulation: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         seed: int = 0,
         what: str = "training data",
         rows_flag: str = "--per_device_train_batch_size",
@@ -51,20 +53,19 @@ class GlobalBatches:
     ) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
         self.rows, self.accumulation = rows_per_micro_batch, accumulation
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size = _rank_of(rank, world_size)
         self.row_lengths, self.group_by_length, self.max_tokens = row_lengths, group_by_length, max_tokens
-        self.is_packed = (
-            False  # sequences end to end, known once there is a model: padding costs nothing then
-        )
+        # Sequences end to end, known once there is a model: padding costs nothing then.
+        self.is_packed = False
         self.num_drawn = 0  # steps
         self._steps: Iterator[list[Any]] = iter(())
         if max_tokens and row_lengths:
             plan_micro_batches([max(row_lengths, key=max)], max_tokens=max_tokens)
-        self.global_rows = rows_per_micro_batch * accumulation * world_size
+        self.global_rows = rows_per_micro_batch * accumulation * self.world_size
         if len(dataset) < self.global_rows:
             raise ValueError(
                 f"the {what} has {len(dataset)} rows, fewer than one global batch of {self.global_rows} = "
-                f"{rows_per_micro_batch} rows x {accumulation} accumulation steps x {world_size} ranks: "
+                f"{rows_per_micro_batch} rows x {accumulation} accumulation steps x {self.world_size} ranks: "
                 f"lower {rows_flag} {rows_per_micro_batch}, or give more data"
             )
 
@@ -129,21 +130,27 @@ def evaluation_batches(
     collate: Callable[[list[Any]], Any],
     *,
     rows_per_batch: int,
-    rank: int = 0,
-    world_size: int = 1,
+    rank: int | None = None,
+    world_size: int | None = None,
     max_batches: int = 0,
 ) -> Iterator[tuple[Any, torch.Tensor]]:
     """Yield (batch, is_real): every row once over all ranks, the same number of batches on each.
 
     `is_real` (rows,) bool is False for the rows that only fill up the last batches: they must not be counted.
-    `max_batches` per rank bounds the work, 0 takes all rows.
+    `max_batches` per rank bounds the work, 0 takes all rows. `rank` and `world_size` as in `GlobalBatches`.
     """
+    rank, world_size = _rank_of(rank, world_size)
     num_batches = -(-len(dataset) // (rows_per_batch * world_size))
     for batch in range(min(num_batches, max_batches) if max_batches else num_batches):
         first = (batch * world_size + rank) * rows_per_batch
         indexes = range(first, first + rows_per_batch)
         rows = [dataset[i if i < len(dataset) else 0] for i in indexes]
         yield collate(rows), torch.tensor([i < len(dataset) for i in indexes])
+
+
+def _rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    own = distributed.rank(), distributed.world_size()
+    return own[0] if rank is None else rank, own[1] if world_size is None else world_size
 
 
 def plan_micro_batches(

@@ -64,8 +64,6 @@ def build_global_batches(args: Any, dataset: Any, collate: Callable, columns: Se
         collate,
         rows_per_micro_batch=args.per_device_train_batch_size,
         accumulation=args.gradient_accumulation_steps,
-        rank=distributed.rank(),
-        world_size=distributed.world_size(),
         seed=args.seed,
         row_lengths=row_lengths,
         group_by_length=args.group_by_length,
@@ -202,8 +200,6 @@ def train(
             held_out,
             batches.collate,
             rows_per_batch=args.per_device_eval_batch_size,
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
             max_batches=args.eval_iters,
         )
         with watchdog.phase("the evaluation", step, clock="evaluate"):
