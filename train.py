@@ -9,6 +9,7 @@ command resumes where it stopped. Last comes report.html, curves and samples of 
 written with - or _.
 """
 
+import contextlib
 import os
 import re
 import shlex
@@ -28,6 +29,7 @@ BAD_INPUT = 2  # as they leave when they have refused what they were given
 # DeepSpeed-Chat's words for a model are sizes of OPT.
 SIZES = {s: f"facebook/opt-{s}" for s in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")}
 RUN = "training_scripts/run.sh"  # for a model without a script of its own
+NAMES = {1: "sft", 2: "reward", 3: "ppo"}  # of the steps, as run.sh and our flags call them
 
 
 @dataclass
@@ -65,13 +67,8 @@ class Launch(NamedTuple):
 
 
 def step_folder(args: TrainArguments, step: int) -> Path:
-    """Return where a step writes."""
+    """Return where a step writes; its model goes to export/ there."""
     return Path(args.output_dir).absolute() / STEPS[step - 1]
-
-
-def export_of(args: TrainArguments, step: int) -> Path:
-    """Return where a step exports its model to."""
-    return step_folder(args, step) / "export"
 
 
 def check(args: TrainArguments, problems: Problems) -> None:
@@ -90,17 +87,18 @@ def check(args: TrainArguments, problems: Problems) -> None:
             problems.add(f"--{name} {model}: no such folder; give a hub name, a folder, or a size of OPT")
     args.step = sorted(set(args.step))
     problems.check(bool(args.step), "--step without a number: the steps are 1, 2 and 3")
-    if 3 in args.step:
-        for step in (1, 2):
-            if step not in args.step and not (export_of(args, step) / "config.json").exists():
-                problems.add(f"--step 3 needs {export_of(args, step)}, which step {step} writes; add {step}")
+    for step in (1, 2) if 3 in args.step else ():
+        export = step_folder(args, step) / "export"
+        if step not in args.step and not (export / "config.json").exists():
+            problems.add(f"--step 3 needs {export}, which step {step} writes; add {step}")
     if args.deployment_type == "multi_node" and not Path(args.hostfile).is_file():
         problems.add(f"--hostfile {args.hostfile}: no such file; one line 'hostname slots=8' a machine")
-    for name in ("sft_flags", "reward_flags", "ppo_flags"):
+    for name in NAMES.values():
+        words = getattr(args, f"{name}_flags")
         try:
-            shlex.split(getattr(args, name))
+            shlex.split(words)
         except ValueError as error:
-            problems.add(f"--{name} {getattr(args, name)}: {error}")
+            problems.add(f"--{name}_flags {words}: {error}")
     if not problems.messages:
         check_vocabularies(args, problems)
     args.data_path = [str(Path(d).absolute()) if Path(d).exists() else d for d in args.data_path]
@@ -112,49 +110,42 @@ def check_vocabularies(args: TrainArguments, problems: Problems) -> None:
 
     Those that cannot be loaded here are left to the steps, which say why.
     """
-    pair = (args.actor_model, args.reward_model)
-    if 3 not in args.step or pair[0] == pair[1] or set(pair) <= set(SIZES.values()):
+    actor, reward = args.actor_model, args.reward_model
+    if 3 not in args.step or actor == reward or {actor, reward} <= set(SIZES.values()):
         return
     from transformers import AutoTokenizer  # slow to import, rarely needed
 
     from common.data.tokenizer import vocabulary_difference
 
-    try:
-        difference = vocabulary_difference(*(AutoTokenizer.from_pretrained(name) for name in pair))
-    except Exception:  # OSError, ValueError, KeyError ... by what is missing
-        return
-    if difference:
-        problems.add(
-            f"--reward_model {pair[1]} has another vocabulary than --actor_model {pair[0]} ({difference}), "
-            "and step 3 gives the same token ids to both; give one of the actor's family, or leave it out"
+    with contextlib.suppress(Exception):  # OSError, ValueError, KeyError ... by what is missing
+        difference = vocabulary_difference(*map(AutoTokenizer.from_pretrained, (actor, reward)))
+        problems.check(
+            difference is None,
+            f"--reward_model {reward} has another vocabulary than --actor_model {actor} ({difference}), "
+            "and step 3 gives the same token ids to both; give one of the actor's family, or leave it out",
         )
 
 
 def build_launch(args: TrainArguments, step: int) -> Launch:
     """Return how a step is run: by its model's script, or by run.sh, which has settings for all."""
-    actor, reward = args.actor_model, args.reward_model
-    model = {1: actor, 2: reward, 3: actor}[step]
+    model = args.reward_model if step == 2 else args.actor_model
     script = find_script(step, args.deployment_type, model)
-    words = [RUN, {1: "sft", 2: "reward", 3: "ppo"}[step], model, args.deployment_type]
-    if script:
-        words = [str(script.relative_to(ROOT))]
+    words = [str(script.relative_to(ROOT))] if script else [RUN, NAMES[step], model, args.deployment_type]
     variables = {"OUTPUT_DIR": str(step_folder(args, step))}
     if args.num_gpus:
         variables["NUM_GPUS"] = str(args.num_gpus)
     if args.deployment_type == "multi_node":
         variables["HOSTFILE"] = str(Path(args.hostfile).absolute())
+    actor_stage, reward_stage = args.actor_zero_stage, args.reward_zero_stage
+    stages = {"--zero_stage": reward_stage if step == 2 else actor_stage}
     if step == 3:
-        variables |= {"ACTOR_MODEL": str(export_of(args, 1)), "CRITIC_MODEL": str(export_of(args, 2))}
+        variables["ACTOR_MODEL"] = str(step_folder(args, 1) / "export")
+        variables["CRITIC_MODEL"] = str(step_folder(args, 2) / "export")
+        stages = {"--actor_zero_stage": actor_stage, "--critic_zero_stage": reward_stage}
     # The user's flags stand last, and win.
     words += ["--data_path", *args.data_path] if args.data_path else []
-    actor_flag, reward_flag = {3: ("--actor_zero_stage", "--critic_zero_stage")}.get(
-        step, ("--zero_stage",) * 2
-    )
-    if args.actor_zero_stage and step != 2:
-        words += [actor_flag, args.actor_zero_stage]
-    if args.reward_zero_stage and step != 1:
-        words += [reward_flag, args.reward_zero_stage]
-    words += shlex.split({1: args.sft_flags, 2: args.reward_flags, 3: args.ppo_flags}[step])
+    words += [word for flag_name, stage in stages.items() if stage for word in (flag_name, stage)]
+    words += shlex.split(getattr(args, f"{NAMES[step]}_flags"))
     return Launch(["bash", *words], variables)
 
 
@@ -169,7 +160,8 @@ def report(args: TrainArguments) -> None:
     """Print where the exports of the steps are, and write one report on all of them."""
     from tools.report.page import write_report  # matplotlib is slow to import
 
-    exports = [export_of(args, step) for step in (1, 2, 3) if export_of(args, step).exists()]
+    exports = [step_folder(args, step) / "export" for step in (1, 2, 3)]
+    exports = [export for export in exports if export.exists()]
     page = Path(args.output_dir).absolute() / REPORT
     print("\n" + "\n".join(f"export: {export}" for export in exports))
     try:
@@ -178,7 +170,7 @@ def report(args: TrainArguments) -> None:
     except OSError as error:
         print(f"note: {page} cannot be written: {error.strerror}", file=sys.stderr)
     if 3 in args.step:
-        print(f"talk to it: python chat.py {export_of(args, 3)}")
+        print(f"talk to it: python chat.py {step_folder(args, 3) / 'export'}")
 
 
 def main() -> None:

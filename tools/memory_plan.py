@@ -10,7 +10,9 @@
 
 In step 3 the actor's gradients wait for the critic's, as both step or neither.
 
-arXiv:1910.02054 section 3, and counted on engines of DeepSpeed 0.19; bf16 runs at stage 1 instead of 0.
+arXiv:1910.02054 section 3, and counted on engines of DeepSpeed 0.19; bf16 runs at stage 1 instead of 0. What
+comes to less than 2 % is left out: norms and biases that ZeRO 3 keeps whole, padding of the vocabulary, the
+rollout batch, logits of a token step, under LoRA copies of what else --only_optimize_lora false trains.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +23,6 @@ from common.models.output_head import CPU_CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS
 from tools.planned_model import trace_activations
 from tools.planned_run import Role, Run
 
-RECORD_BYTES = 44  # of a response token in step 3's rollout batch
 TRAINING = ("backward", "reduce", "step")  # all activations, all gradients, the optimizer's copies
 
 Holdings = dict[tuple[str, str], float]  # (role, item) -> bytes
@@ -81,19 +82,16 @@ class MemoryPlan:
 def _fill(run: Run, moment: Moment) -> Moment:
     for role in run.roles:
         verb = moment.verb if role.name == moment.role else "wait" if _waits(role, moment) else "idle"
-        _hold_weights(run, role, verb, moment)
+        if not role.is_adapter_off:
+            weights = run.num_bytes * role.model.num_params / (run.num_ranks if role.is_sharded else 1)
+            is_away = role.params_on_cpu and (role.is_sharded or verb == "idle")
+            moment.hold(role.name, "weights", weights, on_cpu=is_away)
         if role.is_trained:
             _hold_training_state(run, role, verb, moment)
         _hold_activations(run, role, verb, moment)
         if role is run.actor:
-            _hold_generation(run, role, verb, moment)
-            if run.args.ema_decay:
-                average = 4.0 * role.model.num_trained / _shards(run, role, from_stage=3)
-                moment.hold(role.name, "EMA", average, on_cpu=role.params_on_cpu)
-    if run.actor:
-        by_sample = RECORD_BYTES * run.args.max_answer_seq_len + 8 * run.args.max_prompt_seq_len
-        moment.hold("all", "rollout batch", float(run.num_samples * by_sample), on_cpu=True)
-    moment.hold("all", "reserved", run.device.reserved_gib * 2**30)
+            _hold_generation(run, role, verb == "generate", moment)
+    moment.hold("device", "reserved", run.device.reserved_gib * 2**30)
     if run.is_cpu:  # one and the same memory
         for key, num_bytes in moment.cpu.items():
             moment.hold(*key, num_bytes)
@@ -111,58 +109,39 @@ def _waits(role: Role, moment: Moment) -> bool:
     return (role.name, moment.role) == ("actor", "critic") and moment.verb in TRAINING
 
 
-def _shards(run: Run, role: Role, *, from_stage: int) -> int:
-    return run.num_ranks if role.zero.stage >= from_stage else 1
-
-
-def _hold_weights(run: Run, role: Role, verb: str, moment: Moment) -> None:
-    model, b = role.model, run.num_bytes
-    if role.is_adapter_off:  # how what trains beside the adapters began, and once more while it is put back
-        others = b * (model.num_trained - model.num_adapter) / _shards(run, role, from_stage=3)
-        moment.hold(role.name, "beginnings", others * (2 if verb == "score" else 1))
-    elif not role.is_sharded:
-        is_away = role.params_on_cpu and verb == "idle"
-        moment.hold(role.name, "weights", b * model.num_params, on_cpu=is_away)
-    else:
-        small = model.num_small(role.zero.param_persistence_threshold)
-        moment.hold(role.name, "weights", b * small)
-        part = b * (model.num_params - small) / run.num_ranks
-        moment.hold(role.name, "weights", part, on_cpu=role.params_on_cpu)
-
-
 def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> None:
     """Hold gradients, optimizer states and buffers: see the table above."""
     b, stage, trained, name = run.num_bytes, role.zero.stage, role.model.num_trained, role.name
-    shard = trained / _shards(run, role, from_stage=1)
-    is_away, is_second = role.states_on_cpu, run.num_micro_batches > 1  # what the first pass left is there
-    has_copy = run.dtype != "fp32" or stage > 0
+    shard = trained / run.num_ranks if stage else trained
+    is_away = role.zero.offload_optimizer is not None
+    is_second = run.num_micro_batches > 1  # what the first pass left is there
+    has_copy = run.args.dtype != "fp32" or stage > 0
     is_lent = verb == "generate" and run.args.offload_states_for_generation
     moment.hold(name, "optimizer", (12 if has_copy else 8) * shard, on_cpu=is_away or is_lent)
+    if role is run.actor and run.args.ema_decay:
+        average = 4.0 * trained / (run.num_ranks if role.is_sharded else 1)
+        moment.hold(name, "EMA", average, on_cpu=role.params_on_cpu)
+    # Gradients: all of them, and the rank's own part, which under offload lies on the CPU, and there in fp32.
+    whole, part = b * trained, 0.0 if is_away else b * shard
+    if is_away:
+        moment.hold(name, "gradients", (4 + b) * shard, on_cpu=True)
+    if stage == 3 or verb in ("wait", "step"):
+        moment.hold(name, "gradients", part)
+    elif verb == "backward":
+        moment.hold(name, "gradients", is_second * (part if stage == 2 else whole))
+    elif verb == "reduce":
+        moment.hold(name, "gradients", part + is_second * part if stage == 2 else whole + bool(stage) * part)
     bucket = role.zero.reduce_bucket_size
     bucket = min(bucket, trained) if run.is_cpu else bucket  # pages nobody writes take no memory
-    if is_away:  # fp32 gradients there, and the weights or gradients on their way
-        moment.hold(name, "gradients", (4 + b) * shard, on_cpu=True)
-        largest = float(b * min(role.model.largest_module, trained)) if stage < 3 else 0.0
-        moment.hold(name, "buckets", largest)
-        moment.hold(name, "buckets", largest, on_cpu=True)
-    if stage == 3:
-        moment.hold(name, "gradients", 0.0 if is_away else b * shard)
+    if stage == 3 or (stage and verb in ("backward", "reduce")):
         moment.hold(name, "buckets", b * bucket)
-    if verb in ("backward", "reduce"):
-        if stage <= 1 and (verb == "reduce" or is_second):
-            moment.hold(name, "gradients", float(b * trained))
-        if stage == 2 and is_second and not is_away:
-            moment.hold(name, "gradients", b * shard)
-        moment.hold(name, "buckets", b * bucket if stage in (1, 2) else 0.0)
-    if verb == "reduce":
-        if stage in (1, 2) and not is_away:  # a rank's own part
-            moment.hold(name, "gradients", b * shard)
-        moment.hold(name, "buckets", b * min(bucket, trained) if stage == 0 or run.num_ranks > 1 else 0.0)
-    if verb in ("wait", "step") and stage < 3 and not is_away:
-        moment.hold(name, "gradients", b * shard)
-    if verb == "step" and not is_away and has_copy:
+    if verb == "reduce" and (stage == 0 or run.num_ranks > 1):
+        moment.hold(name, "buckets", b * min(bucket, trained))
+    if is_away and stage < 3:
+        moment.hold(name, "buckets", b * min(role.model.largest_module, trained))
+    if verb == "step" and has_copy and not is_away:
         at_once = min(shard, role.zero.sub_group_size) if stage == 3 else shard
-        flat = b if run.dtype != "fp32" and stage > 0 else 0
+        flat = b if run.args.dtype != "fp32" and stage else 0
         moment.hold(name, "step's buffers", (4 + flat) * at_once)
 
 
@@ -194,71 +173,62 @@ def _hold_activations(run: Run, role: Role, verb: str, moment: Moment) -> None:
         return
     if role.is_sharded and run.num_ranks > 1:
         moment.hold(role.name, "gathered weights", _gathered(run, role, verb))
-    model, found = role.model, trace_activations(role.model, run.dtype, run.length, run.is_flash)
-    num_sequences = run.tokens_per_pass / run.length
+    model, traced = role.model, trace_activations(role.model, run.args.dtype, run.length)
+    num_tokens = run.tokens_per_evaluation if verb == "score" and not run.actor else run.tokens_per_pass
+    num_sequences = num_tokens / run.length
+    states = num_tokens * model.hidden_size * run.num_bytes  # between two layers
     if verb == "backward":
-        head = head_bytes(run, role, run.tokens_per_pass, is_training=True)
-        layer_work, kept = num_sequences * found.backward_work, num_sequences * found.saved_outside
+        mask = run.num_bytes * run.length**2 if run.is_flash else 0  # which flash attention does without
+        inside, outside = num_sequences * (traced.saved_by_layer - mask), num_sequences * traced.saved_outside
+        work = num_sequences * traced.backward_work
+        head = head_bytes(run, role, num_tokens, is_training=True)
         if role.is_checkpointed:
-            kept += num_sequences * model.num_layers * run.length * model.hidden_size * run.num_bytes
-            layer_work += num_sequences * found.saved_by_layer
+            held = outside + model.num_layers * states + max(work + inside, head)
         else:
-            kept += num_sequences * model.num_layers * found.saved_by_layer
-        held = kept + max(layer_work, head)
+            held = outside + model.num_layers * inside + max(work, head)
     elif verb == "reduce":
-        held = num_sequences * found.backward_work
+        held = num_sequences * traced.backward_work
     else:
-        num_tokens = run.tokens_per_pass if run.actor else run.tokens_per_evaluation
         head = head_bytes(run, role, num_tokens, is_training=False)
-        states = num_tokens * model.hidden_size * run.num_bytes * 2
-        held = max(num_tokens / run.length * found.forward_peak, states + head)
+        held = max(num_sequences * traced.forward_peak, 2 * states + head)
     moment.hold(role.name, "activations", held)
 
 
 def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) -> float:
-    """Return what the head holds for the scored ones among a pass's tokens: a chunk of logits, their
-    gradients and what is upcast of them (measured); for a value model the values' inputs in fp32.
+    """Return what the head holds for the scored ones among a pass's tokens, in step 3 the responses: a chunk
+    of logits, their gradients and what is upcast of them (measured); for a value model the values' inputs in
+    fp32.
     """
-    b, model, num_scored = run.num_bytes, role.model, scored_tokens(run, num_tokens)
+    b, model, head = run.num_bytes, role.model, role.model.head.weight
+    num_scored = num_tokens * run.args.max_answer_seq_len / run.length if run.actor else num_tokens
     if model.is_value_model:
         return num_scored * model.hidden_size * 4 * (2 if is_training else 1)
     chunk = CPU_CHUNK_ELEMENTS if run.is_cpu else GPU_CHUNK_ELEMENTS
-    logits = min(chunk, num_scored * model.head.weight.shape[0])
+    logits = min(chunk, num_scored * head.shape[0])
     if not is_training:
         return logits * (b + (8 if run.actor else 4))  # step 3 wants the entropy too
     work = logits * ((2 * b + 8) if run.actor else (b + 8))
     work += num_scored * model.hidden_size * b
     # Its gradient is added up in fp32.
-    return work + (model.head.weight.numel() * (4 + b) if model.is_head_trained else 0)
+    return work + (head.numel() * (4 + b) if head.requires_grad else 0)
 
 
-def scored_tokens(run: Run, num_tokens: float) -> float:
-    """Return how many of a pass's tokens reach the head: the responses in step 3."""
-    return num_tokens * run.args.max_answer_seq_len / run.length if run.actor else num_tokens
-
-
-def _hold_generation(run: Run, role: Role, verb: str, moment: Moment) -> None:
-    """Hold slices, keys and values, and buffers; some of it stays until it is released."""
-    args, b, name = run.args, run.num_bytes, role.name
-    is_on = verb == "generate"
-    stays = is_on or (args.enable_hybrid_engine and not args.release_inference_cache)
-    keys = float(run.num_slots * run.length * kv_bytes_per_token(role.model.config, b, run.tp_size))
-    if not args.enable_hybrid_engine:  # transformers' cache grows by copying, a layer at a time
-        keys *= 1 + 1 / role.model.num_layers
-    if stays:
+def _hold_generation(run: Run, role: Role, is_on: bool, moment: Moment) -> None:
+    """Hold slices, keys and values, and buffers; keys and values stay until they are released."""
+    args, b, name, model = run.args, run.num_bytes, role.name, role.model
+    keys = float(run.num_slots * run.length * kv_bytes_per_token(model.plain.config, b, run.tp_size))
+    if is_on or (args.enable_hybrid_engine and not args.release_inference_cache):
         moment.hold(name, "keys and values", keys)
-    if not run.gathers_by_layer:
-        switch = run.plan_switch()
-        moment.hold(name, "gather buffers", b * switch.staged if is_on else 0.0)
-        moment.hold(name, "slices of weights", b * switch.new if is_on else 0.0)
-    elif is_on:
+    if not is_on:
+        return
+    if run.gathers_by_layer:
         moment.hold(name, "gathered weights", _gathered(run, role, "score"))
-    if is_on:
-        prompts = run.num_slots * args.max_prompt_seq_len
-        most = PREFILL_TOKENS if args.enable_hybrid_engine else prompts
-        prefill = max(min(prompts, most), args.max_prompt_seq_len) / run.length
-        # Logits of a token step, their fp32 weights for the sampling, the integers these are added up as.
-        draw = run.num_slots * role.model.head.weight.shape[0] * (b + 20)
-        found = trace_activations(role.model, run.dtype, run.length, run.is_flash)
-        passes = prefill * found.forward_peak / run.tp_size
-        moment.hold(name, "activations", max(passes, draw))
+    else:
+        switch = run.plan_switch()
+        moment.hold(name, "gather buffers", b * switch.staged)
+        moment.hold(name, "slices of weights", b * switch.new)
+    prompts = run.num_slots * args.max_prompt_seq_len
+    most = PREFILL_TOKENS if args.enable_hybrid_engine else prompts
+    prefill = max(min(prompts, most), args.max_prompt_seq_len) / run.length
+    traced = trace_activations(model, args.dtype, run.length)
+    moment.hold(name, "activations", prefill * traced.forward_peak / run.tp_size)

@@ -7,18 +7,20 @@ The flags are those of the step, and the machines'. Nothing is loaded and no GPU
 out from the models' configurations (`memory_plan.py`, `traffic_plan.py`). Exit code 1 where it does not fit.
 """
 
+import math
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 from common.flags.args import Problems
+from common.generation.tp_plans import working_tp_sizes
 from common.programs import startup
 from tools.memory_plan import TRAINING, Holdings, MemoryPlan
-from tools.plan_changes import apply, find_changes
-from tools.planned_run import PlanArguments, Run, read_run
+from tools.planned_run import PlanArguments, Run, build_run, read_run
 from tools.step_flags import STEP_NAMES, parse_step_args
 from tools.terminal import run_tool
-from tools.traffic_plan import Phase, is_recomputed, plan_traffic
+from tools.traffic_plan import is_recomputed, plan_traffic
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = read_run(args, problems)
     memory = MemoryPlan(run)
     sections = [head_lines(run), memory_lines(run, memory), verdict_lines(run, memory)]
-    sections += [traffic_lines(plan_traffic(run)), assumption_lines(run)]
+    sections += [traffic_lines(run), assumption_lines(run)]
     print("\n\n".join("\n".join(lines) for lines in sections))
     sys.stdout.flush()
     if not memory.fits:
@@ -41,18 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def grid(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
     """Return the rows as lines with aligned columns, the first `num_left` of them to the left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    aligned = ["<" if i < num_left else ">" for i in range(len(widths))]
-    shapes = [f"{{:{side}{width}}}" for side, width in zip(aligned, widths, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    shapes = [f"{{:{'<' if i < num_left else '>'}{width}}}" for i, width in enumerate(widths)]
     return ["  ".join(shapes).format(*row).rstrip() for row in rows]
-
-
-def count_text(number: float) -> str:
-    """Return a count in three digits: 6.74 B."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.4g} {unit}"
-    return f"{number:.0f}"
 
 
 def gib(num_bytes: float) -> str:
@@ -63,52 +56,47 @@ def gib(num_bytes: float) -> str:
 def head_lines(run: Run) -> list[str]:
     """Say what is planned: step, machines, models."""
     args = run.args
-    machines = f"{args.num_nodes} machines of " if args.num_nodes > 1 else ""
-    rows = [["role", "family", "parameters", "trained", "layers", "hidden", "ZeRO"]]
+    rows = [["role", "family", "parameters, M", "trained, M", "ZeRO"]]
     for role in run.roles:
         model = role.model
-        family = model.config.model_type + (", adapters off" if role.is_adapter_off else "")
-        trained = count_text(model.num_trained) if role.is_trained else "-"
-        sizes = [model.num_layers, model.hidden_size, role.zero.stage]
-        rows.append([role.name, family, count_text(model.num_params), trained, *map(str, sizes)])
+        family = model.plain.config.model_type + (", adapters off" if role.is_adapter_off else "")
+        trained = f"{model.num_trained / 1e6:,.1f}" if role.is_trained else "-"
+        stage = str(role.zero.stage) if role.is_trained or role.is_sharded else "-"
+        rows.append([role.name, family, f"{model.num_params / 1e6:,.1f}", trained, stage])
     step = "step 2, DPO" if args.stage == 2 and args.loss == "dpo" else STEP_NAMES[args.stage]
-    title = f"{step}, on {machines}{args.num_gpus} x {args.gpu}, {run.dtype}"
-    return [title, "", *grid(rows, num_left=2)]
+    machines = f"{args.num_nodes} machines of " if args.num_nodes > 1 else ""
+    return [f"{step}, on {machines}{args.num_gpus} x {args.gpu}, {args.dtype}", "", *grid(rows, num_left=2)]
 
 
 def memory_lines(run: Run, memory: MemoryPlan) -> list[str]:
     """Show what a rank holds in each phase, and on its CPU."""
     moments = [memory.of_phase(phase) for phase in dict.fromkeys(m.phase for m in memory.moments)]
-    size = run.memory_bytes
-    title = f"{'' if run.is_cpu else 'GPU '}memory of a rank, GiB"
     rows = [
-        [title, "", *(m.phase.split()[0] for m in moments)],
+        [f"{'' if run.is_cpu else 'GPU '}memory of a rank, GiB", "", *(m.phase.split()[0] for m in moments)],
         ["", "", *(m.role for m in moments)],
         ["", "", *(m.verb if m.verb in TRAINING else "" for m in moments)],
-        *_item_rows(run, [m.gpu for m in moments]),
+        *item_rows([m.gpu for m in moments]),
         ["all", "", *(gib(m.total) for m in moments)],
-        [f"left of {size / 2**30:g}", "", *(gib(size - m.total) for m in moments)],
+        [f"left of {run.memory_bytes / 2**30:g}", "", *(gib(run.memory_bytes - m.total) for m in moments)],
     ]
-    on_cpu = _item_rows(run, [m.cpu for m in moments])
+    on_cpu = item_rows([m.cpu for m in moments])
     if on_cpu:
+        totals = [gib(sum(m.cpu.values()) * run.args.num_gpus) for m in moments]
         blank = [""] * (len(moments) + 1)
-        rows += [["", *blank], ["CPU memory of a rank, GiB", *blank], *on_cpu]
-        of_all = [sum(m.cpu.values()) * run.args.num_gpus for m in moments]
-        rows.append(["all ranks of a machine", "", *map(gib, of_all)])
+        rows += [["CPU memory of a rank, GiB", *blank], *on_cpu, ["all ranks of a machine", "", *totals]]
     loading = gib(memory.loading)
     return [*grid(rows, num_left=2), f"while models are loaded, a machine's CPU holds up to {loading} GiB"]
 
 
-def _item_rows(run: Run, columns: Sequence[Holdings]) -> list[list[str]]:
-    """Return a row for each item that is worth a digit somewhere, role by role."""
+def item_rows(columns: Sequence[Holdings]) -> list[list[str]]:
+    """Return a row for each item of a role that is worth a digit somewhere."""
+    keys = dict.fromkeys(key for held in columns for key in held)
+    roles = list(dict.fromkeys(role for role, _ in keys))
     rows = []
-    for role in (*(role.name for role in run.roles), "all"):
-        name = {"all": ""}.get(role, role)
-        for key in dict.fromkeys(key for held in columns for key in held if key[0] == role):
-            cells = [gib(held.get(key, 0.0)) for held in columns]
-            if any(cell not in ("-", "0.00") for cell in cells):
-                rows.append([name, key[1], *cells])
-                name = ""
+    for role, item in sorted(keys, key=lambda key: roles.index(key[0])):
+        cells = [gib(held.get((role, item), 0.0)) for held in columns]
+        if any(cell not in ("-", "0.00") for cell in cells):
+            rows.append([role, item, *cells])
     return rows
 
 
@@ -123,21 +111,20 @@ def verdict_lines(run: Run, memory: MemoryPlan) -> list[str]:
     else:
         needed, known = max(memory.cpu_peak, memory.loading), run.args.cpu_memory_gib
         verdict = f"does not fit: a machine's CPU memory, {gib(needed)} GiB of {known:.2f}"
-    changes = find_changes(run.args, run.models)
+    changes = find_changes(run)
     if changes is None:
-        return [verdict, "no changes together make it fit: take a smaller model"]
-    left = MemoryPlan(Run(apply(run.args, changes), run.models)).left
+        return [verdict, "no flags together make it fit: take more GPUs or a smaller model"]
+    left = MemoryPlan(apply(run, changes)).left
     flags = {name: value for change in changes for name, value in change.flags.items()}
     words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items()]
     costs = "; ".join(dict.fromkeys(change.cost for change in changes))
     return [verdict, f"change: {' '.join(words)}", f"        leaves {gib(left)} GiB; {costs}"]
 
 
-def traffic_lines(phases: dict[str, Phase]) -> list[str]:
+def traffic_lines(run: Run) -> list[str]:
     """Show what a rank receives in each phase of a step."""
     rows = [["a rank receives in a step, GiB", "in its machine", "from others", "from and to the CPU"]]
-    for name, phase in phases.items():
-        rows.append([name, *map(gib, asdict(phase).values())])
+    rows += [[name, *map(gib, asdict(phase).values())] for name, phase in plan_traffic(run).items()]
     return grid(rows)
 
 
@@ -145,12 +132,10 @@ def assumption_lines(run: Run) -> list[str]:
     """Name what the figures rest on."""
     args = run.args
     cpu = f"{args.cpu_memory_gib:g} GiB" if args.cpu_memory_gib else "not known, so not checked"
-    by_kernel = "without a mask (flash-attn)" if run.is_flash else "torch's, with a mask of length x length"
     lines = [
-        f"reserved of a device {run.device.reserved_gib:g} GiB; CPU memory {cpu}",
+        f"CPU memory {cpu}; attention {'without' if run.is_flash else 'with'} a mask of length x length",
         f"sequences are full: {run.length} tokens; a pass has {run.tokens_per_pass:,}, and an optimizer step "
         f"passes: {run.num_micro_batches}",
-        f"attention {by_kernel}",
     ]
     if run.actor:
         again = "are computed again" if is_recomputed(run) else "are the sampler's"
@@ -161,6 +146,100 @@ def assumption_lines(run: Run) -> list[str]:
             "no unsupervised text, no evaluation, no reward but models'",
         ]
     return ["assumed", *(f"  {line}" for line in lines)]
+
+
+# ---- what to change -------------------------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """Flags to set, and what that costs."""
+
+    flags: dict[str, Any]
+    cost: str
+
+
+def apply(run: Run, changes: Sequence[Change]) -> Run | None:
+    """Return the run with the changes made, one after the other; None where its flags exclude each other."""
+    args = run.args
+    for change in changes:
+        args = replace(args, **change.flags)
+    return build_run(args, run.models, Problems())
+
+
+def find_changes(run: Run) -> list[Change] | None:
+    """Return changes that together make a run fit, none of them idle; None where nothing does.
+
+    They are made one after the other, the cheapest first, until the run fits; then those go, the dearest
+    first, without which it still does.
+    """
+
+    def lacking(changes: Sequence[Change]) -> float:
+        """Return the bytes that are too many: 0 where it fits, inf where the flags exclude each other."""
+        changed = apply(run, changes)
+        return math.inf if changed is None else MemoryPlan(changed).lacking
+
+    chosen: list[Change] = []
+    for change in candidate_changes(run):
+        too_many = lacking([*chosen, change])
+        if too_many < math.inf:
+            chosen.append(change)
+        if too_many == 0:
+            break
+    else:
+        return None
+    for change in reversed(chosen):
+        rest = [other for other in chosen if other is not change]
+        chosen = rest if lacking(rest) == 0 else chosen
+    return chosen
+
+
+def candidate_changes(run: Run) -> Iterator[Change]:
+    """Yield what may be changed, the cheapest first, each in its gentlest variant first."""
+    args, is_ppo = run.args, run.args.stage == 3
+    roles = [f"{role.name}_" if is_ppo else "" for role in run.roles if role.is_trained]
+    fewer = "fewer sequences at a time"
+    if is_ppo and args.enable_hybrid_engine:
+        yield Change({"release_inference_cache": True}, "the cache is made anew every time")
+    recompute = {f"{role}gradient_checkpointing": True for role in roles}
+    yield Change(recompute, "a third more arithmetic in training")
+    if args.max_tokens_per_micro_batch:
+        for n in halvings(args.max_tokens_per_micro_batch, run.row_length):
+            yield Change({"max_tokens_per_micro_batch": n}, "more and smaller passes")
+    else:
+        name = "per_device_training_batch_size" if is_ppo else "per_device_train_batch_size"
+        yield from _in_parts(args, name, "gradient_accumulation_steps", "more and smaller passes")
+    if is_ppo and args.enable_hybrid_engine:
+        for n in halvings(run.num_slots):
+            yield Change({"generation_slots": n}, fewer)
+    elif is_ppo:
+        yield from _in_parts(args, "per_device_generation_batch_size", "generation_batches", fewer)
+    for role in run.roles:
+        if not role.is_trained and not role.is_adapter_off:
+            flag = f"offload_{'reference' if role.name == 'reference' else 'reward'}_model"
+            yield Change({flag: True}, "its weights come from the CPU at every step")
+    for stage in (1, 2, 3):
+        if stage > run.roles[0].zero.stage:
+            yield Change({f"{role}zero_stage": stage for role in roles}, "more is sent")
+    for what in ("optimizer", "all"):
+        yield Change({"offload": what}, "Adam runs on the CPU: slow")
+    for n in working_tp_sizes(run.actor.model.plain) if run.actor else ():
+        if args.inference_tp_size < n <= args.num_gpus:
+            yield Change({"inference_tp_size": n, "enable_hybrid_engine": True}, "ranks generate together")
+    yield Change({f"{role}lora_dim": 64 for role in roles}, "trains adapters only: another result")
+
+
+def _in_parts(args: Any, size_flag: str, count_flag: str, cost: str) -> Iterator[Change]:
+    """Yield a batch in smaller parts, and as many more of them."""
+    size, count = getattr(args, size_flag), getattr(args, count_flag)
+    for n in halvings(size):
+        yield Change({size_flag: n, count_flag: count * size // n}, cost)
+
+
+def halvings(number: int, least: int = 1) -> list[int]:
+    """Return the number halved again and again, down to `least`."""
+    if number % 2 or number // 2 < least:
+        return []
+    return [number // 2, *halvings(number // 2, least)]
 
 
 if __name__ == "__main__":

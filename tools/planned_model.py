@@ -9,67 +9,41 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import PreTrainedModel
 
 from common.generation.reshard_plan import Route, TPLayout, group_by_layers, plan_weight
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
-from common.models.loading import DTYPES, set_dropout
+from common.models.loading import DTYPES, plain_model, set_dropout
 from common.models.lora import LoraOptions, add_lora, trained_weights
-
-NO_ADAPTERS = LoraOptions()
-WITHOUT_MASK = "triptych_without_mask"  # the name of an attention
 
 
 class PlannedModel:
     """A model without weights: `plain` of transformers, and `module`, which has the adapters of `lora`.
 
-    `is_value_model`: the classifier of one label that `value_model` is. Raises ValueError for a family
-    without a score head, and where no linear layer would get an adapter.
+    Raises ValueError for a classifier without a `score` head, and where no linear layer would get an adapter.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        is_value_model: bool = False,
-        lora: LoraOptions = NO_ADAPTERS,
-        trust_remote_code: bool = False,
-    ) -> None:
-        self.config, self.is_value_model = copy.deepcopy(config), is_value_model
-        self.trust_remote_code = trust_remote_code
-        if is_value_model:
-            self.config.num_labels = 1
-        auto_class = AutoModelForSequenceClassification if is_value_model else AutoModelForCausalLM
-        with torch.device("meta"):
-            self.plain = auto_class.from_config(self.config, trust_remote_code=trust_remote_code)
-            if is_value_model and not isinstance(getattr(self.plain, "score", None), nn.Linear):
-                raise ValueError(f"{type(self.plain).__name__} has no linear `score` head")
-            self.module = add_lora(copy.deepcopy(self.plain), lora)
-        text = config.get_text_config()
+    def __init__(self, plain: PreTrainedModel, lora: LoraOptions | None = None) -> None:
+        self.plain = self.module = plain
+        if lora:
+            with torch.device("meta"):
+                self.module = add_lora(copy.deepcopy(plain), lora)
+        text = plain.config.get_text_config()
         self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
-        parameters = dict(self.module.named_parameters())
-        self.sizes = [p.numel() for p in parameters.values()]
-        self.num_params = sum(self.sizes)  # a tied weight once
-        self.num_trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
-        self.num_adapter = sum(p.numel() for name, p in parameters.items() if ".lora_" in name)
-        modules = self.module.modules()
-        self.head = self.plain.score if is_value_model else self.plain.get_output_embeddings()
-        self.is_head_trained = not (lora.dim and lora.only_optimize_lora)
+        self.num_params = sum(p.numel() for p in self.module.parameters())  # a tied weight once
+        self.num_trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        self.is_value_model = isinstance(getattr(plain, "score", None), nn.Linear)
+        adapted = plain_model(self.module)
+        self.head = adapted.score if self.is_value_model else adapted.get_output_embeddings()
+        if self.head is None:
+            raise ValueError(f"{type(plain).__name__} has no linear `score` head")
         # ZeRO 3 cannot but gather the parameters of one module together.
+        modules = self.module.modules()
         self.largest_module = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in modules)
-
-    def num_small(self, threshold: float) -> int:
-        """The parameters that ZeRO 3 keeps whole everywhere: of tensors up to `threshold` elements."""
-        return sum(size for size in self.sizes if size <= threshold)
 
     def find_cuts(self, tp_size: int) -> dict[str, Cut]:
         """Return where weights are cut, {} for a family without a plan: it generates with t = 1.
@@ -85,71 +59,49 @@ class PlannedModel:
 @cache
 def with_adapters(model: PlannedModel, lora: LoraOptions) -> PlannedModel:
     """Return the model with adapters, itself where `lora` asks for none."""
-    if not lora.dim:
-        return model
-    return PlannedModel(model.config, model.is_value_model, lora, model.trust_remote_code)
+    return PlannedModel(model.plain, lora) if lora.dim else model
 
 
 # ---- the switch to generation ---------------------------------------------------------------------------
 
 
 class Switch(NamedTuple):
-    """What becomes of weights on a rank that begins to generate, in elements, the mean over ranks."""
+    """What becomes of weights on the first rank as it begins to generate, in elements."""
 
-    new: float  # of its slices: what is not the trainer's own memory
-    from_gather_group: float  # received
-    from_all: float  # received
-    staged: float  # in what is sent and received, until the slices are made
+    new: int  # of its slices: what is not the trainer's own memory
+    from_gather_group: int  # received
+    from_all: int  # received
+    staged: int  # in what is sent and received, until the slices are made: most of `at_once` layers
 
 
 @cache
 def plan_switch(model: PlannedModel, num_ranks: int, tp_size: int, is_sharded: bool, at_once: int) -> Switch:
-    """Return what the hybrid engine moves and holds, by its own plan: of all weights together, but `staged`,
-    which is that of the largest group of `at_once` layers.
+    """Return what the hybrid engine moves and holds, by its own plan.
+
+    Not `is_sharded`: every rank has all weights whole, as under ZeRO 0 to 2.
     """
     cuts = model.find_cuts(tp_size)
-    tp_size = tp_size if cuts else 1
-    switches = {}
-    for name, weight in trained_weights(model.module).items():
-        shape, is_merged = tuple(weight.parameter.shape), weight.lora_a is not None
-        switches[name] = switch_weight(shape, cuts.get(name), num_ranks, tp_size, is_sharded, is_merged)
-    total = Switch(*map(sum, zip(*switches.values(), strict=True)))
-    adapters = model.num_adapter * (num_ranks - 1) / num_ranks if is_sharded else 0
-    groups = group_by_layers(list(switches), at_once)
-    staged = max(sum(switches[name].staged for name in group) for group in groups)
-    return total._replace(from_all=total.from_all + adapters, staged=staged)
-
-
-@cache
-def switch_weight(
-    shape: tuple[int, ...],
-    cut: Cut | None,
-    num_ranks: int,
-    tp_size: int,
-    is_sharded: bool = True,
-    is_merged: bool = False,
-) -> Switch:
-    """Return what becomes of one weight: the counts of all ranks' plans.
-
-    Not `is_sharded`: every rank has the whole weight, as under ZeRO 0 to 2. `is_merged`: W + scaling B A is a
-    new tensor, whatever W's slice was.
-    """
-    plans = [plan_weight(shape, cut, TPLayout(num_ranks, tp_size, rank)) for rank in range(num_ranks)]
-    plan, received, staged = plans[0], 0.0, 0.0
-    is_view = plan.cut is None or (plan.cut.dim == 0 and len(plan.cut.ranges[0]) == 1)
-    if is_sharded:
-        is_view, received = plan.is_view, sum(plan.count_received() for plan in plans) / num_ranks
-        if plan.route is Route.BLOCKS:
-            staged = round(2 * received)
-        elif plan.route is Route.WHOLE and plan.cut is not None and not is_view:
-            staged = num_ranks * plan.shard_size
-    is_near = plan.route is Route.ROWS
-    return Switch(
-        new=0 if is_view and not is_merged else prod(plan.local_shape),
-        from_gather_group=received if is_near else 0.0,
-        from_all=0.0 if is_near else received,
-        staged=staged,
-    )
+    layout = TPLayout(num_ranks, tp_size if cuts else 1)
+    weights = trained_weights(model.module)
+    new = near = far = most_staged = 0
+    for names in group_by_layers(list(weights), at_once):
+        staged = 0
+        for name in names:
+            plan = plan_weight(tuple(weights[name].parameter.shape), cuts.get(name), layout)
+            is_view = plan.cut is None or (plan.cut.dim == 0 and len(plan.cut.ranges[0]) == 1)
+            if is_sharded:
+                is_view, received = plan.is_view, plan.count_received()
+                near += received if plan.route is Route.ROWS else 0
+                far += received if plan.route is not Route.ROWS else 0
+                if plan.route is Route.BLOCKS:
+                    staged += 2 * received
+                elif plan.route is Route.WHOLE and plan.cut is not None:
+                    staged += num_ranks * plan.shard_size
+            # W + scaling B A is a new tensor, whatever W's slice was.
+            is_merged = weights[name].lora_a is not None
+            new += 0 if is_view and not is_merged else prod(plan.local_shape)
+        most_staged = max(most_staged, staged)
+    return Switch(new, near, far, most_staged)
 
 
 # ---- activations ----------------------------------------------------------------------------------------
@@ -165,32 +117,26 @@ class Activations(NamedTuple):
 
 
 @cache
-def trace_activations(model: PlannedModel, dtype: str, length: int, is_flash: bool) -> Activations:
+def trace_activations(model: PlannedModel, dtype: str, length: int) -> Activations:
     """Return what a pass over one sequence of `length` tokens saves and holds, by running it on fake tensors.
 
-    The attention is the family's own under torch: with a padding mask of length x length numbers a layer, or
-    (`is_flash`, where the family takes it) without one, which holds what flash-attn does: query, key, value,
-    output, and one fp32 number a query and head.
+    The attention is the family's own under torch, with a padding mask of length x length numbers a layer.
     """
     with FakeTensorMode():
-        one, two = (_trace(model, dtype, length, is_flash, num_layers) for num_layers in (1, 2))
+        one, two = (_trace(model.plain, dtype, length, num_layers) for num_layers in (1, 2))
     by_layer = two.saved_by_layer - one.saved_by_layer
     return two._replace(saved_by_layer=by_layer, saved_outside=one.saved_by_layer - by_layer)
 
 
-def _trace(model: PlannedModel, dtype: str, length: int, is_flash: bool, num_layers: int) -> Activations:
+def _trace(plain: PreTrainedModel, dtype_name: str, length: int, num_layers: int) -> Activations:
     """Return what a model of a few layers holds, all that it saves as `saved_by_layer`."""
-    torch_dtype = DTYPES["bf16" if dtype == "fp16" else dtype]  # as wide
-    config = copy.deepcopy(model.config)
+    config = copy.deepcopy(plain.config)
+    dtype = DTYPES["bf16" if dtype_name == "fp16" else dtype_name]  # as wide
     config.num_hidden_layers, config.use_cache = num_layers, False
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:num_layers]
     set_dropout(config, 0.0)
-    options = {"dtype": torch_dtype, "trust_remote_code": model.trust_remote_code}
-    if is_flash and getattr(type(model.plain), "_supports_attention_backend", False):
-        options["attn_implementation"] = WITHOUT_MASK
-    lm = AutoModelForCausalLM.from_config(config, **options).train()
-    backbone = getattr(lm, lm.base_model_prefix)
+    backbone = getattr(type(plain)._from_config(config, dtype=dtype).train(), plain.base_model_prefix)
     ids = torch.zeros(1, length, dtype=torch.int64)
     mask = torch.ones_like(ids)
     with LiveBytes(backbone) as live, torch.no_grad():
@@ -202,7 +148,7 @@ def _trace(model: PlannedModel, dtype: str, length: int, is_flash: bool, num_lay
     del hidden
     backbone.requires_grad_(False)  # the gradients of weights are counted with the optimizer's
     width = backbone.get_input_embeddings().weight.shape[1]
-    embedded = torch.zeros(1, length, width, dtype=torch_dtype, requires_grad=True)
+    embedded = torch.zeros(1, length, width, dtype=dtype, requires_grad=True)
     with LiveBytes(backbone) as live:
         hidden = backbone(inputs_embeds=embedded, attention_mask=mask)[0]
         before = live.peak = live.now
@@ -216,8 +162,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._known: dict[int, Any] = {p.untyped_storage()._cdata: p for p in module.parameters()}
-        self._known |= {b.untyped_storage()._cdata: b for b in module.buffers()}
+        weights = [*module.parameters(), *module.buffers()]
+        self._known: dict[int, Any] = {weight.untyped_storage()._cdata: weight for weight in weights}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and take note of what is new."""
@@ -240,14 +186,3 @@ class LiveBytes(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, forget)
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
-
-
-def _attend_without_mask(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **_: Any
-) -> tuple[torch.Tensor, None]:
-    found = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    return found.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(WITHOUT_MASK, _attend_without_mask)
-AttentionMaskInterface.register(WITHOUT_MASK, lambda **_: None)

@@ -40,13 +40,13 @@ def parse_step_args(
     words = sys.argv[1:] if argv is None else list(argv)
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--stage", nargs="?")
-    stage, others = finder.parse_known_args(words)
-    if stage.stage in map(str, STEPS):
-        full = with_step_flags(cls, int(stage.stage))
-        return parse_args(full, words, description=description, problems=problems)
-    # Without the step nothing can be told of the other words.
-    known = [word for word in others if word in ("-h", "--help")]
-    known += ["--stage", stage.stage] if stage.stage else []
-    args = parse_args(cls, known, description=description, problems=problems)
-    problems.exit_if_any()
+    stage = finder.parse_known_args(words)[0].stage or ""
+    is_known = stage in map(str, STEPS)
+    if is_known:
+        cls = with_step_flags(cls, int(stage))
+    else:  # nothing can be told of the other words
+        words = [word for word in words if word in ("-h", "--help")] + ["--stage", stage]
+    args = parse_args(cls, words, description=description, problems=problems)
+    if not is_known:
+        problems.exit_if_any()
     return args

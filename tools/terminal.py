@@ -36,13 +36,9 @@ def paint(text: str, style: str) -> str:
 
 def visible(text: str) -> str:
     """Return the text with its control characters spelled out: a row must not steer the terminal."""
-    return "".join(c.encode("unicode_escape").decode() if _is_hidden(c) else c for c in text)
-
-
-def _is_hidden(character: str) -> bool:
-    if character in "\n\u200c\u200d":  # the latter two are parts of words and of emoji
-        return False
-    return unicodedata.category(character) in ("Cc", "Cf", "Cs")
+    kept = "\n\u200c\u200d"  # the latter two are parts of words and of emoji
+    hidden = {c for c in set(text) - set(kept) if unicodedata.category(c) in ("Cc", "Cf", "Cs")}
+    return "".join(c.encode("unicode_escape").decode() if c in hidden else c for c in text)
 
 
 def run_tool(main: Callable[[], Any]) -> None:

@@ -21,7 +21,6 @@ FOUR_SETS = [
     "yitingxie/rlhf-reward-datasets",
 ]
 
-
 LINES = [line.split() for line in TABLE.read_text().splitlines() if not line.startswith("#")]
 # The settings of a model on a kind of machine, by the table's columns: all texts, "-" where there is none.
 Row = namedtuple("Row", LINES[0])

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
-from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common.data.data_options import DataOptions, check_sources
@@ -170,10 +170,10 @@ def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> 
         return None
 
 
-def empty_model(config: Any, args: Any) -> Any:
-    """Return the language model of a configuration without memory for its weights."""
-    with init_empty_weights():
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+def empty_model(config: Any, args: Any, auto_class: Any = AutoModelForCausalLM) -> Any:
+    """Return the model of a configuration on the meta device, where weights take no memory."""
+    with torch.device("meta"):
+        return auto_class.from_config(config, trust_remote_code=args.trust_remote_code)
 
 
 def check_lora(flag: str, config: Any, module_name: str, args: Any, problems: Problems) -> None:

@@ -3,7 +3,7 @@
 from functools import cache
 
 from common.flags.args import Problems
-from tools.planned_run import Models, PlanArguments, Run, find_problems, read_models
+from tools.planned_run import Models, PlanArguments, Run, build_run, read_models
 from tools.step_flags import parse_step_args
 
 GIB = 2**30
@@ -24,8 +24,8 @@ def make_run(words: tuple[str, ...], flags: tuple[str, ...]) -> Run:
     """Return the run of these flags; `words` are those that choose the models."""
     problems = Problems()
     args = parse_step_args(PlanArguments, [*words, *flags], problems=problems)
-    run = Run(args, _read(*words))
-    assert not problems.messages and not find_problems(args, run.models)
+    run = build_run(args, _read(*words), problems)
+    assert run, problems.messages
     return run
 
 
