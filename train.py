@@ -149,13 +149,6 @@ def build_launch(args: TrainArguments, step: int) -> Launch:
     return Launch(["bash", *words], variables)
 
 
-def run_launch(launch: Launch) -> int:
-    """Return the exit code of a step, STOPPED after a signal."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    code, was_asked = run_group(launch.words, cwd=ROOT, env=os.environ | {"PATH": path} | launch.variables)
-    return STOPPED if was_asked and code else code
-
-
 def report(args: TrainArguments) -> None:
     """Print where the exports of the steps are, and write one report on all of them."""
     from tools.report.page import write_report  # matplotlib is slow to import
@@ -179,11 +172,16 @@ def main() -> None:
     words = [_with_underscores(word) for word in sys.argv[1:]]
     args = parse_args(TrainArguments, words, description=__doc__.splitlines()[0], problems=problems)
     check(args, problems)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     for step in args.step:
         launch = build_launch(args, step)
         print(f"---- step {step}: {launch}", flush=True)
-        code = 0 if args.dry_run else run_launch(launch)
+        if args.dry_run:
+            continue
+        env = os.environ | {"PATH": path} | launch.variables
+        code, was_asked = run_group(launch.words, cwd=ROOT, env=env)
         if code:
+            code = STOPPED if was_asked else code
             how = "was stopped" if code == STOPPED else f"ended with exit code {code}"
             log = step_folder(args, step) / "train.log"
             then = "mend what its message names, then give" if code == BAD_INPUT else "resume it by"

@@ -8,22 +8,35 @@
     2      b P      b P / N, tr.   12 P / N              the same
     3      b P / N  b P / N        12 P / N              the same, of 10^9 elements at most
 
-In step 3 the actor's gradients wait for the critic's, as both step or neither.
-
 arXiv:1910.02054 section 3, and counted on engines of DeepSpeed 0.19; bf16 runs at stage 1 instead of 0. What
 comes to less than 2 % is left out: norms and biases that ZeRO 3 keeps whole, padding of the vocabulary, the
 rollout batch, logits of a token step, under LoRA copies of what else --only_optimize_lora false trains.
 """
 
+import copy
+import weakref
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_
+from transformers import PreTrainedModel
 
 from common.generation.generate import PREFILL_TOKENS
 from common.generation.kv_cache import kv_bytes_per_token
+from common.models.loading import DTYPES, set_dropout
 from common.models.output_head import CPU_CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS
-from tools.planned_model import trace_activations
-from tools.planned_run import Role, Run
+from tools.planned_run import PlannedModel, Role, Run
 
 TRAINING = ("backward", "reduce", "step")  # all activations, all gradients, the optimizer's copies
+
+# Who holds gradients for its step while another does what: step 3 makes the actor's, then the critic's; both
+# are judged before the actor steps, then the critic.
+WAITS = {("actor", "critic", "backward"), ("actor", "critic", "reduce"), ("critic", "actor", "step")}
 
 Holdings = dict[tuple[str, str], float]  # (role, item) -> bytes
 
@@ -81,7 +94,8 @@ class MemoryPlan:
 
 def _fill(run: Run, moment: Moment) -> Moment:
     for role in run.roles:
-        verb = moment.verb if role.name == moment.role else "wait" if _waits(role, moment) else "idle"
+        verb = "wait" if (role.name, moment.role, moment.verb) in WAITS else "idle"
+        verb = moment.verb if role.name == moment.role else verb
         if not role.is_adapter_off:
             weights = run.num_bytes * role.model.num_params / (run.num_ranks if role.is_sharded else 1)
             is_away = role.params_on_cpu and (role.is_sharded or verb == "idle")
@@ -97,16 +111,6 @@ def _fill(run: Run, moment: Moment) -> Moment:
             moment.hold(*key, num_bytes)
         moment.cpu = {}
     return moment
-
-
-def _waits(role: Role, moment: Moment) -> bool:
-    """Return whether a role holds gradients for its step while another is busy.
-
-    Step 3 makes the actor's, then the critic's; both are judged before the actor steps, then the critic.
-    """
-    if moment.verb == "step":
-        return (role.name, moment.role) == ("critic", "actor")
-    return (role.name, moment.role) == ("actor", "critic") and moment.verb in TRAINING
 
 
 def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> None:
@@ -166,6 +170,87 @@ def _gathered(run: Run, role: Role, verb: str) -> float:
 
 
 # ---- activations ----------------------------------------------------------------------------------------
+
+
+class Activations(NamedTuple):
+    """Bytes of one sequence of the length that was asked for."""
+
+    saved_by_layer: int  # for the backward pass, without checkpointing
+    saved_outside: int  # embeddings, the last norm, the mask
+    backward_work: int  # most that the backward pass of a layer holds beside what was saved
+    forward_peak: int  # most that a pass without gradients holds
+
+
+@cache
+def trace_activations(model: PlannedModel, dtype: str, length: int) -> Activations:
+    """Return what a pass over one sequence of `length` tokens saves and holds, by running it on fake tensors.
+
+    The attention is the family's own under torch, with a padding mask of length x length numbers a layer.
+    """
+    with FakeTensorMode():
+        one, two = (_trace(model.plain, dtype, length, num_layers) for num_layers in (1, 2))
+    by_layer = two.saved_by_layer - one.saved_by_layer
+    return two._replace(saved_by_layer=by_layer, saved_outside=one.saved_by_layer - by_layer)
+
+
+def _trace(plain: PreTrainedModel, dtype_name: str, length: int, num_layers: int) -> Activations:
+    """Return what a model of a few layers holds, all that it saves as `saved_by_layer`."""
+    config = copy.deepcopy(plain.config)
+    dtype = DTYPES["bf16" if dtype_name == "fp16" else dtype_name]  # as wide
+    config.num_hidden_layers, config.use_cache = num_layers, False
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
+    set_dropout(config, 0.0)
+    backbone = getattr(type(plain)._from_config(config, dtype=dtype).train(), plain.base_model_prefix)
+    ids = torch.zeros(1, length, dtype=torch.int64)
+    mask = torch.ones_like(ids)
+    with LiveBytes(backbone) as live:
+        with torch.no_grad():
+            backbone(input_ids=ids, attention_mask=mask)
+        forward_peak = live.peak
+        hidden = backbone(input_ids=ids, attention_mask=mask)[0]
+        saved = live.now
+    del hidden
+    backbone.requires_grad_(False)  # the gradients of weights are counted with the optimizer's
+    width = backbone.get_input_embeddings().weight.shape[1]
+    embedded = torch.zeros(1, length, width, dtype=dtype, requires_grad=True)
+    with LiveBytes(backbone) as live:
+        hidden = backbone(inputs_embeds=embedded, attention_mask=mask)[0]
+        before = live.peak = live.now
+        hidden.backward(hidden.detach())
+        return Activations(saved, 0, live.peak - before, forward_peak)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operations made and that are still there; weights do not count."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        weights = [*module.parameters(), *module.buffers()]
+        self._known: dict[int, Any] = {weight.untyped_storage()._cdata: weight for weight in weights}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and take note of what is new."""
+        result = function(*args, **(kwargs or {}))
+        tree_map_(self._note, result)
+        return result
+
+    def _note(self, value: Any) -> None:
+        if not isinstance(value, torch.Tensor) or value.device.type == "meta":
+            return
+        storage = value.untyped_storage()
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def forget(_: Any) -> None:
+            self.now -= num_bytes
+            self._known.pop(key, None)
+
+        self._known[key] = weakref.ref(storage, forget)
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
 
 
 def _hold_activations(run: Run, role: Role, verb: str, moment: Moment) -> None:

@@ -1,28 +1,122 @@
-"""What a plan is made of: machines, models and the flags of a step; nothing is loaded."""
+"""What a plan is made of: models on torch's meta device, where weights take no memory; machines; the flags of
+a step. Nothing is loaded.
+"""
 
+import copy
 import json
 from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from common.data.registry import import_plugins
 from common.engine.ds_config import config_of
 from common.flags.args import Problems, flag
 from common.generation.generate import DEFAULT_SLOTS
-from common.models.loading import DTYPES
-from common.models.lora import LoraOptions
+from common.generation.reshard_plan import Route, TPLayout, group_by_layers, plan_weight
+from common.generation.tp_plans import Cut, NoPlan, build_cuts
+from common.models.loading import DTYPES, plain_model
+from common.models.lora import LoraOptions, add_lora, trained_weights
 from common.models.model_flops import DEVICES
 from common.programs import startup
 from step3_ppo.algorithms import find_algorithm
 from step3_ppo.checks import check_flags, samples_per_rank
 from step3_ppo.rewards.reward_specs import parse_rewards
-from tools.planned_model import PlannedModel, Switch, plan_switch, with_adapters
 from tools.step_flags import StageArguments
 
 SHAPES = Path(__file__).resolve().parents[1] / "training_scripts/model_shapes.json"  # by hub name
+
+
+class PlannedModel:
+    """A model without weights: `plain` of transformers, and `module`, which has the adapters of `lora`.
+
+    Raises ValueError for a classifier without a `score` head, and where no linear layer would get an adapter.
+    """
+
+    def __init__(self, plain: PreTrainedModel, lora: LoraOptions | None = None) -> None:
+        self.plain = self.module = plain
+        if lora:
+            with torch.device("meta"):
+                self.module = add_lora(copy.deepcopy(plain), lora)
+        text = plain.config.get_text_config()
+        self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
+        self.num_params = sum(p.numel() for p in self.module.parameters())  # a tied weight once
+        self.num_trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        self.is_value_model = isinstance(getattr(plain, "score", None), nn.Linear)
+        adapted = plain_model(self.module)
+        self.head = adapted.score if self.is_value_model else adapted.get_output_embeddings()
+        if self.head is None:
+            raise ValueError(f"{type(plain).__name__} has no linear `score` head")
+        # ZeRO 3 cannot but gather the parameters of one module together.
+        modules = self.module.modules()
+        self.largest_module = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in modules)
+
+    def find_cuts(self, tp_size: int) -> dict[str, Cut]:
+        """Return where weights are cut, {} for a family without a plan: it generates with t = 1.
+
+        Raises ValueError for a size that the model cannot be cut into.
+        """
+        try:
+            return build_cuts(self.plain, tp_size)
+        except NoPlan:
+            return {}
+
+
+@cache
+def with_adapters(model: PlannedModel, lora: LoraOptions) -> PlannedModel:
+    """Return the model with adapters, itself where `lora` asks for none."""
+    return PlannedModel(model.plain, lora) if lora.dim else model
+
+
+# ---- the switch to generation ---------------------------------------------------------------------------
+
+
+class Switch(NamedTuple):
+    """What becomes of weights on the first rank as it begins to generate, in elements."""
+
+    new: int  # of its slices: what is not the trainer's own memory
+    from_gather_group: int  # received
+    from_all: int  # received
+    staged: int  # in what is sent and received, until the slices are made: most of `at_once` layers
+
+
+@cache
+def plan_switch(model: PlannedModel, num_ranks: int, tp_size: int, is_sharded: bool, at_once: int) -> Switch:
+    """Return what the hybrid engine moves and holds, by its own plan.
+
+    Not `is_sharded`: every rank has all weights whole, as under ZeRO 0 to 2.
+    """
+    cuts = model.find_cuts(tp_size)
+    layout = TPLayout(num_ranks, tp_size if cuts else 1)
+    weights = trained_weights(model.module)
+    new = near = far = most_staged = 0
+    for names in group_by_layers(list(weights), at_once):
+        staged = 0
+        for name in names:
+            plan = plan_weight(tuple(weights[name].parameter.shape), cuts.get(name), layout)
+            is_view = plan.cut is None or (plan.cut.dim == 0 and len(plan.cut.ranges[0]) == 1)
+            if is_sharded:
+                is_view, received = plan.is_view, plan.count_received()
+                near += received if plan.route is Route.ROWS else 0
+                far += received if plan.route is not Route.ROWS else 0
+                if plan.route is Route.BLOCKS:
+                    staged += 2 * received
+                elif plan.route is Route.WHOLE and plan.cut is not None:
+                    staged += num_ranks * plan.shard_size
+            # W + scaling B A is a new tensor, whatever W's slice was.
+            is_merged = weights[name].lora_a is not None
+            new += 0 if is_view and not is_merged else prod(plan.local_shape)
+        most_staged = max(most_staged, staged)
+    return Switch(new, near, far, most_staged)
+
+
+# ---- the run --------------------------------------------------------------------------------------------
 
 Models = dict[str, PlannedModel]  # by role, without adapters
 Source = tuple[str, str, bool]  # of a model: the flag that names it, its path, whether it is a value model

@@ -1,14 +1,10 @@
 #!/usr/bin/env python
-"""Works out the GiB that each row of models.txt takes in each step, and states them there.
-
-python training_scripts/plan_memory.py            show the rows that differ; exit code 1 where one does
-python training_scripts/plan_memory.py --write    write them
+"""Works out the GiB that each row of models.txt takes in each step, and writes them there.
 
 The figures are those of `python -m tools.plan` for the flags of run.sh, with models of the shapes in
 model_shapes.json: nothing is downloaded or loaded.
 """
 
-import argparse
 import re
 import sys
 from pathlib import Path
@@ -48,19 +44,9 @@ def with_figures(text: str) -> str:
 
 
 def main() -> None:
-    """Plan, and show or write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write the figures")
-    args = parser.parse_args()
+    """Plan and write."""
     startup.quiet_libraries()
-    old = table.TABLE.read_text()
-    new = with_figures(old)
-    if args.write:
-        table.TABLE.write_text(new)
-        return
-    stale = [line for line in new.splitlines() if line not in old.splitlines()]
-    print("\n".join(stale) or "models.txt states what is planned")
-    raise SystemExit(1 if stale else 0)
+    table.TABLE.write_text(with_figures(table.TABLE.read_text()))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from common.models.loading import ModelOptions, load_causal_lm
 from common.models.model_inputs import build_model_inputs
 from common.models.output_head import LogitOptions, summed_logprobs, token_scores
 from common.models.policy_model import PolicyModel
-from tools.memory_plan import MemoryPlan, head_bytes
-from tools.planned_model import LiveBytes
+from tools.memory_plan import LiveBytes, MemoryPlan, head_bytes
 
 HYBRID, ZERO3 = "--enable_hybrid_engine", ("--actor_zero_stage", "3", "--critic_zero_stage", "3")
 

@@ -8,7 +8,8 @@ from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.models.lora import LoraOptions
-from tools.planned_model import LiveBytes, PlannedModel, plan_switch, trace_activations
+from tools.memory_plan import LiveBytes, trace_activations
+from tools.planned_run import PlannedModel, plan_switch
 
 LLAMA = transformers.LlamaConfig(
     vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
