@@ -107,9 +107,6 @@ class Session:
 
     def save(self, name: str) -> str:
         """Write every conversation as a line of JSON to a file that is not there yet."""
-        path = Path(name).expanduser()
-        if not name or path.exists():
-            return f"/save {name}: {'it exists already; ' if name else ''}give the name of a new file"
         if not self.conversations[0].said:
             return f"/save {name}: nothing was said yet"
         lines = []
@@ -118,9 +115,14 @@ class Session:
             row = {"messages": messages, "model": conversation.name}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         try:
+            path = Path(name).expanduser()
+            if not name or path.exists():
+                return f"/save {name}: {'it exists already; ' if name else ''}give the name of a new file"
             write_file(path, "".join(lines))
-        except OSError as error:
-            return f"/save {name}: it cannot be written ({error.strerror}); give another name"
+        except (OSError, RuntimeError) as error:  # a RuntimeError where ~NAME is nobody
+            return (
+                f"/save {name}: it cannot be written ({getattr(error, 'strerror', error)}); give another name"
+            )
         return f"saved to {path}"
 
     def command(self, text: str) -> str:
@@ -207,6 +209,7 @@ def main() -> None:
     problems.exit_if_any()
     startup.print_notes(args, argv)
     session = load_session(args, problems)
+    sys.stdin.reconfigure(errors="replace")  # bytes that are no text must not end a conversation
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         import readline  # noqa: F401  (lets `input` edit a line and remember the last ones)

@@ -78,11 +78,10 @@ def our_pass(section: str, rows: list[dict[str, Any]], config: Any, *, is_packed
         row_lengths=lengths,
         max_tokens=ROWS_PER_STEP * len(lengths[0]) * MAX_SEQ_LEN if is_packed else 0,
     )
-    epochs = iter(range(10**6))
 
     def run() -> None:
-        for step, micro_batches in enumerate(batches.epoch(next(epochs)), start=1):
-            trainer.train_step(step, micro_batches)
+        for step in range(1, len(batches) + 1):
+            trainer.train_step(step, next(batches))
 
     return run
 

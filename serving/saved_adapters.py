@@ -53,7 +53,8 @@ def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
         for weight in trained_weights(adapted).values():
             if weight.lora_a is not None:
                 weight.parameter.copy_(weight.merged())
-    return adapted.unload()
+                weight.lora_b.zero_()
+    return adapted.merge_and_unload()  # the magnitudes of DoRA, embeddings: what we never train
 
 
 def _read_config(path: str) -> dict:

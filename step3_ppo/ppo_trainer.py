@@ -182,7 +182,7 @@ class PPOTrainer:
         num_minibatches = current.num_minibatches if args.early_stop_kl else None
         # The gap of the whole rollout, where it was recomputed, says more than that of the first minibatch.
         numbers = metrics.summarise_updates(current.means, num_minibatches) | current.summary
-        numbers |= self.roles.actor.hybrid_engine.costs.metrics()
+        numbers["hybrid/received_gib"] = self.roles.actor.hybrid_engine.received_bytes / 2**30
         numbers["objective/kl_coef"] = self.kl_controller.coef
         self.kl_controller.update(numbers["objective/kl"], len(current.batch) * distributed.world_size())
         if args.dynamic_sampling_rounds:

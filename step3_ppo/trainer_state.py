@@ -130,7 +130,7 @@ class TrainerState(Stateful):
         parts = {
             "rollout": trainer.rollout,
             "kl": trainer.kl_controller,
-            "switch_costs": trainer.roles.actor.hybrid_engine.costs,
+            "switch_costs": trainer.roles.actor.hybrid_engine,
             "value_norm": trainer.value_normaliser,
             "evaluation": trainer.evaluation,
         }
@@ -175,9 +175,9 @@ class TrainerState(Stateful):
         is_open = OPEN in batches
         trainer.open_step = OpenStep(batch=batches.pop(OPEN), **state[OPEN]) if is_open else None
         trainer.waiting = deque(batches.values())
-        trainer.prompts.skip_to(state["num_prompts"])
+        trainer.prompts.num_drawn = state["num_prompts"]
         if trainer.losses.pretraining:
-            trainer.losses.pretraining.skip_to(state["losses"]["num_texts"])
+            trainer.losses.pretraining.num_drawn = state["losses"]["num_texts"]
 
 
 def _read_rows(reader: TensorReader, name: str, keys: list[str], num_ranks: int) -> PackedBatch:

@@ -26,6 +26,8 @@ WINDOW_BATCHES = 32  # global batches that are sorted by length together: enough
 class GlobalBatches:
     """Micro-batches of one rank, optimizer step by optimizer step: `next` gives a step's, without end.
 
+    `num_drawn` counts those steps; a resumed run sets it, and nothing of what came before is read.
+
     `row_lengths` has the lengths of each row's sequences, for the two ways that depend on them. With
     `group_by_length` rows of like length meet in a batch, so there is less padding to compute; which rows
     meet still depends on the seed alone. With `max_tokens` the rows of a step are cut into micro-batches by
@@ -57,8 +59,8 @@ class GlobalBatches:
         self.row_lengths, self.group_by_length, self.max_tokens = row_lengths, group_by_length, max_tokens
         # Sequences end to end, known once there is a model: padding costs nothing then.
         self.is_packed = False
-        self.num_drawn = 0  # steps
-        self._steps: Iterator[list[Any]] = iter(())
+        self.num_drawn = 0
+        self._order: tuple[int, list[int]] = -1, []  # of an epoch
         if max_tokens and row_lengths:
             plan_micro_batches([max(row_lengths, key=max)], max_tokens=max_tokens)
         self.global_rows = rows_per_micro_batch * accumulation * self.world_size
@@ -76,29 +78,17 @@ class GlobalBatches:
     def __next__(self) -> list[Any]:
         """Return this rank's collated micro-batches of the next step, epoch after epoch."""
         epoch, step = divmod(self.num_drawn, len(self))
-        if step == 0:
-            self._steps = self.epoch(epoch)
-        found = next(self._steps)
+        if self._order[0] != epoch:
+            self._order = epoch, self._order_of(epoch)
+        rows = self._order[1][step * self.global_rows : (step + 1) * self.global_rows]
         self.num_drawn += 1
-        return found
-
-    def skip_to(self, num_drawn: int) -> None:
-        """Resume as if so many steps had been drawn; nothing of them is read."""
-        self.num_drawn = num_drawn
-        self._steps = self.epoch(*divmod(num_drawn, len(self)))
+        return [self.collate([self.dataset[i] for i in chosen]) for chosen in self._cut(rows)]
 
     def rows_until(self, num_steps: int) -> list[int]:
         """Return the rows that the first steps read, in rising order; all of them from one epoch on."""
         if num_steps >= len(self):
             return list(range(len(self.dataset)))
-        return sorted(self._order(0)[: num_steps * self.global_rows])
-
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[list[Any]]:
-        """Yield this rank's list of collated micro-batches for every step of an epoch."""
-        order = self._order(epoch)
-        for step in range(first_step, len(self)):
-            rows = order[step * self.global_rows : (step + 1) * self.global_rows]
-            yield [self.collate([self.dataset[i] for i in chosen]) for chosen in self._cut(rows)]
+        return sorted(self._order_of(0)[: num_steps * self.global_rows])
 
     def _cut(self, rows: list[int]) -> list[list[int]]:
         if not self.max_tokens:
@@ -110,7 +100,7 @@ class GlobalBatches:
         )
         return [[rows[i] for i in items] for items in plan[self.rank]]
 
-    def _order(self, epoch: int) -> list[int]:
+    def _order_of(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.dataset), generator=generator).tolist()
         if not self.group_by_length:

@@ -21,7 +21,7 @@ from common.generation.decode import DecodeState, SamplingOptions
 from common.generation.generate import DEFAULT_SLOTS, Generation, Generator, collect_responses
 from common.generation.inference_module import InferenceModule, cut_module
 from common.generation.reshard_plan import TPLayout
-from common.generation.resharder import Resharder, SwitchCosts, TPGroups
+from common.generation.resharder import Resharder, TPGroups
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
 from common.models.loading import plain_model
 from common.models.lora import TrainedWeight, trained_weights
@@ -60,7 +60,7 @@ class HybridEngine:
 
     def __init__(self, engine: Any, options: HybridOptions) -> None:
         self.engine, self.options = engine, options
-        self.costs = SwitchCosts()
+        self.received_bytes = 0  # on this rank, by the last switch; a checkpoint keeps it
         self.module = language_model(engine.module)
         weights = trained_weights(self.module)
         self.is_sharded = any(is_sharded(w.parameter) for w in weights.values())
@@ -141,7 +141,7 @@ class HybridEngine:
         with named_out_of_memory(cure), torch.no_grad():
             for name, weight in self._resharder.load():
                 self._inference.attach(name, self._merge(name, weight))
-        self.costs = self._resharder.costs
+        self.received_bytes = self._resharder.received_bytes
 
     def _merge(self, name: str, weight: TrainedWeight) -> torch.Tensor:
         """Return the weight with its adapter, where it has one, in a new tensor: this rank's slice."""

@@ -4,7 +4,6 @@ Each rank receives only what it lacks; weights that are whole on every rank are 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -33,25 +32,6 @@ class TPGroups:
             self.tp_group, self.gather_group = mesh.get_group("slice"), mesh.get_group("replica")
 
 
-@dataclass
-class SwitchCosts:
-    """What the last change to generate mode took, on this rank."""
-
-    received_bytes: int = 0
-
-    def metrics(self) -> dict[str, float]:
-        """Return it under the name of the log."""
-        return {"hybrid/received_gib": self.received_bytes / 2**30}
-
-    def state_dict(self) -> dict[str, int]:
-        """Return it for a checkpoint: a resumed step logs the switch that was made before."""
-        return {"received_bytes": self.received_bytes}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take what `state_dict` gave."""
-        self.received_bytes = state["received_bytes"]
-
-
 # A parameter of the trainer and how it gets to its slices.
 Source = tuple[nn.Parameter, WeightPlan]
 
@@ -60,7 +40,7 @@ class Resharder:
     """Moves the trainer's weights into tensor-parallel slices. Every rank must make and use it together.
 
     `weights` are the trainer's by name, sharded or whole, in the same order on all ranks; `cuts` names those
-    that are cut; `gather_partition_size` layers are moved at a time. `costs` are those of the last load.
+    that are cut; `gather_partition_size` layers are moved at a time. `received_bytes` are those of the last load, on this rank.
     """
 
     def __init__(
@@ -72,7 +52,7 @@ class Resharder:
         *,
         gather_partition_size: int,
     ) -> None:
-        self.costs = SwitchCosts()
+        self.received_bytes = 0
         self._weights, self._layout, self._groups = weights, layout, groups
         self._sources: dict[str, list[Source]] = {}
         for name, weight in weights.items():
@@ -89,7 +69,7 @@ class Resharder:
         A tensor that lies in the trainer's own memory is a view of it: read it, and fetch it anew after an
         update. All others are contiguous and the caller's own. Every rank must call and exhaust this.
         """
-        self.costs = SwitchCosts()
+        self.received_bytes = 0
         for names in self._name_groups:
             tensors = iter(self._load_group([source for name in names for source in self._sources[name]]))
             for name in names:
@@ -114,7 +94,7 @@ class Resharder:
             shards = [_fetch_shard(sources[index][0]) for index in indices]
             move = self._exchange_blocks if is_in_blocks else self._gather_shards
             slices |= zip(indices, move(plans, shards), strict=True)
-            self.costs.received_bytes += sum(plan.count_received() for plan in plans) * dtype.itemsize
+            self.received_bytes += sum(plan.count_received() for plan in plans) * dtype.itemsize
         return [slices[index] for index in range(len(sources))]
 
     def _gather_shards(self, plans: list[WeightPlan], shards: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -124,9 +124,8 @@ def trained_weights(model: nn.Module) -> dict[str, TrainedWeight]:
     for name, parameter in plain.named_parameters():
         if ".lora_" in name:
             continue
-        weight = TrainedWeight(parameter)
-        if name.endswith(".base_layer.weight"):
-            layer = layers[name.removesuffix(".base_layer.weight")]
+        weight, layer = TrainedWeight(parameter), layers.get(name.removesuffix(".base_layer.weight"))
+        if layer is not None and layer.lora_A:  # empty where an embedding is adapted: only PEFT does that
             factors = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
             is_transposed = bool(getattr(layer, "fan_in_fan_out", False))
             weight = TrainedWeight(parameter, *factors, layer.scaling["default"], is_transposed)

@@ -213,7 +213,7 @@ def train(
             logger.note(line)
         evaluate(0)
         run.point(0)
-    batches.skip_to(progress.step)
+    batches.num_drawn = progress.step
 
     def train_step(step: int) -> None:
         with watchdog.phase("the training step", step):

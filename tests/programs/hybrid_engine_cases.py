@@ -205,7 +205,7 @@ def check_greedy(hybrid: HybridEngine, reference: Reference) -> None:
         logits = compute_logits(engine, whole, whole_mask, num_last=out.response_ids.shape[1] + 1)[:, :-1]
         expected = torch.where(out.response_mask, token_logprobs(logits, out.response_ids), 0.0)
     torch.testing.assert_close(out.logprobs, expected, atol=1e-5, rtol=0)
-    assert (hybrid.costs.received_bytes > 0) == (hybrid.is_sharded and not hybrid.gather_by_layer)
+    assert (hybrid.received_bytes > 0) == (hybrid.is_sharded and not hybrid.gather_by_layer)
 
 
 def check_sizes(folder: str, engine: Any, tp_sizes: tuple[int, ...], whens: tuple[str, ...] = WHENS) -> None:
@@ -280,7 +280,7 @@ def load_slices(hybrid: HybridEngine) -> dict[str, torch.Tensor]:
     resharder, weights = hybrid._resharder, trained_weights(hybrid.module)
     with SwitchMeter() as meter:
         slices = {name: weight.parameter for name, weight in resharder.load()}
-    assert resharder.costs.received_bytes == meter.received_bytes
+    assert resharder.received_bytes == meter.received_bytes
     sizes = {name: w.parameter.ds_numel * w.parameter.element_size() for name, w in weights.items()}
     largest = max(sum(sizes[name] for name in names) for names in group_by_layers(list(sizes), 1))
     assert meter.peak_bytes <= sum(part.nbytes for part in slices.values()) * 1.05 + 2 * largest

@@ -19,7 +19,7 @@ def talk(monkeypatch, capsys):
     """Run chat.py on lines of input; return what it printed and what it said beside."""
 
     def run(lines: str, *words: str) -> tuple[str, str]:
-        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode("latin-1"))))
         monkeypatch.setattr("sys.argv", ["chat.py", *words, "--max_new_tokens", "8"])
         chat.main()
         return tuple(capsys.readouterr())
@@ -46,11 +46,11 @@ def asked(monkeypatch) -> list[list[tuple[str, str]]]:
 
 
 def test_commands_change_what_is_asked(talk, folder, asked):
-    lines = "/system Be kind.\nHi\n/reset\nHo\n/system\n//x\n/nope\n/temperature -1\n/quit\nunasked\n"
+    lines = "/system Be kind.\nHi\n/reset\nHo\n/system\n//x\xff\n/nope\n/temperature -1\n/quit\nunasked\n"
     out, said = talk(lines, folder)
     first, second, third = asked
     assert first == [("system", "Be kind."), ("user", "Hi")] and second == [first[0], ("user", "Ho")]
-    assert third[0] == ("user", "Ho") and third[-1] == ("user", "/x")
+    assert third[0] == ("user", "Ho") and third[-1] == ("user", "/x\ufffd")
     assert out.count("bot> ") == 3
     assert "/nope is no command; /help" in said and "/temperature -1: expected a number from 0" in said
 
@@ -64,11 +64,15 @@ def test_temperature_0_gives_one_answer_each_time(talk, folder):
 def test_a_saved_conversation_is_a_row_of_messages_and_no_file_is_written_over(talk, folder, tmp_path):
     name = tmp_path / "said.jsonl"
     lines = f"/save {name}\n/system Be kind.\nHi\n/save {name}\n/save {name}\n/save {tmp_path}/no/x\n/save\n"
+    lines += f"/save {'x' * 300}\n/save ~nobody-of-that-name/x\n"
     out, said = talk(lines, folder)
     row = json.loads(name.read_text())
     assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant"]
     assert row["messages"][2]["content"] == out.removeprefix("bot> ").strip() and row["model"] == folder
-    for words in ("nothing was said yet", "saved to", "it exists already", "No such file", "/save : give"):
+    for words in (
+        "nothing was said yet", "saved to", "it exists already", "No such file", "/save : give",
+        "File name too long", "not determine home directory",
+    ):  # fmt: skip
         assert words in said, words
     assert set(tmp_path.iterdir()) == {name}
 

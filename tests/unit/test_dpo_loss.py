@@ -140,6 +140,6 @@ def test_rows_of_the_first_steps():
     options = {"rows_per_micro_batch": 1, "accumulation": 3, "seed": 5, "group_by_length": True}
     lengths = [(5,), (1,), (4,), (2,), (3,), (6,), (9,)]
     batches = GlobalBatches(list(range(7)), list, row_lengths=lengths, **options)
-    first = [row for micro_batch in next(batches.epoch(0)) for row in micro_batch]
+    first = [row for micro_batch in next(batches) for row in micro_batch]
     assert batches.rows_until(1) == sorted(first) and batches.rows_until(0) == []
     assert batches.rows_until(2) == batches.rows_until(9) == list(range(7))

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from disk_limit import files_up_to
-from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from plain_logits import compute_logits
 from tiny_configs import FAMILIES
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -137,6 +137,17 @@ def test_an_adapter_is_the_exported_model_for_peft_and_for_us(
     ids = torch.arange(1, 9).view(1, 8)
     theirs = by_peft(input_ids=ids).logits[..., :320]  # PEFT draws the new token's row anew
     torch.testing.assert_close(theirs, export.eval()(input_ids=ids).logits[..., :320], atol=1e-5, rtol=1e-5)
+
+
+def test_what_peft_alone_can_train_is_merged_too(tiny_model_folder, tmp_path):
+    folder, ids = tiny_model_folder("llama"), torch.arange(1, 9).view(1, 8)
+    model = load_causal_lm(ModelOptions(folder, dropout=0.0), 320)
+    config = LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], use_dora=True)
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False).eval()
+    shake(adapted)
+    adapted.save_pretrained(tmp_path, save_embedding_layers=False)
+    merged = merge_adapter(load_causal_lm(ModelOptions(folder, dropout=0.0), 320), str(tmp_path)).eval()
+    torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_no_adapter_is_written_when_more_was_trained(tiny_model_folder, tmp_path, tiny_tokenizer):

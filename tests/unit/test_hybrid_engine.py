@@ -47,7 +47,7 @@ def test_whole_weights_are_shared_not_copied(stage, enabled, tiny_model_folder):
     with hybrid.generation_mode() as module:
         assert {n: p.data_ptr() for n, p in module.named_parameters()} == pointers
         assert not module.training and hybrid.engine.module.training
-    assert hybrid.costs.received_bytes == 0
+    assert hybrid.received_bytes == 0
     assert holds_no_weight(hybrid) and hybrid.engine.module.training
 
 
@@ -100,7 +100,7 @@ def test_fifty_switches_leave_every_bit_of_the_trainer(stage, lora_dim, tiny_mod
     assert num_tensors[0] == num_tensors[-1], "what a switch makes must not stay"
     pairs = zip(hybrid.engine.module.parameters(), never.engine.module.parameters(), strict=True)
     assert all(local_shard(a).equal(local_shard(b)) for a, b in pairs)
-    assert hybrid.costs.received_bytes == 0  # one rank
+    assert hybrid.received_bytes == 0  # one rank
 
 
 @pytest.mark.parametrize(

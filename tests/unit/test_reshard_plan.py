@@ -155,4 +155,4 @@ def test_whole_parameters_are_cut_here_and_shared_where_they_can_be():
     assert torch.equal(found["layers.0.columns"], columns[:, 3:])
     assert torch.equal(found["layers.0.fused"], fused_weight[:, [1, 3, 5]])
     assert all(tensor.is_contiguous() and not tensor.requires_grad for tensor in found.values())
-    assert resharder.costs.received_bytes == 0
+    assert resharder.received_bytes == 0

@@ -13,7 +13,6 @@ from rollout_batches import PADDING, fill, random_batch
 
 from common.data.global_batches import GlobalBatches
 from common.engine.ds_config import build_config, build_engine
-from common.generation.resharder import SwitchCosts
 from common.models.loading import ModelOptions, load_causal_lm
 from common.runs.export import gather_state_dict
 from step1_sft.arguments import SFTArguments
@@ -183,7 +182,7 @@ def make_trainer(rows=5):
     evaluation = Evaluation(PPOArguments(), None, None, None, [{"prompt_ids": [1, i]} for i in range(rows)])
     return SimpleNamespace(
         rollout=SimpleNamespace(num_draws=0, refilled_fraction=0.0, recomputes=True),
-        roles=SimpleNamespace(actor=SimpleNamespace(hybrid_engine=SimpleNamespace(costs=SwitchCosts()))),
+        roles=SimpleNamespace(actor=SimpleNamespace(hybrid_engine=SimpleNamespace(received_bytes=0))),
         prompts=GlobalBatches(range(99), list, rows_per_micro_batch=1),
         losses=SimpleNamespace(pretraining=None),
         kl_controller=KLController(0.1, 6.0),
