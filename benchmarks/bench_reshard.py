@@ -4,7 +4,7 @@
 python benchmarks/bench_reshard.py [--quick]
 
 Starts 2 and then 4 ranks by itself. Three ways of getting weights to generate with take turns:
-  ours          each rank receives what its slice lacks (common/generation/resharder.py)
+  ours          each rank receives what its slice lacks (common/generation/resharding.py)
   gather-all    DeepSpeed's GatheredParameters over all weights, as DeepSpeed-Chat does it without
                 tensor parallelism; every rank then has the whole model
   gather-layer  GatheredParameters over one layer at a time, of which each rank keeps its slice, as
@@ -31,8 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from benchmarks.chat_rows import small_llama_config
 from benchmarks.measuring import print_result, read_args, take_turns, timed
 from benchmarks.our_side import leave, run_ranks, zero3_engine
-from common.generation.reshard_plan import TPLayout, group_by_layers
-from common.generation.resharder import Resharder, TPGroups
+from common.generation.resharding import Resharder, TPGroups, TPLayout, group_by_layers
 from common.generation.tp_plans import Cut, build_cuts
 from common.models.lora import TrainedWeight
 from common.programs import startup

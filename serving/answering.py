@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import json
 import random
 import secrets
 import sys
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from common.data.dialogue import TEMPLATE_NAMES, Segment, Template, build_template
@@ -25,17 +29,19 @@ from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
 from common.models.loading import DTYPES, ModelOptions, compute_hidden, load_causal_lm
+from common.models.lora import trained_weights
 from common.models.model_inputs import build_model_inputs
 from common.models.output_head import read_logit_transform
 from common.programs import startup
 from common.ranks import distributed
-from serving.saved_adapters import base_of_adapter, is_adapter, merge_adapter
+from common.ranks.failures import first_line
 from serving.text_stream import Answer, TextStream
 
 _MIN_PROMPT_TOKENS = 8  # that stay, however long an answer may be
 _ENDLESS_POSITIONS = 4096  # of a model without a limit of its own (ALiBi): what a terminal needs at most
 _SAMPLE_ID_BITS = 48
 _POSITIONS_AT_A_TIME = 128  # whose logits are held together
+_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _device_lock = threading.Lock()  # the device computes for one request, of all models
 
 
@@ -258,13 +264,11 @@ def load_template(
 
     That is --template, or else what the model of `trained_path` (empty: of `path`) was trained with.
     """
-    base = path
-    if is_adapter(path):
-        try:
-            base = base_of_adapter(path)
-        except ValueError as error:
-            problems.add(f"{flag_name} {error}")
-            return None
+    try:
+        base = base_of(path)
+    except ValueError as error:
+        problems.add(f"{flag_name} {error}")
+        return None
     if startup.check_model(flag_name, base, args, problems) is None:
         return None
     has_own = (Path(path) / "tokenizer_config.json").exists()  # adapters of other origin have none
@@ -279,13 +283,65 @@ def load_answerer(
     path: str, template: Template, args: AnsweringArguments, sampling: Sampling, *, seed: int | None = None
 ) -> Answerer:
     """Return the model of `path`, ready to answer. Raises ValueError when its weights cannot be loaded."""
+    base = base_of(path)
     options = ModelOptions(
-        base_of_adapter(path) if is_adapter(path) else path,
+        base,
         dtype=distributed.dtype_name(args.dtype),
         dropout=0.0,
         trust_remote_code=args.trust_remote_code,
     )
     model = load_causal_lm(options, len(template.tokenizer))
-    if is_adapter(path):
+    if base != path:
         model = merge_adapter(model, path)
     return Answerer(model.to(distributed.device()), template, sampling, seed=seed)
+
+
+# ---- LoRA adapters saved without the model that they belong to
+
+
+def base_of(path: str) -> str:
+    """Return the folder or hub name of the model that an adapter alone was trained on; of a model its own.
+
+    Raises ValueError when the adapter does not tell.
+    """
+    file = Path(path) / _ADAPTER_CONFIG
+    if not file.is_file() or file.with_name("config.json").exists():
+        return path
+    base = _read_config(path).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{file} names no base model; give the export/ folder of the run")
+    return base
+
+
+def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """Return the model with an adapter in its weights; pickled adapters are not read.
+
+    Raises ValueError when it is no LoRA adapter, or not one of this model.
+    """
+    config = _read_config(path)
+    if config.get("peft_type") != "LORA":
+        kind = config.get("peft_type")
+        raise ValueError(f"{path} is an adapter of the type {kind}; only LORA can be merged")
+    try:
+        adapted = get_peft_model(model, LoraConfig(**config), autocast_adapter_dtype=False)
+        loaded = set_peft_model_state_dict(adapted, load_file(Path(path) / _ADAPTER_WEIGHTS))
+    except (OSError, SafetensorError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path}: the adapter cannot be loaded: {first_line(error)}") from error
+    missing = [name for name in loaded.missing_keys if "lora_" in name]
+    if missing or loaded.unexpected_keys:
+        names = [*missing, *loaded.unexpected_keys]
+        raise ValueError(f"{path} is no adapter of its base model: {len(names)} weights do not match")
+    with torch.no_grad():  # as the export was merged, to the bit
+        for weight in trained_weights(adapted).values():
+            if weight.lora_a is not None:
+                weight.parameter.copy_(weight.merged())
+                weight.lora_b.zero_()
+    return adapted.merge_and_unload()  # the magnitudes of DoRA, embeddings: what we never train
+
+
+def _read_config(path: str) -> dict:
+    try:
+        config = json.loads((Path(path) / _ADAPTER_CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{Path(path) / _ADAPTER_CONFIG} cannot be read: {error}") from error
+    return config if isinstance(config, dict) else {}

@@ -19,7 +19,7 @@ from common.data.registry import import_plugins
 from common.engine.ds_config import config_of
 from common.flags.args import Problems, flag
 from common.generation.generate import DEFAULT_SLOTS
-from common.generation.reshard_plan import Route, TPLayout, group_by_layers, plan_weight
+from common.generation.resharding import Route, TPLayout, group_by_layers, plan_weight
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
 from common.models.loading import DTYPES, plain_model
 from common.models.lora import LoraOptions, add_lora, trained_weights

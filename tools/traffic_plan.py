@@ -7,7 +7,7 @@
     ZeRO 0, 1, 2                               all-reduce of gradients, by 2 in every micro-batch; by 1 and 2
                                                an all-gather of weights
     ZeRO 3, each micro-batch                   two all-gathers of weights, a reduce-scatter of gradients
-    hybrid switch                              (N - t) / (N t) M and more, see generation/reshard_plan.py
+    hybrid switch                              (N - t) / (N t) M and more, see generation/resharding.py
     a token step                               2 all-reduces a layer, a gather of logits
 
 ZeRO 1 and 2 of DeepSpeed 0.19 all-reduce (use_multi_rank_bucket_allreduce) where a reduce-scatter would do.

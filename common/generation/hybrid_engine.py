@@ -20,8 +20,7 @@ from common.data.packed_batch import pad_sequences
 from common.generation.decode import DecodeState, SamplingOptions
 from common.generation.generate import DEFAULT_SLOTS, Generation, Generator, collect_responses
 from common.generation.inference_module import InferenceModule, cut_module
-from common.generation.reshard_plan import TPLayout
-from common.generation.resharder import Resharder, TPGroups
+from common.generation.resharding import Resharder, TPGroups, TPLayout
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
 from common.models.loading import plain_model
 from common.models.lora import TrainedWeight, trained_weights

@@ -27,7 +27,7 @@ from common.data.packed_batch import pad_sequences
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
-from common.generation.reshard_plan import group_by_layers
+from common.generation.resharding import group_by_layers
 from common.models.lora import trained_weights
 from common.models.output_head import token_logprobs
 from common.ranks import distributed

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 import chat
+from chat import SideBySide, printable
 from common.data.tokenizer import load_tokenizer
 from serving.answering import Answerer
-from serving.terminal import SideBySide, printable
 
 
 @pytest.fixture

@@ -20,8 +20,7 @@ from common.models.model_inputs import build_model_inputs
 from common.models.value_model import load_value_model
 from common.runs import durable_files
 from common.runs.export import ExportFailed, read_metadata, save_adapter, save_export
-from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template
-from serving.saved_adapters import merge_adapter
+from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template, merge_adapter
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

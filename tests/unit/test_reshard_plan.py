@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.generation.reshard_plan import Route, TPLayout, group_by_layers, plan_weight
-from common.generation.resharder import Resharder, TPGroups
+from common.generation.resharding import Resharder, Route, TPGroups, TPLayout, group_by_layers, plan_weight
 from common.generation.tp_plans import Cut
 from common.models.lora import TrainedWeight
 
