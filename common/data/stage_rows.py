@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from common.data.adapters.message_trees import TREE
-from common.data.adapters.row_forms import SCORED
+from common.data.adapters.row_forms import SCORED, TREE
 from common.data.data_options import DataOptions
 from common.data.dialogue import Segment, Template, Tokenised, response_start, truncate
 from common.data.example import BadRow, Example

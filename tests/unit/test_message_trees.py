@@ -3,7 +3,7 @@
 import pytest
 from stage_texts import END, build, put_on_hub, texts, write_rows
 
-from common.data.adapters.message_trees import TREE, tree_examples
+from common.data.adapters.row_forms import TREE, tree_examples
 from common.data.example import EmptyRow, Message
 from common.data.raw_rows import RawRows
 from common.data.registry import load_source

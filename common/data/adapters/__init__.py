@@ -1,5 +1,3 @@
-"""Adapters, one for each data set with rows of its own; importing this package registers them all."""
+"""Adapters: what a row means. Importing this package registers those of the data sets by name."""
 
-from common.data.adapters import ported_class, public_sets
-
-__all__ = ["ported_class", "public_sets"]
+from common.data.adapters import public_sets as public_sets

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.data import hub_data
-from common.data.adapters import message_trees, row_forms
+from common.data.adapters import row_forms
 from common.data.adapters.row_parts import messages_from_prompt, reply_text
 from common.data.example import BadRow, EmptyRow, Example
 from common.data.raw_rows import RawRows, readable
@@ -136,8 +136,8 @@ class AnyForm(Adapter):
     def arrange(self, rows: RawRows) -> RawRows:
         """See Adapter; messages of a tree become one row, and so do scored responses to one prompt."""
         _, first = next(readable(rows), (0, {}))
-        if first.keys() >= set(message_trees.MESSAGE_COLUMNS):
-            return message_trees.group_trees(rows)
+        if first.keys() >= set(row_forms.MESSAGE_COLUMNS):
+            return row_forms.group_trees(rows)
         if not first.keys() >= {"prompt", "response"} or "rejected" in first:
             return rows
         if self.score_column in first:
@@ -148,8 +148,8 @@ class AnyForm(Adapter):
         return rows
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
-        if message_trees.TREE in row:
-            return message_trees.tree_examples(row)
+        if row_forms.TREE in row:
+            return row_forms.tree_examples(row)
         if row_forms.SCORED in row:
             return row_forms.scored_responses(row, self.score_column)
         return row_forms.read_row(row)
