@@ -33,8 +33,6 @@ BOM = codecs.BOM_UTF8
 _TRAIN_NAMES = {"train", "training"}
 _EVAL_NAMES = {"eval", "evaluation", "test", "valid", "validation", "dev"}
 
-MAX_DEPTH = 100  # of a row's lists and objects; Python's own readers and writers give up at some hundreds
-
 
 class RawRows:
     """Rows by index, out of one place or several."""
@@ -107,18 +105,7 @@ def parse_json_row(data: bytes) -> dict[str, Any]:
         raise BadRow("the line is not JSON (it is nested too deeply)") from error
     if not isinstance(row, dict):
         raise BadRow(f"the line is a JSON {type(row).__name__}, not an object with named columns")
-    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_too_deep(row):
-        raise BadRow(f"the row is nested more than {MAX_DEPTH} deep")
     return row
-
-
-def _is_too_deep(row: Any) -> bool:
-    """Whether lists and objects are nested more than MAX_DEPTH deep: writing them would end in the stack."""
-    level = [row]
-    for _ in range(MAX_DEPTH):
-        parts = [value.values() if isinstance(value, dict) else value for value in level]
-        level = [inner for part in parts for inner in part if isinstance(inner, dict | list)]
-    return bool(level)
 
 
 def rows_of_parquet(path: Path, max_rows: int | None = None) -> RawRows:

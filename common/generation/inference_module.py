@@ -36,7 +36,7 @@ class InferenceModule:
     def __init__(self, source: PreTrainedModel, device: torch.device) -> None:
         config = copy.deepcopy(source.config)
         config.use_cache = True
-        config._attn_implementation = choose_attention(source, device)
+        config._attn_implementation = choose_attention(source)
         with init_empty_weights(include_buffers=False):
             self.module: PreTrainedModel = type(source)(config)
         self.module.tie_weights()  # each empty weight is an object of its own

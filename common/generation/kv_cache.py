@@ -8,7 +8,6 @@ there, needs no mask and does not repeat grouped heads. Passes over prompts go t
 # S slots, L positions of a slot, n rows of a pass, H query heads or key/value heads, D their width
 """
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -112,17 +111,13 @@ def kv_bytes_per_token(config: Any, bytes_per_number: int, tp_size: int = 1) -> 
     return 2 * config.num_hidden_layers * per_rank * head_dim * bytes_per_number
 
 
-def choose_attention(source: PreTrainedModel, device: torch.device) -> str:
-    """Return the name of the attention that a module like `source` generates with."""
+def choose_attention(source: PreTrainedModel) -> str:
+    """Return the attention that a module like `source` generates with, by the one that it was loaded with."""
     chosen = source.config._attn_implementation
-    is_usable = (
-        device.type == "cuda"
-        and source.dtype in (torch.bfloat16, torch.float16)
-        and importlib.util.find_spec("flash_attn") is not None
-    )
     # Models of an attention of their own, and scores capped before the softmax, are torch's business.
     takes_any = getattr(source, "_supports_attention_backend", False)
-    if is_usable and takes_any and getattr(source.config, "attn_logit_softcapping", None) is None:
+    has_cap = getattr(source.config, "attn_logit_softcapping", None) is not None
+    if chosen == FLASH_ATTENTION and takes_any and not has_cap:
         return SLOT_ATTENTION
     return "sdpa" if chosen in (FLASH_ATTENTION, VARLEN_ATTENTION) else chosen
 

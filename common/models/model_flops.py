@@ -3,11 +3,11 @@
 DEVICES are from the makers' data sheets.
 """
 
-import time
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from common.models.loading import plain_model
 from common.models.model_inputs import ModelInputs
@@ -111,13 +111,6 @@ def own_peak_flops(dtype: torch.dtype) -> float:
         if is_gpu and kind.partition("-")[0] in name:
             return 1e12 * (device.tflops_fp32 if dtype == torch.float32 else device.tflops_16bit)
     size = 4096 if is_gpu else 512
-    a = torch.ones(size, size, dtype=dtype, device="cuda" if is_gpu else "cpu")
-    best, end = 0.0, time.monotonic() + MEASURED_SECONDS
-    torch.mm(a, a)  # the first product sets the library up
-    while best == 0.0 or time.monotonic() < end:
-        started = time.perf_counter()
-        torch.mm(a, a)
-        if is_gpu:
-            torch.cuda.synchronize()
-        best = max(best, 2 * size**3 / (time.perf_counter() - started))
-    return best
+    square = torch.ones(size, size, dtype=dtype, device="cuda" if is_gpu else "cpu")
+    product = Timer("square @ square", globals={"square": square}, num_threads=torch.get_num_threads())
+    return 2 * size**3 / min(product.blocked_autorange(min_run_time=MEASURED_SECONDS).times)

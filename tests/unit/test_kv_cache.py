@@ -76,7 +76,7 @@ def test_texts_are_those_of_torchs_attention(family, tiny_model_folder, stand_in
     model, ids, mask = load_prompted(tiny_model_folder(family))
     expected = Generator(model, num_slots=3).generate(ids, mask, torch.arange(4), options(seed=8))
     assert not CALLS
-    monkeypatch.setattr(inference_module, "choose_attention", lambda *_: kv_cache.SLOT_ATTENTION)
+    monkeypatch.setattr(inference_module, "choose_attention", lambda _: kv_cache.SLOT_ATTENTION)
     shared = inference_module.share_weights(model)
     found = Generator(shared, num_slots=3).generate(ids, mask, torch.arange(4), options(seed=8))
     assert found.response_ids.equal(expected.response_ids)
@@ -84,19 +84,18 @@ def test_texts_are_those_of_torchs_attention(family, tiny_model_folder, stand_in
     assert set(CALLS) == {(5, 0) if family == "mistral_window" else (-1, -1)}
 
 
-def test_the_kernel_is_chosen_only_where_it_can_run(tiny_model_folder, monkeypatch):
-    model = load(tiny_model_folder("llama"))
-    has_flash = True
-    spec = SimpleNamespace(find_spec=lambda name: object() if has_flash else None)
-    monkeypatch.setattr(kv_cache, "importlib", SimpleNamespace(util=spec))
-    choose, gpu = kv_cache.choose_attention, torch.device("cuda")
-    assert choose(model, torch.device("cpu")) == choose(model, gpu) == "sdpa"  # fp32
-    half = model.to(torch.bfloat16)
-    assert choose(half, gpu) == kv_cache.SLOT_ATTENTION and choose(half, torch.device("cpu")) == "sdpa"
-    capped = load(tiny_model_folder("gemma2")).to(torch.bfloat16)
-    assert choose(capped, gpu) == capped.config._attn_implementation
-    own = load(tiny_model_folder("gptj")).to(torch.bfloat16)
-    assert choose(own, gpu) == own.config._attn_implementation
-    has_flash = False
-    half.config._attn_implementation = "flash_attention_2"
-    assert choose(half, gpu) == "sdpa"
+@pytest.mark.parametrize(
+    ("family", "trained_by", "expected"),
+    [
+        ("llama", "flash_attention_2", kv_cache.SLOT_ATTENTION),
+        ("llama", "sdpa", "sdpa"),
+        ("llama", "triptych_varlen", "sdpa"),
+        ("gemma2", "flash_attention_2", "sdpa"),  # caps its scores
+        ("gptj", "flash_attention_2", "sdpa"),  # has an attention of its own
+        ("gptj", "eager", "eager"),
+    ],
+)
+def test_the_kernel_is_chosen_only_where_it_can_run(family, trained_by, expected, tiny_model_folder):
+    model = load(tiny_model_folder(family))
+    model.config._attn_implementation = trained_by
+    assert kv_cache.choose_attention(model) == expected
