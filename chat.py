@@ -162,17 +162,6 @@ class Session:
         """Return what was said behind the system message."""
         return [Message("system", self.system), *said] if self.system else said
 
-    def set_system(self, text: str) -> str:
-        """Let the conversations begin with this message, now and after /reset."""
-        self.system = text
-        return "the system message is set" if text else "there is no system message"
-
-    def reset(self, _: str) -> str:
-        """Forget what was said."""
-        for conversation in self.conversations:
-            conversation.said = []
-        return "forgotten"
-
     def set_temperature(self, text: str) -> str:
         """Take another temperature."""
         try:
@@ -208,17 +197,18 @@ class Session:
     def command(self, text: str) -> str:
         """Obey a line that begins with a / (or is `clear`); return what is to be said."""
         word, _, rest = text.partition(" ")
-        commands = {
-            "/reset": self.reset,
-            "clear": self.reset,
-            "/system": self.set_system,
-            "/temperature": self.set_temperature,
-            "/save": self.save,
-            "/help": lambda _: HELP,
-        }
-        if word not in commands:
-            return f"{word} is no command; /help lists them"
-        return commands[word](rest.strip())
+        if word in ("/reset", "clear"):
+            for conversation in self.conversations:
+                conversation.said = []
+            return "forgotten"
+        if word == "/system":
+            self.system = rest.strip()
+            return "the system message is set" if self.system else "there is no system message"
+        if word == "/temperature":
+            return self.set_temperature(rest.strip())
+        if word == "/save":
+            return self.save(rest.strip())
+        return HELP if word == "/help" else f"{word} is no command; /help lists them"
 
     def answer(self, text: str) -> None:
         """Show every model's answer to a message; the oldest turns are left out when room runs short."""

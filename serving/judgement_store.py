@@ -3,6 +3,7 @@
 What was accepted is on the disk before the call returns (WAL, synchronous=FULL): a crash loses nothing.
 """
 
+import contextlib
 import json
 import sqlite3
 import threading
@@ -23,7 +24,6 @@ _APPLICATION_ID = 0x54524950  # "TRIP": tells an arena's file from other program
 _VERSION = 1
 _BUSY_SECONDS = 10.0
 _SETTINGS = f"""
-PRAGMA journal_mode = WAL;
 PRAGMA synchronous = FULL;
 PRAGMA foreign_keys = ON;
 PRAGMA application_id = {_APPLICATION_ID};
@@ -101,13 +101,16 @@ class JudgementStore:
 
     def _prepare(self) -> None:
         run = self._connection.execute
-        [owner], [version] = run("PRAGMA application_id").fetchone(), run("PRAGMA user_version").fetchone()
+        # In this order: another arena may be making the file now, and its tables come last.
         [num_tables] = run("SELECT count(*) FROM sqlite_master").fetchone()
+        [owner], [version] = run("PRAGMA application_id").fetchone(), run("PRAGMA user_version").fetchone()
         if num_tables and (owner != _APPLICATION_ID or version > _VERSION):
             raise sqlite3.DatabaseError("it belongs to another program, or to a later version of this one")
         [found] = run("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise sqlite3.DatabaseError(f"it is damaged: {found}")
+        with contextlib.suppress(sqlite3.OperationalError):  # locked: another arena is setting it
+            run("PRAGMA journal_mode = WAL")
         self._connection.executescript(_SETTINGS + _TABLES)
 
     def _run(self, statement: str, *values: str | None) -> list[tuple]:

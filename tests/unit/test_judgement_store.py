@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -77,6 +78,18 @@ def test_of_judges_at_once_one_is_taken(path):
         list(pool.map(judge, range(4)))
     kept = {pair.id: pair.choice for pair in stores[0].judged()}
     assert set(taken) == set(kept.items()) and len(kept) == 10
+
+
+def test_arenas_that_begin_at_once_share_a_new_file(tmp_path):
+    together = threading.Barrier(8)
+
+    def begin(turn: int) -> None:
+        together.wait()
+        JudgementStore(tmp_path / str(turn))
+
+    with ThreadPoolExecutor(8) as pool:
+        for turn in range(10):
+            list(pool.map(begin, [turn] * 8))
 
 
 def other_database(path: Path) -> None:
