@@ -244,12 +244,11 @@ def load_score(args: ChatArguments, problems: Problems) -> Score | None:
         return None
     with startup.as_problem(problems):
         model = load_frozen_value_model(args.reward, template.tokenizer, args)
-    limit = getattr(model.classifier.config, "max_position_embeddings", None) or sys.maxsize
-    scorer = RewardScorer(model, template.tokenizer, batch_size=1, max_tokens=limit)
+    scorer = RewardScorer(model, template.tokenizer, batch_size=1)
 
     def score(messages: list[Message]) -> float:
         segments = template.segments(messages[:-1], messages[-1].content)
-        return scorer.score_rows([template.encode(segments, limit).input_ids])[0]
+        return scorer.score_rows([template.encode(segments, scorer.max_tokens).input_ids])[0]
 
     return score
 

@@ -96,18 +96,17 @@ def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -
     return Guard(app, token)
 
 
-def load_scorer(args: ServeArguments, config: Any, tokenizer: PreTrainedTokenizerFast) -> RewardScorer:
+def load_scorer(args: ServeArguments, tokenizer: PreTrainedTokenizerFast) -> RewardScorer:
     """Return the scorer of the model of --model_name_or_path. Raises ValueError."""
     name = args.model_name_or_path
     model = load_frozen_value_model(name, tokenizer, args)
     metadata = read_metadata(name)
-    num_positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     facts = {"name": name, "step": metadata.get("step"), "template": metadata.get("template")}
     return RewardScorer(
         model,
         tokenizer,
         batch_size=args.batch_size,
-        max_tokens=args.max_seq_len or num_positions,
+        max_tokens=args.max_seq_len,
         facts=facts | {name: metadata.get("eval", {}).get(name) for name in ACCURACY},
     )
 
@@ -133,7 +132,7 @@ def main() -> None:
             f"--host {args.host} without a token: whoever reaches the port can use it; give --token_file"
         )
     with startup.as_problem(problems):
-        scorer = load_scorer(args, config, tokenizer)
+        scorer = load_scorer(args, tokenizer)
     print(f"{name} answers POST {address_of(bound)}/score and GET /health; Ctrl-C ends it", flush=True)
     run_server(create_app(scorer, args, token=token), bound)
 

@@ -26,6 +26,7 @@ from common.models.loading import plain_model
 from common.models.lora import TrainedWeight, trained_weights
 from common.models.policy_model import language_model
 from common.ranks import distributed, watchdog
+from common.ranks.failures import is_out_of_memory
 from common.ranks.zero3 import is_sharded
 
 OFFLOADED = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params)
@@ -163,23 +164,18 @@ class HybridEngine:
         options: SamplingOptions,
         *,
         num_samples: int = 1,
-        limits: torch.Tensor | None = None,
     ) -> Generation:
         """Return this rank's responses, see `Generator.generate`; to be called in generation mode.
 
         Ranks that share a replica generate for all of them together. Every rank must call this.
         """
         first, num_responses = 0, len(sample_ids)
-        if limits is None:
-            limits = torch.full_like(sample_ids, options.max_new_tokens)
         if self.layout.tp_size > 1:
             mask = prompt_mask.bool()
-            token_ids, lengths, samples, of_limits = map(
-                self._gather, (prompt_ids[mask], mask.sum(1), sample_ids, limits)
-            )
+            token_ids, lengths, samples = map(self._gather, (prompt_ids[mask], mask.sum(1), sample_ids))
             prompt_ids, prompt_mask = pad_sequences(torch.cat(token_ids), torch.cat(lengths), on_left=True)
             first = sum(map(len, samples[: self.layout.tp_rank]))
-            sample_ids, limits = torch.cat(samples), torch.cat(of_limits)
+            sample_ids = torch.cat(samples)
         device, num_slots = distributed.device(), self.options.generation_slots or DEFAULT_SLOTS
         with named_out_of_memory(f"lower --generation_slots {num_slots}, the sequences that run at a time"):
             generation = self.generator.generate(
@@ -188,7 +184,6 @@ class HybridEngine:
                 sample_ids.to(device),
                 options,
                 num_samples=num_samples,
-                limits=limits.to(device),
             )
         return Generation(*(tensor[first : first + num_responses] for tensor in generation))
 
@@ -219,11 +214,11 @@ class TransformersGenerator:
         options: SamplingOptions,
         *,
         num_samples: int,
-        limits: torch.Tensor,
     ) -> Generation:
         """Return `num_samples` responses for each left-padded prompt (B, P), see `Generator.generate`."""
         ids, mask = (x.repeat_interleave(num_samples, dim=0) for x in (prompt_ids, prompt_mask.long()))
         state = DecodeState.build(len(sample_ids), options.max_new_tokens, ids.device)
+        limits = torch.full_like(sample_ids, options.max_new_tokens)
         state.enter(0, mask.sum(1), limits, sample_ids, options.seed)
 
         def choose_sampled(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -252,7 +247,7 @@ def named_out_of_memory(cure: str) -> Iterator[None]:
     """Turn running out of memory into an error that says what to change."""
     try:
         yield
-    except RuntimeError as error:  # a CPU's allocator has no class of its own for it
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
             raise
         raise MemoryError(f"no memory left to generate: {cure}") from error

@@ -26,11 +26,13 @@ class RewardScorer:
         tokenizer: PreTrainedTokenizerFast,
         *,
         batch_size: int,
-        max_tokens: int = sys.maxsize,
+        max_tokens: int = 0,
         facts: dict[str, Any] | None = None,
     ) -> None:
-        """`facts` is what GET /health answers."""
-        self.model, self.batch_size, self.max_tokens = model, batch_size, max_tokens
+        """`max_tokens` 0 is the model's own limit; `facts` is what GET /health answers."""
+        self.model, self.batch_size = model, batch_size
+        num_positions = getattr(model.classifier.config, "max_position_embeddings", None)
+        self.max_tokens = max_tokens or num_positions or sys.maxsize
         # A prompt and its continuation, both to the letter: the prompt's own form is already in its text.
         self.template = build_template("plain", tokenizer)
         self.facts = facts or {}

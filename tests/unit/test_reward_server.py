@@ -36,9 +36,8 @@ RESPONSES = [" I am fine, thank you.", "", " jumps over the lazy dog"]
 def load_scorer(export: str) -> serve.RewardScorer:
     problems = Problems()
     args = serve.ServeArguments(model_name_or_path=export, dtype="fp32", batch_size=2)
-    config = serve.startup.check_model("--model_name_or_path", export, args, problems)
     tokenizer = serve.startup.check_tokenizer("--model_name_or_path", export, args, problems)
-    return serve.load_scorer(args, config, tokenizer)
+    return serve.load_scorer(args, tokenizer)
 
 
 @pytest.fixture
