@@ -146,7 +146,7 @@ class Conversation:
     said: list[Message] = field(default_factory=list)
 
 
-Score = Callable[[list[Message]], float]  # of a conversation's last message as an answer to those before it
+Score = Callable[[list[Message]], str]  # of a conversation's last message as an answer to those before it
 
 
 @dataclass
@@ -228,8 +228,7 @@ class Session:
                     show(f"no answer: {error}\n")
                     continue
                 conversation.said = [*said, Message("assistant", reply)]
-                note = f"score {self.score(self.whole(conversation.said)):.3f}\n" if self.score else ""
-                show(f"\n{note}")
+                show(f"\n{self.score(self.whole(conversation.said))}\n" if self.score else "\n")
                 if is_interrupted.is_set():
                     return
 
@@ -246,9 +245,13 @@ def load_score(args: ChatArguments, problems: Problems) -> Score | None:
         model = load_frozen_value_model(args.reward, template.tokenizer, args)
     scorer = RewardScorer(model, template.tokenizer, batch_size=1)
 
-    def score(messages: list[Message]) -> float:
-        segments = template.segments(messages[:-1], messages[-1].content)
-        return scorer.score_rows([template.encode(segments, scorer.max_tokens).input_ids])[0]
+    def score(messages: list[Message]) -> str:
+        try:
+            segments = template.segments(messages[:-1], messages[-1].content)
+        except ValueError as error:  # the model of --reward may have a form that refuses a system message
+            return f"no score: {error}"
+        row = template.encode(segments, scorer.max_tokens).input_ids
+        return f"score {scorer.score_rows([row])[0]:.3f}"
 
     return score
 

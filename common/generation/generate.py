@@ -130,10 +130,6 @@ class SlotSchedule:
         self.waiting = deque(p * num_samples + k for p in order for k in range(num_samples))
         self.slots: list[int] = []  # the sample of each live slot
 
-    def has_work(self) -> bool:
-        """Whether a sample waits or runs."""
-        return bool(self.waiting or self.slots)
-
     def should_admit(self) -> bool:
         """Whether it is time to read new prompts, rather than to add a token to the live ones."""
         num_free = self.num_slots - len(self.slots)
@@ -205,7 +201,7 @@ class _DecodeLoop:
         self.device = self.prompt_ids.device
         self.results = DecodeState.build(len(self.sample_ids), self.options.max_new_tokens, self.device)
         agree_any = self.agree_any or bool
-        while agree_any(self.schedule.has_work()):
+        while agree_any(bool(self.schedule.waiting or self.schedule.slots)):
             if self.schedule.should_admit():
                 self._admit(self.schedule.admit())
             elif self.schedule.slots:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -96,6 +97,19 @@ def test_scores_are_those_of_the_reward_server(talk, folder, reward_export):
     scorer = chat.RewardScorer(model, tokenizer, batch_size=1)
     [expected] = scorer.score(["\n\nHuman: Hi\n\nAssistant:"], [f" {answer.strip()}"])
     assert float(score) == pytest.approx(expected, abs=1e-3) and abs(expected) > 1e-2
+
+
+def test_a_dialogue_that_the_rewards_form_refuses_has_no_score(talk, folder, reward_export, tmp_path):
+    shutil.copytree(reward_export, tmp_path / "reward")
+    (tmp_path / "reward/triptych.json").write_text('{"template": "chat"}')
+    tokenizer = load_tokenizer(reward_export)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "reward")
+    out, _ = talk("/system Be kind.\nHi\n", folder, "--reward", str(tmp_path / "reward"))
+    assert "no score: the chat template refuses this dialogue: no system" in out
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_program(talk, folder, monkeypatch):
