@@ -32,7 +32,7 @@ class GlobalBatches:
     `group_by_length` rows of like length meet in a batch, so there is less padding to compute; which rows
     meet still depends on the seed alone. With `max_tokens` the rows of a step are cut into micro-batches by
     tokens, see `plan_micro_batches`; `rows_per_micro_batch` and `accumulation` then only say how many rows
-    there are. `rank` and `world_size` are this process's own unless given.
+    there are.
 
     Raises ValueError when the data do not fill one global batch, or a row alone is above `max_tokens`.
     """
@@ -44,8 +44,6 @@ class GlobalBatches:
         *,
         rows_per_micro_batch: int,
         accumulation: int = 1,
-        rank: int | None = None,
-        world_size: int | None = None,
         seed: int = 0,
         what: str = "training data",
         rows_flag: str = "--per_device_train_batch_size",
@@ -55,7 +53,7 @@ class GlobalBatches:
     ) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
         self.rows, self.accumulation = rows_per_micro_batch, accumulation
-        self.rank, self.world_size = _rank_of(rank, world_size)
+        self.rank, self.world_size = distributed.rank(), distributed.world_size()
         self.row_lengths, self.group_by_length, self.max_tokens = row_lengths, group_by_length, max_tokens
         # Sequences end to end, known once there is a model: padding costs nothing then.
         self.is_packed = False
@@ -120,27 +118,20 @@ def evaluation_batches(
     collate: Callable[[list[Any]], Any],
     *,
     rows_per_batch: int,
-    rank: int | None = None,
-    world_size: int | None = None,
     max_batches: int = 0,
 ) -> Iterator[tuple[Any, torch.Tensor]]:
     """Yield (batch, is_real): every row once over all ranks, the same number of batches on each.
 
     `is_real` (rows,) bool is False for the rows that only fill up the last batches: they must not be counted.
-    `max_batches` per rank bounds the work, 0 takes all rows. `rank` and `world_size` as in `GlobalBatches`.
+    `max_batches` per rank bounds the work, 0 takes all rows.
     """
-    rank, world_size = _rank_of(rank, world_size)
+    rank, world_size = distributed.rank(), distributed.world_size()
     num_batches = -(-len(dataset) // (rows_per_batch * world_size))
     for batch in range(min(num_batches, max_batches) if max_batches else num_batches):
         first = (batch * world_size + rank) * rows_per_batch
         indexes = range(first, first + rows_per_batch)
         rows = [dataset[i if i < len(dataset) else 0] for i in indexes]
         yield collate(rows), torch.tensor([i < len(dataset) for i in indexes])
-
-
-def _rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    own = distributed.rank(), distributed.world_size()
-    return own[0] if rank is None else rank, own[1] if world_size is None else world_size
 
 
 def plan_micro_batches(

@@ -1,5 +1,7 @@
 """Global batches do not depend on ranks or accumulation; an evaluation reads each row once; micro-batches."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -12,18 +14,28 @@ from common.data.global_batches import (
     evaluation_batches,
     plan_micro_batches,
 )
+from common.ranks import distributed
 
 ROWS = list(range(50))
+
+
+@contextmanager
+def as_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Let this process be one of several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "rank", lambda: rank)
+        patch.setattr(distributed, "world_size", lambda: world_size)
+        yield
 
 
 def global_rows(rows: int, accumulation: int, world_size: int, **more) -> list[list[int]]:
     """The rows of each step of an epoch, over all ranks and micro-batches, in their global order."""
     steps: list[list[list[int]]] = []
     for rank in range(world_size):
-        batches = GlobalBatches(
-            ROWS, list, rows_per_micro_batch=rows, accumulation=accumulation,
-            rank=rank, world_size=world_size, seed=3, **more,
-        )  # fmt: skip
+        with as_rank(rank, world_size):
+            batches = GlobalBatches(
+                ROWS, list, rows_per_micro_batch=rows, accumulation=accumulation, seed=3, **more
+            )
         batches.num_drawn = len(batches)  # the second epoch
         for step in range(len(batches)):
             if rank == 0:
@@ -68,15 +80,16 @@ def test_grouping_by_length_brings_like_rows_together_in_mixed_order():
 
 def test_too_few_rows_for_one_batch_is_an_error_with_the_arithmetic():
     told = "50 rows, fewer than one global batch of 64 = 16 rows x 2 .* x 2 ranks"
-    with pytest.raises(ValueError, match=told):
-        GlobalBatches(ROWS, list, rows_per_micro_batch=16, accumulation=2, world_size=2)
+    with as_rank(0, 2), pytest.raises(ValueError, match=told):
+        GlobalBatches(ROWS, list, rows_per_micro_batch=16, accumulation=2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_an_evaluation_counts_each_row_once_with_as_many_batches_on_every_rank(world_size):
     seen, num_batches = [], set()
     for rank in range(world_size):
-        batches = list(evaluation_batches(ROWS, list, rows_per_batch=4, rank=rank, world_size=world_size))
+        with as_rank(rank, world_size):
+            batches = list(evaluation_batches(ROWS, list, rows_per_batch=4))
         num_batches.add(len(batches))
         seen += [row for rows, real in batches for row, is_real in zip(rows, real, strict=True) if is_real]
     assert sorted(seen) == ROWS and len(num_batches) == 1

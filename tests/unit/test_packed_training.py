@@ -1,12 +1,12 @@
 """Any cut into micro-batches gives the same losses and gradients in steps 1 and 2; tokens are padded once."""
 
 import sys
-from itertools import chain
 from unittest.mock import Mock
 
 import pytest
 import torch
 from rollout_batches import make_rollout_batch
+from test_global_batches import as_rank
 
 from common.data import packed_batch
 from common.data.global_batches import GlobalBatches, evaluation_batches
@@ -163,9 +163,12 @@ def test_an_evaluation_does_not_count_what_fills_up_the_last_batches(kind, tiny_
         trainer = DPOTrainer(policy, RewardArguments(), is_packed=False, logger=logger)
         rows = [row | {"reference_logprobs": torch.tensor([-20.0, -30.0])} for row in pairs()]
         collate = collate_pairs
-    ranks = (evaluation_batches(rows, collate, rows_per_batch=2, rank=r, world_size=2) for r in range(2))
+    ranks = []
+    for rank in range(2):
+        with as_rank(rank, 2):
+            ranks += evaluation_batches(rows, collate, rows_per_batch=2)
     whole = trainer.evaluate(0, evaluation_batches(rows, collate, rows_per_batch=5))
-    assert trainer.evaluate(0, chain(*ranks)) == pytest.approx(whole, rel=1e-5)
+    assert trainer.evaluate(0, ranks) == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -177,10 +180,11 @@ def test_a_budget_cuts_the_same_global_batches(world_size):
     def steps(max_tokens, rows_per_micro_batch, world_size):
         of_ranks = []
         for rank in range(world_size):
-            batches = GlobalBatches(
-                rows, lambda part: [row["row_id"] for row in part], rank=rank, world_size=world_size, seed=3,
-                rows_per_micro_batch=rows_per_micro_batch, row_lengths=lengths, max_tokens=max_tokens,
-            )  # fmt: skip
+            with as_rank(rank, world_size):
+                batches = GlobalBatches(
+                    rows, lambda part: [row["row_id"] for row in part], seed=3,
+                    rows_per_micro_batch=rows_per_micro_batch, row_lengths=lengths, max_tokens=max_tokens,
+                )  # fmt: skip
             of_ranks.append([next(batches) for _ in range(len(batches))])
         assert len({tuple(map(len, steps)) for steps in of_ranks}) == 1, "as many on each rank"
         return [[m for part in step for m in part] for step in zip(*of_ranks, strict=True)]
