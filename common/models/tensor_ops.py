@@ -19,9 +19,8 @@ def whiten(
     mask: torch.Tensor,
     *,
     reduce_sum: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    eps: float = 1e-8,
 ) -> torch.Tensor:
-    """Return (x - mean) / sqrt(variance + eps) where `mask`, elsewhere 0: fp32, the shape of x.
+    """Return (x - mean) / sqrt(variance + 1e-8) where `mask`, elsewhere 0: fp32, the shape of x.
 
     mask (same shape) True = counts. `reduce_sum` adds a float64 vector up over ranks; with it every rank
     must call this, a rank without a single counting entry too. The variance divides by the count. Constant
@@ -30,13 +29,13 @@ def whiten(
     reduce_sum = reduce_sum or (lambda total: total)
     mask = mask.bool()
     # float64 and two passes: E[x^2] - E[x]^2 goes negative for constant entries, and in fp32 the mean of
-    # equal numbers is not that number, a difference that 1 / sqrt(eps) blows up.
+    # equal numbers is not that number, a difference that 1 / sqrt(1e-8) blows up.
     kept = torch.where(mask, x.double(), 0.0)
     count, total = reduce_sum(torch.stack([mask.sum().double(), kept.sum()])).unbind()
     mean = total / count.clamp(min=1)
     centred = torch.where(mask, kept - mean, 0.0)
     (squares,) = reduce_sum(centred.square().sum().reshape(1)).unbind()
-    return (centred * torch.rsqrt(squares / count.clamp(min=1) + eps)).float()
+    return (centred * torch.rsqrt(squares / count.clamp(min=1) + 1e-8)).float()
 
 
 @torch.no_grad()
