@@ -17,8 +17,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from common.data.dialogue import adds_bos
 from common.data.registry import import_plugins
-from common.data.tokenizer import adds_bos
 from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
 from common.models.loading import ModelOptions, load_causal_lm, plain_model
 from common.models.value_model import load_value_model

@@ -19,10 +19,9 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common.data.data_options import DataOptions, check_sources
-from common.data.dialogue import Template, build_template
+from common.data.dialogue import Template, build_template, load_tokenizer
 from common.data.registry import import_plugins
 from common.data.stage_datasets import preview_rows
-from common.data.tokenizer import load_tokenizer
 from common.engine.ds_config import effective_zero_stage, load_overrides
 from common.flags.args import Problems, RunArguments, parse_args
 from common.flags.problems import has_hub_form, no_effect_notes

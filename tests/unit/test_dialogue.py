@@ -7,11 +7,17 @@ from tokenizers import processors
 
 from common.data.adapters.row_forms import read_row
 from common.data.data_options import DataOptions
-from common.data.dialogue import Segment, Tokenised, build_template, truncate
+from common.data.dialogue import (
+    Segment,
+    Tokenised,
+    build_template,
+    load_tokenizer,
+    truncate,
+    vocabulary_difference,
+)
 from common.data.example import BadRow, Example, Message
 from common.data.stage_rows import Item, RowBuilder
 from common.data.token_cache import DataReport
-from common.data.tokenizer import load_tokenizer, vocabulary_difference
 
 QUESTION = (Message("user", "How are you today?"),)
 SAID = (Message("system", "Be kind."), *QUESTION, Message("assistant", "Fine."))

@@ -14,10 +14,9 @@ from arena_fakes import real_server
 from fastapi.testclient import TestClient
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from common.data.dialogue import build_template
+from common.data.dialogue import build_template, load_tokenizer
 from common.data.example import Message
 from common.data.packed_batch import PackedBatch
-from common.data.tokenizer import load_tokenizer
 from common.flags.access_token import client_token, server_token
 from common.flags.args import Problems
 from common.models.loading import ModelOptions

@@ -30,9 +30,8 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from common.data.adapters.row_forms import read_row
-from common.data.dialogue import Template, Tokenised, build_template
+from common.data.dialogue import Template, Tokenised, build_template, load_tokenizer
 from common.data.example import Example
-from common.data.tokenizer import load_tokenizer
 from common.programs.startup import quiet_libraries
 from tools.report.run_reader import read_run
 
