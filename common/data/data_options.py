@@ -111,8 +111,7 @@ def check_sources(options: DataOptions) -> list[str]:
     Of a file only the first rows are read. A hub data set is looked at only where the hub may not be asked:
     it must lie in the library's cache then.
     """
-    of_options = options.problems()
-    problems = list(of_options)
+    problems = options.problems()
     for path in dict.fromkeys([*options.data_path, *options.sft_only_data_path]):
         flag = "--data_path" if path in options.data_path else "--sft_only_data_path"
         try:
@@ -120,15 +119,6 @@ def check_sources(options: DataOptions) -> list[str]:
             if source.needs_hub and not hub_data.is_offline():
                 continue
             found = _row_problems(source, options.stage)
-            num_rows = len(source.train)
-            if not (found or of_options or source.is_cut) and flag == "--data_path":
-                if not share_indexes(num_rows, options.data_split, options.stage, options.seed):
-                    share = parse_data_split(options.data_split)[options.stage - 1]
-                    found.append(
-                        f"--data_path {path}: step {options.stage} gets no row: --data_split "
-                        f"{options.data_split} gives it {share:.0%} of {num_rows}; use more rows, or a "
-                        "larger share"
-                    )
         except (ValueError, OSError) as error:
             found = [str(error) if "--data_path" in str(error) else f"--data_path {path}: {error}"]
         problems += [problem.replace("--data_path", flag, 1) for problem in found]
