@@ -37,13 +37,11 @@ class RawSource:
 
     def __init__(self, name: str, adapter: Adapter) -> None:
         self.name, self.adapter = name, adapter
-        self.is_cut = False  # there may be more rows than were read
 
     @cached_property
     def _parts(self) -> tuple[RawRows, RawRows | None]:
         local, max_rows = self.adapter.local, self.adapter.max_rows
         train, held_out = self.adapter.load() if local is None else load_local(local, max_rows)
-        self.is_cut = max_rows is not None and len(train) >= max_rows
         return self._arrange(train), None if held_out is None else self._arrange(held_out)
 
     def _arrange(self, rows: RawRows | Sequence[dict]) -> RawRows:

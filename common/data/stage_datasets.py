@@ -97,7 +97,7 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
         rows = RowBuilder(template, options, report).build(
             [item for item, _ in _items(share, options, report)]
         )
-        which = "first " if source.is_cut else ""
+        which = "first " if len(source.train) >= NUM_READ else ""
         lines.append(
             f"{name}: its {which}{report.num_raw_rows} rows give {len(rows)} of step {options.stage}, "
             f"{report.num_tokens} tokens"
