@@ -56,12 +56,9 @@ class _Share(NamedTuple):
 def build_data(options: DataOptions, template: Template) -> StageData:
     """The rows of step `options.stage`: see `stage_rows.RowBuilder`.
 
-    Every rank must call this. Raises ValueError: bad options, a source that cannot be read, too many bad
-    rows, or no rows.
+    Every rank must call this, with options that `check_sources` has nothing against. Raises ValueError: a
+    source that cannot be read, too many bad rows, or no rows.
     """
-    problems = options.problems()
-    if problems:
-        raise ValueError("\n".join(problems))
 
     def plan() -> tuple[dict[str, Any], Any]:
         shares = [_Share(load_source(name, options.score_column), False) for name in options.data_path]
