@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES
-from common.flags.problems import KINDS, Problems, describe_range, is_in_range, is_usable, shortened
+from common.flags.problems import KINDS, RANGE, Problems, describe_range, is_usable, shortened
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
@@ -385,7 +385,7 @@ def _convert(field: dataclasses.Field, text: str) -> Any:
             raise ValueError(text)
     except ValueError as error:
         raise ValueError(f"{shown}: expected {KINDS[scalar]}") from error
-    if not is_in_range(value, limits):
+    if not all(RANGE[name][1](value, limit) for name, limit in limits.items()):
         raise ValueError(f"{shown} must be {describe_range(limits)}")
     if choices and value not in choices:
         raise ValueError(f"{shown}: choose from {', '.join(map(str, choices))}")

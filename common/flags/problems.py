@@ -77,11 +77,6 @@ def describe_range(limits: dict[str, float]) -> str:
     return " and ".join(f"{RANGE[name][0]} {limit}" for name, limit in limits.items())
 
 
-def is_in_range(value: float, limits: dict[str, float]) -> bool:
-    """Return whether a number keeps the limits of a flag, by their names in `RANGE`."""
-    return all(RANGE[name][1](value, limit) for name, limit in limits.items())
-
-
 def is_usable(value: object) -> bool:
     """Return whether a value can be used anywhere: a number that fp32 or float64 holds, text that a file's
     name or an address can be.
