@@ -20,7 +20,6 @@ from serving.answering import (
     SamplingArguments,
     load_answerer,
     load_template,
-    name_leading_words,
     read_prompts,
 )
 from serving.arena_app import BlindPairs, create_app
@@ -58,9 +57,8 @@ class ExportArguments:
 def export(argv: list[str]) -> None:
     """Write the decided pairs of a database for step 2."""
     problems = Problems()
-    argv = name_leading_words("--output", argv)
     description = "Writes judged pairs as rows of prompt, chosen and rejected."
-    args = parse_args(ExportArguments, argv, description=description, problems=problems)
+    args = parse_args(ExportArguments, argv, description=description, problems=problems, leading="output")
     target = Path(args.output or "")
     if args.output and target.exists() and not args.overwrite:
         problems.add(f"{target} exists already; give another name, or --overwrite")
@@ -77,8 +75,9 @@ def export(argv: list[str]) -> None:
 def serve(argv: list[str]) -> None:
     """Check, load, serve until Ctrl-C."""
     problems = Problems()
-    argv = name_leading_words("--models", argv)
-    args = parse_args(ArenaArguments, argv, description=__doc__.splitlines()[0], problems=problems)
+    args = parse_args(
+        ArenaArguments, argv, description=__doc__.splitlines()[0], problems=problems, leading="models"
+    )
     paths = _named_paths(args.models, problems)
     token = server_token(args.token_file, problems)
     bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing

@@ -38,7 +38,6 @@ from serving.answering import (
     SamplingArguments,
     load_answerer,
     load_template,
-    name_leading_words,
 )
 
 HELP = """\
@@ -276,10 +275,9 @@ def load_session(args: ChatArguments, problems: Problems) -> Session:
 def main() -> None:
     """Read a line, answer it, until there is none."""
     problems = Problems()
-    argv = name_leading_words("--path", sys.argv[1:])
-    args = parse_args(ChatArguments, argv, description=__doc__.splitlines()[0], problems=problems)
+    args = parse_args(ChatArguments, description=__doc__.splitlines()[0], problems=problems, leading="path")
     problems.exit_if_any()
-    startup.print_notes(args, argv)
+    startup.print_notes(args)
     session = load_session(args, problems)
     sys.stdin.reconfigure(errors="replace")  # bytes that are no text must not end a conversation
     is_terminal = sys.stdin.isatty()

@@ -9,7 +9,6 @@ was; the data are not needed.
 """
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,11 +122,14 @@ def check(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Find the checkpoint, build its model, write the export."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    if argv and not argv[0].startswith("-"):
-        argv = ["--checkpoint", *argv]
     problems = Problems()
-    args = parse_args(CheckpointExportArguments, argv, description=__doc__.splitlines()[0], problems=problems)
+    args = parse_args(
+        CheckpointExportArguments,
+        argv,
+        description=__doc__.splitlines()[0],
+        problems=problems,
+        leading="checkpoint",
+    )
     problems.exit_if_any()
     found, doubts = find_checkpoints(Path(args.checkpoint))
     checkpoint = newest_whole(found, doubts)

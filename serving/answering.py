@@ -223,12 +223,6 @@ class Answerer:
         return scores
 
 
-def name_leading_words(flag_name: str, argv: list[str]) -> list[str]:
-    """Return a command line whose words before the first flag are this flag's: `chat.py PATH`."""
-    starts_with_word = bool(argv) and not argv[0].startswith("-")
-    return [flag_name, *argv] if starts_with_word else argv
-
-
 def read_prompts(
     data_path: str, generator: random.Random | None = None
 ) -> Iterator[tuple[Sequence[Message], str]]:

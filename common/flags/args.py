@@ -11,8 +11,10 @@ import argparse
 import dataclasses
 import difflib
 import re
+import sys
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -308,12 +310,21 @@ def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
 
 
 def parse_args(
-    cls: type[T], argv: list[str] | None = None, *, description: str = "", problems: Problems
+    cls: type[T],
+    argv: Sequence[str] | None = None,
+    *,
+    description: str = "",
+    problems: Problems,
+    leading: str = "",
 ) -> T:
     """Return the flags of `argv` (default: this process's) as an instance of the dataclass `cls`.
 
-    What is wrong goes into `problems`; the caller adds its own checks and then calls `exit_if_any`.
+    What is wrong goes into `problems`; the caller adds its own checks and then calls `exit_if_any`. Words
+    before the first flag are those of the flag `leading`.
     """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if leading and argv and not argv[0].startswith("-"):
+        argv = [f"--{leading}", *argv]
     parser = _build_parser(cls, description)
 
     def refuse(message: str) -> None:
