@@ -40,7 +40,6 @@ PROGRAMS = {
     "train.py": "train.TrainArguments",
     "python -m tools.check_data": "tools.check_data.CheckDataArguments",
     "python -m tools.check_model": "tools.check_model.CheckModelArguments",
-    "python -m tools.doctor": "tools.doctor.DoctorArguments",
     "python -m tools.plan": "tools.plan.PlanArguments",
     "python -m tools.report": "tools.report.__main__.ReportArguments",
 }

@@ -11,24 +11,13 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-
-from common.flags.args import Problems, flag, parse_args
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = ("torch", "transformers", "deepspeed")  # their internals are used: another version is a problem
-DISK_GIB = 20  # a 125M model's checkpoint is 2 GB, and two are kept
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 Line = tuple[str, str, str]  # state, what was looked at, what was found and the cure
-
-
-@dataclass
-class DoctorArguments:
-    """What is looked at."""
-
-    output_dir: str = flag(".", "where runs are going to write: the room there is looked at")
 
 
 def check_packages() -> Iterator[Line]:
@@ -81,30 +70,17 @@ def check_devices() -> Iterator[Line]:
         yield NOTE, "GPUs", "none: programs run on the CPU, in fp32 by default"
 
 
-def check_room(output_dir: str) -> Iterator[Line]:
-    """Say how much room there is where runs write."""
-    folder = Path(output_dir).resolve()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free / 2**30
-    cure = "" if free >= DISK_GIB else f", less than {DISK_GIB}; make room, or choose another --output_dir"
-    yield NOTE if cure else OK, f"disk: {output_dir}", f"{free:.1f} GiB free{cure}"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Print what is found and a verdict; return the exit code."""
-    problems = Problems()
-    args = parse_args(DoctorArguments, argv, description=__doc__.splitlines()[0], problems=problems)
-    problems.exit_if_any()
     num_bad = 0
-    for check in (check_packages, check_devices, lambda: check_room(args.output_dir)):
-        lines: list[Line] = []
+    for check in (check_packages, check_devices):
         try:
-            lines += check()
-        except Exception as error:  # what it raises is a problem, and the next check still runs
-            lines.append((PROBLEM, "a check", f"{type(error).__name__}: {error}"))
-        for state, name, text in lines:
-            print(f"{state:<8} {name:<22} {text}", flush=True)
-            num_bad += state == PROBLEM
+            for state, name, text in check():
+                print(f"{state:<8} {name:<22} {text}", flush=True)
+                num_bad += state == PROBLEM
+        except Exception as error:  # a missing package, mostly; the next check still runs
+            print(f"{PROBLEM:<8} {check.__name__:<22} {type(error).__name__}: {error}", flush=True)
+            num_bad += 1
     print(f"\n{num_bad} problems" if num_bad else "\nok: this machine can run the programs")
     return int(num_bad > 0)
 

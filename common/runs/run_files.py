@@ -24,7 +24,7 @@ FINISHED_FILE = "finished.json"  # nothing is left to do
 LOCK_FILE = "lock.json"  # the process that writes here, and how it ended
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # a line a step, an evaluation, a sample
 ROLLOUTS = "rollouts.jsonl.gz"  # --save_rollouts: a gzip member a step, a line a response
-CURVES, REPORT = "curves.png", "report.html"
+REPORT = "report.html"
 
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _REFUSED = 2

@@ -19,7 +19,7 @@ import torch
 from common.flags.args import RunArguments
 from common.ranks import distributed
 from common.runs.durable_files import json_line, sync
-from common.runs.run_files import CURVES, METRICS, REPORT, ROLLOUTS, SAMPLES
+from common.runs.run_files import METRICS, REPORT, ROLLOUTS, SAMPLES
 from common.runs.saved_state import Stateful, TensorReader
 from common.runs.trackers import TrackerGroup
 
@@ -158,7 +158,7 @@ class RunLogger(Stateful):
             self.files[ROLLOUTS].append(gzip.compress(lines.encode(), mtime=0))
 
     def close(self) -> None:
-        """Close the trackers and draw curves.png and report.html from the files."""
+        """Close the trackers and draw report.html from the files."""
         self.trackers.close()
         for file in self.files.values():
             file.append()
@@ -166,7 +166,7 @@ class RunLogger(Stateful):
             try:
                 draw_run(self.folder)
             except Exception as error:  # whatever it is: models and metrics are there
-                told = f"note: {CURVES} or {REPORT} was not written ({type(error).__name__}: {error})"
+                told = f"note: {REPORT} was not written ({type(error).__name__}: {error})"
                 self.note(f"{told}; python -m tools.report {self.folder} writes the report")
 
     def _write(self, name: str, step: int, fields: Mapping[str, Any]) -> None:
@@ -180,9 +180,9 @@ class RunLogger(Stateful):
 
 
 def draw_run(folder: Path) -> None:
-    """Write curves.png and report.html of a run, in a process of its own: no rank imports what draws.
+    """Write report.html of a run, in a process of its own: no rank imports what draws.
 
-    Raises OSError or a timeout when they cannot be written.
+    Raises OSError or a timeout when it cannot be written.
     """
     command = [sys.executable, "-m", "tools.report", folder.resolve()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, errors="replace", timeout=REPORT_SECONDS)

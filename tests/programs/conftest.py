@@ -80,7 +80,7 @@ def forks(tmp_path_factory) -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="module")
 def no_pictures() -> Iterator[None]:
-    """Leave curves.png and report.html out: drawing takes longer than a tiny run."""
+    """Leave report.html out: drawing takes longer than a tiny run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("common.runs.run_logger.draw_run", lambda *_: None)
         yield

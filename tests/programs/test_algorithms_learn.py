@@ -43,7 +43,7 @@ def test_the_reward_rises(output, algorithm):
     before, after = sum(scores[:3]) / 3, sum(scores[-5:]) / 5
     assert 0.25 < before < 0.55, "the SFT model is as right as its teacher, which is 40 %"
     assert after > before + 0.1, scores
-    assert (folder / "curves.png").stat().st_size > 10_000
+    assert (folder / "report.html").stat().st_size > 10_000
 
 
 def test_decoupled_stale_and_replayed_rollouts_learn_too(output):

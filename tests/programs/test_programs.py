@@ -19,7 +19,7 @@ EXPORT = {
     "triptych.json",
 }  # fmt: skip
 CLASSIFIER = EXPORT - {"generation_config.json"}
-ALWAYS = {"args.json", "curves.png", "metrics.jsonl", "finished.json", "report.html", "run.json", "lock.json"}
+ALWAYS = {"args.json", "metrics.jsonl", "finished.json", "report.html", "run.json", "lock.json"}
 NUM_STEPS = 3
 
 

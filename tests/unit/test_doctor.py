@@ -4,7 +4,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,18 +57,11 @@ def test_gpus_that_are_there_and_not_seen_are_a_problem(monkeypatch, count, free
     assert {name: found[name] for name in expected} == expected
 
 
-def test_the_room_where_runs_write(monkeypatch, tmp_path):
-    output = str(tmp_path / "absent" / "output")
-    for free, state in ((30, OK), (2.5, NOTE)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free * 2**30))
-        assert states(doctor.check_room(output))[f"disk: {output}"] == state
-
-
 def test_without_packages_it_says_so_and_leaves_no_traceback():
     """As in an environment in which nothing was installed yet."""
     packages = ("torch", "deepspeed", "transformers", "psutil", "packaging")
     code = f"import sys\nfor name in {packages}: sys.modules[name] = None\n"
-    code += "from tools.doctor import main\nraise SystemExit(main([]))"
+    code += "from tools.doctor import main\nraise SystemExit(main())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "Traceback" not in done.stderr + done.stdout, done.stderr
     assert "ModuleNotFoundError" in done.stdout and "problems" in done.stdout.splitlines()[-1]

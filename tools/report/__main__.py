@@ -1,8 +1,7 @@
 """`python -m tools.report RUN_DIR... [--output FILE]`: one HTML file that shows what runs have done.
 
 Of several runs the curves lie over one another, and a table has their last values and the flags in which they
-differ. The file needs no other one, runs no script, and fetches nothing. One run gets its curves.png, too; at
-its end each program starts this for its own folder.
+differ. The file needs no other one, runs no script, and fetches nothing. Each program makes one at its end.
 """
 
 import sys
@@ -11,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.flags.args import Problems, flag, parse_args
-from common.runs.run_files import CURVES, REPORT
-from tools.report.charts import save_curves
-from tools.report.diagnostics import seen_diagnostics
+from common.runs.run_files import REPORT
+from tools.report.diagnostics import find_diagnostics
 from tools.report.page import write_report
 from tools.terminal import run_tool
 
@@ -28,26 +26,18 @@ class ReportArguments:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page and say where it is; exit code 2 when there is nothing to show."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    if argv and not argv[0].startswith("-"):
-        argv = ["--run_dir", *argv]
     problems = Problems()
-    args = parse_args(ReportArguments, argv, description=__doc__.splitlines()[0], problems=problems)
-    folders = [Path(name) for name in args.run_dir]
-    problems.check(bool(folders), "no run is named: give --output_dir of one or several")
-    output = Path(args.output or (folders[0] / REPORT if len(folders) == 1 else REPORT))
-    problems.check(
-        not output.is_dir(), f"--output {output} is a folder; give a file such as {output / REPORT}"
+    args = parse_args(
+        ReportArguments, argv, description=__doc__.splitlines()[0], problems=problems, leading="run_dir"
     )
+    problems.check(bool(args.run_dir), "no run is named: give --output_dir of one or several")
     problems.exit_if_any()
+    folders = [Path(name) for name in args.run_dir]
+    output = Path(args.output or (folders[0] / REPORT if len(folders) == 1 else REPORT)).absolute()
     try:
         runs, doubts = write_report(folders, output)
-        if not args.output and len(runs) == 1:
-            save_curves(runs[0].curves, output.with_name(CURVES))
     except OSError as error:
-        problems.add(f"--output {output} cannot be written ({error.strerror}); choose another place")
-        problems.exit_if_any()
-        raise
+        runs, doubts = [], [f"--output {output} cannot be written ({error.strerror}); choose another place"]
     if not runs:
         for doubt in doubts:
             problems.add(doubt)
@@ -56,8 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"note: {note}", file=sys.stderr)
     for run in runs:
         print(f"{run.name}: {run.state}")
-        for one, seen in seen_diagnostics(run):
-            print(f"  {one['title']}: {seen}")
+        for one, seen in find_diagnostics(run.curves):
+            if seen:
+                print(f"  {one['title']}: {seen}")
     print(f"wrote {output}")
 
 

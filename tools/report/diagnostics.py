@@ -4,7 +4,7 @@ Each diagnostic is a rule on the numbers of a few metrics, stated beside what it
 samples, no proof.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
@@ -12,7 +12,7 @@ from jinja2 import Environment
 
 from tools.report import LAYOUT
 from tools.report.charts import shown, smooth
-from tools.report.run_reader import Curve, RunFiles
+from tools.report.run_reader import Curve
 
 MIN_STEPS = 10  # of a curve in which reward hacking is looked for
 _RULES = Environment(finalize=lambda value: shown(value) if isinstance(value, float) else value)
@@ -20,17 +20,17 @@ _RULES = Environment(finalize=lambda value: shown(value) if isinstance(value, fl
 Curves = Mapping[str, Curve]
 Diagnostic = dict[str, Any]  # title, rule (in words), needs, when, seen: see report.toml
 
-HACKING: list[Diagnostic] = LAYOUT["hacking"]  # for runs of PPO
-ANYWHERE: list[Diagnostic] = LAYOUT["anywhere"]
+HACKING: list[Diagnostic] = LAYOUT["hacking"]  # their metrics are PPO's
+DIAGNOSTICS: list[Diagnostic] = LAYOUT["anywhere"] + HACKING
 
 
-def find_diagnostics(curves: Curves, diagnostics: Sequence[Diagnostic]) -> list[tuple[Diagnostic, str]]:
+def find_diagnostics(curves: Curves) -> list[tuple[Diagnostic, str]]:
     """Return each diagnostic whose metrics have enough steps, with what is seen of it, "" for nothing."""
-    min_steps = MIN_STEPS if diagnostics is HACKING else 1
     found = []
-    for one in diagnostics:
-        needed = [curves[name] for name in one["needs"] if name in curves]
-        if len(needed) < len(one["needs"]) or any(len(curve.values) < min_steps for curve in needed):
+    for one in DIAGNOSTICS:
+        min_steps = MIN_STEPS if one in HACKING else 1
+        needed = {name: curves[metric] for name, metric in one["needs"].items() if metric in curves}
+        if len(needed) < len(one["needs"]) or any(len(c.values) < min_steps for c in needed.values()):
             continue
         numbers = numbers_of(needed) | {"falling": falling_rewards(curves)}
         is_seen = _RULES.compile_expression(one["when"])(numbers)
@@ -38,38 +38,34 @@ def find_diagnostics(curves: Curves, diagnostics: Sequence[Diagnostic]) -> list[
     return found
 
 
-def seen_diagnostics(run: RunFiles) -> list[tuple[Diagnostic, str]]:
-    """Return the patterns that a run shows, each with what is seen."""
-    found = find_diagnostics(run.curves, ANYWHERE)
-    if run.kind == "ppo":
-        found += find_diagnostics(run.curves, HACKING)
-    return [(one, seen) for one, seen in found if seen]
-
-
-def numbers_of(curves: Sequence[Curve]) -> dict[str, Any]:
-    """Return what a rule may ask of its metrics, as report.toml tells it; lists are in their order."""
-    smoothed = [smooth(curve.values, max(len(curve.values) // 5, 5)) for curve in curves]
-    peak = smoothed[0].index(max(smoothed[0]))
-    means = [early_and_late(curve) for curve in curves]
-    halves = [len(curve.values) // 2 for curve in curves]
-    return {
-        "early": [early for early, _ in means],
-        "late": [late for _, late in means],
-        "last": [curve.last for curve in curves],
-        "lowest": [min(curve.values) for curve in curves],
-        "lowest_step": [curve.steps[curve.values.index(min(curve.values))] for curve in curves],
-        "gain": [_gain(curve.values[: half or 1]) for curve, half in zip(curves, halves, strict=True)],
-        "later_gain": [_gain(curve.values[half:]) for curve, half in zip(curves, halves, strict=True)],
-        "start": smoothed[0][0],
-        "at_peak": [values[min(peak, len(values) - 1)] for values in smoothed],
-        "peak_step": curves[0].steps[peak],
-        "peak_share": peak / len(smoothed[0]),
-    }
+def numbers_of(curves: Curves) -> dict[str, Any]:
+    """Return what a rule may ask of each of its metrics, as report.toml tells it."""
+    numbers: dict[str, Any] = {}
+    peak = None  # of the first metric
+    for name, curve in curves.items():
+        values, half = curve.values, len(curve.values) // 2
+        smoothed = smooth(values, max(len(values) // 5, 5))
+        peak = smoothed.index(max(smoothed)) if peak is None else min(peak, len(values) - 1)
+        early, late = early_and_late(curve)
+        numbers[name] = {
+            "early": early,
+            "late": late,
+            "last": curve.last,
+            "lowest": min(values),
+            "lowest_step": curve.steps[values.index(min(values))],
+            "gain": _gain(values[: half or 1]),
+            "later_gain": _gain(values[half:]),
+            "start": smoothed[0],
+            "at_peak": smoothed[peak],
+            "peak_step": curve.steps[peak],
+            "peak_share": peak / len(values),
+        }
+    return numbers
 
 
 def early_and_late(curve: Curve) -> tuple[float, float]:
     """Return the means of the first and of the last fifth of the values, five values at least."""
-    width = max(len(curve.values) // 5, min(5, len(curve.values)))
+    width = max(len(curve.values) // 5, 5)
     return fmean(curve.values[:width]), fmean(curve.values[-width:])
 
 
@@ -81,11 +77,12 @@ def _gain(values: list[float]) -> float:
 def falling_rewards(curves: Curves) -> list[str]:
     """Return what fell of the rewards that are logged on their own and agree with the score no more."""
     moves = []
-    for name in (name for name in curves if name.startswith("objective/agreement_")):
+    for name in curves:
         other = name.removeprefix("objective/agreement_")
-        if f"objective/score_{other}" not in curves:
+        reward = curves.get(f"objective/score_{other}")
+        if other == name or reward is None:
             continue
-        early, late = early_and_late(curves[f"objective/score_{other}"])
+        early, late = early_and_late(reward)
         if late < early and early_and_late(curves[name])[1] < 0.1:
             moves.append(f"{other} went from {shown(early)} to {shown(late)}")
     return moves

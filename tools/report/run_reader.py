@@ -1,28 +1,26 @@
 """Reads the files of a run's folder, and names what is torn or missing."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from common.runs.durable_files import read_object
 from common.runs.run_files import ARGS_FILE, FINISHED_FILE, METRICS, RUN_FILE, SAMPLES
 
 Row = dict[str, Any]
-LARGEST = 1e150  # sums of such numbers are still finite
 KINDS = {"sft": "sft", "objective": "ppo", "eval": "ppo", "reward": "reward", "dpo": "dpo"}  # by metric group
-
-
-class NoRun(ValueError):
-    """A folder has nothing of a run; the message says what was looked for."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of a run over its steps; a step comes once, with its last value."""
+    """One metric of a run over its steps, or over another metric; a step comes once, with its last value."""
 
-    steps: list[int]
+    steps: list[float]
     values: list[float]
 
     @property
@@ -37,17 +35,15 @@ class RunFiles:
 
     folder: Path
     name: str
-    rows: list[Row] = field(default_factory=list)
-    samples: list[Row] = field(default_factory=list)
-    flags: dict[str, Any] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(
-        default_factory=dict
-    )  # of the flags; {} where the run did not write them
-    starts: list[dict[str, Any]] = field(default_factory=list)  # what was noted at each, the first one first
-    num_steps: int = 0  # that it was to have; 0 where it does not say
-    has_finished: bool = False
-    notes: list[str] = field(default_factory=list)
-    curves: dict[str, Curve] = field(default_factory=dict)
+    rows: list[Row]  # of metrics.jsonl
+    samples: list[Row]
+    flags: dict[str, Any]
+    defaults: dict[str, Any]  # of the flags; {} where the run did not write them
+    starts: list[dict[str, Any]]  # what was noted at each, the first one first
+    num_steps: int  # that it was to have; 0 where it does not say
+    has_finished: bool
+    curves: dict[str, Curve]
+    notes: list[str]  # what is torn or missing
 
     @property
     def last_step(self) -> int:
@@ -57,7 +53,12 @@ class RunFiles:
     @property
     def seconds(self) -> float:
         """Return the newest of the run's clock, stops left out; 0 when it does not say."""
-        return max((float(row["seconds"]) for row in self.rows if is_number(row.get("seconds"))), default=0.0)
+        return max((row.get("seconds", 0.0) for row in self.rows), default=0.0)
+
+    @cached_property
+    def gaps(self) -> Counter[str]:
+        """Return how often each metric was null: NaN or infinity."""
+        return Counter(name for row in self.rows for name, value in row.items() if value is None)
 
     @property
     def kind(self) -> str:
@@ -73,44 +74,46 @@ class RunFiles:
         return f"step {self.last_step} of {self.num_steps}" if self.num_steps else f"{self.last_step} steps"
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a number that a chart can hold: finite, and no monster; JSON's true is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-
-
 def read_run(folder: Path, name: str = "") -> RunFiles:
-    """Return what can be read of a run's folder. Raises NoRun when it has nothing of one."""
-    if not folder.is_dir():
-        raise NoRun(f"{folder} is no folder" if folder.exists() else f"{folder} does not exist")
-    if not any((folder / file).is_file() for file in (METRICS, ARGS_FILE)):
-        inner = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
-        hint = f"; did you mean {', '.join(str(folder / n) for n in inner[:3])}?" if inner else ""
-        raise NoRun(f"{folder} is no run's folder: it has neither {METRICS} nor {ARGS_FILE}{hint}")
-    run = RunFiles(folder, name or folder.resolve().name)
-    run.rows = read_rows(folder / METRICS, run.notes, is_expected=True)
-    run.samples = read_rows(folder / SAMPLES, run.notes)
-    run.flags = _read_object(folder / ARGS_FILE, run.notes)
-    about = _read_object(folder / RUN_FILE, run.notes)
-    if isinstance(about.get("num_steps"), int):
-        run.num_steps = about["num_steps"]
-    if isinstance(about.get("defaults"), dict):
-        run.defaults = about["defaults"]
-    if isinstance(about.get("starts"), list):
-        run.starts = [start for start in about["starts"] if isinstance(start, dict)]
-    run.has_finished = (folder / FINISHED_FILE).is_file()
-    run.curves = build_curves(run.rows)
-    if not run.rows:
-        run.notes.append(f"{METRICS} has no step yet")
-    return run
+    """Return what can be read of a run's folder. Raises ValueError when it has nothing of one."""
+    if not (folder / METRICS).is_file() and not (folder / ARGS_FILE).is_file():
+        if not folder.exists():
+            raise ValueError(f"{folder} does not exist")
+        inner = sorted(str(path.parent) for path in folder.glob(f"*/{METRICS}"))
+        hint = f"; did you mean {', '.join(inner[:3])}?" if inner else ""
+        raise ValueError(f"{folder} is no run's folder: it has neither {METRICS} nor {ARGS_FILE}{hint}")
+    notes: list[str] = []
+    rows = read_rows(folder / METRICS, notes)
+    flags, about = read_object(folder / ARGS_FILE), read_object(folder / RUN_FILE)
+    notes += [f"{METRICS} has no step yet"] if not rows else []
+    notes += [f"{file} is missing or torn" for file, of in ((ARGS_FILE, flags), (RUN_FILE, about)) if not of]
+    return RunFiles(
+        folder=folder,
+        name=name or folder.resolve().name,
+        rows=rows,
+        samples=read_rows(folder / SAMPLES, notes),
+        flags=flags,
+        defaults=about.get("defaults", {}),
+        starts=about.get("starts", []),
+        num_steps=about.get("num_steps", 0),
+        has_finished=(folder / FINISHED_FILE).is_file(),
+        curves=build_curves(rows),
+        notes=notes,
+    )
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[RunFiles], list[str]]:
-    """Return the runs that can be read, and what is wrong with the other folders."""
+    """Return the runs that can be read, and what is wrong with the other folders.
+
+    A run is named by its folder's path below the folder that holds all of them.
+    """
     runs, problems = [], []
-    for folder, name in zip(folders, name_runs(folders), strict=True):
+    paths = [folder.resolve() for folder in folders]
+    for folder, path in zip(folders, paths, strict=True):
+        name = os.path.relpath(path, os.path.commonpath([path.parent for path in paths]))
         try:
             runs.append(read_run(folder, name))
-        except NoRun as error:
+        except (ValueError, OSError) as error:
             problems.append(str(error))
     return runs, problems
 
@@ -120,66 +123,21 @@ def build_curves(rows: Sequence[Row]) -> dict[str, Curve]:
     points: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():
-            if "/" in name and is_number(value):
+            if "/" in name and value is not None:
                 points.setdefault(name, {})[row["step"]] = float(value)
-    return {name: Curve(sorted(of), [of[step] for step in sorted(of)]) for name, of in points.items()}
+    return {name: Curve(list(of), list(of.values())) for name, of in points.items()}
 
 
-def count_gaps(rows: Sequence[Row]) -> Counter[str]:
-    """Return how often a metric was null: NaN or infinity."""
-    return Counter(name for row in rows for name, value in row.items() if "/" in name and value is None)
-
-
-def read_rows(path: Path, notes: list[str], *, is_expected: bool = False) -> list[Row]:
-    """Return the objects of a run's .jsonl that have a step; add a note on lines that are torn.
-
-    This is the only reader of these files: a killed run, a full disk, or two runs may have torn any line.
-    """
-    lines = _read_text(path, notes, is_expected=is_expected).split("\n")
-    rows = [_parse_object(line) for line in lines]
-    bad = [i + 1 for i, line in enumerate(lines) if line.strip() and rows[i] is None]
-    if bad and bad[-1] == len(lines):  # no line break behind it
-        bad.pop()
-        notes.append(f"the last line of {path.name} is torn: the run was killed in it, or is writing it now")
-    if bad:
-        told = ", ".join(map(str, bad[:3])) + (", ..." if len(bad) > 3 else "")
-        notes.append(f"{path.name}: {len(bad)} lines are no JSON objects and are left out (line {told})")
-    return [row for row in rows if row and isinstance(row.get("step"), int)]
-
-
-def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    text = _read_text(path, notes)
-    found = _parse_object(text)
-    if text and found is None:
-        notes.append(f"{path.name} is no JSON object, or torn")
-    return found or {}
-
-
-def _read_text(path: Path, notes: list[str], *, is_expected: bool = True) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        if is_expected:
-            notes.append(f"{path.name} is missing")
-    except OSError as error:
-        notes.append(f"{path.name} cannot be read: {error.strerror}")
-    return ""
-
-
-def _parse_object(text: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def name_runs(folders: Sequence[Path]) -> list[str]:
-    """Return a name for each folder: its last part, with as many before it as tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    names = [part[-1] if part else "/" for part in parts]
-    for depth in range(2, 8):
-        if len(set(names)) == len(names):
-            break
-        names = ["/".join(part[-depth:]) for part in parts]
-    return [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names, start=1)]
+def read_rows(path: Path, notes: list[str]) -> list[Row]:
+    """Return the rows of a run's .jsonl, none where it is missing; add a note on lines that are torn."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
+    rows, torn = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows += [json.loads(line)] if line else []
+        except ValueError:  # a killed run, or one that is writing now
+            torn.append(number)
+    if torn:
+        told = ", ".join(map(str, torn[:3])) + (", ..." if len(torn) > 3 else "")
+        notes.append(f"{path.name}: torn lines are left out (line {told})")
+    return rows

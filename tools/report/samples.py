@@ -14,7 +14,7 @@ MAX_PROMPTS = 10  # prompts with several answers
 MAX_ANSWERS = 8  # steps of one prompt: the first, the last, and some between
 MAX_SINGLES = 12  # prompts with one answer
 MAX_CHARACTERS, MAX_PROMPT_CHARACTERS = 1500, 300
-FAR = 0.35  # share of common words below which hardly a word has stayed: marks would hide the text
+FAR = 0.6  # share of common words and spaces below which hardly a word has stayed: marks would hide the text
 _WORD = re.compile(r"\s+|\w+|[^\w\s]")
 
 Changes = list[tuple[str, str]]  # parts of a text: ("same" | "new" | "gone", text)
@@ -24,13 +24,13 @@ Changes = list[tuple[str, str]]  # parts of a text: ("same" | "new" | "gone", te
 class Answer:
     """One line of samples.jsonl; `index` tells the answers of one step to one prompt apart."""
 
-    run: int
     step: int
+    run: int
     index: int
     text: str
-    score: Any = None
-    changes: Changes = field(default_factory=list)  # to an earlier answer
-    same_as: str = ""
+    score: float | None
+    changes: Changes = field(default_factory=list)  # to the answer it is compared with
+    same_as: int | None = None  # the run that has given this very answer before
 
 
 def find_changes(before: str, after: str) -> Changes:
@@ -39,22 +39,17 @@ def find_changes(before: str, after: str) -> Changes:
     Texts that have hardly a word in common give `after` alone, as new.
     """
     old, new = _WORD.findall(before), _WORD.findall(after)
-    changes, num_same = [], 0
+    changes = []
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for kind, first, end, new_first, new_end in matcher.get_opcodes():
         if kind == "equal":
             changes.append(("same", "".join(old[first:end])))
-            num_same += _num_words(old[first:end])
             continue
         if end > first:
             changes.append(("gone", "".join(old[first:end])))
         if new_end > new_first:
             changes.append(("new", "".join(new[new_first:new_end])))
-    return changes if 2 * num_same >= FAR * _num_words(old + new) else [("new", after)]
-
-
-def _num_words(pieces: Sequence[str]) -> int:
-    return sum(not piece.isspace() for piece in pieces)
+    return changes if matcher.ratio() >= FAR else [("new", after)]
 
 
 def group_answers(runs: Sequence[RunFiles]) -> dict[str, list[Answer]]:
@@ -63,22 +58,24 @@ def group_answers(runs: Sequence[RunFiles]) -> dict[str, list[Answer]]:
     for number, run in enumerate(runs):
         seen: Counter[tuple[str, int]] = Counter()
         for row in run.samples:
-            prompt, text, step = row.get("prompt"), row.get("answer"), row["step"]
-            if isinstance(prompt, str) and isinstance(text, str):
-                answer = Answer(number, step, seen[prompt, step], text, row.get("score"))
-                groups.setdefault(prompt, []).append(answer)
-                seen[prompt, step] += 1
+            prompt, step = row["prompt"], row["step"]
+            answer = Answer(step, number, seen[prompt, step], row["answer"], row.get("score"))
+            groups.setdefault(prompt, []).append(answer)
+            seen[prompt, step] += 1
     return {prompt: sorted(of, key=lambda a: (a.step, a.run, a.index)) for prompt, of in groups.items()}
 
 
-def find_earlier(answers: Sequence[Answer], index: int) -> Answer | None:
-    """Return what an answer is compared with: its run's one before, else the first run's of its step."""
-    mine = answers[index]
-    before = [a for a in answers[:index] if a.index == mine.index]
-    own = [a for a in before if a.run == mine.run and a.step < mine.step]
-    if own:
-        return own[-1]
-    return next((a for a in before if a.run != mine.run and a.step == mine.step), None)
+def mark_changes(answers: Sequence[Answer]) -> None:
+    """Compare each answer with its run's one before, else with the first run's of its step."""
+    of_run: dict[tuple[int, int], Answer] = {}
+    of_step: dict[tuple[int, int], Answer] = {}
+    for answer in answers:
+        first = of_step.setdefault((answer.step, answer.index), answer)
+        earlier = of_run.get((answer.run, answer.index), first)
+        of_run[answer.run, answer.index] = answer
+        answer.changes = find_changes(cut(earlier.text), cut(answer.text))
+        if earlier is not answer and earlier.text == answer.text:
+            answer.same_as = earlier.run
 
 
 def build_samples(runs: Sequence[RunFiles]) -> dict[str, Any]:
@@ -88,26 +85,20 @@ def build_samples(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """
     cards, singles = [], []
     for prompt, answers in group_answers(runs).items():
-        times = {(a.run, a.step) for a in answers}
+        times = {(a.step, a.run) for a in answers}
         (cards if len(times) > 1 else singles).append((prompt, answers))
     singles.sort(key=lambda single: (single[1][0].step, single[1][0].run))
     return {
-        "cards": [_build_card(*card, runs) for card in spread(cards, MAX_PROMPTS)],
-        "singles": [_build_card(p, answers[:1], runs) for p, answers in spread(singles, MAX_SINGLES)],
+        "cards": [_build_card(prompt, answers) for prompt, answers in spread(cards, MAX_PROMPTS)],
+        "singles": [_build_card(prompt, answers[:1]) for prompt, answers in spread(singles, MAX_SINGLES)],
         "num_singles": len(singles),
     }
 
 
-def _build_card(prompt: str, answers: list[Answer], runs: Sequence[RunFiles]) -> dict[str, Any]:
+def _build_card(prompt: str, answers: Sequence[Answer]) -> dict[str, Any]:
     steps = sorted({answer.step for answer in answers})
     kept = [answer for answer in answers if answer.step in spread(steps, MAX_ANSWERS)]
-    for i, answer in enumerate(kept):
-        earlier = find_earlier(kept, i)
-        answer.changes = [("same", cut(answer.text))]
-        if earlier and earlier.text == answer.text:
-            answer.same_as = "unchanged" if earlier.run == answer.run else f"as {runs[earlier.run].name}"
-        elif earlier:
-            answer.changes = find_changes(cut(earlier.text), cut(answer.text))
+    mark_changes(kept)
     return {"prompt": cut(prompt, MAX_PROMPT_CHARACTERS), "num_steps": len(steps), "answers": kept}
 
 

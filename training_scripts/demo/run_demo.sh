@@ -97,6 +97,5 @@ python -m tools.report "$OUTPUT_DIR"/step1 "$OUTPUT_DIR"/step2 "$OUTPUT_DIR"/ste
 
 echo
 echo "report:  $OUTPUT_DIR/report.html"
-echo "curves:  $OUTPUT_DIR/step1/curves.png  $OUTPUT_DIR/step2/curves.png  $OUTPUT_DIR/step3/curves.png"
 echo "summary: $OUTPUT_DIR/summary.json"
 echo "try it:  python chat.py $OUTPUT_DIR/step3/export"
