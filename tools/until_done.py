@@ -8,6 +8,7 @@ happened is read from OUTPUT_DIR/lock.json: launchers have exit codes of their o
 import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,25 +44,18 @@ def run_group(command: Sequence[str], **more: Any) -> tuple[int, bool]:
         group = child.pid
         if asked:  # before there was a group
             os.killpg(group, asked[0])
-        code = None
-        while code is None:  # not for ever at once: another thread may have been given the signal
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = child.wait(timeout=0.2)
-        # Bash and DeepSpeed's runner die by the signal at once: the programs are still saving.
-        while asked and _is_alive(group):
+        while child.poll() is None:  # not one long wait: another thread may have been given the signal
             time.sleep(0.1)
+        # Bash and DeepSpeed's runner die by the signal at once: the programs are still saving.
+        with contextlib.suppress(ProcessLookupError):
+            while asked:
+                os.killpg(group, 0)
+                time.sleep(0.1)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    code = child.returncode
     return (code if code >= 0 else 128 - code), bool(asked)
-
-
-def _is_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def run_until_done(folder: Path, command: Sequence[str], tries: int) -> int:
@@ -101,9 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.command:
         parser.error("COMMAND is missing: what starts the run")
-    for word in ("--overwrite_output_dir", "--resume overwrite"):
-        if word in " ".join(args.command):
-            parser.error(f"{word} in COMMAND would begin anew after every crash: leave it out")
+    found = re.search("--overwrite_output_dir|--resume[= ]overwrite", " ".join(args.command))
+    if found:
+        parser.error(f"{found[0]} in COMMAND would begin anew after every crash: leave it out")
     return run_until_done(args.output_dir, args.command, args.tries)
 
 

@@ -85,10 +85,10 @@ def test_a_signal_is_passed_on_and_ends_it(tmp_path):
     assert run_files.read_lock(folder)["exit_code"] == 75 and Path(f"{folder}.starts").read_text() == "1"
 
 
-@pytest.mark.parametrize("words", [["out"], ["out", "python", "main.py", "--resume", "overwrite"], []])
-def test_bad_input_is_refused(words, capsys):
+@pytest.mark.parametrize("more", ["", "main.py --resume overwrite", "main.py --resume=overwrite"])
+def test_bad_input_is_refused(more, capsys):
     with pytest.raises(SystemExit) as left:
-        until_done.main(words)
+        until_done.main(["out", *more.split()])
     assert left.value.code == 2 and "error: " in capsys.readouterr().err
 
 
