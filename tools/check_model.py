@@ -3,34 +3,55 @@
 python -m tools.check_model MODEL
 python -m tools.check_model MODEL --dtype bf16 --tp_sizes 2 4
 
-MODEL is a causal LM or a reward model: a folder or a hub name. Scores, cached decoding and tensor-parallel
-slices are compared with transformers' plain pass over the same weights, one row at a time. Weights are in
-memory once; the tensor-parallel ranks, which come last, load their own. The last line is the verdict; exit
-code 1 where a check failed.
+MODEL is a causal LM: a folder or a hub name. Log-probabilities, cached decoding and tensor-parallel slices
+are compared with transformers' plain pass over the same weights, one row at a time. Weights are in memory
+once; the tensor-parallel ranks, which come last, load their own. The last line is the verdict; exit code 1
+where a check failed.
+
+# S rows, T tokens of the longest, N scored tokens, V vocabulary
 """
 
 import gc
-import sys
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
 
-from transformers import PreTrainedTokenizerFast
+import torch
+import torch.distributed as dist
+from rich.text import Text
+from torch import multiprocessing, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from common.data.dialogue import adds_bos
+from common.data.packed_batch import pack_rows, pad_rows, token_positions
 from common.data.registry import import_plugins
 from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
-from common.models.loading import ModelOptions, load_causal_lm, plain_model
-from common.models.value_model import load_value_model
+from common.generation.decode import SamplingOptions
+from common.generation.generate import Generator
+from common.generation.inference_module import cut_module, share_weights
+from common.generation.tp_plans import build_cuts, working_tp_sizes
+from common.models.loading import DTYPES, ModelOptions, build_position_ids, forward_accepts, load_causal_lm
+from common.models.model_inputs import FLASH_ATTENTION, VARLEN_ATTENTION, build_model_inputs, takes_packed
+from common.models.policy_model import PolicyModel
 from common.programs import startup
 from common.ranks import distributed
-from common.ranks.failures import first_line, kind_and_line
-from tools.model_checks import Finding, Subject, check_generation, check_logprobs, check_scores
-from tools.terminal import paint, run_tool
-from tools.tp_check import MAX_DEFAULT_SIZE, check_ranks, choose_sizes
+from common.ranks.failures import kind_and_line
+from tools.terminal import CONSOLE, run_tool, visible
 
 TEXT = "The harbour woke slowly: two boats had come in with 340 crates of herring. Mind the ice, they called!"
 LENGTHS = (5, 23, 2, 41)  # tokens of the rows that are scored and continued
+# Of the largest number that is computed: rounding alone stays well below, an error in a formula well above.
+RELATIVE = {torch.float32: 3e-5, torch.bfloat16: 4e-2}
+TIE = 1e-3  # logits closer than this change places with the order of additions
+MAX_DEFAULT_SIZE = 4  # of tensor parallelism
+LIMIT = timedelta(minutes=20)  # that a rank waits for another one
+_STATES = {True: ("ok", "bold green"), False: ("FAIL", "bold red"), None: ("note", "yellow")}
+
+Rows = list[list[int]]
 
 
 @dataclass
@@ -46,82 +67,80 @@ class CheckModelArguments(TokenizerArguments):
     plugins: list[str] = flag([], "modules to import first: a tensor-parallel plan of your own, for one")
 
 
+class Finding(NamedTuple):
+    """One line of the report; `is_ok` None is a remark that decides nothing."""
+
+    name: str
+    text: str
+    is_ok: bool | None = None
+
+    def line(self) -> Text:
+        """Return state, name, and what was found."""
+        state, style = _STATES[self.is_ok]
+        return Text.assemble((f"{state:<5}", style), visible(f"{self.name:<25}{self.text}"))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Check the flags, load the model, print what is found and a verdict."""
     startup.quiet_libraries()
-    argv = sys.argv[1:] if argv is None else list(argv)
-    if argv and not argv[0].startswith("-"):
-        argv = ["--path", *argv]
     problems = Problems()
-    args = parse_args(CheckModelArguments, argv, description=__doc__.splitlines()[0], problems=problems)
-    tokenizer, is_reward = check_flags(args, problems)
+    args = parse_args(
+        CheckModelArguments, argv, description=__doc__.splitlines()[0], problems=problems, leading="path"
+    )
+    tokenizer = check_flags(args, problems)
     startup.print_notes(args, argv)
     findings = []
-    for finding in find_all(args, tokenizer, problems, is_reward=is_reward):
-        print(finding.line(), flush=True)
+    for finding in find_all(args, tokenizer, problems):
+        CONSOLE.print(finding.line())
         findings.append(finding)
     wrong = [finding.name for finding in findings if finding.is_ok is False]
     if wrong:
-        print("\n" + paint("not ok:", "bad") + f" {', '.join(wrong)}")
+        CONSOLE.print(Text.assemble("\n", ("not ok:", "bold red"), f" {', '.join(wrong)}"))
         raise SystemExit(1)
     num_ok = sum(finding.is_ok is True for finding in findings)
-    print("\n" + paint("ok:", "good") + f" {num_ok} checks of {args.path}, all within rounding")
+    told = f" {num_ok} checks of {args.path}, all within rounding"
+    CONSOLE.print(Text.assemble("\n", ("ok:", "bold green"), told))
 
 
-def check_flags(args: CheckModelArguments, problems: Problems) -> tuple[PreTrainedTokenizerFast, bool]:
-    """Return the tokenizer and whether it is a reward model, or leave with all that is wrong."""
+def check_flags(args: CheckModelArguments, problems: Problems) -> PreTrainedTokenizerFast:
+    """Return the tokenizer, or leave with all that is wrong."""
     import_plugins(args.plugins, problems)
     config = startup.check_model("--path", args.path, args, problems)
-    tokenizer, is_reward = None, False
-    if config is not None:
-        tokenizer = startup.check_tokenizer("--path", args.path, args, problems)
-        num_tokens = args.max_new_tokens + min(LENGTHS)
+    tokenizer = startup.check_tokenizer("--path", args.path, args, problems) if config else None
+    if config:
+        num_tokens = args.max_new_tokens + max(LENGTHS)
         startup.check_length(config, num_tokens, "--max_new_tokens and a prompt", problems)
-        is_reward = any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
-        problems.check(
-            not is_reward or config.num_labels == 1,
-            f"--path {args.path} is a classifier of {config.num_labels} labels; a reward model has one",
-        )
+        is_classifier = any("Classification" in name for name in config.architectures or [])
+        problems.check(not is_classifier, f"--path {args.path} is a classifier; give a causal LM")
     problems.exit_if_any()
     assert tokenizer is not None
-    return tokenizer, is_reward
+    return tokenizer
 
 
 def find_all(
-    args: CheckModelArguments, tokenizer: PreTrainedTokenizerFast, problems: Problems, *, is_reward: bool
+    args: CheckModelArguments, tokenizer: PreTrainedTokenizerFast, problems: Problems
 ) -> Iterator[Finding]:
     """Load the model and yield all findings, or leave when it cannot be loaded."""
     options = ModelOptions(
         args.path, dtype=args.dtype, trust_remote_code=args.trust_remote_code, is_packed=True
     )
-    load = load_value_model if is_reward else load_causal_lm
-    try:
-        loaded = load(options, len(tokenizer)).to(distributed.device()).eval()
-    except Exception as error:  # transformers raises OSError, KeyError, RuntimeError, ... by what is missing
-        problems.add(f"--path {told(error)}")
-        problems.exit_if_any()
-    model = plain_model(loaded.classifier) if is_reward else loaded
-    rows = build_rows(tokenizer, model.config, args.max_new_tokens)
-    num_parameters, lengths = sum(p.numel() for p in model.parameters()), [len(row) for row in rows]
+    with startup.as_problem(problems):
+        model = load_causal_lm(options, len(tokenizer)).to(distributed.device()).eval()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
         f"{args.path}: {type(model).__name__}, {num_parameters:,} parameters, {args.dtype} on "
-        f"{model.device.type}; {len(rows)} rows of {min(lengths)} to {max(lengths)} tokens"
+        f"{model.device.type}; {len(LENGTHS)} rows of {min(LENGTHS)} to {max(LENGTHS)} tokens"
     )
     saved_as = model.config.architectures or []
     if saved_as and type(model).__name__ not in saved_as:
         text = f"saved as {', '.join(saved_as)}, loaded as {type(model).__name__}: its head may be new"
         yield Finding("architecture", text)
-    if is_reward:
-        rows = [[*row, tokenizer.eos_token_id] for row in rows]
-    subject = Subject(model, tokenizer, rows, args.dtype, args.max_new_tokens)
-    if is_reward:
-        yield from guarded("scores", check_scores(subject, loaded))
-        return
-    yield from guarded("log-probabilities", check_logprobs(subject))
-    yield from guarded("cached decoding", check_generation(subject))
+    rows = build_rows(tokenizer)
+    yield from guarded("log-probabilities", check_logprobs(model, rows, len(tokenizer)))
+    yield from guarded("cached decoding", check_generation(model, rows, tokenizer, args.max_new_tokens))
     findings, tp_sizes = choose_sizes(model, args.tp_sizes)
     yield from findings
-    del loaded, model, subject  # the ranks need the memory
+    del model  # the ranks need the memory
     gc.collect()
     for tp_size in tp_sizes:
         found = check_ranks(tp_size, options, len(tokenizer), rows, args.plugins)
@@ -133,24 +152,192 @@ def guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
     try:
         yield from findings
     except Exception as error:  # the model's own code raises what it likes, and that it does is the finding
-        yield Finding(name, told(error), is_ok=False)
+        yield Finding(name, kind_and_line(error), is_ok=False)
 
 
-def told(error: BaseException) -> str:
-    """Return an error in one line: our own speak for themselves, others with their type."""
-    return first_line(error) if type(error) is ValueError else kind_and_line(error)
-
-
-def build_rows(tokenizer: PreTrainedTokenizerFast, config: Any, num_more: int) -> list[list[int]]:
-    """Return token rows of LENGTHS, each with room for `num_more` tokens in the model's positions."""
+def build_rows(tokenizer: PreTrainedTokenizerFast) -> Rows:
+    """Return token rows of LENGTHS."""
     ids = tokenizer(TEXT, add_special_tokens=False).input_ids
     head = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    rows = []
-    for i, most in enumerate(LENGTHS):
-        length = max(min(most, limit - num_more), min(LENGTHS)) - len(head)
-        rows.append(head + [ids[(7 * i + k) % len(ids)] for k in range(length)])
-    return rows
+    return [
+        head + [ids[(7 * i + k) % len(ids)] for k in range(length - len(head))]
+        for i, length in enumerate(LENGTHS)
+    ]
+
+
+# ---- the checks -------------------------------------------------------------------------------------------
+
+
+def tolerance_of(dtype: torch.dtype, largest: float) -> float:
+    """Return how far apart numbers up to `largest` may be that are computed in different orders."""
+    return RELATIVE[dtype] * max(largest, 1.0)
+
+
+def compare(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float, why: str) -> Finding:
+    """Return the finding on two tensors of one shape; NaN in either is a failure. `why` it matters."""
+    difference = float((found.double() - expected.double().to(found.device)).abs().max())
+    text = f"largest difference {difference:.1e}, at most {tolerance:.1e}  ({why})"
+    return Finding(name, text, difference <= tolerance)
+
+
+def plain_logprobs(
+    model: PreTrainedModel, rows: Rows, starts: Sequence[int], num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Return transformers' log-probabilities (N,) float64 of each row's tokens from its start on, what their
+    logits lack to the largest (N,), and the tolerance of these numbers.
+
+    Each row passes alone, without mask and positions of ours, by torch's attention in the place of a kernel
+    that we chose. Ids from `num_tokens` on are padding of the vocabulary, and left out.
+    """
+    ours = model.config._attn_implementation
+    has_kernel = ours in (VARLEN_ATTENTION, FLASH_ATTENTION)
+    if has_kernel:
+        model.set_attn_implementation("sdpa")
+    logprobs, gaps, largest = [], [], 0.0
+    for row, start in zip(rows, starts, strict=True):
+        token_ids = torch.tensor([row], device=model.device)
+        logits = model(input_ids=token_ids, use_cache=False).logits[0, start - 1 : -1, :num_tokens].double()
+        chosen = logits.gather(1, token_ids[0, start:].unsqueeze(1)).squeeze(1)
+        logprobs.append(chosen - logits.logsumexp(-1))
+        gaps.append(logits.amax(-1) - chosen)
+        largest = max(largest, float(logits.abs().max()))
+    if has_kernel:
+        model.set_attn_implementation(ours)
+    return torch.cat(logprobs), torch.cat(gaps), tolerance_of(model.dtype, largest)
+
+
+@torch.inference_mode()
+def check_logprobs(model: PreTrainedModel, rows: Rows, num_tokens: int) -> Iterator[Finding]:
+    """Yield log-probabilities of all tokens but each row's first, of padded rows, and of packed ones if they
+    can be.
+    """
+    expected, _, tolerance = plain_logprobs(model, rows, [1] * len(rows), num_tokens)
+    policy = PolicyModel(model, num_valid_tokens=num_tokens).eval()
+    token_ids, lengths = pack_rows(rows)
+    is_scored = token_positions(lengths) > 0
+    for name, is_packed in (("log-probabilities", False), ("packed rows", True)):
+        if not is_packed or takes_packed(model):
+            inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed, device=model.device)
+            found, _ = policy(inputs, inputs.token_slots[is_scored], token_ids[is_scored])
+            yield compare(name, found, expected, tolerance, "PPO's ratios and KL are differences of these")
+
+
+@torch.inference_mode()
+def check_generation(
+    model: PreTrainedModel, rows: Rows, tokenizer: PreTrainedTokenizerFast, max_new_tokens: int
+) -> Iterator[Finding]:
+    """Yield whether cached decoding, in fewer slots than there are prompts, takes transformers' likeliest
+    tokens and gives them transformers' log-probabilities.
+    """
+    # Different ends: a prompt that waits enters while others are in their middle.
+    limits = [max(max_new_tokens - 2 * (i % 3), 1) for i in range(len(rows))]
+    options = SamplingOptions(
+        max_new_tokens,
+        stop_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        num_valid_tokens=len(tokenizer),
+        do_sample=False,
+    )
+    ids, mask = pad_rows(rows, tokenizer.pad_token_id, on_left=True)
+    ids, mask, prompt_ids, limits = (
+        tensor.to(model.device) for tensor in (ids, mask, torch.arange(len(rows)), torch.tensor(limits))
+    )
+    generator = Generator(share_weights(model), num_slots=len(rows) // 2)
+    generation = generator.generate(ids, mask, prompt_ids, options, limits=limits)
+    pairs = zip(rows, generation.response_ids, generation.response_mask, strict=True)
+    texts = [row + response[is_token].tolist() for row, response, is_token in pairs]
+    expected, gaps, tolerance = plain_logprobs(model, texts, [len(row) for row in rows], len(tokenizer))
+    yield likeliest_finding(gaps, max(TIE, tolerance))
+    sampled = generation.logprobs[generation.response_mask]
+    why = "the sampler's and the scorer's numbers meet in PPO's ratio"
+    yield compare("their log-probabilities", sampled, expected, tolerance, why)
+
+
+def likeliest_finding(gaps: torch.Tensor, tie: float) -> Finding:
+    """Return whether each token of greedy texts is transformers' likeliest; `gaps` (N,) is what their logits
+    lack to the largest, and less than `tie` is a tie.
+    """
+    num_right = int((gaps < tie).sum())  # NaN is no tie
+    text = f"{num_right} of {len(gaps)} tokens are transformers' likeliest: a logit is at most"
+    text += f" {float(gaps.max()):.1e} lower, less than {tie:.1e} is a tie"
+    return Finding("cached decoding", text, num_right == len(gaps))
+
+
+# ---- tensor parallel, on ranks of this machine: processes on the CPU, one thread each ----------------------
+
+
+def choose_sizes(model: nn.Module, asked: Sequence[int]) -> tuple[list[Finding], list[int]]:
+    """Return findings on sizes that do not work, and those to run: without `asked` the smallest that do."""
+    wanted = list(asked) or [size for size in working_tp_sizes(model) if size <= MAX_DEFAULT_SIZE]
+    findings, to_run = [], []
+    for size in wanted if max(wanted) > 1 else [2]:  # where none is wanted, a remark on why 2 would not work
+        try:
+            build_cuts(model, size)
+        except ValueError as error:  # of no plan at all, too
+            is_ok = False if size in wanted else None
+            findings.append(Finding(f"tensor parallel {size}", str(error), is_ok))
+        else:
+            to_run += [size] if size in wanted and size > 1 else []
+    return findings, to_run
+
+
+def check_ranks(
+    tp_size: int, options: ModelOptions, num_tokens: int, rows: list[list[int]], plugins: list[str]
+) -> Iterator[Finding]:
+    """Yield the finding on one size, whose ranks load the model that `load_causal_lm` has of these."""
+    name = f"tensor parallel {tp_size}"
+    with tempfile.TemporaryDirectory(prefix="triptych_ranks_") as folder:
+        # A process that has done nothing but the imports, seconds of them, makes the ranks of all sizes.
+        multiprocessing.set_forkserver_preload(["tools.check_model"])
+        job = (tp_size, options, num_tokens, rows, plugins, folder)
+        try:  # one that fails ends the others
+            multiprocessing.start_processes(run_rank, job, nprocs=tp_size, start_method="forkserver")
+        except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+            last = str(error).strip().splitlines()[-1]  # of a rank's traceback: what it raised
+            yield Finding(name, f"a rank failed: {last}", is_ok=False)
+            return
+        found, expected = torch.load(Path(folder, "logits.pt"), weights_only=True)
+    tolerance = tolerance_of(DTYPES[options.dtype], float(expected.abs().max()))
+    yield compare(name, found, expected, tolerance, "so step 3 generates at --inference_tp_size")
+
+
+def run_rank(
+    rank: int,
+    tp_size: int,
+    options: ModelOptions,
+    num_tokens: int,
+    rows: list[list[int]],
+    plugins: list[str],
+    folder: str,
+) -> None:
+    """Compute with one rank's slices; the first writes logits of the slices and of the whole model. Every
+    rank must call this.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # there may be fewer GPUs than ranks
+    torch.set_num_threads(1)
+    startup.quiet_libraries()
+    import_plugins(plugins, Problems())
+    store = dist.FileStore(str(Path(folder, "store")), tp_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=tp_size, timeout=LIMIT)
+    with torch.inference_mode():
+        for turn in range(tp_size):  # whole models one at a time
+            if turn == rank:
+                model = load_causal_lm(options, num_tokens).eval()
+                expected = compute(model, rows) if rank == 0 else None
+                cut_module(model, build_cuts(model, tp_size), rank, tp_size, None)
+                gc.collect()
+            dist.barrier()
+        found = compute(model, rows)
+    if rank == 0:
+        torch.save((found, expected), Path(folder, "logits.pt"))
+    dist.destroy_process_group()
+
+
+def compute(model: nn.Module, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return logits (N, V) fp32 of rows that are left-padded, as generation reads prompts."""
+    ids, mask = pad_rows(rows, 0, on_left=True)  # (S, T)
+    more = {"position_ids": build_position_ids(mask)} if forward_accepts(model, "position_ids") else {}
+    return model(input_ids=ids, attention_mask=mask.long(), **more).logits[mask].float()
 
 
 if __name__ == "__main__":

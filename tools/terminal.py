@@ -6,32 +6,10 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any
 
-# SGR codes, ECMA-48 8.3.117. A special token has a background: it shows though its text be blank.
-STYLES = {
-    "learned": "32",
-    "learned special": "30;42",
-    "context": "90",
-    "special": "30;47",
-    "rejected": "31",
-    "rejected special": "30;41",
-    "title": "1",
-    "note": "33",
-    "good": "1;32",
-    "bad": "1;31",
-}
+from rich.console import Console
 
-
-def use_color() -> bool:
-    """Return whether stdout is a terminal, unless NO_COLOR (no-color.org) or TERM=dumb refuses colours."""
-    is_refused = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return sys.stdout.isatty() and not is_refused
-
-
-def paint(text: str, style: str) -> str:
-    """Return the text in a style of STYLES, which ends with each line: a margin can stand between."""
-    if not use_color():
-        return text
-    return "\n".join(f"\x1b[{STYLES[style]}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
+# Texts of models and data are no markup. Colours are left out where stdout is no terminal, and for NO_COLOR.
+CONSOLE = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def visible(text: str) -> str:

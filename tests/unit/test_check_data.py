@@ -2,12 +2,24 @@
 
 import pytest
 import stage_texts
+from rich.console import Console
 from stage_texts import SHARES, make_options
 
 from common.data.dialogue import build_template
 from common.data.stage_datasets import build_data
-from tools.check_data import MAX_SHOWN, Span, length_lines, main, part_lengths, sample_lines, shorten, show
-from tools.terminal import use_color, visible
+from tools.check_data import (
+    CONTEXT,
+    LEARNED,
+    MAX_SHOWN,
+    SPECIAL,
+    length_lines,
+    main,
+    part_lengths,
+    sample_lines,
+    shorten,
+    show,
+)
+from tools.terminal import visible
 
 
 @pytest.fixture
@@ -47,7 +59,7 @@ def first_row(tmp_path):
     def read(path, tokenizer, **changes):
         options = make_options(path, 1, tmp_path / "cache", **{"max_tokens": 512} | changes)
         template = build_template("human_assistant", tokenizer)
-        return list(sample_lines(build_data(options, template).train, 1, options, template))[1:]
+        return sample_lines(build_data(options, template).train[0], options, template)
 
     return read
 
@@ -70,8 +82,8 @@ def test_step_1_shows_what_is_learned(check, write_rows):
     starts = [i for i, line in enumerate(lines) if line.startswith("rows.jsonl:")]
     assert len(starts) == 3
     number = int(lines[starts[0]].split(":")[1].split()[0]) - 1
-    assert lines[starts[0] + 1] == rf"  | \n\nHuman: question {number}"
-    assert lines[starts[0] + 3] == f"  | Assistant:[[ answer {number}<|endoftext|>]]"
+    shown = ["  | ", "  | ", f"  | Human: question {number}", "  | "]
+    assert lines[starts[0] + 1 :][:5] == [*shown, f"  | Assistant:[[ answer {number}<|endoftext|>]]"]
     assert not any("\x1b" in line for line in lines)
 
 
@@ -142,36 +154,26 @@ def test_the_step_must_be_named(capsys):
 
 def test_a_row_that_fills_its_limit_says_so(first_row, write_rows, tiny_tokenizer):
     path = write_rows([{"prompt": "q", "answer": "y" * 40}])
-    head, line = first_row(path, tiny_tokenizer, max_tokens=20)
-    assert head == "rows.jsonl:1  context 1, learned 19 tokens, which fill the 20 allowed"
+    head, line = (line.plain for line in first_row(path, tiny_tokenizer, max_tokens=20))
+    assert head == "rows.jsonl:1  context 1, learned 19, whole row 20 tokens, which fill the 20 allowed"
     assert line == "  | :[[ " + "y" * 18 + "]]"
-    assert "allowed" not in first_row(path, tiny_tokenizer)[0]
+    assert "allowed" not in first_row(path, tiny_tokenizer)[0].plain
 
 
 def test_a_row_cannot_steer_the_terminal_and_colours_end_with_the_line(
-    first_row, write_rows, tiny_tokenizer, monkeypatch
+    first_row, write_rows, tiny_tokenizer, monkeypatch, capsys
 ):
-    path = write_rows([{"prompt": "red \x1b[31m\r\u202e", "answer": "a\tb\nline two"}])
-    text = "\n".join(first_row(path, tiny_tokenizer))
-    assert r"red \x1b[31m\r\u202e" in text and r"a\tb" in text and "\x1b" not in text
-    for name in ("terminal", "check_data"):
-        monkeypatch.setattr(f"tools.{name}.use_color", lambda: True)
-    lines = first_row(path, tiny_tokenizer)
-    assert lines[-2] == "  | \x1b[90mAssistant:\x1b[0m\x1b[32m a\\tb\x1b[0m"
-    assert lines[-1] == "  | \x1b[32mline two\x1b[0m\x1b[30;42m<|endoftext|>\x1b[0m"
-
-
-def test_when_there_are_colours(monkeypatch):
-    for is_terminal, no_color, term, expected in (
-        (True, "", "xterm", True),
-        (True, "1", "xterm", False),
-        (True, "", "dumb", False),
-        (False, "", "xterm", False),
-    ):
-        monkeypatch.setenv("NO_COLOR", no_color)
-        monkeypatch.setenv("TERM", term)
-        monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
-        assert use_color() is expected
+    path = write_rows([{"prompt": "red [bold] \x1b[31m\r\u202e", "answer": "a\tb\nline two"}])
+    text = "\n".join(line.plain for line in first_row(path, tiny_tokenizer))
+    assert r"red [bold] \x1b[31m\r\u202e" in text and r"a\tb" in text and "\x1b" not in text
+    colored = Console(force_terminal=True, color_system="standard", markup=False, soft_wrap=True)
+    monkeypatch.setattr("tools.check_data.CONSOLE", colored)
+    for line in first_row(path, tiny_tokenizer)[-2:]:
+        colored.print(line)
+    assert capsys.readouterr().out.splitlines() == [
+        "  | \x1b[90mAssistant:\x1b[0m\x1b[32m a\\tb\x1b[0m",
+        "  | \x1b[32mline two\x1b[0m\x1b[7;32m<|endoftext|>\x1b[0m",
+    ]
 
 
 def test_text_is_kept_readable():
@@ -180,8 +182,8 @@ def test_text_is_kept_readable():
     )
     assert shorten("x" * MAX_SHOWN) == "x" * MAX_SHOWN
     assert f"a [... {MAX_SHOWN:,} characters ...] b" in shorten("a" * MAX_SHOWN + "b" * MAX_SHOWN)
-    spans = [Span("\n\nHuman:", "context"), Span("a", "learned"), Span("<e>", "learned special")]
-    assert show([*spans, Span("c", "context")]) == r"\n\nHuman:[[a<e>]]c"
+    spans = [("Human:", CONTEXT), ("a", LEARNED), ("<e>", LEARNED + SPECIAL), ("c", CONTEXT)]
+    assert show(spans).plain == "Human:[[a<e>]]c"
 
 
 # ---- lengths

@@ -2,21 +2,19 @@
 
 import math
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 import transformers
 from tiny_configs import tiny_config
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 
 from common.generation.tp_plans import PLANS
 from common.models.loading import build_position_ids
 from common.models.output_head import LogitOptions
-from tools import check_model, model_checks
-from tools.check_model import LENGTHS, build_rows, main
-from tools.model_checks import Finding, compare, likeliest_finding, tolerance_of
-from tools.tp_check import choose_sizes, compute
+from tools import check_model
+from tools.check_model import Finding, choose_sizes, compare, compute, likeliest_finding, main, tolerance_of
 
 QUICK = ("--tp_sizes", "1", "--max_new_tokens", "6")
 CAUSAL = ("log-probabilities", "cached decoding", "their log-probabilities")
@@ -55,48 +53,24 @@ def check(capsys):
     return run
 
 
-@pytest.fixture
-def save_reward_model(tmp_path, tiny_tokenizer):
-    def save(family="llama", **changes):
-        torch.manual_seed(0)
-        config = tiny_config(family, len(tiny_tokenizer))
-        config.initializer_range = 0.2
-        for name, value in ({"num_labels": 1} | changes).items():
-            setattr(config, name, value)
-        AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "reward")
-        tiny_tokenizer.save_pretrained(tmp_path / "reward")
-        return tmp_path / "reward"
-
-    return save
-
-
-# ---- causal LMs
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_a_sound_model_passes(family, tiny_model_folder, check):
     shown = check(tiny_model_folder(family), *QUICK)
     assert shown.code == 0 and [shown.states[name] for name in CAUSAL] == ["ok"] * 3
     assert shown.lines[0].endswith("fp32 on cpu; 4 rows of 2 to 41 tokens")
-    num_tokens, _, told = shown.texts["cached decoding"].partition(" ")
-    assert int(num_tokens) in (17, 18)  # 6, 4, 2, 6: two slots are filled again
-    assert told.startswith("tokens are transformers' likeliest, ")
-    assert shown.texts["packed rows"].startswith("padded rows are used: packed ones take a GPU, 16 bits")
-    assert (
-        shown.texts["tensor parallel"] == "nothing is cut at t = 1; sizes that work for this model: 1, 2, 4"
-    )
+    num_right, _, num_tokens, told = shown.texts["cached decoding"].split(maxsplit=3)
+    assert num_right == num_tokens in ("17", "18")  # 6, 4, 2, 6: two slots are filled again
+    assert told.startswith("tokens are transformers' likeliest: ")
     assert shown.lines[-1] == f"ok: 3 checks of {tiny_model_folder(family)}, all within rounding"
 
 
-def test_padding_of_the_vocabulary_is_left_out_and_told(tmp_path, tiny_tokenizer, check):
+def test_padding_of_the_vocabulary_is_left_out(tmp_path, tiny_tokenizer, check):
     model = AutoModelForCausalLM.from_config(tiny_config("llama", len(tiny_tokenizer) + 64))
     with torch.no_grad():
         model.lm_head.weight[len(tiny_tokenizer) :] *= 1000  # transformers would say nothing else
     model.save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
-    shown = check(tmp_path, *QUICK)
-    assert shown.code == 0 and shown.states["vocabulary"] == "note"
-    assert shown.texts["vocabulary"].startswith("384 rows for 320 tokens: the rest is left out")
+    assert check(tmp_path, *QUICK).code == 0
 
 
 def see_padding(inputs):
@@ -127,13 +101,13 @@ def test_what_a_model_raises_is_a_finding_and_the_other_checks_run(tiny_model_fo
     monkeypatch.setattr("common.models.policy_model.read_logit_transform", refuse)
     shown = check(tiny_model_folder("opt"), *QUICK)
     assert shown.code == 1 and shown.failed() == ["log-probabilities"]
-    assert shown.texts["log-probabilities"] == "does to its logits what is neither a factor nor a cap"
-    assert shown.states["cached decoding"] == "ok" and shown.states["tensor parallel"] == "note"
+    assert shown.texts["log-probabilities"].startswith("ValueError: does to its logits what is neither")
+    assert shown.states["cached decoding"] == "ok"
 
 
 def test_packed_rows_are_compared_where_the_attention_takes_them(tiny_model_folder, check, monkeypatch):
     # Without a kernel transformers makes a mask of blocks from the positions; BLOOM has no positions.
-    monkeypatch.setattr("tools.model_checks.takes_packed", lambda model: True)
+    monkeypatch.setattr("tools.check_model.takes_packed", lambda model: True)
     assert check(tiny_model_folder("llama"), *QUICK).states["packed rows"] == "ok"
     assert check(tiny_model_folder("bloom"), *QUICK).failed() == ["packed rows"]
 
@@ -143,9 +117,8 @@ def test_a_tie_is_no_failure():
         return likeliest_finding(torch.tensor(gaps), 1e-3)
 
     assert found(0.0, 0.0, 5e-4, 0.0).is_ok
-    assert found(0.0, 0.0, 5e-4, 0.0).text == "4 tokens are transformers' likeliest, 1 of them by a tie"
     wrong = found(0.0, 0.0, 5e-4, 2.5)
-    assert wrong.is_ok is False and wrong.text.startswith("1 of 4 tokens are not transformers' likeliest")
+    assert wrong.is_ok is False and wrong.text.startswith("3 of 4 tokens are transformers' likeliest")
     assert found(0.0, math.nan).is_ok is False
 
 
@@ -155,26 +128,6 @@ def test_a_head_that_was_not_saved_is_told(tmp_path, tiny_tokenizer, check):
     shown = check(tmp_path, *QUICK)
     told = "saved as MistralModel, loaded as MistralForCausalLM: its head may be new"
     assert shown.code == 0 and shown.texts["architecture"] == told
-
-
-# ---- reward models
-
-
-def test_a_reward_model_scores_the_last_token_whatever_the_pad_id_is(save_reward_model, check):
-    for pad_token_id in (0, None):  # 0 is EOS, at every row's end
-        shown = check(save_reward_model(pad_token_id=pad_token_id))
-        assert shown.code == 0 and shown.states["scores"] == "ok"
-
-
-def test_wrong_scores_fail(save_reward_model, check, monkeypatch):
-    def build(*args, **options):
-        inputs = right(*args, **options)
-        return replace(inputs, last_slots=inputs.last_slots - 1)
-
-    right = model_checks.build_model_inputs
-    monkeypatch.setattr(model_checks, "build_model_inputs", build)
-    shown = check(save_reward_model())
-    assert shown.code == 1 and shown.failed() == ["scores"] and shown.lines[-1] == "not ok: scores"
 
 
 # ---- tensor parallel: what one process can tell; the ranks are in tests/programs/test_check_model_tp.py
@@ -210,7 +163,7 @@ def test_no_plan_is_a_remark_unless_a_size_was_asked_for(monkeypatch):
     for sizes, is_ok in (((), None), ((1,), None), ((2,), False)):
         [finding], to_run = choose_sizes(model, sizes)
         assert finding.is_ok is is_ok and not to_run
-        assert "t = 1: the family 'gpt2' has no tensor-parallel plan; use --inference_tp_size" in finding.text
+        assert finding.text.startswith("the family 'gpt2' has no tensor-parallel plan; use --infer")
 
 
 def test_the_ranks_rows_are_read_as_transformers_reads_them_alone():
@@ -219,39 +172,42 @@ def test_the_ranks_rows_are_read_as_transformers_reads_them_alone():
     with torch.no_grad():
         found = compute(model, rows)
         alone = [model(input_ids=torch.tensor([row])).logits[0] for row in rows]
-    expected = torch.cat([alone[0][:-1], alone[1][:-1], alone[0][-1:], alone[1][-1:]])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, torch.cat(alone), atol=1e-5, rtol=1e-5)
 
 
 # ---- flags, rows, lines
 
 
-def test_what_is_no_model_is_told(tmp_path, tiny_tokenizer, save_reward_model, check):
-    config = transformers.T5Config(vocab_size=320, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    transformers.AutoModel.from_config(config).save_pretrained(tmp_path / "t5")
-    tiny_tokenizer.save_pretrained(tmp_path / "t5")
-    for path, told in (
-        (tmp_path / "absent", "absent is neither a model folder nor a hub model at hand: there is no such"),
-        (save_reward_model(num_labels=3), "is a classifier of 3 labels; a reward model has one"),
-        (tmp_path / "t5", "the model cannot be loaded: Unrecognized configuration class"),
+def test_what_is_no_causal_lm_is_told(tmp_path, tiny_tokenizer, check):
+    t5 = transformers.T5Config(vocab_size=320, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    for name, auto_class, config in (
+        ("t5", transformers.AutoModel, t5),
+        ("reward", transformers.AutoModelForSequenceClassification, tiny_config("llama", 320)),
     ):
-        shown = check(path)
+        auto_class.from_config(config).save_pretrained(tmp_path / name)
+        tiny_tokenizer.save_pretrained(tmp_path / name)
+    for name, told in (
+        ("absent", "absent is neither a model folder nor a hub model at hand: there is no such"),
+        ("reward", "reward is a classifier; give a causal LM"),
+        ("t5", "the model cannot be loaded: Unrecognized configuration class"),
+    ):
+        shown = check(tmp_path / name)
         assert shown.code == 2 and told in shown.errors
 
 
-def test_rows_fit_into_the_models_positions(tiny_tokenizer):
-    config = tiny_config("llama", 320)
-    assert [len(row) for row in build_rows(tiny_tokenizer, config, 16)] == list(LENGTHS)
-    config.max_position_embeddings = 20
-    assert max(len(row) for row in build_rows(tiny_tokenizer, config, 16)) == 4
+def test_a_model_of_few_positions_is_refused(tmp_path, tiny_tokenizer, check):
+    config = tiny_config("llama", len(tiny_tokenizer))
+    config.max_position_embeddings = 56
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    shown = check(tmp_path)
+    assert shown.code == 2 and "57 tokens are more than the model's 56 positions" in shown.errors
 
 
-def test_lines_and_tolerances(monkeypatch):
-    assert tolerance_of("fp32", 0.1) == 3e-5 and tolerance_of("bf16", 10.0) == pytest.approx(0.4)
-    finding = compare("a", torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), 0.4, "why\x1b")
-    assert finding.is_ok is False and "largest difference 5.0e-01, at most 4.0e-01" in finding.text
+def test_lines_and_tolerances():
+    assert tolerance_of(torch.float32, 0.1) == 3e-5
+    assert tolerance_of(torch.bfloat16, 10.0) == pytest.approx(0.4)
+    finding = compare("a", torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), 0.4, "why")
+    assert finding.is_ok is False and finding.text == "largest difference 5.0e-01, at most 4.0e-01  (why)"
     assert not compare("a", torch.tensor([math.nan]), torch.zeros(1), 1.0, "").is_ok
-    line = Finding("name\x1b", "text", True, "why").line()
-    assert line == r"ok   name\x1b" + 20 * " " + "text  (why)"
-    monkeypatch.setattr("tools.terminal.use_color", lambda: True)
-    assert "\x1b[1;31mFAIL " in finding.line()
+    assert Finding("name\x1b", "text", True).line().plain == r"ok   name\x1b" + 20 * " " + "text"
