@@ -63,4 +63,4 @@ python step3_ppo/main.py \
   --max_train_steps 60 \
   --log_interval 10 \
   "${CRITIC_FLAGS[@]}" "$@" 2>&1 | tee -i "$RUN_DIR/train.log"
-echo "curves: $RUN_DIR/curves.png"
+echo "report: $RUN_DIR/report.html"
