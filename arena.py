@@ -89,10 +89,8 @@ def serve(argv: list[str]) -> None:
     prompts = None
     if args.data_path:
         found = read_prompts(args.data_path, random.Random())
-        try:
+        with problems.catch():
             prompts = itertools.chain([next(found)], found)
-        except ValueError as error:
-            problems.add(str(error))
     templates = {name: load_template("--models", path, args, problems) for name, path in paths.items()}
     problems.exit_if_any()
     startup.print_notes(args, argv)

@@ -75,14 +75,12 @@ def main() -> None:
         if template := load_template(flag_name, path, args, problems, trained_path=trained):
             templates[kind] = template
     prompts = [(Message("user", question),) for question in QUESTIONS[args.language]][: args.num_prompts]
-    try:
+    with problems.catch():
         if args.data_path:
             found = itertools.islice(read_prompts(args.data_path), args.num_prompts)
             prompts = [prompt for prompt, _ in found]
         for prompt, template in itertools.product(prompts, templates.values()):
             template.prompt_text(prompt)  # a chat template may refuse a dialogue
-    except ValueError as error:
-        problems.add(str(error))
     problems.exit_if_any()
     startup.print_notes(args)
     sampling = Sampling(

@@ -1,5 +1,6 @@
 """What step 3 checks before a model is loaded: flags, models, rewards, the algorithm and what it needs."""
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 
 from common.data.data_options import DataOptions, check_sources
 from common.data.dialogue import vocabulary_difference
-from common.engine.ds_config import HYBRID_SECTION, effective_zero_stage
+from common.engine.ds_config import effective_zero_stage
 from common.flags.args import Problems
 from common.flags.problems import given_flags
 from common.generation.tp_plans import NoPlan, build_cuts
@@ -178,11 +179,9 @@ def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems
 def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:
     """Return where scores come from: --reward, or the reward model, which is the critic's by default."""
     path = args.critic_model_name_or_path
-    try:
+    with problems.catch():
         Failures.parse(args.reward_on_error)
         parse_truncated(args.truncated)
-    except ValueError as error:
-        problems.add(str(error))
     if args.reward:
         return check_rewards(args, problems)
     if not path:
@@ -261,17 +260,8 @@ def check_models(
 
 def check_cuts(args: PPOArguments, config: Any, problems: Problems) -> None:
     """Add what is wrong with cutting the actor, of this configuration, for the hybrid engine."""
-    problems.check(  # DeepSpeed would build its own engine from it
-        HYBRID_SECTION not in startup.check_ds_config(args, problems),
-        f"--ds_config {args.ds_config}: step 3 reads no section {HYBRID_SECTION}; give "
-        "--enable_hybrid_engine, --inference_tp_size, --tp_gather_partition_size, "
-        "--release_inference_cache or --unpin_actor_parameters in place of its keys",
-    )
     tp_size = args.inference_tp_size
     if args.enable_hybrid_engine and tp_size > 1 and distributed.world_size() % tp_size == 0:
-        try:
+        # Without a plan it generates with 1, and says so.
+        with problems.catch(), contextlib.suppress(NoPlan):
             build_cuts(startup.empty_model(config, args), tp_size)
-        except NoPlan:
-            pass  # it generates with 1, and says so
-        except ValueError as error:
-            problems.add(str(error))

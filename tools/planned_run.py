@@ -238,7 +238,6 @@ def build_roles(args: Any, models: Models) -> list[Role]:
 def read_run(args: Any, problems: Problems) -> Run:
     """Return the run that the flags describe, or leave with all that is wrong with them."""
     models = read_models(args, problems)
-    startup.check_ds_config(args, problems)
     run = None if problems.messages else build_run(args, models, problems)
     problems.exit_if_any()
     assert run is not None
@@ -249,18 +248,14 @@ def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
     """Return the run of these models; None after adding what a step would refuse of its flags."""
     if not args.dtype:  # what the programs would choose on such a device
         args = replace(args, dtype="fp32" if args.gpu == "cpu" else "bf16")
-    names = ("actor_zero_stage", "critic_zero_stage") if args.stage == 3 else ("zero_stage",)
-    stages = {f"--{name}": getattr(args, name) for name in names}
-    startup.check_offload(args.offload, stages, args.dtype, problems)
+    startup.check_offload(args, args.dtype, problems)
     if args.stage == 3:
         check_flags(args, args.num_gpus * args.num_nodes, args.dtype, problems)
     if problems.messages:
         return None
-    try:
+    with problems.catch():
         return Run(args, models)
-    except ValueError as error:
-        problems.add(str(error))
-        return None
+    return None
 
 
 def read_models(args: Any, problems: Problems) -> Models:

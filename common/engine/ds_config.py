@@ -15,15 +15,27 @@ from transformers import get_scheduler
 from common.ranks import distributed
 
 NO_DECAY_NAMES = ("bias", "norm", "ln_", "layernorm")
-HYBRID_SECTION = "hybrid_engine"  # of --ds_config: read by step 3; DeepSpeed would build its own from it
+HYBRID_SECTION = "hybrid_engine"  # of --ds_config: DeepSpeed would build its own engine from it
 
 
 def load_overrides(args: Any) -> dict[str, Any]:
     """Return the keys of --ds_config, {} without it.
 
-    Raises OSError or ValueError when the file cannot be read as JSON.
+    Raises ValueError when it is no file with a JSON object, or has a section that flags stand for.
     """
-    return json.loads(Path(args.ds_config).read_text()) if args.ds_config else {}
+    try:
+        overrides = json.loads(Path(args.ds_config).read_text()) if args.ds_config else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"--ds_config {args.ds_config} cannot be read as JSON: {error}") from error
+    if not isinstance(overrides, dict):
+        raise ValueError(f"--ds_config {args.ds_config}: expected a JSON object")
+    if HYBRID_SECTION in overrides:
+        raise ValueError(
+            f"--ds_config {args.ds_config}: no step reads a section {HYBRID_SECTION}; leave it out, and give "
+            "--enable_hybrid_engine, --inference_tp_size, --tp_gather_partition_size, "
+            "--release_inference_cache or --unpin_actor_parameters of step 3 in place of its keys"
+        )
+    return overrides
 
 
 def effective_zero_stage(zero_stage: int, dtype: str) -> int:
@@ -102,8 +114,6 @@ def config_of(
     args: Any, *, zero_stage: int, offload: str, micro_batch_size: int, is_trained: bool = True
 ) -> dict[str, Any]:
     """Return the configuration that a program's flags ask for one of its models, --ds_config laid over it."""
-    overrides = load_overrides(args)
-    overrides.pop(HYBRID_SECTION, None)
     return build_config(
         zero_stage=zero_stage,
         dtype=distributed.dtype_name(args.dtype),
@@ -111,7 +121,7 @@ def config_of(
         micro_batch_size=micro_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         gradient_clipping=args.gradient_clipping,
-        overrides=overrides,
+        overrides=load_overrides(args),
         is_trained=is_trained,
     )
 

@@ -3,11 +3,13 @@
 No torch in here.
 """
 
+import contextlib
 import dataclasses
 import operator
 import os
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from common.flags.other_names import IGNORED, OLDER_NAMES
@@ -53,11 +55,21 @@ class Problems:
         if not is_good:
             self.add(message)
 
+    @contextlib.contextmanager
+    def catch(self) -> Iterator[None]:
+        """Add what a ValueError says that ends the block."""
+        try:
+            yield
+        except ValueError as error:
+            self.add(str(error))
+
     def exit_if_any(self, *, is_told_by_all: bool = False) -> None:
-        """Leave with exit code 2 when anything was added; only the first process prints, or all."""
+        """Leave with exit code 2 when anything was added; the first process of each machine prints, or all:
+        a machine may lack a file that others have.
+        """
         if not self.messages:
             return
-        rank = os.environ.get("RANK", "0")
+        rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
         if is_told_by_all or not rank.isdigit() or int(rank) == 0:
             count = len(self.messages)
             print(f"error: {count} problem{'s' if count > 1 else ''}, nothing was started:", file=sys.stderr)

@@ -39,7 +39,7 @@ def linear_module_names(model: nn.Module) -> list[str]:
     return [n for n in names if n.rsplit(".", 1)[-1] not in ("score", "lm_head", "embed_out")]
 
 
-def lora_targets(names: list[str], module_name: str) -> list[str]:
+def lora_targets(names: list[str], module_name: str, flag: str = "--lora_module_name") -> list[str]:
     """Return those of the linear layers' `names` that contain `module_name`; all of them for `auto`.
 
     Raises ValueError with the candidates when nothing matches: an adapter that silently matches nothing would
@@ -50,7 +50,7 @@ def lora_targets(names: list[str], module_name: str) -> list[str]:
         candidates = {n.rsplit(".", 1)[-1] for n in names}
         candidates |= {n.partition(".0.")[0] + "." for n in names if ".0." in n}
         raise ValueError(
-            f"--lora_module_name {module_name!r} matches no linear layer; use auto, or a part of a name: "
+            f"{flag} {module_name!r} matches no linear layer; use auto, or a part of a name: "
             + ", ".join(sorted(candidates))
         )
     return targets

@@ -35,8 +35,7 @@ from common.runs.resume import EarlierRun, find_run
 from common.runs.run import STOPPED, Stopped
 from common.runs.trackers import missing_trackers
 
-OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_PORT")
-START = "start by deepspeed or torchrun, which set all of them, or unset them for one process"
+OF_A_GROUP = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def quiet_libraries() -> None:
@@ -97,57 +96,42 @@ def check_run(args: RunArguments, problems: Problems) -> None:
         problems.exit_if_any(is_told_by_all=True)
     if args.dtype == "fp16" and not distributed.has_gpu():
         problems.add("--dtype fp16 needs a GPU; use fp32 or bf16 on a CPU")
-    zero_stages = {f"--{name}": value for name, value in vars(args).items() if name.endswith("zero_stage")}
-    check_offload(args.offload, zero_stages, distributed.dtype_name(args.dtype), problems)
+    check_offload(args, distributed.dtype_name(args.dtype), problems)
     for problem in missing_trackers(args.trackers):
         problems.add(problem)
-    check_ds_config(args, problems)
+    with problems.catch():
+        load_overrides(args)
 
 
 def check_environment(problems: Problems) -> bool:
-    """Return whether a launcher's variables and OMP_NUM_THREADS are right after adding what is not."""
-    before, given = len(problems.messages), os.environ
-    for name in OF_A_LAUNCHER:
-        is_whole = given.get(name, "0").strip().isdecimal()
-        problems.check(is_whole, f"{name}={given.get(name)} in the environment is no whole number; {START}")
-    threads = given.get("OMP_NUM_THREADS", "1")
-    problems.check(
-        all(part.strip().isdecimal() and int(part) > 0 for part in threads.split(",")),
-        f"OMP_NUM_THREADS={threads} in the environment is no number of threads; set it to 1, or unset it",
-    )
-    if len(problems.messages) > before:
-        return False
-    size = int(given.get("WORLD_SIZE", 1))
-    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not given.get(name)]
-    if "RANK" not in given:
-        problems.check(size == 1, f"WORLD_SIZE={size} is in the environment and RANK is not; {START}")
-    elif missing:
-        problems.add(f"RANK is in the environment and {', '.join(missing)} not; {START}")
-    else:
-        rank, port = int(given["RANK"]), int(given["MASTER_PORT"])
-        problems.check(rank < size, f"RANK={rank} is not below WORLD_SIZE={size}: they count from 0; {START}")
-        problems.check(0 < port < 2**16, f"MASTER_PORT={port} is no port; use one from 1024 to 65535")
-    return len(problems.messages) == before
-
-
-def check_offload(offload: str, zero_stages: dict[str, int], dtype: str, problems: Problems) -> None:
-    """Add a problem where --offload needs another ZeRO stage than a flag says."""
-    for name, stage in zero_stages.items():
-        if offload == "param" and stage != 3:
-            problems.add(f"--offload param needs {name} 3, not {stage}; use --offload optimizer or stage 3")
-        if offload in ("optimizer", "all") and effective_zero_stage(stage, dtype) == 0:
-            problems.add(f"--offload {offload} needs {name} 1, 2 or 3: under stage 0 no state can move")
-
-
-def check_ds_config(args: Any, problems: Problems) -> dict[str, Any]:
-    """Return the keys of --ds_config, {} after adding that it is no file with a JSON object."""
+    """Return whether a launcher's variables fit together, after adding that they do not."""
+    given = {name: os.environ[name] for name in (*OF_A_GROUP, "LOCAL_RANK") if name in os.environ}
+    lone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 29500}
     try:
-        overrides = load_overrides(args)
-    except (OSError, ValueError, RecursionError) as error:
-        problems.add(f"--ds_config {args.ds_config} cannot be read as JSON: {error}")
-        return {}
-    problems.check(isinstance(overrides, dict), f"--ds_config {args.ds_config}: expected a JSON object")
-    return overrides if isinstance(overrides, dict) else {}
+        rank, size, _, port = (int(given.get(name, number)) for name, number in lone.items())
+        is_whole = all(given.get(name) for name in OF_A_GROUP) or ("RANK" not in given and size == 1)
+        is_good = is_whole and rank in range(size) and port in range(2**16)
+    except ValueError:
+        is_good = False
+    shown = " ".join(f"{name}={value}" for name, value in given.items())
+    problems.check(
+        is_good,
+        f"{shown} in the environment make no group: it takes {', '.join(OF_A_GROUP)}, RANK from 0 and below "
+        "WORLD_SIZE; start by deepspeed or torchrun, which set all of them, or unset them for one process",
+    )
+    return is_good
+
+
+def check_offload(args: Any, dtype: str, problems: Problems) -> None:
+    """Add a problem where --offload needs another ZeRO stage than a flag says."""
+    for name in (name for name in vars(args) if name.endswith("zero_stage")):
+        stage = getattr(args, name)
+        if args.offload == "param" and stage != 3:
+            problems.add(f"--offload param needs --{name} 3, not {stage}; use --offload optimizer or stage 3")
+        if args.offload in ("optimizer", "all") and effective_zero_stage(stage, dtype) == 0:
+            problems.add(
+                f"--offload {args.offload} needs --{name} 1, 2 or 3: under stage 0 no state can move"
+            )
 
 
 def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> Any:
@@ -156,9 +140,10 @@ def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> 
         return None
     folder = Path(name_or_path)
     if folder.is_dir() and not (folder / "config.json").exists():
-        near = next((n for n in ("export", "final") if (folder / n / "config.json").exists()), "")
-        hint = f"; did you mean {folder / near}?" if near else "; give the folder that save_pretrained wrote"
-        problems.add(f"{flag} {folder} holds no config.json, so it is no model{hint}")
+        near = folder / "export"
+        is_run = (near / "config.json").exists()
+        cure = f"did you mean {near}?" if is_run else "give the folder that save_pretrained wrote"
+        problems.add(f"{flag} {folder} holds no config.json, so it is no model; {cure}")
         return None
     try:
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=args.trust_remote_code)
@@ -179,10 +164,8 @@ def check_lora(flag: str, config: Any, module_name: str, args: Any, problems: Pr
     """Add a problem when no linear layer's name contains `module_name`."""
     if config is None or module_name == "auto":
         return
-    try:
-        lora_targets(linear_module_names(empty_model(config, args)), module_name)
-    except ValueError as error:
-        problems.add(str(error).replace("--lora_module_name", flag))
+    with problems.catch():
+        lora_targets(linear_module_names(empty_model(config, args)), module_name, flag)
 
 
 def check_tokenizer(
@@ -191,7 +174,7 @@ def check_tokenizer(
     """Return the tokenizer with eos and pad set, or None after adding what is wrong with it."""
     if not name_or_path:
         return None
-    try:
+    with problems.catch():
         return load_tokenizer(
             name_or_path,
             eot_token=args.eot_token or None,
@@ -199,9 +182,7 @@ def check_tokenizer(
             trust_remote_code=args.trust_remote_code,
             flag=flag,
         )
-    except ValueError as error:
-        problems.add(str(error))
-        return None
+    return None
 
 
 def find_template(
@@ -268,7 +249,6 @@ def as_problem(problems: Problems) -> Iterator[None]:
                 f"{error.filename} cannot be used ({error.strerror}); make room, or give another place by "
                 "--output_dir, --data_output_path or the flag that names it"
             )
-        watchdog.keep_reason(text, error)
         problems.add(text)
         problems.exit_if_any()
 
@@ -283,11 +263,10 @@ def enter(start: Start) -> bool:
         with as_problem(start.problems):
             print_note(*preview_rows(start.options, start.template))
         if distributed.is_main():
-            resolved: dict[str, Any] = (
-                {"deepspeed_config_resolved": start.ds_config} if start.ds_config else {}
-            )
-            resolved["resolved_dtype"] = distributed.dtype_name(args.dtype)
-            print(json.dumps(dataclasses.asdict(args) | resolved, indent=2, sort_keys=True))
+            resolved = dataclasses.asdict(args) | {"resolved_dtype": distributed.dtype_name(args.dtype)}
+            if start.ds_config:
+                resolved["deepspeed_config_resolved"] = start.ds_config
+            print(json.dumps(resolved, indent=2, sort_keys=True))
         return False
     if earlier.finished:
         if distributed.is_main():
@@ -297,7 +276,7 @@ def enter(start: Start) -> bool:
         with as_problem(start.problems):
             run_files.take_lock(args.output_dir)
     distributed.start(args.local_rank, args.collective_timeout)
-    distributed.seed_everything(args.seed)
+    transformers.set_seed(args.seed % 2**32)  # alike on all ranks: new weights must be equal everywhere
     return True
 
 
@@ -330,23 +309,21 @@ def run_program(program: Callable[[], None]) -> None:
     watchdog.tell_phases()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
         signal.signal(signal.SIGINT, _leave_at_once)
-    code = 0
+    code, cause = 0, None
     try:
         program()
     except Stopped as stopped:
         if distributed.is_main():
             say(str(stopped))
         code = STOPPED
-    except distributed.CannotStart as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        cause = left.__context__  # what became a problem
         raise
     except (ExportFailed, SaveFailed, StepRefused, TooManyBadSteps) as error:  # by all ranks alike
-        print(f"error: {error}", file=sys.stderr)
-        sys.stderr.flush()
-        watchdog.say_goodbye(3, str(error))
+        if distributed.is_main():
+            say(f"error: {error}")
+        watchdog.say_goodbye(3, error)
         run_files.release_lock(3)
         os._exit(3)
     except Exception as error:
@@ -354,7 +331,7 @@ def run_program(program: Callable[[], None]) -> None:
         code = 1
         raise
     finally:
-        distributed.stop(code)
+        distributed.stop(code, cause)
         run_files.release_lock(code)
         _drop_lost_output()
     if code:

@@ -1,17 +1,14 @@
-"""Processes and devices: start-up, rank and world, seeds, barriers, reductions.
+"""Processes and devices: start-up, rank and world, barriers, reductions.
 
 Every program runs alike under `deepspeed`, `torchrun` and plain `python`; the last is a world of one.
 """
 
 import os
-import random
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy
 import torch
 import torch.distributed as dist
 
@@ -23,31 +20,25 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 
 from common.ranks import watchdog  # noqa: E402
 from common.ranks.failure_detector import PATIENT  # noqa: E402
-from common.ranks.failures import first_line  # noqa: E402
+from common.ranks.failures import first_line, say  # noqa: E402
 
 # nccl ends a process that waited too long, from a thread of its own and without saying for whom: later than
 # the watch does.
 NCCL_EXTRA_SECONDS = 30.0
+CANNOT_JOIN = 2  # exit code, as of bad input
 T = TypeVar("T")
-
-
-class CannotStart(RuntimeError):
-    """The process group cannot be joined; the message says where and what to change."""
 
 
 def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
     """Join the process group: nccl on GPUs, gloo on CPUs; a lone process becomes a world of one.
 
     A rank that lets the others wait for `collective_timeout` seconds ends all of them, and so does one that
-    fails. Every rank must call this once, before any model is built. Raises CannotStart.
+    fails. Every rank must call this once, before any model is built. Leaves with exit code 2, after saying
+    what to change, where the others cannot be joined.
     """
-    if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
+    if "RANK" not in os.environ:  # port 0: any that is free
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ.setdefault("LOCAL_RANK", str(max(local_rank, 0)))
     if has_gpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -64,18 +55,19 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
             deepspeed.init_distributed(backend, verbose=False, timeout=limit)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             rank, address, port = (os.environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-            raise CannotStart(
-                f"rank {rank} cannot join the others at MASTER_ADDR={address} MASTER_PORT={port} "
+            say(
+                f"error: rank {rank} cannot join the others at MASTER_ADDR={address} MASTER_PORT={port} "
                 f"({first_line(error)}); choose a port that nobody uses (deepspeed --master_port), and see "
                 "that all machines reach that address"
-            ) from error
+            )
+            raise SystemExit(CANNOT_JOIN) from error
         if world_size() > 1:
             watchdog.start(collective_timeout)
 
 
-def stop(code: int = 0) -> None:
-    """Leave the process group; `code` is what this process is about to exit with."""
-    watchdog.say_goodbye(code)
+def stop(code: int = 0, cause: BaseException | None = None) -> None:
+    """Leave the process group; `code` is what this process is about to exit with, because of `cause`."""
+    watchdog.say_goodbye(code, cause)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -208,10 +200,3 @@ def all_to_all(parts: list[torch.Tensor], group: dist.ProcessGroup | None = None
     received = torch.empty(sum(counts), dtype=parts[0].dtype, device=device())
     dist.all_to_all_single(received, torch.cat(parts).to(device()), counts, sizes.tolist(), group=group)
     return list(received.cpu().split(counts))
-
-
-def seed_everything(seed: int) -> None:
-    """Seed python, numpy and torch alike on all ranks: new weights must be equal everywhere."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

@@ -7,12 +7,14 @@ collective looks at all.
 """
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +44,6 @@ class Beat(NamedTuple):
 
     number: int
     position: str  # such as "at step 3 in the rollout"
-    num_phases: int  # begun so far
     calls: dict[str, int]  # collectives begun so far, by group
     process: Process
 
@@ -57,7 +58,7 @@ class Verdict(NamedTuple):
 
 
 class FailureDetector(threading.Thread):
-    """A rank's thread. `position()` says where the rank is, and how many phases it has begun.
+    """A rank's thread. `position()` says where the rank is.
 
     `stores`: two clients of the group's store, for the thread and for the main thread: one that waits for an
     answer blocks its other callers. Time is counted in looks, one every LOOK_SECONDS: where this process
@@ -69,14 +70,14 @@ class FailureDetector(threading.Thread):
         rank: int,
         world_size: int,
         collective_timeout: float,
-        position: Callable[[], tuple[str, int]],
+        position: Callable[[], str],
         stores: tuple[dist.Store, dist.Store],
     ) -> None:
         super().__init__(daemon=True, name="failure detector")
         self.rank, self.world_size, self.position = rank, world_size, position
         self.collective_timeout = collective_timeout
         self.store, self.main_store = stores
-        self.process = this_process()
+        self.process = (this_machine(), os.getpid())
         self.beats: dict[int, Beat] = {}
         self.moved_at: dict[int, int] = {}  # the look of each rank's last beat
         self.front: dict[str, tuple[int, int]] = {}  # by group: most collectives begun, and since which look
@@ -110,13 +111,13 @@ class FailureDetector(threading.Thread):
             self.join(2 * SETTLE_SECONDS)
         self._is_over.set()
         process = self.beats[0].process if 0 in self.beats else None
-        self._leave(self._of_first(stuck(0, self.position()[0], 2 * SETTLE_SECONDS, process)))
+        self._leave(self._of_first(stuck(0, self.position(), 2 * SETTLE_SECONDS, process)))
 
     def say_goodbye(self, code: int, reason: str) -> None:
         """Leave by this rank's own will, together with all others; with an exit code they must, soon."""
         self.code = code
         if not self._all_leave(min(LEAVE_SECONDS, self.collective_timeout / 2) if code else float("inf")):
-            text = f"rank {self.rank} left before the others, with exit code {code}, {self.position()[0]}"
+            text = f"rank {self.rank} left before the others, with exit code {code}, {self.position()}"
             self.report_failure(f"{text}: {reason}" if reason else text)
         self._is_over.set()
         self.join(HEAR_SECONDS)
@@ -129,7 +130,7 @@ class FailureDetector(threading.Thread):
             try:
                 verdict = self.look()
             except dist.DistError:  # the store is gone, and rank 0 with it
-                verdict = self._of_first(Verdict(f"rank 0 died {self.position()[0]}: {DIED}", 0))
+                verdict = self._of_first(Verdict(f"rank 0 died {self.position()}: {DIED}", 0))
             if verdict and not self._is_over.is_set():
                 self._leave(verdict)
                 return
@@ -151,7 +152,7 @@ class FailureDetector(threading.Thread):
 
     def _beat(self, store: dist.Store) -> None:
         self._num_beats += 1
-        beat = Beat(self._num_beats, *self.position(), count_collectives(), self.process)
+        beat = Beat(self._num_beats, self.position(), count_collectives(), self.process)
         store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _post(self, verdict: Verdict, store: dist.Store) -> Verdict:
@@ -185,16 +186,16 @@ class FailureDetector(threading.Thread):
             if seconds >= SILENT_SECONDS and (is_lost or rank in late):
                 return stuck(rank, beat.position, seconds, beat.process)
         if late:
-            beats = {rank: self.beats[rank] for rank in sorted(late)}
-            rank = min(beats, key=lambda rank: (beats[rank].num_phases, sum(beats[rank].calls.values())))
+            rank = min(late, key=lambda rank: sum(self.beats[rank].calls.values()))
+            position = self.beats[rank].position
             return Verdict(
-                f"rank {rank} is stuck {beats[rank].position}: others wait for it in a collective, longer "
+                f"rank {rank} is stuck {position}: others wait for it in a collective, longer "
                 f"than --collective_timeout {self.collective_timeout:g} s; raise that where work needs it",
                 rank,
             )
         if is_lost:
             return Verdict(
-                f"rank {self.rank} failed first, {self.position()[0]}: {self.lost}; look at the network "
+                f"rank {self.rank} failed first, {self.position()}: {self.lost}; look at the network "
                 "between the machines; where ranks send each other different things, "
                 "TORCH_DISTRIBUTED_DEBUG=DETAIL shows the first",
                 self.rank,
@@ -203,17 +204,17 @@ class FailureDetector(threading.Thread):
 
     def _find_late(self) -> list[int]:
         """Return the ranks that have begun fewer collectives than another, which waits beyond the limit."""
-        most = count_collectives()
+        most = Counter(count_collectives())
         for beat in self.beats.values():
-            most |= {group: max(n, most.get(group, 0)) for group, n in beat.calls.items()}
+            most |= Counter(beat.calls)  # the larger number of each group
         for group, n in most.items():
-            if group not in self.front or n != self.front[group][0]:
+            if n != self.front.get(group, (0, 0))[0]:
                 self.front[group] = (n, self._num_looks)
         limit = self.collective_timeout
         awaited = {group: n for group, (n, look) in self.front.items() if self._seconds_since(look) >= limit}
         return [
             rank
-            for rank, beat in self.beats.items()
+            for rank, beat in sorted(self.beats.items())
             if any(n < awaited.get(group, 0) for group, n in beat.calls.items())
         ]
 
@@ -260,20 +261,20 @@ def stuck(rank: int, position: str, seconds: float, process: Process | None) -> 
     return Verdict(text, rank, process)
 
 
-def this_process() -> Process:
-    """Return the process that asks. The machine's name changes with its boots and containers."""
-    machine = socket.gethostname()
+@functools.cache
+def this_machine() -> str:
+    """Return the machine's name, which changes with its boots and containers."""
     with contextlib.suppress(OSError):  # not on Linux
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        machine = boot + os.readlink("/proc/self/ns/pid")
-    return machine, os.getpid()
+        return boot + os.readlink("/proc/self/ns/pid")
+    return socket.gethostname()
 
 
 def is_dead(process: Process) -> bool:
     """Return whether a process of this machine is gone; a stopped one is not, a zombie is."""
     machine, number = process
     try:
-        is_here = machine == this_process()[0]
+        is_here = machine == this_machine()
         return is_here and psutil.Process(number).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return True
@@ -281,9 +282,10 @@ def is_dead(process: Process) -> bool:
 
 def kill(process: Process) -> None:
     """End a process of this machine, by a signal that a stopped one obeys too."""
-    if process[0] == this_process()[0]:
+    machine, number = process
+    if machine == this_machine():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process[1], signal.SIGKILL)
+            os.kill(number, signal.SIGKILL)
 
 
 def count_collectives() -> dict[str, int]:

@@ -34,8 +34,7 @@ class Position(NamedTuple):
 
 
 _position = Position()
-_num_phases = _depth = 0
-_reason = ""
+_depth = 0
 _detector: FailureDetector | None = None
 _told: set[str] | None = None  # outermost phases that the first rank has printed; None: it prints none
 _began = time.monotonic()
@@ -59,8 +58,7 @@ def tell_phases() -> None:
 def tell(text: str) -> None:
     """Print what the first rank is doing, with the seconds since the start, once `tell_phases` was called."""
     if _told is not None and os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            print(f"[{time.monotonic() - _began:4.0f} s] {text}", file=sys.stderr, flush=True)
+        say(f"[{time.monotonic() - _began:4.0f} s] {text}")
 
 
 @contextlib.contextmanager
@@ -69,14 +67,14 @@ def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[No
 
     With a `clock` its seconds are logged as perf/CLOCK_seconds (`StepCosts.clock`).
     """
-    global _position, _num_phases, _depth
+    global _position, _depth
     kind = clock or name
     if _told is not None and not _depth and kind not in _told:
         _told.add(kind)
         tell(name)
     before = _position
     _position = mine = Position(name, before.step if step is None else step)
-    _num_phases, _depth = _num_phases + 1, _depth + 1
+    _depth += 1
     if _detector:
         _detector.tell_position()
     try:
@@ -97,27 +95,19 @@ def start(collective_timeout: float) -> None:
     store = dist.distributed_c10d._get_default_store()
     stores = tuple(dist.PrefixStore("triptych", store.clone()) for _ in range(2))
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    _detector = FailureDetector(
-        rank, world_size, collective_timeout, lambda: (str(_position), _num_phases), stores
-    )
+    _detector = FailureDetector(rank, world_size, collective_timeout, lambda: str(_position), stores)
     _detector.start()
     # A program that does not go through run_program.
     atexit.register(lambda: say_goodbye(int(hasattr(sys, "last_value"))))
 
 
-def say_goodbye(code: int, reason: str = "") -> None:
-    """Leave by this rank's own will, together with the others; the first reason counts."""
-    global _detector
+def say_goodbye(code: int, cause: BaseException | None = None) -> None:
+    """Leave by this rank's own will, together with the others; who has no such cause is told of it."""
+    global _detector, _position
     if _detector:
+        _position = getattr(cause, "rank_position", _position)
         detector, _detector = _detector, None
-        detector.say_goodbye(code, (_reason or reason).strip().partition("\n")[0])
-
-
-def keep_reason(text: str, error: Exception) -> None:
-    """Remember why this rank is about to leave, and from where: the others may not have the same reason."""
-    global _reason, _position
-    if not _reason:
-        _reason, _position = text, getattr(error, "rank_position", _position)
+        detector.say_goodbye(code, first_line(cause) if cause else "")
 
 
 def leave_after(error: Exception) -> None:

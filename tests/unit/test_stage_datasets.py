@@ -285,17 +285,17 @@ def test_a_dry_run_reads_the_first_rows_and_shows_one(tiny_tokenizer, write_rows
         preview_rows(options(path, 2, max_bad_rows=1), template)
 
 
-def test_a_person_sees_what_is_being_done(write_rows, build, monkeypatch, capsys):
+def test_a_person_sees_what_is_being_done(write_rows, build, monkeypatch, capfd):
     monkeypatch.setattr(watchdog, "_told", None)
     path = write_rows(answers(3))
     with watchdog.phase("the loading of the model"):
-        assert capsys.readouterr().err == "", "a program asks for it"
+        assert capfd.readouterr().err == "", "a program asks for it"
     watchdog.tell_phases()
     monkeypatch.setattr(stage_datasets, "TELL_SECONDS", 0.0)
     for step in (1, 2):
         with watchdog.phase("the preparation of the data", step), watchdog.phase("something inside"):
             build(path, 1)
-    lines = [line.split("] ")[1] for line in capsys.readouterr().err.splitlines()]
+    lines = [line.split("] ")[1] for line in capfd.readouterr().err.splitlines()]
     told = "tokenised 3 of at most 3 rows"
     assert lines == ["the preparation of the data", told], "once, and the second time it is in the cache"
 

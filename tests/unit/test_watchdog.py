@@ -18,7 +18,7 @@ from common.ranks.failure_detector import (
     Verdict,
     is_dead,
     kill,
-    this_process,
+    this_machine,
 )
 from common.ranks.failures import has_lost_ranks, is_out_of_memory
 
@@ -28,7 +28,6 @@ from common.ranks.failures import has_lost_ranks, is_out_of_memory
 @pytest.fixture(autouse=True)
 def fresh_position(monkeypatch):
     monkeypatch.setattr(watchdog, "_position", watchdog.Position())
-    monkeypatch.setattr(watchdog, "_reason", "")
     monkeypatch.setattr(failure_detector, "count_collectives", dict)  # a World changes it
 
 
@@ -103,9 +102,7 @@ class World:
         self.calls = [{"world": 7} for _ in range(world_size)]
         store = dist.HashStore()
         self.ranks = [
-            FailureDetector(
-                rank, world_size, LIMIT, lambda rank=rank: (self.positions[rank], 5), (store, store)
-            )
+            FailureDetector(rank, world_size, LIMIT, lambda r=rank: self.positions[r], (store, store))
             for rank in range(world_size)
         ]
         for detector in self.ranks:
@@ -156,7 +153,7 @@ def test_a_process_that_is_gone(world):
     child.wait()
     world.ranks[1].process = ("another", child.pid)
     assert world.wait(10) == [None] * 3
-    world.ranks[1].process = (this_process()[0], child.pid)
+    world.ranks[1].process = (this_machine(), child.pid)
     world.ranks[1].tell_position()
     world.silent.add(1)
     assert world.wait(0) == [None, None]
@@ -202,7 +199,7 @@ def test_where_all_are_well_the_error_is_told(world):
 
 
 def test_a_rank_that_lets_others_wait(world):
-    """Of those that are behind it is the one that has begun the fewest phases and collectives."""
+    """Of those that are behind it is the one that has begun the fewest collectives."""
     world.calls[0]["world"] = world.calls[2]["world"] = 8
     assert world.wait(LIMIT - 2) == [None] * 3
     world.calls = [{"world": 9}, {"world": 8}, {"world": 8, "slice": 3}]  # rank 1 has come
@@ -216,7 +213,7 @@ def test_a_rank_that_lets_others_wait(world):
 def test_processes():
     """A stopped process lives, and ends by kill, a zombie does not live; another machine's is not touched."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process = (this_process()[0], child.pid)
+    process = (this_machine(), child.pid)
     child.send_signal(signal.SIGSTOP)
     kill(("another", child.pid))
     assert child.poll() is None and not is_dead(process)
