@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from common.flags.args import REQUIRED, SingleModelArguments, flag
+from common.flags.args import REQUIRED, flag
+from common.flags.single_model import SingleModelArguments
 
 
 @dataclass

@@ -15,7 +15,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 from common.data.packed_batch import collate_sft
 from common.data.stage_datasets import build_data
-from common.programs import startup, training_loop
+from common.programs import single_model, startup, training_loop
 from common.ranks import watchdog
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
@@ -23,20 +23,19 @@ from step1_sft.sft_trainer import SFTTrainer
 
 def main() -> None:
     """Check everything, load, train, evaluate, export."""
-    start = training_loop.begin(SFTArguments, 1, __doc__.splitlines()[0])
+    start = single_model.begin(SFTArguments, 1, __doc__.splitlines()[0])
     if start is None:
         return
     args = start.args
     with startup.as_problem(start.problems), watchdog.phase("the preparation of the data"):
         data = build_data(start.options, start.template)
-        batches = training_loop.build_global_batches(args, data.train, collate_sft, ["input_ids"])
+        batches = single_model.build_global_batches(args, data.train, collate_sft, ["input_ids"])
     num_steps = training_loop.count_steps(args, len(batches))
     with startup.as_problem(start.problems), watchdog.phase("the loading of the model"):
         num_tokens = len(start.tokenizer)
         model = training_loop.load_policy(args, start.ds_config, num_tokens, dropout=args.dropout)
-        trainer = training_loop.build_trainer(SFTTrainer, start, model, batches, num_steps)
-    run = training_loop.train(start, data, batches, trainer, held_out=data.eval)
-    training_loop.export(start, run, trainer)
+        trainer = single_model.build_trainer(SFTTrainer, start, model, batches, num_steps)
+    single_model.train(start, data, batches, trainer, held_out=data.eval)
 
 
 if __name__ == "__main__":

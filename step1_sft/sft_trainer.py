@@ -7,7 +7,7 @@ import torch
 
 from common.data.packed_batch import PackedBatch
 from common.models.policy_model import compute_nll_sum, count_targets
-from common.programs.training_loop import Trainer
+from common.programs.single_model import Trainer
 from common.ranks import distributed
 
 

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 
-from common.flags.args import (
-    REQUIRED,
-    PairArguments,
-    SingleModelArguments,
-    SourceArguments,
-    TokenizerArguments,
-    flag,
-)
+from common.flags.args import REQUIRED, SourceArguments, TokenizerArguments, flag
+from common.flags.single_model import SingleModelArguments
+
+
+@dataclass
+class PairArguments:
+    """Pairs of answers."""
+
+    max_pairs_per_prompt: int = flag(10, "maximum pairs made of one prompt's answers", low=1)
 
 
 @dataclass

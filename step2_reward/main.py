@@ -18,7 +18,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 from common.data.packed_batch import collate_pairs
 from common.data.stage_datasets import build_data
-from common.programs import startup, training_loop
+from common.programs import single_model, startup, training_loop
 from common.ranks import watchdog
 from step2_reward.arguments import RewardArguments
 from step2_reward.pair_trainer import DPOTrainer, RewardTrainer
@@ -27,7 +27,7 @@ from step2_reward.reference import Reference
 
 def main() -> None:
     """Check everything, load, train, evaluate, export."""
-    start = training_loop.begin(RewardArguments, 2, __doc__.splitlines()[0])
+    start = single_model.begin(RewardArguments, 2, __doc__.splitlines()[0])
     if start is None:
         return
     args, is_dpo = start.args, start.args.loss == "dpo"
@@ -36,7 +36,7 @@ def main() -> None:
         reference = Reference(data.train, data.eval)
         train, held_out = reference.pairs.values() if is_dpo else (data.train, data.eval)
         columns = ["chosen_ids", "rejected_ids"]
-        batches = training_loop.build_global_batches(args, train, collate_pairs, columns)
+        batches = single_model.build_global_batches(args, train, collate_pairs, columns)
     num_steps = training_loop.count_steps(args, len(batches))
     with startup.as_problem(start.problems), watchdog.phase("the loading of the model"):
         load = training_loop.load_policy if is_dpo else training_loop.load_ranker
@@ -44,15 +44,14 @@ def main() -> None:
         # and a policy would differ from its reference before anything is learned.
         model = load(args, start.ds_config, len(start.tokenizer), dropout=args.dropout or 0.0)
         kind = DPOTrainer if is_dpo else RewardTrainer
-        trainer = training_loop.build_trainer(kind, start, model, batches, num_steps)
+        trainer = single_model.build_trainer(kind, start, model, batches, num_steps)
 
     def prepare(step: int) -> None:
         if is_dpo:
             reference.compute(trainer, batches.rows_until(num_steps), is_begun=step > 0)
 
     parts = {"reference": reference} if is_dpo else {}
-    run = training_loop.train(start, data, batches, trainer, held_out=held_out, parts=parts, prepare=prepare)
-    training_loop.export(start, run, trainer)
+    single_model.train(start, data, batches, trainer, held_out=held_out, parts=parts, prepare=prepare)
 
 
 if __name__ == "__main__":

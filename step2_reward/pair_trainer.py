@@ -11,7 +11,7 @@ import torch
 from common.data.packed_batch import PackedBatch, pad_sequences, token_positions
 from common.models.model_inputs import build_model_inputs
 from common.models.tensor_ops import correlation
-from common.programs.training_loop import Trainer
+from common.programs.single_model import Trainer
 from common.ranks import distributed
 from step2_reward.pair_math import (
     PairLosses,

@@ -181,7 +181,7 @@ def save_all(start: PPOStart, trainer: PPOTrainer, facts: dict[str, float]) -> N
     """Write the chat model, its average and the adapter. Every rank must call this."""
     actor = language_model(trainer.roles.actor.model.module)
     metadata = build_metadata(start.args, facts, trainer.evaluation.metrics if trainer.evaluation else None)
-    save_model(start, trainer.logger, actor, metadata, needs_own_pad=False)
+    save_model(start, trainer.logger, trainer.roles.actor.model.module, metadata)
     if trainer.ema:
         with trainer.ema.averaged_weights():
             folder = Path(start.args.output_dir) / "export_ema"

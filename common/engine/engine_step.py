@@ -57,14 +57,6 @@ class Gradients:
         return bad
 
 
-def update_engine(engine: Any, terms: Sequence[LossTerm]) -> dict[str, float]:
-    """Return the global means after one optimizer step on the weighted sum of the terms.
-
-    See `compute_gradients` and `take_steps`. Every rank must call this with as many micro-batches.
-    """
-    return take_steps([compute_gradients(engine, terms)])[0]
-
-
 def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
     """Return the gradients of the weighted sum of the terms in training mode, and the global means.
 
@@ -75,7 +67,8 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
     """
     engine.train()
     world_size = distributed.world_size()
-    totals = _global_counts(terms)
+    counts = [sum(float(term.count_items(m)) for m in term.micro_batches) for term in terms]
+    totals = distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).clamp(min=1).tolist()
     passes = [(term, total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches]
     sums: dict[str, torch.Tensor] = {}
 
@@ -131,12 +124,6 @@ def take_steps(gradients: Sequence[Gradients]) -> list[dict[str, float]]:
             g.engine.step()
             results.append(g.means | {"grad_norm": g.grad_norm} | rates)
     return results
-
-
-def _global_counts(terms: Sequence[LossTerm]) -> list[float]:
-    """Return each term's denominator, summed over ranks and micro-batches."""
-    counts = [sum(float(term.count_items(m)) for m in term.micro_batches) for term in terms]
-    return distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).clamp(min=1).tolist()
 
 
 def _compute_grad_norm(engine: Any) -> float:

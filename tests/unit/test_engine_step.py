@@ -9,7 +9,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from common.engine import engine_step
 from common.engine.ds_config import build_config, build_engine, merge
-from common.engine.engine_step import Gradients, LossTerm, compute_gradients, take_steps, update_engine
+from common.engine.engine_step import Gradients, LossTerm, compute_gradients, take_steps
 from common.ranks.failures import StepRefused
 from common.runs.export import gather_state_dict
 from common.runs.saved_state import EngineState, TensorReader, write_slices
@@ -39,6 +39,10 @@ def squared_sums(engine):
 
 def term(engine, **more) -> LossTerm:
     return LossTerm("loss", MICRO_BATCHES, squared_sums(engine), lambda batch: len(batch), **more)
+
+
+def update_engine(engine, terms: list[LossTerm]) -> dict[str, float]:
+    return take_steps([compute_gradients(engine, terms)])[0]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -8,7 +8,7 @@ from rollout_batches import make_rollout_batch
 
 from common.data.packed_batch import ROW_IDS, PackedBatch, collate_prompts
 from common.engine.ds_config import build_config, build_engine
-from common.engine.engine_step import LossTerm, update_engine
+from common.engine.engine_step import LossTerm, compute_gradients, take_steps
 from common.generation.generate import Generation
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora
@@ -192,7 +192,7 @@ def test_the_reference_stays_what_the_actor_was(only_lora, tiny_model_folder):
         return -reference.compute_logprobs(batch)[0].sum(), {}
 
     for _ in range(3):
-        update_engine(engine, [LossTerm("x", [batch], sums, lambda batch: 6.0)])
+        take_steps([compute_gradients(engine, [LossTerm("x", [batch], sums, lambda batch: 6.0)])])
     (after,) = reference.score([batch])
     engine.eval()
     with torch.no_grad():

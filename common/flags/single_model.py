@@ -1,0 +1,73 @@
+"""The flags that steps 1 and 2 share, which train one model. No torch in here."""
+
+from dataclasses import dataclass
+
+from common.flags.args import (
+    CheckpointArguments,
+    DataArguments,
+    PackingArguments,
+    RunArguments,
+    ScheduleArguments,
+    TokenizerArguments,
+    flag,
+)
+
+
+@dataclass
+class LoraArguments:
+    """Low-rank adapters (PEFT) of a single-model program."""
+
+    lora_dim: int = flag(0, "rank of the adapters; 0 trains without LoRA", low=0, high=2**16)
+    lora_alpha: float = flag(
+        0.0, "LoRA scaling is alpha / dim; 0 means alpha = dim", low=0, only_with="lora_dim"
+    )
+    lora_module_name: str = flag(
+        "auto", "adapt linear layers whose name contains this; auto: all but the head", only_with="lora_dim"
+    )
+    only_optimize_lora: bool = flag(
+        True,
+        "freeze all but adapters and the score head; false: all but the adapted matrices train",
+        only_with="lora_dim",
+    )
+    lora_learning_rate: float = flag(1e-4, "learning rate of the adapters", low=0, only_with="lora_dim")
+
+
+@dataclass
+class TrainArguments:
+    """Batches, optimizer and memory of a single-model program."""
+
+    max_seq_len: int = flag(
+        512, "maximum tokens of prompt and response; longer rows are truncated and counted", low=4
+    )
+    per_device_train_batch_size: int = flag(16, "rows per rank and micro-batch", may_change=True, low=1)
+    per_device_eval_batch_size: int = flag(16, "rows per rank and evaluation batch", may_change=True, low=1)
+    group_by_length: bool = flag(False, "batch rows of similar length together: less padding")
+    weight_decay: float = flag(0.0, "AdamW weight decay of matrices (biases and norms have none)", low=0)
+    num_warmup_steps: int = flag(
+        0, "optimizer steps of linear warm-up", low=0, only_with="lr_scheduler_type!=constant"
+    )
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass", may_change=True)
+    zero_stage: int = flag(0, "DeepSpeed ZeRO stage", choices=(0, 1, 2, 3), may_change=True)
+    dropout: float | None = flag(
+        None, "dropout everywhere in the model; empty: the model's own", low=0, high=1
+    )
+    eval_interval: int = flag(
+        0, "evaluate every so many steps too; 0: only before, and after each epoch", may_change=True, low=0
+    )
+    eval_iters: int = flag(
+        100, "maximum evaluation batches per rank; 0: the whole held-out part", may_change=True, low=0
+    )
+
+
+@dataclass
+class SingleModelArguments(
+    DataArguments,
+    TokenizerArguments,
+    LoraArguments,
+    ScheduleArguments,
+    TrainArguments,
+    PackingArguments,
+    CheckpointArguments,
+    RunArguments,
+):
+    """What steps 1 and 2 share."""

@@ -1,0 +1,180 @@
+"""What the single-model programs (steps 1 and 2) share: checks, batches, engine, and the loop over epochs."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.data.global_batches import GlobalBatches, evaluation_batches
+from common.data.packed_batch import PackedBatch
+from common.data.stage_datasets import StageData
+from common.engine import engine_step
+from common.engine.ds_config import build_engine, config_of
+from common.engine.engine_step import LossTerm
+from common.programs import startup
+from common.programs.startup import Start
+from common.programs.training_loop import build_logger, runs_packed, save_model, take_steps
+from common.ranks import distributed, watchdog
+from common.ranks.step_costs import COSTS
+from common.runs.run import Run
+from common.runs.run_logger import RunLogger
+from common.runs.saved_state import EngineState, Progress, Stateful
+
+
+def begin(flags: type, stage: int, description: str) -> Start | None:
+    """Return the start of step `stage` (1 or 2) by its command line; None where there is nothing to do.
+
+    Leaves with all problems where there are any.
+    """
+    start = startup.read_flags(flags, stage, description)
+    args, problems, flag = start.args, start.problems, "--model_name_or_path"
+    config = startup.check_model(flag, args.model_name_or_path, args, problems)
+    startup.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)
+    if args.lora_dim:
+        startup.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
+    start.tokenizer = config and startup.check_tokenizer(flag, args.model_name_or_path, args, problems)
+    startup.finish_checks(start, flag)
+    rows = args.per_device_train_batch_size
+    start.ds_config = config_of(args, zero_stage=args.zero_stage, offload=args.offload, micro_batch_size=rows)
+    return start if startup.enter(start) else None
+
+
+def build_global_batches(args: Any, dataset: Any, collate: Callable, columns: Sequence[str]) -> GlobalBatches:
+    """Return the training batches of this rank; ValueError when the data do not fill one.
+
+    `columns` are the sequences of a row, whose lengths are read where something depends on them.
+    """
+    max_tokens = args.max_tokens_per_micro_batch
+    if args.packed and not max_tokens:
+        max_tokens = args.per_device_train_batch_size * len(columns) * args.max_seq_len
+    row_lengths: list[tuple[int, ...]] = []
+    if max_tokens or args.group_by_length:
+        row_lengths = list(zip(*(dataset.lengths(column).tolist() for column in columns), strict=True))
+    return GlobalBatches(
+        dataset,
+        collate,
+        rows_per_micro_batch=args.per_device_train_batch_size,
+        accumulation=args.gradient_accumulation_steps,
+        seed=args.seed,
+        row_lengths=row_lengths,
+        group_by_length=args.group_by_length,
+        max_tokens=max_tokens,
+    )
+
+
+class Trainer:
+    """Moves an engine by the mean of one loss over global batches; each step has its own kind."""
+
+    kind: str  # what the names of its numbers begin with
+    columns: tuple[str, ...]  # the numbers of the console's table
+    fact = "eval"  # what an export's metadata calls the last evaluation
+
+    def __init__(self, engine: Any, args: Any, *, is_packed: bool, logger: RunLogger) -> None:
+        self.engine, self.args, self.is_packed, self.logger = engine, args, is_packed, logger
+
+    def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of a micro-batch, and what is logged beside it, added up over what it counts."""
+        raise NotImplementedError
+
+    def count(self, batch: PackedBatch) -> float:
+        """Return of how many the loss is the mean: rows."""
+        return len(batch)
+
+    def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
+        """Return the figures of held-out batches, each with which rows count. Every rank must call this."""
+        raise NotImplementedError
+
+    def train_step(self, step: int, micro_batches: list[PackedBatch]) -> None:
+        """Do optimizer step `step` (from 1), log it and its speed.
+
+        The token ids of the micro-batches are keys that end in `_ids`. Every rank must call this.
+        """
+        COSTS.begin_step()
+        term = LossTerm(f"{self.kind}/loss", micro_batches, self.compute_sums, self.count)
+        (means,) = engine_step.take_steps([engine_step.compute_gradients(self.engine, [term])])
+        speed = COSTS.end_step(distributed.world_size())
+        columns = [column for batch in micro_batches for column in batch.data.items()]
+        num_tokens = sum(len(tokens) for key, tokens in columns if key.endswith("_ids"))
+        tokens_per_second = distributed.sum_float(float(num_tokens)) / speed["perf/step_seconds"]
+        numbers = {name if "/" in name else f"{self.kind}/{name}": value for name, value in means.items()}
+        self.logger.log(step, numbers | speed | {"perf/tokens_per_second": tokens_per_second})
+
+    @torch.no_grad()
+    def evaluate(self, step: int, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> Any:
+        """Return and log the held-out figures. Every rank must call this."""
+        self.engine.eval()
+        figures = self.judge(batches)
+        self.logger.log_event(step, {f"{self.kind}/eval_{name}": value for name, value in figures.items()})
+        return figures
+
+
+def build_trainer(
+    kind: type[Trainer], start: Start, model: nn.Module, batches: GlobalBatches, num_steps: int
+) -> Trainer:
+    """Return what trains the model in an engine; the batches learn whether their sequences are packed.
+
+    Every rank must call this.
+    """
+    args = start.args
+    engine = build_engine(model, start.ds_config, args, num_steps)
+    is_packed = runs_packed(args, model)
+    batches.is_packed = is_packed
+    columns = (*(f"{kind.kind}/{name}" for name in kind.columns), "perf/tokens_per_second")
+    return kind(engine, args, is_packed=is_packed, logger=build_logger(args, columns, num_steps))
+
+
+def train(
+    start: Start,
+    data: StageData,
+    batches: GlobalBatches,
+    trainer: Trainer,
+    *,
+    held_out: Any,
+    parts: Mapping[str, Stateful] | None = None,
+    prepare: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Make or resume a run, train it to its end, and write the trained model and its adapter.
+
+    `held_out` are the rows of an evaluation. `parts` of a checkpoint are saved beside the model. `prepare` is
+    called with the step that the run is at, before the first one. Raises Stopped when the run is asked to
+    stop, TooManyBadSteps when too many steps are refused. Every rank must call this.
+    """
+    args, logger = start.args, trainer.logger
+    rows = {"--per_device_train_batch_size x --gradient_accumulation_steps": batches.global_rows}
+    progress = Progress(data.key, rows, about_data=data.report.facts())
+    run = Run(args, start.earlier, logger, progress, {"model": EngineState(trainer.engine)} | (parts or {}))
+
+    def evaluate(step: int) -> None:
+        is_due = step == logger.num_steps or step % len(batches) == 0
+        if not len(held_out) or not (is_due or (args.eval_interval and step % args.eval_interval == 0)):
+            return
+        some = evaluation_batches(
+            held_out,
+            batches.collate,
+            rows_per_batch=args.per_device_eval_batch_size,
+            max_batches=args.eval_iters,
+        )
+        with watchdog.phase("the evaluation", step, clock="evaluate"):
+            progress.facts[trainer.fact] = trainer.evaluate(step, some)
+
+    with startup.as_problem(start.problems):
+        run.begin()  # the first to write: the model is there
+        prepare(progress.step)
+    if progress.step == 0:
+        for line in data.report.lines():
+            logger.note(line)
+        evaluate(0)
+        run.point(0)
+    batches.num_drawn = progress.step
+
+    def train_step(step: int) -> None:
+        with watchdog.phase("the training step", step):
+            trainer.train_step(step, next(batches))
+
+    take_steps(run, train_step, evaluate)
+    if args.output_dir:
+        metadata = {"step": trainer.kind, "template": args.template} | progress.facts
+        save_model(start, logger, trainer.engine.module, metadata)
+    logger.close()
+    run.finish()
