@@ -3,6 +3,7 @@ what is heard is what comes out, and who has heard enough ends an answer.
 """
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from common.flags.args import Problems
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
+from serving import prompt_eval
 from serving.answering import Answerer, AnsweringArguments, Sampling, load_answerer, load_template
 
 QUESTIONS = [
@@ -167,3 +169,45 @@ def test_who_has_heard_enough_ends_the_answer(answerer):
     [answer] = answerer.respond(ids, on_text=lambda _, text: told.append(text) or len(told) == 2)
     assert answer.finish_reason == "cancelled" and answer.text == "".join(told) and len(told) == 2
     assert len(answer.token_ids) < 12
+
+
+# ---- two models asked the same, side by side
+
+
+@pytest.fixture
+def compare(tiny_model_folder, monkeypatch, capsys):
+    """Run prompt_eval.py on two models; return what it printed and what it said beside."""
+
+    def run(*flags: str) -> tuple[str, str]:
+        models = ["--model_name_or_path_baseline", tiny_model_folder("gpt2")]
+        models += ["--model_name_or_path_finetune", tiny_model_folder("llama")]
+        monkeypatch.setattr("sys.argv", ["prompt_eval.py", *models, *flags])
+        prompt_eval.main()
+        return tuple(capsys.readouterr())
+
+    return run
+
+
+def test_all_models_answers_stand_below_each_prompt(tiny_model_folder, compare, tmp_path):
+    texts = [question[0].content for question in QUESTIONS]
+    rows = [{"prompt": f"\n\nHuman: {text}\n\nAssistant:"} for text in texts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--data_path", str(tmp_path / "rows.jsonl"), "--num_prompts", "2", "--max_new_tokens", "8"]
+    answers = {}
+    for kind, family in (("baseline", "gpt2"), ("finetune", "llama")):
+        answerer = load(tiny_model_folder(family), max_new_tokens=8, top_k=4, num_answers=2, seed=1234)
+        answers[kind] = [answerer.answer(question) for question in QUESTIONS[:2]]
+    expected = ""
+    for index, text in enumerate(texts[:2]):
+        expected += f"\n{text}\n"
+        for kind in answers:
+            assert len(set(answers[kind][index])) == 2
+            expected += "".join(f"  {kind}: {answer}\n" for answer in answers[kind][index])
+    assert compare(*flags, "--num_return_sequences", "2")[0] == expected
+
+
+def test_built_in_questions_and_flags_that_do_nothing(compare):
+    out, said = compare("--language", "Japanese", "--max_new_tokens", "4", "--num_beams", "4")
+    assert all(question in out for question in prompt_eval.QUESTIONS["Japanese"])
+    assert out.count("  baseline: ") == out.count("  finetune: ") == 2
+    assert said.startswith("note: --num_beams has no effect: ")

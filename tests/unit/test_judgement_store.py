@@ -1,4 +1,6 @@
-"""The arena's database: nothing accepted is lost, nothing is judged twice, other files are left alone."""
+"""The arena's database: nothing accepted is lost, nothing is judged twice, other files are left alone; and
+what its judgements amount to, by hand.
+"""
 
 import json
 import os
@@ -14,7 +16,8 @@ import pytest
 
 from common.data.adapters.row_forms import read_row
 from common.data.example import Message
-from serving.judgement_store import JudgementStore, export_pairs
+from common.models.tensor_ops import wilson_interval
+from serving.judgement_store import JudgementStore, Pair, export_pairs, win_rates
 from serving.web_server import Refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,3 +132,41 @@ def test_decided_pairs_are_rows_that_step_2_reads_to_the_letter(path, tmp_path):
     assert (first.prompt, first.chosen, first.rejected) == (PROMPT, "yes", "no")
     assert (second.prompt, second.chosen, second.rejected) == (multi, "no", "yes")
     assert json.loads(target.read_text().splitlines()[1])["chosen_model"] == "m2"
+
+
+# ---- win rates
+
+
+def pairs_of(first: str, second: str, choices: str) -> list[Pair]:
+    """Judged pairs of two models: a, b, or t for a tie, x for both bad."""
+    names = {"t": "tie", "x": "both_bad"}
+    return [Pair("", (), "typed", first, second, choice=names.get(c, c)) for c in choices]
+
+
+@pytest.mark.parametrize(
+    ("wins", "total", "low", "high"),
+    [
+        # z = 1.96: centre (0.8 + 0.19208) / 1.38415, half 1.96 / 1.38415 x sqrt(0.016 + 0.0096037); the plain
+        # normal interval ends at 1.048
+        (8, 10, 0.4901625, 0.9433178),
+        (0, 10, 0.0, 0.27753),
+        (10, 10, 0.72247, 1.0),
+    ],
+)
+def test_wilson_by_hand(wins, total, low, high):
+    expected = (wins / total, pytest.approx(low, abs=1e-5), pytest.approx(high, abs=1e-5))
+    assert wilson_interval(wins, total) == expected
+    assert wilson_interval(0, 0) == (None, 0.0, 1.0), "nothing counted is no share"
+
+
+def test_a_pair_counts_in_either_order_and_ties_are_not_decided():
+    found = win_rates(pairs_of("m", "n", "at") + pairs_of("n", "m", "abx") + pairs_of("o", "n", "aa"))
+    rates = {"m": (2, 3), "n": (1, 5), "o": (2, 2), "m against n": (2, 3), "n against o": (0, 2)}
+    rows = [
+        {"name": name, "won": won, "lost": decided - won, "neither": neither}
+        | {"rate": wilson_interval(won, decided)._asdict()}
+        for (name, (won, decided)), neither in zip(rates.items(), (2, 2, 0, 2, 0), strict=True)
+    ]
+    m, n, o, *of_two = rows
+    assert found == {"models": [o, m, n], "duels": of_two}
+    assert win_rates([]) == {"models": [], "duels": []}
