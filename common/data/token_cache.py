@@ -99,8 +99,8 @@ def _value(scalar: pa.Scalar) -> Any:
     return scalar.values.to_numpy(zero_copy_only=False).tolist()
 
 
-def build_once(folder: Path, write: Callable[[Path], None]) -> bool:
-    """Fill `folder` by `write(temporary folder)` unless it is there; True when this call filled it.
+def build_once(folder: Path, write: Callable[[Path], "DataReport"]) -> bool:
+    """Fill `folder` by `write(temporary folder)` and its report, unless it is there; True when this call did.
 
     The folder appears complete or not at all; of two that build at once, one wins and the other uses its
     work. Raises ValueError: the place cannot be written.
@@ -109,21 +109,18 @@ def build_once(folder: Path, write: Callable[[Path], None]) -> bool:
         return False
     temporary = folder.parent / f"{folder.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
-        try:
-            temporary.mkdir(parents=True)
-            write(temporary)
-        except OSError as error:
-            raise ValueError(
-                f"--data_output_path {folder.parent}: the token cache cannot be written there ({error}); "
-                "make room, or name another folder"
-            ) from error
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            if not (folder / REPORT_NAME).is_file():
-                raise
-            return False
+        temporary.mkdir(parents=True)
+        report = dataclasses.asdict(write(temporary))
+        (temporary / REPORT_NAME).write_text(json.dumps(report, indent=1))
+        os.rename(temporary, folder)
         return True
+    except OSError as error:
+        if (folder / REPORT_NAME).is_file():  # the other one was first
+            return False
+        raise ValueError(
+            f"--data_output_path {folder.parent}: the token cache cannot be written there ({error}); "
+            "make room, or name another folder"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -142,14 +139,9 @@ def build_cached(
     was_built: list[bool] = []
 
     def make() -> Path:
-        parts, write_tokens = plan()
+        parts, write = plan()
         text = json.dumps({"format": FORMAT_VERSION, "kind": kind, **parts}, sort_keys=True)
         folder = cache / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
-
-        def write(path: Path) -> None:
-            report = json.dumps(dataclasses.asdict(write_tokens(path)), indent=1)
-            (path / REPORT_NAME).write_text(report)
-
         was_built.append(build_once(folder, write))
         return folder
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.data.token_cache import TokenTable, TokenWriter, build_once
+from common.data.token_cache import DataReport, TokenTable, TokenWriter, build_once
 from common.ranks.distributed import make_on_first_rank
 
 
@@ -20,7 +20,7 @@ def test_two_builders_at_once_leave_one_whole_cache(tmp_path):
         both_write.wait(timeout=10)  # neither has renamed yet
         with closing(TokenWriter(temporary / "train.arrow", {"input_ids": "ids"})) as writer:
             writer.append([{"input_ids": [1, 2]}] * 100)
-        (temporary / "report.json").write_text("{}")
+        return DataReport()
 
     threads = [threading.Thread(target=lambda: won.append(build_once(folder, write))) for _ in range(2)]
     for thread in threads:
