@@ -38,6 +38,8 @@ from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_prompts
 from common.programs import startup
 from common.ranks import distributed
+from common.runs.run import Run
+from common.runs.saved_state import Progress
 from step3_ppo.algorithms import fill_defaults, find_algorithm
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import PPOStart
@@ -78,8 +80,8 @@ def our_step(models: dict[str, str], prompts: list[dict[str, Any]], *, is_packed
     batches = GlobalBatches(rows, collate_prompts, rows_per_micro_batch=NUM_PROMPTS, seed=1)
     trainer = build_trainer(start, 10**6, batches)
     trainer.logger.open()
-    steps = iter(range(1, 10**6))
-    return lambda: trainer.train_step(next(steps))
+    run, steps = Run(args, start.earlier, trainer.logger, Progress("", {}), {}), iter(range(1, 10**6))
+    return lambda: trainer.train_step(next(steps), run)
 
 
 def our_turn(step: Callable[[], dict], tokens: list[float]) -> float:

@@ -15,6 +15,7 @@ needs and what it usually does:
 
 import dataclasses
 import difflib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -66,9 +67,12 @@ def register_algorithm(name: str, **traits: object) -> Callable[[AddAdvantages],
     Raises ValueError when another function has the name already.
     """
 
+    def origin(function: AddAdvantages) -> tuple[str, str]:
+        return function.__qualname__, inspect.getfile(inspect.unwrap(function))
+
     def register(add_advantages: AddAdvantages) -> AddAdvantages:
         known = ALGORITHMS.get(name)  # itself, where its module is imported again
-        if known and known.add_advantages.__qualname__ != add_advantages.__qualname__:
+        if known and origin(known.add_advantages) != origin(add_advantages):
             raise ValueError(f"algorithm {name!r} is registered twice")
         ALGORITHMS[name] = Algorithm(name, add_advantages, **traits)  # type: ignore[arg-type]
         return add_advantages
@@ -148,16 +152,6 @@ def step_mean(numbers: torch.Tensor) -> torch.Tensor:
     return total / count.clamp(min=1)
 
 
-def loss_tokens(batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
-    """Return the tokens (b, R) bool that losses and normalisation count.
-
-    Those of the batch's loss_mask; under `--truncated mask` none of a cut response, whose score still counts
-    in its group (DAPO's overlong filtering, arXiv:2503.14476).
-    """
-    mask = tokens(batch, "loss_mask")
-    return mask & batch.numbers("is_finished")[:, None] if args.truncated == "mask" else mask
-
-
 def token_rewards(
     batch: PackedBatch, scores: torch.Tensor, args: PPOArguments, kl_coef: float
 ) -> torch.Tensor:
@@ -202,10 +196,12 @@ def with_advantages(
 ) -> PackedBatch:
     """Return the batch with rewards, advantages after `--adv_norm`, the tokens that losses count, and `more`.
 
-    All are (b, R); advantages are 0 where `loss_tokens` is False. The statistics are those of the tokens that
-    count: of the whole step, or of each prompt's responses. Every rank must call this.
+    All are (b, R); advantages are 0 for tokens that do not count. The statistics are those of the others: of
+    the whole step, or of each prompt's responses. Every rank must call this.
     """
-    mask = loss_tokens(batch, args)
+    mask = tokens(batch, "loss_mask")
+    if args.truncated == "mask":  # overlong filtering (DAPO, arXiv:2503.14476): the score counts in its group
+        mask = mask & batch.numbers("is_finished")[:, None]
     if args.adv_norm == "batch":
         advantages = whiten(advantages, mask, reduce_sum=distributed.reduce_sum)
     elif args.adv_norm == "group":

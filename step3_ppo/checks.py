@@ -47,36 +47,24 @@ def check_start_up(description: str) -> PPOStart:
     Leaves with all that is wrong. No model is loaded.
     """
     start = startup.read_flags(PPOArguments, 3, description, PPOStart)
-    problems = start.problems
-    check_flags(start.args, distributed.world_size(), distributed.dtype_name(start.args.dtype), problems)
+    args, problems = start.args, start.problems
+    check_flags(args, distributed.world_size(), distributed.dtype_name(args.dtype), problems)
     try:
-        start.algorithm = find_algorithm(start.args.algorithm)
-        start.args = fill_defaults(start.args, start.algorithm)
-        if start.algorithm.needs_critic and start.args.reward and not start.args.critic_model_name_or_path:
-            start.args.critic_model_name_or_path = start.args.actor_model_name_or_path
-        check_algorithm(start.args, start.algorithm, problems)
-        idle = ", ".join(f"--{name}" for name in unused_flags(start.algorithm, given_flags()))
-        if idle:
-            start.notes.append(f"--algorithm {start.algorithm.name} does not use {idle}")
+        algorithm = start.algorithm = find_algorithm(args.algorithm)
+        args = start.args = fill_defaults(args, algorithm)
+        if algorithm.needs_critic and args.reward and not args.critic_model_name_or_path:
+            args.critic_model_name_or_path = args.actor_model_name_or_path
+        check_algorithm(args, algorithm, problems)
+        idle = ", ".join(f"--{name}" for name in unused_flags(algorithm, given_flags()))
+        start.notes += [f"--algorithm {algorithm.name} does not use {idle}"] if idle else []
     except ValueError as error:
         problems.add(str(error))
-    start.rewards = find_rewards(start.args, problems)
-    start.tokenizer = check_models(start.args, start.algorithm, start.rewards, problems)
-    check_evaluation(start.args, start.options, start.rewards, problems)
+    start.rewards = find_rewards(args, problems)
+    start.tokenizer = check_models(args, start.algorithm, start.rewards, problems)
+    check_evaluation(args, start.options, start.rewards, problems)
     startup.finish_checks(start, "--actor_model_name_or_path")
-    startup.print_note(*doubts_about_rewards(start.args, start.rewards))
+    startup.print_note(*doubts_about_rewards(args, start.rewards))
     return start
-
-
-def samples_per_rank(args: PPOArguments) -> int:
-    """Return the responses that a rank samples for one PPO step."""
-    return args.per_device_generation_batch_size * args.generation_batches * args.num_samples_per_prompt
-
-
-def updates_per_step(args: PPOArguments) -> int:
-    """Return the optimizer steps of a PPO step."""
-    rows = args.per_device_training_batch_size * args.gradient_accumulation_steps
-    return args.ppo_epochs * (samples_per_rank(args) // rows)
 
 
 def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Problems) -> None:
@@ -85,8 +73,7 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
     def given(*names: str, by: str = " x ") -> str:
         return by.join(f"--{name} {getattr(args, name)}" for name in names)
 
-    samples = samples_per_rank(args)
-    update = args.per_device_training_batch_size * args.gradient_accumulation_steps
+    samples, update = args.samples_per_step, args.samples_per_update
     sampled = given("per_device_generation_batch_size", "generation_batches", "num_samples_per_prompt")
     trained = given("per_device_training_batch_size", "gradient_accumulation_steps")
     problems.check(
@@ -155,14 +142,14 @@ def check_evaluation(
 def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems) -> None:
     """Add the problems of flags that the algorithm cannot do without, or cannot do with."""
     name, rounds = f"--algorithm {algorithm.name}", args.dynamic_sampling_rounds
-    compare_responses = {
+    compares_responses = {
         name: algorithm.needs_group,
         "--adv_norm group": args.adv_norm == "group",
         f"--dynamic_sampling_rounds {rounds}": rounds > 0,
     }
-    for flag in (flag for flag, compares in compare_responses.items() if compares):
+    for flag, compares in compares_responses.items():
         problems.check(
-            args.num_samples_per_prompt > 1,
+            args.num_samples_per_prompt > 1 or not compares,
             f"{flag} compares the responses to one prompt: --num_samples_per_prompt "
             f"{args.num_samples_per_prompt} must be 2 or more",
         )
@@ -197,18 +184,16 @@ def doubts_about_rewards(args: PPOArguments, rewards: list[RewardSpec]) -> list[
     lines = []
     for path in dict.fromkeys(spec.target for spec in rewards if spec.kind == "model"):
         metadata = read_metadata(path)
-        told, template = metadata.get("eval", {}), metadata.get("template")
+        told, template = metadata.get("eval", {}), metadata.get("template") or args.template
         if {"accuracy", "pairs"} <= told.keys():
             rate = wilson_interval(told["accuracy"] * told["pairs"], told["pairs"])
-            is_weak = rate.high < MIN_REWARD_ACCURACY
             if rate.low < MIN_REWARD_ACCURACY:
                 lines.append(
                     f"the reward model {path} ranked {told['accuracy']:.1%} of {told['pairs']} held-out "
-                    f"pairs rightly (95 % interval {rate.low:.1%} to {rate.high:.1%}): "
-                    f"{'less than' if is_weak else 'too few pairs to tell that it is above'} "
-                    f"{MIN_REWARD_ACCURACY:.0%}, so what it prefers may be noise"
+                    f"pairs rightly (95 % interval {rate.low:.1%} to {rate.high:.1%}), not surely above "
+                    f"{MIN_REWARD_ACCURACY:.0%}: what it prefers may be noise"
                 )
-        if template and args.template and template != args.template:
+        if args.template not in ("", template):
             lines.append(
                 f"the reward model {path} was trained with --template {template}, and scores dialogues of "
                 f"--template {args.template}"
@@ -222,14 +207,15 @@ def check_models(
     """Return the actor's tokenizer, or None after adding what is wrong with one of the models."""
     prompt, answer = args.max_prompt_seq_len, args.max_answer_seq_len
     lengths = f"--max_prompt_seq_len {prompt} + --max_answer_seq_len {answer}"
-    needs_critic = algorithm is None or algorithm.needs_critic
-    critic = args.critic_model_name_or_path if needs_critic else ""
-    found = [("actor", "--actor_model_name_or_path", args.actor_model_name_or_path, args.actor)]
-    found += [("critic", "--critic_model_name_or_path", critic, args.critic)] if needs_critic else []
-    flag = "--reward model:" if args.reward else "--critic_model_name_or_path"
+    critic = args.critic_model_name_or_path if algorithm is None or algorithm.needs_critic else ""
     # The critic scores too by default, and is looked at once.
     scorers = [spec.target for spec in rewards if spec.kind == "model" and spec.target != critic]
-    found += [("reward", flag, name, None) for name in scorers]
+    flag = "--reward model:" if args.reward else "--critic_model_name_or_path"
+    found = [
+        ("actor", "--actor_model_name_or_path", args.actor_model_name_or_path, args.actor),
+        ("critic", "--critic_model_name_or_path", critic, args.critic),
+        *(("reward", flag, name, None) for name in scorers),
+    ]
     actor = None  # its tokenizer
     for role, flag, name, flags in found:
         config = startup.check_model(flag, name, args, problems)
@@ -244,10 +230,10 @@ def check_models(
             actor = tokenizer
             continue
         # With --reward its models are checked with it, and a critic may begin with a new head.
-        if not args.reward and not has_saved_head(name):
-            problems.add(
-                f"{flag} {name} is no reward model (it has no score head); give the export/ of step 2"
-            )
+        problems.check(
+            bool(args.reward) or has_saved_head(name),
+            f"{flag} {name} is no reward model (it has no score head); give the export/ of step 2",
+        )
         difference = actor and tokenizer and vocabulary_difference(actor, tokenizer)
         if difference:
             problems.add(

@@ -9,7 +9,7 @@ by the weights alone.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,15 +21,15 @@ from common.data.global_batches import evaluation_batches
 from common.data.packed_batch import PackedBatch, collate_prompts
 from common.data.stage_datasets import StageData, build_data
 from common.models.tensor_ops import wilson_interval
-from common.ranks import distributed, watchdog
+from common.ranks import distributed
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import kept_random_numbers
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import VERIFIABLE
 from step3_ppo.metrics import gather_responses, response_rows
 from step3_ppo.rewards.score_sum import PREFIX
-from step3_ppo.rollout import Rollout, join_scores
-from step3_ppo.rollout_batch import gather_numbers, send_to_main
+from step3_ppo.rollout import Rollout
+from step3_ppo.rollout_batch import gather_numbers
 
 NUM_SHOWN = 4  # prompts whose answers are in samples.jsonl
 # The rollouts number their prompts from 0 on; these have numbers of their own, the same ones every time.
@@ -58,7 +58,7 @@ def choose_prompts(
         except ValueError as error:
             raise ValueError(str(error).replace("--data_path", "--eval_data_path")) from error
         held_out, where = own.eval if len(own.eval) else own.train, "--eval_data_path's"
-    seen = {data.train[row]["prompt_text"] for row in range(len(data.train))} if len(held_out) else set()
+    seen = {row["prompt_text"] for row in data.train} if len(held_out) else set()
     rows: list[dict[str, Any]] = []
     for index in torch.randperm(len(held_out), generator=torch.Generator().manual_seed(args.seed)).tolist():
         row = held_out[index]
@@ -138,15 +138,10 @@ class Evaluation:
     """Answers the same prompts now and then."""
 
     def __init__(
-        self,
-        args: PPOArguments,
-        rollout: Rollout,
-        logger: RunLogger,
-        decode: Callable[[torch.Tensor], str],
-        rows: list[dict[str, Any]],
+        self, args: PPOArguments, rollout: Rollout, logger: RunLogger, rows: Sequence[dict[str, Any]]
     ) -> None:
         """`rows` (W,) are of `build_data`, the same ones on every rank."""
-        self.args, self.rollout, self.logger, self.decode, self.rows = args, rollout, logger, decode, rows
+        self.args, self.rollout, self.logger, self.rows = args, rollout, logger, rows
         self.step = -1  # of the last evaluation
         self.metrics: dict[str, float] = {}  # its numbers
         self.before: Judged | None = None  # of the policy before training
@@ -156,29 +151,18 @@ class Evaluation:
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Return whether the prompts are to be judged after this step; 0 is before the first."""
-        if step <= self.step:
-            return False
-        if step == 0:
-            return True
         interval = self.args.eval_interval
-        return step == num_steps or (interval > 0 and step % interval == 0)
+        is_wanted = step in (0, num_steps) or (interval > 0 and step % interval == 0)
+        return is_wanted and step > self.step
 
-    def judge_if_due(self, step: int, num_steps: int) -> dict[str, float]:
-        """Judge the answers to the prompts if it is time; return the numbers, else {}.
+    @kept_random_numbers()
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Return the numbers of the answers that the policy gives after a step.
 
         Nothing of the training changes by it. Every rank must call this. Raises StepRefused where a reward
         fails.
         """
-        if self.is_due(step, num_steps):
-            with watchdog.phase("the evaluation", step, clock="evaluate"), kept_random_numbers():
-                return self._judge(step)
-        return {}
-
-    def _judge(self, step: int) -> dict[str, float]:
         batch, scores = self._answer(step), self.rollout.scores
-        self.rollout.refuse_if_not_finite(batch)
-        ids = range(FIRST_NUMBER, FIRST_NUMBER + len(self.rows))
-        batch = batch.select([row for row, sample in enumerate(batch.ids) if sample in ids])
         has_score = scores.counts(batch)
         judged = judge(batch, torch.where(has_score, batch.numbers("scores"), torch.nan))
         if step == 0:
@@ -195,8 +179,7 @@ class Evaluation:
         return metrics
 
     def _answer(self, step: int) -> PackedBatch:
-        """Return this rank's answers to the prompts, and a few more: as many on each rank; with
-        log-probabilities and scores.
+        """Return this rank's answers to the prompts, with log-probabilities and scores.
 
         A prompt has the same number, and so the same answer, for any number of ranks.
         """
@@ -204,22 +187,20 @@ class Evaluation:
         size = min(self.args.per_device_generation_batch_size, most)
         batches = evaluation_batches(self.rows, collate_prompts, rows_per_batch=size)
         prompts, is_real = zip(*batches, strict=True)
-        rollout, roles = self.rollout, self.rollout.roles
-        answers, texts = rollout.sample(prompts, step, 1, FIRST_NUMBER)
-        num_kept = int(distributed.max_float(float(torch.cat(is_real).sum())))
-        parts = rollout.cap.cut(answers.select(range(num_kept)))
-        get_scores = rollout.scores.ask(parts, texts)
-        columns = {"old_logprobs": roles.actor.score(parts), "ref_logprobs": roles.reference.score(parts)}
-        return join_scores(parts, columns, get_scores(roles.rewards))
+        answers, texts = self.rollout.sample(prompts, step, 1, FIRST_NUMBER)
+        num_kept = int(distributed.max_float(float(torch.cat(is_real).sum())))  # as many on each rank
+        scored = self.rollout.score(answers.select(range(num_kept)), texts, is_trained_on=False)
+        end = FIRST_NUMBER + len(self.rows)  # from there on are the rows that fill up the last batches
+        return scored.select([row for row, number in enumerate(scored.ids) if number < end])
 
     def _show(self, step: int, batch: PackedBatch) -> None:
         """Write the answers to the first prompts to samples.jsonl. Every rank must call this."""
         ids = range(FIRST_NUMBER, FIRST_NUMBER + min(NUM_SHOWN, len(self.rows)))
-        for row in response_rows(send_to_main(batch, ids), self.decode):
+        for row in response_rows(batch, ids, self.rollout.scores.decode):
             self.logger.sample(step, **row, is_fixed=True)
 
     def is_best(self, metrics: dict[str, float]) -> bool:
         """Return whether an evaluation's --keep_best number is above the best one so far."""
         name = self.args.keep_best
-        known = self.best.get("value") if self.best.get("metric") == name else None
-        return name in metrics and (known is None or metrics[name] > known)
+        highest = self.best["value"] if self.best.get("metric") == name else -math.inf
+        return name in metrics and metrics[name] > highest

@@ -30,7 +30,7 @@ from common.runs.export import ExportFailed, save_export
 from common.runs.run import Run
 from common.runs.saved_state import EngineState, Progress, ShardState
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.checks import PPOStart, check_start_up, updates_per_step
+from step3_ppo.checks import PPOStart, check_start_up
 from step3_ppo.evaluation import choose_prompts
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import build_text_reward
@@ -51,19 +51,6 @@ COLUMNS = (
     "rollout/response_tokens",
     "perf/step_seconds",
 )
-
-
-def build_prompt_batches(args: PPOArguments, dataset: Any) -> GlobalBatches:
-    """Return this rank's prompts of the steps; ValueError when the data do not fill one."""
-    return GlobalBatches(
-        dataset,
-        collate_prompts,
-        rows_per_micro_batch=args.per_device_generation_batch_size,
-        accumulation=args.generation_batches,
-        seed=args.seed,
-        what="prompt data",
-        rows_flag="--per_device_generation_batch_size",
-    )
 
 
 def build_pretraining_batches(args: PPOArguments, tokenizer: Any) -> GlobalBatches | None:
@@ -98,21 +85,22 @@ def build_trainer(
 ) -> PPOTrainer:
     """Load the models and return what does the PPO steps. Every rank must call this."""
     args, algorithm, specs = start.args, start.algorithm, start.rewards
-    num_updates = num_steps * updates_per_step(args)
+    num_updates = num_steps * args.updates_per_step
     roles = build_roles(args, start.tokenizer, specs, num_updates, has_critic=algorithm.needs_critic)
     failures = Failures.parse(args.reward_on_error)
     texts = {spec.name: build_text_reward(spec, args, failures) for spec in specs if spec.kind != "model"}
     rollout = Rollout(args, roles, ScoreSum(specs, texts, start.decode, failures))
     logger = build_logger(args, COLUMNS, num_steps)
-    return PPOTrainer(args, algorithm, roles, rollout, prompts, pretraining, logger, start.decode, held_out)
+    return PPOTrainer(args, algorithm, rollout, prompts, pretraining, logger, held_out)
 
 
 def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data: StageData) -> Run:
     """Return what keeps the run, with all that moves in it. Every rank must call this."""
-    roles = trainer.roles
+    args, roles = start.args, trainer.roles
+    samples = args.samples_per_update * distributed.world_size()
     rows = {
         "--per_device_generation_batch_size x --generation_batches": prompts.global_rows,
-        "--per_device_training_batch_size x --gradient_accumulation_steps": trainer.plan.global_rows,
+        "--per_device_training_batch_size x --gradient_accumulation_steps": samples,
     }
     progress = Progress(data.key, rows, about_data=data.report.facts())
     parts: dict[str, Any] = {"actor": EngineState(roles.actor.model)}
@@ -121,7 +109,7 @@ def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data
     if trainer.ema:
         parts["ema"] = ShardState(trainer.ema.parameters, trainer.ema.averages)
     parts["trainer"] = TrainerState(trainer)
-    return Run(start.args, start.earlier, trainer.logger, progress, parts)
+    return Run(args, start.earlier, trainer.logger, progress, parts)
 
 
 def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
@@ -132,14 +120,12 @@ def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
         metrics = trainer.train_step(step, run)
         progress.facts = {name: metrics[name] for name in ("objective/score", "objective/kl")}
 
-    if progress.step == 0:
-        best = Path(start.args.output_dir) / EXPORT_BEST
-        is_of_another_run = evaluation is None or evaluation.step < 0
-        if start.args.output_dir and is_of_another_run and distributed.is_main() and best.is_dir():
-            remove_folder(best)
-        while evaluation and evaluation.is_due(0, run.logger.num_steps):
-            judge_and_export(start, trainer, run)  # again where it was refused: the rest compares with it
-            run.point(0)
+    best = Path(start.args.output_dir, EXPORT_BEST)
+    if start.args.output_dir and not start.earlier.checkpoints and distributed.is_main() and best.is_dir():
+        remove_folder(best)  # of an earlier run
+    while evaluation and progress.step == 0 and evaluation.is_due(0, run.logger.num_steps):
+        judge_and_export(start, trainer, run)  # again where it was refused: the rest compares with it
+        run.point(0)
     take_steps(run, train_step, lambda step: judge_and_export(start, trainer, run))
 
 
@@ -149,13 +135,14 @@ def judge_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     Every rank must call this. Raises TooManyBadSteps with the state saved.
     """
     args, evaluation, step = start.args, trainer.evaluation, run.progress.step
-    if evaluation is None:
+    if evaluation is None or not evaluation.is_due(step, run.logger.num_steps):
         return
     try:
-        metrics = evaluation.judge_if_due(step, run.logger.num_steps)
+        with watchdog.phase("the evaluation", step, clock="evaluate"):
+            metrics = evaluation.evaluate(step)
     except StepRefused as error:
-        metrics = {}
         run.refuse(step, error)
+        return
     if not args.output_dir or not evaluation.is_best(metrics):
         return
     best = {"metric": args.keep_best, "value": metrics[args.keep_best], "step": step}
@@ -199,7 +186,15 @@ def main() -> None:
     # ---- data -------------------------------------------------------------------------------------------
     with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
         data = build_data(start.options, start.template)
-        prompts = build_prompt_batches(args, data.train)
+        prompts = GlobalBatches(
+            data.train,
+            collate_prompts,
+            rows_per_micro_batch=args.per_device_generation_batch_size,
+            accumulation=args.generation_batches,
+            seed=args.seed,
+            what="prompt data",
+            rows_flag="--per_device_generation_batch_size",
+        )
         held_out, told = choose_prompts(args, start.options, data, start.template)
         pretraining = build_pretraining_batches(args, start.tokenizer)
     num_steps = count_steps(args, len(prompts))

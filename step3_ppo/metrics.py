@@ -14,7 +14,7 @@ from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.models.tensor_ops import correlation, masked_sum
 from common.ranks import distributed
 from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
-from step3_ppo.rollout_batch import gather_numbers, response_mask, tokens
+from step3_ppo.rollout_batch import exchange_rows, gather_numbers, response_mask, tokens
 
 
 def gather_responses(batch: PackedBatch, **more: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -79,8 +79,9 @@ def summarise_scores(batch: PackedBatch, scores: ScoreSum) -> dict[str, float]:
     if len(keys) < 2 and not scores.failures.are_borne:
         return {}
     everyone = gather_numbers(batch, **{key: batch.numbers(key) for key in ["scores", *keys]})
+    several = keys if len(keys) > 1 else []
     metrics = {}
-    for key in keys if len(keys) > 1 else ():
+    for key in several:
         one, name = everyone[key], key.removeprefix(PREFIX)
         is_scored = ~(one.isnan() | everyone["scores"].isnan())  # failures that are borne, or masked
         if bool(is_scored.any()):
@@ -88,39 +89,12 @@ def summarise_scores(batch: PackedBatch, scores: ScoreSum) -> dict[str, float]:
             agreement = correlation(one[is_scored], everyone["scores"][is_scored])
             metrics[f"objective/agreement_{name}"] = float(agreement)
     if scores.failures.are_borne:
-        failed = {key: everyone[key].isnan() for key in keys}
-        has_failed = torch.stack(list(failed.values())).any(0)
-        metrics["objective/failed_fraction"] = float(has_failed.double().mean())
-        for key, of_reward in failed.items() if len(failed) > 1 else ():
+        failed = torch.stack([everyone[key].isnan() for key in keys])
+        metrics["objective/failed_fraction"] = float(failed.any(0).double().mean())
+        for key, of_reward in zip(several, failed, strict=False):
             name = f"objective/failed_fraction_{key.removeprefix(PREFIX)}"
             metrics[name] = float(of_reward.double().mean())
     return metrics
-
-
-def summarise_gap(batch: PackedBatch) -> dict[str, float]:
-    """Return how far the sampler's log-probabilities are from recomputed ones, mean and largest.
-
-    Every rank must call this.
-    """
-    gap = (batch.data["rollout_logprobs"] - batch.data["old_logprobs"]).abs()
-    total, count = distributed.reduce_sum(torch.tensor([float(gap.sum()), len(gap)], dtype=torch.float64))
-    largest = float(gap.max()) if len(gap) else 0.0
-    return {
-        "policy/logprob_gap": float(total / count.clamp(min=1)),
-        "policy/logprob_gap_max": distributed.max_float(largest),
-    }
-
-
-def summarise_updates(means: dict[str, list[float]], num_minibatches: int | None) -> dict[str, float]:
-    """Return the means over the optimizer steps of a PPO step; `num_minibatches` is logged unless None.
-
-    Only the first step's gaps are between sampler and trainer: then the policy moves.
-    """
-    metrics = {
-        name: values[0] if name.startswith("policy/logprob_gap") else sum(values) / len(values)
-        for name, values in means.items()
-    }
-    return metrics if num_minibatches is None else metrics | {"policy/num_updates": num_minibatches}
 
 
 def distinct_ngrams(sequences: Sequence[torch.Tensor], n: int) -> float:
@@ -142,13 +116,17 @@ def distinct_ngrams(sequences: Sequence[torch.Tensor], n: int) -> float:
     return num_unique / num_grams if num_grams else 0.0
 
 
-def response_rows(batch: PackedBatch, decode: Callable[[torch.Tensor], str]) -> Iterator[dict[str, Any]]:
-    """Yield each response as samples.jsonl and rollouts.jsonl.gz have it, as far as the batch knows it.
+def response_rows(
+    batch: PackedBatch, ids: Sequence[int], decode: Callable[[torch.Tensor], str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the responses with these sample ids as samples.jsonl and rollouts.jsonl.gz have them, as far as
+    the batch knows them: on the first rank, on others none. Every rank must use this.
 
     `kl` is in nats a response (k1), `version` counts the PPO steps of the policy that gave it, and
     `advantage_sum` is the sum of its tokens' advantages.
     """
     scores = [key for key in batch.data if key == "scores" or key.startswith(PREFIX)]
+    batch = exchange_rows(batch, [ids, *[()] * (distributed.world_size() - 1)])
     for index, row_id in enumerate(batch.texts(ROW_IDS)):
         data = batch.select([index]).data
         row: dict[str, Any] = {"row_id": row_id}

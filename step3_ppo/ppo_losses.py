@@ -3,6 +3,8 @@
 # S responses of a micro-batch, total response tokens of all
 """
 
+from collections.abc import Callable
+
 import torch
 
 from common.data.global_batches import GlobalBatches
@@ -34,12 +36,24 @@ class PPOLosses:
     ) -> None:
         """`pretraining` is the text of the actor's second loss."""
         self.args, self.roles, self.kl, self.pretraining = args, roles, kl, pretraining
-        self._largest_gap = 0.0  # between sampler and trainer, of this rank's tokens of a minibatch
+
+    def update(self, micro_batches: list[PackedBatch]) -> dict[str, float]:
+        """Return the means after the optimizer steps of the actor and, if there is one, the critic: both are
+        made or neither.
+
+        Every rank must call this. Raises StepRefused.
+        """
+        gradients = {"policy": self.compute_actor_gradients(micro_batches)}
+        if self.roles.critic:
+            gradients["value"] = self.compute_critic_gradients(micro_batches)
+        means = {}
+        for kind, of_engine in zip(gradients, take_steps(list(gradients.values())), strict=True):
+            means |= {name if "/" in name else f"{kind}/{name}": value for name, value in of_engine.items()}
+        return means
 
     def compute_actor_gradients(self, micro_batches: list[PackedBatch]) -> Gradients:
         """Return the gradients of an optimizer step of the actor. Every rank must call this."""
-        self._largest_gap = 0.0
-        terms = [LossTerm("policy/loss", micro_batches, self._policy_sums, count_loss_items)]
+        terms = [LossTerm("policy/loss", micro_batches, self._policy_sums, sum_of("loss_counts"))]
         if self.pretraining is not None:
             texts, weight = next(self.pretraining), self.args.unsup_coef
             terms.append(LossTerm("policy/unsup_loss", texts, self._pretraining_sums, count_targets, weight))
@@ -48,20 +62,9 @@ class PPOLosses:
 
     def compute_critic_gradients(self, micro_batches: list[PackedBatch]) -> Gradients:
         """Return the gradients of an optimizer step of the critic. Every rank must call this."""
-        terms = [LossTerm("value/loss", micro_batches, self._value_sums, count_loss_tokens)]
+        terms = [LossTerm("value/loss", micro_batches, self._value_sums, sum_of("loss_mask"))]
         with watchdog.phase("the update of the critic", clock="critic_update"):
             return compute_gradients(self.roles.critic.model, terms)
-
-    def take_steps(self, gradients: list[Gradients]) -> dict[str, float]:
-        """Return the means after the optimizer steps of the actor and, if there is one, the critic: both are
-        made or neither.
-
-        Every rank must call this. Raises StepRefused.
-        """
-        largest_gap, means = distributed.max_float(self._largest_gap), {}
-        for prefix, of_engine in zip(("policy", "value"), take_steps(gradients), strict=False):
-            means |= {name if "/" in name else f"{prefix}/{name}": value for name, value in of_engine.items()}
-        return means | {"policy/logprob_gap_max": largest_gap}
 
     def _policy_sums(self, batch: PackedBatch) -> Sums:
         args, actor, data = self.args, self.roles.actor, batch.to(distributed.device()).data
@@ -92,14 +95,12 @@ class PPOLosses:
         if args.entropy_coef:
             loss = loss - args.entropy_coef * entropies
         with torch.no_grad():
-            gap = (logprobs - data["rollout_logprobs"]).abs()
-            self._largest_gap = max(self._largest_gap, float(gap.max()) if len(gap) else 0.0)
             sums = {
                 "policy/entropy": entropies[mask].sum(),
                 "policy/clip_fraction": is_clipped.sum(),
                 "policy/approx_kl": kl_estimate(-log_ratio, torch.zeros_like(log_ratio), "k3").sum(),
                 "policy/ratio": torch.where(mask, ratio, 0.0).sum(),
-                "policy/logprob_gap": gap[mask].sum(),
+                "policy/logprob_gap": (logprobs - data["rollout_logprobs"])[mask].abs().sum(),
             }
         stats |= {name: (total, mask.sum()) for name, total in sums.items()}
         return (loss * data["loss_weights"]).sum(), stats
@@ -122,11 +123,6 @@ class PPOLosses:
         return compute_nll_sum(actor.model, batch, is_packed=actor.is_packed, temperature=1.0), {}
 
 
-def count_loss_items(batch: PackedBatch) -> float:
-    """Return what the policy loss of a micro-batch is divided by, see `loss_weights`."""
-    return float(batch.data["loss_counts"].sum())
-
-
-def count_loss_tokens(batch: PackedBatch) -> float:
-    """Return the tokens of a micro-batch that losses count."""
-    return float(batch.data["loss_mask"].sum())
+def sum_of(key: str) -> Callable[[PackedBatch], float]:
+    """Return a function that adds up a key of a micro-batch: what its loss is divided by."""
+    return lambda batch: float(batch.data[key].sum())

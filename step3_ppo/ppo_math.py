@@ -223,7 +223,7 @@ def group_baselines(scores: torch.Tensor, group_ids: torch.Tensor) -> GroupBasel
     "std"). In a group of equal scores, or of one, score - mean and score - leave_one_out_mean are exactly 0.
     Leave-one-out: Ahmadian et al. 2024, arXiv:2402.14740.
     """
-    rows, sizes = _group_rows(group_ids)
+    _, rows, sizes = group_ids.unique(return_inverse=True, return_counts=True)  # (B,), (G,)
     size = sizes[rows]
     # In float64 the sum of equal fp32 scores is exact, and so is its n-th part: they leave only zeros. Two
     # passes, because E[x^2] - E[x]^2 goes negative for equal scores even then.
@@ -243,7 +243,7 @@ def constant_groups(scores: torch.Tensor, group_ids: torch.Tensor, is_scored: to
     Rows that are not `is_scored` (B,) bool are none of their group. Such a group teaches a group-relative
     algorithm nothing (dynamic sampling, DAPO, arXiv:2503.14476).
     """
-    rows, sizes = _group_rows(group_ids)
+    _, rows, sizes = group_ids.unique(return_inverse=True, return_counts=True)  # (B,), (G,)
     lowest, highest = scores.new_full((len(sizes),), torch.inf), scores.new_full((len(sizes),), -torch.inf)
     lowest.scatter_reduce_(0, rows, torch.where(is_scored, scores, torch.inf), "amin")
     highest.scatter_reduce_(0, rows, torch.where(is_scored, scores, -torch.inf), "amax")
@@ -257,19 +257,13 @@ def group_whiten(x: torch.Tensor, mask: torch.Tensor, group_ids: torch.Tensor) -
     x (B, R), mask (B, R) bool, True = counts. The same as `whiten` called with the rows of one group after
     another; the variance divides by the count. AReaL's `group_adv_norm`. Constant entries give exactly 0.
     """
-    rows, sizes = _group_rows(group_ids)
+    _, rows, sizes = group_ids.unique(return_inverse=True, return_counts=True)  # (B,), (G,)
     kept = torch.where(mask, x.float().double(), 0.0)
     counts = _sums(mask.sum(1).double(), rows, len(sizes)).clamp(min=1)  # (G,)
     means = _sums(kept.sum(1), rows, len(sizes)) / counts
     centred = torch.where(mask, kept - means[rows, None], 0.0)
     variances = _sums(centred.square().sum(1), rows, len(sizes)) / counts
     return (centred * torch.rsqrt(variances + 1e-8)[rows, None]).float()
-
-
-def _group_rows(group_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the index (B,) of each row's group, in 0 ... G - 1; the rows (G,) of each group)."""
-    _, rows, sizes = group_ids.unique(return_inverse=True, return_counts=True)
-    return rows, sizes
 
 
 def _sums(x: torch.Tensor, rows: torch.Tensor, num_groups: int) -> torch.Tensor:

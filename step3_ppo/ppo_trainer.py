@@ -4,7 +4,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,11 @@ from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import Evaluation
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController, loss_weights
-from step3_ppo.roles import Roles
 from step3_ppo.rollout import Rollout, join_scores
 from step3_ppo.rollout_batch import (
-    MinibatchPlan,
+    cut_minibatches,
     gather_numbers,
-    in_order,
     put_back,
-    send_to_main,
     tokens,
     with_tokens,
 )
@@ -43,37 +40,33 @@ class PPOTrainer:
         self,
         args: PPOArguments,
         algorithm: Algorithm,
-        roles: Roles,
         rollout: Rollout,
         prompts: GlobalBatches,
         pretraining: GlobalBatches | None,
         logger: RunLogger,
-        decode: Callable[[torch.Tensor], str],
         held_out: Sequence[dict[str, Any]] = (),
     ) -> None:
         """`pretraining` is text for the actor's second loss, `held_out` prompts to judge the policy by."""
-        self.args, self.algorithm, self.roles, self.rollout = args, algorithm, roles, rollout
-        self.prompts, self.logger, self.decode = prompts, logger, decode
-        is_cut_by_tokens = args.packed or args.max_tokens_per_micro_batch > 0
-        self.plan = MinibatchPlan(args, rollout.cap if is_cut_by_tokens else None)
+        self.args, self.algorithm, self.rollout, self.roles = args, algorithm, rollout, rollout.roles
+        self.prompts, self.logger = prompts, logger
         self.kl_controller = KLController(args.kl_coef, args.kl_target)
-        self.losses = PPOLosses(args, roles, self.kl_controller, pretraining)
+        self.losses = PPOLosses(args, self.roles, self.kl_controller, pretraining)
         self.value_normaliser, self.ema, self.evaluation = None, None, None
         if algorithm.needs_critic and args.value_norm != "none":
             self.value_normaliser = ValueNormaliser(args.value_norm)
         if args.ema_decay:
-            self.ema = ExponentialMovingAverage(roles.actor.model.module, args.ema_decay)
+            self.ema = ExponentialMovingAverage(self.roles.actor.model.module, args.ema_decay)
         if held_out:
-            self.evaluation = Evaluation(args, rollout, logger, decode, held_out)
+            self.evaluation = Evaluation(args, rollout, logger, held_out)
         # Rollout batches that wait to be used, the oldest first: --rollout_staleness of them between steps.
         self.waiting: deque[PackedBatch] = deque()
         self.open_step: OpenStep | None = None
 
-    def train_step(self, step: int, run: Run | None = None) -> dict[str, float]:
+    def train_step(self, step: int, run: Run) -> dict[str, float]:
         """Do PPO step `step` (from 1), or what is left of it, log it, return its numbers.
 
-        A `run` counts the minibatches that are refused, and may be stopped between any two. Raises
-        StepRefused when nothing can be learned from the step's rollout, or without a run of a minibatch.
+        The run counts the minibatches that are refused, and may be stopped between any two. Raises
+        StepRefused when nothing can be learned from the step's rollout.
         """
         COSTS.begin_step()
         if self.open_step is None:
@@ -83,14 +76,11 @@ class PPOTrainer:
             try:
                 self.update(self.open_step, micro_batches)
             except StepRefused as error:
-                if run is None:
-                    raise
                 run.refuse(step, error, self.open_step.position)
-            if run:
-                run.point(step, self.open_step.position)
+            run.point(step, self.open_step.position)
         return self.finish_step(self.open_step)
 
-    def collect(self, step: int, run: Run | None = None) -> PackedBatch:
+    def collect(self, step: int, run: Run) -> PackedBatch:
         """Return the rollout batch of a step, values in real units: statistics may move before it is used."""
         while len(self.waiting) <= self.args.rollout_staleness:
             with watchdog.phase("the rollout", step):
@@ -99,8 +89,7 @@ class PPOTrainer:
                     values = self.value_normaliser.denormalise(batch.data[name])
                     batch = batch.with_key(name, values, like=name)
                 self.waiting.append(batch)
-            if run:
-                run.point(step, "rollout")
+            run.point(step, "rollout")
         return self.waiting.popleft()
 
     def add_advantages(self, step: int, batch: PackedBatch) -> OpenStep:
@@ -115,7 +104,8 @@ class PPOTrainer:
             scored = self.algorithm.add_advantages(scored, self.args, self.kl_controller.coef)
             summary = metrics.summarise(scored)
             if self.rollout.recomputes:
-                summary |= metrics.summarise_gap(scored)
+                gaps = scored.data["rollout_logprobs"] - scored.data["old_logprobs"]
+                summary["policy/logprob_gap"] = float(step_mean(gaps.abs()))
             batch = put_back(self._normalise_values(scored), batch)
             batch = batch.with_numbers("scores", torch.where(has_score, batch.numbers("scores"), torch.nan))
             summary |= metrics.summarise_scores(batch, self.rollout.scores)
@@ -149,12 +139,13 @@ class PPOTrainer:
         if self.rollout.recomputes and not self.args.rollout_staleness:
             return batch.with_key("prox_logprobs", batch.data["old_logprobs"], like="response_ids")
         parts = self.rollout.cap.cut(batch)
-        scored = join_scores(parts, {"prox_logprobs": self.roles.actor.score(parts)}, {})
-        return in_order(scored, batch.ids)
+        return join_scores(batch.ids, parts, {"prox_logprobs": self.roles.actor.score(parts)}, {})
 
     def minibatches(self, current: OpenStep) -> Iterator[list[PackedBatch]]:
         """Yield this rank's micro-batches of the optimizer steps that a PPO step still has before it."""
-        left = self.plan.minibatches(current.batch, current.step, first=current.num_minibatches)
+        left = cut_minibatches(
+            current.batch, self.args, self.rollout.cap, current.step, first=current.num_minibatches
+        )
         while not current.is_done:
             with watchdog.phase("the cut into minibatches", clock="actor_update"):
                 micro_batches = next(left, None)
@@ -166,10 +157,7 @@ class PPOTrainer:
     def update(self, current: OpenStep, micro_batches: list[PackedBatch]) -> None:
         """Make an optimizer step of actor and critic, or of neither: StepRefused leaves all as it was."""
         with watchdog.phase("the updates", current.step):
-            gradients = [self.losses.compute_actor_gradients(micro_batches)]
-            if self.roles.critic:
-                gradients.append(self.losses.compute_critic_gradients(micro_batches))
-            means = self.losses.take_steps(gradients)
+            means = self.losses.update(micro_batches)
         for name, value in means.items():
             current.means.setdefault(name, []).append(value)
         if self.ema:
@@ -179,9 +167,12 @@ class PPOTrainer:
     def finish_step(self, current: OpenStep) -> dict[str, float]:
         """Log the step, let the controllers move, write responses; return the step's numbers."""
         step, args = current.step, self.args
-        num_minibatches = current.num_minibatches if args.early_stop_kl else None
-        # The gap of the whole rollout, where it was recomputed, says more than that of the first minibatch.
-        numbers = metrics.summarise_updates(current.means, num_minibatches) | current.summary
+        numbers = {name: sum(values) / len(values) for name, values in current.means.items()}
+        if "policy/logprob_gap" in numbers:  # only the first update's is between sampler and trainer
+            numbers["policy/logprob_gap"] = current.means["policy/logprob_gap"][0]
+        numbers |= current.summary  # with the gap of the whole rollout, where it was recomputed
+        if args.early_stop_kl:
+            numbers["policy/num_updates"] = current.num_minibatches
         numbers["hybrid/received_gib"] = self.roles.actor.hybrid_engine.received_bytes / 2**30
         numbers["objective/kl_coef"] = self.kl_controller.coef
         self.kl_controller.update(numbers["objective/kl"], len(current.batch) * distributed.world_size())
@@ -199,14 +190,14 @@ class PPOTrainer:
 
     def _write_responses(self, step: int, batch: PackedBatch) -> None:
         """Show the first responses of the step, and write all of them where --save_rollouts asks for it."""
-        args, ids = self.args, gather_numbers(batch)["ids"].tolist()
-        shown = list(metrics.response_rows(send_to_main(batch, ids[:2]), self.decode))
+        args, ids, decode = self.args, gather_numbers(batch)["ids"].tolist(), self.rollout.scores.decode
+        shown = list(metrics.response_rows(batch, ids[:2], decode))
         for row in shown:
             self.logger.sample(step, **row)
         if shown and args.print_answers_interval and step % args.print_answers_interval == 0:
             text = "  prompt {prompt!r}\n  answer {answer!r}  score {score:.4f}"
             self.logger.note(text.format(**shown[0]))
         if args.save_rollouts and step % args.save_rollouts == 0:
-            chunks = (send_to_main(batch, ids[i : i + len(batch)]) for i in range(0, len(ids), len(batch)))
-            rows = [row for chunk in chunks for row in metrics.response_rows(chunk, self.decode)]
+            chunks = (ids[i : i + len(batch)] for i in range(0, len(ids), len(batch)))
+            rows = [row for chunk in chunks for row in metrics.response_rows(batch, chunk, decode)]
             self.logger.rollout(step, rows)

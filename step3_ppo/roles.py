@@ -19,16 +19,13 @@ from common.generation.generate import Generation
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.output_head import SamplingMask, kept_tokens
-from common.models.policy_model import PolicyModel, language_model
-from common.models.value_model import ValueModel
+from common.models.policy_model import language_model
 from common.programs.training_loop import load_policy, load_ranker, runs_packed
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
 from common.ranks.zero3 import local_shard, swapped_shards
 from step3_ppo.arguments import PPOArguments, RoleFlags
 from step3_ppo.rewards.reward_specs import RewardSpec
-
-Load = Callable[..., PolicyModel | ValueModel]  # load_policy or load_ranker
 
 
 @dataclass
@@ -45,23 +42,23 @@ class Role:
 
     name, clock = "", ""  # as the watchdog and the step's costs call its scoring
 
-    @torch.no_grad()
     def score(self, batches: Sequence[PackedBatch]) -> list[Any]:
         """Return what the role says of each batch. Every rank must call this with as many."""
-        with watchdog.phase(f"the scores of the {self.name}", clock=self.clock), self.ready():
+        with self.scoring():
             return [self.answer(batch) for batch in batches]
 
     @contextmanager
-    def ready(self) -> Iterator[None]:
-        """Have the model without dropout, and its weights where they can be computed with, in the block."""
+    def scoring(self) -> Iterator[None]:
+        """Have the model without gradients and dropout, its weights where they can be computed with."""
         self.model.eval()
-        if self.is_offloaded:
-            self.model.to(distributed.device())
-        try:
-            yield
-        finally:
+        with watchdog.phase(f"the scores of the {self.name}", clock=self.clock), torch.no_grad():
             if self.is_offloaded:
-                self.model.to("cpu")
+                self.model.to(distributed.device())
+            try:
+                yield
+            finally:
+                if self.is_offloaded:
+                    self.model.to("cpu")
 
     def answer(self, batch: PackedBatch) -> Any:
         """Return what the role says of a batch."""
@@ -112,10 +109,10 @@ class LoraReference(Reference):
         self.beginnings = {name: local_shard(p).detach().clone() for name, p in self.others.items()}
 
     @contextmanager
-    def ready(self) -> Iterator[None]:
+    def scoring(self) -> Iterator[None]:
         """Have the engine compute what it computed before training. Every rank must call this."""
         adapters_off = language_model(self.model.module).disable_adapter()
-        with super().ready(), adapters_off, swapped_shards(self.others, self.beginnings):
+        with super().scoring(), adapters_off, swapped_shards(self.others, self.beginnings):
             yield
 
 
@@ -127,6 +124,7 @@ class Actor(Policy):
     def __init__(self, hybrid_engine: HybridEngine, sampling: SamplingOptions, *, is_packed: bool) -> None:
         super().__init__(hybrid_engine.engine, is_packed)
         self.hybrid_engine, self.sampling = hybrid_engine, sampling
+        self.generation_mode = hybrid_engine.generation_mode
 
     def generate(
         self,
@@ -136,21 +134,24 @@ class Actor(Policy):
         *,
         num_samples: int,
     ) -> Generation:
-        """Return `num_samples` responses for each left-padded prompt. Every rank must call this."""
-        inputs = [x.to(distributed.device()) for x in (prompt_ids, prompt_mask, sample_ids)]
-        with self.hybrid_engine.generation_mode(), watchdog.phase("the generation", clock="generate"):
-            generation = self.hybrid_engine.generate(*inputs, self.sampling, num_samples=num_samples)
-            lengths = prompt_mask.sum(1).cpu(), generation.response_mask.sum(1).cpu()
+        """Return `num_samples` responses for each left-padded prompt, in the block of `generation_mode`.
+
+        Every rank must call this.
+        """
+        with watchdog.phase("the generation", clock="generate"):
+            generation = self.hybrid_engine.generate(
+                prompt_ids, prompt_mask, sample_ids, self.sampling, num_samples=num_samples
+            )
+            lengths = prompt_mask.sum(1), generation.response_mask.sum(1).cpu()
             flops = self.model.module.flops.of_generation(*lengths, num_samples)
             COSTS.count(int(lengths[1].sum()), flops)
             return generation
 
-    @torch.no_grad()
     def find_sampling_masks(self, batches: Sequence[PackedBatch]) -> list[SamplingMask]:
         """Return the tokens that the sampler could draw, for each batch. Every rank must call this."""
         how = {"score": kept_tokens, "top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
         masks = []
-        with watchdog.phase("the sampling masks of the actor", clock=self.clock), self.ready():
+        with self.scoring():
             for batch in batches:
                 inputs, slots = build_response_inputs(batch, is_packed=self.is_packed)
                 masks.append(SamplingMask(*self.model(inputs, slots, batch.data["response_ids"], **how)))
@@ -235,15 +236,12 @@ def build_roles(
         critic = Critic(engine, runs_packed(args, engine.module))
     scorers = {}
     for spec in (spec for spec in rewards if spec.kind == "model"):
-        role = replace(args.critic, model_name_or_path=spec.target, lora_dim=0)
-        scorers[spec.name] = Reward(
-            *_build_frozen(load_ranker, args, role, num_tokens, args.offload_reward_model)
-        )
+        flags = replace(args.critic, model_name_or_path=spec.target)
+        scorers[spec.name] = _build_frozen(Reward, args, flags, num_tokens, args.offload_reward_model)
     if args.actor_lora_dim:
-        reference: Reference = LoraReference(actor.model, is_packed=is_packed)
+        reference = LoraReference(actor.model, is_packed=is_packed)
     else:
-        is_offloaded = args.offload_reference_model
-        reference = Reference(*_build_frozen(load_policy, args, args.actor, num_tokens, is_offloaded))
+        reference = _build_frozen(Reference, args, args.actor, num_tokens, args.offload_reference_model)
     return Roles(actor, reference, critic, scorers)
 
 
@@ -261,7 +259,9 @@ def sampling_options(args: PPOArguments, tokenizer: Any) -> SamplingOptions:
     )
 
 
-def _build_engine(load: Load, args: PPOArguments, role: RoleFlags, num_tokens: int, num_steps: int) -> Any:
+def _build_engine(
+    load: Callable, args: PPOArguments, role: RoleFlags, num_tokens: int, num_steps: int
+) -> Any:
     """Return the DeepSpeed engine that trains what `load` gives."""
     rows = args.per_device_training_batch_size
     ds_config = config_of(args, zero_stage=role.zero_stage, offload=args.offload, micro_batch_size=rows)
@@ -271,9 +271,9 @@ def _build_engine(load: Load, args: PPOArguments, role: RoleFlags, num_tokens: i
 
 
 def _build_frozen(
-    load: Load, args: PPOArguments, role: RoleFlags, num_tokens: int, is_offloaded: bool
-) -> tuple[Any, bool, bool]:
-    """Return the first fields of a role whose model, which `load` gives, is only read."""
+    kind: type[Role], args: PPOArguments, role: RoleFlags, num_tokens: int, is_offloaded: bool
+) -> Any:
+    """Return the role of this kind; its model is only read."""
     ds_config = config_of(
         args,
         zero_stage=role.zero_stage,
@@ -281,11 +281,12 @@ def _build_frozen(
         micro_batch_size=args.per_device_training_batch_size,
         is_trained=False,
     )
-    role = replace(role, gradient_checkpointing=False)
+    load = load_ranker if kind is Reward else load_policy
+    role = replace(role, gradient_checkpointing=False, lora_dim=0)
     model: Any = load(args, ds_config, num_tokens, dropout=0.0, role=role).requires_grad_(False)
     is_packed, is_sharded = runs_packed(args, model), role.zero_stage == 3
     if is_sharded:  # DeepSpeed gathers and offloads as it reads
         model, *_ = deepspeed.initialize(model=model, config=ds_config)
     elif not is_offloaded:
         model.to(distributed.device())
-    return model, is_packed, is_offloaded and not is_sharded
+    return kind(model, is_packed, is_offloaded and not is_sharded)

@@ -3,10 +3,11 @@
 # b responses of this rank, R response
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import ROW_IDS, PackedBatch, prompt_texts
 from common.models.output_head import SamplingMask
 from common.ranks import distributed, watchdog
@@ -17,7 +18,6 @@ from step3_ppo.rewards.score_sum import PromptTexts, ScoreSum
 from step3_ppo.roles import Roles
 from step3_ppo.rollout_batch import TokenCap, gather_ids, in_order, replace_rows
 
-PromptBatches = Sequence[PackedBatch]
 SCORED = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "scores", "old_values", "next_values")
 MAX_LOGPROB_GAP = 1e-3  # mean difference a token, in nats, up to which the sampler is trusted
 
@@ -33,7 +33,6 @@ class Rollout:
         self.args, self.roles, self.scores = args, roles, scores
         most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
         self.cap = TokenCap(args.max_tokens_per_micro_batch or most, roles.actor.is_packed)
-        self.num_draws = 0  # global batches of prompts that have been used
         self.refilled_fraction = 0.0  # of the last batch's groups
         self.source = "recompute" if args.replay_sampling_support else args.old_logprobs
         self.recomputes = self.source != "rollout"
@@ -53,7 +52,7 @@ class Rollout:
         cure = ": recomputed from here on" if self.recomputes else "; --old_logprobs recompute avoids it"
         return f"sampler and trainer differ by {gap:.2g} nats a token, more than {MAX_LOGPROB_GAP}{cure}"
 
-    def collect(self, prompts: Iterator[PromptBatches], version: int) -> PackedBatch:
+    def collect(self, prompts: GlobalBatches, version: int) -> PackedBatch:
         """Return this rank's rollout batch of a step; `version` counts the steps that the policy has made.
 
         Groups with one score are replaced by groups of further prompts, as far as these have others. Every
@@ -77,44 +76,12 @@ class Rollout:
         scores, group_ids = batch.numbers("scores"), batch.numbers("group_ids")
         return constant_groups(scores, group_ids, self.scores.counts(batch))
 
-    def _collect_once(self, prompts: Iterator[PromptBatches], version: int) -> PackedBatch:
+    def _collect_once(self, prompts: GlobalBatches, version: int) -> PackedBatch:
+        # Prompts are numbered through the run, the same for any number of ranks.
+        first = prompts.num_drawn * prompts.global_rows
         with watchdog.phase("the reading of prompts", clock="data"):
             prompt_batches = next(prompts)
-        # Prompts are numbered through the run, the same for any number of ranks.
-        rows = self.args.per_device_generation_batch_size
-        first = self.num_draws * self.args.generation_batches * rows * distributed.world_size()
-        self.num_draws += 1
-        batch, texts = self.sample(prompt_batches, version, self.args.num_samples_per_prompt, first)
-        with watchdog.phase("the cut into micro-batches", clock="gather"):
-            micro_batches = self.cap.cut(batch)
-        try:
-            scored = self._score(micro_batches, texts)
-        except StepRefused as error:
-            error.batches = micro_batches
-            raise
-        with watchdog.phase("the check of the scores", clock="gather"):
-            self.refuse_if_not_finite(scored)
-            return in_order(scored, batch.ids)
-
-    def refuse_if_not_finite(self, batch: PackedBatch) -> None:
-        """Raise StepRefused on every rank when one has NaN or infinity in its batch, or none has a score.
-
-        Every rank must call this.
-        """
-        own = [n for n in SCORED if n in batch.data and not bool(batch.data[n].isfinite().all())]
-        everyone = distributed.gather_objects((own, bool(self.scores.has_scores(batch).any())))
-        names = [name for name in SCORED if any(name in of_rank for of_rank, _ in everyone)]
-        if names:
-            raise StepRefused(
-                f"{', '.join(names)} of the rollout are not finite: a model gives NaN or infinity; use "
-                "--dtype bf16 or fp32 in place of fp16, or lower the learning rate",
-                self.cap.cut(batch),
-            )
-        if not any(has_score for _, has_score in everyone):
-            raise StepRefused(
-                f"no response of the rollout has a score; the first failure: {self.scores.first_failure}",
-                self.cap.cut(batch),
-            )
+        return self.score(*self.sample(prompt_batches, version, self.args.num_samples_per_prompt, first))
 
     def sample(
         self, prompt_batches: Iterable[PackedBatch], version: int, num_samples: int, first: int
@@ -125,11 +92,12 @@ class Rollout:
         number is its group's id and names its random numbers. Every rank must call this.
         """
         parts, texts = [], {}
-        for index, prompts in enumerate(prompt_batches):
-            position = index * distributed.world_size() + distributed.rank()
-            numbers = first + position * len(prompts) + torch.arange(len(prompts))
-            parts.append(self._sample_batch(prompts, numbers, version, num_samples))
-            texts |= zip(numbers.tolist(), prompt_texts(prompts), strict=True)
+        with self.roles.actor.generation_mode():  # once for all batches: weights may have to be moved for it
+            for index, prompts in enumerate(prompt_batches):
+                position = index * distributed.world_size() + distributed.rank()
+                numbers = first + position * len(prompts) + torch.arange(len(prompts))
+                parts.append(self._sample_batch(prompts, numbers, version, num_samples))
+                texts |= zip(numbers.tolist(), prompt_texts(prompts), strict=True)
         return PackedBatch.concat(parts), texts
 
     def _sample_batch(
@@ -159,43 +127,68 @@ class Rollout:
             row_ids = [name for name in prompts.texts(ROW_IDS) for _ in range(num_samples)]
             return batch.with_texts(ROW_IDS, row_ids)
 
-    def _score(self, micro_batches: list[PackedBatch], texts: PromptTexts) -> PackedBatch:
-        """Return the micro-batches, end to end, with what all roles say of them."""
+    def score(self, batch: PackedBatch, texts: PromptTexts, *, is_trained_on: bool = True) -> PackedBatch:
+        """Return the responses with what all roles say of them; `texts` are the prompts', by number.
+
+        Those that are not trained on get no values, and the trainer's log-probabilities over all tokens.
+        Every rank must call this. Raises StepRefused on all of them for NaN, infinity, or no score at all.
+        """
         roles = self.roles
+        with watchdog.phase("the cut into micro-batches", clock="gather"):
+            micro_batches = self.cap.cut(batch)
         get_scores = self.scores.ask(micro_batches, texts)
-        if self.args.replay_sampling_support:
+        if is_trained_on and self.args.replay_sampling_support:
             masks = roles.actor.find_sampling_masks(micro_batches)
             micro_batches = [add_sampling_mask(*pair) for pair in zip(micro_batches, masks, strict=True)]
-        if self.recomputes:
+        if self.recomputes or not is_trained_on:
             old_logprobs = roles.actor.score(micro_batches)
         else:
             old_logprobs = [m.data["rollout_logprobs"] for m in micro_batches]
         columns = {"old_logprobs": old_logprobs, "ref_logprobs": roles.reference.score(micro_batches)}
         numbers = {}
-        if roles.critic:
+        if is_trained_on and roles.critic:
             values, last_values = zip(*roles.critic.score(micro_batches), strict=True)
             columns["old_values"], numbers["next_values"] = values, last_values
-        numbers |= get_scores(roles.rewards)
+        try:
+            numbers |= get_scores(roles.rewards)
+        except StepRefused as error:
+            error.batches = micro_batches
+            raise
         with watchdog.phase("the gathering of the scores", clock="gather"):
-            return join_scores(micro_batches, columns, numbers)
+            scored = join_scores(batch.ids, micro_batches, columns, numbers)
+            self._refuse_if_not_finite(scored)
+            return scored
+
+    def _refuse_if_not_finite(self, batch: PackedBatch) -> None:
+        own = [n for n in SCORED if n in batch.data and not bool(batch.data[n].isfinite().all())]
+        everyone = distributed.gather_objects((own, bool(self.scores.has_scores(batch).any())))
+        names = [name for name in SCORED if any(name in of_rank for of_rank, _ in everyone)]
+        if names:
+            raise StepRefused(
+                f"{', '.join(names)} of the rollout are not finite: a model gives NaN or infinity; use "
+                "--dtype bf16 or fp32 in place of fp16, or lower the learning rate",
+                [batch],
+            )
+        if not any(has_score for _, has_score in everyone):
+            told = self.scores.first_failure
+            raise StepRefused(f"no response of the rollout has a score; the first failure: {told}", [batch])
 
 
 def join_scores(
+    ids: Sequence[int],
     micro_batches: list[PackedBatch],
     columns: dict[str, Sequence[torch.Tensor]],
     numbers: dict[str, Sequence[torch.Tensor]],
 ) -> PackedBatch:
-    """Return micro-batches, end to end, with what roles say of each: numbers a token (columns), or a response
-    (numbers).
+    """Return the rows of the micro-batches, in the order of the sample ids, with what roles say of each
+    micro-batch: numbers a token (columns), or a response (numbers).
     """
-    parts = []
-    for index, part in enumerate(micro_batches):
-        for name, of_parts in columns.items():
-            part = part.with_key(name, of_parts[index].cpu(), like="response_ids")
-        for name, of_parts in numbers.items():
-            part = part.with_numbers(name, of_parts[index].cpu())
-        parts.append(part)
-    return PackedBatch.concat(parts)
+    batch = PackedBatch.concat(micro_batches)
+    for name, of_parts in columns.items():
+        batch = batch.with_key(name, torch.cat([part.cpu() for part in of_parts]), like="response_ids")
+    for name, of_parts in numbers.items():
+        batch = batch.with_numbers(name, torch.cat([part.cpu() for part in of_parts]))
+    return in_order(batch, ids)
 
 
 def add_sampling_mask(batch: PackedBatch, mask: SamplingMask) -> PackedBatch:

@@ -23,6 +23,7 @@ the rank that trains on them, a minibatch at a time.
 # b responses of this rank, B of all, R tokens of the longest of this rank
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -133,11 +134,6 @@ def exchange_rows(batch: PackedBatch, wanted: Sequence[Sequence[int]]) -> Packed
     return in_order(PackedBatch.concat([from_tensors(part, batch.data) for part in received]), mine)
 
 
-def send_to_main(batch: PackedBatch, ids: Sequence[int]) -> PackedBatch:
-    """Return the rows with these sample ids on the first rank, none on others. Every rank must call this."""
-    return exchange_rows(batch, [ids if rank == 0 else () for rank in range(distributed.world_size())])
-
-
 def replace_rows(
     batch: PackedBatch, dropped: Sequence[int], fresh: PackedBatch, taken: Sequence[int]
 ) -> PackedBatch:
@@ -192,46 +188,39 @@ class TokenCap:
         return [batch.select(rows) for rows in plan]
 
 
-class MinibatchPlan:
-    """How a step's responses are cut: --per_device_training_batch_size of them a rank and micro-batch,
-    --gradient_accumulation_steps of those an optimizer step, --ppo_epochs passes.
+def cut_minibatches(
+    batch: PackedBatch, args: PPOArguments, cap: TokenCap, step: int, first: int = 0
+) -> Iterator[list[PackedBatch]]:
+    """Yield this rank's micro-batches of every optimizer step of PPO step `step`, from `first` on.
 
-    With a `cap` an optimizer step has as many responses, but its micro-batches are cut by tokens.
+    Every rank must use these together.
     """
+    everyone = gather_numbers(batch, num_tokens=num_tokens(batch))
+    ids = everyone["ids"].tolist()
+    for plan in itertools.islice(plan_minibatches(everyone["num_tokens"], args, cap, step), first, None):
+        wanted = [[ids[row] for rows in of_rank for row in rows] for of_rank in plan]
+        minibatch = exchange_rows(batch, wanted)
+        yield [in_order(minibatch, [ids[row] for row in rows]) for rows in plan[distributed.rank()]]
 
-    def __init__(self, args: PPOArguments, cap: TokenCap | None = None) -> None:
-        self.args, self.cap = args, cap
-        rows = args.per_device_training_batch_size * args.gradient_accumulation_steps
-        self.global_rows = rows * distributed.world_size()  # of an optimizer step, over all ranks
 
-    def minibatches(self, batch: PackedBatch, step: int, first: int = 0) -> Iterator[list[PackedBatch]]:
-        """Yield this rank's micro-batches of every optimizer step from `first` on.
+def plan_minibatches(
+    lengths: torch.Tensor, args: PPOArguments, cap: TokenCap, step: int
+) -> Iterator[list[list[list[int]]]]:
+    """Yield plan[rank][micro_batch] = rows for every optimizer step, reshuffled by (seed, step, epoch).
 
-        Every rank must use these together.
-        """
-        everyone = gather_numbers(batch, num_tokens=num_tokens(batch))
-        ids = everyone["ids"].tolist()
-        for number, plan in enumerate(self.plans(everyone["num_tokens"], step)):
-            if number < first:
-                continue
-            wanted = [[ids[row] for rows in of_rank for row in rows] for of_rank in plan]
-            minibatch = exchange_rows(batch, wanted)
-            yield [in_order(minibatch, [ids[row] for row in rows]) for rows in plan[distributed.rank()]]
-
-    def plans(self, lengths: torch.Tensor, step: int) -> Iterator[list[list[list[int]]]]:
-        """Yield plan[rank][micro_batch] = rows for every optimizer step, reshuffled by (seed, step, epoch).
-
-        `lengths` (B,) are those of all sequences. The responses of an optimizer step do not depend on the
-        number of ranks, on the accumulation or on the cut into micro-batches.
-        """
-        args, num_ranks, size = self.args, distributed.world_size(), self.global_rows
-        for epoch in range(args.ppo_epochs):
-            generator = torch.Generator().manual_seed((args.seed * 1_000_003 + step) * 101 + epoch)
-            order = torch.randperm(len(lengths), generator=generator)
-            for chosen in order[: len(order) // size * size].split(size):
-                if self.cap:
-                    plan = self.cap.plan(lengths[chosen], num_ranks)
-                    yield [[chosen[rows].tolist() for rows in of_rank] for of_rank in plan]
-                else:
-                    parts = chosen.view(args.gradient_accumulation_steps, num_ranks, -1)
-                    yield [parts[:, rank].tolist() for rank in range(num_ranks)]
+    `lengths` (B,) are those of all sequences. The responses of an optimizer step do not depend on the number
+    of ranks, on the accumulation or on the cut into micro-batches: by tokens, under the cap, where the flags
+    ask for that, else by --per_device_training_batch_size.
+    """
+    num_ranks = distributed.world_size()
+    size = args.samples_per_update * num_ranks
+    for epoch in range(args.ppo_epochs):
+        generator = torch.Generator().manual_seed((args.seed * 1_000_003 + step) * 101 + epoch)
+        order = torch.randperm(len(lengths), generator=generator)
+        for chosen in order[: len(order) // size * size].split(size):
+            if args.packed or args.max_tokens_per_micro_batch:
+                plan = cap.plan(lengths[chosen], num_ranks)
+                yield [[chosen[rows].tolist() for rows in of_rank] for of_rank in plan]
+            else:
+                parts = chosen.view(args.gradient_accumulation_steps, num_ranks, -1)
+                yield [parts[:, rank].tolist() for rank in range(num_ranks)]

@@ -4,7 +4,6 @@ checkpoint keeps them, with the rollout batches that wait.
 # N tokens of any layout, flat or (B, R); mask (N) bool, tokens that count
 """
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -107,14 +106,6 @@ class OpenStep:
         return f"update-{self.num_minibatches:04d}"
 
 
-# What a checkpoint keeps of each part of the trainer, by the part's name there.
-LASTING = {
-    "rollout": ("num_draws", "refilled_fraction", "recomputes"),
-    "kl": ("coef",),
-    "switch_costs": ("received_bytes",),
-    "value_norm": ("weight", "mean", "variance"),
-    "evaluation": ("step", "metrics", "before", "best", "prompts"),
-}
 OPEN = "open"
 
 
@@ -124,17 +115,19 @@ class TrainerState(Stateful):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def _parts(self) -> dict[str, Any]:
-        """Return the parts of LASTING that this run has."""
+    def _parts(self) -> dict[str, tuple[Any, tuple[str, ...]]]:
+        """Return the parts of the trainer that this run has, by their names in a checkpoint, and what of each
+        lasts.
+        """
         trainer = self.trainer
         parts = {
-            "rollout": trainer.rollout,
-            "kl": trainer.kl_controller,
-            "switch_costs": trainer.roles.actor.hybrid_engine,
-            "value_norm": trainer.value_normaliser,
-            "evaluation": trainer.evaluation,
+            "rollout": (trainer.rollout, ("refilled_fraction", "recomputes")),
+            "kl": (trainer.kl_controller, ("coef",)),
+            "switch_costs": (trainer.roles.actor.hybrid_engine, ("received_bytes",)),
+            "value_norm": (trainer.value_normaliser, ("weight", "mean", "variance")),
+            "evaluation": (trainer.evaluation, ("step", "metrics", "before", "best", "prompts")),
         }
-        return {name: part for name, part in parts.items() if part is not None}
+        return {name: (part, lasting) for name, (part, lasting) in parts.items() if part is not None}
 
     def _batches(self) -> dict[str, PackedBatch]:
         trainer = self.trainer
@@ -151,14 +144,14 @@ class TrainerState(Stateful):
         """Return the rest."""
         trainer, texts = self.trainer, self.trainer.losses.pretraining
         state: dict[str, Any] = {
-            name: {key: getattr(part, key) for key in LASTING[name]} for name, part in self._parts().items()
+            name: {key: getattr(part, key) for key in lasting}
+            for name, (part, lasting) in self._parts().items()
         }
         state["keys"] = {name: list(batch.data) for name, batch in self._batches().items()}
         state["num_ranks"], state["num_prompts"] = distributed.world_size(), trainer.prompts.num_drawn
         state["losses"] = {"num_texts": texts.num_drawn if texts else 0}
         if trainer.open_step:
-            kept = dataclasses.fields(OpenStep)
-            state[OPEN] = {f.name: getattr(trainer.open_step, f.name) for f in kept if f.name != "batch"}
+            state[OPEN] = {name: x for name, x in vars(trainer.open_step).items() if name != "batch"}
         return state
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
@@ -166,8 +159,8 @@ class TrainerState(Stateful):
         trainer = self.trainer
         if trainer.evaluation and state["evaluation"]["prompts"] != trainer.evaluation.prompts:
             raise ValueError("the held-out prompts have changed since it was saved; bring the old ones back")
-        for name, part in self._parts().items():
-            for key in LASTING[name]:
+        for name, (part, lasting) in self._parts().items():
+            for key in lasting:
                 setattr(part, key, state[name][key])
         batches = {
             name: _read_rows(reader, name, keys, state["num_ranks"]) for name, keys in state["keys"].items()
@@ -182,16 +175,13 @@ class TrainerState(Stateful):
 
 def _read_rows(reader: TensorReader, name: str, keys: list[str], num_ranks: int) -> PackedBatch:
     """Return this rank's share of the rows that `num_ranks` have saved: as many on each, groups whole."""
-    parts, first = [], 0
-    num_rows = sum(reader.numel(f"{name}:{rank}:ids") for rank in range(num_ranks))
-    share = num_rows // distributed.world_size()
-    begin, end = distributed.rank() * share, (distributed.rank() + 1) * share
-    for rank in range(num_ranks):
-        num_here = reader.numel(f"{name}:{rank}:ids")
-        rows = range(max(begin - first, 0), max(min(end - first, num_here), 0))
-        first += num_here
-        if len(rows):
+    parts, size = [], reader.numel(f"{name}:0:ids")  # of a rank that saved
+    share = size * num_ranks // distributed.world_size()
+    rows = range(distributed.rank() * share, (distributed.rank() + 1) * share)
+    for saved in range(num_ranks):
+        mine = [row - saved * size for row in rows if row // size == saved]
+        if mine:
             names = ["ids", *(f"{key}:{part}" for key in keys for part in ("data", "lengths"))]
-            tensors = {key: reader.read(f"{name}:{rank}:{key}") for key in names}
-            parts.append(from_tensors(tensors, keys).select(rows))
+            tensors = {key: reader.read(f"{name}:{saved}:{key}") for key in names}
+            parts.append(from_tensors(tensors, keys).select(mine))
     return PackedBatch.concat(parts)

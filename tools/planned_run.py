@@ -26,7 +26,7 @@ from common.models.lora import LoraOptions, add_lora, trained_weights
 from common.models.model_flops import DEVICES
 from common.programs import startup
 from step3_ppo.algorithms import find_algorithm
-from step3_ppo.checks import check_flags, samples_per_rank
+from step3_ppo.checks import check_flags
 from step3_ppo.rewards.reward_specs import parse_rewards
 from tools.step_flags import StageArguments
 
@@ -186,7 +186,7 @@ class Run:
         self.num_micro_batches = -(-self.sequences_per_update * self.length // self.tokens_per_pass)
         if not self.actor:
             return
-        self.num_samples = samples_per_rank(args)
+        self.num_samples = args.samples_per_step
         # 1 without a plan for the family, as in the hybrid engine.
         self.tp_size = args.inference_tp_size if models["actor"].find_cuts(args.inference_tp_size) else 1
         is_hybrid = args.enable_hybrid_engine

@@ -90,19 +90,19 @@ def plan_update(run: Run, role: Role, times: float) -> Phase:
 
 
 def plan_switch(run: Run) -> Phase:
-    """Return the entering of generate mode, once for each generation batch."""
-    phase, role, times = Phase(), run.actor, run.args.generation_batches
+    """Return the entering of generate mode, once a step."""
+    phase, role = Phase(), run.actor
     if run.args.offload_states_for_generation:
         shard = role.model.num_trained / (run.num_ranks if role.zero.stage else 1)
-        phase.host_bytes = 2 * 12 * shard * times
+        phase.host_bytes = 2 * 12 * shard
     if run.gathers_by_layer:
         return phase
     switch, size = run.plan_switch(), run.num_ranks // run.tp_size
     if switch.from_gather_group:
         gathered = switch.from_gather_group * size / (size - 1)
-        phase.gather(run, size, run.num_bytes * gathered * times)
+        phase.gather(run, size, run.num_bytes * gathered)
     local_share = (run.args.num_gpus - 1) / max(run.num_ranks - 1, 1)
-    from_all = run.num_bytes * switch.from_all * times
+    from_all = run.num_bytes * switch.from_all
     phase.intra_bytes += from_all * local_share
     phase.inter_bytes += from_all * (1 - local_share)
     return phase

@@ -161,7 +161,7 @@ def test_single_model_variants(forks, flags, finished, tmp_path, variant, do):
 
 
 PPO_POINTS = {
-    "before the first step": ("step3_ppo.evaluation:Evaluation._judge", 1),
+    "before the first step": ("step3_ppo.evaluation:Evaluation.evaluate", 1),
     "in an evaluation": ("step3_ppo.evaluation:measure", 2),
     "in the export of the best": ("common.runs.export:_write_model", 1),
     "generation": ("step3_ppo.roles:Actor.generate", 8),

@@ -259,6 +259,10 @@ def test_an_algorithm_is_found_by_name_or_imported(tmp_path, monkeypatch):
             find_algorithm("my_algorithms_of_a_test:plane")
         with pytest.raises(ValueError, match=r"--algorithm gropo is unknown; did you mean grpo\? \(known: "):
             find_algorithm("gropo")
+        file = tmp_path / "my_algorithms_of_a_test.py"
+        file.rename(tmp_path / "others_of_a_test.py")  # another file's function of the same name
+        with pytest.raises(ValueError, match="algorithm 'of a test' is registered twice"):
+            find_algorithm("others_of_a_test:decorated")
     finally:
         ALGORITHMS.clear()
         ALGORITHMS.update(before)

@@ -14,6 +14,7 @@ from common.data.dialogue import build_template
 from common.data.packed_batch import ROW_IDS
 from common.data.stage_datasets import build_data
 from common.flags.args import Problems
+from common.ranks.failures import StepRefused
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import check_evaluation
 from step3_ppo.evaluation import Evaluation, choose_prompts, compare, judge, measure
@@ -59,7 +60,7 @@ def test_the_numbers_of_an_evaluation_by_hand():
 def test_a_row_of_a_response():
     batch = scored_batch().with_texts(ROW_IDS, ["f:1", "f:2", "f:3"])
     batch = batch.with_key("advantages", torch.full((8,), 0.25), like="response_ids")
-    row = list(response_rows(batch, lambda ids: f"{len(ids)} tokens"))[1]
+    row = list(response_rows(batch, batch.ids, lambda ids: f"{len(ids)} tokens"))[1]
     assert row == {
         "row_id": "f:2", "prompt": "3 tokens", "answer": "5 tokens", "score": -1.0,
         "score/function_sum": 0.0, "score/function_form": 1.0, "response_tokens": 5, "is_finished": False,
@@ -147,7 +148,7 @@ def test_wrong_flags_have_one_message(flags, message, tmp_path):
 
 
 def evaluation(**flags) -> Evaluation:
-    return Evaluation(PPOArguments(**flags), None, None, None, [{"prompt_ids": [1, 2, i]} for i in range(5)])
+    return Evaluation(PPOArguments(**flags), None, None, [{"prompt_ids": [1, 2, i]} for i in range(5)])
 
 
 def test_when_it_is_due():
@@ -159,14 +160,15 @@ def test_when_it_is_due():
 
 def test_what_a_reward_draws_is_not_missing_in_the_training(monkeypatch):
     def draw_all(_, step):
-        return {"eval/score": random.random() + numpy.random.rand() + float(torch.rand(()))}
+        raise StepRefused(f"{random.random()} {numpy.random.rand()} {torch.rand(())}")
 
-    monkeypatch.setattr(Evaluation, "_judge", draw_all)
+    monkeypatch.setattr(Evaluation, "_answer", draw_all)
     found = []
     for is_evaluated in (True, False):
         random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
         if is_evaluated:
-            evaluation().judge_if_due(0, 10)
+            with pytest.raises(StepRefused):
+                evaluation().evaluate(0)
         found.append((random.random(), numpy.random.rand(), float(torch.rand(()))))
     assert found[0] == found[1]
 

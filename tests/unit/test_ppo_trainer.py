@@ -8,8 +8,8 @@ from rollout_batches import make_rollout_batch
 
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.checks import updates_per_step
 from step3_ppo.ppo_trainer import PPOTrainer
+from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.trainer_state import ValueNormaliser
 
 
@@ -19,7 +19,7 @@ def test_the_schedules_are_as_long_as_the_optimizer_steps():
         per_device_training_batch_size=4, gradient_accumulation_steps=2,  # 6 updates an epoch
         ppo_epochs=3,
     )  # fmt: skip
-    assert updates_per_step(args) == 3 * 6
+    assert args.updates_per_step == 3 * 6
 
 
 class KnowingCritic:
@@ -28,12 +28,9 @@ class KnowingCritic:
     Its values are in the units of the statistics at that time. Scores grow from rollout to rollout.
     """
 
-    recomputes = False
-    scores = SimpleNamespace(
-        counts=lambda batch: torch.ones(len(batch), dtype=torch.bool),
-        failures=SimpleNamespace(are_borne=False),
-        first_failure="",
-    )
+    recomputes, judge_gap = True, lambda self, gap: None
+    scores = ScoreSum([])
+    roles = SimpleNamespace(actor=SimpleNamespace(hybrid_engine=SimpleNamespace(received_bytes=0)))
 
     normaliser: ValueNormaliser
     num_rollouts = 0
@@ -54,30 +51,21 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
         value_norm=kind, adv_norm="none", kl_coef=0.0, gamma=1.0, reward_clip=0.0, truncated="bootstrap",
         rollout_staleness=staleness,
     )  # fmt: skip
-    learned, algorithm = [], ALGORITHMS["ppo"]
-    rollout = KnowingCritic()
-    trainer = PPOTrainer(
-        fill_defaults(args, algorithm),
-        algorithm,
-        SimpleNamespace(
-            actor=SimpleNamespace(hybrid_engine=SimpleNamespace(costs=SimpleNamespace(metrics=dict)))
-        ),
-        rollout,
-        prompts=None,
-        pretraining=None,
-        logger=SimpleNamespace(log=lambda *_: None),
-        decode=str,
-    )
+    learned, algorithm, rollout = [], ALGORITHMS["ppo"], KnowingCritic()
+    logger, run = SimpleNamespace(log=lambda *_: None), SimpleNamespace(point=lambda *_: None)
+    trainer = PPOTrainer(fill_defaults(args, algorithm), algorithm, rollout, None, None, logger)
     rollout.normaliser = normaliser = trainer.value_normaliser
     normaliser.beta = 0.5
-    trainer.plan = SimpleNamespace(minibatches=lambda batch, step, first: learned.append(batch) or iter(()))
+    trainer.minibatches = lambda current: learned.append(current.batch) or ()
     trainer._write_responses = lambda *_: None
     for step in range(1, 5):
         worth = (torch.tensor([1.0, 2.0, 4.0]) * 3**step).repeat_interleave(torch.tensor([3, 1, 6]))
         critic_says = normaliser.normalise(worth)
-        metrics, learned_from = trainer.train_step(step), learned[-1].data
+        metrics, learned_from = trainer.train_step(step, run), learned[-1].data
         assert learned_from["advantages"].abs().max() < 1e-3, step  # of scores up to 324
         assert metrics["value/explained_variance"] == pytest.approx(1.0)
+        gaps = (learned_from["old_logprobs"] - learned_from["rollout_logprobs"]).abs()
+        assert metrics["policy/logprob_gap"] == pytest.approx(float(gaps.sum()) / 10)  # tokens
         # The losses compare what the critic says before its update with returns that it is to learn.
         assert torch.allclose(learned_from["old_values"], critic_says, atol=1e-4)
         assert torch.allclose(normaliser.denormalise(learned_from["returns"]), worth, rtol=1e-5)

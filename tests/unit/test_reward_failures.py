@@ -20,7 +20,6 @@ from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
 from step3_ppo.rewards.text_rewards import Failures, RewardError, TextReward, checked_scores
-from step3_ppo.trainer_state import LASTING
 
 
 @pytest.mark.parametrize("text", ["", "default:", "default:nan", "mask:1"])
@@ -96,12 +95,11 @@ def learned(name, batch, on_error, **flags):
     flags = {"algorithm": name, "kl_in": algorithm.kl_in, "kl_estimator": "k1", "adv_norm": "batch"} | flags
     args = dataclasses.replace(PPOArguments(), whiten_scores=True, value_norm="exp", **flags)
     specs = [RewardSpec("function", "m:f", 1.0, "function_f")]
-    rollout = SimpleNamespace(scores=ScoreSum(specs, failures=Failures.parse(on_error)), recomputes=False)
-    absent = dict.fromkeys(("roles", "prompts", "pretraining", "decode"))
-    logger = SimpleNamespace(log_interval=100)
-    trainer = PPOTrainer(args, algorithm, rollout=rollout, logger=logger, **absent)
+    scores = ScoreSum(specs, failures=Failures.parse(on_error))
+    rollout = SimpleNamespace(scores=scores, recomputes=False, roles=None)
+    trainer = PPOTrainer(args, algorithm, rollout, None, None, SimpleNamespace(log_interval=100))
     done = trainer.add_advantages(1, batch)
-    state = {name: getattr(trainer.value_normaliser, name, 0.0) for name in LASTING["value_norm"]}
+    state = {name: getattr(trainer.value_normaliser, name, 0.0) for name in ("weight", "mean", "variance")}
     summary = {name: value for name, value in done.summary.items() if "failed" not in name}
     return done.batch, summary | {k: float(v) for k, v in state.items()}
 

@@ -1,5 +1,6 @@
 """Collecting a rollout batch: ids, groups, versions, refilled groups, and what each role says of it."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,12 @@ from step3_ppo.rollout import Rollout, add_sampling_mask
 class FakeActor:
     """Answers with the sample ids: response k of a prompt is as long as k + 1."""
 
-    is_packed = False
+    is_packed, num_switches = False, 0
+
+    @contextmanager
+    def generation_mode(self):
+        self.num_switches += 1
+        yield
 
     def generate(self, prompt_ids, prompt_mask, sample_ids, *, num_samples):
         assert len(sample_ids) == num_samples * len(prompt_ids)
@@ -72,18 +78,22 @@ def build(score_of=lambda sample: sample, *, rounds=0, source="rollout", stalene
     )
 
 
-def endless_prompts():
-    prompts = [[6, 7, 8], [9, 10, 11, 12], [16]]
-    rows = []
-    for i, ids in enumerate(prompts):
-        texts = {"row_id": f"file:{i}", "prompt_text": f"prompt {i}", "fields": f'{{"answer": {i}}}'}
-        rows.append({"prompt_ids": ids} | texts)
-    while True:
-        yield [collate_prompts(rows)]
+class EndlessPrompts:
+    """The same three prompts every time."""
+
+    num_drawn, global_rows = 0, 3
+
+    def __next__(self):
+        rows = []
+        for i, ids in enumerate([[6, 7, 8], [9, 10, 11, 12], [16]]):
+            texts = {"row_id": f"file:{i}", "prompt_text": f"prompt {i}", "fields": f'{{"answer": {i}}}'}
+            rows.append({"prompt_ids": ids} | texts)
+        self.num_drawn += 1
+        return [collate_prompts(rows)]
 
 
 def test_a_rollout_batch_has_a_response_an_item_in_the_order_of_the_samples():
-    rollout, prompts = build(), endless_prompts()
+    rollout, prompts = build(), EndlessPrompts()
     first, second = rollout.collect(prompts, version=0), rollout.collect(prompts, version=4)
     first.check()
     assert first.ids == tuple(range(6)) and second.ids == tuple(range(6, 12))
@@ -98,24 +108,29 @@ def test_a_rollout_batch_has_a_response_an_item_in_the_order_of_the_samples():
     assert first.texts(ROW_IDS) == ["file:0", "file:0", "file:1", "file:1", "file:2", "file:2"]
 
 
-def test_old_logprobs_are_the_trainers_where_they_are_recomputed():
-    batch = build(source="recompute").collect(endless_prompts(), 0)
+def test_old_logprobs_are_the_trainers_where_they_are_recomputed_or_not_trained_on():
+    batch = build(source="recompute").collect(EndlessPrompts(), 0)
     assert batch.data["old_logprobs"].eq(-0.625).all() and batch.data["rollout_logprobs"].eq(-0.5).all()
+    rollout, prompts = build(source="rollout"), EndlessPrompts()
+    answers, texts = rollout.sample([*next(prompts), *next(prompts)], 0, 2, 0)
+    assert len(answers) == 12 and rollout.roles.actor.num_switches == 1, "weights move once for all batches"
+    held_out = rollout.score(answers, texts, is_trained_on=False)
+    assert held_out.data["old_logprobs"].eq(-0.625).all() and "old_values" not in held_out.data
 
 
 def test_groups_of_one_score_are_replaced_by_groups_of_further_prompts():
     # Prompts 0 and 2 have one score; of the next draw prompt 3 has one too, 4 and 5 have not.
     scores = {0: 1, 1: 1, 2: 0, 3: 1, 4: 2, 5: 2, 6: 7, 7: 7, 8: 0, 9: 1, 10: 5, 11: 6}
-    rollout = build(scores.__getitem__, rounds=3)
-    batch = rollout.collect(endless_prompts(), 0)
-    assert batch.ids == (2, 3, 8, 9, 10, 11) and rollout.num_draws == 2
+    rollout, prompts = build(scores.__getitem__, rounds=3), EndlessPrompts()
+    batch = rollout.collect(prompts, 0)
+    assert batch.ids == (2, 3, 8, 9, 10, 11) and prompts.num_drawn == 2
     assert rollout.refilled_fraction == pytest.approx(4 / 6)
 
 
 def test_after_the_last_round_a_group_of_one_score_stays():
-    rollout = build(lambda sample: 1.0 if sample < 12 else sample, rounds=1)
-    batch = rollout.collect(endless_prompts(), 0)
-    assert batch.ids == tuple(range(6)) and rollout.num_draws == 2 and rollout.refilled_fraction == 0
+    rollout, prompts = build(lambda sample: 1.0 if sample < 12 else sample, rounds=1), EndlessPrompts()
+    batch = rollout.collect(prompts, 0)
+    assert batch.ids == tuple(range(6)) and prompts.num_drawn == 2 and rollout.refilled_fraction == 0
 
 
 def test_texts_and_row_fields_reach_the_rewards_that_read_them():
@@ -128,7 +143,7 @@ def test_texts_and_row_fields_reach_the_rewards_that_read_them():
             seen.append(answers)
             return [row["answer"] * 10.0 for row in answers.rows]
 
-    batch = build(texts=Text()).collect(endless_prompts(), 0)
+    batch = build(texts=Text()).collect(EndlessPrompts(), 0)
     assert batch.numbers("score/function_f").tolist() == [0, 0, 10, 10, 20, 20]
     assert batch.numbers("scores").tolist() == [0, 1, 7, 8, 14, 15]  # sample + half of the function's
     (answers,) = seen

@@ -1,8 +1,7 @@
 """The rollout batch: what algorithms see, its cut into minibatches, and who holds what on four ranks."""
 
-import multiprocessing
-import os
-import socket
+import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +17,12 @@ from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.roles import build_response_inputs
 from step3_ppo.rollout_batch import (
-    MinibatchPlan,
     TokenCap,
+    cut_minibatches,
     exchange_rows,
     gather_ids,
     num_tokens,
+    plan_minibatches,
     put_back,
     replace_rows,
     response_mask,
@@ -67,23 +67,21 @@ def test_responses_stand_behind_their_prompts():
     assert packed.input_ids[0, packed_slots].equal(batch.data["response_ids"])
 
 
-def make_plan(rows, accumulation=1, cap=None) -> MinibatchPlan:
+def make_args(rows, accumulation=1, max_tokens=0) -> PPOArguments:
     """Two epochs of minibatches."""
-    args = PPOArguments(
-        per_device_training_batch_size=rows, gradient_accumulation_steps=accumulation, ppo_epochs=2, seed=5
-    )
-    return MinibatchPlan(args, cap)
+    args = PPOArguments(per_device_training_batch_size=rows, gradient_accumulation_steps=accumulation)
+    return dataclasses.replace(args, max_tokens_per_micro_batch=max_tokens, ppo_epochs=2, seed=5)
 
 
-@pytest.mark.parametrize("cap", [None, TokenCap(24), TokenCap(24, is_packed=True)])
+@pytest.mark.parametrize("cap", [TokenCap(0), TokenCap(24), TokenCap(24, is_packed=True)])
 @pytest.mark.parametrize(("rows", "accumulation", "world_size"), [(4, 2, 1), (4, 1, 2), (2, 2, 2)])
 def test_an_update_has_the_same_samples_however_they_are_dealt(
     rows, accumulation, world_size, cap, monkeypatch
 ):
     lengths = torch.tensor(LENGTHS).sum(0)
-    expected = [sorted(sum(u[0], [])) for u in make_plan(8).plans(lengths, 7)]
+    expected = [sorted(sum(u[0], [])) for u in plan_minibatches(lengths, make_args(8), cap, 7)]
     monkeypatch.setattr(distributed, "world_size", lambda: world_size)
-    plans = list(make_plan(rows, accumulation, cap).plans(lengths, 7))
+    plans = list(plan_minibatches(lengths, make_args(rows, accumulation, cap.max_tokens), cap, 7))
     assert [sorted(sum(sum(update, []), [])) for update in plans] == expected
     for epoch in (expected[:3], expected[3:]):
         assert sorted(sum(epoch, [])) == list(range(24)), "each sample once an epoch"
@@ -92,7 +90,8 @@ def test_an_update_has_the_same_samples_however_they_are_dealt(
         assert len({len(of_rank) for of_rank in update}) == 1, "as many micro-batches on each rank"
         for micro_batch in (m for of_rank in update for m in of_rank):
             of_rows = lengths[micro_batch].tolist()
-            assert cap is None or (sum(of_rows) if cap.is_packed else len(of_rows) * max(of_rows)) <= 24
+            cost = sum(of_rows) if cap.is_packed else len(of_rows) * max(of_rows)
+            assert cost <= 24 or not cap.max_tokens
 
 
 # --- four ranks ---
@@ -115,9 +114,8 @@ def look(rank: int, world_size: int) -> dict:
             plain(values, value, group=group),
         )
     found = {"micro_batches": [], "received": 0, "trained": 0}
-    plan = make_plan(8 // world_size)
     own = set(batch.ids)
-    for (micro_batch,) in plan.minibatches(batch, 7):
+    for (micro_batch,) in cut_minibatches(batch, make_args(8 // world_size), TokenCap(0), 7):
         expected = make_rollout_batch(
             micro_batch.ids, *([of[i] for i in micro_batch.ids] for of in LENGTHS), num_samples=2
         )
@@ -129,7 +127,7 @@ def look(rank: int, world_size: int) -> dict:
     args = fill_defaults(PPOArguments(whiten_scores=True), ALGORITHMS["ppo"])
     done = ALGORITHMS["ppo"].add_advantages(batch, args, 0.1)
     found["advantages"] = dict(zip(done.ids, done.sequences("advantages"), strict=True))
-    found["summary"] = metrics.summarise(done) | metrics.summarise_gap(done)
+    found["summary"] = metrics.summarise(done)
     found["mean"] = float(step_mean(batch.numbers("scores")))
     # Rows 0 to 7 are dropped, of all ranks, and fresh ones taken that the last rank has most of.
     fresh = share_of(world_size, rank)
@@ -146,30 +144,18 @@ def look(rank: int, world_size: int) -> dict:
     return found
 
 
-def be_a_rank(rank: int, world_size: int, port: int, answers) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def be_a_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    distributed.start()
-    answers.put((rank, look(rank, world_size)))
-    distributed.barrier()
-    distributed.stop()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    torch.save(look(rank, 4), folder / f"rank-{rank}")
+    dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_four_ranks_hold_what_they_sampled_and_receive_what_they_train_on():
+def test_four_ranks_hold_what_they_sampled_and_receive_what_they_train_on(tmp_path):
     alone = look(0, 1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    ranks = [context.Process(target=be_a_rank, args=(r, 4, port, answers)) for r in range(4)]
-    for process in ranks:
-        process.start()
-    found = [answer for _, answer in sorted((answers.get(timeout=240) for _ in ranks), key=lambda a: a[0])]
-    for process in ranks:
-        process.join(60)
+    torch.multiprocessing.spawn(be_a_rank, (tmp_path,), nprocs=4)
+    found = [torch.load(tmp_path / f"rank-{rank}", weights_only=False) for rank in range(4)]
     for update, expected in enumerate(alone["micro_batches"]):
         assert sum((f["micro_batches"][update] for f in found), ()) == expected
     for f in found:
@@ -193,15 +179,13 @@ def test_the_summary_by_hand():
         [1, 2],
         old_logprobs=torch.tensor([[-1.0, 9.0], [-1.0, -2.0]]),
         ref_logprobs=torch.tensor([[-2.0, 0.0], [-1.0, -2.5]]),
-        rollout_logprobs=torch.tensor([[-1.5, 0.0], [-1.0, -2.0]]),
         rewards=torch.tensor([[1.0, 0.0], [1.0, 2.0]]),
         scores=torch.tensor([1.0, 3.0]),
     )
-    found = metrics.summarise(batch) | metrics.summarise_gap(batch)
+    found = metrics.summarise(batch)
     assert found["objective/kl"] == pytest.approx((1.0 + (0.0 + 0.5)) / 2)
     assert found["objective/score"] == 2.0 and found["objective/score_std"] == 1.0
     assert found["objective/reward"] == 2.0 and found["rollout/response_tokens"] == 1.5
-    assert found["policy/logprob_gap"] == pytest.approx(0.5 / 3) and found["policy/logprob_gap_max"] == 0.5
     assert found["objective/score_length_correlation"] == pytest.approx(1.0)
 
 

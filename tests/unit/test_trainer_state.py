@@ -9,12 +9,15 @@ import pytest
 import torch
 from plain_logits import compute_logits
 from right_or_wrong import close, forms, judge
-from rollout_batches import PADDING, fill, random_batch
+from rollout_batches import PADDING, fill, make_rollout_batch, random_batch
 
 from common.data.global_batches import GlobalBatches
+from common.data.packed_batch import PackedBatch
 from common.engine.ds_config import build_config, build_engine
 from common.models.loading import ModelOptions, load_causal_lm
+from common.ranks import distributed
 from common.runs.export import gather_state_dict
+from common.runs.saved_state import TensorReader, write_slices
 from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import Evaluation
@@ -179,9 +182,9 @@ def test_an_engine_computes_and_exports_with_the_average_and_trains_on_without_i
 
 def make_trainer(rows=5):
     """The parts of a trainer that a checkpoint keeps, as they begin."""
-    evaluation = Evaluation(PPOArguments(), None, None, None, [{"prompt_ids": [1, i]} for i in range(rows)])
+    evaluation = Evaluation(PPOArguments(), None, None, [{"prompt_ids": [1, i]} for i in range(rows)])
     return SimpleNamespace(
-        rollout=SimpleNamespace(num_draws=0, refilled_fraction=0.0, recomputes=True),
+        rollout=SimpleNamespace(refilled_fraction=0.0, recomputes=True),
         roles=SimpleNamespace(actor=SimpleNamespace(hybrid_engine=SimpleNamespace(received_bytes=0))),
         prompts=GlobalBatches(range(99), list, rows_per_micro_batch=1),
         losses=SimpleNamespace(pretraining=None),
@@ -196,7 +199,7 @@ def make_trainer(rows=5):
 def test_a_resumed_run_has_everything_that_moves():
     """R56: every stateful part is checkpointed."""
     first, second = make_trainer(), make_trainer()
-    first.rollout.num_draws, first.rollout.recomputes, first.kl_controller.coef = 4, False, 0.3
+    first.rollout.refilled_fraction, first.rollout.recomputes, first.kl_controller.coef = 0.5, False, 0.3
     first.value_normaliser.update(torch.tensor([1.0, 3.0]), torch.ones(2).bool())
     first.evaluation.step, first.evaluation.best = 20, {"metric": "eval/score", "value": 1.0, "step": 10}
     first.evaluation.before = {"scores": [1.0, None], "answers": ["a", "b"]}
@@ -209,3 +212,27 @@ def test_a_resumed_run_has_everything_that_moves():
     assert second.evaluation.before == first.evaluation.before and not second.evaluation.is_due(20, 20)
     with pytest.raises(ValueError, match="held-out prompts have changed"):
         TrainerState(make_trainer(rows=4)).load(None, state)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(2, 1), (1, 2), (2, 2)])
+def test_rows_that_wait_are_shared_by_the_ranks_that_resume(saved, resumed, tmp_path, monkeypatch):
+    rows = make_rollout_batch(range(4), [1, 2, 3, 4], [2, 1, 5, 3], num_samples=2)
+
+    def trainer_of(rank, num_ranks):
+        monkeypatch.setattr(distributed, "rank", lambda: rank)
+        monkeypatch.setattr(distributed, "world_size", lambda: num_ranks)
+        return make_trainer()
+
+    files, found = [tmp_path / str(rank) for rank in range(saved)], []
+    for rank, file in enumerate(files):
+        trainer = trainer_of(rank, saved)
+        trainer.waiting.append(rows.select(torch.arange(4).chunk(saved)[rank]))
+        write_slices(file, TrainerState(trainer).tensor_slices())
+    state = TrainerState(trainer).json_state()
+    for rank in range(resumed):
+        trainer = trainer_of(rank, resumed)
+        TrainerState(trainer).load(TensorReader(files), state)
+        found.extend(trainer.waiting)
+    assert [len(batch) for batch in found] == [4 // resumed] * resumed
+    whole = PackedBatch.concat(found)
+    assert whole.ids == rows.ids and all(whole.data[key].equal(data) for key, data in rows.data.items())
