@@ -25,10 +25,10 @@ from common.programs import startup
 from common.programs.training_loop import build_logger, count_steps, save_model, take_steps
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps
-from common.runs.durable_files import remove_folder
-from common.runs.export import ExportFailed, save_export
+from common.runs.durable_files import SaveFailed, remove_folder
+from common.runs.export import save_export
 from common.runs.run import Run
-from common.runs.saved_state import EngineState, Progress, ShardState
+from common.runs.saved_state import EngineState
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import PPOStart, check_start_up
 from step3_ppo.evaluation import choose_prompts
@@ -102,28 +102,27 @@ def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data
         "--per_device_generation_batch_size x --generation_batches": prompts.global_rows,
         "--per_device_training_batch_size x --gradient_accumulation_steps": samples,
     }
-    progress = Progress(data.key, rows, about_data=data.report.facts())
     parts: dict[str, Any] = {"actor": EngineState(roles.actor.model)}
     if roles.critic:
         parts["critic"] = EngineState(roles.critic.model)
     if trainer.ema:
-        parts["ema"] = ShardState(trainer.ema.parameters, trainer.ema.averages)
+        parts["ema"] = trainer.ema
     parts["trainer"] = TrainerState(trainer)
-    return Run(args, start.earlier, trainer.logger, progress, parts)
+    return Run(args, start.earlier, trainer.logger, data, rows, parts)
 
 
 def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     """Take the steps that are left. Raises Stopped, and TooManyBadSteps with the state saved."""
-    progress, evaluation = run.progress, trainer.evaluation
+    evaluation = trainer.evaluation
 
     def train_step(step: int) -> None:
         metrics = trainer.train_step(step, run)
-        progress.facts = {name: metrics[name] for name in ("objective/score", "objective/kl")}
+        run.facts = {name: metrics[name] for name in ("objective/score", "objective/kl")}
 
     best = Path(start.args.output_dir, EXPORT_BEST)
     if start.args.output_dir and not start.earlier.checkpoints and distributed.is_main() and best.is_dir():
         remove_folder(best)  # of an earlier run
-    while evaluation and progress.step == 0 and evaluation.is_due(0, run.logger.num_steps):
+    while evaluation and run.step == 0 and evaluation.is_due(0, run.logger.num_steps):
         judge_and_export(start, trainer, run)  # again where it was refused: the rest compares with it
         run.point(0)
     take_steps(run, train_step, lambda step: judge_and_export(start, trainer, run))
@@ -134,7 +133,7 @@ def judge_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
 
     Every rank must call this. Raises TooManyBadSteps with the state saved.
     """
-    args, evaluation, step = start.args, trainer.evaluation, run.progress.step
+    args, evaluation, step = start.args, trainer.evaluation, run.step
     if evaluation is None or not evaluation.is_due(step, run.logger.num_steps):
         return
     try:
@@ -146,13 +145,13 @@ def judge_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     if not args.output_dir or not evaluation.is_best(metrics):
         return
     best = {"metric": args.keep_best, "value": metrics[args.keep_best], "step": step}
-    metadata = build_metadata(args, run.progress.facts, evaluation.metrics)
+    metadata = build_metadata(args, run.facts, evaluation.metrics)
     metadata |= {"num_steps": step, "best": best}
     actor = language_model(trainer.roles.actor.model.module)
     try:
         save_export(Path(args.output_dir) / EXPORT_BEST, actor, start.tokenizer, metadata=metadata)
         evaluation.best = best
-    except ExportFailed as error:
+    except SaveFailed as error:
         trainer.logger.note(f"warning: {error}; the run continues")
 
 
@@ -204,7 +203,7 @@ def main() -> None:
         trainer = build_trainer(start, num_steps, prompts, held_out, pretraining)
         run = build_run(start, trainer, prompts, data)
         run.begin()  # the first to write: all models are there
-    if run.progress.step == 0:
+    if run.step == 0:
         for line in [*data.report.lines(), *([told] if told else [])]:
             trainer.logger.note(line)
 
@@ -218,8 +217,8 @@ def main() -> None:
         trainer.rollout.scores.close()
 
     # ---- export -----------------------------------------------------------------------------------------
-    if args.output_dir and run.progress.facts:
-        save_all(start, trainer, run.progress.facts)
+    if args.output_dir and run.facts:
+        save_all(start, trainer, run.facts)
     trainer.logger.close()
     if too_many:
         raise too_many

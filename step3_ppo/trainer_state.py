@@ -16,7 +16,7 @@ from torch import nn
 from common.data.packed_batch import PackedBatch
 from common.ranks import distributed
 from common.ranks.zero3 import local_shard, swapped_shards
-from common.runs.saved_state import Stateful, TensorReader, TensorSlice
+from common.runs.saved_state import Segment, Stateful, TensorReader, TensorSlice
 from step3_ppo.rollout_batch import from_tensors, to_tensors
 
 MIN_VARIANCE = 1e-5  # of returns: equal ones are not divided by 0
@@ -70,7 +70,7 @@ class ValueNormaliser:
         return (x.double() * self.std + self.mean).float()
 
 
-class ExponentialMovingAverage:
+class ExponentialMovingAverage(Stateful):
     """average <- decay average + (1 - decay) weights, in fp32, on the part of a weight this rank holds."""
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -87,6 +87,19 @@ class ExponentialMovingAverage:
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Hold the averages in the weights' place inside the block. Every rank must call this."""
         return swapped_shards(self.parameters, self.averages)
+
+    def _segments(self) -> list[Segment]:
+        return [Segment.of_parameter(name, p, self.averages[name]) for name, p in self.parameters.items()]
+
+    def tensor_slices(self) -> Iterator[TensorSlice]:
+        """Give what this rank owns of the averages."""
+        for segment in self._segments():
+            yield from segment.save(segment.name, segment.owner)
+
+    def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
+        """Take what was saved. Raises ValueError when a parameter is missing or has another size."""
+        for segment in self._segments():
+            segment.load(reader, segment.name, segment.owner)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
 from common.runs.run import Run
 from common.runs.run_logger import RunLogger
-from common.runs.saved_state import EngineState, Progress, Stateful
+from common.runs.saved_state import EngineState, Stateful
 
 
 def begin(flags: type, stage: int, description: str) -> Start | None:
@@ -142,8 +142,7 @@ def train(
     """
     args, logger = start.args, trainer.logger
     rows = {"--per_device_train_batch_size x --gradient_accumulation_steps": batches.global_rows}
-    progress = Progress(data.key, rows, about_data=data.report.facts())
-    run = Run(args, start.earlier, logger, progress, {"model": EngineState(trainer.engine)} | (parts or {}))
+    run = Run(args, start.earlier, logger, data, rows, {"model": EngineState(trainer.engine)} | (parts or {}))
 
     def evaluate(step: int) -> None:
         is_due = step == logger.num_steps or step % len(batches) == 0
@@ -156,17 +155,17 @@ def train(
             max_batches=args.eval_iters,
         )
         with watchdog.phase("the evaluation", step, clock="evaluate"):
-            progress.facts[trainer.fact] = trainer.evaluate(step, some)
+            run.facts[trainer.fact] = trainer.evaluate(step, some)
 
     with startup.as_problem(start.problems):
         run.begin()  # the first to write: the model is there
-        prepare(progress.step)
-    if progress.step == 0:
+        prepare(run.step)
+    if run.step == 0:
         for line in data.report.lines():
             logger.note(line)
         evaluate(0)
         run.point(0)
-    batches.num_drawn = progress.step
+    batches.num_drawn = run.step
 
     def train_step(step: int) -> None:
         with watchdog.phase("the training step", step):
@@ -174,7 +173,7 @@ def train(
 
     take_steps(run, train_step, evaluate)
     if args.output_dir:
-        metadata = {"step": trainer.kind, "template": args.template} | progress.facts
+        metadata = {"step": trainer.kind, "template": args.template} | run.facts
         save_model(start, logger, trainer.engine.module, metadata)
     logger.close()
     run.finish()

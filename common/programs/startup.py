@@ -29,11 +29,11 @@ from common.models.lora import linear_module_names, lora_targets
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps, first_line, say
 from common.runs import run_files
-from common.runs.checkpoints import SaveFailed
-from common.runs.export import ExportFailed, read_metadata
+from common.runs.durable_files import SaveFailed
+from common.runs.export import read_metadata
 from common.runs.resume import EarlierRun, find_run
 from common.runs.run import STOPPED, Stopped
-from common.runs.trackers import missing_trackers
+from common.runs.run_logger import missing_trackers
 
 OF_A_GROUP = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -320,7 +320,7 @@ def run_program(program: Callable[[], None]) -> None:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
         cause = left.__context__  # what became a problem
         raise
-    except (ExportFailed, SaveFailed, StepRefused, TooManyBadSteps) as error:  # by all ranks alike
+    except (SaveFailed, StepRefused, TooManyBadSteps) as error:  # by all ranks alike
         if distributed.is_main():
             say(f"error: {error}")
         watchdog.say_goodbye(3, error)

@@ -64,14 +64,13 @@ def take_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[
 
     Every rank must call this. Raises Stopped, and TooManyBadSteps with the state saved.
     """
-    progress = run.progress
-    while progress.step < run.logger.num_steps:
-        step, refusal = progress.step + 1, None
+    while run.step < run.logger.num_steps:
+        step, refusal = run.step + 1, None
         try:
             train_step(step)
         except StepRefused as error:
             refusal = error
-        progress.step = step
+        run.step = step
         if refusal:
             run.refuse(step, refusal)
         evaluate(step)

@@ -1,9 +1,9 @@
 """Checkpoints: folders with all that moves in a run, whole or not there.
 
 OUTPUT_DIR/checkpoints/step-000200/ holds PART-rank-00000.safetensors, ... for every part and rank,
-and meta.json: the JSON state of all parts, the flags, versions, size and SHA-256 of every file. It is written
-under another name and renamed when everything is on the disk; only then older ones go. What is in doubt is
-named and passed over for the newest one that is whole.
+and meta.json: the JSON state of all parts, the flags, the SHA-256 of every file. It is written under another
+name and renamed when everything is on the disk; only then older ones go. What is in doubt is named and passed
+over for the newest one that is whole.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.ranks import distributed
-from common.runs.durable_files import WRITING, publish_folder, remove_folder, sync
+from common.runs.durable_files import WRITING, SaveFailed, publish_folder, remove_folder, sync
 from common.runs.saved_state import Stateful, TensorReader, write_slices
 
 FOLDER, META = "checkpoints", "meta.json"
@@ -38,10 +38,6 @@ def checkpoint_order(name: str) -> tuple[int, int] | None:
     if match is None:
         return None
     return int(match[1]), 1 + int(match[3] or 0) if match[2] else 0
-
-
-class SaveFailed(OSError):
-    """A checkpoint could not be written; the ones before it are as they were. Raised on every rank alike."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +98,11 @@ def find_checkpoints(path: Path) -> tuple[list[Checkpoint], list[str]]:
 
 
 def save_checkpoint(
-    run_folder: Path, name: str, parts: Mapping[str, Stateful], about: dict[str, Any], save_total_limit: int
+    run_folder: Path, name: str, parts: Mapping[str, Stateful], flags: dict[str, Any], save_total_limit: int
 ) -> None:
     """Write a checkpoint, then remove those beyond the limit (0: none). Every rank must call this.
 
-    `about` goes into meta.json: flags, versions. Raises SaveFailed, on every rank, when anything could not be
-    written on any of them.
+    Raises SaveFailed, on every rank, when anything could not be written on any of them.
     """
     folder = run_folder / FOLDER / name
     temporary = folder.with_name(name + WRITING)
@@ -121,14 +116,15 @@ def save_checkpoint(
             temporary.mkdir()
 
     def write() -> tuple[dict[str, Any], dict[str, Any]]:
+        # First: a rank that cannot write must not leave the others in an engine's reduction.
         states = {part: thing.json_state() for part, thing in parts.items()}
         return states, _write_parts(temporary, parts)
 
     def commit() -> None:
         if is_main:
             files = {name: facts for _, of_rank in written for name, facts in of_rank.items()}
-            meta = {"format": FORMAT, "world_size": len(written), "numbers": written[0][0], "files": files}
-            text = json.dumps(about | meta)
+            meta = {"args": flags, "format": FORMAT, "numbers": written[0][0], "files": files}
+            text = json.dumps(meta)
             outer = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text}
             (temporary / META).write_text(json.dumps(outer))
             publish_folder(temporary, folder)
@@ -144,12 +140,16 @@ def save_checkpoint(
             raise
         raise SaveFailed(f"rank {distributed.rank()} failed: {error}") from error
     if is_main and save_total_limit:
-        _prune(run_folder, save_total_limit)
+        for old in find_checkpoints(run_folder)[0][save_total_limit:]:
+            try:
+                remove_folder(old.folder)
+            except OSError as error:  # the new one is whole: nothing is lost
+                print(f"warning: {old.folder} could not be removed: {error.strerror}", flush=True)
     distributed.barrier()
 
 
 def _write_parts(folder: Path, parts: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
-    """Write this rank's files; return the size and SHA-256 of each."""
+    """Write this rank's files; return the SHA-256 of each."""
     if not folder.is_dir():
         raise OSError(f"{folder} is not seen here: --output_dir must be on a disk that all machines share")
     told = {}
@@ -159,21 +159,13 @@ def _write_parts(folder: Path, parts: Mapping[str, Stateful]) -> dict[str, dict[
             path = folder / f"{part}-rank-{distributed.rank():05d}.safetensors"
             write_slices(path, slices)
             sync(path)
-            told[path.name] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+            told[path.name] = {"sha256": _digest(path)}
     return told
 
 
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _prune(run_folder: Path, save_total_limit: int) -> None:
-    for old in find_checkpoints(run_folder)[0][save_total_limit:]:
-        try:
-            remove_folder(old.folder)
-        except OSError as error:  # the new one is whole: nothing is lost
-            print(f"warning: {old.folder} could not be removed: {error.strerror}", flush=True)
 
 
 def newest_whole(candidates: Sequence[Checkpoint], doubts: list[str]) -> Checkpoint | None:

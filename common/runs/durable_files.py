@@ -16,6 +16,10 @@ from typing import Any
 WRITING, DELETING = ".writing", ".deleting"
 
 
+class SaveFailed(OSError):
+    """A checkpoint or an export could not be written; what was there is as it was. All ranks raise it."""
+
+
 def without_nan(value: Any) -> Any:
     """Return a value for JSON, which has no word for NaN and infinity: they become None, at any depth."""
     if isinstance(value, float):

@@ -4,7 +4,6 @@ An export carries no adapter and no vocabulary padding: LoRA is merged in fp32 (
 touched) and the padding rows are cut off.
 """
 
-import contextlib
 import copy
 import json
 import shutil
@@ -21,14 +20,10 @@ from common.models.loading import plain_model
 from common.models.lora import TrainedWeight, trained_weights
 from common.ranks import distributed, watchdog
 from common.ranks.zero3 import gather_whole
-from common.runs.durable_files import WRITING, publish_folder, without_nan
+from common.runs.durable_files import WRITING, SaveFailed, publish_folder, without_nan
 
 METADATA_FILE = "triptych.json"
 NEW_PAD_TOKEN = "<|pad|>"
-
-
-class ExportFailed(OSError):
-    """An export could not be written; nothing that was there is lost."""
 
 
 def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -56,18 +51,6 @@ def _gather(weights: Mapping[str, TrainedWeight]) -> dict[str, torch.Tensor]:
     return state
 
 
-def with_own_pad_token(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """Return a copy whose PAD is no other token.
-
-    transformers' sequence classifiers look for the last token that is not PAD, so they could not see an EOS
-    that is PAD too. Existing ids do not change.
-    """
-    tokenizer = copy.deepcopy(tokenizer)
-    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
-        tokenizer.add_special_tokens({"pad_token": NEW_PAD_TOKEN})
-    return tokenizer
-
-
 @watchdog.phase("the export")
 def save_export(
     folder: Path | str,
@@ -80,27 +63,23 @@ def save_export(
     """Write model and tokenizer to `folder`, replacing it only when the new one is whole.
 
     `model` is a transformers model, its PEFT wrapper, sharded or not. `metadata` goes to triptych.json
-    (template, step, held-out numbers), which chat.py and step 3 read. Every rank must call this.
+    (template, step, held-out numbers), which chat.py and step 3 read. `needs_own_pad`: PAD must be no other
+    token, for transformers' classifiers look for the last token that is not PAD, and would not see an EOS
+    that is PAD too. Existing ids do not change. Every rank must call this. Raises SaveFailed.
     """
     plain, state = plain_model(model), gather_state_dict(model)
-    if needs_own_pad:
-        tokenizer = with_own_pad_token(tokenizer)
-
-    def fill(temporary: Path) -> None:
-        _write_model(plain, state, tokenizer, temporary)
-
-    _replace(Path(folder), fill, tokenizer, metadata)
+    if needs_own_pad and tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.add_special_tokens({"pad_token": NEW_PAD_TOKEN})
+    _replace(Path(folder), lambda new: _write_model(plain, state, tokenizer, new), tokenizer, metadata or {})
 
 
 def _replace(
-    folder: Path,
-    fill: Callable[[Path], None],
-    tokenizer: PreTrainedTokenizerFast,
-    metadata: dict[str, Any] | None,
+    folder: Path, fill: Callable[[Path], None], tokenizer: PreTrainedTokenizerFast, metadata: dict[str, Any]
 ) -> None:
     """Let the first rank fill a folder that takes the place of `folder` when it is whole.
 
-    Every rank must call this. Raises ExportFailed, on every rank, where it cannot be written; what was there
+    Every rank must call this. Raises SaveFailed, on every rank, where it cannot be written; what was there
     is left as it was.
     """
     temporary = folder.with_name(folder.name + WRITING)
@@ -110,15 +89,15 @@ def _replace(
         temporary.mkdir(parents=True)
         fill(temporary)
         tokenizer.save_pretrained(temporary)
-        (temporary / METADATA_FILE).write_text(json.dumps(without_nan(metadata or {}), indent=2))
+        (temporary / METADATA_FILE).write_text(json.dumps(without_nan(metadata), indent=2))
         publish_folder(temporary, folder)
 
     try:
-        distributed.run_together(write if distributed.is_main() else lambda: None, ExportFailed)
+        distributed.run_together(write if distributed.is_main() else lambda: None, SaveFailed)
     except Exception as error:  # safetensors, tokenizers and Python each have their own for a full disk
         if distributed.is_main():
             shutil.rmtree(temporary, ignore_errors=True)
-        raise ExportFailed(
+        raise SaveFailed(
             f"{folder} could not be written ({type(error).__name__}: {error}); what was there before is as "
             "it was. Make room, then give the same command: it resumes from the last checkpoint"
         ) from error
@@ -153,28 +132,23 @@ def _set_num_rows(model: PreTrainedModel, state: dict[str, torch.Tensor], num_ro
 
 
 def _savable_generation_config(generation_config: GenerationConfig, token_ids: dict[str, Any]) -> Any:
-    """Return a copy with these token ids that transformers agrees to save.
+    """Return a copy with these token ids, and with nothing else where transformers would not save it.
 
     Some published ones name a temperature without do_sample, or a length penalty without beams; transformers
     saves those back only as they were.
     """
     changed = copy.deepcopy(generation_config)
     vars(changed).update(token_ids)
-    for do_sample in (changed.do_sample, True):
-        changed.do_sample = do_sample
-        with contextlib.suppress(ValueError):
-            changed.validate(strict=True)
-            return changed
-    return GenerationConfig(bos_token_id=generation_config.bos_token_id, **token_ids)
+    try:
+        changed.validate(strict=True)
+        return changed
+    except ValueError:
+        return GenerationConfig(bos_token_id=generation_config.bos_token_id, **token_ids)
 
 
 @watchdog.phase("the export of the adapter")
 def save_adapter(
-    folder: Path | str,
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    metadata: dict[str, Any] | None = None,
+    folder: Path | str, model: nn.Module, tokenizer: PreTrainedTokenizerFast, metadata: dict[str, Any]
 ) -> None:
     """Write what was trained beside the base model, to load with PEFT or chat.py: the LoRA factors and the
     score head, with tokenizer and metadata.

@@ -1,7 +1,6 @@
 """What --output_dir holds of an earlier run, and whether this one resumes it."""
 
 import dataclasses
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,24 +31,18 @@ class EarlierRun:
 def find_run(args: Any, problems: Problems) -> EarlierRun:
     """Return what this run resumes, after adding why it cannot, or must not, write to its folder."""
     folder = Path(args.output_dir) if args.output_dir else None
-    if folder:
-        existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            why = f"{existing} is not a folder that can be written"
-            problems.add(f"--output_dir {folder}: {why}; choose another")
-            return EarlierRun()
     if args.resume not in ("auto", "never", "overwrite"):
         return _named_run(args, folder, problems)
     if folder is None or args.resume == "overwrite":
         return EarlierRun()
-    finished = read_object(folder / FINISHED_FILE)
-    found, doubts = find_checkpoints(folder)
     if args.resume == "never" or not (folder / ARGS_FILE).is_file():
         _refuse_other_files(folder, problems, ", or give --resume overwrite to replace it")
         return EarlierRun()
-    if finished and all(getattr(args, n, None) == finished["args"].get(n) for n in LENGTH_FLAGS):
+    finished, flags = read_object(folder / FINISHED_FILE), read_object(folder / ARGS_FILE)
+    if finished and all(getattr(args, name) == flags.get(name) for name in LENGTH_FLAGS):
         text = f"the run in {folder} has finished: {finished['steps']} steps; its models are in"
         return EarlierRun(finished=f"{text} {folder}/export. --resume overwrite starts it anew")
+    found, doubts = find_checkpoints(folder)
     notes = [f"{doubt}; it is passed over" for doubt in doubts]
     if found:
         notes += compare_flags(args, found[0].meta["args"], str(found[0].folder), problems)
@@ -57,7 +50,7 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
         why = "; ".join(doubts) or "it has finished without one"
         problems.add(f"{why}. No checkpoint of {folder} can be used: --resume overwrite starts anew")
     else:
-        notes += compare_flags(args, read_object(folder / ARGS_FILE), str(folder), problems)
+        notes += compare_flags(args, flags, str(folder), problems)
         notes.append(f"the run in {folder} had saved no checkpoint yet: it begins anew")
     return EarlierRun(found, notes=notes)
 
@@ -83,14 +76,6 @@ def _refuse_other_files(folder: Path, problems: Problems, cure: str = "") -> Non
         problems.add(f"--output_dir {folder} holds {names} of an earlier run; choose another folder{cure}")
 
 
-def flag_defaults(args: Any) -> dict[str, Any]:
-    """Return {flag: default} of a program's flags."""
-    return {
-        field.name: field.default if field.default is not dataclasses.MISSING else field.default_factory()
-        for field in dataclasses.fields(args)
-    }
-
-
 def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Problems) -> list[str]:
     """Add a problem for flags that differ from a saved run's and may not; return notes on those that may."""
     notes = []
@@ -101,7 +86,7 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
                 f"{origin} was made with --{name} {saved[name]}, a removed flag (see docs/migration.md): "
                 "resume it with the version that wrote it, or give --resume overwrite to begin anew"
             )
-    saved = flag_defaults(args) | saved  # an older program did not have all flags
+    saved = vars(type(args)()) | saved  # an older program did not have all flags
     for flag in dataclasses.fields(args):
         now, before = getattr(args, flag.name), saved[flag.name]
         if flag.name == "dtype":

@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -20,24 +19,23 @@ from typing import Any
 import torch
 
 from common.data.packed_batch import ROW_IDS, PackedBatch
+from common.data.stage_datasets import StageData
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps, say
 from common.runs import run_files
-from common.runs.checkpoints import (
-    FOLDER,
+from common.runs.checkpoints import FOLDER, checkpoint_name, checkpoint_order, load_newest, save_checkpoint
+from common.runs.durable_files import (
     SaveFailed,
-    checkpoint_name,
-    checkpoint_order,
-    load_newest,
-    save_checkpoint,
+    json_line,
+    read_object,
+    remove_leftovers,
+    without_nan,
+    write_file,
 )
-from common.runs.durable_files import json_line, read_object, remove_leftovers, write_file
-from common.runs.resume import LENGTH_FLAGS, EarlierRun, flag_defaults
-from common.runs.run_logger import RunLogger
-from common.runs.saved_state import Progress, RandomState, Stateful, TensorReader
+from common.runs.resume import EarlierRun
+from common.runs.run_logger import ROOT, RunLogger
+from common.runs.saved_state import RandomState, Stateful, TensorReader
 
-SUPERSEDED = ".superseded"
-BAD_BATCHES = "bad_batches"
 STOPPED = 75  # EX_TEMPFAIL of <sysexits.h>: the same command resumes
 # A terminal's Ctrl-C reaches every rank, and the launcher passes on a signal of its own: that is one request.
 SAME_REQUEST_SECONDS = 2.0
@@ -52,7 +50,8 @@ class Stopped(Exception):  # noqa: N818  (nothing went wrong)
 class Run(Stateful):
     """What every program keeps of a run beside its models. Every rank must make and use one together.
 
-    Its own part of a checkpoint is how many steps were refused.
+    Its own part of a checkpoint is how far it is. `parts` are the others. `rows` has the rows of a step, and
+    of an optimizer step, over all ranks, by the flags whose product with the number of ranks they are.
     """
 
     def __init__(
@@ -60,73 +59,108 @@ class Run(Stateful):
         args: Any,
         earlier: EarlierRun,
         logger: RunLogger,
-        progress: Progress,
+        data: StageData,
+        rows: dict[str, int],
         parts: Mapping[str, Stateful],
     ) -> None:
-        self.args, self.earlier, self.logger, self.progress = args, earlier, logger, progress
-        self.num_refused = 0
-        own = {"progress": progress, "bad_steps": self, "random": RandomState(), "log": logger}
-        self.parts = dict(parts) | own
+        self.args, self.earlier, self.logger, self.data, self.rows = args, earlier, logger, data, rows
+        self.step, self.num_refused = 0, 0  # steps that are done, and those of them that were refused
+        self.facts: dict[str, Any] = {}  # what the export will say
+        self.parts = dict(parts) | {"progress": self, "random": RandomState(), "log": logger}
         self.folder = Path(args.output_dir) if args.output_dir else None
         self.flags = dataclasses.asdict(args) | {"resolved_dtype": distributed.dtype_name(args.dtype)}
         self.stop, self.last_saved = StopRequest(), ""
 
     def json_state(self) -> dict[str, Any]:
-        """Return how many steps were refused."""
-        return {"count": self.num_refused}
+        """Return how far it is, and of which data."""
+        state = {"step": self.step, "num_refused": self.num_refused, "facts": without_nan(self.facts)}
+        return state | {"data_key": self.data.key, "rows": self.rows}
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Resume counting."""
-        self.num_refused = state["count"]
+        """Take the step; ValueError when the data, or the rows of a step or update, differ."""
+        if state["data_key"] != self.data.key:
+            raise ValueError(
+                "the data have changed since it was saved, so its position in them means nothing; bring the "
+                "old data back, or start a new run from its export"
+            )
+        for flags, now in self.rows.items():
+            before = state["rows"][flags]
+            if now != before:
+                raise ValueError(
+                    f"{flags} x number of ranks was {before}, now it is {now}, which makes other updates: "
+                    f"choose them so that their product stays {before}"
+                )
+        self.step, self.facts = state["step"], state["facts"]
+        self.num_refused = state.get("num_refused", 0)  # older checkpoints have it elsewhere
 
     def begin(self) -> None:
         """Take the newest whole checkpoint, or clear the folder for a beginning.
 
         Raises ValueError when no checkpoint is whole, or it is not of this run.
         """
-        taken = None
-        is_resumed = bool(self.earlier.checkpoints) and not self.earlier.is_elsewhere
-        if self.earlier.checkpoints:
+        earlier, taken = self.earlier, None
+        if earlier.checkpoints:
             parts = dict(self.parts)
-            if not is_resumed:
+            if earlier.is_elsewhere:
                 del parts["log"]  # this folder's files have nothing of that run
             with watchdog.phase("the loading of the checkpoint"):
-                taken = load_newest(self.earlier.checkpoints, parts)
+                taken = load_newest(earlier.checkpoints, parts)
+        if taken and not earlier.is_elsewhere:
             self.last_saved = taken.folder.name
-        if not is_resumed:
+        else:
             self.logger.open()
         if distributed.is_main() and self.folder:
-            self._clear(self.last_saved if is_resumed else "")
-            about = describe_run(
-                self.folder, self.args, self.parts, num_steps=self.logger.num_steps, is_resumed=is_resumed
-            )
-            flags = json.dumps(self.flags, indent=2, sort_keys=True)
-            write_file(self.folder / run_files.ARGS_FILE, flags + "\n")
-            write_file(self.folder / run_files.RUN_FILE, json.dumps(about, indent=2) + "\n")
+            self._clear()
+            for name, told in ((run_files.ARGS_FILE, self.flags), (run_files.RUN_FILE, self.describe())):
+                write_file(self.folder / name, json.dumps(told, indent=2, sort_keys=True) + "\n")
         distributed.barrier()
-        for note in self.earlier.notes:
+        for note in earlier.notes:
             self.logger.note(f"note: {note}")
         if taken:
             self.logger.note(f"resumes from {taken.folder}")
         if self.folder:
             self.stop.install()
 
-    def _clear(self, taken: str) -> None:
-        """Remove what is unfinished; rename checkpoints after `taken`, or remove all where it is none."""
+    def _clear(self) -> None:
+        """Remove what is unfinished; rename checkpoints after the one taken, remove all at a beginning."""
         checkpoints = self.folder / FOLDER
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.folder)
         remove_leftovers(checkpoints)
         (self.folder / run_files.FINISHED_FILE).unlink(missing_ok=True)
-        if not taken:
+        if not self.last_saved:
             shutil.rmtree(checkpoints, ignore_errors=True)
             return
         for folder in list(checkpoints.iterdir()):
             order = checkpoint_order(folder.name)
-            if order and order > checkpoint_order(taken):  # another future
-                aside = folder.with_name(folder.name + SUPERSEDED)
+            if order and order > checkpoint_order(self.last_saved):  # another future
+                aside = folder.with_name(folder.name + ".superseded")
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what run.json is to say: steps, defaults, and this start after those that the file has.
+
+        A run that begins anew has no earlier starts.
+        """
+        starts = read_object(self.folder / run_files.RUN_FILE).get("starts", []) if self.last_saved else []
+        engines = {name: part.engine for name, part in self.parts.items() if hasattr(part, "engine")}
+        cpu = f"CPU {platform.machine()}"
+        start = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "from_step": self.step,
+            "world_size": distributed.world_size(),
+            "device": torch.cuda.get_device_name() if distributed.has_gpu() else cpu,
+            "dtype": self.flags["resolved_dtype"],
+            "data_key": self.data.key,
+            "global_rows": next(iter(self.rows.values())),  # of a step
+            "data": self.data.report.facts(),
+            "parameters": {name: _count_parameters(engine.module) for name, engine in engines.items()},
+            "code": _code_version(),
+            "versions": _versions(),
+        }
+        defaults = vars(type(self.args)())
+        return {"num_steps": self.logger.num_steps, "defaults": defaults, "starts": [*starts, start]}
 
     def point(self, step: int, position: str = "") -> None:
         """Save the state after a step if --save_interval wants it. Every rank must call this.
@@ -143,12 +177,12 @@ class Run(Stateful):
             raise Stopped(f"stopped after {name}, saved in {self.folder / FOLDER}; the same command resumes")
 
     def _save(self, name: str, *, must_stop: bool = False) -> None:
-        if self.folder is None or self.last_saved == name:
+        """Save; what fails is a warning, unless the run `must_stop`."""
+        if self.folder is None:
             return
-        about = {"args": self.flags, "versions": installed_versions()}
         try:
             with watchdog.phase(f"the checkpoint {name}", clock="save"):
-                save_checkpoint(self.folder, name, self.parts, about, self.args.save_total_limit)
+                save_checkpoint(self.folder, name, self.parts, self.flags, self.args.save_total_limit)
             self.last_saved = name
         except SaveFailed as error:
             kept = f"the last good one is {self.last_saved}" if self.last_saved else "there is none before it"
@@ -166,7 +200,7 @@ class Run(Stateful):
         count, where = self.num_refused, ""
         if self.folder:
             file = f"step-{step:06d}-{count:03d}-rank-{distributed.rank():05d}.jsonl"
-            where = _write_batches(self.folder / BAD_BATCHES / file, step, error)
+            where = _write_batches(self.folder / "bad_batches" / file, step, error)
         self.logger.note(f"step {step} refused: {error}{where}")
         self.logger.log_event(step, {"perf/bad_steps": count})
         if count > self.args.max_bad_steps:
@@ -177,9 +211,7 @@ class Run(Stateful):
     def finish(self) -> None:
         """Note that nothing is left to do: all exports are written."""
         if distributed.is_main() and self.folder:
-            lengths = {name: getattr(self.args, name, None) for name in LENGTH_FLAGS}
-            told = {"steps": self.logger.num_steps, "args": lengths}
-            write_file(self.folder / run_files.FINISHED_FILE, json.dumps(told))
+            write_file(self.folder / run_files.FINISHED_FILE, json.dumps({"steps": self.logger.num_steps}))
 
 
 def _write_batches(path: Path, step: int, error: StepRefused) -> str:
@@ -216,19 +248,17 @@ class StopRequest:
 
     def install(self) -> None:
         """Take over the signals, of which a shell may have let this process ignore some."""
-        mine = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
-        if not mine or threading.current_thread() is not threading.main_thread():
-            return
-        reading, writing = socket.socketpair()
-        writing.setblocking(False)
-        signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-        for number in mine:
-            signal.signal(number, lambda *_: None)
-        threading.Thread(target=self._watch, args=(reading, writing), daemon=True, name="signals").start()
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._watch, args=(reading,), daemon=True, name="signals").start()
 
-    def _watch(self, reading: socket.socket, writing: socket.socket) -> None:
-        while writing.fileno() >= 0:
-            for number in reading.recv(64):
+    def _watch(self, reading: int) -> None:
+        while True:
+            for number in os.read(reading, 64):
                 if number in SIGNALS:
                     self._take(signal.Signals(number))
 
@@ -248,42 +278,13 @@ class StopRequest:
         return distributed.max_float(float(bool(self.name))) > 0
 
 
-def installed_versions() -> dict[str, str]:
-    """Return {package: version} of those that move a run's numbers."""
-    found = {}
+def _versions() -> dict[str, str]:
+    """Return {package: version} of Python and of those that move a run's numbers."""
+    found = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-def describe_run(
-    folder: Path, args: Any, parts: Mapping[str, Stateful], *, num_steps: int, is_resumed: bool
-) -> dict[str, Any]:
-    """Return what run.json is to say: steps, defaults, and this start after those that the file has.
-
-    A run that begins anew has no earlier starts.
-    """
-    starts = read_object(folder / run_files.RUN_FILE).get("starts") if is_resumed else []
-    starts = starts if isinstance(starts, list) else []  # what cannot be read decides nothing
-    progress: Progress = parts["progress"]
-    engines = {name: part.engine for name, part in parts.items() if hasattr(part, "engine")}
-    device = distributed.device()
-    on_gpu = device.type == "cuda"
-    start = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "from_step": progress.step,
-        "world_size": distributed.world_size(),
-        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU {platform.machine()}",
-        "dtype": distributed.dtype_name(args.dtype),
-        "data_key": progress.data_key,
-        "global_rows": next(iter(progress.rows.values())),  # of a step
-        "data": progress.about_data,
-        "parameters": {name: _count_parameters(engine.module) for name, engine in engines.items()},
-        "code": _code_version(),
-        "versions": {"python": platform.python_version()} | installed_versions(),
-    }
-    return {"num_steps": num_steps, "defaults": flag_defaults(args), "starts": [*starts, start]}
 
 
 def _count_parameters(module: torch.nn.Module) -> dict[str, int]:
@@ -294,10 +295,9 @@ def _count_parameters(module: torch.nn.Module) -> dict[str, int]:
 
 def _code_version() -> str:
     """Return the commit of these files, with a plus where they were changed; "" where there is no git."""
-    root = Path(__file__).resolve().parents[2]
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=5.0)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=5.0)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if (root / ".git").exists() else ""
+    return done.stdout.strip() if (ROOT / ".git").exists() else ""

@@ -25,12 +25,13 @@ LOCK_FILE = "lock.json"  # the process that writes here, and how it ended
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # a line a step, an evaluation, a sample
 ROLLOUTS = "rollouts.jsonl.gz"  # --save_rollouts: a gzip member a step, a line a response
 REPORT = "report.html"
+TRACKERS_FILE = "trackers.json"  # the runs in --trackers, and how far they are
 
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _REFUSED = 2
-# The file, open while this process holds a folder, what it says, and what it said before, None where the
-# folder is new. The lock ends too when this process closes the file anywhere else.
-_held: tuple[IO[str], dict[str, Any], dict[str, Any] | None] | None = None
+# The file, open while this process holds a folder, what it says, and what it said before. The lock ends too
+# when this process closes the file anywhere else.
+_held: tuple[IO[str], dict[str, Any], dict[str, Any]] | None = None
 
 
 def read_lock(folder: Path) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def take_lock(output_dir: str) -> None:
     if not output_dir:
         return
     folder = Path(output_dir)
-    before = read_lock(folder) if folder.exists() else None
+    before = read_lock(folder)
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / LOCK_FILE, "a+")
     try:
@@ -81,7 +82,7 @@ def take_lock(output_dir: str) -> None:
 def release_lock(exit_code: int | None) -> None:
     """Note how this process ends, and let others write to the folder that it holds, if any.
 
-    A run that is refused after all leaves file and folder as they were.
+    A run that is refused after all leaves the file as it was, and no folder where that is empty.
     """
     global _held
     if not _held:
@@ -89,9 +90,8 @@ def release_lock(exit_code: int | None) -> None:
     file, told, before = _held
     if exit_code == _REFUSED and not before:
         Path(file.name).unlink(missing_ok=True)
-        if before is None:
-            with contextlib.suppress(OSError):  # something else is in it
-                Path(file.name).parent.rmdir()
+        with contextlib.suppress(OSError):  # something else is in it
+            Path(file.name).parent.rmdir()
     elif exit_code is not None:
         _write(file, before if exit_code == _REFUSED else told | {"exit_code": exit_code})
     file.close()

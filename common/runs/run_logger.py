@@ -1,31 +1,43 @@
-"""What a run shows: a line a step, metrics, samples, rollouts, trackers.
+"""What a run shows: a line a step, metrics, samples, rollouts; TensorBoard, wandb, mlflow, trackio.
 
-Only the first process prints and writes; on the others every call does nothing.
+Only the first process prints and writes; on the others every call does nothing. Trackers have the names and
+step numbers of metrics.jsonl, through accelerate. TRACKERS_FILE has the id of each tracker's run and the last
+metrics that were sent to it: a resumed run continues its tracker run without duplicate points.
 """
 
 import contextlib
 import gzip
+import importlib.util
+import json
+import logging
+import math
+import os
 import resource
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from common.flags.args import RunArguments
 from common.ranks import distributed
-from common.runs.durable_files import json_line, sync
-from common.runs.run_files import METRICS, REPORT, ROLLOUTS, SAMPLES
+from common.ranks.failures import kind_and_line
+from common.runs.durable_files import WRITING, json_line, read_object, sync
+from common.runs.run_files import METRICS, REPORT, ROLLOUTS, SAMPLES, TRACKERS_FILE
 from common.runs.saved_state import Stateful, TensorReader
-from common.runs.trackers import TrackerGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT_SECONDS = 300
-GZIP_START = gzip.compress(b"", mtime=0)[:8]  # of each member, in no other place
+PROJECT = "triptych"
+TENSORBOARD = "tensorboard"  # has no runs to resume: it hides what was sent for the steps that come again
+_OWN_PROJECT = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
+_RUN_ID = {TENSORBOARD: "log_dir", "wandb": "id", "mlflow": "info.run_id", "trackio": "name"}
 
 
 class _GrowingFile:
@@ -37,14 +49,17 @@ class _GrowingFile:
         self.waiting = b""
 
     def append(self, data: bytes = b"") -> None:
-        """Write it behind what waits, all or nothing, in a file that is as long as what was written."""
+        """Write it behind what waits, all or nothing; cut off a torn line, and what a resumed run repeats."""
         is_first_to_wait = not self.waiting
         self.waiting += data
         if not self.waiting and not self.size and not self.path.exists():
             return
         try:
             with open(self.path, "ab", buffering=0) as file:
-                self._match_size(file)
+                if file.tell() < self.size:
+                    self.note(f"warning: {self.path} is shorter than it was written: it has lost lines")
+                    self.size = file.tell()
+                file.truncate(self.size)
                 if file.write(self.waiting) != len(self.waiting):
                     file.truncate(self.size)
                     raise OSError("no space left")
@@ -55,17 +70,6 @@ class _GrowingFile:
         self.size += len(self.waiting)
         self.waiting = b""
 
-    def _match_size(self, file: IO[bytes]) -> None:
-        """Cut off what is too much, of a line that was torn; of a file that was cut keep whole lines."""
-        found = file.tell()
-        if found < self.size:
-            self.note(f"warning: {self.path} has lost lines: {found} bytes, where {self.size} were written")
-            data = self.path.read_bytes()
-            whole = data.rfind(GZIP_START) if self.path.name == ROLLOUTS else data.rfind(b"\n") + 1
-            self.size = max(whole, 0)
-        if found != self.size:
-            file.truncate(self.size)
-
 
 class RunLogger(Stateful):
     """The one place a program's numbers go to: a part of a checkpoint, for it knows how far its files are.
@@ -75,8 +79,6 @@ class RunLogger(Stateful):
     """
 
     def __init__(self, args: RunArguments, columns: Sequence[str], num_steps: int) -> None:
-        groups = {name.split("/")[0] + "/" for name in columns} - {"perf/"}
-        self.prefix = groups.pop() if len(groups) == 1 else ""  # steps 1 and 2 have one kind of number each
         self.columns, self.log_interval, self.num_steps = list(columns), args.log_interval, num_steps
         self.is_on = distributed.is_main()
         self.folder = Path(args.output_dir) if args.output_dir and self.is_on else None
@@ -128,24 +130,21 @@ class RunLogger(Stateful):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's numbers everywhere; `step` counts from 1."""
-        if not self.is_on:
-            return
         self._last_step = step
         metrics = {**metrics, "perf/peak_memory_gib": peak_memory_gib()}
         seconds = time.monotonic() - self.started
         self._write(METRICS, step, {"seconds": round(seconds, 3), **metrics})
         self.trackers.log(metrics, step)
         if step % self.log_interval == 0 or step == self.num_steps:
-            shown = {n.removeprefix(self.prefix): metrics[n] for n in self.columns if n in metrics}
+            shown = {n: metrics[n] for n in self.columns if n in metrics}
             left = timedelta(seconds=round(seconds / step * (self.num_steps - step)))
             self._print(step, shown, f"  left {left}")
 
     def log_event(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write numbers that come now and then (an evaluation), with a line of their own."""
-        if self.is_on:
-            self._write(METRICS, step, metrics)
-            self.trackers.log(metrics, step)
-            self._print(step, metrics)
+        self._write(METRICS, step, metrics)
+        self.trackers.log(metrics, step)
+        self._print(step, metrics)
 
     def sample(self, step: int, **fields: Any) -> None:
         """Write one sample answer to samples.jsonl."""
@@ -175,7 +174,7 @@ class RunLogger(Stateful):
             self.files[name].append(json_line({"step": step, **fields}).encode())
 
     def _print(self, step: int, metrics: Mapping[str, float], end: str = "") -> None:
-        cells = "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
+        cells = "  ".join(f"{name} {value:>9.5g}" for name, value in metrics.items())
         self.note(f"step {step:>5}/{self.num_steps}  {cells}{end}")
 
 
@@ -199,7 +198,108 @@ def peak_memory_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def _short(value: float) -> str:
-    if isinstance(value, int):
-        return f"{value:>6}"
-    return f"{value:>8.2e}" if value and (abs(value) < 1e-3 or abs(value) >= 1e5) else f"{value:>8.4f}"
+def missing_trackers(kinds: Sequence[str]) -> list[str]:
+    """Return a problem for each tracker whose package is not installed."""
+    return [
+        f"--trackers {kind}: the package {kind} is not installed; pip install {kind}, or leave it out"
+        for kind in dict.fromkeys(kinds)
+        if importlib.util.find_spec(kind) is None
+    ]
+
+
+def start_tracker(kind: str, run_id: str, args: RunArguments, last_step: int | None) -> tuple[Any, str]:
+    """Begin a run named after the output folder, or resume `run_id` after `last_step`; return tracker and id.
+
+    The tracker is accelerate's `GeneralTracker`, its `tracker` the run. Raises what it raises.
+    """
+    from accelerate import tracking  # slow to import
+
+    # Its own logger asks for a process state, which joins the group once more.
+    tracking.logger = logging.getLogger(tracking.__name__)
+    project = os.environ.get(_OWN_PROJECT.get(kind, "")) or PROJECT
+    run_name = Path(args.output_dir).resolve().name if args.output_dir else "run"
+    lists = {name: " ".join(map(str, value)) for name, value in vars(args).items() if isinstance(value, list)}
+    flags = vars(args) | lists
+    if kind == TENSORBOARD:
+        folder = args.tensorboard_path or f"{args.output_dir or '.'}/tensorboard"
+        purge_step = None if last_step is None else last_step + 1
+        tracker = tracking.TensorBoardTracker("", folder, purge_step=purge_step)
+    elif kind == "wandb":
+        options = {"id": run_id, "resume": "allow"} if run_id else {"name": run_name}
+        tracker = tracking.WandBTracker(project, dir=args.output_dir or None, **options)
+    elif kind == "mlflow":
+        tracker = tracking.MLflowTracker(project, run_id=run_id or None, run_name=run_name)
+    else:  # trackio's runs have no id but their name, and no configuration but the one they begin with
+        name = run_id or f"{run_name}-{uuid.uuid4().hex[:6]}"
+        tracker = tracking.TrackioTracker(project, name=name, resume="allow", config=flags)
+    # Nobody but the first rank comes here, so accelerate need not find out which one is.
+    tracker.main_process_only = False
+    tracker.start()
+    if not run_id and kind != TENSORBOARD:
+        tracker.store_init_configuration(flags)
+    return tracker, attrgetter(_RUN_ID[kind])(tracker.tracker)
+
+
+class TrackerGroup:
+    """All trackers of a run, on its first rank. One that fails is given up with a word; the run continues."""
+
+    def __init__(self, args: RunArguments, note: Callable[[str], None]) -> None:
+        self.args, self.note = args, note
+        self.file = Path(args.output_dir) / TRACKERS_FILE if args.output_dir else None
+        self.trackers: dict[str, Any] = {}  # accelerate's
+        # By tracker: its run_id, the newest step that it was sent, and the names sent for that step.
+        self.sent: dict[str, dict[str, Any]] = {}
+
+    def open(self, last_step: int | None) -> None:
+        """Begin a run in each tracker, or resume after `last_step`. Raises ValueError, naming the tracker."""
+        if self.file and last_step is None:
+            self.file.unlink(missing_ok=True)  # of an earlier run in this folder
+        known = read_object(self.file) if self.file else {}
+        for kind in dict.fromkeys(self.args.trackers):
+            sent = {} if kind == TENSORBOARD else known.get(kind, {})
+            try:
+                tracker, run_id = start_tracker(kind, sent.get("run_id", ""), self.args, last_step)
+            except Exception as error:  # no server, not logged in, a deleted run: its own
+                what = f"--trackers {kind} cannot begin"
+                raise ValueError(f"{what} ({kind_and_line(error)}); log in, or leave it out") from error
+            run = tracker.tracker
+            if sent and kind == "wandb" and not run.offline and run.step <= sent["step"]:
+                sent |= {"step": run.step, "names": []}  # a killed process had not sent its last
+            self.trackers[kind] = tracker
+            self.sent[kind] = sent or {"run_id": run_id, "step": -1, "names": []}
+        self._write()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send to each tracker what it has not had: steps come in order, a step's metrics in parts."""
+        for kind, tracker in list(self.trackers.items()):
+            sent = self.sent[kind]
+            if step > sent["step"]:
+                sent |= {"step": step, "names": []}
+            if step < sent["step"]:
+                continue
+            new = {n: v for n, v in metrics.items() if n not in sent["names"] and math.isfinite(v)}
+            sent["names"] += new
+            try:
+                if new:
+                    tracker.log(new, step=step)
+            except Exception as error:  # metrics.jsonl has everything
+                del self.trackers[kind]
+                self.note(f"warning: {kind} takes no more metrics ({error}); they are not sent any more")
+        self._write()
+
+    def close(self) -> None:
+        """Wait until all is sent."""
+        for kind, tracker in self.trackers.items():
+            try:
+                tracker.finish()
+            except Exception as error:  # what was sent is there
+                self.note(f"warning: {kind} was not closed well ({error})")
+        self.trackers = {}
+
+    def _write(self) -> None:
+        """Note how far they are: seen whole or as before, but not waited for until it is on the disk."""
+        if self.file and self.trackers.keys() - {TENSORBOARD}:
+            temporary = self.file.with_name(self.file.name + WRITING)
+            with contextlib.suppress(OSError):  # a full disk: a step may then be sent twice
+                temporary.write_text(json.dumps(self.sent))
+                temporary.replace(self.file)

@@ -9,8 +9,6 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +20,6 @@ from torch import nn
 
 from common.ranks import distributed
 from common.ranks.zero3 import is_sharded
-from common.runs.durable_files import without_nan
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -60,19 +57,15 @@ class TensorReader:
 
         Raises ValueError when they are not all there.
         """
-        slices = self.index.get(key, [])
         end = self.numel(key) if numel is None else start + numel
-        parts = [
+        parts = [  # those that only touch it too: nothing has a dtype as well
             file.get_slice(name)[max(start - first, 0) : min(end, last) - first]
-            for first, last, file, name in slices
-            if first < end and start < last
+            for first, last, file, name in self.index.get(key, ())
+            if first <= end and start <= last
         ]
-        if not slices or sum(map(len, parts)) < end - start:
+        if not parts or sum(map(len, parts)) != end - start:
             raise ValueError(f"it holds {self.numel(key)} elements of {key}, not the {end} that are needed")
-        if not parts:  # nothing, of the right dtype
-            _, _, file, name = slices[0]
-            return file.get_slice(name)[:0]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return torch.cat(parts)
 
 
 def write_slices(file: Path, slices: Iterable[TensorSlice]) -> None:
@@ -105,6 +98,7 @@ class Segment(NamedTuple):
     """Where a run of a parameter lies in a tensor that this rank holds."""
 
     name: str  # of the parameter
+    size: int  # elements of the parameter
     start: int  # in the flat parameter
     numel: int
     owner: torch.Tensor  # what the optimizer's state goes by, or what is saved itself
@@ -117,24 +111,33 @@ class Segment(NamedTuple):
     ) -> "Segment":
         """Return what this rank holds of a parameter: under ZeRO 3 its shard without padding, else all."""
         if not is_sharded(parameter):
-            return cls(name, 0, parameter.numel(), owner, offset, is_on_all_ranks=True)
-        size = parameter.ds_tensor.numel()
-        start = min(distributed.rank() * size, parameter.ds_numel)
-        return cls(name, start, min(size, parameter.ds_numel - start), owner, offset)
+            numel = parameter.numel()
+            return cls(name, numel, 0, numel, owner, offset, is_on_all_ranks=True)
+        size, shard_size = parameter.ds_numel, parameter.ds_tensor.numel()
+        start = min(distributed.rank() * shard_size, size)
+        return cls(name, size, start, min(shard_size, size - start), owner, offset)
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the run of a tensor that has the owner's shape."""
+    def _run_of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().view(-1)[self.offset : self.offset + self.numel]
 
-    def slices(self, key: str, tensor: torch.Tensor) -> Iterator[TensorSlice]:
+    def save(self, key: str, tensor: torch.Tensor) -> Iterator[TensorSlice]:
         """Give what this rank is to save of a tensor that has the owner's shape: one slice, or nothing."""
-        flat, start = self.of(tensor), self.start
+        flat, start = self._run_of(tensor), self.start
         if self.is_on_all_ranks:
-            size = -(-self.numel // distributed.world_size())
-            first = min(distributed.rank() * size, self.numel)
-            flat, start = flat[first : first + size], start + first
+            share = -(-self.numel // distributed.world_size())
+            first = min(distributed.rank() * share, self.numel)
+            flat, start = flat[first : first + share], start + first
         if len(flat):
             yield TensorSlice(key, start, flat)
+
+    def load(self, reader: TensorReader, key: str, tensor: torch.Tensor) -> None:
+        """Fill the run of a tensor that has the owner's shape.
+
+        Raises ValueError when the parameter that was saved is missing or has another size.
+        """
+        if reader.numel(key) != self.size:
+            raise ValueError(f"it holds {reader.numel(key)} elements of {key}, not {self.size}")
+        self._run_of(tensor).copy_(reader.read(key, self.start, self.numel))
 
 
 class EngineState(Stateful):
@@ -165,15 +168,16 @@ class EngineState(Stateful):
                 for p in group:
                     if p._hp_mapping is not None:  # a part of it lies in this rank's partition
                         source, home = p._hp_mapping.lp_fragment_address, p._hp_mapping.hp_fragment_address
-                        yield Segment(names[id(p)], source.start, source.numel, flat, home.start)
+                        yield Segment(names[id(p)], p.numel(), source.start, source.numel, flat, home.start)
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """Give the weights and moments that this rank owns."""
         for segment in self.segments:
+            yield from segment.save(f"{segment.name}:weight", segment.owner)
             state = self.adam.state.get(segment.owner, {})
-            named = {"weight": segment.owner} | {key: state[key] for key in MOMENTS if key in state}
-            for key, tensor in named.items():
-                yield from segment.slices(f"{segment.name}:{key}", tensor)
+            for name in MOMENTS:
+                if name in state:
+                    yield from segment.save(f"{segment.name}:{name}", state[name])
 
     def json_state(self) -> dict[str, Any]:
         """Return what is no tensor; the same on every rank."""
@@ -188,13 +192,13 @@ class EngineState(Stateful):
         }
 
     def _adam_steps(self) -> dict[str, float]:
-        """Return the updates that AdamW has made of each parameter, `ALL` where they are as many."""
+        """Return the updates that AdamW has made of each parameter; under ZeRO, of `ALL` alike."""
         steps = {
             segment.name: float(self.adam.state[segment.owner]["step"])
             for segment in self.segments
             if "step" in self.adam.state.get(segment.owner, {})
         }
-        if self.stage == 0 and (len(steps) < len(self.segments) or len(set(steps.values())) > 1):
+        if self.stage == 0:
             return steps
         # A rank may hold nothing of a small model: the others know.
         return {ALL: distributed.max_float(max(steps.values(), default=0.0))}
@@ -207,14 +211,12 @@ class EngineState(Stateful):
         """
         steps = state["adam_steps"]
         for segment in self.segments:
-            key = f"{segment.name}:weight"
-            segment.of(segment.owner).copy_(reader.read(key, segment.start, segment.numel))
+            segment.load(reader, f"{segment.name}:weight", segment.owner)
             step = steps.get(segment.name, steps.get(ALL, 0.0))
             if step:
                 moments = self._adam_state(segment.owner, step)
                 for name in MOMENTS:
-                    moment = reader.read(f"{segment.name}:{name}", segment.start, segment.numel)
-                    segment.of(moments[name]).copy_(moment)
+                    segment.load(reader, f"{segment.name}:{name}", moments[name])
         self._spread_weights()
         for group, rate in zip(self.adam.param_groups, state["learning_rates"], strict=True):
             group["lr"] = rate
@@ -244,68 +246,6 @@ class EngineState(Stateful):
             for index in range(len(self.zero.fp16_groups)):
                 self.zero._reassign_or_swap_out_partitioned_parameters(index)
             self.zero._post_step(set())
-
-
-class ShardState(Stateful):
-    """Tensors that a rank keeps for `local_shard`s of parameters (an average): a part of a checkpoint."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]) -> None:
-        self.segments = [Segment.of_parameter(name, p, tensors[name]) for name, p in parameters.items()]
-
-    def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Give what this rank owns of them."""
-        for segment in self.segments:
-            yield from segment.slices(segment.name, segment.owner)
-
-    @torch.no_grad()
-    def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Take what was saved. Raises ValueError when a parameter is missing or has another size."""
-        for segment in self.segments:
-            segment.of(segment.owner).copy_(reader.read(segment.name, segment.start, segment.numel))
-
-
-@dataclass
-class Progress(Stateful):
-    """Steps that are done, what the export will say, and which data they were."""
-
-    data_key: str  # changes with the data and with all that decides its rows
-    rows: dict[str, int]  # over all ranks, by the flags whose product with the number of ranks they are
-    step: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
-    about_data: dict[str, int] = field(default_factory=dict)  # for run.json, see `DataReport.facts`
-
-    def json_state(self) -> dict[str, Any]:
-        """Return all of it but what is about the data."""
-        facts = without_nan(self.facts)
-        return {"step": self.step, "facts": facts, "data_key": self.data_key, "rows": self.rows}
-
-    def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Take the step; ValueError when the data, or the rows of a step or update, differ."""
-        if state["data_key"] != self.data_key:
-            raise ValueError(
-                "the data have changed since it was saved, so its position in them means nothing; bring the "
-                "old data back, or start a new run from its export"
-            )
-        for flags, now in self.rows.items():
-            before = state["rows"][flags]
-            if now != before:
-                raise ValueError(
-                    f"{flags} x number of ranks was {before}, now it is {now}, which makes other updates: "
-                    f"choose them so that their product stays {before}"
-                )
-        self.step, self.facts = state["step"], state["facts"]
-
-
-@contextmanager
-def kept_random_numbers() -> Iterator[None]:
-    """Let the block sample what it likes: the generators of python, numpy and torch are then as they were."""
-    states = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng([distributed.device()] if distributed.has_gpu() else []):
-            yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
 
 
 class RandomState(Stateful):

@@ -124,11 +124,13 @@ FLAGS = [
     Row("no group", 3, flag(algorithm="grpo"), ["--algorithm grpo", "--num_samples_per_prompt 1 must be 2"]),
     Row("no critic", 3, flag(algorithm="rloo", num_samples_per_prompt=2, truncated="bootstrap"),
         ["--truncated bootstrap", "--algorithm rloo has none"]),
-    Row("all together", 1, lambda p: p.file("", "", "output") and {
+    Row("output is a file", 1, lambda p: p.file("output_dir", "", "output"),
+        ["output cannot be used (File exists)", "--output_dir"]),
+    Row("all together", 1, lambda p: {
         "model_name_or_path": p.folder, "data_path": "absent.jsonl", "dtype": "fp16", "offload": "param",
         "zero_stage": 2, "learning_rate": "fast", "per_device_train_batch_size": 0, "zero_stge": 3},
         ["config.json", "absent.jsonl", "--dtype fp16", "--offload param", "--learning_rate fast",
-         "--per_device_train_batch_size 0", "--zero_stge", "output is not a folder"], count=8),
+         "--per_device_train_batch_size 0", "--zero_stge"], count=7),
 ]  # fmt: skip
 DATA = [
     Row("other columns", 1, rows('{"question": "a", "reply": "b"}\n'),

@@ -80,6 +80,18 @@ def test_a_loaded_engine_goes_on_as_the_saved_one(stage, tmp_path):
     assert torch.equal(gather_state_dict(loaded.module)["weight"], gather_state_dict(saved.module)["weight"])
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_parameter_of_another_size_is_refused(stage, tmp_path):
+    """A longer one too: its first elements are not this one's."""
+    saved, loaded = (
+        EngineState(build_engine(model, build_config(zero_stage=stage), SFTArguments(), 10))
+        for model in (torch.nn.Linear(3, 1, bias=False), torch.nn.Linear(2, 1, bias=False))
+    )
+    write_slices(tmp_path / "pieces", saved.tensor_slices())
+    with pytest.raises(ValueError, match="it holds 3 elements of weight:weight, not 2"):
+        loaded.load(TensorReader([tmp_path / "pieces"]), saved.json_state())
+
+
 def test_terms_are_weighted_and_each_has_its_own_denominator():
     engine = build()
     second = LossTerm("other", MICRO_BATCHES[1:], squared_sums(engine), lambda batch: 5.0, weight=3.0)

@@ -19,7 +19,8 @@ from common.models.lora import LoraOptions, add_lora
 from common.models.model_inputs import build_model_inputs
 from common.models.value_model import load_value_model
 from common.runs import durable_files
-from common.runs.export import ExportFailed, read_metadata, save_adapter, save_export
+from common.runs.durable_files import SaveFailed
+from common.runs.export import read_metadata, save_adapter, save_export
 from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template, merge_adapter
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -151,16 +152,17 @@ def test_what_peft_alone_can_train_is_merged_too(tiny_model_folder, tmp_path):
 
 def test_no_adapter_is_written_when_more_was_trained(tiny_model_folder, tmp_path, tiny_tokenizer):
     model = load_causal_lm(ModelOptions(tiny_model_folder("llama")), 320)
-    save_adapter(tmp_path / "a", add_lora(model, LoraOptions(2, only_optimize_lora=False)), tiny_tokenizer)
+    model = add_lora(model, LoraOptions(2, only_optimize_lora=False))
+    save_adapter(tmp_path / "a", model, tiny_tokenizer, {})
     assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize(
-    ("published", "temperature"),
-    [({"temperature": 0.6, "eos_token_id": [3, 4]}, 0.6), ({"length_penalty": 2.0}, None)],
+    ("published", "is_kept"),
+    [({"temperature": 0.6, "do_sample": True, "eos_token_id": [3, 4]}, True), ({"temperature": 0.6}, False)],
 )
 def test_a_generation_configuration_that_transformers_would_not_save_is_no_obstacle(
-    published, temperature, tiny_model_folder, tmp_path
+    published, is_kept, tiny_model_folder, tmp_path
 ):
     folder = tmp_path / "model"
     shutil.copytree(tiny_model_folder("llama"), folder)
@@ -172,7 +174,7 @@ def test_a_generation_configuration_that_transformers_would_not_save_is_no_obsta
     save_export(tmp_path / "export", model, tokenizer)
     assert model.generation_config is before
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "export").generation_config.to_dict()
-    assert saved["temperature"] == temperature
+    assert saved["temperature"] == (0.6 if is_kept else None)
     assert (saved["eos_token_id"], saved["pad_token_id"]) == (0, 0)
 
 
@@ -189,10 +191,10 @@ def test_an_export_that_fails_in_the_middle_leaves_the_old_one(tiny_model_folder
     model = load_causal_lm(ModelOptions(tiny_model_folder("llama")), len(tokenizer))
     save_export(folder, model, tokenizer, metadata={"run": 1})
     before = contents(folder)
-    with files_up_to(10_000), pytest.raises(ExportFailed, match="SafetensorError.*File too large"):
+    with files_up_to(10_000), pytest.raises(SaveFailed, match="SafetensorError.*File too large"):
         save_export(folder, model, tokenizer, metadata={"run": 2})
     monkeypatch.setattr(durable_files, "sync", Mock(side_effect=OSError(5, "Input/output error")))
     told = f"{folder}.*Input/output error.*what was there before is as it was"
-    with pytest.raises(ExportFailed, match=told):
+    with pytest.raises(SaveFailed, match=told):
         save_export(folder, model, tokenizer, metadata={"run": 2})
     assert contents(folder) == before and [path.name for path in tmp_path.iterdir()] == ["export"]

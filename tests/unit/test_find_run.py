@@ -9,7 +9,6 @@ from simple_parts import make_parts
 
 from common.flags.args import Problems, parse_args
 from common.flags.other_names import IGNORED
-from common.runs import resume
 from common.runs.checkpoints import save_checkpoint
 from common.runs.resume import EarlierRun, compare_flags, find_run
 from step1_sft.arguments import SFTArguments
@@ -35,10 +34,9 @@ def leave_run(folder: Path, words: str = "", steps=(1, 2), *, is_finished: bool 
     (folder / "args.json").write_text(json.dumps(flags))
     (folder / "metrics.jsonl").write_text("")
     for step in steps:
-        save_checkpoint(folder, f"step-{step:06d}", make_parts(step), {"args": flags}, 0)
+        save_checkpoint(folder, f"step-{step:06d}", make_parts(step), flags, 0)
     if is_finished:
-        lengths = {name: flags.get(name) for name in resume.LENGTH_FLAGS}
-        (folder / "finished.json").write_text(json.dumps({"steps": 2, "args": lengths}))
+        (folder / "finished.json").write_text('{"steps": 2}')
     return folder
 
 

@@ -14,22 +14,27 @@ from disk_limit import files_up_to
 from made_runs import start_logger
 
 from common.data.packed_batch import ROW_IDS, PackedBatch, collate_pairs, collate_sft
+from common.data.stage_datasets import StageData
 from common.data.token_cache import DataReport
 from common.ranks import distributed
 from common.ranks.failures import StepRefused, TooManyBadSteps
 from common.runs import run as run_module
 from common.runs.checkpoints import find_checkpoints
 from common.runs.resume import EarlierRun
-from common.runs.run import Run, StopRequest, describe_run
-from common.runs.saved_state import Progress, Stateful, TensorReader
+from common.runs.run import Run, StopRequest
+from common.runs.saved_state import Stateful, TensorReader
 from step1_sft.arguments import SFTArguments
 
+
+def build(folder, most: int = 3, earlier: EarlierRun | None = None, **parts: Stateful) -> Run:
+    """A run of five rows that keeps these parts."""
+    args = SFTArguments(model_name_or_path="m", output_dir=str(folder), max_bad_steps=most, dtype="fp32")
+    data = StageData(None, None, DataReport(num_train=5, notes=["n"], cache_folder="digest"))
+    rows = {"--batch": 16, "--update": 8}
+    return Run(args, earlier or EarlierRun(), start_logger(folder), data, rows, parts)
+
+
 # ---- Refused steps
-
-
-def build(folder, most: int = 3) -> Run:
-    args = SFTArguments(model_name_or_path="m", output_dir=str(folder), max_bad_steps=most)
-    return Run(args, EarlierRun(), start_logger(folder), Progress("", {}), {})
 
 
 def rows_of(path) -> list[dict]:
@@ -47,7 +52,7 @@ def test_refused_steps_are_counted_and_the_one_too_many_ends_the_run(tmp_path, c
     with pytest.raises(TooManyBadSteps, match="loss 2 is NaN\nskipped 3 steps, --max_bad_steps allows 2"):
         run.refuse(7, errors[2])
     (saved,), _ = find_checkpoints(tmp_path)
-    assert saved.folder.name == "step-000007" and saved.meta["numbers"]["bad_steps"] == {"count": 3}
+    assert saved.folder.name == "step-000007" and saved.meta["numbers"]["progress"]["num_refused"] == 3
     assert metrics(tmp_path) == [(4, 1), (7, 2), (7, 3)]
     files = sorted(path.name for path in (tmp_path / "bad_batches").iterdir())
     assert files == [f"step-00000{step}-00{n}-rank-00000.jsonl" for n, step in enumerate((4, 7, 7), 1)]
@@ -61,6 +66,19 @@ def test_the_count_goes_on_where_a_checkpoint_left_it(tmp_path):
     second.load(TensorReader([]), first.json_state())
     with pytest.raises(TooManyBadSteps, match="skipped 2 steps"):
         second.refuse(2, StepRefused("no"))
+
+
+def test_a_run_that_resumes_elsewhere_saves_there_what_it_has_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(StopRequest, "install", lambda _: None)
+    earlier = EarlierRun()
+    for name in ("old", "new"):
+        run = build(tmp_path / name, 0, earlier)
+        run.begin()
+        with pytest.raises(TooManyBadSteps):
+            run.refuse(0, StepRefused("no"))
+        found, _ = find_checkpoints(tmp_path / name)
+        assert [checkpoint.folder.name for checkpoint in found] == ["step-000000"]
+        earlier = EarlierRun(found, is_elsewhere=True)
 
 
 def test_the_batch_of_a_refused_step_is_written_sequence_by_sequence(tmp_path, monkeypatch):
@@ -102,9 +120,6 @@ def test_a_batch_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, capsy
 # ---- run.json
 
 
-ARGS = SFTArguments(model_name_or_path="m", seed=5, dtype="fp32")
-
-
 class EnginePart(Stateful):
     """A part of a checkpoint that has an engine: itself."""
 
@@ -114,17 +129,16 @@ class EnginePart(Stateful):
         self.module[0].requires_grad_(False)
 
 
-def describe(folder, step: int, *, is_resumed: bool) -> dict:
-    about_data = DataReport(num_train=5, notes=["n"]).facts()
-    progress = Progress("digest", {"--batch": 16, "--update": 8}, step=step, about_data=about_data)
-    parts = {"progress": progress, "actor": EnginePart()}
-    found = describe_run(folder, ARGS, parts, num_steps=9, is_resumed=is_resumed)
+def describe(folder, step: int, last_saved: str = "") -> dict:
+    run = build(folder, actor=EnginePart())
+    run.step, run.last_saved = step, last_saved
+    found = run.describe()
     (folder / "run.json").write_text(json.dumps(found))
     return found
 
 
 def test_a_start_says_on_what_it_was_made(tmp_path):
-    about = describe(tmp_path, 7, is_resumed=False)
+    about = describe(tmp_path, 7)
     defaults, (start,) = about["defaults"], about["starts"]
     assert about["num_steps"] == 9 and defaults["seed"] == 1234 and defaults["trackers"] == []
     told = {"from_step": 7, "data_key": "digest", "global_rows": 16, "dtype": "fp32", "world_size": 1}
@@ -135,16 +149,12 @@ def test_a_start_says_on_what_it_was_made(tmp_path):
 
 
 def test_a_resumed_run_keeps_its_earlier_starts(tmp_path):
-    for step in (0, 4):
-        found = describe(tmp_path, step, is_resumed=step > 0)
+    describe(tmp_path, 0)
+    found = describe(tmp_path, 4, "step-000004")
     assert [start["from_step"] for start in found["starts"]] == [0, 4]
-    assert len(describe(tmp_path, 0, is_resumed=False)["starts"]) == 1
-
-
-@pytest.mark.parametrize("text", ['{"starts": 3}', '{"sta'])
-def test_a_file_that_cannot_be_read_decides_nothing(tmp_path, text):
-    (tmp_path / "run.json").write_text(text)
-    assert [start["from_step"] for start in describe(tmp_path, 4, is_resumed=True)["starts"]] == [4]
+    assert len(describe(tmp_path, 0)["starts"]) == 1
+    (tmp_path / "run.json").write_text('{"sta')  # torn: it decides nothing
+    assert [start["from_step"] for start in describe(tmp_path, 4, "step-000004")["starts"]] == [4]
 
 
 # ---- Requests to stop

@@ -11,9 +11,8 @@ from made_runs import start_logger
 
 from common.flags.args import Problems
 from common.programs.startup import check_run
-from common.runs import trackers
-from common.runs.run_logger import RunLogger
-from common.runs.trackers import missing_trackers, start_tracker
+from common.runs import run_logger
+from common.runs.run_logger import RunLogger, missing_trackers, start_tracker
 from step1_sft.arguments import SFTArguments
 
 
@@ -49,7 +48,7 @@ def services(monkeypatch) -> dict[str, Service]:
     def start(kind, run_id, args, last_step):
         return found[kind].start(run_id, vars(args))
 
-    monkeypatch.setattr(trackers, "start_tracker", start)
+    monkeypatch.setattr(run_logger, "start_tracker", start)
     return found
 
 
@@ -146,7 +145,7 @@ def test_a_tracker_that_cannot_begin_ends_the_start_before_anything_is_replaced(
     def refuse(*_):
         raise RuntimeError("\nno API key\nmore")
 
-    monkeypatch.setattr(trackers, "start_tracker", refuse)
+    monkeypatch.setattr(run_logger, "start_tracker", refuse)
     told = r"--trackers wandb cannot begin \(RuntimeError: no API key\); log in"
     with pytest.raises(ValueError, match=told):
         started(tmp_path, "wandb")
@@ -229,12 +228,10 @@ def test_accelerates_classes_are_told_the_run_its_flags_and_its_numbers(tmp_path
     config = [found[name][0][0] for name in CONFIG_CALLS if name in found]
     if is_resumed:
         assert IDS[kind] in (options.get("id"), options.get("run_id"), options.get("name"))
-        assert options.get("resume") == {"wandb": "allow", "trackio": "must"}.get(kind) and not config
+        assert options.get("resume") == {"wandb": "allow", "trackio": "allow"}.get(kind) and not config
     else:
         assert str(options.get("name") or options["run_name"]).startswith("my-run")
-        assert (
-            not options.get("id") and not options.get("run_id") and options.get("resume") in (None, "never")
-        )
+        assert not options.get("id") and not options.get("run_id")
         assert [told["data_path"] for told in config] == ["a b"]
     args, options = found["mlflow.log_metrics" if kind == "mlflow" else f"{kind}.log"]
     assert (args[0], options["step"]) == ({"a/b": 1.0}, 7)

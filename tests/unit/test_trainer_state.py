@@ -106,7 +106,7 @@ def test_equal_returns_have_the_smallest_variance():
 # --- the average of the weights ---
 
 
-def test_the_average_by_hand_and_the_swap():
+def test_the_average_by_hand_and_the_swap(tmp_path):
     model = torch.nn.Linear(1, 1)
     model.bias.requires_grad = False
     with torch.no_grad():
@@ -124,6 +124,10 @@ def test_the_average_by_hand_and_the_swap():
     with pytest.raises(RuntimeError), ema.averaged_weights():
         raise RuntimeError
     assert float(model.weight) == 4.0
+    write_slices(tmp_path / "file", ema.tensor_slices())
+    resumed = ExponentialMovingAverage(model, decay=0.75)
+    resumed.load(TensorReader([tmp_path / "file"]), {})
+    assert float(resumed.averages["weight"]) == 1.9375
 
 
 def test_a_bf16_weight_is_averaged_in_fp32():
