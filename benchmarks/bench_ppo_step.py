@@ -36,10 +36,11 @@ from benchmarks.measuring import Peer, Rates, print_result, read_args, take_turn
 from benchmarks.ppo_models import save_models
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_prompts
+from common.data.stage_datasets import StageData
+from common.data.token_cache import DataReport
 from common.programs import startup
 from common.ranks import distributed
 from common.runs.run import Run
-from common.runs.saved_state import Progress
 from step3_ppo.algorithms import fill_defaults, find_algorithm
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import PPOStart
@@ -80,7 +81,8 @@ def our_step(models: dict[str, str], prompts: list[dict[str, Any]], *, is_packed
     batches = GlobalBatches(rows, collate_prompts, rows_per_micro_batch=NUM_PROMPTS, seed=1)
     trainer = build_trainer(start, 10**6, batches)
     trainer.logger.open()
-    run, steps = Run(args, start.earlier, trainer.logger, Progress("", {}), {}), iter(range(1, 10**6))
+    data = StageData(prompts, prompts, DataReport())
+    run, steps = Run(args, start.earlier, trainer.logger, data, {}, {}), iter(range(1, 10**6))
     return lambda: trainer.train_step(next(steps), run)
 
 
