@@ -289,7 +289,7 @@ def find_sources(args: Any, problems: Problems) -> dict[str, Source]:
     critic = args.critic_model_name_or_path or (args.actor_model_name_or_path if args.reward else "")
     of_critic = ("--critic_model_name_or_path", critic, True)
     found: dict[str, Source] = {"actor": of_actor, "reference": of_actor}
-    try:
+    with problems.catch():
         if find_algorithm(args.algorithm).needs_critic:
             cure = "give it, or an --algorithm without a critic, such as grpo"
             problems.check(bool(critic), f"--critic_model_name_or_path is needed for --stage 3: {cure}")
@@ -299,8 +299,6 @@ def find_sources(args: Any, problems: Problems) -> dict[str, Source]:
         for spec in parse_rewards(args.reward):
             if spec.kind == "model":
                 found[spec.name] = ("--reward model:", spec.target, True)
-    except ValueError as error:
-        problems.add(str(error))
     return {role: source for role, source in found.items() if source[1]}
 
 

@@ -7,7 +7,7 @@ import deepspeed
 import pytest
 import torch
 import transformers
-from planned_runs import GIB, NUM_1B, NUM_350M, OPT_1B, OPT_350M, ppo, single
+from planned_runs import GIB, LLAMA_7B, NUM_1B, NUM_350M, OPT_1B, OPT_350M, ppo, single
 from tiny_configs import tiny_config
 
 from common.engine.ds_config import build_config, build_optimizer
@@ -15,7 +15,7 @@ from common.models.loading import ModelOptions, load_causal_lm
 from common.models.model_inputs import build_model_inputs
 from common.models.output_head import LogitOptions, summed_logprobs, token_scores
 from common.models.policy_model import PolicyModel
-from tools.memory_plan import LiveBytes, MemoryPlan, head_bytes
+from tools.memory_plan import LiveBytes, MemoryPlan, head_bytes, trace_activations
 
 HYBRID, ZERO3 = "--enable_hybrid_engine", ("--actor_zero_stage", "3", "--critic_zero_stage", "3")
 
@@ -90,6 +90,8 @@ def test_offload_moves_what_it_names():
     assert states.cpu[optimizer] == plain.gpu[optimizer]
     assert optimizer not in states.gpu and optimizer not in plain.cpu
     assert states.gpu[weights] == plain.gpu[weights]
+    gradients = ("policy", "gradients")
+    assert states.cpu[gradients] == 3 * plain.gpu[gradients] and gradients not in states.gpu  # fp32 too
     assert everything.cpu[weights] == plain.gpu[weights] and weights not in everything.gpu
 
 
@@ -101,6 +103,19 @@ def test_checkpointing_keeps_a_layers_input():
     assert inputs < activations[1] < inputs + 0.25 * activations[0]
     # Korthikanti et al. count 34 s b h a layer with dropout and GELU
     assert 20 < activations[0] / inputs * 2 < 36
+
+
+def test_a_recomputed_layer_stands_beside_all_inputs():
+    run = single(LLAMA_7B, "--gradient_checkpointing", "--lora_dim", "8")
+    layer = trace_activations(run.roles[0].model, "bf16", 512)
+    of_sequence = 32 * 512 * 4096 * 2 + layer.saved_outside + layer.saved_by_layer + layer.backward_work
+    assert items(MemoryPlan(run), "train policy", "backward")["activations"] == 16 * of_sequence
+
+
+def test_a_frozen_head_has_no_gradient():
+    plain, frozen = (single(OPT_350M, *words) for words in ((), ("--lora_dim", "8")))
+    held = [head_bytes(run, run.roles[0], 512, is_training=True) for run in (plain, frozen)]
+    assert held[0] - held[1] == 50272 * 512 * (4 + 2)  # added up in fp32
 
 
 def test_flash_attention_does_without_a_mask_in_every_layer():
