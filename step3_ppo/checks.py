@@ -49,7 +49,7 @@ def check_start_up(description: str) -> PPOStart:
     start = startup.read_flags(PPOArguments, 3, description, PPOStart)
     args, problems = start.args, start.problems
     check_flags(args, distributed.world_size(), distributed.dtype_name(args.dtype), problems)
-    try:
+    with problems.catch():
         algorithm = start.algorithm = find_algorithm(args.algorithm)
         args = start.args = fill_defaults(args, algorithm)
         if algorithm.needs_critic and args.reward and not args.critic_model_name_or_path:
@@ -57,8 +57,6 @@ def check_start_up(description: str) -> PPOStart:
         check_algorithm(args, algorithm, problems)
         idle = ", ".join(f"--{name}" for name in unused_flags(algorithm, given_flags()))
         start.notes += [f"--algorithm {algorithm.name} does not use {idle}"] if idle else []
-    except ValueError as error:
-        problems.add(str(error))
     start.rewards = find_rewards(args, problems)
     start.tokenizer = check_models(args, start.algorithm, start.rewards, problems)
     check_evaluation(args, start.options, start.rewards, problems)
