@@ -26,11 +26,11 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import torch
-from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import LlamaForCausalLM, StoppingCriteriaList
 
-from benchmarks.chat_rows import TINY, size_of, small_llama_config
 from benchmarks.measuring import Rates, best, print_rates, print_result, read_args, take_turns, timed
-from benchmarks.our_side import leave, run_ranks, zero3_engine
+from benchmarks.several_ranks import run_ranks
+from benchmarks.workload import TINY, size_of, small_llama_config
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
@@ -76,15 +76,10 @@ def chat_workload(*, is_quick: bool) -> Workload:
     return Workload(ids.to(device), mask.to(device), lengths.to(device))
 
 
-class GivenLengths(StoppingCriteria):
-    """Ends each response at its length."""
-
-    def __init__(self, work: Workload) -> None:
-        self.lengths, self.start = work.lengths, work.prompt_ids.shape[1]
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Return which rows (B,) are done."""
-        return input_ids.shape[1] - self.start >= self.lengths
+def stop_at_lengths(work: Workload) -> StoppingCriteriaList:
+    """Return what ends each response at its length."""
+    start = work.prompt_ids.shape[1]
+    return StoppingCriteriaList([lambda ids, scores, **_: ids.shape[1] - start >= work.lengths])
 
 
 def run_transformers(model: Any, work: Workload, batch_size: int, **options: Any) -> None:
@@ -99,7 +94,7 @@ def run_transformers(model: Any, work: Workload, batch_size: int, **options: Any
             max_new_tokens=int(part.lengths.max()),
             pad_token_id=PAD,
             eos_token_id=None,
-            stopping_criteria=StoppingCriteriaList([GivenLengths(part)]),
+            stopping_criteria=stop_at_lengths(part),
             **options,
         )
 
@@ -151,11 +146,8 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
     return {"rates": rates, "ratio": print_rates(title, rates, "generate")}
 
 
-def run_zero3_rank(folder: str, num_runs: int, *, is_quick: bool) -> None:
-    """Be one of two ranks: all three ways of generating with weights that ZeRO 3 has sharded."""
-    startup.quiet_libraries()
-    distributed.start()
-    engine = zero3_engine(folder)
+def run_zero3_rank(engine: Any, num_runs: int, is_quick: bool) -> Rates:
+    """Return the rates of two ranks together: three ways to generate with weights that ZeRO 3 has sharded."""
     engine.eval()
     whole = chat_workload(is_quick=is_quick)
     work = whole.part(slice(distributed.rank(), None, distributed.world_size()))
@@ -179,14 +171,12 @@ def run_zero3_rank(folder: str, num_runs: int, *, is_quick: bool) -> None:
         "generate, gathered weights": on_gathered_weights,
     }
     with torch.no_grad():
-        leave(folder, measure(ways | {"ours": ours}, whole, num_runs))
-    distributed.stop()
+        return measure(ways | {"ours": ours}, whole, num_runs)
 
 
 def run_zero3(model: Any, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
     """Return the rates of two ranks together, and the ratios over both of generate's."""
-    words = ["--runs", str(num_runs), *(["--quick"] if is_quick else [])]
-    rates = run_ranks(__file__, model, 2, *words)
+    rates = run_ranks(run_zero3_rank, model, 2, num_runs, is_quick)
     title = "zero3: two ranks, half of the chat prompts each"
     over_gathered = print_rates(title, rates, "generate, gathered")
     over_sharded = round(best(rates, "ours") / best(rates, "generate, sharded"), 4)
@@ -195,15 +185,13 @@ def run_zero3(model: Any, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all sections, or be one of the ranks."""
+    """Run all sections."""
     args = read_args(__doc__, 5)
-    if args.rank_folder:
-        run_zero3_rank(args.rank_folder, args.runs, is_quick=args.quick)
-        return
     startup.quiet_libraries()
     torch.manual_seed(0)
     shape = TINY if args.quick else {"num_hidden_layers": 6}
     model = LlamaForCausalLM(small_llama_config(tie_word_embeddings=True, **shape)).eval()
+    model.to(distributed.device())
     work = chat_workload(is_quick=args.quick)
     lengths = work.lengths
     fixed = Workload(work.prompt_ids, work.prompt_mask, torch.full_like(lengths, FIXED_TOKENS))
@@ -218,7 +206,7 @@ def main() -> None:
         best(found["chat"]["rates"], "ours"),
         best(found["chat"]["rates"], "generate"),
         runs=args.runs,
-        model=f"random Llama, {size_of(model.config)}",
+        model=f"random Llama, {size_of(**shape)}",
         sections=found,
     )
 

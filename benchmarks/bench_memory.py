@@ -4,7 +4,7 @@
 python benchmarks/bench_memory.py --trl_python DIR/bin/python [--quick]
 
 DIR is made by `bash benchmarks/make_peer_env.sh trl-1.16 DIR`. Each size is a process of its own that trains
-4 rows of the random Llama of chat_rows.py in fp32: after a first short step, which makes the optimizer's
+4 rows of the random Llama of workload.py in fp32: after a first short step, which makes the optimizer's
 moments, the kernel's peak is reset, and what the measured step adds to resident memory is its peak:
 gradients, activations, and what there is of logits. Two thirds of every row are learned. `labels` is TRL with
 its output head as it is on a GPU, where it skips what has no label.
@@ -23,8 +23,8 @@ from pathlib import Path
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from benchmarks.chat_rows import WARM_UP_TOKENS, memory_rows, small_llama_config
 from benchmarks.measuring import Peer, peak_since, print_result, read_args, start_peak
+from benchmarks.workload import WARM_UP_TOKENS, memory_rows, small_llama_config
 
 ROWS = 4
 WAYS = ("ours", "trl", "trl_labels_only", "logits")
@@ -35,17 +35,26 @@ MIB = 2**20
 
 def our_peak(length: int, vocabulary: int) -> int:
     """Return the peak bytes of our step in this process, which must be a new one."""
-    from benchmarks.our_side import SilentLogger, policy_engine
+    import torch
+    from transformers import LlamaForCausalLM
+
     from common.data.packed_batch import collate_sft
+    from common.engine.ds_config import build_config, build_engine
+    from common.models.policy_model import PolicyModel
     from common.programs import startup
     from common.ranks import distributed
+    from common.runs.run_logger import RunLogger
     from step1_sft.arguments import SFTArguments
     from step1_sft.sft_trainer import SFTTrainer
 
     startup.quiet_libraries()
     distributed.start()
-    engine = policy_engine(small_llama_config(vocab_size=vocabulary))
-    trainer = SFTTrainer(engine, SFTArguments(), is_packed=False, logger=SilentLogger())
+    args = SFTArguments(lr_scheduler_type="constant", log_interval=10**9)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(small_llama_config(vocab_size=vocabulary))
+    policy = PolicyModel(model, num_valid_tokens=vocabulary)
+    engine = build_engine(policy, build_config(micro_batch_size=ROWS), args, 1)
+    trainer = SFTTrainer(engine, args, is_packed=False, logger=RunLogger(args, (), 10**9))
     first, measured = (
         collate_sft(memory_rows(ROWS, num_tokens, vocabulary)) for num_tokens in (WARM_UP_TOKENS, length)
     )

@@ -4,7 +4,7 @@
 python benchmarks/bench_ppo_step.py --trl_python DIR/bin/python [--quick]
 
 DIR is made by `bash benchmarks/make_peer_env.sh trl-1.12 DIR`: the last release with a PPOTrainer. Both sides
-load the same models (4 layers, hidden 256, vocabulary 8192, fp32; ppo_models.py), take 16 prompts a step, as
+load the same models (4 layers, hidden 256, vocabulary 8192, fp32; workload.py), take 16 prompts a step, as
 long as a chat data set's, 256 tokens at most, answer with up to 64 tokens whose lengths are those of real
 answers, make 4 optimizer steps of each of actor and critic, and run one thread each, in turns. TRL does not
 clip gradients, and pads every answer to 64.
@@ -16,7 +16,6 @@ The last line is a JSON object; `ratio` is TRL's seconds a step over ours.
 """
 
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -31,9 +30,8 @@ if not __package__:  # run as a script: import from the repository root, not fro
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.chat_rows import TINY, ppo_prompts, size_of, small_llama_config
-from benchmarks.measuring import Peer, Rates, print_result, read_args, take_turns, timed
-from benchmarks.ppo_models import save_models
+from benchmarks.measuring import Peer, print_rates, print_result, read_args, take_turns, timed
+from benchmarks.workload import TINY, ppo_prompts, save_models, size_of
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_prompts
 from common.data.stage_datasets import StageData
@@ -98,16 +96,6 @@ def peer_turn(peer: Peer, tokens: list[float]) -> float:
     return answer["seconds"]
 
 
-def print_table(rates: Rates, tokens: dict[str, list[float]]) -> None:
-    """Print seconds and response tokens of a step, and TRL's seconds over each."""
-    base = rates["trl"]["median"] if "trl" in rates else math.nan
-    print(f"\n{'way':<16}{'s a step':>9}  {'range':<14}{'answers, tokens':>16}{'x TRL':>8}")
-    for name, rate in rates.items():
-        spread = f"{rate['low']:.2f} - {rate['high']:.2f}"
-        num_tokens, ratio = statistics.fmean(tokens[name]), base / rate["median"]
-        print(f"{name:<16}{rate['median']:>9.2f}  {spread:<14}{num_tokens:>16.0f}{ratio:>8.2f}")
-
-
 def main() -> None:
     """Compare."""
     args = read_args(__doc__, 10, peer_environment="trl-1.12")
@@ -115,7 +103,7 @@ def main() -> None:
     startup.quiet_libraries()
     distributed.start()
     sizes = TINY if args.quick else {}
-    tokens: dict[str, list[float]] = {"ours": [], "ours, padded": [], "trl": []}
+    tokens: dict[str, list[float]] = {"ours": [], "ours, padded": [], "trl": []}  # of the steps
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         models = save_models(folder, seed=0, **sizes)
         prompts = ppo_prompts(256, 1, MAX_PROMPT)
@@ -130,14 +118,17 @@ def main() -> None:
             peer = stack.enter_context(Peer(args.trl_python, task="ppo", rows=str(rows_file), models=folder))
             ways["trl"] = lambda: peer_turn(peer, tokens["trl"])
         rates = take_turns(ways, args.runs)
-    print_table(rates, tokens)
+    title, peer = "a whole PPO step", "trl" if args.trl_python else "ours, padded"
+    print_rates(title, rates, peer, "seconds", is_lower_better=True)
+    for name in rates:
+        print(f"{name}: {statistics.fmean(tokens[name]):.1f} response tokens a step")
     print_result(
         "ppo_step",
         rates["ours"]["median"],
         rates["trl"]["median"] if args.trl_python else None,
         is_lower_better=True,
         runs=args.runs,
-        model=f"random Llamas, {size_of(small_llama_config(**sizes))}; 16 prompts, up to 64 tokens",
+        model=f"random Llamas, {size_of(**sizes)}; 16 prompts, up to 64 tokens",
         max_prompt=MAX_PROMPT,
         rates=rates,
     )

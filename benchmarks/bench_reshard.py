@@ -26,11 +26,11 @@ if not __package__:  # run as a script: import from the repository root, not fro
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from benchmarks.chat_rows import small_llama_config
 from benchmarks.measuring import print_result, read_args, take_turns, timed
-from benchmarks.our_side import leave, run_ranks, zero3_engine
+from benchmarks.several_ranks import run_ranks
+from benchmarks.workload import small_llama_config
 from common.generation.resharding import Resharder, TPGroups, TPLayout, group_by_layers
 from common.generation.tp_plans import Cut, build_cuts
 from common.models.lora import TrainedWeight
@@ -85,12 +85,6 @@ class SwitchMeter(TorchDispatchMode):
     def _forget(self, key: int, num_bytes: int) -> None:
         del self._known[key]
         self._live_bytes -= num_bytes
-
-
-def find_cuts(folder: str, tp_size: int) -> dict[str, Cut]:
-    """Return the model's cuts by parameter name."""
-    with torch.device("meta"):
-        return build_cuts(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)), tp_size)
 
 
 def gather_all(parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -160,17 +154,16 @@ def check_slices(found: Iterable[tuple[str, TrainedWeight]], expected: dict[str,
             raise RuntimeError(f"{name}: the slice is not that of the whole weight")
 
 
-def run_rank(folder: str, num_runs: int) -> None:
-    """Measure all sizes as one of several ranks."""
-    startup.quiet_libraries()
-    distributed.start()
-    parameters = dict(zero3_engine(folder).module.named_parameters())
+def run_rank(engine: Any, num_runs: int) -> list[dict[str, Any]]:
+    """Return the table's rows for all sizes, as one of several ranks."""
+    parameters = dict(engine.module.named_parameters())
+    with torch.device("meta"):
+        whole = LlamaForCausalLM(engine.module.config)
     rows = []
     for tp_size in range(1, distributed.world_size() + 1):
         if distributed.world_size() % tp_size == 0:
-            rows += measure_size(parameters, find_cuts(folder, tp_size), tp_size, num_runs)
-    leave(folder, rows)
-    distributed.stop()
+            rows += measure_size(parameters, build_cuts(whole, tp_size), tp_size, num_runs)
+    return rows
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -187,17 +180,14 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Start the ranks, or be one of them."""
+    """Run the ranks, and print what they found."""
     args = read_args(__doc__, 15)
-    if args.rank_folder:
-        run_rank(args.rank_folder, args.runs)
-        return
     startup.quiet_libraries()
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     model = LlamaForCausalLM(small_llama_config(num_hidden_layers=6, tie_word_embeddings=True, **heads))
     sizes = WORLD_SIZES[:1] if args.quick else WORLD_SIZES
-    rows = [row for size in sizes for row in run_ranks(__file__, model, size, "--runs", str(args.runs))]
+    rows = [row for size in sizes for row in run_ranks(run_rank, model, size, args.runs)]
     print_table(rows)
     received = {
         row["way"]: row["received_bytes"] for row in rows if (row["ranks"], row["tp_size"]) == (sizes[-1], 2)

@@ -4,7 +4,7 @@
 python benchmarks/bench_train.py --trl_python DIR/bin/python [--quick]
 
 DIR is made by `bash benchmarks/make_peer_env.sh trl-1.16 DIR`. Every way trains the same random Llama (4
-layers, hidden 256, vocabulary 8192, fp32) on the same rows, as long as a chat data set's (chat_rows.py), 16
+layers, hidden 256, vocabulary 8192, fp32) on the same rows, as long as a chat data set's (workload.py), 16
 rows an optimizer step, with AdamW, clipping and a loss on response tokens only; one turn is one pass over the
 rows, and all take turns in one run. Tokens are real ones, padding counts nothing.
 
@@ -22,27 +22,26 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from benchmarks.chat_rows import TINY, pair_rows, sft_rows, size_of, small_llama_config
+from benchmarks import workload
 from benchmarks.measuring import Peer, best, print_rates, print_result, read_args, take_turns, timed
-from benchmarks.our_side import ROWS_PER_STEP, SilentLogger, policy_engine, value_engine
-from benchmarks.ppo_models import save_models
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_pairs, collate_sft
-from common.programs import startup
+from common.engine.ds_config import build_config
+from common.programs import startup, training_loop
+from common.programs.startup import Start
 from common.ranks import distributed
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
 from step2_reward.arguments import RewardArguments
 from step2_reward.pair_trainer import RewardTrainer
 
-MAX_SEQ_LEN = 512
+MAX_SEQ_LEN, ROWS_PER_STEP = 512, 16
 # Ways of TRL by section. An optimizer step has 16 rows, or 4 packs of 512 tokens; smaller micro-batches with
 # accumulation are what a user of TRL can do about padding on a CPU.
 PACKS = {"batching": "bfd", "batch_size": 1, "accumulation": 4}
@@ -60,24 +59,38 @@ TRL_WAYS: dict[str, dict[str, dict[str, Any]]] = {
         "trl, grouped, accumulating": {"batching": "grouped", "batch_size": 2, "accumulation": 8},
     },
 }
+COLUMNS = {"sft": ("input_ids",), "reward": ("chosen_ids", "rejected_ids")}  # whose tokens are trained on
 
 
-def our_pass(section: str, rows: list[dict[str, Any]], config: Any, *, is_packed: bool) -> Callable[[], None]:
-    """Return a function that trains for one pass over the rows, with and without --packed."""
+def our_pass(section: str, rows: list[dict[str, Any]], folder: str, *, is_packed: bool) -> Callable[[], None]:
+    """Return a function that trains a model of `folder` for one pass, as the program does with and without
+    --packed.
+    """
     if section == "sft":
-        engine, args, kind = policy_engine(config), SFTArguments(), SFTTrainer
+        flags, kind, load, collate = SFTArguments, SFTTrainer, training_loop.load_policy, collate_sft
     else:
-        engine, args, kind = value_engine(config), RewardArguments(), RewardTrainer
-    trainer = kind(engine, args, is_packed=False, logger=SilentLogger())
-    lengths = [tuple(len(row[key]) for key in columns_of(section)) for row in rows]
+        flags, kind, load, collate = RewardArguments, RewardTrainer, training_loop.load_ranker, collate_pairs
+    args = flags(
+        model_name_or_path=folder,
+        packed=is_packed,
+        dtype="fp32",
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        log_interval=10**9,
+    )
+    lengths = [tuple(len(row[key]) for key in COLUMNS[section]) for row in rows]
     batches = GlobalBatches(
         rows,
-        collate_sft if section == "sft" else collate_pairs,
+        collate,
         rows_per_micro_batch=ROWS_PER_STEP,
         seed=1,
         row_lengths=lengths,
         max_tokens=ROWS_PER_STEP * len(lengths[0]) * MAX_SEQ_LEN if is_packed else 0,
     )
+    start = Start(args, None, None, ds_config=build_config(micro_batch_size=ROWS_PER_STEP))  # type: ignore[arg-type]
+    model = load(args, start.ds_config, workload.VOCABULARY, dropout=0.0)
+    trainer = training_loop.build_trainer(kind, start, model, batches, 10**9)
+    trainer.logger.open()
 
     def run() -> None:
         for step in range(1, len(batches) + 1):
@@ -86,38 +99,25 @@ def our_pass(section: str, rows: list[dict[str, Any]], config: Any, *, is_packed
     return run
 
 
-def columns_of(section: str) -> tuple[str, ...]:
-    """Return the columns whose tokens a section trains on."""
-    return ("input_ids",) if section == "sft" else ("chosen_ids", "rejected_ids")
-
-
-def rate(run: Callable[[], None], num_tokens: int) -> Callable[[], float]:
-    """Return a function that runs once and returns tokens a second."""
-    return lambda: num_tokens / timed(run)
-
-
-def peer_rate(peer: Peer) -> float:
-    """Let a peer train for a pass; return its tokens a second."""
-    answer = peer.go()
-    return answer["tokens"] / answer["seconds"]
-
-
 def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
     """Return the rates of a section, and ours over TRL's best, or over our padded way without TRL."""
-    sizes = TINY if args.quick else {}
-    config = small_llama_config(num_labels=1, **sizes)
-    rows = sft_rows(num_rows, seed=1) if section == "sft" else pair_rows(num_rows, seed=1)
-    num_tokens = sum(len(row[key]) for row in rows for key in columns_of(section))
+    sizes = workload.TINY if args.quick else {}
+    build_rows = workload.sft_rows if section == "sft" else workload.pair_rows
+    rows = build_rows(num_rows, seed=1)
+    num_tokens = sum(len(row[key]) for row in rows for key in COLUMNS[section])
     ways: dict[str, Callable[[], float]] = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         rows_file = Path(folder, "rows.json")
         rows_file.write_text(json.dumps(rows))
-        save_models(folder, 0, **sizes)
+        models = workload.save_models(folder, 0, **sizes)
+        model = models["policy" if section == "sft" else "reward"]
         for name, is_packed in (("ours, padded", False), ("ours, packed", True)):
-            ways[name] = rate(our_pass(section, rows, config, is_packed=is_packed), num_tokens)
+            run = our_pass(section, rows, model, is_packed=is_packed)
+            ways[name] = lambda run=run: num_tokens / timed(run)
         for name, way in TRL_WAYS[section].items() if args.trl_python else ():
             peer = Peer(args.trl_python, task=section, rows=str(rows_file), models=folder, **way)
-            ways[name] = partial(peer_rate, stack.enter_context(peer))
+            stack.enter_context(peer)
+            ways[name] = lambda peer=peer: num_tokens / peer.go()["seconds"]
         rates = take_turns(ways, args.runs)
     title = f"{section}: {num_rows} rows, {num_tokens} tokens a pass, {ROWS_PER_STEP} rows a step"
     ratio = print_rates(title, rates, "trl" if args.trl_python else "ours, padded")
@@ -138,7 +138,7 @@ def main() -> None:
         best(rates, "trl"),
         reward_ratio=found["reward"]["ratio"] if args.trl_python else None,
         runs=args.runs,
-        model=f"random Llama, {size_of(small_llama_config(**(TINY if args.quick else {})))}",
+        model=f"random Llama, {workload.size_of(**(workload.TINY if args.quick else {}))}",
         sections=found,
     )
     distributed.stop()

@@ -27,7 +27,7 @@ Rates = dict[str, dict[str, float]]  # way: median, low, high
 
 
 def read_args(doc: str, num_runs: int = 0, *, peer_environment: str = "") -> argparse.Namespace:
-    """Return the flags of a benchmark: `quick`, `runs`, `rank_folder` (for `run_ranks`) and `trl_python`.
+    """Return the flags of a benchmark: `quick`, `runs` and `trl_python`.
 
     `num_runs` is what the baseline has, 0 where rounds are not counted. A peer's interpreter is asked for
     where an environment of make_peer_env.sh is named; --quick does without. What is none ends the program.
@@ -37,12 +37,10 @@ def read_args(doc: str, num_runs: int = 0, *, peer_environment: str = "") -> arg
     if num_runs:
         told = f"measured rounds (0: {num_runs}; 1 with --quick)"
         parser.add_argument("--runs", type=int, default=0, help=told)
-    parser.add_argument("--rank_folder", default="", help=argparse.SUPPRESS)
-    if not peer_environment:
-        args = parser.parse_args()
-    else:
+    if peer_environment:
         parser.add_argument("--trl_python", default="", help="interpreter of that environment")
-        args = parser.parse_args()
+    args = parser.parse_args()
+    if peer_environment:
         how = f"bash benchmarks/make_peer_env.sh {peer_environment} DIR, then --trl_python DIR/bin/python"
         if args.trl_python and not os.access(args.trl_python, os.X_OK):
             parser.exit(2, f"error: --trl_python: {args.trl_python} is no interpreter; {how}\n")
@@ -100,6 +98,7 @@ class Turns:
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)  # what anybody else prints joins the errors
+        self._began = time.perf_counter()
 
     def wait(self) -> None:
         """Return when it is our turn; raise SystemExit at the end of the input."""
@@ -107,12 +106,9 @@ class Turns:
             raise SystemExit(0)
         self._began = time.perf_counter()
 
-    def seconds(self) -> float:
-        """Return the seconds since our turn began."""
-        return time.perf_counter() - self._began
-
     def answer(self, **facts: Any) -> None:
-        """Say that the set-up is done, or what was done in a turn; take the time before this."""
+        """Say that the set-up is done, or what was done in a turn, with its seconds."""
+        facts["seconds"] = time.perf_counter() - self._began
         self._answers.write(json.dumps(facts) + "\n")
 
 
@@ -150,18 +146,23 @@ def take_turns(ways: Mapping[str, Callable[[], float]], num_runs: int) -> Rates:
 
 
 def best(rates: Rates, prefix: str) -> float | None:
-    """Return the best median of the ways whose name begins so, None without any."""
+    """Return the best median of the ways whose name begins so, None without any; more is better."""
     return max((rate["median"] for name, rate in rates.items() if name.startswith(prefix)), default=None)
 
 
-def print_rates(title: str, rates: Rates, peer: str) -> float:
-    """Print tokens a second beside the best way whose name begins with `peer`; return ours over it."""
-    base = best(rates, peer) or 1.0
-    print(f"\n{title}\n{'way':<34}{'tokens/s':>9}  {'range':<15}{'x best ' + peer.strip(', '):>20}")
+def print_rates(
+    title: str, rates: Rates, peer: str, unit: str = "tokens/s", *, is_lower_better: bool = False
+) -> float:
+    """Print the ways, and how much better each is than the best whose name begins with `peer`; return that of
+    our best one.
+    """
+    merits = {name: rate["median"] ** (-1 if is_lower_better else 1) for name, rate in rates.items()}
+    base = max(merit for name, merit in merits.items() if name.startswith(peer))
+    print(f"\n{title}\n{'way':<34}{unit:>9}  {'range':<20}{'x best ' + peer.strip(', '):>20}")
     for name, rate in rates.items():
-        spread = f"{rate['low']:.0f} - {rate['high']:.0f}"
-        print(f"{name:<34}{rate['median']:>9.0f}  {spread:<15}{rate['median'] / base:>20.2f}")
-    return round((best(rates, "ours") or 0.0) / base, 4)
+        spread = f"{rate['low']:.6g} - {rate['high']:.6g}"
+        print(f"{name:<34}{rate['median']:>9.6g}  {spread:<20}{merits[name] / base:>20.2f}")
+    return round(max(merit for name, merit in merits.items() if name.startswith("ours")) / base, 4)
 
 
 def print_result(

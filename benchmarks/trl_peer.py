@@ -5,8 +5,7 @@ DIR/bin/python benchmarks/trl_peer.py '{"task": "sft", "rows": "ROWS.json", "mod
 
 `train()` runs once; a callback holds it between turns. Logs and checkpoints are off.
   sft, reward   TRL 1.16; a turn is a pass over the rows: TRL's own batches, forward, backward, clipping,
-                optimizer. An optimizer step is batch_size * accumulation rows. The answer: seconds, tokens
-                (real ones of a pass)
+                optimizer. An optimizer step is batch_size * accumulation rows. The answer: seconds
   ppo           TRL 1.12, the last release with a PPOTrainer; a turn is a PPO step: prompts, generation, the
                 scores of four models, advantages, 4 optimizer steps, metrics. It does not clip gradients.
                 The answer: seconds, tokens (generated ones: EOS included, nothing after it)
@@ -30,9 +29,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
-from benchmarks.chat_rows import EOS, WARM_UP_TOKENS, memory_rows, small_llama_config
 from benchmarks.measuring import Turns, peak_since, start_peak
-from benchmarks.ppo_models import build_tokenizer
+from benchmarks.workload import EOS, WARM_UP_TOKENS, build_tokenizer, memory_rows, small_llama_config
 
 PACK_TOKENS = 512
 BATCHINGS: dict[str, dict[str, Any]] = {
@@ -49,7 +47,7 @@ class Task:
 
     task: str
     rows: str = ""  # a file of rows as JSON
-    models: str = ""  # folder of ppo_models.save_models
+    models: str = ""  # folder of workload.save_models
     batching: str = "padded"
     batch_size: int = 16
     accumulation: int = 1
@@ -95,13 +93,9 @@ def call_at(**functions: Callable[[], None]) -> TrainerCallback:
     return callback
 
 
-def turn_by_epoch(turns: Turns, num_tokens: int) -> TrainerCallback:
+def turn_by_epoch(turns: Turns) -> TrainerCallback:
     """Return a callback that waits for a turn before each epoch and answers after it."""
-    return call_at(
-        on_train_begin=turns.answer,
-        on_epoch_begin=turns.wait,
-        on_epoch_end=lambda: turns.answer(seconds=turns.seconds(), tokens=num_tokens),
-    )
+    return call_at(on_train_begin=turns.answer, on_epoch_begin=turns.wait, on_epoch_end=turns.answer)
 
 
 def turn_by_ppo_step(turns: Turns) -> TrainerCallback:
@@ -121,7 +115,7 @@ def turn_by_ppo_step(turns: Turns) -> TrainerCallback:
         turns.wait()
 
     def end() -> None:
-        turns.answer(seconds=turns.seconds(), tokens=num_tokens[-1])
+        turns.answer(tokens=num_tokens[-1])
         turns.wait()
 
     ppo_trainer.batch_generation = watched
@@ -151,6 +145,12 @@ def score_labels_only() -> None:
     trl.trainer.utils._use_triton = lambda device: True  # read for the choice of positions, not of the kernel
 
 
+def load_model(task: Task, name: str) -> Any:
+    """Return one of the models of `save_models`, fp32."""
+    kind = AutoModelForCausalLM if name == "policy" else AutoModelForSequenceClassification
+    return kind.from_pretrained(Path(task.models, name), dtype=torch.float32)
+
+
 def build_sft_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
     """Return TRL's trainer of SFT; for `memory` of two steps, rows in their order, short ones first."""
     import trl
@@ -165,8 +165,7 @@ def build_sft_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
         model, callback = transformers.LlamaForCausalLM(config), measure_second_step(turns)
     else:
         rows, options = json.loads(Path(task.rows).read_text()), {}
-        model = AutoModelForCausalLM.from_pretrained(Path(task.models, "policy"), dtype=torch.float32)
-        callback = turn_by_epoch(turns, sum(len(row["input_ids"]) for row in rows))
+        model, callback = load_model(task, "policy"), turn_by_epoch(turns)
     options = {"max_length": PACK_TOKENS} | supervised_options(task, output_dir) | options
     trainer = trl.SFTTrainer(
         model=model,
@@ -195,13 +194,11 @@ def build_reward_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
     columns = [pair | {"length": max(map(len, pair.values()))} for pair in pairs]
     options = {"max_length": None, "remove_unused_columns": False}
     return trl.RewardTrainer(
-        model=AutoModelForSequenceClassification.from_pretrained(
-            Path(task.models, "reward"), dtype=torch.float32
-        ),
+        model=load_model(task, "reward"),
         args=trl.RewardConfig(**supervised_options(task, output_dir) | options),
         train_dataset=Dataset.from_list(columns),
         processing_class=build_tokenizer(),
-        callbacks=[turn_by_epoch(turns, sum(len(pair[side]) for pair in pairs for side in sides))],
+        callbacks=[turn_by_epoch(turns)],
     )
 
 
@@ -224,22 +221,16 @@ def build_ppo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
         "lam": 0.95,
         "num_sample_generations": 0,
     }
-    kinds = {
-        "model": ("policy", AutoModelForCausalLM),
-        "ref_model": ("policy", AutoModelForCausalLM),
-        "reward_model": ("reward", AutoModelForSequenceClassification),
-        "value_model": ("value", AutoModelForSequenceClassification),
-    }
     prompts = json.loads(Path(task.rows).read_text())
     trainer = PPOTrainer(
         args=PPOConfig(**training_options(task, output_dir) | options),
         processing_class=build_tokenizer(),
         train_dataset=Dataset.from_list([{"input_ids": row["input_ids"]} for row in prompts]),
         callbacks=[turn_by_ppo_step(turns)],
-        **{
-            name: kind.from_pretrained(Path(task.models, part), dtype=torch.float32)
-            for name, (part, kind) in kinds.items()
-        },
+        model=load_model(task, "policy"),
+        ref_model=load_model(task, "policy"),
+        reward_model=load_model(task, "reward"),
+        value_model=load_model(task, "value"),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

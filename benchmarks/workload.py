@@ -1,7 +1,8 @@
-"""The workload of the training benchmarks: seeded rows as long as a chat data set's, and the model for them.
+"""The workload of the benchmarks: seeded rows as long as a chat data set's, and the models for them.
 
-Both sides of a comparison import this file, ours and the peer's: torch, transformers and the standard library
-only. Lengths follow hh-rlhf (harmless, 1112 pairs; a word is taken as 1.3 tokens), measured and drawn:
+Both sides of a comparison import this file, ours and the peer's: torch, transformers, tokenizers and the
+standard library only. Lengths follow hh-rlhf (harmless, 1112 pairs; a word is taken as 1.3 tokens), measured
+and drawn:
 
                        5 %  10 %  25 %  50 %  75 %  90 %  95 %   mean
     prompt             11    14    25    84   153   253   324    108   (cut at 400: 2.8 % of them)
@@ -13,13 +14,25 @@ only. Lengths follow hh-rlhf (harmless, 1112 pairs; a word is taken as 1.3 token
 
 The logarithms of a pair's two response lengths correlate by .31 there, and by .3 here. Ids are uniform in the
 vocabulary: which token it is costs nothing. Rows have the columns of our token cache.
+
+Weights are random, yet responses end as real ones do: the policy gives EOS the same probability p at every
+position, so lengths are geometric, cut at `max_new_tokens`. How: every embedding has the same large first
+entry, which the residual stream carries to the final norm; EOS's row of the output head reads that entry
+alone. The logits of all others are as random as ever: their entropy is 8.83 of 9.01 nats.
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 VOCABULARY = 8192
 PAD, BOS, EOS, UNKNOWN = range(4)
@@ -30,6 +43,9 @@ PROMPT = (75, 0.95)  # median, sigma of the logarithm
 CHOSEN, REJECTED = (28, 0.90), (36, 0.93)
 PAIR_CORRELATION = 0.3
 WARM_UP_TOKENS = 8  # of a row of the step before the one whose memory is measured
+# Above what the layers add: p spreads by 3.5 %; by 11 % at 1, and at 0.3 it is no constant.
+SHARED_ENTRY = 2.0
+EOS_PROBABILITY = 1 / 33  # cut at 64 tokens: mean 28, 14 % reach the cut
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 4}  # what --quick makes of the model: it shows that a benchmark runs
@@ -43,8 +59,9 @@ def small_llama_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**(options | {"max_position_embeddings": 2048, "dtype": "float32"} | changes))
 
 
-def size_of(config: LlamaConfig) -> str:
-    """Return a model's size as the benchmarks' last lines have it."""
+def size_of(**changes: Any) -> str:
+    """Return the size of `small_llama_config` with these changes, as the benchmarks' last lines have it."""
+    config = small_llama_config(**changes)
     size = f"{config.num_hidden_layers} layers, hidden {config.hidden_size}"
     return f"{size}, vocabulary {config.vocab_size}, fp32"
 
@@ -81,7 +98,7 @@ def pair_rows(n: int, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def ppo_prompts(n: int, seed: int, max_tokens: int = MAX_PROMPT) -> list[dict[str, Any]]:
+def ppo_prompts(n: int, seed: int, max_tokens: int) -> list[dict[str, Any]]:
     """Return rows of `input_ids`: prompts of `max_tokens` at most."""
     generator = torch.Generator().manual_seed(seed)
     lengths = _draw_lengths(torch.randn(n, generator=generator), PROMPT, (8, max_tokens))
@@ -94,6 +111,53 @@ def memory_rows(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]
     mask = [0] * num_prompt + [1] * (num_tokens - num_prompt)
     ids = torch.randint(FIRST_ID, vocabulary, (n, num_tokens)).tolist()
     return [{"row_id": str(i), "input_ids": row, "loss_mask": mask} for i, row in enumerate(ids)]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of single words: id 17 is "t17"; special are <pad>, <s>, </s>, <unk> (0 to 3)."""
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    words = [*special.values(), *(f"t{i}" for i in range(FIRST_ID, VOCABULARY))]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", **special)
+
+
+def build_policy(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
+    """Return a random model that ends its responses with EOS_PROBABILITY at every token."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).eval()
+    log_odds, weights = math.log(EOS_PROBABILITY / (1 - EOS_PROBABILITY)), []
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = SHARED_ENTRY
+        head = model.lm_head.weight
+        head[EOS] = 0
+        for row in ppo_prompts(64, seed + 1, max_tokens=64):
+            hidden = model.model(torch.tensor([row["input_ids"]])).last_hidden_state[0]  # (T, hidden)
+            logits = hidden @ head.T
+            logits[:, EOS] = -math.inf
+            # log odds = head[EOS, 0] * entry - the logsumexp of all others
+            weights.append((log_odds + logits.logsumexp(-1)) / hidden[:, 0])
+        head[EOS, 0] = torch.cat(weights).mean()
+    return model
+
+
+def save_models(folder: str | Path, seed: int, **changes: Any) -> dict[str, str]:
+    """Save fp32 models with their tokenizer; return the folders of `policy`, `reward` and `value`.
+
+    The policy is causal, the others have one label; the value model's weights are not the reward model's.
+    `changes` are those of `small_llama_config`.
+    """
+    folders = {name: str(Path(folder, name)) for name in ("policy", "reward", "value")}
+    policy = build_policy(small_llama_config(**changes), seed)
+    policy.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    policy.save_pretrained(folders["policy"])
+    for offset, name in enumerate(("reward", "value"), start=1):
+        torch.manual_seed(seed + offset)
+        config = small_llama_config(num_labels=1, **changes)
+        LlamaForSequenceClassification(config).save_pretrained(folders[name])
+    for path in folders.values():
+        build_tokenizer().save_pretrained(path)
+    return folders
 
 
 def _draw_lengths(normal: torch.Tensor, shape: tuple[float, float], limits: tuple[int, int]) -> torch.Tensor:
