@@ -207,12 +207,12 @@ def check_models(
     lengths = f"--max_prompt_seq_len {prompt} + --max_answer_seq_len {answer}"
     critic = args.critic_model_name_or_path if algorithm is None or algorithm.needs_critic else ""
     # The critic scores too by default, and is looked at once.
-    scorers = [spec.target for spec in rewards if spec.kind == "model" and spec.target != critic]
+    scorers = [spec.target for spec in rewards if spec.kind == "model"]
     flag = "--reward model:" if args.reward else "--critic_model_name_or_path"
     found = [
         ("actor", "--actor_model_name_or_path", args.actor_model_name_or_path, args.actor),
         ("critic", "--critic_model_name_or_path", critic, args.critic),
-        *(("reward", flag, name, None) for name in scorers),
+        *(("reward", flag, name, None) for name in scorers if name != critic),
     ]
     actor = None  # its tokenizer
     for role, flag, name, flags in found:
@@ -227,10 +227,10 @@ def check_models(
             check_cuts(args, config, problems)
             actor = tokenizer
             continue
-        # With --reward its models are checked with it, and a critic may begin with a new head.
         problems.check(
-            bool(args.reward) or has_saved_head(name),
-            f"{flag} {name} is no reward model (it has no score head); give the export/ of step 2",
+            name not in scorers or has_saved_head(name),  # a critic may begin with a new head
+            f"{flag} {name} is no reward model (it has no score head); give the export/ of step 2, or "
+            f"--reward classifier:{name} for a model of several labels",
         )
         difference = actor and tokenizer and vocabulary_difference(actor, tokenizer)
         if difference:

@@ -16,7 +16,7 @@ from common.data.packed_batch import pad_rows, score_by_length
 from common.models.loading import DTYPES, load_weights
 from common.ranks import distributed
 from common.ranks.failures import first_line
-from step3_ppo.rewards.text_rewards import Answers, Failures, TextReward, checked_scores
+from step3_ppo.rewards.text_rewards import Answers, Checked, Failures, TextReward, checked_scores
 
 _ENDLESS_TOKENS = 10**9  # tokenizers without a limit say 10^30
 
@@ -46,7 +46,7 @@ class ClassifierReward(TextReward):
         return self._score(answers)
 
     @torch.no_grad()
-    def ask(self, batch: Answers) -> tuple[list[float], str]:
+    def ask(self, batch: Answers) -> Checked:
         """See `TextReward.ask`; the text is the prompt and the response, one behind the other."""
         texts = [prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)]
         limit = {"truncation": True, "max_length": self.max_tokens} if self.max_tokens else {}

@@ -26,6 +26,7 @@ from typing import Any
 
 from step3_ppo.rewards.text_rewards import (
     Answers,
+    Checked,
     Failures,
     RaisedError,
     RewardError,
@@ -33,8 +34,6 @@ from step3_ppo.rewards.text_rewards import (
     checked_scores,
     in_daemon,
 )
-
-Scores = tuple[list[float], str]  # what `checked_scores` gives
 
 
 class FunctionReward(TextReward):
@@ -49,7 +48,7 @@ class FunctionReward(TextReward):
         for worker in self._workers:
             self._idle.put(worker)
 
-    def ask(self, batch: Answers) -> Scores:
+    def ask(self, batch: Answers) -> Checked:
         """See `TextReward.ask`."""
         worker = self._idle.get() if self._workers else None
         try:
@@ -69,7 +68,7 @@ class FunctionReward(TextReward):
         for worker in self._workers:
             worker.end()
 
-    def _ask_thread(self, batch: Answers) -> Scores:
+    def _ask_thread(self, batch: Answers) -> Checked:
         future = in_daemon(lambda: call(self.function, batch), f"reward {self.name}")
         wait([future], self.timeout_seconds)
         if future.done():
@@ -96,7 +95,7 @@ class Worker:
         )
         theirs.close()
 
-    def ask(self, batch: Answers, timeout_seconds: float) -> Scores:
+    def ask(self, batch: Answers, timeout_seconds: float) -> Checked:
         """Return what the function gives; the time to get ready does not count.
 
         Raises TimeoutError; RaisedError when the function raised, RewardError when its process died.
@@ -150,7 +149,7 @@ def import_function(target: str) -> Callable[..., Any]:
     return function
 
 
-def call(function: Callable[..., Any], batch: Answers) -> Scores:
+def call(function: Callable[..., Any], batch: Answers) -> Checked:
     """Return the scores that a function gives a batch, an `async def` in a loop of its own.
 
     Raises RaisedError.
@@ -159,11 +158,11 @@ def call(function: Callable[..., Any], batch: Answers) -> Scores:
         values = function(batch.prompts, batch.responses, batch.rows)
         if inspect.iscoroutine(values):
             values = asyncio.run(values)
-    except (Exception, SystemExit) as error:
+        return checked_scores(values, batch)  # which runs a function that yields its scores
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         raise RaisedError(
             f"raised {type(error).__name__}: {error}; let it return 0.0 for what it cannot judge"
         ) from error
-    return checked_scores(values, batch)
 
 
 # ---- a process of --reward_processes
@@ -182,7 +181,7 @@ def serve(connection: Connection, target: str) -> None:
     function = getattr(importlib.import_module(module_name), name)
     while True:
         connection.send("ready")
-        answer: Scores | RaisedError
+        answer: Checked | RaisedError
         try:
             answer = call(function, asked.get())
         except RaisedError as error:

@@ -15,6 +15,7 @@ import httpx
 from common.flags.access_token import CLIENT_VARIABLE, client_token
 from step3_ppo.rewards.text_rewards import (
     Answers,
+    Checked,
     Failures,
     RewardError,
     TextReward,
@@ -24,6 +25,7 @@ from step3_ppo.rewards.text_rewards import (
 
 MAX_CONNECTIONS = 8  # batches that are under way at the same time
 NUM_TRIES, BACKOFF_SECONDS = 4, 1.0  # the pause behind a try doubles each time
+PASSING = (408, 429)  # statuses below 500 that say: too slow, too many requests
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # A score takes some 20 bytes; the rest leaves room for an error's page, of which the beginning is shown.
 _ANSWER_BYTES, _SCORE_BYTES = 2**20, 256
@@ -31,8 +33,8 @@ _EXPECTED = 'a server must answer {"scores": [...]} with one number for each res
 
 
 class HttpReward(TextReward):
-    """A reward from a server. What may pass by itself (no connection, no answer in time, a status from 500
-    on) is tried again.
+    """A reward from a server. What may pass by itself (no connection, no answer in time, too many
+    requests, a status from 500 on) is tried again.
     """
 
     def __init__(self, url: str, args: Any, failures: Failures) -> None:
@@ -40,7 +42,7 @@ class HttpReward(TextReward):
         super().__init__(url, args, failures, num_threads=MAX_CONNECTIONS)
         self.timeout_seconds = args.reward_timeout_seconds
         # No compressed answers: a small one could unfold into a large one.
-        headers = {"accept-encoding": "identity"}
+        headers = {"accept-encoding": "identity", "content-type": "application/json"}
         if token := client_token():
             headers["authorization"] = f"Bearer {token}"
         self._client = httpx.Client(
@@ -50,7 +52,7 @@ class HttpReward(TextReward):
             follow_redirects=False,  # the texts, and the token, are for the server that --reward names
         )
 
-    def ask(self, batch: Answers) -> tuple[list[float], str]:
+    def ask(self, batch: Answers) -> Checked:
         """See `TextReward.ask`; some tries are made."""
         failure = ""
         for attempt in range(NUM_TRIES):
@@ -64,7 +66,7 @@ class HttpReward(TextReward):
             if 200 <= status < 300:
                 return checked_scores(_read_scores(text), batch)
             failure = f"status {status}: {shortened(text)}"
-            if status < 500:
+            if status < 500 and status not in PASSING:
                 raise RewardError(f"{failure}; {_cure(status, location)}")
         raise RewardError(
             f"failed {NUM_TRIES} times, the last time with {failure}; see that the server runs there and "
@@ -84,7 +86,8 @@ class HttpReward(TextReward):
         content = {"prompts": batch.prompts, "responses": batch.responses, "rows": batch.rows}
         deadline = time.monotonic() + self.timeout_seconds
         limit, data = _ANSWER_BYTES + _SCORE_BYTES * len(batch), bytearray()
-        with self._client.stream("POST", self.name, json=content) as answer:
+        # httpx's own JSON refuses a NaN, or half of an emoji, of a row.
+        with self._client.stream("POST", self.name, content=json.dumps(content)) as answer:
             for part in answer.iter_raw():  # a compressed one stays as it is, and is no JSON
                 data += part
                 if len(data) > limit:

@@ -5,7 +5,6 @@ loaded, and those that read text.
 """
 
 import difflib
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +13,10 @@ from urllib.parse import urlsplit
 
 from common.flags.access_token import client_token
 from common.flags.args import Problems
-from common.models.value_model import has_saved_head
-from common.programs import startup
 from step3_ppo.rewards.classifier_reward import ClassifierReward, load_parts
 from step3_ppo.rewards.function_reward import FunctionReward, import_function
 from step3_ppo.rewards.http_reward import HttpReward
-from step3_ppo.rewards.text_rewards import Failures, TextReward
+from step3_ppo.rewards.text_rewards import Failures, TextReward, read_number
 
 FORMS = {
     "model": "model:PATH",
@@ -71,11 +68,8 @@ def parse_reward(text: str, taken: set[str]) -> RewardSpec:
         near = difflib.get_close_matches(kind, FORMS, n=1)
         hint = f"did you mean {FORMS[near[0]]}?" if near else f"use one of {', '.join(FORMS.values())}"
         raise ValueError(f"--reward {text}: {kind!r} is no kind of reward; {hint}")
-    try:
-        weight = float(weight_text) if star else 1.0
-    except ValueError:
-        weight = math.nan
-    if not math.isfinite(weight):
+    weight = read_number(weight_text) if star else 1.0
+    if weight is None:
         raise ValueError(
             f"--reward {text}: the weight {weight_text!r} is no number; write it as in 0.5*model:PATH, or "
             "leave it out for 1"
@@ -110,7 +104,7 @@ def _names_something(kind: str, target: str) -> bool:
 def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
     """Return the rewards of `--reward` after adding what is wrong with them; no weights are loaded.
 
-    A reward model's vocabulary is not looked at: who builds it compares it with the actor's.
+    A reward model is not looked at: it is checked with the other models.
     """
     specs: list[RewardSpec] = []
     try:
@@ -119,7 +113,12 @@ def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
         problems.add(str(error))
     for spec in specs:
         try:
-            _check(spec, args, problems)
+            if spec.kind == "function":
+                import_function(spec.target)
+            elif spec.kind == "http":
+                client_token()
+            elif spec.kind == "classifier":
+                load_parts(spec.target, trust_remote_code=args.trust_remote_code)
         except ValueError as error:
             problems.add(str(error))
     if args.reward_processes > 0 and not any(spec.kind == "function" for spec in specs):
@@ -128,23 +127,6 @@ def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
             "it out"
         )
     return specs
-
-
-def _check(spec: RewardSpec, args: Any, problems: Problems) -> None:
-    """Add what is wrong with a reward. Raises ValueError."""
-    if spec.kind == "function":
-        import_function(spec.target)
-    elif spec.kind == "http":
-        client_token()
-    elif spec.kind == "classifier":
-        load_parts(spec.target, trust_remote_code=args.trust_remote_code)
-    elif startup.check_model("--reward model:", spec.target, args, problems) is None:
-        return
-    elif not has_saved_head(spec.target):
-        raise ValueError(
-            f"--reward model:{spec.target} is no reward model (it has no score head); give the export/ of "
-            "step 2, or say classifier: for a model of several labels"
-        )
 
 
 def build_text_reward(spec: RewardSpec, args: Any, failures: Failures) -> TextReward:

@@ -35,8 +35,8 @@ class ScoreSum:
 
         It returns {"scores": the weighted sum, "score/NAME": one reward's}: for each batch (B,) fp32. Every
         rank must call this, and that, with as many batches. That raises StepRefused, naming the reward, when
-        one gives something other than a finite number a response. Where failures are borne, "score/NAME" is
-        NaN for such a response, and counts as the default, or 0, in the sum: see `counts`.
+        a text reward gives something other than a finite number a response. Where failures are borne,
+        "score/NAME" is NaN for such a response, and counts as the default, or 0, in the sum: see `counts`.
         """
         found: Scores = {}
 
@@ -79,6 +79,9 @@ class ScoreSum:
         if self.failures.are_borne:
             default = self.failures.default or 0.0
             found = {n: [torch.where(x.isfinite(), x, torch.nan) for x in of] for n, of in found.items()}
+            for name, of_batches in found.items():
+                if any(scores.isnan().any() for scores in of_batches):  # a model says nothing of its own
+                    self.failures.bear(f"reward {name} gave NaN or infinity")
             messages = distributed.gather_objects(self.failures.first)
             self.first_failure, self.failures.first = next(filter(None, messages), ""), ""
         total = []

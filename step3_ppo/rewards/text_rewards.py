@@ -11,7 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from common.flags.problems import is_usable
+
 SHOWN_CHARACTERS = 100  # of a text in a message
+Checked = tuple[list[float], str]  # a batch's scores, and what is wrong with them ("")
 
 
 class RewardError(Exception):
@@ -39,8 +42,8 @@ class Failures:
         if text in ("refuse", "mask"):
             return cls(are_borne=text == "mask")
         kind, _, value = text.partition(":")
-        default = _as_float(value, reads_text=True)
-        if kind != "default" or not math.isfinite(default):
+        default = read_number(value)
+        if kind != "default" or default is None:
             raise ValueError(
                 f"--reward_on_error {text}: use refuse, mask, or default:VALUE with a number, as in default:0"
             )
@@ -85,7 +88,7 @@ class TextReward:
         self.name, self.args, self.failures = name, args, failures
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name) if num_threads > 1 else None
 
-    def ask(self, batch: Answers) -> tuple[list[float], str]:
+    def ask(self, batch: Answers) -> Checked:
         """Return what `checked_scores` does of a batch. Raises RewardError when there are no scores."""
         raise NotImplementedError
 
@@ -137,11 +140,12 @@ def shortened(text: str) -> str:
     return repr(text)
 
 
-def checked_scores(values: Any, answers: Answers) -> tuple[list[float], str]:
+def checked_scores(values: Any, answers: Answers) -> Checked:
     """Return one float for each answer by what a reward gave, and what is wrong with that ("").
 
     `values` is a list, an array or a tensor of one dimension; True and False count as 1 and 0. What is no
-    finite number (None, an infinity, a text) is NaN; all are, where there are more or fewer than answers.
+    finite number of fp32 (None, an infinity, a text) is NaN; all are, where there are more or fewer than
+    answers.
     """
     if hasattr(values, "tolist"):  # an array or a tensor: one copy, not one for each element
         values = values.tolist()
@@ -162,12 +166,16 @@ def checked_scores(values: Any, answers: Answers) -> tuple[list[float], str]:
     )
 
 
-def _as_float(value: Any, *, reads_text: bool = False) -> float:
-    """Return a finite number as a float, NaN for anything else: "1.5" is a text, and a list no score."""
-    if isinstance(value, str | bytes | bytearray) and not reads_text:
-        return math.nan
+def _as_float(value: Any) -> float:
+    """Return a score as a float, NaN for what is none: "1.5" is a text, and a list no score."""
+    number = None if isinstance(value, str | bytes | bytearray) else read_number(value)
+    return math.nan if number is None else number
+
+
+def read_number(value: Any) -> float | None:
+    """Return what a text or another object says as a float, None unless it is a number that fp32 holds."""
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
-    return number if math.isfinite(number) else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several numbers
+        return None
+    return number if is_usable(number) else None

@@ -41,7 +41,13 @@ def plain(prompts, responses, rows):
 
 async def judge(prompts, responses, rows):
     await asyncio.sleep(0)
+    if "cancel" in responses:
+        raise asyncio.CancelledError
     return behave(responses)
+
+def lazy(prompts, responses, rows):
+    for response in responses:
+        yield behave([response])[0]
 
 def process_id(prompts, responses, rows):
     plain(prompts, responses, rows)
@@ -131,7 +137,8 @@ def test_a_function_that_fails_is_named_with_its_batch(bad, words, num_processes
 
 
 @pytest.mark.parametrize(
-    ("name", "bad", "num_processes"), [("plain", "raise", 0), ("judge", "none", 0), ("plain", "raise", 1)]
+    ("name", "bad", "num_processes"),
+    [("plain", "raise", 0), ("judge", "none", 0), ("judge", "cancel", 0), ("lazy", "raise", 1)],
 )
 def test_only_the_answers_that_fail_have_no_score(name, bad, num_processes, reward_of):
     """Where --reward_on_error bears it; a batch that raised is tried one by one."""

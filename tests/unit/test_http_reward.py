@@ -1,6 +1,7 @@
 """A reward behind an address: a real server on a loopback port that answers well, badly, late or never."""
 
 import gzip
+import math
 import time
 from unittest.mock import Mock
 
@@ -12,7 +13,8 @@ from step3_ppo.rewards import http_reward
 from step3_ppo.rewards.http_reward import HttpReward
 from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError
 
-ANSWERS = Answers(["p0", "p1", "p2"], ["a", "bb", "ccc"], [{"n": 1}, {}, {"n": None}])
+# NaN is no JSON, and half of an emoji no UTF-8: a row of data may hold both.
+ANSWERS = Answers(["p0", "p1", "p2"], ["a", "bb", "ccc"], [{"n": 1}, {"n": math.nan}, {"n": "\ud83d"}])
 LENGTHS = [1.0, 2.0, 3.0]
 
 
@@ -52,7 +54,7 @@ def test_a_request_holds_prompts_responses_and_rows(server, reward_of, monkeypat
     monkeypatch.delenv("NO_PROXY", raising=False)
     assert reward_of(server.url).score(ANSWERS) == LENGTHS
     expected = {"prompts": ANSWERS.prompts, "responses": ANSWERS.responses, "rows": ANSWERS.rows}
-    assert server.requests == [expected]
+    assert str(server.requests) == str([expected])
     assert reward_of(server.url).score(Answers([], [], [])) == [] and len(server.requests) == 1
 
 
@@ -63,10 +65,10 @@ def test_batches_are_sent_at_the_same_time_and_come_back_in_order(server, reward
 
 
 def test_what_passes_by_itself_is_tried_again(server, reward_of):
-    server.behaviours = [(500, "oops"), "dies", "works"]
-    assert reward_of(server.url).score(ANSWERS) == LENGTHS and len(server.requests) == 3
-    server.behaviours[3:] = ["hangs", "works"]
-    assert reward_of(server.url, timeout_seconds=0.2).score(ANSWERS) == LENGTHS and len(server.requests) == 5
+    server.behaviours = [(500, "oops"), "dies", (429, "too many"), "works"]
+    assert reward_of(server.url).score(ANSWERS) == LENGTHS and len(server.requests) == 4
+    server.behaviours[4:] = ["hangs", "works"]
+    assert reward_of(server.url, timeout_seconds=0.2).score(ANSWERS) == LENGTHS and len(server.requests) == 6
 
 
 def test_a_server_that_never_answers_is_named(server, reward_of, pauses):

@@ -9,6 +9,7 @@ import transformers
 
 from common.flags.args import Problems
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.checks import check_models, find_rewards
 from step3_ppo.rewards.reward_specs import build_text_reward, check_rewards, parse_rewards
 from step3_ppo.rewards.text_rewards import Answers, Failures, checked_scores
 
@@ -80,6 +81,8 @@ TWO = Answers(["Say yes. " * 30, "And no?"], ["yes", "no"], [{}] * 2)
         ([1.0, None], ["gave 'None' for response 2 of 2", "prompt 'And no?', response 'no'", "finite"]),
         ([float("nan"), 1.0], ["gave 'nan' for response 1 of 2", "response 'yes'"]),
         ([1.0, "2"], ["gave '2' for response 2 of 2"]),
+        ([1.0, 1e39], ["gave '1e+39' for response 2 of 2"]),  # infinite in fp32
+        ([torch.zeros(2), 1.0], ["gave 'tensor([0., 0.])' for response 1"]),
     ],
 )
 def test_what_is_no_list_of_finite_numbers_is_named_with_the_sample(values, words):
@@ -109,21 +112,23 @@ def test_all_problems_are_told_at_once(tmp_path):
     config.architectures = ["GPT2LMHeadModel"]
     config.save_pretrained(tmp_path / "lm")
     found = problems_of(
-        f"model:{tmp_path}/lm",
         f"classifier:{tmp_path}/lm",
-        f"model:{tmp_path}",
         f"classifier:{tmp_path}/absent:POSITIVE",
         "function:step3_ppo.rewards.examples.length:brevty",
     )
     expected = [
-        "is no reward model (it has no score head); give the export/ of step 2",
         "is a GPT2LMHeadModel, not a sequence classifier",
-        "holds no config.json",
         "neither a model folder nor a hub model at hand",
         "has no brevty; did you mean brevity?",
     ]
     assert len(found) == len(expected)
     assert [words for words, message in zip(expected, found, strict=True) if words not in message] == []
+    models = {f"{role}_model_name_or_path": f"{tmp_path}/lm" for role in ("actor", "critic")}
+    for rewards, is_refused in (([], True), ([f"model:{tmp_path}/lm"], True), ([LENGTH], False)):
+        args, problems = make_args(*rewards, **models), Problems()
+        check_models(args, None, find_rewards(args, problems), problems)
+        told = f"{tmp_path}/lm is no reward model (it has no score head); give the export/ of step 2"
+        assert any(told in message for message in problems.messages) == is_refused
 
 
 def test_processes_without_a_function_are_refused():
