@@ -75,11 +75,11 @@ def center_penalty(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -
 
 
 class PairLosses(NamedTuple):
-    """The loss of each pair, and what the model makes of its two answers."""
+    """What the model makes of each pair's two answers, and the loss of that."""
 
-    loss: torch.Tensor  # (N,) fp32
     chosen: torch.Tensor  # (N,) fp32, a score, or DPO's reward: beta (log-probability - the reference's)
     rejected: torch.Tensor  # (N,) fp32
+    loss: torch.Tensor  # (N,) fp32
 
 
 def dpo_loss(
@@ -96,18 +96,15 @@ def dpo_loss(
     The reward of an answer is beta (log-probability under the policy - that under the reference); all four
     (N,) fp32 are sums over an answer's tokens. Rafailov et al. 2023, arXiv:2305.18290 eq. 7; e, the share of
     pairs taken to be labelled the wrong way round, is the conservative form of its authors.
-
-    Raises ValueError for sums that are not fp32: in bf16 a sum of -10.84 becomes -10.875, and a margin is a
-    difference of such sums.
     """
     sums = (chosen_logprobs, rejected_logprobs, reference_chosen_logprobs, reference_rejected_logprobs)
-    if any(logprobs.dtype != torch.float32 for logprobs in sums):
-        raise ValueError(f"log-probabilities must be summed in fp32, not {[str(s.dtype) for s in sums]}")
+    # In bf16 a sum of -10.84 becomes -10.875, and a margin is a difference of such sums.
+    assert all(logprobs.dtype == torch.float32 for logprobs in sums)
     chosen_rewards = beta * (chosen_logprobs - reference_chosen_logprobs)
     rejected_rewards = beta * (rejected_logprobs - reference_rejected_logprobs)
     z = chosen_rewards - rejected_rewards
     loss = -(1 - label_smoothing) * F.logsigmoid(z) - label_smoothing * F.logsigmoid(-z)
-    return PairLosses(loss, chosen_rewards.detach(), rejected_rewards.detach())
+    return PairLosses(chosen_rewards.detach(), rejected_rewards.detach(), loss)
 
 
 @torch.no_grad()
@@ -131,7 +128,7 @@ def expected_calibration_error(score_differences: torch.Tensor, bins: int = 10) 
     """
     differences = score_differences.double()
     confidence = torch.sigmoid(differences.abs())
-    bin_index = ((confidence - 0.5) * 2 * bins).long().clamp_(max=bins - 1)
+    bin_index = ((confidence - 0.5) * 2 * bins).long().clamp_(0, bins - 1)  # NaN is in any of them
     # |sum of wins - sum of confidences| of a bin is its count times |accuracy - mean confidence|.
     gaps = differences.new_zeros(bins).index_add_(0, bin_index, wins(differences) - confidence)
     return (gaps.abs().sum() / len(differences)).float()
@@ -153,13 +150,14 @@ def longer_share(differences: torch.Tensor, length_differences: torch.Tensor) ->
 
 def wins(differences: torch.Tensor) -> torch.Tensor:
     """Return 1 for a pair ranked rightly, 0 for one ranked wrongly, 1/2 for a tie, which says nothing either
-    way: (N,) fp64.
+    way, NaN for NaN: (N,) fp64.
 
     differences (N,): chosen minus rejected. Raises ValueError without pairs.
     """
     if len(differences) == 0:
         raise ValueError("there are no pairs to measure; is the evaluation set empty?")
-    return (differences.double().sign() + 1) / 2
+    differences = differences.double()
+    return torch.where(differences.isnan(), torch.nan, (differences.sign() + 1) / 2)
 
 
 def _hold_last(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -125,12 +125,12 @@ class PairTrainer(Trainer):
     what: str  # what the model gives an answer
 
     def compute_losses(self, batch: PackedBatch) -> PairLosses:
-        """Return the loss of each pair, and what the model gives its answers."""
+        """Return what the model gives the answers of each pair, and its loss."""
         raise NotImplementedError
 
     def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the losses of the pairs, and how their answers are ranked, added up."""
-        losses, chosen, rejected = self.compute_losses(batch)
+        chosen, rejected, losses = self.compute_losses(batch)
         sums = {"accuracy": wins(chosen - rejected), "margin": chosen - rejected}
         sums |= {f"chosen_{self.what}": chosen, f"rejected_{self.what}": rejected}
         return losses.sum(), {name: values.detach().sum() for name, values in sums.items()}
@@ -142,13 +142,13 @@ class RewardTrainer(PairTrainer):
     kind, what = "reward", "score"
 
     def compute_losses(self, batch: PackedBatch) -> PairLosses:
-        """Return the ranking loss of each pair, with --center_coef, and the scores of its answers."""
+        """Return the scores of each pair's answers, and the ranking loss, with --center_coef."""
         args = self.args
         scores = compute_pair_scores(self.engine, batch, is_packed=self.is_packed)
         losses = compute_pair_losses(batch, scores, rank_loss=args.loss, use_margin=args.use_margin)
         if args.center_coef:
             losses = losses + args.center_coef * center_penalty(scores.chosen, scores.rejected)
-        return PairLosses(losses, scores.chosen, scores.rejected)
+        return PairLosses(scores.chosen, scores.rejected, losses)
 
     def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
         """Return `judge_pairs` of the scores. Every rank must call this."""
@@ -163,7 +163,7 @@ class DPOTrainer(PairTrainer):
     kind, what = "dpo", "reward"
 
     def compute_losses(self, batch: PackedBatch) -> PairLosses:
-        """Return the DPO loss of each pair, and the rewards of its answers."""
+        """Return the rewards of each pair's answers, and the DPO loss."""
         reference = batch.data["reference_logprobs"].to(distributed.device())  # (2N,)
         policy = self.compute_logprobs(batch)
         return dpo_loss(
@@ -181,9 +181,4 @@ class DPOTrainer(PairTrainer):
 
     def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
         """Return `judge_pairs` of the rewards, with the loss. Every rank must call this."""
-
-        def compute(batch: PackedBatch) -> Sequence[torch.Tensor]:
-            found = self.compute_losses(batch)
-            return found.chosen, found.rejected, found.loss
-
-        return judge_pairs(compute, batches, what=self.what)
+        return judge_pairs(self.compute_losses, batches, what=self.what)

@@ -53,7 +53,7 @@ class Reference(Stateful):
         Every rank must call this. Raises ValueError when a run that is begun needs rows that nobody asked
         about.
         """
-        train, held_out = self.pairs["train"], self.pairs["eval"]
+        train, held_out = self.pairs.values()
         missing = [row for row in rows if train.logprobs[row].isnan().any()]
         if missing and is_begun:
             raise ValueError(

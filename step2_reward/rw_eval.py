@@ -54,14 +54,10 @@ def main() -> None:
     with startup.as_problem(problems):
         data = build_data(options, template)
         model = load_frozen_value_model(name, tokenizer, args)
-    rows = data.eval if data.eval is not None and len(data.eval) else data.train
-    for line in data.report.lines():
-        print(line)
-    batches = evaluation_batches(
-        rows,
-        collate_pairs,
-        rows_per_batch=args.per_device_eval_batch_size,
-    )
+    rows = data.eval if len(data.eval) else data.train
+    if distributed.is_main():
+        print("\n".join(data.report.lines()))
+    batches = evaluation_batches(rows, collate_pairs, rows_per_batch=args.per_device_eval_batch_size)
     figures = judge_pairs(lambda batch: compute_pair_scores(model, batch)[:2], batches)
     if distributed.is_main():
         _print_samples(model, [rows[i] for i in range(min(args.num_samples, len(rows)))], tokenizer)

@@ -157,6 +157,9 @@ def test_calibration_error_by_hand():
     close(expected_calibration_error(odds.log(), bins=5), (0.25 * 4 + 0.4 * 2) / 6, atol=1e-5)
     assert expected_calibration_error(torch.tensor([100.0, 1000.0])) == 0  # certain and right
     assert expected_calibration_error(torch.tensor([-100.0])) == 1  # certain and wrong
+    # A model that gives NaN is neither right nor calibrated, and ends no run.
+    assert expected_calibration_error(torch.tensor([math.nan, 1.0])).isnan()
+    assert math.isnan(accuracy_figures(torch.tensor([math.nan, 1.0]))["accuracy"])
 
 
 def test_correlation_by_hand():
