@@ -3,7 +3,7 @@
 
 python docs/make_configuration.py
 
-Flags of a group that several programs share stand on the page once.
+Flags that several programs share stand on the page once.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ import importlib
 import inspect
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +54,7 @@ says why it does nothing.
 
 ## Programs
 
-A program has the flags of its own section and of the groups that are named here.
+A program has the flags of the sections that are named here.
 """
 
 
@@ -92,26 +91,20 @@ def groups_of(program: Program) -> list[type]:
 
 def build_page(programs: list[Program]) -> str:
     """Return the whole page."""
-    uses = Counter(group for program in programs for group in groups_of(program))
+    headings = {group: f"{_title(group)} flags" for program in programs for group in groups_of(program)}
+    own = {p.flags: f"`{p.command}`" for p in programs if p.flags in headings}
+    headings |= own
     resumed = {g for p in programs if issubclass(p.flags, CheckpointArguments) for g in groups_of(p)}
     lines = [HEAD, "| program | | flags |", "|---|---|---|"]
     for program in programs:
-        groups = []
-        for group in groups_of(program):
-            is_own = group is program.flags and uses[group] == 1
-            text = "its own" if is_own else _title(group).removesuffix(" flags")
-            groups.append(f"[{text}](#{anchor(program.command if is_own else _title(group))})")
+        links = [
+            f"[{'its own' if group is program.flags else _title(group)}](#{anchor(headings[group])})"
+            for group in groups_of(program)
+        ]
         purpose = program.purpose.rstrip(".").replace("|", "\\|")
-        lines.append(f"| `{program.command}` | {purpose} | {', '.join(groups)} |")
-    for program in programs:
-        lines += ["", f"## `{program.command}`"]
-        for group in groups_of(program):
-            if uses[group] == 1:
-                title = [] if group is program.flags else ["", f"### {_title(group)}"]
-                lines += [*title, "", *_table(group, group in resumed)]
-    lines += ["", "## Shared groups"]
-    for group in [group for group, count in uses.items() if count > 1]:
-        lines += ["", f"### {_title(group)}", "", *_table(group, group in resumed)]
+        lines.append(f"| `{program.command}` | {purpose} | {', '.join(links)} |")
+    for group in sorted(headings, key=lambda group: group not in own):
+        lines += ["", f"## {headings[group]}", "", *_table(group, group in resumed)]
     return "\n".join(lines + _other_names()) + "\n"
 
 
@@ -127,7 +120,7 @@ def _other_names() -> list[str]:
 
 
 def _title(group: type) -> str:
-    return f"{group.__name__.removesuffix('Arguments')} flags"
+    return group.__name__.removesuffix("Arguments")
 
 
 def anchor(heading: str) -> str:
@@ -139,9 +132,7 @@ def _table(group: type, is_resumed: bool) -> list[str]:
     told = (inspect.getdoc(group) or "").splitlines()[0]
     columns = ["flag", "default", "values", "meaning", *(["on resume"] if is_resumed else [])]
     lines = [told, "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    of_bases = {
-        f.name for base in group.__mro__[1:] if dataclasses.is_dataclass(base) for f in own_flags(base)
-    }
+    of_bases = {name for base in group.__mro__[1:] for name in getattr(base, "__dataclass_fields__", ())}
     for field in own_flags(group):
         meaning = field.metadata["help"] + (" (in place of the group's)" if field.name in of_bases else "")
         meaning = re.sub(r"[|<>*]", r"\\\g<0>", meaning)
