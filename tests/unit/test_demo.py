@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from common.data.dialogue import Tokenised, build_template
 from training_scripts.demo import build_inputs, measure
 from training_scripts.demo.build_inputs import Turn
-from training_scripts.demo.measure import AIMS, NUMBERS, format_summary, missed_aims
+from training_scripts.demo.measure import NUMBERS, format_summary, missed_aims
 
 TURNS = [
     Turn("How are you?", "I'm fine, thanks! And YOU?"),
@@ -195,8 +195,8 @@ MISSED = {
 def test_each_aim_is_met_or_missed():
     good = dict(zip(NUMBERS, GOOD, strict=True))
     lines = format_summary(good)
-    assert len(lines) == len(NUMBERS) and sum(" met " in line for line in lines) == len(AIMS)
-    assert missed_aims(good) == [] and MISSED.keys() == AIMS.keys()
+    assert len(lines) == len(NUMBERS) and sum(" met " in line for line in lines) == len(MISSED)
+    assert missed_aims(good) == []
     for key, value in [*MISSED.items(), ("kl", math.nan)]:
         assert missed_aims({**good, key: value}) == [key]
     assert any(" missed " in line for line in format_summary(good | {"kl": 10.0}))

@@ -19,7 +19,7 @@ import itertools
 import json
 import random
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -142,16 +142,14 @@ def pair_by_sentiment(
     rng = random.Random(seed)
     order = list(range(len(scores)))
     rng.shuffle(order)
-    waiting: dict[int, deque[int]] = {}
+    waiting: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=MAX_CANDIDATES))
     pairs: list[tuple[int, int, int]] = []
     for index in order:
         # Lengths within one class differ by LENGTH_TOLERANCE at most.
-        class_waiting = waiting.setdefault(lengths[index] // (LENGTH_TOLERANCE + 1), deque())
+        class_waiting = waiting[lengths[index] // (LENGTH_TOLERANCE + 1)]
         other = next((i for i in class_waiting if abs(scores[index] - scores[i]) >= MIN_GAP), None)
         if other is None:
             class_waiting.append(index)
-            if len(class_waiting) > MAX_CANDIDATES:
-                class_waiting.popleft()
             continue
         class_waiting.remove(other)
         chosen, rejected = (index, other) if scores[index] > scores[other] else (other, index)

@@ -17,12 +17,11 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
@@ -32,6 +31,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 from common.data.adapters.row_forms import read_row
 from common.data.dialogue import Template, Tokenised, build_template, load_tokenizer
 from common.data.example import Example
+from common.data.packed_batch import pad_rows
 from common.programs.startup import quiet_libraries
 from tools.report.run_reader import read_run
 
@@ -39,59 +39,52 @@ SEED = 1234
 MAX_RESPONSE_TOKENS = 32  # as in step 3
 NUM_SHOWN, SHOWN_WORDS = 5, range(4, 13)  # prompts of so many words say something, and fit on a line
 
-# Key of summary.json: what it is, decimals shown.
+# Key of summary.json: what it is, decimals shown, the aim that `missed_aims` holds it against.
 NUMBERS = {
-    "unigram_perplexity": ("perplexity of held-out replies, unigram model", 1),
-    "sft_perplexity": ("perplexity of held-out replies, SFT model", 1),
-    "reward_accuracy": ("reward model, accuracy on held-out pairs", 3),
-    "score_before": ("reward model's score of held-out prompts, SFT model", 3),
-    "score_halfway": ("reward model's score of held-out prompts, half-way", 3),
-    "score_after": ("reward model's score of held-out prompts, PPO model", 3),
-    "win_rate": ("PPO's replies scored above SFT's, held-out prompts", 3),
-    "vader_sft": ("mean VADER score of sampled replies, SFT model", 3),
-    "vader_ppo": ("mean VADER score of sampled replies, PPO model", 3),
-    "kl": ("KL to the SFT model, nats a reply", 2),
-    "distinct2_sft": ("distinct-2 (different word pairs), SFT model", 3),
-    "distinct2_ppo": ("distinct-2 (different word pairs), PPO model", 3),
-    "words_sft": ("words a reply, SFT model", 2),
-    "words_ppo": ("words a reply, PPO model", 2),
-    "seconds": ("seconds, all of it", 0),
-    "peak_gib": ("peak memory, GiB", 2),
-}
-Summary = Mapping[str, float]
-AIMS: dict[str, tuple[str, Callable[[Summary], bool]]] = {
-    "sft_perplexity": (
-        "at most half the unigram model's",
-        lambda s: s["sft_perplexity"] <= 0.5 * s["unigram_perplexity"],
-    ),
-    "reward_accuracy": ("at least 0.85", lambda s: s["reward_accuracy"] >= 0.85),
-    "win_rate": ("at least 0.6", lambda s: s["win_rate"] >= 0.6),
-    "vader_ppo": ("at least 0.25 above the SFT model's", lambda s: s["vader_ppo"] >= s["vader_sft"] + 0.25),
-    "kl": ("under 10", lambda s: s["kl"] < 10),
-    "distinct2_ppo": (
-        "at least half the SFT model's",
-        lambda s: s["distinct2_ppo"] >= 0.5 * s["distinct2_sft"],
-    ),
-    "words_ppo": ("at least 0.6 of the SFT model's", lambda s: s["words_ppo"] >= 0.6 * s["words_sft"]),
-    "seconds": ("at most 480", lambda s: s["seconds"] <= 480),
-    "peak_gib": ("at most 4", lambda s: s["peak_gib"] <= 4),
+    "unigram_perplexity": ("perplexity of held-out replies, unigram model", 1, ""),
+    "sft_perplexity": ("perplexity of held-out replies, SFT model", 1, "at most half the unigram model's"),
+    "reward_accuracy": ("reward model, accuracy on held-out pairs", 3, "at least 0.85"),
+    "score_before": ("reward model's score of held-out prompts, SFT model", 3, ""),
+    "score_halfway": ("reward model's score of held-out prompts, half-way", 3, ""),
+    "score_after": ("reward model's score of held-out prompts, PPO model", 3, ""),
+    "win_rate": ("PPO's replies scored above SFT's, held-out prompts", 3, "at least 0.6"),
+    "vader_sft": ("mean VADER score of sampled replies, SFT model", 3, ""),
+    "vader_ppo": ("mean VADER score of sampled replies, PPO model", 3, "at least 0.25 above the SFT model's"),
+    "kl": ("KL to the SFT model, nats a reply", 2, "under 10"),
+    "distinct2_sft": ("distinct-2 (different word pairs), SFT model", 3, ""),
+    "distinct2_ppo": ("distinct-2 (different word pairs), PPO model", 3, "at least half the SFT model's"),
+    "words_sft": ("words a reply, SFT model", 2, ""),
+    "words_ppo": ("words a reply, PPO model", 2, "at least 0.6 of the SFT model's"),
+    "seconds": ("seconds, all of it", 0, "at most 480"),
+    "peak_gib": ("peak memory, GiB", 2, "at most 4"),
 }
 
 
-def missed_aims(summary: Summary) -> list[str]:
-    """The keys of the numbers that miss their aim; NaN misses every aim."""
-    return [key for key, (_, is_met) in AIMS.items() if not is_met(summary)]
+def missed_aims(s: Mapping[str, float]) -> list[str]:
+    """The keys of the summary's numbers that miss their aim; NaN misses every aim."""
+    is_met = {
+        "sft_perplexity": s["sft_perplexity"] <= 0.5 * s["unigram_perplexity"],
+        "reward_accuracy": s["reward_accuracy"] >= 0.85,
+        "win_rate": s["win_rate"] >= 0.6,
+        "vader_ppo": s["vader_ppo"] >= s["vader_sft"] + 0.25,
+        "kl": s["kl"] < 10,
+        "distinct2_ppo": s["distinct2_ppo"] >= 0.5 * s["distinct2_sft"],
+        "words_ppo": s["words_ppo"] >= 0.6 * s["words_sft"],
+        "seconds": s["seconds"] <= 480,
+        "peak_gib": s["peak_gib"] <= 4,
+    }
+    return [key for key in is_met if not is_met[key]]
 
 
-def format_summary(summary: Summary) -> list[str]:
+def format_summary(summary: Mapping[str, float]) -> list[str]:
     """The table, a line a number, its aim beside it with met or missed."""
     missed = missed_aims(summary)
-    width = max(len(label) for label, _ in NUMBERS.values())
+    width = max(len(label) for label, *_ in NUMBERS.values())
     rows = []
-    for key, (label, decimals) in NUMBERS.items():
+    for key, (label, decimals, aim) in NUMBERS.items():
         row = f"{label:<{width}}  {summary[key]:>8.{decimals}f}"
-        if key in AIMS:
-            row += f"  {'missed' if key in missed else 'met':<6}  aim: {AIMS[key][0]}"
+        if aim:
+            row += f"  {'missed' if key in missed else 'met':<6}  aim: {aim}"
         rows.append(row)
     return rows
 
@@ -110,16 +103,12 @@ def model_perplexity(model: PreTrainedModel, rows: Sequence[Tokenised], batch_si
     rows = sorted(rows, key=lambda row: len(row.input_ids))
     loss, num_tokens = 0.0, 0
     for first in range(0, len(rows), batch_size):
-        ids = [torch.tensor(row.input_ids) for row in rows[first : first + batch_size]]
-        masks = [torch.tensor(row.response_mask) for row in rows[first : first + batch_size]]
-        labels = [torch.where(mask, one, -100) for one, mask in zip(ids, masks, strict=True)]
-        inputs = {
-            "input_ids": pad_sequence(ids, batch_first=True),
-            "attention_mask": pad_sequence([torch.ones_like(one) for one in ids], batch_first=True),
-            "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
-        }
-        count = int((inputs["labels"][:, 1:] != -100).sum())
-        loss += count * model(**{name: of.to(model.device) for name, of in inputs.items()}).loss.item()
+        batch = rows[first : first + batch_size]
+        input_ids, is_token = (x.to(model.device) for x in pad_rows([row.input_ids for row in batch], 0))
+        is_target = pad_rows([row.response_mask for row in batch], 0)[0].bool().to(model.device)
+        labels = torch.where(is_target, input_ids, -100)
+        count = int(is_target[:, 1:].sum())
+        loss += count * model(input_ids, attention_mask=is_token.long(), labels=labels).loss.item()
         num_tokens += count
     return math.exp(loss / num_tokens)
 
@@ -201,10 +190,10 @@ def peak_gib(output_dir: Path) -> float:
     return max(peaks)
 
 
-def load_model(path: Path) -> PreTrainedModel:
-    """The model of a folder in fp32, ready to be asked."""
+def load_model(name: str | Path) -> PreTrainedModel:
+    """The model of a folder or of the hub in fp32, ready to be asked."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device).eval()
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
@@ -222,7 +211,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
     is_odd = [len(message.split()) not in SHOWN_WORDS for message in messages]
     shown = sorted(range(len(asked)), key=is_odd.__getitem__)[:NUM_SHOWN]
 
-    base, sft, ppo = (load_model(folder) for folder in (inputs / "base", *exports))
+    base, sft, ppo = (load_model(model) for model in (args.base or inputs / "base", *exports))
     base_texts = sample_replies(base, tokenizer, [prompts[i] for i in shown], args.batch_size)
     sft_texts = sample_replies(sft, tokenizer, prompts, args.batch_size)
     ppo_texts = sample_replies(ppo, tokenizer, prompts, args.batch_size)
@@ -252,6 +241,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("output_dir", type=Path, help="folder that run_demo.sh filled; summary.json goes there")
+    add("--base", default="", help="base model; empty: OUTPUT_DIR/inputs/base")
     add("--template", default="human_assistant", help="as in the three steps")
     add("--num_prompts", type=int, default=512, help="held-out prompts, one reply each by SFT and PPO model")
     add("--num_scored", type=int, default=2000, help="held-out replies in the perplexities, at most")
