@@ -135,6 +135,10 @@ class PairTrainer(Trainer):
         sums |= {f"chosen_{self.what}": chosen, f"rejected_{self.what}": rejected}
         return losses.sum(), {name: values.detach().sum() for name, values in sums.items()}
 
+    def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
+        """Return `judge_pairs` with the mean loss. Every rank must call this."""
+        return judge_pairs(self.compute_losses, batches, what=self.what)
+
 
 class RewardTrainer(PairTrainer):
     """Moves a reward model by a ranking loss."""
@@ -149,12 +153,6 @@ class RewardTrainer(PairTrainer):
         if args.center_coef:
             losses = losses + args.center_coef * center_penalty(scores.chosen, scores.rejected)
         return PairLosses(scores.chosen, scores.rejected, losses)
-
-    def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
-        """Return `judge_pairs` of the scores. Every rank must call this."""
-        return judge_pairs(
-            lambda batch: compute_pair_scores(self.engine, batch, is_packed=self.is_packed)[:2], batches
-        )
 
 
 class DPOTrainer(PairTrainer):
@@ -178,7 +176,3 @@ class DPOTrainer(PairTrainer):
     def compute_logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """Return `compute_answer_logprobs` of the policy as it is."""
         return compute_answer_logprobs(self.engine, batch, is_packed=self.is_packed)
-
-    def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
-        """Return `judge_pairs` of the rewards, with the loss. Every rank must call this."""
-        return judge_pairs(self.compute_losses, batches, what=self.what)
