@@ -23,7 +23,7 @@ from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unuse
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
 from step3_ppo.rewards.score_shaping import parse_truncated
-from step3_ppo.rewards.text_rewards import Failures
+from step3_ppo.rewards.text_rewards import parse_on_error
 
 VERIFIABLE = ("function", "http")  # kinds of rewards that check an answer
 MIN_REWARD_ACCURACY = 0.6  # held-out, below which a reward model is warned of
@@ -165,7 +165,7 @@ def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:
     """Return where scores come from: --reward, or the reward model, which is the critic's by default."""
     path = args.critic_model_name_or_path
     with problems.catch():
-        Failures.parse(args.reward_on_error)
+        parse_on_error(args.reward_on_error)
         parse_truncated(args.truncated)
     if args.reward:
         return check_rewards(args, problems)

@@ -168,7 +168,7 @@ class Evaluation:
         checks = [spec.name for spec in scores.specs if spec.kind in VERIFIABLE]
         metrics = measure(batch.select(has_score.nonzero()[:, 0]), checks)
         metrics |= compare(judged, self.before) if self.before else {}
-        if scores.failures.are_borne:
+        if scores.bears_failures:
             failed = gather_numbers(batch, failed=~scores.has_scores(batch))["failed"]
             metrics["eval/failed_fraction"] = float(failed.double().mean())
         self.step, self.metrics = step, metrics

@@ -35,7 +35,7 @@ from step3_ppo.evaluation import choose_prompts
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import build_text_reward
 from step3_ppo.rewards.score_sum import ScoreSum
-from step3_ppo.rewards.text_rewards import Failures
+from step3_ppo.rewards.text_rewards import parse_on_error
 from step3_ppo.roles import build_roles
 from step3_ppo.rollout import Rollout
 from step3_ppo.trainer_state import TrainerState
@@ -87,9 +87,9 @@ def build_trainer(
     args, algorithm, specs = start.args, start.algorithm, start.rewards
     num_updates = num_steps * args.updates_per_step
     roles = build_roles(args, start.tokenizer, specs, num_updates, has_critic=algorithm.needs_critic)
-    failures = Failures.parse(args.reward_on_error)
-    texts = {spec.name: build_text_reward(spec, args, failures) for spec in specs if spec.kind != "model"}
-    rollout = Rollout(args, roles, ScoreSum(specs, texts, start.decode, failures))
+    texts = {spec.name: build_text_reward(spec, args) for spec in specs if spec.kind != "model"}
+    scores = ScoreSum(specs, texts, start.decode, parse_on_error(args.reward_on_error))
+    rollout = Rollout(args, roles, scores)
     logger = build_logger(args, COLUMNS, num_steps)
     return PPOTrainer(args, algorithm, rollout, prompts, pretraining, logger, held_out)
 

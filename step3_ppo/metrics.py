@@ -76,7 +76,7 @@ def summarise_scores(batch: PackedBatch, scores: ScoreSum) -> dict[str, float]:
     Where failures are borne, the share of responses without a score too. Every rank must call this.
     """
     keys = [key for key in batch.data if key.startswith(PREFIX)]
-    if len(keys) < 2 and not scores.failures.are_borne:
+    if len(keys) < 2 and not scores.bears_failures:
         return {}
     everyone = gather_numbers(batch, **{key: batch.numbers(key) for key in ["scores", *keys]})
     several = keys if len(keys) > 1 else []
@@ -88,7 +88,7 @@ def summarise_scores(batch: PackedBatch, scores: ScoreSum) -> dict[str, float]:
             metrics[f"objective/score_{name}"] = float(one[is_scored].mean())
             agreement = correlation(one[is_scored], everyone["scores"][is_scored])
             metrics[f"objective/agreement_{name}"] = float(agreement)
-    if scores.failures.are_borne:
+    if scores.bears_failures:
         failed = torch.stack([everyone[key].isnan() for key in keys])
         metrics["objective/failed_fraction"] = float(failed.any(0).double().mean())
         for key, of_reward in zip(several, failed, strict=False):

@@ -16,7 +16,7 @@ from common.data.packed_batch import pad_rows, score_by_length
 from common.models.loading import DTYPES, load_weights
 from common.ranks import distributed
 from common.ranks.failures import first_line
-from step3_ppo.rewards.text_rewards import Answers, Checked, Failures, TextReward, checked_scores
+from step3_ppo.rewards.text_rewards import Answers, Checked, TextReward, checked_scores
 
 _ENDLESS_TOKENS = 10**9  # tokenizers without a limit say 10^30
 
@@ -26,9 +26,9 @@ class ClassifierReward(TextReward):
 
     is_on_device = True
 
-    def __init__(self, target: str, args: Any, failures: Failures) -> None:
+    def __init__(self, target: str, args: Any) -> None:
         """Load model and tokenizer. Raises ValueError, see `load_parts`."""
-        super().__init__(f"classifier:{target}", args, failures)
+        super().__init__(f"classifier:{target}", args)
         trust = args.trust_remote_code
         path, self.tokenizer, self.label_index = load_parts(target, trust_remote_code=trust)
         self.tokenizer.truncation_side = "left"  # the end of the answer is what is judged

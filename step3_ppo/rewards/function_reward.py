@@ -27,7 +27,6 @@ from typing import Any
 from step3_ppo.rewards.text_rewards import (
     Answers,
     Checked,
-    Failures,
     RaisedError,
     RewardError,
     TextReward,
@@ -39,9 +38,9 @@ from step3_ppo.rewards.text_rewards import (
 class FunctionReward(TextReward):
     """A reward from the function that `MODULE:NAME` names."""
 
-    def __init__(self, target: str, args: Any, failures: Failures) -> None:
+    def __init__(self, target: str, args: Any) -> None:
         """Import the function; start the processes. Raises ValueError, see `import_function`."""
-        super().__init__(f"function:{target}", args, failures, num_threads=args.reward_processes)
+        super().__init__(f"function:{target}", args, num_threads=args.reward_processes)
         self.function, self.timeout_seconds = import_function(target), args.reward_timeout_seconds
         self._workers = [Worker(target) for _ in range(args.reward_processes)]
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()

@@ -16,7 +16,6 @@ from common.flags.access_token import CLIENT_VARIABLE, client_token
 from step3_ppo.rewards.text_rewards import (
     Answers,
     Checked,
-    Failures,
     RewardError,
     TextReward,
     checked_scores,
@@ -37,9 +36,9 @@ class HttpReward(TextReward):
     requests, a status from 500 on) is tried again.
     """
 
-    def __init__(self, url: str, args: Any, failures: Failures) -> None:
+    def __init__(self, url: str, args: Any) -> None:
         """Nothing is sent yet. Raises ValueError when the environment's token is none."""
-        super().__init__(url, args, failures, num_threads=MAX_CONNECTIONS)
+        super().__init__(url, args, num_threads=MAX_CONNECTIONS)
         self.timeout_seconds = args.reward_timeout_seconds
         # No compressed answers: a small one could unfold into a large one.
         headers = {"accept-encoding": "identity", "content-type": "application/json"}

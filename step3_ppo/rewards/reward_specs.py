@@ -16,7 +16,7 @@ from common.flags.args import Problems
 from step3_ppo.rewards.classifier_reward import ClassifierReward, load_parts
 from step3_ppo.rewards.function_reward import FunctionReward, import_function
 from step3_ppo.rewards.http_reward import HttpReward
-from step3_ppo.rewards.text_rewards import Failures, TextReward, read_number
+from step3_ppo.rewards.text_rewards import TextReward, read_number
 
 FORMS = {
     "model": "model:PATH",
@@ -129,11 +129,11 @@ def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
     return specs
 
 
-def build_text_reward(spec: RewardSpec, args: Any, failures: Failures) -> TextReward:
+def build_text_reward(spec: RewardSpec, args: Any) -> TextReward:
     """Return the reward of a spec that reads text; a reward model reads token ids and is not built here.
 
     Raises:
         ValueError: what `check_rewards` tells too.
     """
     kinds = {"classifier": ClassifierReward, "function": FunctionReward, "http": HttpReward}
-    return kinds[spec.kind](spec.target, args, failures)
+    return kinds[spec.kind](spec.target, args)

@@ -1,5 +1,6 @@
 """What a response is worth: several rewards, each scored and kept on its own, weighted and added up."""
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from common.data.packed_batch import PackedBatch
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused
 from step3_ppo.rewards.reward_specs import RewardSpec
-from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError, TextReward, in_daemon
+from step3_ppo.rewards.text_rewards import Answers, RewardError, TextReward, in_daemon
 
 # The prompt's text and the fields of its row, by the prompt's number.
 PromptTexts = dict[int, tuple[str, dict[str, Any]]]
@@ -26,9 +27,14 @@ class ScoreSum:
     specs: Sequence[RewardSpec]
     texts: dict[str, TextReward] = field(default_factory=dict)  # by the spec's name
     decode: Callable[[torch.Tensor], str] | None = None
-    failures: Failures = field(default_factory=Failures)
+    on_error: float | None = None  # the score of an answer without one, see `parse_on_error`
     first_failure: str = field(default="", init=False)  # of all ranks, of the last scores
     _beside: Future[None] | None = field(default=None, init=False)  # what is asked in a thread
+
+    @property
+    def bears_failures(self) -> bool:
+        """Whether an answer may have no score; else it refuses its step."""
+        return self.on_error is not None
 
     def ask(self, batches: Sequence[PackedBatch], texts: PromptTexts) -> Callable[[dict[str, Any]], Scores]:
         """Ask functions and servers in a thread; return a function of the Reward roles by name, which waits.
@@ -43,6 +49,7 @@ class ScoreSum:
         def ask_texts(*, on_device: bool) -> None:
             for name, reward in self.texts.items():
                 if reward.is_on_device == on_device:
+                    reward.first_failure = ""
                     found[name] = torch.tensor(reward.score(answers), dtype=torch.float32).split(sizes)
 
         def wait_for_texts() -> None:
@@ -75,19 +82,18 @@ class ScoreSum:
         return Answers([texts[n][0] for n in numbers], responses, [texts[n][1] for n in numbers])
 
     def _add_up(self, found: Scores, num_batches: int) -> Scores:
-        default = 0.0
-        if self.failures.are_borne:
-            default = self.failures.default or 0.0
+        if self.bears_failures:
             found = {n: [torch.where(x.isfinite(), x, torch.nan) for x in of] for n, of in found.items()}
-            for name, of_batches in found.items():
-                if any(scores.isnan().any() for scores in of_batches):  # a model says nothing of its own
-                    self.failures.bear(f"reward {name} gave NaN or infinity")
-            messages = distributed.gather_objects(self.failures.first)
-            self.first_failure, self.failures.first = next(filter(None, messages), ""), ""
+            failed = [name for name, of_batches in found.items() if torch.cat(of_batches).isnan().any()]
+            own = [reward.first_failure for reward in self.texts.values()]
+            own += [f"reward {name} gave NaN or infinity" for name in failed]
+            everyone = distributed.gather_objects(next(filter(None, own), ""))
+            self.first_failure = next(filter(None, everyone), "")
         total = []
         for index in range(num_batches):
             numbers = [(spec.weight, found[spec.name][index].double().cpu()) for spec in self.specs]
-            if self.failures.are_borne:
+            if self.bears_failures:
+                default = 0.0 if math.isnan(self.on_error) else self.on_error
                 numbers = [(weight, torch.where(x.isnan(), default, x)) for weight, x in numbers]
             total.append(sum(weight * x for weight, x in numbers).float())
         return {"scores": total} | {PREFIX + spec.name: found[spec.name] for spec in self.specs}
@@ -102,7 +108,7 @@ class ScoreSum:
 
     def counts(self, batch: PackedBatch) -> torch.Tensor:
         """Return (B,) bool: False for responses without a score that no loss, mean or baseline may count."""
-        is_masked = self.failures.are_borne and self.failures.default is None
+        is_masked = self.bears_failures and math.isnan(self.on_error)
         return self.has_scores(batch) if is_masked else torch.ones(len(batch), dtype=torch.bool)
 
     def close(self) -> None:

@@ -25,37 +25,6 @@ class RaisedError(RewardError):
     """The reward raised an error: another answer of the batch may well have a score."""
 
 
-@dataclass
-class Failures:
-    """What --reward_on_error makes of answers that a reward gives no score: by default an error.
-
-    `are_borne`: they get the score NaN, which becomes `default`; without one they count nowhere (mask).
-    """
-
-    are_borne: bool = False
-    default: float | None = None
-    first: str = ""  # the message of the first that was borne; who tells it empties it
-
-    @classmethod
-    def parse(cls, text: str) -> "Failures":
-        """Return what `refuse`, `default:VALUE` or `mask` says. Raises ValueError for anything else."""
-        if text in ("refuse", "mask"):
-            return cls(are_borne=text == "mask")
-        kind, _, value = text.partition(":")
-        default = read_number(value)
-        if kind != "default" or default is None:
-            raise ValueError(
-                f"--reward_on_error {text}: use refuse, mask, or default:VALUE with a number, as in default:0"
-            )
-        return cls(are_borne=True, default=default)
-
-    def bear(self, message: str) -> None:
-        """Remember a failure. Raises RewardError where it is not borne."""
-        if not self.are_borne:
-            raise RewardError(message)
-        self.first = self.first or message
-
-
 @dataclass(frozen=True)
 class Answers:
     """What a text reward sees; the lists are parallel."""
@@ -83,9 +52,11 @@ class TextReward:
 
     is_on_device = False  # asked in a row with the models, and not beside them
 
-    def __init__(self, name: str, args: Any, failures: Failures, *, num_threads: int = 1) -> None:
+    def __init__(self, name: str, args: Any, *, num_threads: int = 1) -> None:
         """`args` are the flags of step 3; `num_threads` batches are asked about at the same time."""
-        self.name, self.args, self.failures = name, args, failures
+        self.name, self.args = name, args
+        self.bears_failures = parse_on_error(args.reward_on_error) is not None
+        self.first_failure = ""  # that was borne; who asks empties it
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name) if num_threads > 1 else None
 
     def ask(self, batch: Answers) -> Checked:
@@ -102,18 +73,38 @@ class TextReward:
         try:
             scores, problem = self.ask(batch)
         except RewardError as error:
-            if isinstance(error, RaisedError) and self.failures.are_borne and len(batch) > 1:
+            if isinstance(error, RaisedError) and self.bears_failures and len(batch) > 1:
                 return [score for one in batch.batches(1) for score in self._score(one)]
             scores, problem = [math.nan] * len(batch), str(error)
         if problem:
             first = f"first: {batch.shown(0)}"
-            self.failures.bear(f"reward {self.name}, for a batch of {len(batch)} ({first}): {problem}")
+            message = f"reward {self.name}, for a batch of {len(batch)} ({first}): {problem}"
+            if not self.bears_failures:
+                raise RewardError(message)
+            self.first_failure = self.first_failure or message
         return scores
 
     def close(self) -> None:
         """End its processes, threads and connections."""
         if self._threads:
             self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def parse_on_error(text: str) -> float | None:
+    """Return the score that --reward_on_error gives to an answer without one: NaN for mask (it counts
+    nowhere), None for refuse.
+
+    Raises ValueError for anything else but default:VALUE.
+    """
+    if text == "mask":
+        return math.nan
+    kind, _, value = text.partition(":")
+    default = read_number(value) if kind == "default" else None
+    if default is None and text != "refuse":
+        raise ValueError(
+            f"--reward_on_error {text}: use refuse, mask, or default:VALUE with a number, as in default:0"
+        )
+    return default
 
 
 def in_daemon(work: Callable[[], Any], name: str) -> Future[Any]:

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.classifier_reward import ClassifierReward
-from step3_ppo.rewards.text_rewards import Answers, Failures
+from step3_ppo.rewards.text_rewards import Answers
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *"abcdefghijklmnopqrstuvwxyz", " "]
 # RoBERTa's positions begin behind PAD: one fewer than the table has.
@@ -55,7 +55,7 @@ def folder_of(tmp_path, tiny_tokenizer):
 
 
 def reward_of(target: str, *, dtype: str = "fp32", **flags) -> ClassifierReward:
-    return ClassifierReward(target, PPOArguments(dtype=dtype, **flags), Failures())
+    return ClassifierReward(target, PPOArguments(dtype=dtype, **flags))
 
 
 def logits_alone(folder: str, text: str, max_tokens: int | None = None) -> torch.Tensor:

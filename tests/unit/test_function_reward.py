@@ -13,7 +13,7 @@ import pytest
 
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.function_reward import FunctionReward, Worker, import_function
-from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError
+from step3_ppo.rewards.text_rewards import Answers, RewardError
 
 MODULE = """
 import asyncio, os, sys, threading, time
@@ -78,9 +78,9 @@ def own_module(tmp_path, monkeypatch):
 
 @pytest.fixture
 def reward_of(request):
-    def make(name: str, *, failures: Failures | None = None, **flags) -> FunctionReward:
+    def make(name: str, **flags) -> FunctionReward:
         args = PPOArguments(**{f"reward_{flag}": value for flag, value in flags.items()})
-        reward = FunctionReward(f"own_rewards:{name}", args, failures or Failures())
+        reward = FunctionReward(f"own_rewards:{name}", args)
         request.addfinalizer(reward.close)
         return reward
 
@@ -142,10 +142,10 @@ def test_a_function_that_fails_is_named_with_its_batch(bad, words, num_processes
 )
 def test_only_the_answers_that_fail_have_no_score(name, bad, num_processes, reward_of):
     """Where --reward_on_error bears it; a batch that raised is tried one by one."""
-    reward = reward_of(name, processes=num_processes, failures=Failures(are_borne=True))
+    reward = reward_of(name, processes=num_processes, on_error="mask")
     found = reward.score(answers_of("a", bad, "b", bad))
     assert [score == 1.0 for score in found] == [True, False, True, False] and math.isnan(found[1])
-    assert ("gold" if bad == "raise" else bad) in reward.failures.first.lower()
+    assert ("gold" if bad == "raise" else bad) in reward.first_failure.lower()
 
 
 @pytest.mark.parametrize(
@@ -158,11 +158,11 @@ def test_only_the_answers_that_fail_have_no_score(name, bad, num_processes, rewa
 )
 def test_a_batch_that_is_late_or_dies_fails_and_no_other(bad, num_processes, words, reward_of):
     options = {"timeout_seconds": 0.5, "processes": num_processes, "batch_size": 1}
-    reward = reward_of("plain", failures=Failures(are_borne=True), **options)
+    reward = reward_of("plain", on_error="mask", **options)
     started = time.monotonic()
     assert [score == 1.0 for score in reward.score(answers_of("a", bad, "b"))] == [True, False, True]
     assert time.monotonic() - started < 15
-    assert words in reward.failures.first and f"response '{bad}'" in reward.failures.first
+    assert words in reward.first_failure and f"response '{bad}'" in reward.first_failure
     assert reward.score(answers_of("a")) == [1.0], "the next batch does not wait for it"
     left = [thread.daemon for thread in threading.enumerate() if thread.name == f"reward {reward.name}"]
     assert all(left), "it must not keep the program from ending"

@@ -11,7 +11,7 @@ from reward_http_server import running_server
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards import http_reward
 from step3_ppo.rewards.http_reward import HttpReward
-from step3_ppo.rewards.text_rewards import Answers, Failures, RewardError
+from step3_ppo.rewards.text_rewards import Answers, RewardError
 
 # NaN is no JSON, and half of an emoji no UTF-8: a row of data may hold both.
 ANSWERS = Answers(["p0", "p1", "p2"], ["a", "bb", "ccc"], [{"n": 1}, {"n": math.nan}, {"n": "\ud83d"}])
@@ -34,9 +34,9 @@ def server():
 
 @pytest.fixture
 def reward_of(request):
-    def make(url: str, *, failures: Failures | None = None, **flags) -> HttpReward:
+    def make(url: str, **flags) -> HttpReward:
         args = PPOArguments(**{f"reward_{flag}": value for flag, value in flags.items()})
-        reward = HttpReward(url, args, failures or Failures())
+        reward = HttpReward(url, args)
         request.addfinalizer(reward.close)
         return reward
 
@@ -129,8 +129,7 @@ def test_the_token_of_the_environment_goes_with_every_request(server, reward_of,
 def test_a_batch_that_fails_is_borne(server, reward_of):
     """A server may answer null for one answer, or fail for a batch."""
     server.behaviours = [(200, '{"scores": [1, null, {"error": "?"}]}'), (422, "no")]
-    failures = Failures(are_borne=True)
-    reward = reward_of(server.url, failures=failures)
+    reward = reward_of(server.url, on_error="mask")
     assert [score == 1.0 for score in reward.score(ANSWERS)] == [True, False, False]
-    assert "gave 'None' for response 2" in failures.first
+    assert "gave 'None' for response 2" in reward.first_failure
     assert not any(score == score for score in reward.score(ANSWERS))

@@ -19,13 +19,13 @@ from step3_ppo.ppo_math import constant_groups
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
-from step3_ppo.rewards.text_rewards import Failures, RewardError, TextReward, checked_scores
+from step3_ppo.rewards.text_rewards import RewardError, TextReward, checked_scores, parse_on_error
 
 
 @pytest.mark.parametrize("text", ["", "default:", "default:nan", "mask:1"])
 def test_what_is_no_value_of_the_flag_is_named(text):
     with pytest.raises(ValueError, match=f"--reward_on_error {text}: use refuse, mask, or default:VALUE"):
-        Failures.parse(text)
+        parse_on_error(text)
 
 
 # ---- the sum -----------------------------------------------------------------------------------------------
@@ -37,8 +37,8 @@ def scores_of(on_error, *, texts, model=None, weights=(1.0, 1.0)):
         RewardSpec("function", "m:f", weights[0], "function_f"),
         RewardSpec("model", "x", weights[1], "model"),
     ]
-    reward = FakeReward(lambda answers: texts, Failures.parse(on_error))
-    scores = ScoreSum(specs, {"function_f": reward}, lambda ids: "", reward.failures)
+    reward = FakeReward(lambda answers: texts, on_error)
+    scores = ScoreSum(specs, {"function_f": reward}, lambda ids: "", parse_on_error(on_error))
     batch = make_rollout_batch([0, 1, 2, 3], [2] * 4, [3, 1, 2, 4], num_samples=2)
     given = torch.tensor(model or [0.5] * 4)
     models = {"model": SimpleNamespace(score=lambda batchs: [given])}
@@ -55,7 +55,7 @@ def scores_of(on_error, *, texts, model=None, weights=(1.0, 1.0)):
 def test_an_answer_without_a_score_has_the_default_or_does_not_count(on_error, total, counts):
     scores, batch = scores_of(on_error, texts=[1.0, None, 2.0, math.nan])
     assert batch.numbers("scores").tolist() == total and scores.counts(batch).tolist() == counts
-    assert "gave 'None' for response 2 of 4" in scores.first_failure and not scores.failures.first
+    assert "gave 'None' for response 2 of 4" in scores.first_failure
     found = summarise_scores(batch, scores)
     assert {k: v for k, v in found.items() if "failed" in k} == {
         "objective/failed_fraction": 0.5, "objective/failed_fraction_function_f": 0.5,
@@ -98,7 +98,7 @@ def learned(name, batch, on_error, **flags):
     flags = {"algorithm": name, "kl_in": algorithm.kl_in, "kl_estimator": "k1", "adv_norm": "batch"} | flags
     args = dataclasses.replace(PPOArguments(), whiten_scores=True, value_norm="exp", **flags)
     specs = [RewardSpec("function", "m:f", 1.0, "function_f")]
-    scores = ScoreSum(specs, failures=Failures.parse(on_error))
+    scores = ScoreSum(specs, on_error=parse_on_error(on_error))
     rollout = SimpleNamespace(scores=scores, recomputes=False, roles=None)
     trainer = PPOTrainer(args, algorithm, rollout, None, None, SimpleNamespace(log_interval=100))
     done = trainer.add_advantages(1, batch)
@@ -145,8 +145,8 @@ def test_dynamic_sampling_looks_at_scored_answers_alone():
 class FakeReward(TextReward):
     """Gives the scores of a function of Answers."""
 
-    def __init__(self, score, failures=None) -> None:
-        super().__init__("function_f", PPOArguments(), failures or Failures())
+    def __init__(self, score, on_error="refuse") -> None:
+        super().__init__("function_f", PPOArguments(reward_on_error=on_error))
         self.give = score
 
     def ask(self, batch):

@@ -11,7 +11,7 @@ from common.flags.args import Problems
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import check_models, find_rewards
 from step3_ppo.rewards.reward_specs import build_text_reward, check_rewards, parse_rewards
-from step3_ppo.rewards.text_rewards import Answers, Failures, checked_scores
+from step3_ppo.rewards.text_rewards import Answers, checked_scores
 
 LENGTH = "function:step3_ppo.rewards.examples.length:brevity"
 
@@ -140,7 +140,7 @@ def test_processes_without_a_function_are_refused():
 
 def test_rewards_that_read_text_are_built_from_the_flags():
     (spec,) = parse_rewards([LENGTH])
-    reward = build_text_reward(spec, make_args(reward_batch_size=1), Failures())
+    reward = build_text_reward(spec, make_args(reward_batch_size=1))
     assert reward.score(Answers(["p", "p"], ["short", "word " * 150], [{}] * 2)) == [0.0, -0.5]
     reward.close()
 

@@ -27,7 +27,6 @@ from common.runs.saved_state import TensorReader
 from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.classifier_reward import ClassifierReward
-from step3_ppo.rewards.text_rewards import Failures
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = "chat.py arena.py serving tools common step1_sft step2_reward step3_ppo".split()
@@ -127,7 +126,7 @@ LOADERS = {
     "actor": (False, lambda folder: load_causal_lm(ModelOptions(str(folder)), 320)),
     "reward model": (True, lambda folder: load_value_model(ModelOptions(str(folder)), 320)),
     "critic of a language model": (False, lambda folder: load_value_model(ModelOptions(str(folder)), 320)),
-    "classifier": (True, lambda folder: ClassifierReward(str(folder), PPOArguments(), Failures())),
+    "classifier": (True, lambda folder: ClassifierReward(str(folder), PPOArguments())),
 }
 
 
