@@ -33,7 +33,7 @@ from benchmarks.measuring import Peer, best, print_rates, print_result, read_arg
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_pairs, collate_sft
 from common.engine.ds_config import build_config
-from common.programs import startup, training_loop
+from common.programs import single_model, startup, training_loop
 from common.programs.startup import Start
 from common.ranks import distributed
 from step1_sft.arguments import SFTArguments
@@ -89,7 +89,7 @@ def our_pass(section: str, rows: list[dict[str, Any]], folder: str, *, is_packed
     )
     start = Start(args, None, None, ds_config=build_config(micro_batch_size=ROWS_PER_STEP))  # type: ignore[arg-type]
     model = load(args, start.ds_config, workload.VOCABULARY, dropout=0.0)
-    trainer = training_loop.build_trainer(kind, start, model, batches, 10**9)
+    trainer = single_model.build_trainer(kind, start, model, batches, 10**9)
     trainer.logger.open()
 
     def run() -> None:

@@ -107,20 +107,16 @@ def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
     A reward model is not looked at: it is checked with the other models.
     """
     specs: list[RewardSpec] = []
-    try:
+    with problems.catch():
         specs = parse_rewards(args.reward)
-    except ValueError as error:
-        problems.add(str(error))
     for spec in specs:
-        try:
+        with problems.catch():
             if spec.kind == "function":
                 import_function(spec.target)
             elif spec.kind == "http":
                 client_token()
             elif spec.kind == "classifier":
                 load_parts(spec.target, trust_remote_code=args.trust_remote_code)
-        except ValueError as error:
-            problems.add(str(error))
     if args.reward_processes > 0 and not any(spec.kind == "function" for spec in specs):
         problems.add(
             f"--reward_processes {args.reward_processes} is for a function, and --reward names none; leave "
