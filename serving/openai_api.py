@@ -80,6 +80,14 @@ class _Request(_Fields):
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
 
+    @model_validator(mode="after")
+    def _check_what_goes_together(self) -> "_Request":
+        if self.num_logprobs is not None and self.stream or self.echo and self.stream:
+            raise ValueError("logprobs and echo are not supported together with stream")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 leaves nothing to answer without echo: true")
+        return self
+
     def sampling(self, default: Sampling) -> Sampling:
         """Return how to sample; what is left out is the server's own. Raises Refused."""
         limit, most = self.max_answer_tokens(default.max_new_tokens), default.max_new_tokens
@@ -97,6 +105,9 @@ class ChatRequest(_Request):
     messages: list[_Message]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    echo: ClassVar[bool] = False
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
     param: ClassVar[str] = "messages"
@@ -110,6 +121,13 @@ class ChatRequest(_Request):
             raise ValueError("only the first may be of the system")
         return messages
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Return how many likely tokens are told beside each; None: no log-probabilities."""
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self.top_logprobs if self.logprobs else None
+
     def max_answer_tokens(self, most: int) -> int:
         """Return the limit of an answer; `most` is the server's."""
         return self.max_completion_tokens or self.max_tokens or most
@@ -121,9 +139,20 @@ class ChatRequest(_Request):
         return [model.encode(list(map(Message, roles, texts)))]
 
     def choice(self, model: Answerer, prompt_ids: list[int], answer: Answer) -> dict[str, Any]:
-        """Return a whole answer."""
+        """Return a whole answer, with the log-probabilities of its tokens, the end of turn included."""
         message = {"role": "assistant", "content": answer.text, "refusal": None}
-        return {"message": message, "logprobs": None}
+        if self.num_logprobs is None:
+            return {"message": message, "logprobs": None}
+
+        def entry(text: str, logprob: float) -> dict[str, Any]:
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        scored = _score(model, [*prompt_ids, *answer.token_ids], self.num_logprobs)[len(prompt_ids) :]
+        content = [
+            entry(text, logprob) | {"top_logprobs": [entry(*one) for one in top]}
+            for text, logprob, top in scored
+        ]
+        return {"message": message, "logprobs": {"content": content, "refusal": None}}
 
     def piece(self, text: str, is_first: bool) -> dict[str, Any]:
         """Return a piece of a streamed answer."""
@@ -143,14 +172,6 @@ class CompletionRequest(_Request):
     kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
     param: ClassVar[str] = "prompt"
-
-    @model_validator(mode="after")
-    def _check_what_goes_together(self) -> "CompletionRequest":
-        if self.stream and (self.num_logprobs is not None or self.echo):
-            raise ValueError("logprobs and echo are not supported together with stream")
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: 0 leaves nothing to answer without echo: true")
-        return self
 
     def max_answer_tokens(self, most: int) -> int:
         """Return the limit of an answer, the protocol's own where none is given; `most` is the server's."""
@@ -173,14 +194,12 @@ class CompletionRequest(_Request):
             text, first = model.tokenizer.decode(prompt_ids, skip_special_tokens=True) + text, 0
         if self.num_logprobs is None:
             return {"text": text, "logprobs": None}
-        token_ids, decode = [*prompt_ids, *answer.token_ids], model.tokenizer.decode
-        scored = [None, *model.score(token_ids, self.num_logprobs)][first:]
-        texts = [decode([token_id]) for token_id in token_ids[first:]]
-        likeliest = [score and {decode([i]): logprob for i, logprob in score.top} for score in scored]
+        scored = _score(model, [*prompt_ids, *answer.token_ids], self.num_logprobs)[first:]
+        texts = [token for token, _, _ in scored]
         logprobs = {
             "tokens": texts,
-            "token_logprobs": [score and score.logprob for score in scored],
-            "top_logprobs": likeliest if self.num_logprobs else None,
+            "token_logprobs": [logprob for _, logprob, _ in scored],
+            "top_logprobs": [top and dict(top) for _, _, top in scored] if self.num_logprobs else None,
             "text_offset": [sum(map(len, texts[:index])) for index in range(len(texts))],
         }
         return {"text": text, "logprobs": logprobs}
@@ -188,6 +207,19 @@ class CompletionRequest(_Request):
     def piece(self, text: str, is_first: bool) -> dict[str, Any]:
         """Return a piece of a streamed answer."""
         return {"text": text, "logprobs": None}
+
+
+TokenTexts = list[tuple[str, float | None, list[tuple[str, float]] | None]]
+
+
+def _score(model: Answerer, token_ids: list[int], num_top: int) -> TokenTexts:
+    """Return each token's text, log-probability and likeliest texts with theirs; of the very first None."""
+    decode = model.tokenizer.decode
+    scored = [
+        (decode([token_id]), score.logprob, [(decode([i]), logprob) for i, logprob in score.top])
+        for token_id, score in zip(token_ids[1:], model.score(token_ids, num_top), strict=True)
+    ]
+    return [(decode(token_ids[:1]), None, None), *scored]
 
 
 # ---- how it is answered

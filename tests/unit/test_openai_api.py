@@ -103,9 +103,11 @@ def test_log_probabilities_of_a_prompt_alone(ours):
 
 
 def test_log_probabilities_of_an_answer_have_its_end(ours):
-    [choice] = ours.completions.create(model="left", prompt="x", logprobs=0, max_tokens=20).choices
-    assert "".join(choice.logprobs.tokens) == "left heard x" + chr(END)
-    assert choice.logprobs.token_logprobs[0] == -1.08 and choice.logprobs.top_logprobs is None
+    answer = ours.chat.completions.create(model="left", messages=HI, logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == "left heard Hi" + chr(END)
+    assert content[0].logprob == -1.08 and len(content[0].top_logprobs) == 2
+    assert ours.completions.create(model="left", prompt="x", logprobs=0).choices[0].logprobs.tokens[0] == "l"
 
 
 # ---- refusals, in OpenAI's form
@@ -121,7 +123,8 @@ def test_log_probabilities_of_an_answer_have_its_end(ours):
         ({"tools": [{"type": "function"}]}, "tools", "tools [{'type': 'function'}]: Extra inputs"),
         ({"temperature": -1}, "temperature", "temperature -1: Input should be greater than or equal to 0"),
         ({"max_tokens": 61}, "max_tokens", "more than this server's --max_new_tokens 60"),
-        ({"logprobs": True}, "logprobs", "logprobs True: Extra inputs"),
+        ({"stream": True, "logprobs": True}, None, "together with stream"),
+        ({"top_logprobs": 1}, None, "top_logprobs needs logprobs: true"),
         ({"messages": [*HI, {"role": "assistant", "content": "x"}]}, "messages", "must end with"),
         ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages.0.content.0.type", "text"),
         ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages", "template refuses"),
@@ -188,11 +191,9 @@ def test_a_real_model_honours_the_seed_and_scores_its_own_words(tiny_model_folde
     assert len({first.message.content, other.message.content, free.message.content}) == 3
     pieces = client.chat.completions.create(model="tiny", messages=HI, max_tokens=12, seed=5, stream=True)
     assert "".join(p.choices[0].delta.content or "" for p in pieces) == first.message.content
-    more = {"temperature": 0, "logprobs": 1, "max_tokens": 12}
-    greedy = client.completions.create(model="tiny", prompt="Hi", **more).choices[0].logprobs
-    assert greedy.tokens
-    for token, logprob, top in zip(greedy.tokens, greedy.token_logprobs, greedy.top_logprobs, strict=True):
-        assert top == {token: logprob}
+    [greedy] = ask(temperature=0, logprobs=True, top_logprobs=1)
+    for entry in greedy.logprobs.content:
+        assert entry.logprob == entry.top_logprobs[0].logprob and entry.token == entry.top_logprobs[0].token
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])
