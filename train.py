@@ -71,6 +71,11 @@ def step_folder(args: TrainArguments, step: int) -> Path:
     return Path(args.output_dir).absolute() / STEPS[step - 1]
 
 
+def more_flags(args: TrainArguments) -> dict[str, str]:
+    """Return what the user adds to the flags of each step, by its name."""
+    return {"sft": args.sft_flags, "reward": args.reward_flags, "ppo": args.ppo_flags}
+
+
 def check(args: TrainArguments, problems: Problems) -> None:
     """Resolve the models' names; add what is wrong."""
     args.actor_model = SIZES.get(args.actor_model.lower(), args.actor_model)
@@ -93,8 +98,7 @@ def check(args: TrainArguments, problems: Problems) -> None:
             problems.add(f"--step 3 needs {export}, which step {step} writes; add {step}")
     if args.deployment_type == "multi_node" and not Path(args.hostfile).is_file():
         problems.add(f"--hostfile {args.hostfile}: no such file; one line 'hostname slots=8' a machine")
-    for name in NAMES.values():
-        words = getattr(args, f"{name}_flags")
+    for name, words in more_flags(args).items():
         try:
             shlex.split(words)
         except ValueError as error:
@@ -145,7 +149,7 @@ def build_launch(args: TrainArguments, step: int) -> Launch:
     # The user's flags stand last, and win.
     words += ["--data_path", *args.data_path] if args.data_path else []
     words += [word for flag_name, stage in stages.items() if stage for word in (flag_name, stage)]
-    words += shlex.split(getattr(args, f"{NAMES[step]}_flags"))
+    words += shlex.split(more_flags(args)[NAMES[step]])
     return Launch(["bash", *words], variables)
 
 

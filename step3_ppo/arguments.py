@@ -1,7 +1,6 @@
 """The flags of step 3. No torch in here."""
 
 from dataclasses import dataclass
-from typing import Self
 
 from common.flags.args import (
     REQUIRED,
@@ -48,11 +47,6 @@ class RoleFlags:
     gradient_checkpointing: bool
     lora_dim: int
     lora_module_name: str
-
-    @classmethod
-    def of(cls, args: "RoleArguments", role: str) -> Self:
-        """Return those that begin with the role's name."""
-        return cls(**{name: getattr(args, f"{role}_{name}") for name in cls.__dataclass_fields__})
 
 
 @dataclass
@@ -113,12 +107,30 @@ class RoleArguments:
     @property
     def actor(self) -> RoleFlags:
         """The actor's flags; the reference follows its --actor_zero_stage."""
-        return RoleFlags.of(self, "actor")
+        return RoleFlags(
+            model_name_or_path=self.actor_model_name_or_path,
+            learning_rate=self.actor_learning_rate,
+            lora_learning_rate=self.actor_lora_learning_rate,
+            weight_decay=self.actor_weight_decay,
+            zero_stage=self.actor_zero_stage,
+            gradient_checkpointing=self.actor_gradient_checkpointing,
+            lora_dim=self.actor_lora_dim,
+            lora_module_name=self.actor_lora_module_name,
+        )
 
     @property
     def critic(self) -> RoleFlags:
         """The critic's flags; the reward models follow its --critic_zero_stage."""
-        return RoleFlags.of(self, "critic")
+        return RoleFlags(
+            model_name_or_path=self.critic_model_name_or_path,
+            learning_rate=self.critic_learning_rate,
+            lora_learning_rate=self.critic_lora_learning_rate,
+            weight_decay=self.critic_weight_decay,
+            zero_stage=self.critic_zero_stage,
+            gradient_checkpointing=self.critic_gradient_checkpointing,
+            lora_dim=self.critic_lora_dim,
+            lora_module_name=self.critic_lora_module_name,
+        )
 
 
 @dataclass
