@@ -4,6 +4,8 @@ import pytest
 import stage_texts
 from rich.console import Console
 from stage_texts import SHARES, make_options
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from common.data.dialogue import build_template
 from common.data.stage_datasets import build_data
@@ -18,6 +20,7 @@ from tools.check_data import (
     sample_lines,
     shorten,
     show,
+    spans_of,
 )
 from tools.terminal import visible
 
@@ -176,6 +179,13 @@ def test_a_row_cannot_steer_the_terminal_and_colours_end_with_the_line(
     ]
 
 
+def test_a_span_keeps_the_space_that_its_tokens_alone_would_lose():
+    core = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581b": 1, "</s>": 2}, "</s>"))
+    core.decoder = decoders.Metaspace()
+    template = build_template("plain", PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>"))
+    assert spans_of([0, 1], [False, True], template) == [("a", CONTEXT), (" b", LEARNED)]
+
+
 def test_text_is_kept_readable():
     assert visible("a\tb\x07\u200b e\u0301\U0001f469\u200d\U0001f680\n") == (
         "a\\tb\\x07\\u200b e\u0301\U0001f469\u200d\U0001f680\n"
@@ -196,6 +206,7 @@ def test_lengths_of_the_parts(write_rows, tmp_path, tiny_tokenizer):
     parts = part_lengths(row)
     assert list(parts) == ["prompt", "chosen", "rejected", "longer row"]
     assert parts["chosen"] == len(row["chosen_ids"]) - row["chosen_response_start"]
+    assert parts["rejected"] == len(row["rejected_ids"]) - row["rejected_response_start"]
     assert parts["longer row"] == max(len(row["chosen_ids"]), len(row["rejected_ids"]))
     lines = length_lines(data.train)
     assert lines[0].split() == ["tokens", "min", "median", "p95", "max"]
