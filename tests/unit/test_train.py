@@ -86,7 +86,7 @@ def test_what_to_do_after_a_step_that_failed(code, said, monkeypatch, capsys):
     assert left.value.code == code and said in capsys.readouterr().err
 
 
-def test_a_signal_is_passed_on_and_what_still_saves_is_waited_for():
+def test_a_signal_is_passed_on_and_what_still_saves_is_waited_for(monkeypatch):
     """As under a launcher: Bash dies by the signal, and the program that it started takes its time."""
     saving = "trap 'sleep 0.5; touch SAVED; exit' TERM; touch BEGUN; while true; do sleep 0.05; done"
 
@@ -98,7 +98,11 @@ def test_a_signal_is_passed_on_and_what_still_saves_is_waited_for():
     asking = threading.Thread(target=ask_to_stop)
     asking.start()
     launch = train.Launch(["bash", "-c", f"cd {os.getcwd()}; bash -c {shlex.quote(saving)}; exit 1"], {})
-    assert train.run_launch(launch) == train.STOPPED and Path("SAVED").exists()
+    monkeypatch.setattr(train, "build_launch", lambda *_: launch)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--step", "1"])
+    with pytest.raises(SystemExit) as left:
+        train.main()
+    assert left.value.code == train.STOPPED and Path("SAVED").exists()
     asking.join()
 
 
