@@ -23,6 +23,7 @@ from common.data.stage_datasets import StageData, build_data
 from common.models.tensor_ops import wilson_interval
 from common.ranks import distributed
 from common.runs.run_logger import RunLogger
+from common.runs.saved_state import kept_random_numbers
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import VERIFIABLE
 from step3_ppo.metrics import gather_responses, response_rows
@@ -154,11 +155,12 @@ class Evaluation:
         is_wanted = step in (0, num_steps) or (interval > 0 and step % interval == 0)
         return is_wanted and step > self.step
 
+    @kept_random_numbers()
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the numbers of the answers that the policy gives after a step.
 
-        Nothing of the training changes by it, but for what a reward function samples of its own. Every rank
-        must call this. Raises StepRefused where a reward fails.
+        Nothing of the training changes by it. Every rank must call this. Raises StepRefused where a reward
+        fails.
         """
         batch, scores = self._answer(step), self.rollout.scores
         has_score = scores.counts(batch)

@@ -9,6 +9,7 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,6 +247,18 @@ class EngineState(Stateful):
             for index in range(len(self.zero.fp16_groups)):
                 self.zero._reassign_or_swap_out_partitioned_parameters(index)
             self.zero._post_step(set())
+
+
+@contextmanager
+def kept_random_numbers() -> Iterator[None]:
+    """Let the block sample what it likes: the generators of python, numpy and torch are then as they were."""
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng([distributed.device()] if distributed.has_gpu() else []):
+            yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
 
 
 class RandomState(Stateful):

@@ -1,8 +1,10 @@
 """step3_ppo/evaluation.py: the numbers by hand, which prompts, when, and what a checkpoint keeps of it."""
 
 import json
+import random
 import re
 
+import numpy
 import pytest
 import torch
 from rollout_batches import make_rollout_batch
@@ -167,3 +169,18 @@ def test_what_is_the_best_so_far():
     assert not found.is_best({}), "nothing was evaluated at this step"
     found.args.keep_best = "eval/pass_rate"
     assert found.is_best({"eval/pass_rate": 0.1}), "another number has no best yet"
+
+
+def test_what_a_reward_samples_is_not_missing_in_the_training(monkeypatch):
+    def sample_all(*_):
+        raise ValueError(random.random() + numpy.random.rand() + float(torch.rand(())))
+
+    monkeypatch.setattr(Evaluation, "_answer", sample_all)
+    found = []
+    for is_evaluated in (True, False):
+        random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+        if is_evaluated:
+            with pytest.raises(ValueError):
+                evaluation().evaluate(0)
+        found.append((random.random(), numpy.random.rand(), float(torch.rand(()))))
+    assert found[0] == found[1]
