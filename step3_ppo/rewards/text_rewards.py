@@ -167,6 +167,6 @@ def read_number(value: Any) -> float | None:
     """Return what a text or another object says as a float, None unless it is a number that fp32 holds."""
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several numbers
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if is_usable(number) else None
