@@ -95,7 +95,7 @@ def test_a_signal_is_passed_on_and_what_still_saves_is_waited_for(monkeypatch):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    asking = threading.Thread(target=ask_to_stop)
+    asking = threading.Thread(target=ask_to_stop, daemon=True)
     asking.start()
     launch = train.Launch(["bash", "-c", f"cd {os.getcwd()}; bash -c {shlex.quote(saving)}; exit 1"], {})
     monkeypatch.setattr(train, "build_launch", lambda *_: launch)
