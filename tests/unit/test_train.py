@@ -1,13 +1,8 @@
 """train.py: which script or program runs a step, what is handed over, and what is refused."""
 
-import os
 import shlex
 import shutil
-import signal
 import sys
-import threading
-import time
-from pathlib import Path
 
 import pytest
 
@@ -84,26 +79,6 @@ def test_what_to_do_after_a_step_that_failed(code, said, monkeypatch, capsys):
     with pytest.raises(SystemExit) as left:
         train.main()
     assert left.value.code == code and said in capsys.readouterr().err
-
-
-def test_a_signal_is_passed_on_and_what_still_saves_is_waited_for(monkeypatch):
-    """As under a launcher: Bash dies by the signal, and the program that it started takes its time."""
-    saving = "trap 'sleep 0.5; touch SAVED; exit' TERM; touch BEGUN; while true; do sleep 0.05; done"
-
-    def ask_to_stop() -> None:
-        while not Path("BEGUN").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    asking = threading.Thread(target=ask_to_stop, daemon=True)
-    asking.start()
-    launch = train.Launch(["bash", "-c", f"cd {os.getcwd()}; bash -c {shlex.quote(saving)}; exit 1"], {})
-    monkeypatch.setattr(train, "build_launch", lambda *_: launch)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--step", "1"])
-    with pytest.raises(SystemExit) as left:
-        train.main()
-    assert left.value.code == train.STOPPED and Path("SAVED").exists()
-    asking.join()
 
 
 def test_flags_stand_last(tmp_path):

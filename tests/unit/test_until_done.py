@@ -85,6 +85,19 @@ def test_a_signal_is_passed_on_and_ends_it(tmp_path):
     assert run_files.read_lock(folder)["exit_code"] == 75 and Path(f"{folder}.starts").read_text() == "1"
 
 
+def test_what_still_saves_is_waited_for(tmp_path):
+    """As under a launcher: Bash dies by the signal, and the program that it started takes its time."""
+    saving = "trap 'sleep 0.5; touch SAVED; exit' TERM; echo; while true; do sleep 0.05; done"
+    code = "import sys; from tools.until_done import run_group; sys.exit(not run_group(sys.argv[1:])[1])"
+    command = [sys.executable, "-c", code, "bash", "-c", 'bash -c "$0"; exit 1', saving]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert process.stdout.readline() == "\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 0 and (tmp_path / "SAVED").exists()
+
+
 @pytest.mark.parametrize("more", ["", "main.py --resume overwrite", "main.py --resume=overwrite"])
 def test_bad_input_is_refused(more, capsys):
     with pytest.raises(SystemExit) as left:
