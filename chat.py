@@ -279,7 +279,8 @@ def main() -> None:
     problems.exit_if_any()
     startup.print_notes(args)
     session = load_session(args, problems)
-    sys.stdin.reconfigure(errors="replace")  # bytes that are no text must not end a conversation
+    if hasattr(sys.stdin, "reconfigure"):  # bytes that are no text must not end a conversation
+        sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         import readline  # noqa: F401  (lets `input` edit a line and remember the last ones)

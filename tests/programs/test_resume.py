@@ -155,7 +155,7 @@ VARIANTS += [("reward, two ranks, ZeRO 3", "term"), ("dpo", "kill")]
 @pytest.mark.parametrize(("variant", "do"), VARIANTS)
 def test_single_model_variants(forks, flags, finished, tmp_path, variant, do):
     """Killed or asked to stop in the middle of an optimizer step."""
-    hook = {"at": "common.engine.engine_step:_global_counts", "call": 4, "do": do}
+    hook = {"at": "common.engine.engine_step:_compute_grad_norm", "call": 4, "do": do}
     stop_and_resume(forks, flags[variant], tmp_path / "output", hook)
     assert_same_run(tmp_path / "output", finished(variant))
 
