@@ -85,6 +85,7 @@ def test_an_exception_inside_leaves_the_trainer_usable(stage, tiny_model_folder)
 
 
 @pytest.mark.parametrize(("stage", "lora_dim"), [(0, 2), (1, 0), (2, 2), (3, 0), (3, 2)])
+@pytest.mark.slow
 def test_fifty_switches_leave_every_bit_of_the_trainer(stage, lora_dim, tiny_model_folder):
     folder = tiny_model_folder("llama")
     hybrid, never = build(folder, stage, lora_dim), build(folder, stage, lora_dim)
