@@ -22,7 +22,7 @@ from common.data.packed_batch import collate_prompts, collate_texts
 from common.data.stage_datasets import StageData, build_data, build_pretraining
 from common.models.policy_model import language_model
 from common.programs import startup
-from common.programs.training_loop import build_logger, count_steps, save_model, take_steps
+from common.programs.training_loop import build_logger, count_steps, run_steps, save_model
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps
 from common.runs.durable_files import SaveFailed, remove_folder
@@ -125,7 +125,7 @@ def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     while evaluation and run.step == 0 and evaluation.is_due(0, run.logger.num_steps):
         judge_and_export(start, trainer, run)  # again where it was refused: the rest compares with it
         run.point(0)
-    take_steps(run, train_step, lambda step: judge_and_export(start, trainer, run))
+    run_steps(run, train_step, lambda step: judge_and_export(start, trainer, run))
 
 
 def judge_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:

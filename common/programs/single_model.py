@@ -9,12 +9,11 @@ from torch import nn
 from common.data.global_batches import GlobalBatches, evaluation_batches
 from common.data.packed_batch import PackedBatch
 from common.data.stage_datasets import StageData
-from common.engine import engine_step
 from common.engine.ds_config import build_engine, config_of
-from common.engine.engine_step import LossTerm
+from common.engine.engine_step import LossTerm, compute_gradients, take_steps
 from common.programs import startup
 from common.programs.startup import Start
-from common.programs.training_loop import build_logger, runs_packed, save_model, take_steps
+from common.programs.training_loop import build_logger, run_steps, runs_packed, save_model
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
 from common.runs.run import Run
@@ -92,7 +91,7 @@ class Trainer:
         """
         COSTS.begin_step()
         term = LossTerm(f"{self.kind}/loss", micro_batches, self.compute_sums, self.count)
-        (means,) = engine_step.take_steps([engine_step.compute_gradients(self.engine, [term])])
+        (means,) = take_steps([compute_gradients(self.engine, [term])])
         speed = COSTS.end_step(distributed.world_size())
         columns = [column for batch in micro_batches for column in batch.data.items()]
         num_tokens = sum(len(tokens) for key, tokens in columns if key.endswith("_ids"))
@@ -171,7 +170,7 @@ def train(
         with watchdog.phase("the training step", step):
             trainer.train_step(step, next(batches))
 
-    take_steps(run, train_step, evaluate)
+    run_steps(run, train_step, evaluate)
     if args.output_dir:
         metadata = {"step": trainer.kind, "template": args.template} | run.facts
         save_model(start, logger, trainer.engine.module, metadata)

@@ -59,7 +59,7 @@ def saved_model(model: nn.Module) -> nn.Module:
     return model.classifier if isinstance(model, ValueModel) else model.causal_lm
 
 
-def take_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[int], None]) -> None:
+def run_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[int], None]) -> None:
     """Take the steps that are left; after each `evaluate`, as far as it is due, and let the run save or stop.
 
     Every rank must call this. Raises Stopped, and TooManyBadSteps with the state saved.

@@ -66,7 +66,7 @@ class TensorReader:
         ]
         if not parts or sum(map(len, parts)) != end - start:
             raise ValueError(f"it holds {self.numel(key)} elements of {key}, not the {end} that are needed")
-        return torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def write_slices(file: Path, slices: Iterable[TensorSlice]) -> None:

@@ -19,7 +19,7 @@ from step3_ppo.rewards.text_rewards import (
     RewardError,
     TextReward,
     checked_scores,
-    shortened,
+    quoted,
 )
 
 MAX_CONNECTIONS = 8  # batches that are under way at the same time
@@ -64,7 +64,7 @@ class HttpReward(TextReward):
                 continue
             if 200 <= status < 300:
                 return checked_scores(_read_scores(text), batch)
-            failure = f"status {status}: {shortened(text)}"
+            failure = f"status {status}: {quoted(text)}"
             if status < 500 and status not in PASSING:
                 raise RewardError(f"{failure}; {_cure(status, location)}")
         raise RewardError(
@@ -100,13 +100,13 @@ def _read_scores(text: str) -> Any:
     try:
         return json.loads(text)["scores"]
     except (ValueError, RecursionError, TypeError, KeyError):  # TypeError: a list, a number
-        raise RewardError(f'no JSON object with "scores": {shortened(text)}; {_EXPECTED}') from None
+        raise RewardError(f'no JSON object with "scores": {quoted(text)}; {_EXPECTED}') from None
 
 
 def _cure(status: int, location: str) -> str:
     """Return what a user can do about a status that is no answer."""
     if location:
-        return f"it sends us on to {shortened(location)}; give that address to --reward, if you trust it"
+        return f"it sends us on to {quoted(location)}; give that address to --reward, if you trust it"
     if status in (401, 403):
         return f"it wants a token: set {CLIENT_VARIABLE} to the server's"
     return "correct the address or what the server takes"

@@ -43,8 +43,8 @@ class Answers:
             yield Answers(self.prompts[part], self.responses[part], self.rows[part])
 
     def shown(self, index: int) -> str:
-        """Return one of them, shortened, for a message."""
-        return f"prompt {shortened(self.prompts[index])}, response {shortened(self.responses[index])}"
+        """Return one of them, quoted, for a message."""
+        return f"prompt {quoted(self.prompts[index])}, response {quoted(self.responses[index])}"
 
 
 class TextReward:
@@ -124,7 +124,7 @@ def in_daemon(work: Callable[[], Any], name: str) -> Future[Any]:
     return future
 
 
-def shortened(text: str) -> str:
+def quoted(text: str) -> str:
     """Return the text quoted; a long one without its middle."""
     if len(text) > SHOWN_CHARACTERS:
         text = f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
@@ -144,7 +144,7 @@ def checked_scores(values: Any, answers: Answers) -> Checked:
     is_list = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping | Set)
     given = list(values) if is_list else []
     if not is_list or len(given) != len(answers):
-        what = f"{len(given)} scores" if is_list else shortened(str(values))
+        what = f"{len(given)} scores" if is_list else quoted(str(values))
         cure = "return one number for each response, in their order"
         return [math.nan] * len(answers), f"gave {what} for {len(answers)} responses; {cure}"
     scores = [_as_float(value) for value in given]
@@ -152,7 +152,7 @@ def checked_scores(values: Any, answers: Answers) -> Checked:
     if bad is None:
         return scores, ""
     return scores, (
-        f"gave {shortened(str(given[bad]))} for response {bad + 1} of {len(answers)}, {answers.shown(bad)}; "
+        f"gave {quoted(str(given[bad]))} for response {bad + 1} of {len(answers)}, {answers.shown(bad)}; "
         "every score must be a finite number, so return 0.0 where there is nothing to say"
     )
 
