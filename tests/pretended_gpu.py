@@ -86,10 +86,25 @@ class Graph:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.tape: list[tuple[Any, Any, Any, Any]] = []
         self.stream: Stream | None = None
+        self.written: dict[int, tuple[Any, Any]] = {}  # storage, what was in it
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Take an operation on the tape."""
         self.tape.append((func, args, kwargs, out))
+
+    def keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Keep what an operation is about to write: nothing is done while it is captured."""
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in (x for x in tree_leaves(given) if isinstance(x, Tensor)):
+                    storage = tensor.untyped_storage()
+                    self.written.setdefault(storage._cdata, (storage, storage.clone()))
+
+    def restore_written(self) -> None:
+        """Put back what the operations of the capture have written."""
+        for storage, before in self.written.values():
+            storage.copy_(before)
+        self.written = {}
 
     def replay(self) -> None:
         """Run the tape: results go where they went when it was captured."""
@@ -130,6 +145,7 @@ def _graph(graph: Graph, pool: Any = None, stream: Stream | None = None, **_: An
         yield
     finally:
         gpu.capture = None
+        graph.restore_written()
 
 
 _gpus: list[PretendedGpu] = []

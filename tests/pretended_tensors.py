@@ -184,6 +184,8 @@ class Operations(TorchDispatchMode):
                     f"cuda:0 and cpu! ({caller()})"
                 )
         self._note_waits(name, args, kwargs, on_device)
+        if gpu.capture:
+            gpu.capture.keep_written(func, args, kwargs)
         out = func(*args, **kwargs)
         # By what it gives back: reshape, contiguous and to may copy, or not.
         is_view = not func._schema.is_mutable and _shares_storage(out, tensors)

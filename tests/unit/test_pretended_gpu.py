@@ -71,7 +71,7 @@ def test_a_graph_replays_what_it_captured():
         factor, graph = 3, torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             total.add_(torch.full((2,), 1.0, device="cuda") + x * factor)
-        total.zero_()
+        assert total.tolist() == [0.0, 0.0]  # nothing is done while it is captured
         factor = 5  # a number of Python is that of the capture
         x.fill_(2.0)  # a tensor's content is that of the replay
         graph.replay()
