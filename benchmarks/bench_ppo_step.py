@@ -48,29 +48,22 @@ from step3_ppo.rewards.reward_specs import RewardSpec
 NUM_PROMPTS, MAX_PROMPT, MAX_RESPONSE, PPO_EPOCHS = 16, 256, 64, 4
 
 
-def our_step(models: dict[str, str], prompts: list[dict[str, Any]], *, is_packed: bool) -> Callable[[], dict]:
-    """Return a function that does one PPO step and returns its metrics."""
+def our_step(prompts: list[dict[str, Any]], reward_model: str, **flags: Any) -> Callable[[], dict]:
+    """Return a function that does one PPO step of NUM_PROMPTS prompts and returns its metrics."""
     algorithm = find_algorithm("ppo")
     args = PPOArguments(
-        actor_model_name_or_path=models["policy"],
-        critic_model_name_or_path=models["value"],
-        max_prompt_seq_len=MAX_PROMPT,
-        max_answer_seq_len=MAX_RESPONSE,
         per_device_generation_batch_size=NUM_PROMPTS,
-        per_device_training_batch_size=NUM_PROMPTS,
-        ppo_epochs=PPO_EPOCHS,
         num_warmup_steps=0,
         lr_scheduler_type="constant",
         actor_learning_rate=1e-6,  # the lengths must stay what they are
         critic_learning_rate=1e-6,
         enable_hybrid_engine=True,
-        packed=is_packed,
-        dtype="fp32",
         log_interval=10**9,
+        **flags,
     )
     args = fill_defaults(args, algorithm)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(models["policy"])
-    rewards = [RewardSpec("model", models["reward"], 1.0, "model")]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.actor_model_name_or_path)
+    rewards = [RewardSpec("model", reward_model, 1.0, "model")]
     start = PPOStart(args, None, None, tokenizer=tokenizer, algorithm=algorithm, rewards=rewards)  # type: ignore[arg-type]
     rows = [
         {"prompt_ids": row["input_ids"], "row_id": row["row_id"], "prompt_text": "", "fields": "{}"}
@@ -107,7 +100,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         models = save_models(folder, seed=0, **sizes)
         prompts = ppo_prompts(256, 1, MAX_PROMPT)
-        packed, padded = (our_step(models, prompts, is_packed=is_packed) for is_packed in (True, False))
+        flags = {
+            "actor_model_name_or_path": models["policy"],
+            "critic_model_name_or_path": models["value"],
+            "max_prompt_seq_len": MAX_PROMPT,
+            "max_answer_seq_len": MAX_RESPONSE,
+            "per_device_training_batch_size": NUM_PROMPTS,
+            "ppo_epochs": PPO_EPOCHS,
+            "dtype": "fp32",
+        }
+        packed, padded = (our_step(prompts, models["reward"], **flags, packed=p) for p in (True, False))
         ways = {
             "ours": lambda: our_turn(packed, tokens["ours"]),
             "ours, padded": lambda: our_turn(padded, tokens["ours, padded"]),

@@ -7,9 +7,12 @@ Imported from both environments: the standard library only, torch inside functio
 import argparse
 import ctypes
 import gc
+import importlib.metadata
 import json
 import os
+import platform
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -168,13 +171,34 @@ def print_rates(
 def print_result(
     name: str, ours: float, peer: float | None, *, is_lower_better: bool = False, **facts: Any
 ) -> None:
-    """Print the last line: name, device, threads, `ours`, `peer`, `ratio` (None alone) and whatever else."""
+    """Print the last line: what made it, `ours`, `peer`, `ratio` (None alone) and whatever else."""
+    ratio = None if peer is None else round(peer / ours if is_lower_better else ours / peer, 4)
+    print(
+        json.dumps({"name": name} | describe_machine() | {"ours": ours, "peer": peer, "ratio": ratio} | facts)
+    )
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what a baseline says of itself: commit, date, machine, device, threads, versions, command."""
     import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    ratio = None if peer is None else round(peer / ours if is_lower_better else ours / peer, 4)
-    found = {"name": name, "device": device, "threads": torch.get_num_threads()}
-    print(json.dumps(found | {"ours": ours, "peer": peer, "ratio": ratio} | facts))
+    git = ["git", "-C", str(PEER.parent), "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(git, capture_output=True, text=True)
+    cpu = re.search(r"^model name\s+: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    libraries = ("torch", "transformers", "deepspeed", "flash-attn")
+    known = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    versions = [f"{library} {known[library]}" for library in libraries if library in known]
+    has_gpu = torch.cuda.is_available()
+    return {
+        "commit": done.stdout.strip() or "?",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores ({cpu[1] if cpu else platform.machine()}), {gib:.0f} GiB",
+        "versions": ", ".join(versions + ([f"CUDA {torch.version.cuda}"] if has_gpu else [])),
+        "command": shlex.join(["python", *sys.argv]),
+        "device": torch.cuda.get_device_name() if has_gpu else "cpu",
+        "threads": torch.get_num_threads(),
+    }
 
 
 def start_peak() -> int:

@@ -9,10 +9,6 @@ from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
 from common.models.sampling import counter_uniform, sample_tokens
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 GREEDY = SamplingOptions(max_new_tokens=40, stop_token_id=-1, pad_token_id=0, do_sample=False)
 LIMITS = torch.tensor([3, 40, 17, 29, 8, 40])
 

@@ -200,13 +200,14 @@ def check_imported_libraries_are_required(tree: Tree) -> list[str]:
     known = (
         required | set(sys.stdlib_module_names) | {file.parts[0].removesuffix(".py") for file in tree.modules}
     )
-    beside = {(file.parent, file.stem) for file in tree.modules}  # pytest puts a test's folders on sys.path
+    beside = {(file.parent, file.stem) for file in tree.modules}  # pytest puts a test's folders on sys.path,
+    shared = [Path("tests"), Path("tests/programs")]  # and pyproject.toml these
     complaints = []
     for file, line, name in tree.imports():
         top = name.split(".")[0]
         is_known = top.lower() in known
         if file.parts[0] == "tests":
-            is_known |= bool({(file.parent, top), (Path("tests"), top)} & beside)
+            is_known |= any((folder, top) in beside for folder in (file.parent, *shared))
         if file.match("benchmarks/*_peer.py"):
             is_known |= f'"{top}==' in tree.text(PEER_ENVIRONMENTS)
         if not is_known:
