@@ -10,7 +10,7 @@
 
 arXiv:1910.02054 section 3, and counted on engines of DeepSpeed 0.19; bf16 runs at stage 1 instead of 0. What
 comes to less than 2 % is left out: norms and biases that ZeRO 3 keeps whole, padding of the vocabulary, the
-rollout batch, logits of a token step, under LoRA copies of what else --only_optimize_lora false trains.
+rollout batch, under LoRA copies of what else --only_optimize_lora false trains.
 """
 
 import copy
@@ -18,6 +18,7 @@ import weakref
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -105,12 +106,19 @@ def _fill(run: Run, moment: Moment) -> Moment:
         _hold_activations(run, role, verb, moment)
         if role is run.actor:
             _hold_generation(run, role, verb == "generate", moment)
-    moment.hold("device", "reserved", run.device.reserved_gib * 2**30)
+    moment.hold("device", "reserved", reserved_gib(run) * 2**30)
     if run.is_cpu:  # one and the same memory
         for key, num_bytes in moment.cpu.items():
             moment.hold(*key, num_bytes)
         moment.cpu = {}
     return moment
+
+
+def reserved_gib(run: Run) -> float:
+    """Return what no tensor holds: the CUDA context and fragments; NCCL's buffers, those of several
+    communicators on 8 ranks and more; on a CPU the libraries of a process.
+    """
+    return 0.7 if run.is_cpu else 2.0 + (run.num_ranks >= 8)
 
 
 def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> None:
@@ -176,7 +184,7 @@ class Activations(NamedTuple):
     """Bytes of one sequence of the length that was asked for."""
 
     saved_by_layer: int  # for the backward pass, without checkpointing
-    saved_outside: int  # embeddings, the last norm, the mask
+    saved_outside: int  # embeddings, the last norm
     backward_work: int  # most that the backward pass of a layer holds beside what was saved
     forward_peak: int  # most that a pass without gradients holds
 
@@ -185,9 +193,11 @@ class Activations(NamedTuple):
 def trace_activations(model: PlannedModel, dtype: str, length: int) -> Activations:
     """Return what a pass over one sequence of `length` tokens saves and holds, by running it on fake tensors.
 
-    The attention is the family's own under torch, with a padding mask of length x length numbers a layer.
+    The attention is the family's own under torch, without a mask: `build_model_inputs` gives none.
     """
-    with FakeTensorMode():
+    # transformers would make one to be safe: fake positions do not tell it that nothing is packed.
+    whole = mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
+    with FakeTensorMode(), whole:
         one, two = (_trace(model.plain, dtype, length, num_layers) for num_layers in (1, 2))
     by_layer = two.saved_by_layer - one.saved_by_layer
     return two._replace(saved_by_layer=by_layer, saved_outside=one.saved_by_layer - by_layer)
@@ -203,19 +213,18 @@ def _trace(plain: PreTrainedModel, dtype_name: str, length: int, num_layers: int
     set_dropout(config, 0.0)
     backbone = getattr(type(plain)._from_config(config, dtype=dtype).train(), plain.base_model_prefix)
     ids = torch.zeros(1, length, dtype=torch.int64)
-    mask = torch.ones_like(ids)
     with LiveBytes(backbone) as live:
         with torch.no_grad():
-            backbone(input_ids=ids, attention_mask=mask)
+            backbone(input_ids=ids)
         forward_peak = live.peak
-        hidden = backbone(input_ids=ids, attention_mask=mask)[0]
+        hidden = backbone(input_ids=ids)[0]
         saved = live.now
     del hidden
     backbone.requires_grad_(False)  # the gradients of weights are counted with the optimizer's
     width = backbone.get_input_embeddings().weight.shape[1]
     embedded = torch.zeros(1, length, width, dtype=dtype, requires_grad=True)
     with LiveBytes(backbone) as live:
-        hidden = backbone(inputs_embeds=embedded, attention_mask=mask)[0]
+        hidden = backbone(inputs_embeds=embedded)[0]
         before = live.peak = live.now
         hidden.backward(hidden.detach())
         return Activations(saved, 0, live.peak - before, forward_peak)
@@ -263,8 +272,7 @@ def _hold_activations(run: Run, role: Role, verb: str, moment: Moment) -> None:
     num_sequences = num_tokens / run.length
     states = num_tokens * model.hidden_size * run.num_bytes  # between two layers
     if verb == "backward":
-        mask = run.num_bytes * run.length**2 if run.is_flash else 0  # which flash attention does without
-        inside, outside = num_sequences * (traced.saved_by_layer - mask), num_sequences * traced.saved_outside
+        inside, outside = num_sequences * traced.saved_by_layer, num_sequences * traced.saved_outside
         work = num_sequences * traced.backward_work
         head = head_bytes(run, role, num_tokens, is_training=True)
         if role.is_checkpointed:
@@ -299,11 +307,16 @@ def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) ->
 
 
 def _hold_generation(run: Run, role: Role, is_on: bool, moment: Moment) -> None:
-    """Hold slices, keys and values, and buffers; keys and values stay until they are released."""
+    """Hold slices, keys and values, and buffers; keys, values and captured passes stay until they are
+    released.
+    """
     args, b, name, model = run.args, run.num_bytes, role.name, role.model
     keys = float(run.num_slots * run.length * kv_bytes_per_token(model.plain.config, b, run.tp_size))
-    if is_on or (args.enable_hybrid_engine and not args.release_inference_cache):
+    is_kept = args.enable_hybrid_engine and not args.release_inference_cache
+    if is_on or is_kept:
         moment.hold(name, "keys and values", keys)
+    if is_on or (is_kept and not run.is_cpu and not run.gathers_by_layer):
+        moment.hold(name, "token passes", run.num_slots * model.head.weight.shape[0] * (b + 20.0))
     if not is_on:
         return
     if run.gathers_by_layer:

@@ -133,7 +133,7 @@ def assumption_lines(run: Run) -> list[str]:
     args = run.args
     cpu = f"{args.cpu_memory_gib:g} GiB" if args.cpu_memory_gib else "not known, so not checked"
     lines = [
-        f"CPU memory {cpu}; attention {'without' if run.is_flash else 'with'} a mask of length x length",
+        f"CPU memory {cpu}; attention as transformers has it for the family, without flash-attn",
         f"sequences are full: {run.length} tokens; a pass has {run.tokens_per_pass:,}, and an optimizer step "
         f"passes: {run.num_micro_batches}",
     ]

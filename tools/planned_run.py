@@ -131,7 +131,6 @@ class PlanArguments(StageArguments):
     num_nodes: int = flag(1, "machines", low=1)
     gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: what --gpu has", low=0)
     cpu_memory_gib: float = flag(0.0, "CPU memory of a machine; 0: not known, so not checked", low=0)
-    flash_attention: bool = flag(False, "flash-attn is installed there (requirements-gpu.txt)")
 
 
 @dataclass(frozen=True)
@@ -165,13 +164,11 @@ class Run:
 
     def __init__(self, args: Any, models: Models) -> None:
         self.args, self.models = args, models
-        self.device, self.is_cpu = DEVICES[args.gpu], args.gpu == "cpu"
-        self.memory_bytes = (args.gpu_memory_gib or self.device.memory_gib) * 2**30
+        self.is_cpu = args.gpu == "cpu"
+        self.memory_bytes = (args.gpu_memory_gib or DEVICES[args.gpu].memory_gib) * 2**30
         self.num_ranks = args.num_gpus * args.num_nodes
         self.num_bytes = DTYPES[args.dtype].itemsize  # of a weight
         self.roles = build_roles(args, models)
-        # Attention keeps no mask of packed sequences, or with flash-attn; both want a GPU and 16 bits.
-        self.is_flash = not self.is_cpu and args.dtype != "fp32" and (args.flash_attention or args.packed)
         is_ppo, cap = args.stage == 3, args.max_tokens_per_micro_batch
         self.actor = self.roles[0] if is_ppo else None  # the role that generates
         self.length = sequence_length(args)

@@ -1,8 +1,9 @@
 """The floating-point operations (FLOPs) of passes through a model, and what devices can do at most.
 
-DEVICES are from the makers' data sheets.
+DEVICES' rates are from the makers' data sheets: dense products, added up in fp32.
 """
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -83,19 +84,27 @@ class ModelFlops:
 class Device(NamedTuple):
     """One GPU, or one CPU process."""
 
-    memory_gib: float
+    memory_gib: float  # that torch can use: less than the label says
     tflops_16bit: float
     tflops_fp32: float  # without TF32, torch's default
-    reserved_gib: float  # CUDA context, NCCL, fragments; on a CPU the libraries of a process
 
 
 DEVICES = {
-    "a6000-48g": Device(48, 154.8, 38.7, 2.0),
-    "a100-40g": Device(40, 312, 19.5, 2.0),
-    "a100-80g": Device(80, 312, 19.5, 2.0),
-    "h100-80g": Device(80, 989, 67, 2.0),
-    "h200": Device(140, 989, 67, 2.0),
-    "cpu": Device(16, 0.1, 0.1, 0.7),
+    "t4-16g": Device(14.6, 65, 8.1),
+    "l4-24g": Device(22, 121, 30.3),
+    "a10-24g": Device(22, 125, 31.2),
+    "3090-24g": Device(23.6, 71, 35.6),
+    "4090-24g": Device(23.6, 165.2, 82.6),
+    "5090-32g": Device(31.3, 209.5, 104.8),
+    "l40s-48g": Device(44.4, 362, 91.6),
+    "a6000-48g": Device(47.4, 154.8, 38.7),
+    "a100-40g": Device(39.4, 312, 19.5),
+    "a100-80g": Device(79.1, 312, 19.5),
+    "h100-80g": Device(79.1, 989, 67),
+    "h200": Device(139.7, 989, 67),
+    "b200": Device(178, 2250, 80),
+    "mi300x": Device(191, 1307.4, 163.4),
+    "cpu": Device(16, 0.1, 0.1),
 }
 
 
@@ -106,9 +115,10 @@ def own_peak_flops(dtype: torch.dtype) -> float:
     MEASURED_SECONDS: on a CPU with the threads that this process has, while all its other ranks do the same.
     """
     is_gpu = torch.cuda.is_available()
-    name = torch.cuda.get_device_name().lower() if is_gpu else "cpu"
+    # Whole words: an "NVIDIA A100-SXM4-80GB" is no A10.
+    words = re.findall(r"\w+", torch.cuda.get_device_name().lower()) if is_gpu else ()
     for kind, device in DEVICES.items():
-        if is_gpu and kind.partition("-")[0] in name:
+        if kind.partition("-")[0] in words:
             return 1e12 * (device.tflops_fp32 if dtype == torch.float32 else device.tflops_16bit)
     size = 4096 if is_gpu else 512
     square = torch.ones(size, size, dtype=dtype, device="cuda" if is_gpu else "cpu")

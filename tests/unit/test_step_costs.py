@@ -145,3 +145,7 @@ def test_a_gpu_has_its_data_sheets_peak_and_a_cpu_is_measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     assert model_flops.own_peak_flops(torch.float32) == 19.5e12
     assert model_flops.own_peak_flops(torch.bfloat16) == 312e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A10")
+    assert model_flops.own_peak_flops(torch.bfloat16) == 125e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4090")
+    assert model_flops.own_peak_flops(torch.float32) == 82.6e12
