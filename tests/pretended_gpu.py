@@ -7,36 +7,177 @@
 
 Tensors are the CPU's own, so autograd, views, `.data =`, safetensors, gloo and DeepSpeed work. Their storages
 carry a mark. A function mode answers for what Python asks and moves (`device`, `to`, `cpu`, factories), a
-dispatch mode sees every operation, forward and backward:
+dispatch mode sees every operation, forward and backward, in every thread that is started in the block:
 
-- marked and unmarked tensors in one operation raise torch's own error;
-- host waits, copies between host and device, and operations that would launch a kernel are recorded;
+- marked and unmarked tensors in one operation raise torch's own error, and so does another process's GPU;
+- host waits, copies between host and device, operations that would launch a kernel, and bytes are recorded;
+- a copy that does not wait is only read after a wait; it is one only from or to pinned memory;
 - a CUDA graph is a tape: what is captured runs again, with the Python numbers of the capture; what CUDA
-  forbids while it captures is an error;
-- collectives of a group that would be nccl's refuse tensors of the CPU.
+  forbids while it captures is an error, and so is a replay after memory that it reads was freed;
+- process groups are nccl's unless their maker says gloo: they refuse tensors of the CPU, gloo's the device's;
+- DeepSpeed has its own accelerator for CUDA.
 
-It does not know streams' order, the kernels' own checks of arguments, or how much memory there is.
+It does not know streams' order, the kernels' own checks of arguments, or memory that lies between tensors.
 """
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import deepspeed.runtime.zero.muon.original_muon  # noqa: F401  it compiles when it is imported: not in the block
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import real_accelerator
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from pretended_tensors import CUDA, Event, Operations, PretendedGpu, Questions, caller
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from pretended_tensors import Event, Graph, Operations, PretendedGpu, caller, gpus, now
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+# ---- what Python asks and moves -------------------------------------------------------------------------
+
+
+class Questions(TorchFunctionMode):
+    """Answers for marked tensors where torch would tell the truth."""
+
+    def __init__(self, gpu: PretendedGpu) -> None:
+        super().__init__()
+        self.gpu = gpu
+        self.answers: dict[Any, Callable[..., Any]] = {
+            Tensor.device.__get__: self._device,
+            Tensor.is_cuda.__get__: gpu.has,
+            Tensor.is_cpu.__get__: lambda t: not gpu.has(t),
+            Tensor.get_device: lambda t: gpu.device.index if gpu.has(t) else -1,
+            Tensor.grad.__set__: self._set_grad,
+            Tensor.backward: self._backward,
+            Tensor.to: self._to,
+            Tensor.cpu: lambda t, **_: gpu.move(t, "cpu"),
+            Tensor.cuda: lambda t, device=None, **more: self._to(t, self._on(device or "cuda"), **more),
+            Tensor.tolist: self._tolist,
+            Tensor.type: self._type,
+            Tensor.pin_memory: self._pin,
+            Tensor.is_pinned: lambda t, *_: gpu.has(t, "pinned"),
+            Tensor.record_stream: lambda *_: None,
+            Tensor.numpy: self._numpy,
+            Tensor.__array__: self._numpy,
+            Tensor.__deepcopy__: self._deepcopy,
+        }
+        self.makers = {*_device_constructors(), torch.empty_like, torch.zeros_like, torch.ones_like}
+        self.makers |= {torch.full_like, torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_full}
+        self.makers |= {Tensor.new_ones, Tensor.new_zeros, Tensor.new_tensor}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.gpu.is_quiet:
+            return func(*args, **kwargs)
+        if func in self.answers:
+            return self.answers[func](*args, **kwargs)
+        if func is Tensor.new_tensor:
+            kwargs = {"device": self._device(args[0])} | kwargs
+        if func in self.makers and (kwargs.get("device") is not None or kwargs.get("pin_memory")):
+            return self._make(func, args, dict(kwargs))
+        return func(*args, **kwargs)
+
+    def _on(self, device: Any) -> torch.device:
+        """Return a device that is asked for."""
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if device.type == "cuda" and device.index not in (None, self.gpu.device.index):
+            raise RuntimeError(f"{device} is used by the process of {self.gpu.device} ({caller()})")
+        return device
+
+    def _device(self, tensor: Tensor) -> torch.device:
+        return self.gpu.device if self.gpu.has(tensor) else Tensor.device.__get__(tensor)
+
+    def _set_grad(self, tensor: Tensor, grad: Tensor | None) -> None:
+        if grad is not None and self._device(grad) != self._device(tensor):
+            raise RuntimeError(f"assigned grad has data located on a different device ({caller()})")
+        Tensor.grad.__set__(tensor, grad)
+
+    def _backward(self, tensor: Tensor, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
+        with self:  # hooks ask, too
+            torch.autograd.backward(tensor, gradient, *args, **kwargs)
+
+    def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        names = ("device", "dtype", "non_blocking", "copy")
+        if args and isinstance(args[0], torch.dtype):
+            names = names[1:]
+        elif args and isinstance(args[0], Tensor):
+            names = ("other", *names[2:])
+        given = dict(zip(names, args, strict=False)) | kwargs
+        other, device, dtype = given.get("other"), given.get("device"), given.get("dtype")
+        if other is not None:
+            device, dtype = self._device(other), other.dtype
+        kind = self._on(device).type if device is not None else None
+        if tensor.is_meta and kind == "cuda":
+            return tensor.to("cpu")  # which refuses, as a GPU does
+        if kind not in (None, "cpu", "cuda") or tensor.is_meta:
+            return tensor.to(*args, **kwargs)
+        moved = tensor
+        if kind is not None:
+            moved = self.gpu.move(tensor, kind, non_blocking=given.get("non_blocking", False))
+        converted = moved if dtype is None else moved.to(dtype)
+        return converted.clone() if given.get("copy") and converted is tensor else converted
+
+    def _type(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        named = tensor.type(*args, **kwargs)
+        is_name = isinstance(named, str) and self.gpu.has(tensor)
+        return named.replace("torch.", "torch.cuda.") if is_name else named
+
+    def _pin(self, tensor: Tensor, *_: Any) -> Tensor:
+        if self.gpu.has(tensor):
+            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        if self.gpu.has(tensor, "pinned"):
+            return tensor
+        with self.gpu.quiet():
+            return self.gpu.mark(tensor.clone(), "pinned")
+
+    def _tolist(self, tensor: Tensor) -> Any:
+        self.gpu.check_written(tensor)
+        return self.gpu.move(tensor, "cpu").tolist()
+
+    def _numpy(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.gpu.check_written(tensor)
+        if self.gpu.has(tensor):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+        return tensor.numpy(*args, **kwargs)
+
+    def _deepcopy(self, tensor: Tensor, memo: Any) -> Tensor:
+        copied = tensor.__deepcopy__(memo)
+        return self.gpu.mark(copied) if self.gpu.has(tensor) else copied
+
+    def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Return a new tensor on the device that is asked for."""
+        gpu, is_pinned = self.gpu, kwargs.pop("pin_memory", False)
+        device = self._on(kwargs.pop("device", None) or "cpu")
+        if device.type == "meta":
+            return func(*args, device=device, **kwargs)
+        if func is torch.as_tensor and isinstance(args[0], Tensor):
+            return gpu.move(func(*args, **kwargs), device.type)
+        with gpu.quiet():
+            made = func(*args, device="cpu", **kwargs)  # also what is like a tensor of "meta"
+        if device.type == "cpu":
+            return gpu.mark(made, "pinned") if is_pinned else made
+        name = getattr(func, "__name__", "?")
+        if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
+            gpu.copy(made, made)
+        elif "empty" not in name:
+            gpu.launches[f"aten::{name}"] += 1
+            if gpu.capture:
+                gpu.capture.record(func, args, kwargs, made)
+        return gpu.mark(made)
+
+
+# ---- streams and graphs ---------------------------------------------------------------------------------
 
 
 class Stream:
     """A stream: everything is in order here."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = CUDA
+        self.device = now().device
 
     def wait_stream(self, stream: Any) -> None:
         """Nothing runs at the side."""
@@ -49,10 +190,11 @@ class Stream:
 
     def synchronize(self) -> None:
         """The host waits."""
-        _now().wait("Stream.synchronize")
+        now().wait(f"{type(self).__name__}.synchronize")
 
     def query(self) -> bool:
         """All is done."""
+        now().settle()
         return True
 
 
@@ -65,223 +207,158 @@ class StreamEvent:
     def record(self, stream: Any = None) -> None:
         """It has happened."""
 
-    wait = record
-
-    def synchronize(self) -> None:
-        """The host waits."""
-        _now().wait("Event.synchronize")
-
-    def query(self) -> bool:
-        """It has happened."""
-        return True
+    wait, synchronize, query = record, Stream.synchronize, Stream.query
 
     def elapsed_time(self, other: Any) -> float:
         """No time is kept."""
         return 0.0
 
 
-class Graph:
-    """A captured graph: a tape of operations, with the Python numbers of its capture."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.tape: list[tuple[Any, Any, Any, Any]] = []
-        self.stream: Stream | None = None
-        self.written: dict[int, tuple[Any, Any]] = {}  # storage, what was in it
-
-    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Take an operation on the tape."""
-        self.tape.append((func, args, kwargs, out))
-
-    def keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Keep what an operation is about to write: nothing is done while it is captured."""
-        for argument, given in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in (x for x in tree_leaves(given) if isinstance(x, Tensor)):
-                    storage = tensor.untyped_storage()
-                    self.written.setdefault(storage._cdata, (storage, storage.clone()))
-
-    def restore_written(self) -> None:
-        """Put back what the operations of the capture have written."""
-        for storage, before in self.written.values():
-            storage.copy_(before)
-        self.written = {}
-
-    def replay(self) -> None:
-        """Run the tape: results go where they went when it was captured."""
-        gpu = _now()
-        assert self.tape, "an empty graph, or one that was reset, is replayed"
-        gpu.launches["a graph"] += 1
-        with gpu.quiet():
-            for func, args, kwargs, out in self.tape:
-                new = func(*args, **kwargs)
-                if out is None:  # a collective
-                    new[-1].wait()
-                    continue
-                for old, value in zip(tree_leaves(out), tree_leaves(new), strict=True):
-                    if isinstance(old, Tensor) and old is not value:
-                        old.copy_(value)
-
-    def reset(self) -> None:
-        """Forget the tape."""
-        self.tape = []
-        _now().graphs.discard(self)
-
-    def pool(self) -> Any:
-        """A name for its memory."""
-        return (0, id(self))
-
-
-_default_capture_stream = Stream()
-
-
 @contextlib.contextmanager
 def _graph(graph: Graph, pool: Any = None, stream: Stream | None = None, **_: Any) -> Iterator[None]:
     """Capture what runs in the block."""
-    gpu = _now()
+    gpu = now()
     gpu.wait("torch.cuda.graph")
-    gpu.capture, graph.stream = graph, stream or _default_capture_stream
+    gpu.capture, graph.stream = graph, stream or gpu.default_stream
     gpu.graphs.add(graph)
     try:
         yield
     finally:
         gpu.capture = None
-        graph.restore_written()
+        graph.end()
 
 
-_gpus: list[PretendedGpu] = []
+# ---- torch.cuda, DeepSpeed's accelerator, process groups ------------------------------------------------
 
 
-def _now() -> PretendedGpu:
-    return _gpus[-1]
+class _Accelerator(CUDA_Accelerator):
+    """DeepSpeed's."""
+
+    def _init_pynvml(self) -> None:
+        """There is no driver to ask."""
+
+    def range_push(self, *_: Any, **__: Any) -> None:
+        """No profiler is there."""
+
+    range_pop = range_push
 
 
-class _Accelerator(CPU_Accelerator):
-    """DeepSpeed's, for a device that calls itself cuda."""
-
-    def device_name(self, device_index: int | None = None) -> str:
-        return "cuda" if device_index is None else f"cuda:{device_index}"
-
-    def device(self, device_index: int | None = None) -> torch.device:
-        return CUDA
-
-    def current_device(self) -> int:
-        return 0
-
-    def current_device_name(self) -> str:
-        return "cuda:0"
-
-    def is_fp16_supported(self) -> bool:
-        return True
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float, torch.half, torch.bfloat16]
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        _now().wait("synchronize")
-
-    def on_accelerator(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda
-
-    def pin_memory(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-        return tensor.pin_memory()
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.is_pinned()
-
-    def _maker(self, dtype: torch.dtype) -> Callable[..., Tensor]:
-        def make(*args: Any) -> Tensor:
-            maker = torch.tensor if args and not isinstance(args[0], int) else torch.empty
-            return maker(*args, dtype=dtype, device="cuda")
-
-        return make
-
-    ByteTensor = property(lambda self: self._maker(torch.uint8))
-    BFloat16Tensor = property(lambda self: self._maker(torch.bfloat16))
-    DoubleTensor = property(lambda self: self._maker(torch.float64))
-    FloatTensor = property(lambda self: self._maker(torch.float32))
-    HalfTensor = property(lambda self: self._maker(torch.float16))
-    IntTensor = property(lambda self: self._maker(torch.int32))
-    LongTensor = property(lambda self: self._maker(torch.int64))
-
-
-def _torch_cuda(gpu: PretendedGpu, capability: tuple[int, int], memory_gib: float) -> dict[str, Any]:
+def _torch_cuda(gpu: PretendedGpu, capability: tuple[int, int]) -> dict[str, Any]:
     """Return what stands in for the functions of torch.cuda."""
-    total = int(memory_gib * 2**30)
-    state = torch.zeros(16, dtype=torch.uint8)
 
     def set_device(device: Any) -> None:
-        gpu.has_device = True
+        index = torch.device("cuda", device).index if isinstance(device, int) else torch.device(device).index
+        gpu.has_device, gpu.device = True, torch.device("cuda", index or 0)
 
-    def ask(name: str, answer: Any) -> Callable[..., Any]:
+    def ask(name: str, answer: Callable[[], Any]) -> Callable[..., Any]:
         def asked(device: Any = None, *_: Any, **__: Any) -> Any:
             if device is None and not gpu.has_device:
                 gpu.queries.append(Event(name, caller()))
-            return answer
+            return answer()
 
         return asked
 
-    def computes_bf16(including_emulation: bool = True) -> bool:
-        return including_emulation or capability >= (8, 0)
+    def set_sync_debug_mode(mode: int | str) -> None:
+        gpu.waits_raise = mode in (2, "error")
 
-    properties = type("Properties", (), {"major": capability[0], "minor": capability[1]})()
-    properties.name, properties.total_memory, properties.multi_processor_count = "Pretended", total, 100
+    properties = mock.Mock(major=capability[0], minor=capability[1], total_memory=gpu.total)
+    properties.name, properties.multi_processor_count = "NVIDIA A100 (pretended)", 108
+    gpu.default_stream = Stream()
     answers = {
-        "current_device": 0,
-        "get_device_capability": capability,
-        "get_device_name": "Pretended",
-        "get_device_properties": properties,
-        "mem_get_info": (total, total),
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "memory_reserved": 0,
-        "max_memory_reserved": 0,
-        "get_rng_state": state,
+        "current_device": lambda: gpu.device.index,
+        "get_device_capability": lambda: capability,
+        "get_device_name": lambda: properties.name,
+        "get_device_properties": lambda: properties,
+        "mem_get_info": lambda: (gpu.total - gpu.allocated, gpu.total),
+        "memory_allocated": lambda: gpu.allocated,
+        "max_memory_allocated": lambda: gpu.peak,
+        "memory_reserved": lambda: gpu.allocated,
+        "max_memory_reserved": lambda: gpu.peak,
+        "memory_stats": dict,
+        "get_rng_state": lambda: torch.zeros(16, dtype=torch.uint8),
+        "reset_peak_memory_stats": lambda: setattr(gpu, "peak", gpu.allocated),
+        "synchronize": lambda: gpu.wait("synchronize"),
+        "current_stream": lambda: gpu.default_stream,
+        "default_stream": lambda: gpu.default_stream,
     }
-    nothing = dict.fromkeys(
-        ("empty_cache", "manual_seed", "manual_seed_all", "set_rng_state", "reset_peak_memory_stats", "init"),
-        lambda *_, **__: None,
-    )
-    return (
-        {name: ask(name, answer) for name, answer in answers.items()}
-        | nothing
-        | {
-            "is_available": lambda: True,
-            "is_initialized": lambda: True,
-            "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            "set_device": set_device,
-            "is_bf16_supported": computes_bf16,
-            "synchronize": lambda *_: gpu.wait("synchronize"),
-            "Stream": Stream,
-            "Event": StreamEvent,
-            "stream": lambda stream: contextlib.nullcontext(),
-            "current_stream": lambda *_: _default_capture_stream,
-            "default_stream": lambda *_: _default_capture_stream,
-            "is_current_stream_capturing": lambda: gpu.capture is not None,
-            "CUDAGraph": Graph,
-            "graph": _graph,
-            "graph_pool_handle": lambda: (0, 1),
-        }
-    )
+    nothing = ("empty_cache", "manual_seed", "manual_seed_all", "set_rng_state", "init", "ipc_collect")
+    return {
+        **{name: ask(name, answer) for name, answer in answers.items()},
+        **dict.fromkeys(nothing, lambda *_, **__: None),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "device": contextlib.nullcontext,
+        "set_device": set_device,
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
+        "set_sync_debug_mode": set_sync_debug_mode,
+        "get_sync_debug_mode": lambda: 2 * gpu.waits_raise,
+        "Stream": Stream,
+        "Event": StreamEvent,
+        "stream": contextlib.nullcontext,
+        "is_current_stream_capturing": lambda: gpu.capture is not None,
+        "CUDAGraph": Graph,
+        "graph": _graph,
+        "graph_pool_handle": lambda: (0, 1),
+    }
+
+
+def _process_groups(gpu: PretendedGpu) -> dict[str, Any]:
+    """Return what stands in for functions of torch.distributed: gloo, which says it is nccl."""
+    start, new_group, kind_of = dist.init_process_group, dist.new_group, dist.get_backend
+
+    def on_gloo(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            backend = kwargs.get("backend", args[0] if make is start and args else None)
+            if backend == "nccl":
+                args, kwargs = args[1:] if make is start and args else args, kwargs | {"backend": "gloo"}
+            kwargs.pop("device_id", None)
+            group = make(*args, **kwargs)
+            if backend == "gloo":
+                gpu.host_groups.add((group or dist.group.WORLD).group_name)
+            return group
+
+        return made
+
+    def get_backend(group: Any = None) -> str:
+        name = getattr(group or dist.group.WORLD, "group_name", "")
+        return kind_of(group) if name in gpu.host_groups else "nccl"
+
+    return {
+        "init_process_group": on_gloo(start),
+        "new_group": on_gloo(new_group),
+        "get_backend": get_backend,
+        "_get_object_coll_device": lambda group=None: "cuda" if get_backend(group) == "nccl" else "cpu",
+    }
 
 
 @contextlib.contextmanager
 def pretended_gpu(capability: tuple[int, int] = (8, 0), memory_gib: float = 24.0) -> Iterator[PretendedGpu]:
-    """Have a GPU in the block. The process group, if any, must have been started before it."""
-    gpu = PretendedGpu()
-    new_group = torch.distributed.new_group
+    """Have a GPU in the block."""
+    gpu, run_thread = PretendedGpu(int(memory_gib * 2**30)), threading.Thread.run
 
-    def note_group(*args: Any, **kwargs: Any) -> Any:
-        group = new_group(*args, **kwargs)
-        if kwargs.get("backend") == "gloo" and hasattr(group, "group_name"):
-            gpu.host_groups.add(group.group_name)
-        return group
+    def run_in_modes(thread: threading.Thread) -> None:
+        with Operations(gpu), Questions(gpu):
+            run_thread(thread)
 
+    def refuse_pickle(tensor: Tensor, protocol: Any) -> Any:
+        if gpu.has(tensor):
+            raise RuntimeError("a pickled tensor comes back on the GPU of who pickled it: move it to the CPU")
+        return pickle_it(tensor, protocol)
+
+    pickle_it = Tensor._reduce_ex_internal
+    groups = _process_groups(gpu)
+    public = {name: function for name, function in groups.items() if hasattr(dist, name)}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(torch.cuda, **_torch_cuda(gpu, capability, memory_gib)))
-        stack.enter_context(mock.patch.object(torch.distributed, "new_group", note_group))
+        gpus.append(gpu)
+        stack.callback(gpus.pop)
+        stack.enter_context(mock.patch.multiple(torch.cuda, **_torch_cuda(gpu, capability)))
+        stack.enter_context(mock.patch.multiple(dist, **public))
+        stack.enter_context(mock.patch.multiple(dist.distributed_c10d, **groups))
         stack.enter_context(mock.patch.object(real_accelerator, "ds_accelerator", _Accelerator()))
-        _gpus.append(gpu)
-        stack.callback(_gpus.pop)
+        stack.enter_context(mock.patch.object(threading.Thread, "run", run_in_modes))
+        stack.enter_context(mock.patch.object(torch.autograd, "has_torch_function", lambda _: False))
+        stack.enter_context(mock.patch.object(Tensor, "_reduce_ex_internal", refuse_pickle))
         stack.enter_context(Operations(gpu))
         stack.enter_context(Questions(gpu))
         yield gpu

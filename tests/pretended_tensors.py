@@ -1,32 +1,36 @@
-"""Tensors that say they live on cuda:0, and what is seen of them: see `pretended_gpu`."""
+"""Tensors that say they live on a GPU, and what is seen of them: see `pretended_gpu`."""
 
 import contextlib
+import functools
 import sys
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_
+from torch.utils._pytree import tree_leaves, tree_map_, tree_map_only
 
 ROOT = Path(__file__).resolve().parents[1]
 HARNESS = {__file__, str(Path(__file__).with_name("pretended_gpu.py"))}
 # Operations that may take tensors of both kinds.
 MIXES = {"aten::copy_", "aten::_to_copy", "aten::set_", "aten::_foreach_copy_"}
 INDEXING = {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"}
+# Those that take no scalar of the CPU beside tensors of the device.
+NO_SCALARS = {"aten::cat", "aten::stack", "aten::_fused_adamw_", "aten::_fused_adam_"}
 # The host reads what the device has made: a number, or how large a result is.
 WAITS = {
     "aten::_local_scalar_dense",
+    "aten::bincount",
     "aten::equal",
     "aten::is_nonzero",
     "aten::masked_select",
     "aten::nonzero",
     "aten::repeat_interleave",
+    "aten::unique_consecutive",
     "aten::unique_dim",
     "aten::_unique2",
 }
@@ -34,7 +38,6 @@ NO_KERNEL = {
     *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"),
     *("aten::lift_fresh", "aten::set_", "aten::_unsafe_view", "aten::resize_", "aten::_local_scalar_dense"),
 }
-CUDA = torch.device("cuda:0")
 Tensor = torch.Tensor
 
 
@@ -50,10 +53,12 @@ class PretendedGpu:
     """What happened: `waits` of the host, `copies` to and from it, kernel `launches` by operation.
 
     `graphs` are those that hold something; `queries` what torch.cuda was asked without a device before
-    `set_device`: a real one would open a context on GPU 0 for it.
+    `set_device`: a real one would open a context on GPU 0 for it. `allocated` and `peak` are bytes of live
+    tensors; more than `total` is out of memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, total: int) -> None:
+        self.device, self.total, self.allocated, self.peak = torch.device("cuda:0"), total, 0, 0
         self.waits: list[Event] = []
         self.copies: list[Event] = []
         self.queries: list[Event] = []
@@ -62,8 +67,10 @@ class PretendedGpu:
         self.capture: Any = None  # what is captured now
         self.host_groups: set[str] = set()  # names of process groups that are gloo's by their maker's wish
         self.has_device = False  # set_device was called
-        self.is_quiet = False  # the harness's own operations are nobody's
+        self.waits_raise = False  # torch.cuda.set_sync_debug_mode("error")
+        self._local = threading.local()
         self._marks: dict[int, str] = {}  # a storage's address -> device, pinned, or neutral
+        self._unwritten: set[int] = set()  # storages of the host that the device is still writing
 
     def clear(self) -> None:
         """Forget what happened."""
@@ -75,9 +82,19 @@ class PretendedGpu:
         if isinstance(tensor, Tensor) and _has_storage(tensor):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._marks:
+                num_bytes = storage.nbytes() if mark == "device" else 0
+                if self.allocated + num_bytes > self.total:
+                    raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes")
+                self.allocated += num_bytes
+                self.peak = max(self.peak, self.allocated)
                 self._marks[storage._cdata] = mark
-                weakref.finalize(storage, self._marks.pop, storage._cdata, None)
+                weakref.finalize(storage, self._forget, storage._cdata, num_bytes)
         return tensor
+
+    def _forget(self, address: int, num_bytes: int) -> None:
+        del self._marks[address]
+        self._unwritten.discard(address)
+        self.allocated -= num_bytes
 
     def has(self, tensor: Any, mark: str = "device") -> bool:
         """Whether a tensor's storage carries the mark."""
@@ -89,11 +106,25 @@ class PretendedGpu:
         """Take note that the host waits for the device."""
         if self.capture:
             raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
+        if self.waits_raise:
+            raise RuntimeError(f"called a synchronizing CUDA operation: {name}")
+        self.settle()
         self.waits.append(Event(name, caller()))
 
-    def copy(self, source: Tensor, *, to_device: bool, non_blocking: bool = False) -> None:
-        """Take note of a copy between host and device; the host waits for it unless told not to."""
-        is_pinned = self.has(source, "pinned")
+    def settle(self) -> None:
+        """Let what the device writes to the host be there."""
+        self._unwritten.clear()
+
+    def check_written(self, tensor: Tensor) -> None:
+        """Raise where the host touches what the device is still writing."""
+        if self._unwritten and _has_storage(tensor):
+            if tensor.untyped_storage()._cdata in self._unwritten:
+                raise RuntimeError(f"what the device may not have written yet is read ({caller()})")
+
+    def copy(self, source: Tensor, target: Tensor, *, non_blocking: bool = False) -> None:
+        """Take note of a copy between host and device; the host waits unless told not to, and pinned."""
+        to_device = not self.has(source)
+        is_pinned = self.has(source if to_device else target, "pinned")
         if self.capture and not (to_device and is_pinned):
             raise RuntimeError(
                 "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is "
@@ -101,29 +132,48 @@ class PretendedGpu:
             )
         name = "copy to the device" if to_device else "copy to the host"
         self.copies.append(Event(name, caller(), source.numel() * source.element_size()))
-        if not non_blocking:
+        if not (non_blocking and is_pinned):
             self.wait(name)
+        elif not to_device:
+            self._unwritten.add(target.untyped_storage()._cdata)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether this thread's operations are the harness's own, and nobody's."""
+        return getattr(self._local, "is_quiet", False)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """Let operations be: neither checked nor recorded."""
-        was_quiet, self.is_quiet = self.is_quiet, True
+        was_quiet, self._local.is_quiet = self.is_quiet, True
         try:
             yield
         finally:
-            self.is_quiet = was_quiet
+            self._local.is_quiet = was_quiet
 
     def move(self, source: Tensor, kind: str, *, non_blocking: bool = False) -> Tensor:
         """Return the tensor on "cuda" or "cpu": itself where it is there."""
         to_device = kind == "cuda"
         if self.has(source) == to_device:
             return source
-        self.copy(source, to_device=to_device, non_blocking=non_blocking)
         with self.quiet():
             moved = source.clone()
-            if self.capture:  # from pinned memory
-                self.capture.record(torch.ops.aten.clone.default, (source.detach(),), {}, moved)
-        return self.mark(moved) if to_device else moved
+        if to_device or non_blocking:  # torch pins what it will write to later
+            self.mark(moved, "device" if to_device else "pinned")
+        self.copy(source, moved, non_blocking=non_blocking)
+        if self.capture:  # from pinned memory
+            self.capture.record(torch.ops.aten.clone.default, (source,), {}, moved)
+        if moved.requires_grad:
+            moved.register_hook(lambda grad: self.move(grad, "cpu" if to_device else "cuda"))
+        return moved
+
+
+gpus: list[PretendedGpu] = []
+
+
+def now() -> PretendedGpu:
+    """Return the GPU that is pretended."""
+    return gpus[-1]
 
 
 def _has_storage(tensor: Tensor) -> bool:
@@ -140,6 +190,13 @@ def _shares_storage(found: Any, tensors: list[Tensor]) -> bool:
     known = {t.untyped_storage()._cdata for t in tensors if _has_storage(t)}
     leaves = [t for t in tree_leaves(found) if isinstance(t, Tensor) and _has_storage(t)]
     return any(t.untyped_storage()._cdata in known for t in leaves)
+
+
+@functools.cache
+def _written(func: Any) -> list[int]:
+    """Return which arguments an operation writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [n for n, argument in arguments if argument.alias_info and argument.alias_info.is_write]
 
 
 def caller() -> str:
@@ -169,26 +226,17 @@ class Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if name.startswith("c10d::"):
-            self._check_collective(name, args, tensors)
-            out = func(*args, **kwargs)
-            if gpu.capture:
-                gpu.capture.record(func, args, kwargs, None)
-            return out
-        looked_at = tensors[:1] if name in INDEXING else tensors
-        on_device = any(gpu.has(t) for t in looked_at)
-        if on_device and name not in MIXES:
-            others = [t for t in looked_at if t.dim() and not gpu.has(t) and not gpu.has(t, "neutral")]
-            if others:
-                raise RuntimeError(
-                    f"{name}: Expected all tensors to be on the same device, but found at least two devices, "
-                    f"cuda:0 and cpu! ({caller()})"
-                )
+            return self._run_collective(func, args, kwargs, tensors)
+        on_device = self._check_devices(func, args, tensors)
         self._note_waits(name, args, kwargs, on_device)
         if gpu.capture:
-            gpu.capture.keep_written(func, args, kwargs)
+            gpu.capture.keep(args[n] for n in _written(func) if n < len(args))
         out = func(*args, **kwargs)
         # By what it gives back: reshape, contiguous and to may copy, or not.
         is_view = not func._schema.is_mutable and _shares_storage(out, tensors)
+        if not is_view and not (name == "aten::copy_" and on_device):  # a copy waits its turn on the device
+            for tensor in tensors:
+                gpu.check_written(tensor)
         if on_device and not is_view and name not in NO_KERNEL:
             gpu.launches[name] += 1
             if gpu.capture:
@@ -199,124 +247,132 @@ class Operations(TorchDispatchMode):
             tree_map_(gpu.mark, out)
         return out
 
+    def _check_devices(self, func: Any, args: Any, tensors: list[Tensor]) -> bool:
+        """Return whether the device computes this."""
+        gpu, name = self.gpu, func._schema.name
+
+        def is_elsewhere(tensor: Any) -> bool:
+            return isinstance(tensor, Tensor) and not gpu.has(tensor) and not gpu.has(tensor, "neutral")
+
+        if name in INDEXING and not gpu.has(args[0]):
+            if any(gpu.has(index) for index in args[1]):
+                raise RuntimeError(f"indices should be on the indexed tensor's device, the CPU ({caller()})")
+        looked_at = [tensors[0], *args[2:3]] if name in INDEXING else tensors
+        on_device = any(gpu.has(tensor) for tensor in looked_at)
+        if on_device and name not in MIXES:
+            others = [t for t in looked_at if (t.dim() or name in NO_SCALARS) and is_elsewhere(t)]
+            others += [args[n] for n in _written(func) if n < len(args) and is_elsewhere(args[n])]
+            if others:
+                raise RuntimeError(
+                    f"{name}: Expected all tensors to be on the same device, but found at least two devices, "
+                    f"{gpu.device} and cpu! ({caller()})"
+                )
+        return on_device
+
     def _note_waits(self, name: str, args: Any, kwargs: Any, on_device: bool) -> None:
         gpu = self.gpu
         if name == "aten::copy_" and gpu.has(args[0]) != gpu.has(args[1]) and args[1].numel():
             non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-            gpu.copy(args[1], to_device=gpu.has(args[0]), non_blocking=non_blocking)
+            gpu.copy(args[1], args[0], non_blocking=non_blocking)
         if not on_device:
             return
         if name in WAITS and not (name == "aten::repeat_interleave" and _knows_size(args, kwargs)):
             gpu.wait(name)
-        if name in INDEXING:
-            for index in args[1]:
-                if index is not None and index.dtype == torch.bool:
-                    gpu.wait(f"{name} by a mask")
-                if index is not None and not gpu.has(index) and index.numel():
-                    gpu.copy(index, to_device=True)
+        # x[mask] = 0.0 is a masked_fill_.
+        is_fill = name in INDEXING and len(args) > 2 and not args[2].dim() and not gpu.has(args[2])
+        for index in args[1] if name in INDEXING else ():
+            if index is not None and index.dtype == torch.bool and not is_fill:
+                gpu.wait(f"{name} by a mask")
+            if index is not None and not gpu.has(index) and index.numel():
+                gpu.copy(index, args[0])
 
-    def _check_collective(self, name: str, args: Any, tensors: list[Tensor]) -> None:
+    def _run_collective(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        gpu, name = self.gpu, func._schema.name
         groups = [torch.distributed.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject)
                   and "ProcessGroup" in str(x._type())]  # fmt: skip
-        if any(group.group_name in self.gpu.host_groups for group in groups):
-            return
-        if any(t.numel() and not self.gpu.has(t) for t in tensors):
-            raise RuntimeError(f"{name}: No backend type associated with device type cpu ({caller()})")
-
-
-# ---- what Python asks and moves -------------------------------------------------------------------------
-
-
-class Questions(TorchFunctionMode):
-    """Answers for marked tensors where torch would tell the truth."""
-
-    def __init__(self, gpu: PretendedGpu) -> None:
-        super().__init__()
-        self.gpu = gpu
-        self.answers: dict[Any, Callable[..., Any]] = {
-            Tensor.device.__get__: self._device,
-            Tensor.is_cuda.__get__: gpu.has,
-            Tensor.is_cpu.__get__: lambda t: not gpu.has(t),
-            Tensor.get_device: lambda t: 0 if gpu.has(t) else -1,
-            Tensor.to: self._to,
-            Tensor.cpu: lambda t, **_: gpu.move(t, "cpu"),
-            Tensor.cuda: lambda t, device=None, non_blocking=False, **_: gpu.move(
-                t, "cuda", non_blocking=non_blocking
-            ),
-            Tensor.tolist: lambda t: gpu.move(t, "cpu").tolist(),
-            Tensor.pin_memory: self._pin,
-            Tensor.is_pinned: lambda t, *_: gpu.has(t, "pinned"),
-            Tensor.numpy: self._numpy,
-            Tensor.__array__: self._numpy,
-        }
-        self.makers = {*_device_constructors(), torch.empty_like, torch.zeros_like, torch.ones_like}
-        self.makers |= {torch.full_like, torch.rand_like, torch.randn_like}
-        self.makers |= {
-            Tensor.new_empty,
-            Tensor.new_full,
-            Tensor.new_ones,
-            Tensor.new_tensor,
-            Tensor.new_zeros,
-        }
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.gpu.is_quiet:
-            return func(*args, **kwargs)
-        if func in self.answers:
-            return self.answers[func](*args, **kwargs)
-        if func in self.makers and (kwargs.get("device") is not None or kwargs.get("pin_memory")):
-            return self._make(func, args, dict(kwargs))
+        on_host = any(group.group_name in gpu.host_groups for group in groups)
+        if name != "c10d::barrier" and any(t.numel() and gpu.has(t) == on_host for t in tensors):
+            kind = "cuda" if on_host else "cpu"
+            raise RuntimeError(f"{name}: No backend type associated with device type {kind} ({caller()})")
+        if not on_host:
+            gpu.launches[name] += 1
+            if gpu.capture:
+                gpu.capture.record(func, args, kwargs, None)
         return func(*args, **kwargs)
 
-    def _device(self, tensor: Tensor) -> torch.device:
-        return CUDA if self.gpu.has(tensor) else Tensor.device.__get__(tensor)
 
-    def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        names = ("device", "dtype", "non_blocking", "copy")
-        if args and isinstance(args[0], torch.dtype):
-            names = names[1:]
-        elif args and isinstance(args[0], Tensor):
-            names = ("other", *names[2:])
-        given = dict(zip(names, args, strict=False)) | kwargs
-        other, device, dtype = given.get("other"), given.get("device"), given.get("dtype")
-        if other is not None:
-            device, dtype = self._device(other), other.dtype
-        kind = torch.device(device).type if device is not None else None
-        if kind not in (None, "cpu", "cuda") or tensor.is_meta:
-            return tensor.to(*args, **kwargs)
-        moved = tensor
-        if kind is not None:
-            moved = self.gpu.move(tensor, kind, non_blocking=given.get("non_blocking", False))
-        converted = moved if dtype is None else moved.to(dtype)
-        return converted.clone() if given.get("copy") and converted is tensor else converted
+# ---- graphs -------------------------------------------------------------------------------------------
 
-    def _pin(self, tensor: Tensor, *_: Any) -> Tensor:
-        with self.gpu.quiet():
-            return self.gpu.mark(tensor.clone(), "pinned")
 
-    def _numpy(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.gpu.has(tensor):
-            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
-        return tensor.numpy(*args, **kwargs)
+class Graph:
+    """A captured graph: a tape of operations, with the Python numbers of its capture.
 
-    def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Return a new tensor on the device that is asked for."""
-        gpu, is_pinned = self.gpu, kwargs.pop("pin_memory", False)
-        device = torch.device(kwargs.pop("device") or "cpu")
-        if device.type == "meta":
-            return func(*args, device=device, **kwargs)
-        if isinstance(device, torch.device) and func is torch.as_tensor and isinstance(args[0], Tensor):
-            return gpu.move(func(*args, **kwargs), device.type)
-        with gpu.quiet():
-            made = func(*args, **kwargs)
-        if device.type == "cpu":
-            return gpu.mark(made, "pinned") if is_pinned else made
-        name = getattr(func, "__name__", "?")
-        if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
-            gpu.copy(made, to_device=True)
-        elif "empty" not in name:
-            gpu.launches[f"aten::{name}"] += 1
-            if gpu.capture:
-                gpu.capture.record(func, args, kwargs, made)
-        return gpu.mark(made)
+    It keeps alive what was made in the capture, and nothing else that it reads.
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.stream: Any = None
+        self.reset()
+
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Take an operation on the tape."""
+        with now().quiet():
+            args, kwargs = tree_map_only(Tensor, self._take, (args, kwargs))
+        is_new = not (hasattr(func, "_schema") and func._schema.is_mutable)
+        self._made |= {_address(t) for t in tree_leaves(out) if is_new and isinstance(t, Tensor)}
+        self.tape.append((func, args, kwargs, out if is_new else None))
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        gpu = now()
+        if not gpu.has(tensor) and not gpu.has(tensor, "pinned"):
+            return tensor.clone()  # a number
+        if _address(tensor) not in self._made:
+            self._read[_address(tensor)] += 1
+        return tensor.detach()
+
+    def keep(self, written: Iterable[Any]) -> None:
+        """Keep what an operation is about to write: nothing is done while it is captured."""
+        for tensor in (x for x in tree_leaves(list(written)) if isinstance(x, Tensor)):
+            storage = tensor.untyped_storage()
+            self._before.setdefault(storage._cdata, (storage, storage.clone()))
+
+    def end(self) -> None:
+        """Put back what the operations of the capture have written."""
+        with now().quiet():
+            for storage, before in self._before.values():
+                storage.copy_(before)
+        self._before = {}
+
+    def replay(self) -> None:
+        """Run the tape: results go where they went when it was captured."""
+        gpu = now()
+        assert self.tape, "an empty graph, or one that was reset, is replayed"
+        for address, num_own in self._read.items():  # Python has one, too
+            if torch._C._storage_Use_Count(address) <= num_own + 1:
+                raise RuntimeError("CUDA error: an illegal memory access: the graph reads what was freed")
+        gpu.launches["a graph"] += 1
+        with gpu.quiet(), torch.no_grad():
+            for func, args, kwargs, out in self.tape:
+                new = func(*args, **kwargs)
+                if getattr(func, "namespace", "") == "c10d":
+                    new[-1].wait()
+                    continue
+                for old, value in zip(tree_leaves(out), tree_leaves(new), strict=False):
+                    if isinstance(old, Tensor):
+                        old.copy_(value)
+
+    def reset(self) -> None:
+        """Forget the tape."""
+        self.tape: list[tuple[Any, Any, Any, Any]] = []
+        self._made: set[int] = set()  # storages
+        self._read: Counter[int] = Counter()  # other storages, and how many tensors of the tape have them
+        self._before: dict[int, tuple[Any, Any]] = {}  # storages, what was in them
+        now().graphs.discard(self)
+
+    def pool(self) -> Any:
+        """A name for its memory."""
+        return (0, id(self))
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

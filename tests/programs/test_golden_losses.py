@@ -41,17 +41,17 @@ def read_table(text: str) -> dict[tuple[str, str], float]:
     return {(name, step): float(value) for step, name, value in rows}
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_losses(name, tiny, tmp_path, lone_process, no_pictures, capsys):
+def check_losses(name, tiny, output):
+    """Make a run on this process's device, and compare."""
     step, flags, metrics = RUNS[name]
-    shared = {"data_split": "1,1,1", "max_train_steps": 4, "dtype": "fp32", "output_dir": tmp_path / "output"}
+    shared = {"data_split": "1,1,1", "max_train_steps": 4, "dtype": "fp32", "output_dir": output}
     run_here(step, step_flags(tiny, step, **shared | flags))
-    speeds = read_metrics(tmp_path / "output", "perf/step_seconds")
+    speeds = read_metrics(output, "perf/step_seconds")
     assert all(0 < row["perf/mfu"] < 1 and row["perf/rest_seconds"] >= 0 for row in speeds)
     lines = [
         f"{row['step']} {metric} {row[metric]:.7g}"
         for metric in metrics
-        for row in read_metrics(tmp_path / "output", metric)
+        for row in read_metrics(output, metric)
     ]
     file = GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
@@ -61,3 +61,8 @@ def test_losses(name, tiny, tmp_path, lone_process, no_pictures, capsys):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), key
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_losses(name, tiny, tmp_path, lone_process, no_pictures, capsys):
+    check_losses(name, tiny, tmp_path / "output")

@@ -1,5 +1,9 @@
 """What a GPU would refuse, wait for or not capture, seen on a pretended one."""
 
+import copy
+import pickle
+import threading
+
 import pytest
 import torch
 from pretended_gpu import pretended_gpu
@@ -29,12 +33,79 @@ def test_it_looks_like_a_gpu():
             a + b
         with pytest.raises(TypeError, match="numpy"):
             a.numpy()
+        assert a.type() == "torch.cuda.FloatTensor" and copy.deepcopy(a).is_cuda and a.new_tensor([1]).is_cuda
+        gpu.clear()
         assert not gpu.waits and not gpu.copies
         module = torch.nn.Linear(3, 2).to("cuda")
         loss = module(a).sum()
         loss.backward()
         assert module.weight.grad.is_cuda and torch.zeros_like(module.weight).is_cuda
     assert not a.is_cuda
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda x: torch.zeros(()).add_(x.sum()),
+        lambda x: torch.stack([x[0], torch.tensor(1.0)]),
+        lambda x: torch.ones(8)[x.long()],
+        lambda x: x.index_put_((torch.arange(2, device="cuda"),), torch.ones(2)),
+        lambda x: setattr(torch.ones(8), "grad", x),
+        lambda x: torch._fused_adamw_(
+            [x],
+            [x],
+            [x],
+            [x],
+            [],
+            [torch.ones(())],
+            amsgrad=False,
+            lr=1.0,
+            beta1=0.5,
+            beta2=0.5,
+            weight_decay=0.0,
+            eps=1.0,
+            maximize=False,
+        ),
+        lambda x: x.to("cuda:1"),
+        lambda x: torch.empty(2, device="meta").to("cuda"),
+        lambda x: x.pin_memory(),
+        lambda x: pickle.dumps(x),
+        lambda x: torch.empty(2**30, device="cuda"),
+        lambda x: x.to("cpu", non_blocking=True).sum(),
+        lambda x: torch.empty(8, pin_memory=True).copy_(x, non_blocking=True).tolist(),
+    ],
+)
+def test_what_a_gpu_refuses(act):
+    with pretended_gpu(memory_gib=1) as gpu:
+        x = torch.arange(8, dtype=torch.float32, device="cuda")
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            act(x)
+        assert gpu.allocated == 32
+
+
+def test_a_copy_is_read_after_a_wait():
+    with pretended_gpu() as gpu:
+        x = torch.ones(8, device="cuda")
+        gpu.clear()
+        copied = x.to("cpu", non_blocking=True)
+        assert not gpu.waits
+        torch.cuda.current_stream().synchronize()
+        assert copied.tolist() == [1.0] * 8 and len(gpu.waits) == 1
+
+
+def test_a_thread_and_a_hook_are_on_it():
+    with pretended_gpu():
+        found = []
+        thread = threading.Thread(target=lambda: found.append(torch.ones(2, device="cuda").is_cuda))
+        thread.start()
+        thread.join()
+        x = torch.ones(2, device="cuda", requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda grad: found.append(grad.is_cuda and torch.ones(2, device=grad.device).is_cuda))
+        y.sum().backward()
+        z = torch.ones(2, requires_grad=True)
+        z.to("cuda").sum().backward()
+        assert found == [True, True] and x.grad.is_cuda and not z.grad.is_cuda
 
 
 @pytest.mark.parametrize(
@@ -50,7 +121,9 @@ def test_it_looks_like_a_gpu():
         (lambda x: torch.tensor([1.0, 2.0], device="cuda"), 1, 8),
         (lambda x: torch.ones(4).to("cuda"), 1, 16),
         (lambda x: torch.ones(4).pin_memory().to("cuda", non_blocking=True), 0, 16),
+        (lambda x: torch.ones(4).to("cuda", non_blocking=True), 1, 16),
         (lambda x: x.copy_(torch.ones(8)), 1, 32),
+        (lambda x: x.__setitem__(x > 0, 0.0), 0, 0),
         (lambda x: x.masked_fill_(x > 0, 1.0).where(x > 0, 0.0).clamp(0, 1), 0, 0),
         (lambda x: x.repeat_interleave(torch.ones(8, dtype=torch.int64, device="cuda"), output_size=8), 0, 0),
         (lambda x: x.repeat_interleave(torch.ones(8, dtype=torch.int64, device="cuda")), 1, 0),
@@ -80,6 +153,18 @@ def test_a_graph_replays_what_it_captured():
         for forbidden in (lambda: x.sum().item(), lambda: torch.ones(2).to("cuda"), lambda: x[x > 0]):
             with pytest.raises(RuntimeError, match="captur"), torch.cuda.graph(torch.cuda.CUDAGraph()):
                 forbidden()
+
+
+def test_a_graph_does_not_keep_what_it_reads():
+    with pretended_gpu():
+        x, total = torch.ones(2, device="cuda"), torch.zeros(2, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            total.add_((x * 2).sqrt())
+        graph.replay()
+        del x
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            graph.replay()
 
 
 # ---- losses ---------------------------------------------------------------------------------------------
