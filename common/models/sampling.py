@@ -23,8 +23,11 @@ _UNIFORM_BITS = 24  # what an fp32 in [0, 1) can hold everywhere
 _WEIGHT_ONE = 2.0**40  # integer weight of the likeliest token; 2^22 tokens of it still fit into an int64
 _CPU_CHUNK_ELEMENTS = 2**17  # int64 weights made at a time: they stay in the cache
 _BLOCK = 256  # tokens whose weights are added up before the search looks inside
-# Sorting a vocabulary of 32,000 on a CPU takes 4 times as long as finding this many likeliest tokens.
-_CPU_NUCLEUS_CANDIDATES = 4096
+# Among this many likeliest tokens the nucleus is looked for first, where a look costs no waiting.
+_NUCLEUS_CANDIDATES = 4096
+# The bits of an fp32 rise with it: those of the weights that count, from 1 to _WEIGHT_ONE, differ by 29 bits.
+_BITS_OF_ONE, _BITS_OF_WEIGHT_ONE = 0x3F800000, 0x53800000
+_LOW_BITS = 15
 
 
 class Sample(NamedTuple):
@@ -112,17 +115,39 @@ def _smallest_weight_kept(weights: torch.Tensor, top_k: int, top_p: float) -> to
 
 def _smallest_weight_in_nucleus(weights: torch.Tensor, top_p: float, largest: int) -> torch.Tensor:
     """Return (B, 1): the falling weights add up to `top_p` of their sum with this one, and not before it."""
-    target = top_p * weights.long().sum(-1, keepdim=True).double()
-    # The loop waits for the device, so a GPU, which sorts fast, goes straight to all of them.
-    first_try = min(largest, _CPU_NUCLEUS_CANDIDATES) if weights.device.type == "cpu" else largest
-    for num_candidates in (first_try, largest):
+    masses = weights.long()
+    target = top_p * masses.sum(-1, keepdim=True).double()
+    num_candidates = min(largest, _NUCLEUS_CANDIDATES)
+    if num_candidates == largest or weights.device.type == "cpu":
         ordered = weights.topk(num_candidates).values  # (B, num_candidates), falling
         integers = ordered.long()
         is_kept = (integers.cumsum(-1) - integers).double() < target
         if num_candidates == largest or not is_kept[:, -1].any():
-            break
-    num_kept = is_kept.sum(-1, keepdim=True).clamp(min=1)  # 0 only in a row of NaN
-    return ordered.gather(-1, num_kept - 1)
+            num_kept = is_kept.sum(-1, keepdim=True).clamp(min=1)  # 0 only in a row of NaN
+            return ordered.gather(-1, num_kept - 1)
+    return _find_weight_by_digits(weights, masses, target)
+
+
+def _find_weight_by_digits(weights: torch.Tensor, masses: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return (B, 1): the falling weights add up to `target` (B, 1) with this one, and not before it.
+
+    Nothing is sorted and nothing waits for the device: of all numbers that an fp32 can be, the high digit of
+    the weight's is found first, from the masses that share one, then the low digit. Overwrites `masses`.
+    """
+
+    def find(digits: torch.Tensor, before: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the digit (B, 1), and the mass of all smaller ones on top of `before`."""
+        sums = masses.new_zeros(len(masses), 1 << _LOW_BITS).scatter_add_(1, digits.long(), masses)
+        upto = sums.cumsum(-1).add_(before)
+        digit = (upto[:, :-1] < target).sum(-1, keepdim=True)
+        return digit, (upto - sums).gather(1, digit)
+
+    places = (_BITS_OF_WEIGHT_ONE - weights.view(torch.int32)).clamp_(0, _BITS_OF_WEIGHT_ONE - _BITS_OF_ONE)
+    high_digits = places >> _LOW_BITS
+    high, before = find(high_digits, 0)
+    masses.masked_fill_(high_digits != high.int(), 0)
+    low, _ = find(places & ((1 << _LOW_BITS) - 1), before)
+    return (_BITS_OF_WEIGHT_ONE - ((high << _LOW_BITS) | low)).int().view(torch.float32)
 
 
 def _invert_cumulated(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from pretended_gpu import pretended_gpu
 from right_or_wrong import forms, judge
 
 from common.models import sampling
@@ -113,7 +114,7 @@ def test_tokens_and_what_was_kept_equal_a_float64_loop(options, padding):
 @pytest.mark.parametrize(("scale", "top_k"), [(0.0, 0), (0.01, 1500), (0.5, 0), (3.0, 1500)])
 def test_a_nucleus_of_any_size_is_that_of_the_loop(scale, top_k, monkeypatch):
     """Above and below the number of candidates that a CPU tries first."""
-    monkeypatch.setattr(sampling, "_CPU_NUCLEUS_CANDIDATES", 1024)
+    monkeypatch.setattr(sampling, "_NUCLEUS_CANDIDATES", 1024)
     generator = torch.Generator().manual_seed(0)
     logits = scale * torch.randn(4, 2300, generator=generator) + 1e-3 * torch.arange(2300)
     logits[0] *= 5  # one row with a small nucleus among large ones
@@ -127,6 +128,27 @@ def cumulated_in_fp32(logits, uniforms, *, num_valid_tokens=None, **_):
     cumulated = logits[:, :num_valid_tokens].softmax(-1).cumsum(-1)
     found = torch.searchsorted(cumulated, uniforms[:, None])[:, 0]
     return found.clamp(max=logits.shape[-1] - 1)
+
+
+@pytest.mark.parametrize(("scale", "top_k"), [(0.0, 0), (0.01, 0), (0.5, 5000), (3.0, 0), (3.0, 50)])
+def test_a_gpu_finds_the_nucleus_without_sorting_or_waiting(scale, top_k):
+    """It would sort the whole vocabulary for every token, or wait to see that fewer tokens are enough."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (scale * torch.randn(6, 6000, generator=generator)).bfloat16()  # with ties
+    logits[1, 100:], logits[2, 9], logits[3, 7] = -torch.inf, 60.0, torch.nan
+    uniforms = torch.rand(6, generator=generator)
+    for top_p in (1e-6, 0.3, 0.97, 1 - 2.0**-30):
+        options = {"top_p": top_p, "top_k": top_k}
+        expected = sampling.sample_tokens(logits, uniforms, **options)
+        with pretended_gpu() as gpu:
+            inputs = logits.to("cuda"), uniforms.to("cuda")
+            gpu.clear()
+            found = sampling.sample_tokens(*inputs, **options)
+            assert not gpu.waits and not gpu.copies
+            assert gpu.launches["aten::topk"] == (2 if top_k == 50 else top_k > 0), "of few tokens alone"
+            sound = [0, 1, 2, 4, 5]
+            for one, other in zip(found, expected, strict=True):
+                assert one.cpu()[sound].equal(other[sound])
 
 
 EDGE_UNIFORMS = [0.0, 2.0**-24, 0.5, 1 - 2.0**-24, 1.0]
