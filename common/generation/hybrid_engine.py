@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
@@ -27,9 +26,7 @@ from common.models.lora import TrainedWeight, trained_weights
 from common.models.policy_model import language_model
 from common.ranks import distributed, watchdog
 from common.ranks.failures import is_out_of_memory
-from common.ranks.zero3 import is_sharded
-
-OFFLOADED = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params)
+from common.ranks.zero3 import OptimizerStates, is_sharded
 
 
 @dataclass(frozen=True)
@@ -60,6 +57,7 @@ class HybridEngine:
 
     def __init__(self, engine: Any, options: HybridOptions) -> None:
         self.engine, self.options = engine, options
+        self._states = OptimizerStates(engine) if options.offload_states_for_generation else None
         self.received_bytes = 0  # on this rank, by the last switch; a checkpoint keeps it
         self.module = language_model(engine.module)
         weights = trained_weights(self.module)
@@ -109,14 +107,13 @@ class HybridEngine:
 
         Every rank must enter it together; inside, only ranks of a tensor-parallel group need keep step.
         """
-        was_training, options = self.module.training, self.options
-        offloads = options.offload_states_for_generation and distributed.has_gpu()
+        was_training = self.module.training
         if self.gather_by_layer:
             self.module.eval()
         try:
             with watchdog.phase("the switch to generation", clock="switch"):
-                if offloads:
-                    self.engine.offload_states(include=OFFLOADED)
+                if self._states:
+                    self._states.offload()
                 if not self.gather_by_layer:
                     self._attach_weights()
             yield self.inference_module
@@ -124,10 +121,10 @@ class HybridEngine:
             with watchdog.phase("the switch to training", clock="switch"):
                 if not self.gather_by_layer:
                     self._inference.detach()
-                if options.release_inference_cache:
+                if self.options.release_inference_cache:
                     self.release()
-                if offloads:
-                    self.engine.reload_states()
+                if self._states:
+                    self._states.reload()
             self.module.train(was_training)
 
     def _attach_weights(self) -> None:

@@ -1,11 +1,19 @@
-"""Whole parameters under ZeRO stage 3, where each rank holds a flat shard; a no-op for whole parameters."""
+"""Whole parameters under ZeRO stage 3, where each rank holds a flat shard; a no-op for whole parameters. And
+an optimizer's states that leave the GPU for a while.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
+
+from common.ranks import distributed
+
+STATES = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params)
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
@@ -54,3 +62,38 @@ def _write_shards(parameters: dict[str, nn.Parameter], values: dict[str, torch.T
             # be read instead of the shard.
             parameter.partition(has_been_updated=False)
         local_shard(parameter).copy_(values[name])
+
+
+class OptimizerStates:
+    """The fp32 weights and moments of a ZeRO engine, which can wait in pinned memory of the CPU.
+
+    They stay the same tensors. What --offload keeps on the CPU stays there.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        # DeepSpeed moves them itself; under stage 3 only those of a FusedAdam of its own.
+        self.is_ours = engine.zero_optimization_stage() == 3 and not engine.zero_use_cpu_optimizer()
+        self.pinned: list[tuple[torch.Tensor, torch.Tensor]] = []  # (state, its place on the CPU)
+
+    def offload(self) -> None:
+        """Move them to the CPU. Raises what DeepSpeed does where parameters are offloaded."""
+        if not self.is_ours:
+            self.engine.offload_states(include=STATES)
+            return
+        zero = self.engine.optimizer
+        moments = [t for state in zero.optimizer.state.values() for t in state.values() if t.dim()]
+        states = [*zero.fp32_partitioned_groups_flat, *moments]
+        if len(self.pinned) != len(states):  # the first time, and once there are moments
+            pin = distributed.has_gpu()
+            self.pinned = [(t, torch.empty_like(t, device="cpu", pin_memory=pin)) for t in states]
+        for state, place in self.pinned:
+            place.copy_(state)
+            state.data = place
+
+    def reload(self) -> None:
+        """Move them back."""
+        if not self.is_ours:
+            self.engine.reload_states()
+        for state, place in self.pinned:
+            state.data = place.to(distributed.device(), non_blocking=True)

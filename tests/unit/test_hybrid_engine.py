@@ -6,16 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deepspeed.runtime.rollout import HybridEngineRollout, RolloutBatch, RolloutRequest, SamplingConfig
-from hybrid_engines import build
+from hybrid_engines import build, build_tiny_engine
 from plain_logits import compute_logits
 
 from common.generation import hybrid_engine
 from common.generation.decode import SamplingOptions
-from common.generation.hybrid_engine import HybridEngine, named_out_of_memory
+from common.generation.hybrid_engine import HybridEngine, HybridOptions, named_out_of_memory
 from common.generation.rollout_engine import HybridRolloutEngine
 from common.generation.tp_plans import NoPlan
 from common.ranks import distributed
 from common.ranks.zero3 import local_shard
+from common.runs.saved_state import MOMENTS
 
 pytestmark = pytest.mark.usefixtures("process_group")
 IDS = torch.arange(1, 13).view(2, 6)
@@ -24,7 +25,8 @@ SAMPLING = SamplingOptions(max_new_tokens=10, stop_token_id=0, pad_token_id=0, s
 
 def train_once(hybrid: HybridEngine) -> None:
     hybrid.engine.train()
-    loss = compute_logits(hybrid.engine, IDS, torch.ones_like(IDS)).float().square().mean()
+    ids = IDS.to(hybrid.engine.device)
+    loss = compute_logits(hybrid.engine, ids, torch.ones_like(ids)).float().square().mean()
     hybrid.engine.backward(loss)
     hybrid.engine.step()
 
@@ -120,6 +122,36 @@ def test_every_way_of_generating_gives_the_same_texts(stage, options, tiny_model
     assert found.response_mask.equal(expected.response_mask)
     assert found.is_finished.equal(expected.is_finished)
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+
+
+def optimizer_states(hybrid: HybridEngine) -> list[torch.Tensor]:
+    """fp32 weights and moments of a ZeRO engine."""
+    zero, is_3 = hybrid.engine.optimizer, hybrid.engine.zero_optimization_stage() == 3
+    flat = zero.fp32_partitioned_groups_flat if is_3 else zero.single_partition_of_fp32_groups
+    return [*flat, *(state[name] for state in zero.optimizer.state.values() for name in MOMENTS)]
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_that_leave_for_the_generation_come_back_as_they_were(stage, offload, tiny_model_folder):
+    folder = tiny_model_folder("llama")
+    moved, never = (
+        HybridEngine(
+            build_tiny_engine(folder, stage, offload=offload),
+            HybridOptions(offload_states_for_generation=flag),
+        )
+        for flag in (True, False)
+    )
+    for step in range(3):
+        states = optimizer_states(moved)
+        places = [state.data_ptr() for state in states]
+        with moved.generation_mode():
+            has_left = [state.data_ptr() != place for state, place in zip(states, places, strict=True)]
+            assert step or set(has_left) == {offload == "none"}
+        assert generate(moved).response_ids.equal(generate(never).response_ids)
+        train_once(moved)
+        train_once(never)
+        assert all(map(torch.equal, optimizer_states(moved), optimizer_states(never)))
 
 
 def test_the_cache_is_kept_or_released_as_asked(tiny_model_folder):
