@@ -21,7 +21,8 @@ HYBRID_SECTION = "hybrid_engine"  # of --ds_config: DeepSpeed would build its ow
 def load_overrides(args: Any) -> dict[str, Any]:
     """Return the keys of --ds_config, {} without it.
 
-    Raises ValueError when it is no file with a JSON object, or has a section that flags stand for.
+    Raises ValueError when it is no file with a JSON object, has a section that flags stand for, or offloads
+    to a disk.
     """
     try:
         overrides = json.loads(Path(args.ds_config).read_text()) if args.ds_config else {}
@@ -35,6 +36,13 @@ def load_overrides(args: Any) -> dict[str, Any]:
             "--enable_hybrid_engine, --inference_tp_size, --tp_gather_partition_size, "
             "--release_inference_cache or --unpin_actor_parameters of step 3 in place of its keys"
         )
+    zero = overrides.get("zero_optimization")
+    for name, section in zero.items() if isinstance(zero, dict) else ():
+        if isinstance(section, dict) and section.get("device") == "nvme":
+            raise ValueError(
+                f"--ds_config {args.ds_config}: {name} to the device nvme leaves nothing where checkpoints "
+                'and generation read weights and optimizer states; use "cpu", or --offload'
+            )
     return overrides
 
 

@@ -119,7 +119,9 @@ class Segment(NamedTuple):
         return cls(name, size, start, min(shard_size, size - start), owner, offset)
 
     def _run_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().view(-1)[self.offset : self.offset + self.numel]
+        run = tensor.detach().view(-1)[self.offset : self.offset + self.numel]
+        assert len(run) == self.numel, f"{self.name}: {self.numel} elements are owned, {len(run)} are here"
+        return run
 
     def save(self, key: str, tensor: torch.Tensor) -> Iterator[TensorSlice]:
         """Give what this rank is to save of a tensor that has the owner's shape: one slice, or nothing."""

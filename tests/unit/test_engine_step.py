@@ -92,6 +92,14 @@ def test_a_parameter_of_another_size_is_refused(stage, tmp_path):
         loaded.load(TensorReader([tmp_path / "pieces"]), saved.json_state())
 
 
+def test_weights_that_are_not_here_are_not_left_out_of_a_checkpoint():
+    """As where DeepSpeed has swapped a partition to a disk."""
+    state = EngineState(build(3))
+    state.segments[0].owner.data = torch.empty(0)
+    with pytest.raises(AssertionError, match="weight: 2 elements are owned, 0 are here"):
+        list(state.tensor_slices())
+
+
 def test_terms_are_weighted_and_each_has_its_own_denominator():
     engine = build()
     second = LossTerm("other", MICRO_BATCHES[1:], squared_sums(engine), lambda batch: 5.0, weight=3.0)

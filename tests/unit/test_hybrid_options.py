@@ -66,3 +66,13 @@ def test_a_section_of_ds_config_is_refused_with_the_flags_in_its_place(tmp_path)
     path.write_text('{"hybrid_engine": {"enabled": true}, "zero_optimization": {}}')
     with pytest.raises(ValueError, match="section hybrid_engine; .* give --enable_hybrid_engine, --infer"):
         load_overrides(parse(f"--ds_config {path}"))
+
+
+@pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
+def test_offload_to_a_disk_is_refused_with_the_reason(name, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(
+        f'{{"zero_optimization": {{"stage": 3, "{name}": {{"device": "nvme", "nvme_path": "x"}}}}}}'
+    )
+    with pytest.raises(ValueError, match=f'ds.json: {name} to the device nvme .* checkpoints .*use "cpu"'):
+        load_overrides(parse(f"--ds_config {path}"))
