@@ -60,7 +60,6 @@ class Questions(TorchFunctionMode):
             Tensor.type: self._type,
             Tensor.pin_memory: self._pin,
             Tensor.is_pinned: lambda t, *_: gpu.has(t, "pinned"),
-            Tensor.record_stream: lambda *_: None,
             Tensor.numpy: self._numpy,
             Tensor.__array__: self._numpy,
             Tensor.__deepcopy__: self._deepcopy,
@@ -167,6 +166,8 @@ class Questions(TorchFunctionMode):
             gpu.launches[f"aten::{name}"] += 1
             if gpu.capture:
                 gpu.capture.record(func, args, kwargs, made)
+        if gpu.capture:
+            gpu.capture.own(made)
         return gpu.mark(made)
 
 
@@ -359,6 +360,7 @@ def pretended_gpu(capability: tuple[int, int] = (8, 0), memory_gib: float = 24.0
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_in_modes))
         stack.enter_context(mock.patch.object(torch.autograd, "has_torch_function", lambda _: False))
         stack.enter_context(mock.patch.object(Tensor, "_reduce_ex_internal", refuse_pickle))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))
         stack.enter_context(Operations(gpu))
         stack.enter_context(Questions(gpu))
         yield gpu

@@ -68,14 +68,20 @@ class PretendedGpu:
         self.host_groups: set[str] = set()  # names of process groups that are gloo's by their maker's wish
         self.has_device = False  # set_device was called
         self.waits_raise = False  # torch.cuda.set_sync_debug_mode("error")
+        self._waited_for: tuple[int, int] | None = (0, 0)  # kernels and copies
         self._local = threading.local()
         self._marks: dict[int, str] = {}  # a storage's address -> device, pinned, or neutral
         self._unwritten: set[int] = set()  # storages of the host that the device is still writing
 
     def clear(self) -> None:
         """Forget what happened."""
+        was_idle = self._is_idle()
         for record in (self.waits, self.copies, self.queries, self.launches):
             record.clear()
+        self._waited_for = (0, 0) if was_idle else None
+
+    def _is_idle(self) -> bool:
+        return self._waited_for == (self.launches.total(), len(self.copies))
 
     def mark(self, tensor: Any, mark: str = "device") -> Any:
         """Return the tensor, whose storage now carries the mark; one that has a mark keeps it."""
@@ -103,13 +109,15 @@ class PretendedGpu:
         return self._marks.get(tensor.untyped_storage()._cdata) == mark
 
     def wait(self, name: str) -> None:
-        """Take note that the host waits for the device."""
+        """Take note that the host waits for the device; who synchronizes with an idle one does not."""
         if self.capture:
             raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
         if self.waits_raise:
             raise RuntimeError(f"called a synchronizing CUDA operation: {name}")
         self.settle()
-        self.waits.append(Event(name, caller()))
+        if not (name.endswith("synchronize") and self._is_idle()):
+            self.waits.append(Event(name, caller()))
+        self._waited_for = (self.launches.total(), len(self.copies))
 
     def settle(self) -> None:
         """Let what the device writes to the host be there."""
@@ -163,6 +171,7 @@ class PretendedGpu:
         self.copy(source, moved, non_blocking=non_blocking)
         if self.capture:  # from pinned memory
             self.capture.record(torch.ops.aten.clone.default, (source,), {}, moved)
+            self.capture.own(moved)
         if moved.requires_grad:
             moved.register_hook(lambda grad: self.move(grad, "cpu" if to_device else "cuda"))
         return moved
@@ -241,6 +250,8 @@ class Operations(TorchDispatchMode):
             gpu.launches[name] += 1
             if gpu.capture:
                 gpu.capture.record(func, args, kwargs, out)
+        if gpu.capture and not is_view and not func._schema.is_mutable:
+            gpu.capture.own(out)
         if not tensors and torch._C._current_graph_task_id() != -1:  # made by C++ in a backward pass
             gpu.mark(out, "neutral")
         elif on_device and name not in ("aten::copy_", "aten::_local_scalar_dense"):
@@ -319,8 +330,13 @@ class Graph:
         with now().quiet():
             args, kwargs = tree_map_only(Tensor, self._take, (args, kwargs))
         is_new = not (hasattr(func, "_schema") and func._schema.is_mutable)
-        self._made |= {_address(t) for t in tree_leaves(out) if is_new and isinstance(t, Tensor)}
         self.tape.append((func, args, kwargs, out if is_new else None))
+
+    def own(self, made: Any) -> None:
+        """Keep what is made in the capture: its memory is the graph's."""
+        tensors = [tensor for tensor in tree_leaves(made) if isinstance(tensor, Tensor)]
+        self._kept += tensors
+        self._made |= set(map(_address, tensors))
 
     def _take(self, tensor: Tensor) -> Tensor:
         gpu = now()
@@ -364,7 +380,8 @@ class Graph:
     def reset(self) -> None:
         """Forget the tape."""
         self.tape: list[tuple[Any, Any, Any, Any]] = []
-        self._made: set[int] = set()  # storages
+        self._kept: list[Tensor] = []
+        self._made: set[int] = set()  # their storages
         self._read: Counter[int] = Counter()  # other storages, and how many tensors of the tape have them
         self._before: dict[int, tuple[Any, Any]] = {}  # storages, what was in them
         now().graphs.discard(self)

@@ -3,8 +3,9 @@
 python fork_server.py SOCKET
 
 Reads one JSON line a request, {"jobs": [[step, argv], ...], "ranks": 2, "env": {...}, "log": FOLDER, "hooks":
-[...], "seconds": 120, "cwd": FOLDER}, and answers with one: exit codes (negative for a signal) and seconds.
-Jobs are run one after the other in one process group. A rank's output goes to FOLDER/rank-0.out and .err.
+[...], "seconds": 120, "cwd": FOLDER, "gpu": {...}}, and answers with one: exit codes (negative for a signal)
+and seconds. Jobs are run one after the other in one process group. A rank's output goes to FOLDER/rank-0.out
+and .err. With "gpu", arguments of `pretended_gpu`, it has one, and rank-0.json says what happened on it.
 
 A hook is {"at": "package.module:Class.method", "call": 3, "when": "before", "do": "kill", "rank": 0}: at the
 third call of that function the rank does it: kill | term | int | stop (signals to itself), raise:TEXT,
@@ -12,6 +13,7 @@ memory (MemoryError), nan (the function's result becomes NaN, with "when": "afte
 the call's `args`).
 """
 
+import contextlib
 import functools
 import importlib
 import json
@@ -27,8 +29,9 @@ from typing import Any
 from torch.distributed import set_debug_level_from_env
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE)]
 
+from pretended_gpu import pretended_gpu  # noqa: E402
 from program_runs import STEPS, free_port, run_here  # noqa: E402
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "stop": signal.SIGSTOP}
@@ -102,7 +105,7 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> None:
         os.environ |= {name: str(value) for name, value in world.items()}
     os.environ |= request.get("env", {})
     set_debug_level_from_env()  # torch was imported before
-    code = 1
+    code, gpu = 1, None
     try:
         from common.programs import startup
         from common.runs import run_logger
@@ -110,12 +113,18 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> None:
         run_logger.draw_run = lambda *_: None  # a picture takes longer than a tiny run
         for hook in request.get("hooks", ()):
             set_hook(hook, rank)
-        startup.run_program(lambda: run_jobs(request["jobs"]))
+        with contextlib.ExitStack() as stack:
+            if "gpu" in request:
+                gpu = stack.enter_context(pretended_gpu(**request["gpu"]))
+            startup.run_program(lambda: run_jobs(request["jobs"]))
         code = 0
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 1 if left.code else 0
     except BaseException:
         traceback.print_exc()
+    if gpu:
+        seen = {"device": str(gpu.device), "queries": gpu.queries, "launches": gpu.launches, "peak": gpu.peak}
+        (folder / f"rank-{rank}.json").write_text(json.dumps(seen))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

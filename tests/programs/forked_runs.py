@@ -33,6 +33,10 @@ class ForkedRun:
             (self.folder / f"rank-{rank}.{end}").read_text(errors="replace") for end in ("out", "err")
         )
 
+    def seen(self, rank: int = 0) -> dict[str, Any]:
+        """Return what happened on a rank's pretended GPU."""
+        return json.loads((self.folder / f"rank-{rank}.json").read_text())
+
 
 class ForkServer:
     """Starts runs one at a time."""

@@ -113,6 +113,8 @@ def test_a_thread_and_a_hook_are_on_it():
     [
         (lambda x: x.sum().item(), 1, 0),
         (lambda x: x.tolist(), 1, 32),
+        (lambda x: x.tolist() and torch.cuda.synchronize(), 1, 32),
+        (lambda x: torch.cuda.synchronize(), 1, 0),
         (lambda x: bool(x.any()), 1, 0),
         (lambda x: x[x > 0], 1, 0),
         (lambda x: x.nonzero(), 1, 0),
