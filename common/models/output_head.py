@@ -262,7 +262,7 @@ class _TokenScores(torch.autograd.Function):
             scored = logits.detach(), token_ids[rows], normalisers[rows]
             of_logits = _softmax_gradient(*scored, ctx.options, grad_logprobs[rows], *of_entropies)
             gradients.add(rows, leaf, logits, of_logits)
-        return *gradients.result(), None, None, None, None
+        return *gradients.result(hidden.dtype), None, None, None, None
 
 
 class _SummedLogprobs(torch.autograd.Function):
@@ -281,14 +281,17 @@ class _SummedLogprobs(torch.autograd.Function):
             if gradients:
                 ones = torch.ones_like(logprobs)
                 gradients.add(rows, leaf, logits, _softmax_gradient(*scored, normalisers, options, ones))
-        ctx.gradients = gradients.result() if gradients else None
+        ctx.dtype = hidden.dtype
+        # fp16 ends at 65504: the sum over many tokens may pass that before it is scaled down.
+        kept = torch.float32 if ctx.dtype == torch.float16 else ctx.dtype
+        ctx.gradients = gradients.result(kept) if gradients else None
         return total.float()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total):
         gradients, ctx.gradients = ctx.gradients, None  # they are as large as the weight: kept no longer
-        scaled = [g if g is None else g.mul_(grad_total.to(g.dtype)) for g in gradients]
+        scaled = [g if g is None else g.mul_(grad_total.to(g.dtype)).to(ctx.dtype) for g in gradients]
         return *scaled, None, None
 
 
@@ -325,16 +328,16 @@ class _Gradients:
         hidden, weight, _ = self.inputs
         if self.of_hidden is not None:
             torch.mm(of_logits, weight, out=self.of_hidden[rows])
-        if self.of_weight is not None and of_logits.dtype == self.of_weight.dtype:
-            self.of_weight.addmm_(of_logits.t(), hidden[rows])
-        elif self.of_weight is not None:
+        if self.of_weight is not None and of_logits.dtype == torch.bfloat16:
             self.of_weight += of_logits.t() @ hidden[rows]
+        elif self.of_weight is not None:  # in fp16 the product of a chunk alone may pass 65504
+            summed = self.of_weight.dtype
+            self.of_weight.addmm_(of_logits.t().to(summed), hidden[rows].to(summed))
         if self.of_bias is not None:
             self.of_bias += of_logits.sum(0, dtype=self.of_bias.dtype)
 
-    def result(self) -> list[torch.Tensor | None]:
-        found = (self.of_hidden, self.of_weight, self.of_bias)
-        return [g if g is None else g.to(x.dtype) for g, x in zip(found, self.inputs, strict=True)]
+    def result(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
+        return [g if g is None else g.to(dtype) for g in (self.of_hidden, self.of_weight, self.of_bias)]
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:

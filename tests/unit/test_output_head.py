@@ -168,6 +168,22 @@ def test_bf16_gradients_of_the_weight_are_summed_in_fp32(monkeypatch):
     assert error < 0.06  # one rounding of logits and one of the sum; rounding each of 23 sums reads above 0.1
 
 
+@pytest.mark.parametrize("chunk_tokens", [1 << 15, 1 << 10])
+def test_fp16_sums_of_many_tokens_are_scaled_down_before_they_are_fp16(monkeypatch, chunk_tokens):
+    """30,000 times a hidden outlier of 60 is far above 65504, the mean is not."""
+    monkeypatch.setattr(output_head, "CPU_CHUNK_ELEMENTS", chunk_tokens * 8)
+    num_tokens, g = 1 << 15, torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(num_tokens, 4, generator=g), torch.randn(8, 4, generator=g)
+    hidden[:, 0], weight[:, 0] = 60.0, 0.01
+    inputs = [x.half().requires_grad_() for x in (hidden, weight, torch.zeros(8))]
+    ids, options, scale = torch.zeros(num_tokens, dtype=torch.int64), LogitOptions(), 1024 / num_tokens
+    exact = torch.autograd.grad(plain(*inputs, ids, options)[0].sum() * scale, inputs)
+    for total in (summed_logprobs(*inputs, ids, options), token_scores(*inputs, ids, options)[0].sum()):
+        for found, right in zip(torch.autograd.grad(total * scale, inputs), exact, strict=True):
+            assert found.dtype == torch.float16
+            torch.testing.assert_close(found, right, atol=0.002 * float(right.abs().max()), rtol=0)
+
+
 def test_no_tokens_give_no_scores_and_zero_gradients():
     hidden, weight, bias, ids = make()
     logprobs, entropies = token_scores(hidden[:0], weight, bias, ids[:0], LogitOptions(), with_entropy=True)
