@@ -71,7 +71,7 @@ class ValueNormaliser:
 
 
 class ExponentialMovingAverage(Stateful):
-    """average <- decay average + (1 - decay) weights, in fp32, on the part of a weight this rank holds."""
+    """average <- decay average + (1 - decay) weights, in fp32, of this rank's share of each weight."""
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -89,7 +89,7 @@ class ExponentialMovingAverage(Stateful):
         return swapped_shards(self.parameters, self.averages)
 
     def _segments(self) -> list[Segment]:
-        return [Segment.of_parameter(name, p, self.averages[name]) for name, p in self.parameters.items()]
+        return [Segment.of_share(name, p, self.averages[name]) for name, p in self.parameters.items()]
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """Give what this rank owns of the averages."""

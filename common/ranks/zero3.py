@@ -1,4 +1,4 @@
-"""Whole parameters under ZeRO stage 3, where each rank holds a flat shard; a no-op for whole parameters. And
+"""Parameters under ZeRO stage 3, where each rank holds a flat shard, and each rank's share of whole ones. And
 an optimizer's states that leave the GPU for a while.
 """
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
@@ -35,16 +36,25 @@ def gather_whole(parameters: list[nn.Parameter], *, to_modify: bool = False) -> 
         yield
 
 
+def own_share(numel: int) -> slice:
+    """Return the run of a flat tensor of `numel` elements that this rank keeps; on the last ones it is short."""
+    size = -(-numel // distributed.world_size())
+    first = min(distributed.rank() * size, numel)
+    return slice(first, min(first + size, numel))
+
+
 def local_shard(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part: the flat shard under ZeRO 3, else the whole tensor. No communication."""
-    return parameter.ds_tensor if is_sharded(parameter) else parameter.data
+    """Return this rank's part (n,): the shard under ZeRO 3, else its share. A view; no communication."""
+    if is_sharded(parameter):
+        return parameter.ds_tensor
+    return parameter.data.view(-1)[own_share(parameter.numel())]
 
 
 @contextmanager
 def swapped_shards(parameters: dict[str, nn.Parameter], values: dict[str, torch.Tensor]) -> Iterator[None]:
     """Hold `values`, by name and of the shapes of `local_shard`, in the weights' place inside the block.
 
-    No communication, but every rank must call this.
+    Whole weights must be the same on all ranks. Every rank must call this.
     """
     saved = {name: local_shard(parameter).detach().clone() for name, parameter in parameters.items()}
     try:
@@ -61,7 +71,20 @@ def _write_shards(parameters: dict[str, nn.Parameter], values: dict[str, torch.T
             # A small parameter stays whole between uses (persistence): without this its old whole copy would
             # be read instead of the shard.
             parameter.partition(has_been_updated=False)
+        elif distributed.world_size() > 1:
+            _write_whole(parameter, values[name])
+            continue
         local_shard(parameter).copy_(values[name])
+
+
+def _write_whole(parameter: nn.Parameter, share: torch.Tensor) -> None:
+    """Fill a whole parameter from the shares of all ranks."""
+    size = -(-parameter.numel() // distributed.world_size())
+    sent = parameter.new_zeros(size)
+    sent[: len(share)] = share
+    received = parameter.new_empty(size * distributed.world_size())
+    dist.all_gather(list(received.split(size)), sent)
+    parameter.data.view(-1).copy_(received[: parameter.numel()])
 
 
 class OptimizerStates:

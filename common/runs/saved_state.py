@@ -16,15 +16,19 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from common.ranks import distributed
-from common.ranks.zero3 import is_sharded
+from common.ranks.zero3 import is_sharded, own_share
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 ALL = "*"
+PIECE_ELEMENTS = 2**26  # that are brought to the host at a time
+SAFETENSORS_NAMES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"},
+}
 
 
 class TensorSlice(NamedTuple):
@@ -70,13 +74,25 @@ class TensorReader:
 
 
 def write_slices(file: Path, slices: Iterable[TensorSlice]) -> None:
-    """Write a rank's slices, no two of which may overlap in memory; keys may hold any text."""
-    named: dict[str, torch.Tensor] = {}
-    for key, start, tensor in slices:
-        name = f"{key}@{start}"
-        assert name not in named, f"two slices of {key} begin at {start}"
-        named[name] = tensor.detach().cpu().contiguous()
-    save_file(named, file)
+    """Write a rank's slices as safetensors; keys may hold any text.
+
+    Piece by piece: safetensors' own `save_file` needs all of them in the host's memory.
+    """
+    header: dict[str, dict[str, Any]] = {}
+    end = 0
+    ordered = sorted(slices, key=lambda one: -one.tensor.itemsize)  # all are aligned then
+    for key, start, tensor in ordered:
+        name, begin, end = f"{key}@{start}", end, end + tensor.nbytes
+        assert name not in header, f"two slices of {key} begin at {start}"
+        facts = {"dtype": SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = facts | {"data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for _, _, tensor in ordered:
+            for piece in tensor.detach().flatten().split(PIECE_ELEMENTS):
+                out.write(piece.cpu().view(torch.uint8).numpy())
 
 
 class Stateful:
@@ -114,9 +130,14 @@ class Segment(NamedTuple):
         if not is_sharded(parameter):
             numel = parameter.numel()
             return cls(name, numel, 0, numel, owner, offset, is_on_all_ranks=True)
-        size, shard_size = parameter.ds_numel, parameter.ds_tensor.numel()
-        start = min(distributed.rank() * shard_size, size)
-        return cls(name, size, start, min(shard_size, size - start), owner, offset)
+        return cls.of_share(name, parameter, owner, offset)
+
+    @classmethod
+    def of_share(cls, name: str, parameter: nn.Parameter, owner: torch.Tensor, offset: int = 0) -> "Segment":
+        """Return what `local_shard` gives of a parameter, without the padding of ZeRO 3."""
+        size = parameter.ds_numel if is_sharded(parameter) else parameter.numel()
+        mine = own_share(size)
+        return cls(name, size, mine.start, mine.stop - mine.start, owner, offset)
 
     def _run_of(self, tensor: torch.Tensor) -> torch.Tensor:
         run = tensor.detach().view(-1)[self.offset : self.offset + self.numel]
@@ -127,9 +148,8 @@ class Segment(NamedTuple):
         """Give what this rank is to save of a tensor that has the owner's shape: one slice, or nothing."""
         flat, start = self._run_of(tensor), self.start
         if self.is_on_all_ranks:
-            share = -(-self.numel // distributed.world_size())
-            first = min(distributed.rank() * share, self.numel)
-            flat, start = flat[first : first + share], start + first
+            mine = own_share(self.numel)
+            flat, start = flat[mine], start + mine.start
         if len(flat):
             yield TensorSlice(key, start, flat)
 

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import random
 import shutil
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,9 +12,10 @@ from unittest.mock import Mock
 import numpy
 import pytest
 import torch
+from pretended_gpu import pretended_gpu
 from simple_parts import SimplePart, make_parts, versions
 
-from common.runs import checkpoints
+from common.runs import checkpoints, saved_state
 from common.runs.checkpoints import (
     FORMAT,
     find_checkpoints,
@@ -265,6 +267,29 @@ def cut(numel: int, rng: random.Random) -> list[tuple[int, int]]:
     """Runs (start, end) that cover all of a flat tensor."""
     inner = rng.choices(range(numel + 1), k=rng.randrange(6))
     return list(pairwise(sorted({0, *inner, numel}))) or [(0, 0)]
+
+
+def test_a_gpus_tensors_pass_through_the_host_piece_by_piece(tmp_path, monkeypatch):
+    """A checkpoint of 13B would fill 156 GB of it."""
+    monkeypatch.setattr(saved_state, "PIECE_ELEMENTS", 100)
+    live = [0]
+    with pretended_gpu() as gpu:
+        move, values = gpu.move, {f"w{n}": torch.full((250 + n,), float(n)) for n in range(8)}
+        slices = [TensorSlice(name, 0, value.to("cuda")) for name, value in values.items()]
+
+        def move_and_count(source: torch.Tensor, kind: str, **more: bool) -> torch.Tensor:
+            moved = move(source, kind, **more)
+            alive = [moved.untyped_storage().nbytes(), *(size for ref, size in copies if ref())]
+            live.append(sum(alive))
+            copies.append((weakref.ref(moved.untyped_storage()), alive[0]))
+            return moved
+
+        copies: list = []
+        monkeypatch.setattr(gpu, "move", move_and_count)
+        write_slices(tmp_path / "file", slices)
+    assert max(live) == 100 * 4 and len(copies) == 8 * 3
+    reader = TensorReader([tmp_path / "file"])
+    assert all(reader.read(name).equal(value) for name, value in values.items())
 
 
 @pytest.mark.parametrize("seed", range(40))

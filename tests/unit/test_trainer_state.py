@@ -10,6 +10,7 @@ import torch
 from plain_logits import compute_logits
 from right_or_wrong import close, forms, judge
 from rollout_batches import PADDING, fill, make_rollout_batch, random_batch
+from test_global_batches import as_rank
 
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import PackedBatch
@@ -128,6 +129,35 @@ def test_the_average_by_hand_and_the_swap(tmp_path):
     resumed = ExponentialMovingAverage(model, decay=0.75)
     resumed.load(TensorReader([tmp_path / "file"]), {})
     assert float(resumed.averages["weight"]) == 1.9375
+
+
+def test_each_rank_averages_a_share_and_other_ranks_go_on_with_it(tmp_path):
+    """On every GPU it was 4 bytes a parameter below ZeRO 3."""
+
+    def average(rank: int, world_size: int) -> ExponentialMovingAverage:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(37, 11), torch.nn.LayerNorm(11)).bfloat16()
+        with as_rank(rank, world_size), torch.no_grad():
+            ema = ExponentialMovingAverage(model, decay=0.9)
+            for _ in range(3):
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn(parameter.shape))
+                ema.update()
+            write_slices(tmp_path / f"{rank}-of-{world_size}", ema.tensor_slices())
+        return ema
+
+    whole, shares = average(0, 1).averages, [average(rank, 3).averages for rank in range(3)]
+    for name, values in whole.items():
+        assert max(len(of_rank[name]) for of_rank in shares) == -(-len(values) // 3)
+        assert torch.cat([of_rank[name] for of_rank in shares]).equal(values)
+    for rank in range(2):
+        resumed = average(rank, 2)
+        expected = {name: values.clone() for name, values in resumed.averages.items()}
+        for values in resumed.averages.values():
+            values.zero_()
+        with as_rank(rank, 2):
+            resumed.load(TensorReader([tmp_path / f"{saved}-of-3" for saved in range(3)]), {})
+        assert all(values.equal(expected[name]) for name, values in resumed.averages.items())
 
 
 def test_a_bf16_weight_is_averaged_in_fp32():
