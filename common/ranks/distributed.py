@@ -27,15 +27,20 @@ from common.ranks.failures import first_line, say  # noqa: E402
 NCCL_EXTRA_SECONDS = 30.0
 CANNOT_JOIN = 2  # exit code, as of bad input
 T = TypeVar("T")
+_host_group: dist.ProcessGroup | None = None  # of gloo beside nccl's world; None: the world is gloo's
 
 
 def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
     """Join the process group: nccl on GPUs, gloo on CPUs; a lone process becomes a world of one.
 
+    Beside nccl a group of gloo carries objects and tensors of the CPU: none of them goes through a GPU's
+    memory, and who waits for a rank that writes a file blocks no kernel.
+
     A rank that lets the others wait for `collective_timeout` seconds ends all of them, and so does one that
     fails. Every rank must call this once, before any model is built. Leaves with exit code 2, after saying
     what to change, where the others cannot be joined.
     """
+    global _host_group
     if "RANK" not in os.environ:  # port 0: any that is free
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -62,6 +67,7 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
             )
             raise SystemExit(CANNOT_JOIN) from error
         if world_size() > 1:
+            _host_group = dist.new_group(backend="gloo") if backend == "nccl" else None
             watchdog.start(collective_timeout)
 
 
@@ -105,16 +111,16 @@ def is_main() -> bool:
 def barrier() -> None:
     """Wait for all ranks. Every rank must call this."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+        dist.barrier(_host_group)
 
 
 def reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of `tensor` over ranks, as a new tensor. Every rank must call this."""
+    """Return the sum of `tensor` over ranks, as a new tensor where it lies. Every rank must call this."""
     if world_size() == 1:
         return tensor
-    total = tensor.clone().to(device())
-    dist.all_reduce(total)
-    return total.to(tensor.device)
+    total = tensor.clone()
+    dist.all_reduce(total, group=None if total.is_cuda else _host_group)
+    return total
 
 
 def sum_float(value: float) -> float:
@@ -126,8 +132,8 @@ def max_float(value: float) -> float:
     """Return the largest of a number over ranks. Every rank must call this."""
     if world_size() == 1:
         return value
-    largest = torch.tensor(value, dtype=torch.float64, device=device())
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    largest = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=_host_group)
     return float(largest)
 
 
@@ -136,7 +142,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value, group=group)
+    dist.all_gather_object(values, value, group=group or _host_group)
     return values
 
 
@@ -189,14 +195,16 @@ def make_on_first_rank(make: Callable[[], Path]) -> Path:
 def all_to_all(parts: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     """Return what each rank has sent to this one; parts[rank] (n,) goes to `rank`. All on the CPU, one dtype.
 
-    Every rank of the group, None: of the world, must call this.
+    Every rank of the group, None: of the world, must call this. A group's go through its device.
     """
     if len(parts) == 1:
         return parts
-    sizes = torch.tensor([len(part) for part in parts], device=device())
+    where = device() if group else torch.device("cpu")
+    group = group or _host_group
+    sizes = torch.tensor([len(part) for part in parts], device=where)
     received_sizes = torch.empty_like(sizes)
     dist.all_to_all_single(received_sizes, sizes, group=group)
     counts = received_sizes.tolist()
-    received = torch.empty(sum(counts), dtype=parts[0].dtype, device=device())
-    dist.all_to_all_single(received, torch.cat(parts).to(device()), counts, sizes.tolist(), group=group)
+    received = torch.empty(sum(counts), dtype=parts[0].dtype, device=where)
+    dist.all_to_all_single(received, torch.cat(parts).to(where), counts, sizes.tolist(), group=group)
     return list(received.cpu().split(counts))

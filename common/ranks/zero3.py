@@ -37,7 +37,7 @@ def gather_whole(parameters: list[nn.Parameter], *, to_modify: bool = False) -> 
 
 
 def own_share(numel: int) -> slice:
-    """Return the run of a flat tensor of `numel` elements that this rank keeps; on the last ones it is short."""
+    """Return the run of a flat tensor (numel,) that this rank keeps; the last ranks' are short."""
     size = -(-numel // distributed.world_size())
     first = min(distributed.rank() * size, numel)
     return slice(first, min(first + size, numel))
