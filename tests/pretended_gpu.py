@@ -362,5 +362,7 @@ def pretended_gpu(capability: tuple[int, int] = (8, 0), memory_gib: float = 24.0
         stack.enter_context(mock.patch.object(Tensor, "_reduce_ex_internal", refuse_pickle))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))
         stack.enter_context(Operations(gpu))
+        # Not one of the answers: it looks at the stream first.
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))
         stack.enter_context(Questions(gpu))
         yield gpu

@@ -146,7 +146,8 @@ def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> Non
     bucket = role.zero.reduce_bucket_size
     bucket = min(bucket, trained) if run.is_cpu else bucket  # pages nobody writes take no memory
     if stage == 3 or (stage and verb in ("backward", "reduce")):
-        moment.hold(name, "buckets", b * bucket)
+        is_double = stage < 3 and role.zero.overlap_comm
+        moment.hold(name, "buckets", b * bucket * (2 if is_double else 1))
     if verb == "reduce" and (stage == 0 or run.num_ranks > 1):
         moment.hold(name, "buckets", b * min(bucket, trained))
     if is_away and stage < 3:
@@ -160,20 +161,22 @@ def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> Non
 def _gathered(run: Run, role: Role, verb: str) -> float:
     """Return the bytes of whole weights that ZeRO 3 holds while a model runs.
 
-    A pass without gradients: one module, and what is fetched ahead. With them: all weights, as torch's linear
-    saves a view of its weight, unless layers are recomputed; then what the backward pass will need within the
-    reuse distance, which a layer's forward, recomputation and backward each count for.
+    A pass without gradients: what is fetched ahead, until so many parameters are there. With them: all
+    weights, as torch's linear saves a view of its weight, unless layers are recomputed; then at least what
+    the backward pass will need within the reuse distance, which a layer's forward, recomputation and backward
+    each count for.
     """
     settings, model = role.zero, role.model
-    ahead = min(settings.prefetch_bucket_size, model.num_params)
-    held = model.largest_module + 2 * ahead  # fetched together and then copied apart
-    if verb == "reduce":
-        held += model.largest_module  # its gradient
+    live = float(settings.max_live_parameters)
     if verb == "backward":
         if role.is_checkpointed or settings.memory_efficient_linear:
-            held += settings.max_reuse_distance / (3 if role.is_checkpointed else 2)
+            live = max(live, settings.max_reuse_distance / (3 if role.is_checkpointed else 2))
         else:
-            held += model.num_params
+            live = model.num_params
+    # The last ones are fetched together and then copied apart.
+    held = min(live, model.num_params) + model.largest_module + settings.prefetch_bucket_size
+    if verb == "reduce":
+        held += model.largest_module  # its gradient
     return run.num_bytes * min(held, 2 * model.num_params)
 
 

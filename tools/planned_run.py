@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from common.data.registry import import_plugins
-from common.engine.ds_config import config_of
+from common.engine.ds_config import config_of, with_buckets
 from common.flags.args import Problems, flag
 from common.generation.generate import DEFAULT_SLOTS
 from common.generation.resharding import Route, TPLayout, group_by_layers, plan_weight
@@ -223,6 +223,8 @@ def build_roles(args: Any, models: Models) -> list[Role]:
         config = config_of(
             args, zero_stage=flags.zero_stage, offload=offload, micro_batch_size=1, is_trained=is_trained
         )
+        if is_trained:
+            config = with_buckets(config, model.num_trained, args.num_gpus * args.num_nodes)
         zero = DeepSpeedZeroConfig(**config["zero_optimization"])
         is_checkpointed = is_trained and flags.gradient_checkpointing
         roles.append(Role(name, model, zero, is_trained, is_checkpointed, is_offloaded))

@@ -1,6 +1,8 @@
 """Flags -> DeepSpeed configuration dictionaries, for trained and for frozen models, and engines from them.
 
-Keys that DeepSpeed-Chat's users know keep their values (stage-3 persistence, live parameters, prefetch).
+Keys that DeepSpeed-Chat's users know keep their values (stage-3 persistence and prefetch). Its
+stage3_max_live_parameters of 3e7 is DeepSpeed's 1e9 here: one matrix of a 7B model has 4.5e7, and while more
+than that many are gathered none is fetched ahead.
 """
 
 import json
@@ -13,8 +15,10 @@ from torch import nn
 from transformers import get_scheduler
 
 from common.ranks import distributed
+from common.ranks.zero3 import is_sharded
 
 NO_DECAY_NAMES = ("bias", "norm", "ln_", "layernorm")
+MAX_BUCKET = 200_000_000  # elements; even, as DeepSpeed wants it
 HYBRID_SECTION = "hybrid_engine"  # of --ds_config: DeepSpeed would build its own engine from it
 
 
@@ -58,16 +62,15 @@ def effective_zero_stage(zero_stage: int, dtype: str) -> int:
 def _zero_section(stage: int, offload: str, is_trained: bool) -> dict[str, Any]:
     section: dict[str, Any] = {"stage": stage}
     if stage >= 1 and is_trained and offload in ("optimizer", "all"):
-        section["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+        section["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if stage == 3:
         section |= {
             "stage3_param_persistence_threshold": 1e4,
-            "stage3_max_live_parameters": 3e7,
             "stage3_prefetch_bucket_size": 3e7,
             "memory_efficient_linear": False,
         }
         if offload in ("param", "all"):
-            section["offload_param"] = {"device": "cpu", "pin_memory": False}
+            section["offload_param"] = {"device": "cpu", "pin_memory": True}
     return section
 
 
@@ -116,6 +119,22 @@ def build_config(
     if dtype == "fp16":
         config["fp16"] = {"enabled": True, "loss_scale_window": 100}
     return merge(config, overrides or {})
+
+
+def with_buckets(ds_config: dict[str, Any], num_trained: int, num_ranks: int) -> dict[str, Any]:
+    """Return the configuration with buckets of the size of what is trained; --ds_config may set its own.
+
+    DeepSpeed makes a tensor of a bucket's size whatever the model, 5e8 elements unless told. Where gradients
+    fill several, stages 1 and 2 reduce them while the backward pass goes on, which takes a second bucket.
+    """
+    section = ds_config["zero_optimization"]
+    if section["stage"] == 0:
+        return ds_config
+    size = min(MAX_BUCKET, num_trained + num_trained % 2)
+    sized: dict[str, Any] = {"reduce_bucket_size": size, "allgather_bucket_size": size}
+    if section["stage"] < 3 and num_ranks > 1 and num_trained > size:
+        sized["overlap_comm"] = True
+    return ds_config | {"zero_optimization": sized | section}
 
 
 def config_of(
@@ -178,7 +197,8 @@ def build_engine(
         num_training_steps=num_steps,
     )
     model.to(distributed.device())
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config
-    )
+    trained = (p for p in model.parameters() if p.requires_grad)
+    num_trained = sum(p.ds_numel if is_sharded(p) else p.numel() for p in trained)
+    config = with_buckets(ds_config, num_trained, distributed.world_size())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
     return engine

@@ -56,6 +56,7 @@ class Job:
     tp: int | None = None
     packed: int = 0  # tokens of a micro-batch; 0: padded, by rows
     algorithm: str = ""
+    overlaps: bool = False  # gradients fill several buckets, reduced while the backward pass goes on
 
     @property
     def name(self) -> str:
@@ -66,6 +67,7 @@ class Job:
         parts += [f"hybrid-tp{self.tp}"] if self.tp is not None else []
         parts += [f"packed{self.packed}"] if self.packed else []
         parts += [self.algorithm] if self.algorithm else []
+        parts += ["overlap"] if self.overlaps else []
         return "-".join(parts + (["threshold"] if self.threshold is None else []))
 
     @property
@@ -89,6 +91,8 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
     }
     if job.zero == 3 and job.threshold is not None:
         flags["ds_config"] = folder / "threshold.json"
+    if job.overlaps:
+        flags["ds_config"] = folder / "overlap.json"
     if job.packed:
         flags |= {"packed": True, "max_tokens_per_micro_batch": job.packed}
     if job.step < 3:
@@ -155,6 +159,7 @@ def make_jobs() -> list[Job]:
         jobs += [Job(step, 2, offload="optimizer", accumulation=2), Job(step, 3, dtype="bf16", packed=110)]
         jobs += [Job(step, 3, threshold=None), Job(step, 3, True, family="gpt2")]
         jobs += [Job(step, 2, True, "optimizer", dtype="bf16")]
+    jobs += [Job(1, 1, accumulation=2, overlaps=True), Job(1, 2, offload="optimizer", overlaps=True)]
     jobs += [Job(3, 0, True, tp=1), Job(3, 2, tp=2), Job(3, 3, tp=0), Job(3, 3, True, tp=2)]
     jobs += [Job(3, 3, dtype="bf16", tp=2), Job(3, ranks=1, algorithm="grpo")]
     return jobs + [Job(3, 2, algorithm="grpo", tp=1), Job(3, 3, algorithm="grpo", tp=2, packed=64)]
@@ -183,6 +188,8 @@ def results(forks, tmp_path_factory, tiny, wanted) -> Path:
     folder = tmp_path_factory.mktemp("matrix")
     threshold = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
     (folder / "threshold.json").write_text(json.dumps(threshold))
+    overlap = {"zero_optimization": {"reduce_bucket_size": 5000, "overlap_comm": True}}  # not all weights fit
+    (folder / "overlap.json").write_text(json.dumps(overlap))
     for ranks in (1, 2):
         jobs = [(job.step, flags_of(job, tiny, folder)) for job in wanted if job.ranks == ranks]
         done = forks.run_all(jobs, ranks=ranks, seconds=540)
