@@ -1,9 +1,12 @@
 """Fixtures that several test files use."""
 
 import functools
+import importlib
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when a library is imported; a look-up by mistake fails at once
 
@@ -16,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+FAKES = Path(__file__).with_name("fakes")
 SENTENCES = [
     "\n\nHuman: How are you today?\n\nAssistant: I am fine, thank you. And you?",
     "\n\nHuman: What is the weather like?\n\nAssistant: It is a sunny day, and rather warm.",
@@ -86,6 +90,34 @@ def reward_export(tiny_model_folder, tmp_path_factory) -> str:
     metadata = {"step": "reward", "template": "human_assistant"}
     save_export(folder, model.classifier, load_tokenizer(name), metadata=metadata, needs_own_pad=True)
     return str(folder)
+
+
+@pytest.fixture
+def install_flash_attn(monkeypatch) -> Iterator[Callable[..., None]]:
+    """Called under a pretended GPU it installs tests/fakes/flash_attn, as of the distributions given."""
+    from transformers import modeling_flash_attention_utils as flash
+    from transformers.utils import import_utils
+
+    checks = [getattr(flash, f"is_flash_attn_{n}_available") for n in (2, 3, 4)]
+    monkeypatch.setattr(flash, "_loaded_implementation", None)
+    for family in ("falcon", "gptj", "gpt_neo"):  # they import it where the package was there from the start
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        forward = flash._flash_attention_forward
+        monkeypatch.setattr(module, "_flash_attention_forward", forward, raising=False)
+
+    def install(*distributions: str) -> None:
+        names = {"flash_attn": [*(distributions or ["flash-attn"])]}
+        for module in (flash, import_utils):
+            monkeypatch.setattr(module, "_package_distribution_mapping", lambda: names)
+        monkeypatch.syspath_prepend(str(FAKES))
+        for check in (*checks, import_utils.is_torch_cuda_available):
+            check.cache_clear()
+
+    yield install
+    monkeypatch.undo()
+    sys.modules.pop("flash_attn", None)
+    for check in (*checks, import_utils.is_torch_cuda_available):
+        check.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ from common.generation.generate import Generator
 from common.generation.inference_module import cut_module, share_weights
 from common.generation.tp_plans import build_cuts, working_tp_sizes
 from common.models.loading import DTYPES, ModelOptions, build_position_ids, forward_accepts, load_causal_lm
-from common.models.model_inputs import FLASH_ATTENTION, VARLEN_ATTENTION, build_model_inputs, takes_packed
+from common.models.model_inputs import KERNELS, build_model_inputs, plain_attention, takes_packed
 from common.models.policy_model import PolicyModel
 from common.programs import startup
 from common.ranks import distributed
@@ -190,9 +190,8 @@ def plain_logprobs(
     that we chose. Ids from `num_tokens` on are padding of the vocabulary, and left out.
     """
     ours = model.config._attn_implementation
-    has_kernel = ours in (VARLEN_ATTENTION, FLASH_ATTENTION)
-    if has_kernel:
-        model.set_attn_implementation("sdpa")
+    if ours in KERNELS:
+        model.set_attn_implementation(plain_attention(model))
     logprobs, gaps, largest = [], [], 0.0
     for row, start in zip(rows, starts, strict=True):
         token_ids = torch.tensor([row], device=model.device)
@@ -201,8 +200,7 @@ def plain_logprobs(
         logprobs.append(chosen - logits.logsumexp(-1))
         gaps.append(logits.amax(-1) - chosen)
         largest = max(largest, float(logits.abs().max()))
-    if has_kernel:
-        model.set_attn_implementation(ours)
+    model.set_attn_implementation(ours)
     return torch.cat(logprobs), torch.cat(gaps), tolerance_of(model.dtype, largest)
 
 

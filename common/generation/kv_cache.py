@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from common.generation.tp_plans import head_counts
-from common.models.model_inputs import FLASH_ATTENTION, VARLEN_ATTENTION
+from common.models.model_inputs import FLASH_ATTENTION, KERNELS, plain_attention, takes_own_kernels
 
 SLOT_ATTENTION = "triptych_slots"
 
@@ -114,12 +114,9 @@ def kv_bytes_per_token(config: Any, bytes_per_number: int, tp_size: int = 1) -> 
 def choose_attention(source: PreTrainedModel) -> str:
     """Return the attention that a module like `source` generates with, by the one that it was loaded with."""
     chosen = source.config._attn_implementation
-    # Models of an attention of their own, and scores capped before the softmax, are torch's business.
-    takes_any = getattr(source, "_supports_attention_backend", False)
-    has_cap = getattr(source.config, "attn_logit_softcapping", None) is not None
-    if chosen == FLASH_ATTENTION and takes_any and not has_cap:
+    if chosen == FLASH_ATTENTION and takes_own_kernels(type(source), source.config):
         return SLOT_ATTENTION
-    return "sdpa" if chosen in (FLASH_ATTENTION, VARLEN_ATTENTION) else chosen
+    return plain_attention(source) if chosen in KERNELS else chosen
 
 
 def slot_attention(

@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
-from common.models.model_inputs import ModelInputs, choose_attention
+from common.models.model_inputs import ModelInputs, choose_attention, takes_packed
 from common.ranks import distributed
 from common.ranks.failures import first_line
 from common.ranks.zero3 import gather_whole
@@ -201,7 +201,7 @@ def forward_accepts(model: nn.Module, name: str) -> bool:
 def compute_hidden(model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
     """Return the last hidden states (S, T, H), or (1, total, H), of a transformers model's backbone."""
     backbone = getattr(model, model.base_model_prefix)
-    arguments = inputs.model_arguments()
+    arguments = inputs.model_arguments(with_starts=takes_packed(model))
     if not forward_accepts(backbone, "position_ids"):
         del arguments["position_ids"]
     return backbone(**arguments)[0]

@@ -6,7 +6,7 @@ flash-attn's own kernel comes with transformers; torch's is for GPUs where flash
 # S sequences, T tokens of the longest, total tokens of all, H query heads, D width of a head
 """
 
-import importlib.util
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +16,17 @@ from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.utils import is_flash_attn_2_available
 
 from common.data.packed_batch import pad_sequences, padded_slots, token_positions
+from common.ranks import distributed
+from common.ranks.failures import say
 
 VARLEN_ATTENTION = "triptych_varlen"
 FLASH_ATTENTION = "flash_attention_2"
+KERNELS = (VARLEN_ATTENTION, FLASH_ATTENTION)
+KERNELS_FROM = (8, 0)  # compute capability of Ampere
+ATTENDS = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers without a state
 
 
 @dataclass(frozen=True)
@@ -29,8 +35,8 @@ class ModelInputs:
 
     Padded: rows (S, T) with the padding on the right. There is no mask: a causal model's token never sees
     what stands behind it, and without one attention takes its fast path. Packed: one row (1, total), for
-    models whose attention is told where sequences begin. Slots count rows end to end; they are on the CPU,
-    where tokens are chosen by masks.
+    models whose attention is told where sequences begin; a single row is both. Slots count rows end to end;
+    they are on the CPU, where tokens are chosen by masks.
     """
 
     input_ids: torch.Tensor  # (S, T) or (1, total) int64
@@ -38,22 +44,26 @@ class ModelInputs:
     token_slots: torch.Tensor  # (total,) int64 on the CPU
     last_slots: torch.Tensor  # (S,) int64 on the CPU, of each sequence's last token
     num_pairs: int  # of tokens that attention compares: the squared lengths, added up
-    cu_seqlens: torch.Tensor | None = None  # (S + 1,) int32, packed only
-    max_length: int = 0  # packed only
+    cu_seqlens: torch.Tensor | None = None  # (S + 1,) int32, of one row only
+    max_length: int = 0  # of one row only
 
     @property
     def num_tokens(self) -> int:
         """The tokens without padding."""
         return len(self.token_slots)
 
-    def model_arguments(self) -> dict[str, Any]:
-        """The arguments of a transformers backbone, `position_ids` among them."""
+    def model_arguments(self, *, with_starts: bool) -> dict[str, Any]:
+        """The arguments of a transformers backbone: `position_ids` among them, and where sequences begin in
+        a row, if its layers take that.
+        """
         arguments = {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
             "use_cache": False,
         }
-        if self.cu_seqlens is not None:  # the names that transformers hands through to its attention
+        if (
+            with_starts and self.cu_seqlens is not None
+        ):  # the names that transformers hands through to its attention
             arguments |= {f"cu_seq_lens_{x}": self.cu_seqlens for x in "qk"}
             arguments |= {f"max_length_{x}": self.max_length for x in "qk"}
         return arguments
@@ -67,7 +77,7 @@ def build_model_inputs(
     """
     ends = lengths.cumsum(0)
     num_pairs = int(lengths.square().sum())
-    if is_packed:
+    if is_packed or len(lengths) == 1:
         return ModelInputs(
             token_ids.unsqueeze(0).to(device),
             token_positions(lengths).unsqueeze(0).to(device),
@@ -83,28 +93,72 @@ def build_model_inputs(
     return ModelInputs(input_ids.to(device), position_ids, slots, slots[ends - 1], num_pairs)
 
 
-def choose_attention(model_class: type, config: Any, dtype: str, *, is_packed: bool = False) -> str | None:
+def choose_attention(model_class: Any, config: Any, dtype: str, *, is_packed: bool = False) -> str | None:
     """Return the attention to load a model with; None is transformers' choice, torch's own.
 
-    Kernels need a GPU and 16-bit weights; packed sequences are worth one of torch's where flash-attn is not.
+    Kernels need 16-bit weights and a GPU that has them; packed sequences are worth one of torch's where
+    flash-attn is not. Says once for a kind of model that flash-attn is installed and not used.
     """
-    if not torch.cuda.is_available() or dtype not in ("bf16", "fp16"):
+    if not distributed.has_gpu() or dtype not in ("bf16", "fp16"):
         return None
-    if importlib.util.find_spec("flash_attn"):
-        return FLASH_ATTENTION
-    takes_any = getattr(model_class, "_supports_attention_backend", False)
-    # Scores capped before the softmax are no business of torch's kernel.
-    has_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return VARLEN_ATTENTION if is_packed and takes_any and not has_cap else None
+    has_kernels = torch.cuda.get_device_capability(distributed.device()) >= KERNELS_FROM
+    if is_flash_attn_2_available():
+        if has_kernels and _serves_flash(model_class, config):
+            return FLASH_ATTENTION
+        what = (
+            f"{config.model_type} has no attention for it" if has_kernels else "the GPU is older than Ampere"
+        )
+        _say_once(f"note: flash-attn is installed and not used: {what}")
+    return VARLEN_ATTENTION if is_packed and has_kernels and takes_own_kernels(model_class, config) else None
+
+
+def _serves_flash(model_class: Any, config: Any) -> bool:
+    """Whether a class, None for remote code, computes with flash-attn what it computes without."""
+    config, others = config.get_text_config(), getattr(model_class, "_compatible_flash_implementations", None)
+    return (
+        getattr(model_class, "_supports_flash_attn", False)
+        and FLASH_ATTENTION in (others or [FLASH_ATTENTION])
+        and not getattr(config, "alibi", False)  # Falcon's class says that it does, and raises
+        and "local" not in getattr(config, "attention_layers", ())  # GPT-Neo's windows are left out there
+        and not config.is_heterogeneous  # heads of 512 (Gemma 4), where 256 is the kernels' most
+    )
+
+
+def takes_own_kernels(model_class: Any, config: Any) -> bool:
+    """Whether a class calls any attention that is registered, and needs nothing of it that sdpa lacks (caps
+    of scores, sinks) or kernels do (values of a width of their own, heads wider than 256).
+    """
+    is_plain = getattr(model_class, "_supports_attention_backend", False) and model_class._supports_sdpa
+    config = config.get_text_config()
+    return is_plain and not hasattr(config, "v_head_dim") and not config.is_heterogeneous
 
 
 def takes_packed(model: PreTrainedModel) -> bool:
-    """Whether the model's attention is told where sequences begin, so that they may stand end to end."""
-    if model.config._attn_implementation not in (VARLEN_ATTENTION, FLASH_ATTENTION):
+    """Whether the model's layers are told where sequences begin, so that they may stand end to end."""
+    # Classes with an attention of their own are not told, nor are recurrent layers.
+    if model.config._attn_implementation not in KERNELS or not model._supports_attention_backend:
         return False
-    backbone = getattr(model, model.base_model_prefix)
-    parameters = inspect.signature(backbone.forward).parameters
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if model._is_stateful or not ATTENDS.issuperset(kinds):
+        return False
+    return _hands_through(type(getattr(model, model.base_model_prefix)))
+
+
+@functools.cache
+def _hands_through(backbone_class: type) -> bool:
+    parameters = inspect.signature(backbone_class.forward).parameters
     return "position_ids" in parameters and any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+
+
+def plain_attention(model: PreTrainedModel) -> str:
+    """Return torch's attention for the model's class."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    if distributed.is_main():
+        say(text)
 
 
 def attend_packed(

@@ -73,7 +73,7 @@ def test_padding_of_the_vocabulary_is_left_out(tmp_path, tiny_tokenizer, check):
     assert check(tmp_path, *QUICK).code == 0
 
 
-def see_padding(inputs):
+def see_padding(inputs, **_):
     arguments = {"input_ids": inputs.input_ids, "attention_mask": None, "position_ids": None}
     return arguments | {"use_cache": False, "is_causal": False}
 

@@ -8,7 +8,7 @@ from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM
 
 from common.models.loading import set_dropout
-from common.models.model_inputs import VARLEN_ATTENTION, build_model_inputs, choose_attention, takes_packed
+from common.models.model_inputs import VARLEN_ATTENTION, build_model_inputs, takes_packed
 from common.models.policy_model import PolicyModel
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mistral_window", "gemma", "phi", "gpt_neox", "gpt2", "opt")
@@ -83,22 +83,7 @@ def test_the_module_still_reads_padded_rows_and_single_ones(plain_kernel):
     assert not plain_kernel
 
 
-@pytest.mark.parametrize(
-    ("has_gpu", "is_installed", "dtype", "is_packed", "family", "expected"),
-    [
-        (True, True, "bf16", False, "llama", "flash_attention_2"),
-        (True, False, "bf16", True, "llama", VARLEN_ATTENTION),
-        (True, False, "bf16", False, "llama", None),
-        (True, False, "bf16", True, "gemma2", None),  # caps scores inside attention
-        (True, False, "fp32", True, "llama", None),
-        (False, True, "bf16", True, "llama", None),
-    ],
-)
-def test_a_kernel_is_chosen_where_it_can_be_used(
-    has_gpu, is_installed, dtype, is_packed, family, expected, monkeypatch
-):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if is_installed else None)
-    config = tiny_config(family, 64)
-    model_class = type(AutoModelForCausalLM.from_config(config))
-    assert choose_attention(model_class, config, dtype, is_packed=is_packed) == expected
+def test_layers_that_keep_a_state_are_not_told_where_sequences_begin(plain_kernel):
+    model = AutoModelForCausalLM.from_config(tiny_config("minimax", 64))
+    model.set_attn_implementation(VARLEN_ATTENTION)
+    assert not takes_packed(model)

@@ -1,0 +1,6 @@
+"""Taking padding out and putting it in again, as flash-attn's file of this name does."""
+
+from transformers.modeling_flash_attention_utils import _pad_input as pad_input
+from transformers.modeling_flash_attention_utils import _unpad_input as unpad_input
+
+__all__ = ["pad_input", "unpad_input"]
