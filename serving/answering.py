@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from common.data.dialogue import TEMPLATE_NAMES, Segment, Template, build_template
 from common.data.example import BadRow, Message
 from common.data.registry import load_source
-from common.flags.args import Problems, TokenizerArguments, flag
+from common.flags.args import DecodeArguments, Problems, TokenizerArguments, flag
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
@@ -46,7 +46,7 @@ _device_lock = threading.Lock()  # the device computes for one request, of all m
 
 
 @dataclass
-class AnsweringArguments(TokenizerArguments):
+class AnsweringArguments(TokenizerArguments, DecodeArguments):
     """In what form and precision a model answers."""
 
     template: str = flag("", "dialogue form; empty: what the model was trained with", choices=TEMPLATE_NAMES)
@@ -96,7 +96,13 @@ class Answerer:
     """
 
     def __init__(
-        self, model: PreTrainedModel, template: Template, sampling: Sampling, *, seed: int | None = None
+        self,
+        model: PreTrainedModel,
+        template: Template,
+        sampling: Sampling,
+        *,
+        seed: int | None = None,
+        use_cuda_graphs: bool = True,
     ) -> None:
         """Without `seed` other random numbers are used every time."""
         self.model, self.template, self.tokenizer = model, template, template.tokenizer
@@ -104,7 +110,8 @@ class Answerer:
         num_new = max(min(sampling.max_new_tokens, self.max_length - _MIN_PROMPT_TOKENS), 1)
         self.sampling = dataclasses.replace(sampling, max_new_tokens=num_new)
         self.max_prompt_tokens = self.max_length - num_new
-        self._seed, self._generator = seed or 0, Generator(share_weights(model))
+        self._seed = seed or 0
+        self._generator = Generator(share_weights(model), use_cuda_graphs=use_cuda_graphs)
         self._next_sample_id = secrets.randbits(_SAMPLE_ID_BITS) if seed is None else 0
 
     def answer(self, messages: Sequence[Message], *, on_text: TextCallback | None = None) -> list[str]:
@@ -287,7 +294,10 @@ def load_answerer(
     model = load_causal_lm(options, len(template.tokenizer))
     if base != path:
         model = merge_adapter(model, path)
-    return Answerer(model.to(distributed.device()), template, sampling, seed=seed)
+    uses_graphs = not args.no_cuda_graphs
+    return Answerer(
+        model.to(distributed.device()), template, sampling, seed=seed, use_cuda_graphs=uses_graphs
+    )
 
 
 # ---- LoRA adapters saved without the model that they belong to

@@ -6,6 +6,7 @@ from common.flags.args import (
     REQUIRED,
     CheckpointArguments,
     DataArguments,
+    DecodeArguments,
     PackingArguments,
     RunArguments,
     ScheduleArguments,
@@ -267,7 +268,7 @@ class PPOMathArguments:
 
 
 @dataclass
-class HybridArguments:
+class HybridArguments(DecodeArguments):
     """Generation inside training, EMA, test mode."""
 
     enable_hybrid_engine: bool = flag(

@@ -101,6 +101,18 @@ class TokenizerArguments:
 
 
 @dataclass
+class DecodeArguments:
+    """How tokens are decoded."""
+
+    no_cuda_graphs: bool = flag(
+        False,
+        "run the passes of decoding on a GPU one kernel after the other, as is done for models that "
+        "cannot be captured",
+        may_change=True,
+    )
+
+
+@dataclass
 class ScheduleArguments:
     """How long, and how the learning rate moves."""
 

@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from common.generation.kv_cache import SLOT_ATTENTION, SlotCache
 from common.models.loading import build_position_ids, forward_accepts, plain_model
 from common.models.output_head import token_logprobs
 from common.models.sampling import counter_uniform, sample_tokens
+from common.ranks import distributed
+from common.ranks.failures import first_line, is_out_of_memory, say
 
 POSITIONS_PER_BUCKET = 128
+_SAMPLINGS_KEPT = 4  # sampling options whose graphs are kept: a program may ask with any temperature
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class DecodeState:
         uniforms, logprobs, log_kept = torch.zeros(3, num_slots, columns, device=device)
         response_ids = torch.zeros(num_slots, columns, dtype=torch.int64, device=device)
         return cls(*integers, *flags, uniforms, response_ids, logprobs, log_kept)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Response tokens that there is room for."""
+        return self.uniforms.shape[1] - 1
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all of it, to be moved row by row."""
@@ -114,54 +123,91 @@ class DecodeState:
 
 
 class DecodeGraphs:
-    """Captured passes by (rows, positions), kept as long as the weights stay at their addresses."""
+    """Captured passes by (rows, positions, sampling), kept as long as the weights stay at their addresses.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+    `group` are the ranks that compute together, None: this one alone. They forget their graphs together: a
+    rank that captures runs a pass which those that replay do not.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        self.model, self.group = model, group
+        self.graphs: dict[tuple[int, int, SamplingOptions], torch.cuda.CUDAGraph] = {}
+        self.is_capturable = True
         self._addresses: list[int] = []
         self._pool: object | None = None
+        self._stream: torch.cuda.Stream | None = None
+        distributed.RELEASED_AT_STOP.add(self)
 
-    def check_weights(self) -> None:
-        """Forget the graphs if a weight has moved; to be called before the first pass of a generation."""
+    def begin(self, options: SamplingOptions) -> None:
+        """Prepare for a generation; forget the graphs if a weight has moved, or of too many options."""
         addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
-        if addresses != self._addresses:
-            self.graphs.clear()
-            self._pool = None
-            self._addresses = addresses
+        has_moved, self._addresses = addresses != self._addresses, addresses
+        if self.group is not None:
+            has_moved = bool(distributed.max_float(has_moved, self.group))
+        self._options = dataclasses.replace(options, seed=0)  # it makes its numbers before a pass
+        known = {key[2] for key in self.graphs}
+        if has_moved or (len(known) == _SAMPLINGS_KEPT and self._options not in known):
+            self.release()
+
+    def release(self) -> None:
+        """Destroy the graphs, whoever still refers to them."""
+        for graph in self.graphs.values():
+            graph.reset()
+        self.graphs.clear()
+        self._pool = None
 
     def run(
         self, rows: int, upto: int, run_pass: Callable[[int, int], None], state: list[torch.Tensor]
     ) -> None:
-        """Run `run_pass(rows, upto)`, by its graph; `state` is what a pass changes."""
-        if (rows, upto) not in self.graphs:
-            self.graphs[rows, upto] = self._capture(lambda: run_pass(rows, upto), state)
-        self.graphs[rows, upto].replay()
+        """Run `run_pass(rows, upto)`, by its graph where it can have one; `state` is what a pass changes."""
+        key = (rows, upto, self._options)
+        if self.is_capturable and key not in self.graphs:
+            self._capture(key, lambda: run_pass(rows, upto), state)
+        if self.is_capturable:
+            self.graphs[key].replay()
+        else:
+            run_pass(rows, upto)
 
-    def _capture(self, run_pass: Callable[[], None], state: list[torch.Tensor]) -> torch.cuda.CUDAGraph:
+    def _capture(
+        self, key: tuple[int, int, SamplingOptions], run_pass: Callable[[], None], state: list[torch.Tensor]
+    ) -> None:
+        """Capture a pass, or find that it cannot be: it waits for the device, or copies to it."""
         before = [tensor.clone() for tensor in state]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries make their work areas on first use, which no graph may
-            run_pass()
-        torch.cuda.current_stream().wait_stream(stream)
+        # One for all, and of this model alone: cuBLAS keeps a work area for each stream, and a graph that is
+        # destroyed takes that of its stream along.
+        self._stream = self._stream or torch.cuda.Stream()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph, mode = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(self._stream):
+                torch.cuda.set_sync_debug_mode("error")
+                run_pass()  # libraries make their work areas on first use, which no graph may
+                torch.cuda.set_sync_debug_mode(mode)
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                    run_pass()
+            self.graphs[key] = graph
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            self.is_capturable = False  # on all ranks of the group: they run the same model
+            self.release()
+            if distributed.is_main():
+                say(f"note: the model generates without CUDA graphs, by plain passes: {first_line(error)}")
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.current_stream().wait_stream(self._stream)
         for tensor, old in zip(state, before, strict=True):
             tensor.copy_(old)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            run_pass()
-        return graph
 
 
 class DecodeStep:
-    """The model, its cache and its state; `run` adds a token to the first n slots."""
+    """The model, its cache and its state; `run` adds a token to the first n slots, on a GPU by `graphs`."""
 
     def __init__(
-        self, model: nn.Module, cache: SlotCache, state: DecodeState, options: SamplingOptions
+        self, model: nn.Module, cache: SlotCache, state: DecodeState, graphs: DecodeGraphs | None = None
     ) -> None:
-        self.model, self.cache, self.state, self.options = model, cache, state, options
+        self.model, self.cache, self.state = model, cache, state
         self._takes_positions = forward_accepts(model, "position_ids")
         self._keeps_logits = forward_accepts(model, "logits_to_keep")
         config = plain_model(model).config
@@ -176,12 +222,13 @@ class DecodeStep:
         self._positions = torch.arange(cache.max_length, device=device)
         # Passes that may run ahead before the host looks who ended: each look waits for the device.
         self.passes_per_look = 4 if device.type == "cuda" else 1
-        self._graphs = DecodeGraphs(model) if device.type == "cuda" else None
+        self._graphs = graphs if device.type == "cuda" else None
 
-    def begin(self) -> None:
+    def begin(self, options: SamplingOptions) -> None:
         """Prepare for a generation; the weights may have moved since the last."""
+        self.options = options
         if self._graphs:
-            self._graphs.check_weights()
+            self._graphs.begin(options)
 
     def read_prompts(self, ids: torch.Tensor, mask: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Return logits (m, V) behind prompts (m, T), left-padded, whose keys and values go into `slots`.
@@ -198,15 +245,12 @@ class DecodeStep:
             inputs["logits_to_keep"] = 1
         return self.model(**inputs).logits[:, -1]
 
-    def has_room(self, num_slots: int, max_length: int, options: SamplingOptions) -> bool:
-        """Whether the cache and the state are large enough, and tokens are sampled with these options.
-
-        The seed may be another: it makes its numbers before a pass.
-        """
+    def has_room(self, num_slots: int, max_length: int, max_new_tokens: int) -> bool:
+        """Whether the cache and the state are large enough."""
         return (
             self.cache.num_slots >= num_slots
             and self.cache.max_length >= max_length
-            and options == dataclasses.replace(self.options, seed=options.seed)
+            and self.state.max_new_tokens >= max_new_tokens
         )
 
     def run(self, num_rows: int, upto: int) -> None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from common.generation.decode import DecodeState, DecodeStep, SamplingOptions
+from common.generation.decode import DecodeGraphs, DecodeState, DecodeStep, SamplingOptions
 from common.generation.kv_cache import SlotCache
 
 # Gets (sample, its new token ids) after each pass; True: the sample shall end here.
@@ -45,7 +46,8 @@ class Generator:
     `model` holds whole weights, or one rank's part of them, and is in eval mode. A slot has room for
     `max_length` tokens of prompt and response, or for what a call needs if that is more. `agree_any`, for a
     model whose forward pass needs all ranks (sharded weights), tells whether any rank still has work: ranks
-    without any keep step with passes that count nothing.
+    without any keep step with passes that count nothing; their fetches of weights are in no CUDA graph.
+    `tp_group` are the ranks that hold the parts of a cut model.
     """
 
     def __init__(
@@ -55,14 +57,19 @@ class Generator:
         num_slots: int = 0,
         max_length: int = 0,
         agree_any: Callable[[bool], float] | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        use_cuda_graphs: bool = True,
     ) -> None:
         self.model, self.agree_any = model, agree_any
         self.num_slots, self.max_length = num_slots, max_length
         self._step: DecodeStep | None = None
+        self._graphs = DecodeGraphs(model, tp_group) if use_cuda_graphs and agree_any is None else None
 
     def release(self) -> None:
         """Give the memory of keys, values and graphs back."""
         self._step = None
+        if self._graphs:
+            self._graphs.release()
 
     def generate(
         self,
@@ -93,11 +100,11 @@ class Generator:
         length = max(max(lengths) + options.max_new_tokens, self.max_length)
         # Inference mode is a tenth faster on a CPU; DeepSpeed's gathering hooks do not run in it.
         with torch.no_grad() if self.agree_any else torch.inference_mode():
-            if self._step is None or not self._step.has_room(num_slots, length, options):
-                self._step = None  # its memory is needed for the new one
+            if self._step is None or not self._step.has_room(num_slots, length, options.max_new_tokens):
+                self.release()  # the memory is needed for the new one
                 state = DecodeState.build(num_slots, options.max_new_tokens, device)
-                self._step = DecodeStep(self.model, SlotCache(num_slots, length), state, options)
-            self._step.begin()
+                self._step = DecodeStep(self.model, SlotCache(num_slots, length), state, self._graphs)
+            self._step.begin(options)
             prompts = (prompt_ids, prompt_mask.bool())
             found = _DecodeLoop(
                 self._step, schedule, *prompts, sample_ids, limits, options, self.agree_any, on_tokens
@@ -199,7 +206,7 @@ class _DecodeLoop:
     def run(self) -> Generation:
         """Run until no sample waits; return all responses in the order of the samples."""
         self.device = self.prompt_ids.device
-        self.results = DecodeState.build(len(self.sample_ids), self.options.max_new_tokens, self.device)
+        self.results = DecodeState.build(len(self.sample_ids), self.step.state.max_new_tokens, self.device)
         agree_any = self.agree_any or bool
         while agree_any(bool(self.schedule.waiting or self.schedule.slots)):
             if self.schedule.should_admit():

@@ -42,6 +42,7 @@ class HybridOptions:
     unpin_actor_parameters: bool = False
     tp_gather_partition_size: int = 8
     generation_slots: int = 0
+    no_cuda_graphs: bool = False
     offload_states_for_generation: bool = False
     max_length: int = 0
 
@@ -76,6 +77,8 @@ class HybridEngine:
                 num_slots=options.generation_slots,
                 max_length=options.max_length,
                 agree_any=distributed.max_float if self.gather_by_layer else None,
+                tp_group=self.groups.tp_group,
+                use_cuda_graphs=not options.no_cuda_graphs,
             )
 
     def _use_layout(self, tp_size: int) -> None:

@@ -4,6 +4,7 @@ Every program runs alike under `deepspeed`, `torchrun` and plain `python`; the l
 """
 
 import os
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,9 @@ NCCL_EXTRA_SECONDS = 30.0
 CANNOT_JOIN = 2  # exit code, as of bad input
 T = TypeVar("T")
 _host_group: dist.ProcessGroup | None = None  # of gloo beside nccl's world; None: the world is gloo's
+# What has a `release()` and must not outlive the process group: nccl does not end a communicator before the
+# last CUDA graph with one of its collectives is gone.
+RELEASED_AT_STOP: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
@@ -74,6 +78,8 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
 def stop(code: int = 0, cause: BaseException | None = None) -> None:
     """Leave the process group; `code` is what this process is about to exit with, because of `cause`."""
     watchdog.say_goodbye(code, cause)
+    for holder in list(RELEASED_AT_STOP):
+        holder.release()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -128,12 +134,12 @@ def sum_float(value: float) -> float:
     return float(reduce_sum(torch.tensor(float(value), dtype=torch.float64)))
 
 
-def max_float(value: float) -> float:
-    """Return the largest of a number over ranks. Every rank must call this."""
+def max_float(value: float, group: dist.ProcessGroup | None = None) -> float:
+    """Return the largest of a number over ranks. Every rank of the group, None: all, must call this."""
     if world_size() == 1:
         return value
-    largest = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=_host_group)
+    largest = torch.tensor(value, dtype=torch.float64, device=device() if group else "cpu")
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group or _host_group)
     return float(largest)
 
 

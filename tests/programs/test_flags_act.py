@@ -162,7 +162,7 @@ MOVES_NO_NUMBER = {
     "max_tokens_per_micro_batch gradient_checkpointing actor_gradient_checkpointing pad_vocab_multiple "
     "critic_gradient_checkpointing offload_reference_model offload_reward_model inference_tp_size "
     "offload_states_for_generation generation_slots tp_gather_partition_size "
-    "unpin_actor_parameters release_inference_cache reward_processes reward_batch_size",
+    "no_cuda_graphs unpin_actor_parameters release_inference_cache reward_processes reward_batch_size",
     "of hub names": "trust_remote_code unsupervised_dataset_config_name",
 }
 CASES = [

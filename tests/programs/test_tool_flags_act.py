@@ -135,7 +135,7 @@ ACTS: dict[type, dict[str, Any]] = {
 ELSEWHERE = {
     "places": "data_output_path plugins host port db",
     "of hub names": "trust_remote_code",
-    "limits, time alone": "max_bad_rows per_device_eval_batch_size batch_size",
+    "limits, time alone": "no_cuda_graphs max_bad_rows per_device_eval_batch_size batch_size",
     "drawn by people": "data_path",
 }
 CASES = [

@@ -25,8 +25,8 @@ QUESTIONS = [
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
 
 
-def load(folder: str, *, seed: int | None = None, **sampling) -> Answerer:
-    args = AnsweringArguments()
+def load(folder: str, *, seed: int | None = None, no_cuda_graphs: bool = False, **sampling) -> Answerer:
+    args = AnsweringArguments(no_cuda_graphs=no_cuda_graphs)
     template = load_template("--path", folder, args, Problems())
     return load_answerer(folder, template, args, Sampling(**{"max_new_tokens": 12} | sampling), seed=seed)
 
@@ -75,6 +75,12 @@ def test_memory_is_kept_from_turn_to_turn(tiny_model_folder):
     assert [block.data_ptr() for block in generator._step.cache.keys] == blocks
     answerer.answer((Message("user", "fox " * 500),))
     assert generator._step.cache.max_length == 128, "no more than the model has positions"
+
+
+def test_graphs_can_be_switched_off(tiny_model_folder):
+    for is_off in (False, True):
+        answerer = load(tiny_model_folder("gpt2"), no_cuda_graphs=is_off)
+        assert (answerer._generator._graphs is None) == is_off
 
 
 def test_a_long_conversation_loses_its_oldest_turns_whole(tiny_model_folder, prompts_read):

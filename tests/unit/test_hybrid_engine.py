@@ -124,6 +124,15 @@ def test_every_way_of_generating_gives_the_same_texts(stage, options, tiny_model
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("stage", "options", "has_graphs"),
+    [(0, {}, True), (0, {"no_cuda_graphs": True}, False), (3, {"unpin_actor_parameters": True}, False)],
+)
+def test_graphs_are_used_unless_they_must_or_shall_not_be(stage, options, has_graphs, tiny_model_folder):
+    generator = build(tiny_model_folder("llama"), stage, **options).generator
+    assert (generator._graphs is not None) == has_graphs
+
+
 def optimizer_states(hybrid: HybridEngine) -> list[torch.Tensor]:
     """fp32 weights and moments of a ZeRO engine."""
     zero, is_3 = hybrid.engine.optimizer, hybrid.engine.zero_optimization_stage() == 3
