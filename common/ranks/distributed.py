@@ -26,6 +26,7 @@ from common.ranks.failures import first_line, say  # noqa: E402
 # nccl ends a process that waited too long, from a thread of its own and without saying for whom: later than
 # the watch does.
 NCCL_EXTRA_SECONDS = 30.0
+ALLOCATOR_VARIABLES = {f"PYTORCH_{kind}ALLOC_CONF" for kind in ("", "CUDA_", "HIP_")}
 CANNOT_JOIN = 2  # exit code, as of bad input
 T = TypeVar("T")
 _host_group: dist.ProcessGroup | None = None  # of gloo beside nccl's world; None: the world is gloo's
@@ -50,6 +51,9 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
         os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ.setdefault("LOCAL_RANK", str(max(local_rank, 0)))
     if has_gpu():
+        if not ALLOCATOR_VARIABLES & os.environ.keys():
+            # What one phase frees, the next asks for in other sizes: blocks that grow can be used again.
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
         backend = "nccl" if has_gpu() else "gloo"

@@ -1,6 +1,8 @@
 """Checks before any model is loaded. The programs' own tests show each message as a user sees it."""
 
 import pytest
+import torch
+from pretended_gpu import pretended_gpu
 
 from common.flags.args import Problems
 from common.programs.startup import OF_A_GROUP, check_environment, check_run, find_template
@@ -98,3 +100,21 @@ def test_who_tells_the_problems(monkeypatch, capsys, rank, local_rank, by_all, i
     with pytest.raises(SystemExit):
         problems.exit_if_any(is_told_by_all=by_all)
     assert ("something" in capsys.readouterr().err) == is_told
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("variable", "found"), [("", "expandable_segments:True"), ("PYTORCH_CUDA_ALLOC_CONF", "")]
+)
+def test_blocks_of_gpu_memory_grow_unless_the_user_says_how(monkeypatch, variable, found):
+    for name in distributed.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "max_split_size_mb:64")
+    torch._C._accelerator_setAllocatorSettings("")
+    distributed.start()  # without a GPU nothing is set
+    assert torch._C._accelerator_getAllocatorSettings() == ""
+    with pretended_gpu():
+        distributed.start()
+    assert torch._C._accelerator_getAllocatorSettings() == found
+    torch._C._accelerator_setAllocatorSettings("")
