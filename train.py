@@ -13,6 +13,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from common.flags.args import Problems, flag, parse_args
 from common.flags.problems import has_hub_form
 from common.runs.run_files import REPORT
 from tools.until_done import STOPPED, run_group
-from training_scripts.launch_table import DEPLOYMENTS, STEPS, find_script
+from training_scripts.launch_table import DEPLOYMENTS, STEPS, find_script, run_flags, script_flags
 
 ROOT = Path(__file__).resolve().parent
 BAD_INPUT = 2  # as they leave when they have refused what they were given
@@ -52,6 +53,7 @@ class TrainArguments:
     sft_flags: str = flag("", "more flags of step 1: --sft-flags='--lora_dim 8 --packed'")
     reward_flags: str = flag("", "more flags of step 2")
     ppo_flags: str = flag("", "more flags of step 3")
+    no_plan: bool = flag(False, "start without a memory plan, also what would not fit this machine's GPUs")
     dry_run: bool = flag(False, "print the commands, run nothing")
 
 
@@ -153,6 +155,27 @@ def build_launch(args: TrainArguments, step: int) -> Launch:
     return Launch(["bash", *words], variables)
 
 
+def plan_words(args: TrainArguments, step: int) -> list[str]:
+    """Return the flags by which tools.plan says whether a step fits this machine's GPUs.
+
+    What earlier steps will have trained has the size of what they begin from.
+    """
+    launch = build_launch(args, step)
+    _, script, *words = launch.words
+    actor, reward = args.actor_model, args.reward_model
+    models = {"MODEL": reward if step == 2 else actor, "ACTOR_MODEL": actor, "CRITIC_MODEL": reward}
+    if script == RUN:
+        flags = run_flags(*words[:3], models)
+        words = words[3:]
+    else:
+        flags = script_flags(ROOT / script, launch.variables | models)
+    is_multi = args.deployment_type == "multi_node"
+    num_nodes = Path(args.hostfile).read_text().count("slots=") if is_multi else 1
+    num_gpus = args.num_gpus or (1 if args.deployment_type == "single_gpu" else 8)
+    machines = ["--gpu", "here", "--num_gpus", str(num_gpus), "--num_nodes", str(num_nodes)]
+    return ["--stage", str(step), *machines, *flags, *words]
+
+
 def report(args: TrainArguments) -> None:
     """Print where the exports of the steps are, and write one report on all of them."""
     from tools.report.page import write_report  # matplotlib is slow to import
@@ -177,13 +200,18 @@ def main() -> None:
     args = parse_args(TrainArguments, words, description=__doc__.splitlines()[0], problems=problems)
     check(args, problems)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    env = os.environ | {"PATH": path, "NO_PLAN": "1"}  # run.sh's: all steps are planned here
+    has_gpu = shutil.which("nvidia-smi") or shutil.which("rocm-smi")
+    for step in args.step if has_gpu and not args.no_plan and not args.dry_run else ():
+        code, was_asked = run_group([sys.executable, "-m", "tools.plan", *plan_words(args, step)], cwd=ROOT)
+        if was_asked or code == BAD_INPUT:
+            raise SystemExit(STOPPED if was_asked else code)
     for step in args.step:
         launch = build_launch(args, step)
         print(f"---- step {step}: {launch}", flush=True)
         if args.dry_run:
             continue
-        env = os.environ | {"PATH": path} | launch.variables
-        code, was_asked = run_group(launch.words, cwd=ROOT, env=env)
+        code, was_asked = run_group(launch.words, cwd=ROOT, env=env | launch.variables)
         if code:
             code = STOPPED if was_asked else code
             how = "was stopped" if code == STOPPED else f"ended with exit code {code}"

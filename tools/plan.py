@@ -5,6 +5,9 @@ python -m tools.plan --stage 3 --actor_model_name_or_path SFT --critic_model_nam
 
 The flags are those of the step, and the machines'. Nothing is loaded and no GPU is needed: figures are worked
 out from the models' configurations (`memory_plan.py`, `traffic_plan.py`). Exit code 1 where it does not fit.
+
+run.sh and train.py call it with --gpu here before a step starts: exit code 2 where that does not fit, and 0
+after one line where nobody can tell.
 """
 
 import math
@@ -16,8 +19,9 @@ from typing import Any, NamedTuple
 from common.flags.args import Problems
 from common.generation.tp_plans import working_tp_sizes
 from common.programs import startup
+from common.ranks.failures import first_line
 from tools.memory_plan import TRAINING, Holdings, MemoryPlan
-from tools.planned_run import PlanArguments, Run, build_run, read_run
+from tools.planned_run import HERE, PlanArguments, Run, build_run, read_models, read_run, with_own_gpu
 from tools.step_flags import STEP_NAMES, parse_step_args
 from tools.terminal import run_tool
 from tools.traffic_plan import is_recomputed, plan_traffic
@@ -28,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     startup.quiet_libraries()
     problems = Problems()
     args = parse_step_args(PlanArguments, argv, description=__doc__.splitlines()[0], problems=problems)
+    if args.gpu == HERE:
+        return plan_start(args, problems)
     run = read_run(args, problems)
     memory = MemoryPlan(run)
     sections = [head_lines(run), memory_lines(run, memory), verdict_lines(run, memory)]
@@ -36,6 +42,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.flush()
     if not memory.fits:
         raise SystemExit(1)
+
+
+def plan_start(args: Any, problems: Problems) -> None:
+    """Print the plan of a step on this machine's GPUs; leave with 2 where it does not fit.
+
+    Nothing else stops a start: the step itself knows better what is wrong with its flags.
+    """
+    try:
+        args = with_own_gpu(args)
+        models = read_models(args, problems)
+        run = None if problems.messages else build_run(args, models, problems)
+        if run is None:
+            raise ValueError(problems.messages[0])
+        memory = MemoryPlan(run)
+        lines = [*head_lines(run)[:1], *memory_lines(run, memory), "", *verdict_lines(run, memory)]
+    except Exception as error:  # a model's own code, a driver's words: whatever it is, a plan is no condition
+        print(f"no memory plan: {first_line(error)}", flush=True)
+        return
+    print("\n".join(lines), flush=True)
+    if not memory.fits:
+        cure = "make the change, or start it all the same: NO_PLAN=1, --no_plan of train.py"
+        print(f"error: step {args.stage} was not started; {cure}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 # ---- printing -------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from common.models.loading import DTYPES, plain_model
 from common.models.lora import LoraOptions, add_lora, trained_weights
 from common.models.model_flops import DEVICES
 from common.programs import startup
+from common.ranks import distributed
 from step3_ppo.algorithms import find_algorithm
 from step3_ppo.checks import check_flags
 from step3_ppo.rewards.reward_specs import parse_rewards
@@ -122,11 +123,18 @@ Models = dict[str, PlannedModel]  # by role, without adapters
 Source = tuple[str, str, bool]  # of a model: the flag that names it, its path, whether it is a value model
 
 
+HERE = "here"
+
+
 @dataclass
 class PlanArguments(StageArguments):
     """The machines."""
 
-    gpu: str = flag("h100-80g", "kind of device", choices=tuple(DEVICES))
+    gpu: str = flag(
+        "h100-80g",
+        "kind of device; here: that of this machine, and what cannot be planned stops nobody",
+        choices=(*DEVICES, HERE),
+    )
     num_gpus: int = flag(1, "GPUs, or CPU processes, of each machine", low=1)
     num_nodes: int = flag(1, "machines", low=1)
     gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: what --gpu has", low=0)
@@ -232,6 +240,19 @@ def build_roles(args: Any, models: Models) -> list[Role]:
 
 
 # ---- from the flags -------------------------------------------------------------------------------------
+
+
+def with_own_gpu(args: Any) -> Any:
+    """Return the flags with name and memory of the smallest GPU that is used here, and with its precision.
+
+    Raises ValueError where torch sees none.
+    """
+    if not distributed.has_gpu():
+        raise ValueError("torch sees no GPU")
+    used = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())][: args.num_gpus]
+    smallest = min(used, key=lambda gpu: gpu.total_memory)
+    gib = args.gpu_memory_gib or smallest.total_memory / 2**30
+    return replace(args, gpu=smallest.name, gpu_memory_gib=gib, dtype=distributed.dtype_name(args.dtype))
 
 
 def read_run(args: Any, problems: Problems) -> Run:

@@ -4,9 +4,12 @@
 python training_scripts/launch_table.py STEP MODEL MACHINE      prints the flags of run.sh, one word a line
 """
 
+import shlex
 import sys
 from collections import namedtuple
+from collections.abc import Mapping
 from pathlib import Path
+from string import Template
 
 FOLDER = Path(__file__).resolve().parent
 TABLE = FOLDER / "models.txt"
@@ -81,6 +84,13 @@ def _ppo_flags(row: Row) -> list[str]:
     return words + (["--inference_tp_size", row.tp] if row.tp != "-" else [])
 
 
+def run_flags(step: str, model: str, machine: str, models: Mapping[str, str]) -> list[str]:
+    """Return all flags of run.sh for a step, models among them: by the names of its variables."""
+    roles = ("actor_", "critic_") if step == "ppo" else ("",)
+    words = [w for r in roles for w in (f"--{r}model_name_or_path", models[f"{r}model".upper()])]
+    return words + step_flags(step, find_row(model, machine))
+
+
 # ---- the scripts of single models -----------------------------------------------------------------------
 
 
@@ -94,6 +104,12 @@ def find_script(step: int, deployment: str, model: str) -> Path | None:
     folder = FOLDER / STEPS[step - 1] / name / deployment
     scripts = [folder / f"run_{size}.sh", folder / f"run_{size}_lora.sh"]
     return next((script for script in scripts if script.exists()), None)
+
+
+def script_flags(script: Path, variables: Mapping[str, str]) -> list[str]:
+    """Return the flags that a script gives to its program, with the values of these variables in them."""
+    flags = script.read_text().partition("/main.py \\\n")[2].partition('"$@"')[0].replace("\\\n", "")
+    return [Template(word).safe_substitute(variables) for word in shlex.split(flags)]
 
 
 if __name__ == "__main__":

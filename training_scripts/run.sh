@@ -12,7 +12,8 @@
 #   LAUNCHER=torchrun NUM_NODES=8 NODE_RANK=0 MASTER_ADDR=node1 bash training_scripts/run.sh ...   # on each machine
 #
 # Variables: NUM_GPUS of each machine, HOSTFILE, ACTOR_MODEL, CRITIC_MODEL, OUTPUT_DIR (on several machines on a file
-# system that all share), LAUNCHER (deepspeed, torchrun, slurm). Flags of the program may follow and win over the table's.
+# system that all share), LAUNCHER (deepspeed, torchrun, slurm), NO_PLAN=1: start what is planned not to fit. Flags of the
+# program may follow and win over the table's.
 set -euo pipefail
 if [[ $# -lt 3 ]]; then
     sed -n '/^# One step/,/^set -euo/{/^#/p}' "$0" | cut -c3- >&2
@@ -43,6 +44,7 @@ fi
 
 NUM_GPUS=${NUM_GPUS:-$([[ "$machine" == single_gpu ]] && echo 1 || echo 8)} # on each machine
 HOSTFILE=${HOSTFILE:-hostfile}
+num_nodes=1
 MASTER_PORT=${MASTER_PORT:-29500}
 log=$OUTPUT_DIR/train.log
 case $LAUNCHER in
@@ -55,16 +57,19 @@ deepspeed)
             exit 2
         fi
         launch+=(--hostfile "$HOSTFILE")
+        num_nodes=$(grep -c '^[^#]*slots=' "$HOSTFILE" || true)
     fi
     ;;
 torchrun)
     launch=(torchrun --nnodes "${NUM_NODES:?the number of machines}" --nproc_per_node "$NUM_GPUS"
         --node_rank "${NODE_RANK:?0 on the first machine, 1 on the next ...}"
         --master_addr "${MASTER_ADDR:?the name of the first machine}" --master_port "$MASTER_PORT")
+    num_nodes=$NUM_NODES
     log=$OUTPUT_DIR/train-$NODE_RANK.log
     ;;
 slurm)
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) # reads all: a closed pipe would end this script
+    num_nodes=$SLURM_JOB_NUM_NODES
     launch=(srun torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "$NUM_GPUS"
         --rdzv_backend c10d --rdzv_endpoint "$first:$MASTER_PORT")
     ;;
@@ -75,4 +80,11 @@ slurm)
 esac
 
 mkdir -p "$OUTPUT_DIR"
-"${launch[@]}" "$folder/main.py" "${models[@]}" "${flags[@]}" --output_dir "$OUTPUT_DIR" "$@" 2>&1 | tee -ai "$log"
+words=("${models[@]}" "${flags[@]}" --output_dir "$OUTPUT_DIR" "$@")
+if [[ -z "${NO_PLAN:-}" ]] && { type -P nvidia-smi || type -P rocm-smi; } >/dev/null; then
+    code=0
+    python -m tools.plan --gpu here --num_gpus "$NUM_GPUS" --num_nodes "$num_nodes" --stage "${folder:4:1}" "${words[@]}" \
+        2>&1 | tee -ai "$log" || code=$?
+    case $code in 2 | 130) exit "$code" ;; esac # any other is no verdict
+fi
+"${launch[@]}" "$folder/main.py" "${words[@]}" 2>&1 | tee -ai "$log"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import transformers
 from planned_runs import GIB, LLAMA_7B, NUM_350M, OPT_1B, OPT_350M, make_run, ppo, single
+from pretended_gpu import pretended_gpu
 
 from tools.memory_plan import MemoryPlan
 from tools.plan import apply, find_changes, main
@@ -27,7 +28,7 @@ def run_plan(capsys) -> Plan:
         except SystemExit as stop:
             code = stop.code
         out, errors = capsys.readouterr()
-        return code, out or errors
+        return code, out + errors
 
     return run
 
@@ -102,6 +103,31 @@ def test_dpo_is_a_policy_on_two_sequences_a_pair(run_plan):
     rows = single(OPT_1B, "--per_device_train_batch_size", "6", "--per_device_eval_batch_size", "32")
     assert MemoryPlan(pairs).moments == MemoryPlan(rows).moments and plan_traffic(pairs) == plan_traffic(rows)
     assert "step 2, DPO, on 1 x" in run_plan(2, "--loss", "dpo")[1]
+
+
+# ---- before a start ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gib", "code", "words"),
+    [
+        (40.0, 0, ("on 1 x Pretended, bf16", "\nleft of 40 ", "\nfits: at the peak")),
+        (16.0, 2, ("\ndoes not fit", "\nchange: --", "error: step 1 was not started; make the change, or")),
+    ],
+)
+def test_a_step_that_does_not_fit_the_gpu_that_is_there_is_not_started(gib, code, words, run_plan):
+    with pretended_gpu(memory_gib=gib):
+        found, printed = run_plan(1, "--gpu", "here", "--per_device_train_batch_size", "1")
+    assert found == code and all(text in printed for text in words), printed
+
+
+def test_what_cannot_be_planned_stops_nobody(run_plan):
+    assert run_plan(1, "--gpu", "here") == (0, "no memory plan: torch sees no GPU\n")
+    with pretended_gpu():
+        code, printed = run_plan(1, "--gpu", "here", "--model_name_or_path", "./nowhere")
+        assert code == 0 and printed.startswith("no memory plan: --model_name_or_path ./nowhere is neither")
+        code, printed = run_plan(1, "--gpu", "here", "--lora_dim", "x")
+        assert code == 0 and printed.startswith("no memory plan: --lora_dim x")
 
 
 # ---- suggestions ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ The scripts run for real, with a fake `deepspeed` first on PATH that writes down
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,15 @@ pwd > "$RECORD/cwd"
 printf '%s\\0' "$@" > "$RECORD/arguments"
 exit "${FAKE_EXIT_CODE:-0}"
 """
+# nvidia-smi says that there is a GPU; a plan is written down and judges as it is told.
+FAKE_GPU = {
+    "nvidia-smi": "#!/usr/bin/env bash\n",
+    "python": f"""#!/usr/bin/env bash
+[[ "$2" == tools.plan ]] || exec {sys.executable} "$@"
+printf '%s ' "$@" > "$RECORD/plan"
+exit "$PLAN_EXIT_CODE"
+""",
+}
 FAKE_SLURM = {
     "srun": '#!/usr/bin/env bash\nexec "$@"\n',
     "scontrol": "#!/usr/bin/env bash\necho first\necho second\n",
@@ -38,7 +48,8 @@ FAKE_SLURM = {
 
 def launch(script: Path, folder: Path, *extra: str, **variables: str) -> SimpleNamespace:
     """Run `script` from another folder, all it makes in `folder`; return what it did."""
-    for name, text in {"deepspeed": FAKE_DEEPSPEED, "torchrun": FAKE_DEEPSPEED, **FAKE_SLURM}.items():
+    fakes = {"deepspeed": FAKE_DEEPSPEED, "torchrun": FAKE_DEEPSPEED, **FAKE_SLURM}
+    for name, text in (fakes | (FAKE_GPU if "PLAN_EXIT_CODE" in variables else {})).items():
         fake = folder / "bin" / name
         fake.parent.mkdir(exist_ok=True)
         fake.write_text(text)
@@ -51,6 +62,8 @@ def launch(script: Path, folder: Path, *extra: str, **variables: str) -> SimpleN
     done = subprocess.run(
         [str(script), *extra], env=env, cwd=folder, capture_output=True, text=True, timeout=60
     )
+    if "PLAN_EXIT_CODE" in variables and done.returncode:
+        return SimpleNamespace(exit_code=done.returncode)
     assert (folder / "arguments").exists(), f"{script.name} did not reach deepspeed: {done.stderr}"
     words = (folder / "arguments").read_text().split("\0")[:-1]
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
@@ -127,6 +140,20 @@ def test_run_sh_starts_by_each_launcher(variables: dict, words: str, tmp_path: P
     assert run.program_words[1:4:2] == exports and run.program_words[-2:] == ["--seed", "7"]
     [log] = [file.read_text() for file in run.output_dir.glob("train*.log")]
     assert "a line of complaint" in log
+
+
+@pytest.mark.parametrize("launcher", [{}, TORCHRUN, SLURM], ids=["deepspeed", "torchrun", "slurm"])
+@pytest.mark.parametrize(("plan_code", "code"), [("0", 0), ("1", 0), ("2", 2), ("130", 130)])
+def test_run_sh_starts_what_is_not_planned_to_fail(launcher, plan_code: str, code: int, tmp_path: Path):
+    words = ("dpo", "a/b", "multi_node", "--seed", "7")
+    run = launch(RUN, tmp_path, *words, PLAN_EXIT_CODE=plan_code, **launcher)
+    machines = "--gpu here --num_gpus 8 --num_nodes 2 --stage 2 --model_name_or_path a/b "
+    assert run.exit_code == code and f"-m tools.plan {machines}" in (tmp_path / "plan").read_text()
+    assert (tmp_path / "arguments").exists() == (code == 0)
+    if code == 0:
+        assert " ".join(run.program_words) in (tmp_path / "plan").read_text()
+    elif not launcher:
+        assert launch(RUN, tmp_path, *words, PLAN_EXIT_CODE="2", NO_PLAN="1").exit_code == 0
 
 
 # ---- what the scripts have in common

@@ -8,6 +8,9 @@ import pytest
 
 import train
 from common.flags.args import Problems, parse_args
+from tools.planned_run import PlanArguments
+from tools.step_flags import parse_step_args
+from training_scripts.launch_table import ROWS, step_flags
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +113,47 @@ def test_several_machines_have_a_hostfile(tmp_path):
     sft, *_ = launches("--deployment_type", "multi_node", "--actor_model", "66b")
     assert sft.words[1].endswith("opt/multi_node/run_66b.sh")
     assert sft.variables["HOSTFILE"] == str(tmp_path / "hostfile")
+
+
+def test_what_does_not_fit_is_not_started(monkeypatch, capsys):
+    """All steps are planned before the first, with the flags that they will have."""
+    calls = []
+
+    def run(words, **more):
+        calls.append(words)
+        assert "tools.plan" in words or more["env"]["NO_PLAN"] == "1"
+        return (2 if "3" in words else 1 if "2" in words else 0), False  # a plan that fails is no verdict
+
+    monkeypatch.setattr(train, "run_group", run)
+    monkeypatch.setattr(shutil, "which", lambda name: name == "nvidia-smi")
+    flags = ["--actor_model", "1.3b", "--deployment_type", "single_node", "--reward_flags", "--seed 7"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags])
+    with pytest.raises(SystemExit) as left:
+        train.main()
+    assert left.value.code == 2 and capsys.readouterr().out == ""
+    assert [words[1:5] for words in calls] == [["-m", "tools.plan", "--stage", step] for step in "123"]
+    machines = ["--gpu", "here", "--num_gpus", "8", "--num_nodes", "1"]
+    problems, (sft, reward, ppo) = Problems(), (words[5:] for words in calls)
+    assert sft[:6] == machines and reward[-2:] == ["--seed", "7"] and "$" not in "".join(sft + reward + ppo)
+    found = parse_step_args(PlanArguments, ["--stage", "3", *ppo], problems=problems)
+    assert not problems.messages and found.actor_zero_stage == 2 and found.critic_zero_stage == 2
+    assert found.actor_model_name_or_path == "facebook/opt-1.3b"
+    assert found.critic_model_name_or_path == "facebook/opt-350m"
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags, "--no_plan", "--step", "1"])
+    calls.clear()
+    train.main()
+    assert [words[0] for words in calls] == ["bash"]
+
+
+def test_run_shs_models_are_planned_by_its_table(tmp_path):
+    (tmp_path / "hosts").write_text("first slots=4\nsecond slots=4\n")
+    words = ["--actor_model", "a/b", "--deployment_type", "multi_node", "--hostfile", "hosts"]
+    args = checked(*words, "--num_gpus", "4", "--ppo_flags", "--seed 7")
+    [row] = [row for row in ROWS if (row.model, row.machine) == ("*", "multi_node")]
+    models = ["--actor_model_name_or_path", "a/b", "--critic_model_name_or_path", "a/b"]
+    machines = ["--gpu", "here", "--num_gpus", "4", "--num_nodes", "2"]
+    planned = ["--stage", "3", *machines, *models, *step_flags("ppo", row), "--seed", "7"]
+    assert train.plan_words(args, 3) == planned
 
 
 @pytest.mark.parametrize(
