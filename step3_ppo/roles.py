@@ -42,6 +42,13 @@ class Role:
 
     name, clock = "", ""  # as the watchdog and the step's costs call its scoring
 
+    def __post_init__(self) -> None:
+        tensors = [*self.model.parameters(), *self.model.buffers()] if self.is_offloaded else []
+        # Page-locked, so that a copy to the GPU does not wait; nothing changes there, so nothing comes back.
+        self._on_cpu = [(t, t.data.pin_memory() if distributed.has_gpu() else t.data) for t in tensors]
+        for tensor, data in self._on_cpu:
+            tensor.data = data
+
     def score(self, batches: Sequence[PackedBatch]) -> list[Any]:
         """Return what the role says of each batch. Every rank must call this with as many."""
         with self.scoring():
@@ -52,13 +59,13 @@ class Role:
         """Have the model without gradients and dropout, its weights where they can be computed with."""
         self.model.eval()
         with watchdog.phase(f"the scores of the {self.name}", clock=self.clock), torch.no_grad():
-            if self.is_offloaded:
-                self.model.to(distributed.device())
+            for tensor, data in self._on_cpu:
+                tensor.data = data.to(distributed.device(), non_blocking=True)
             try:
                 yield
             finally:
-                if self.is_offloaded:
-                    self.model.to("cpu")
+                for tensor, data in self._on_cpu:
+                    tensor.data = data
 
     def answer(self, batch: PackedBatch) -> Any:
         """Return what the role says of a batch."""

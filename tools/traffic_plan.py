@@ -57,8 +57,8 @@ def plan_traffic(run: Run) -> dict[str, Phase]:
         phases[f"score {role.name}"] = phase = Phase()
         if role.is_sharded:
             phase.gather_weights(run, role, math.ceil(run.num_samples * run.length / run.tokens_per_pass))
-        elif role.params_on_cpu:  # there and back
-            phase.host_bytes = 2.0 * run.num_bytes * role.model.num_params
+        elif role.params_on_cpu:  # nothing comes back
+            phase.host_bytes = float(run.num_bytes * role.model.num_params)
     num_updates = run.args.ppo_epochs * run.num_samples / run.sequences_per_update
     trained = [role for role in run.roles if role.is_trained]
     return phases | {f"train {role.name}": plan_update(run, role, num_updates) for role in trained}

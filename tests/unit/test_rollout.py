@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pretended_gpu import pretended_gpu
 from rollout_batches import make_rollout_batch
 
 from common.data.packed_batch import ROW_IDS, PackedBatch, collate_prompts
@@ -20,8 +21,10 @@ from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import ScoreSum
-from step3_ppo.roles import LoraReference, Roles
+from step3_ppo.roles import LoraReference, Reference, Roles
 from step3_ppo.rollout import Rollout, add_sampling_mask
+
+DIRECTIONS = ("copy to the device", "copy to the host")
 
 
 class FakeActor:
@@ -214,3 +217,23 @@ def test_the_reference_stays_what_the_actor_was(only_lora, tiny_model_folder):
         moved, _ = reference.compute_logprobs(batch)
     assert after.equal(before)
     assert (moved - before).abs().max() > 0.1
+
+
+def test_offloaded_weights_cross_to_the_gpu_and_nothing_comes_back(tiny_model_folder):
+    options = ModelOptions(tiny_model_folder("gptj"), dropout=0.0)  # its positions are a buffer
+    model = PolicyModel(load_causal_lm(options, 320), num_valid_tokens=320).requires_grad_(False)
+    batch = make_rollout_batch([0, 1, 2], [3, 5, 2], [4, 1, 5])
+    (expected,) = Reference(model, is_packed=False).score([batch])
+    tensors = [*model.parameters(), *model.buffers()]
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    with pretended_gpu() as gpu:
+        reference = Reference(model, is_packed=False, is_offloaded=True)
+        for _ in range(2):
+            gpu.clear()
+            (found,) = reference.score([batch])
+            copies = {name: sum(c.num_bytes for c in gpu.copies if c.name == name) for name in DIRECTIONS}
+            assert num_bytes <= copies["copy to the device"] < 1.01 * num_bytes
+            assert copies["copy to the host"] < 0.01 * num_bytes
+            assert not [wait for wait in gpu.waits if wait.where.startswith("roles.py")]
+            assert not any(tensor.is_cuda for tensor in tensors) and gpu.allocated < 0.01 * num_bytes
+            assert found.cpu().equal(expected)
