@@ -69,8 +69,8 @@ class Questions(TorchFunctionMode):
         self.makers |= {Tensor.new_ones, Tensor.new_zeros, Tensor.new_tensor}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.gpu.is_quiet:
+        kwargs, thread = kwargs or {}, self.gpu.thread
+        if thread.is_quiet:
             return func(*args, **kwargs)
         if func in self.answers:
             return self.answers[func](*args, **kwargs)
@@ -78,7 +78,11 @@ class Questions(TorchFunctionMode):
             kwargs = {"device": self._device(args[0])} | kwargs
         if func in self.makers and (kwargs.get("device") is not None or kwargs.get("pin_memory")):
             return self._make(func, args, dict(kwargs))
-        return func(*args, **kwargs)
+        thread.is_inside = func not in self.makers
+        try:
+            return func(*args, **kwargs)
+        finally:
+            thread.is_inside = False
 
     def _on(self, device: Any) -> torch.device:
         """Return a device that is asked for."""

@@ -49,6 +49,14 @@ class Event(NamedTuple):
     num_bytes: int = 0
 
 
+class Thread(threading.local):
+    """What a thread does: the harness's own operations, which are nobody's; a function of torch, in which C++
+    may make tensors.
+    """
+
+    is_quiet, is_inside = False, False
+
+
 class PretendedGpu:
     """What happened: `waits` of the host, `copies` to and from it, kernel `launches` by operation.
 
@@ -69,8 +77,8 @@ class PretendedGpu:
         self.has_device = False  # set_device was called
         self.waits_raise = False  # torch.cuda.set_sync_debug_mode("error")
         self._waited_for: tuple[int, int] | None = (0, 0)  # kernels and copies
-        self._local = threading.local()
-        self._marks: dict[int, str] = {}  # a storage's address -> device, pinned, or neutral
+        self.thread = Thread()
+        self._marks: dict[int, str] = {}  # a storage's address -> device, pinned, or neutral: made by C++
         self._unwritten: set[int] = set()  # storages of the host that the device is still writing
 
     def clear(self) -> None:
@@ -145,19 +153,14 @@ class PretendedGpu:
         elif not to_device:
             self._unwritten.add(target.untyped_storage()._cdata)
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether this thread's operations are the harness's own, and nobody's."""
-        return getattr(self._local, "is_quiet", False)
-
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """Let operations be: neither checked nor recorded."""
-        was_quiet, self._local.is_quiet = self.is_quiet, True
+        was_quiet, self.thread.is_quiet = self.thread.is_quiet, True
         try:
             yield
         finally:
-            self._local.is_quiet = was_quiet
+            self.thread.is_quiet = was_quiet
 
     def move(self, source: Tensor, kind: str, *, non_blocking: bool = False) -> Tensor:
         """Return the tensor on "cuda" or "cpu": itself where it is there."""
@@ -231,7 +234,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, gpu, name = kwargs or {}, self.gpu, func._schema.name
-        if gpu.is_quiet:
+        if gpu.thread.is_quiet:
             return func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if name.startswith("c10d::"):
@@ -252,8 +255,9 @@ class Operations(TorchDispatchMode):
                 gpu.capture.record(func, args, kwargs, out)
         if gpu.capture and not is_view and not func._schema.is_mutable:
             gpu.capture.own(out)
-        if not tensors and torch._C._current_graph_task_id() != -1:  # made by C++ in a backward pass
-            gpu.mark(out, "neutral")
+        is_made = not tensors and (gpu.thread.is_inside or torch._C._current_graph_task_id() != -1)
+        if is_made or any(gpu.has(tensor, "neutral") for tensor in tensors):
+            tree_map_(functools.partial(gpu.mark, mark="device" if on_device else "neutral"), out)
         elif on_device and name not in ("aten::copy_", "aten::_local_scalar_dense"):
             tree_map_(gpu.mark, out)
         return out

@@ -1,42 +1,71 @@
-"""Whole programs on a pretended GPU: what would crash there, and whether the numbers are a CPU's."""
+"""Whole programs on a pretended GPU: what would crash there, and whether the numbers are a CPU's.
+
+Two ranks have a GPU each, and nccl's rule: its collectives take no tensor of the CPU.
+"""
+
+import functools
+import json
+from pathlib import Path
 
 import pytest
 from pretended_gpu import pretended_gpu
 from program_runs import read_curve
-from test_golden_losses import PPO, RUNS, check_losses
-from tiny_inputs import step_flags
+from test_golden_losses import RUNS, check_losses
+from test_zero_matrix import Job, check_same, flags_of, params
 
-pytestmark = [pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_losses_are_those_of_a_cpu(name, tiny, tmp_path, lone_process, no_pictures):
+def test_golden_losses(name, tiny, tmp_path, lone_process, no_pictures):
     with pretended_gpu() as gpu:
         check_losses(name, tiny, tmp_path / "output")
     assert not gpu.queries
 
 
-SHORT = PPO | {"max_train_steps": 2, "dtype": "fp32", "seed": 3}
-LORA = {"actor_lora_dim": 2}
-ON_TWO = {
-    "sft": (1, {"zero_stage": 2, "eval_fraction": 0.1, "max_train_steps": 2, "dtype": "fp32"}),
-    "sft_bf16_lora": (1, {"zero_stage": 3, "lora_dim": 2, "max_train_steps": 2, "offload": "all"}),
-    "zero3_tp2": (3, SHORT | {"actor_zero_stage": 3, "critic_zero_stage": 3, "inference_tp_size": 2}),
-    "zero3_lora_tp2": (3, SHORT | LORA | {"actor_zero_stage": 3, "inference_tp_size": 2}),
-}
+# Any stage, offload, precision, adapters and way of generating, each with most of the others.
+JOBS = [
+    Job(1, 1, offload="optimizer", dtype="bf16", ranks=1),
+    Job(1, 2, lora=True, accumulation=2),
+    Job(1, 3, lora=True, offload="all", dtype="bf16", ranks=1),
+    Job(2, 0, lora=True, ranks=1, packed=200),
+    Job(2, 3, offload="all"),
+    Job(3, 0, ranks=1, tp=1, packed=110),
+    Job(3, 1, lora=True, dtype="bf16", tp=2),
+    Job(3, 2, ranks=1, algorithm="grpo", tp=1),
+    Job(3, 2, lora=True, offload="optimizer", dtype="bf16", ranks=1, family="gpt2"),
+    Job(3, 3, lora=True, offload="all", tp=2),
+    Job(3, 3, offload="param", dtype="bf16", ranks=1, family="gpt2", tp=1),
+    Job(3, 1, offload="optimizer", dtype="fp16", ranks=1, tp=1),
+]
 
 
-@pytest.mark.parametrize("name", ON_TWO)
-def test_two_ranks_under_the_rule_of_nccl(name, tiny, forks, tmp_path):
-    step, flags = ON_TWO[name]
-    outputs, metric = [tmp_path / "gpu", tmp_path / "cpu"], "policy/loss" if step == 3 else "sft/loss"
-    for output, more in zip(outputs, ({"gpu": {}}, {}), strict=True):
-        ran = forks.run(step, step_flags(tiny, step, output_dir=output, **flags), ranks=2, **more)
-        assert ran.codes == [0, 0], ran.text(0)[-3000:] + ran.text(1)[-3000:]
-        if more:
-            seen = [ran.seen(rank) for rank in (0, 1)]
-            assert [s["device"] for s in seen] == ["cuda:0", "cuda:1"] and not any(s["queries"] for s in seen)
-        if "dtype" not in flags:
-            return
-    curves = [read_curve(output, metric) for output in outputs]
-    assert curves[0] == pytest.approx(curves[1], abs=1e-6)
+@pytest.fixture(scope="module")
+def run(forks, tiny, tmp_path_factory):
+    """Make a job's run where there is a GPU, or where there is none, once; return its output."""
+    threshold = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
+    @functools.cache
+    def make(job: Job, *, on_gpu: bool = False) -> Path:
+        folder = tmp_path_factory.mktemp("job")
+        (folder / "threshold.json").write_text(json.dumps(threshold))
+        more = {"gpu": {}} if on_gpu else {}
+        ran = forks.run(job.step, flags_of(job, tiny, folder), ranks=job.ranks, **more)
+        assert ran.codes == [0] * job.ranks, "\n".join(ran.text(rank)[-4000:] for rank in range(job.ranks))
+        for rank in range(job.ranks if on_gpu else 0):
+            seen = ran.seen(rank)
+            assert seen["device"] == f"cuda:{rank}" and seen["launches"] and not seen["queries"]
+        return folder / job.name
+
+    return make
+
+
+@pytest.mark.parametrize("job", params(JOBS))
+def test_numbers_are_those_of_a_cpu(job, run):
+    found = run(job, on_gpu=True)
+    if job.dtype == "fp16":  # no CPU trains in it
+        names = ("policy/unsup_loss", "value/loss")
+        first = [[read_curve(folder, name)[0] for name in names] for folder in (found, run(job.reference))]
+        assert first[0] == pytest.approx(first[1], abs=0.05)
+    else:
+        check_same(job, found, run(job.reference if job.dtype == "fp32" else job))

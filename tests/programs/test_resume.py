@@ -95,6 +95,13 @@ def last_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, numbers
 
 
+class OnGpu:
+    """Runs whose ranks have a pretended GPU each."""
+
+    def __init__(self, forks: Any) -> None:
+        self.run = functools.partial(forks.run, gpu={})
+
+
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of metrics without what a clock says."""
     return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
@@ -158,6 +165,17 @@ def test_single_model_variants(forks, flags, finished, tmp_path, variant, do):
     hook = {"at": "common.engine.engine_step:_compute_grad_norm", "call": 4, "do": do}
     stop_and_resume(forks, flags[variant], tmp_path / "output", hook)
     assert_same_run(tmp_path / "output", finished(variant))
+
+
+@pytest.mark.parametrize("variant", ["sft, two ranks, ZeRO 2", "ppo, two ranks, ZeRO 2, bf16"])
+def test_on_a_pretended_gpu(forks, flags, tmp_path, variant):
+    """Its offloaded optimizer, its average and its random numbers come back to where they were."""
+    step, ranks, values = flags[variant]
+    done = OnGpu(forks).run(step, values | {"output_dir": tmp_path / "whole"}, ranks=ranks)
+    assert done.codes == [0] * ranks, done.text()
+    hook = {"at": "common.engine.engine_step:_compute_grad_norm", "call": 4, "do": "term"}
+    stop_and_resume(OnGpu(forks), flags[variant], tmp_path / "output", hook)
+    assert_same_run(tmp_path / "output", tmp_path / "whole")
 
 
 PPO_POINTS = {

@@ -83,6 +83,19 @@ def test_what_a_gpu_refuses(act):
         assert gpu.allocated == 32
 
 
+def test_what_cpp_makes_is_where_it_is_needed(tiny_model_folder):
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with pretended_gpu():
+        x = torch.ones(1, 2, 4, 8, device="cuda", requires_grad=True)
+        attend(x, x, x, dropout_p=0.5, is_causal=True).sum().backward()
+        assert x.grad.is_cuda
+        y = torch.ones(1, 2, 4, 8)
+        assert not attend(y, y, y, dropout_p=0.5, is_causal=True).is_cuda
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("llama"))
+        with pytest.raises(RuntimeError, match="same device"):
+            model(torch.ones(1, 2, dtype=torch.int64, device="cuda"))
+
+
 def test_a_copy_is_read_after_a_wait():
     with pretended_gpu() as gpu:
         x = torch.ones(8, device="cuda")
