@@ -294,7 +294,10 @@ class HybridArguments(DecodeArguments):
         only_with="actor_zero_stage=3",
     )
     release_inference_cache: bool = flag(
-        False, "free KV cache and graphs after generation", may_change=True, only_with="enable_hybrid_engine"
+        False,
+        "free KV cache, graphs and the slices that they read after generation",
+        may_change=True,
+        only_with="enable_hybrid_engine",
     )
     offload_states_for_generation: bool = flag(
         False, "move the actor's optimizer state from the GPU to the CPU while it generates", may_change=True

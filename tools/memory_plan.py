@@ -310,24 +310,26 @@ def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) ->
 
 
 def _hold_generation(run: Run, role: Role, is_on: bool, moment: Moment) -> None:
-    """Hold slices, keys and values, and buffers; keys, values and captured passes stay until they are
-    released.
+    """Hold slices, keys and values, and buffers; keys, values and captured passes, with the slices that they
+    read, stay until they are released.
     """
     args, b, name, model = run.args, run.num_bytes, role.name, role.model
     keys = float(run.num_slots * run.length * kv_bytes_per_token(model.plain.config, b, run.tp_size))
     is_kept = args.enable_hybrid_engine and not args.release_inference_cache
     if is_on or is_kept:
         moment.hold(name, "keys and values", keys)
-    if is_on or (is_kept and not run.is_cpu and not run.gathers_by_layer):
+    has_graphs = is_kept and not (run.is_cpu or run.gathers_by_layer or args.no_cuda_graphs)
+    if is_on or has_graphs:
         moment.hold(name, "token passes", run.num_slots * model.head.weight.shape[0] * (b + 20.0))
+    if not run.gathers_by_layer and (is_on or has_graphs):
+        moment.hold(name, "slices of weights", b * run.plan_switch().new)
     if not is_on:
         return
     if run.gathers_by_layer:
         moment.hold(name, "gathered weights", _gathered(run, role, "score"))
     else:
         switch = run.plan_switch()
-        moment.hold(name, "gather buffers", b * switch.staged)
-        moment.hold(name, "slices of weights", b * switch.new)
+        moment.hold(name, "gather buffers", b * (switch.staged + has_graphs * switch.new_at_once))
     prompts = run.num_slots * args.max_prompt_seq_len
     most = PREFILL_TOKENS if args.enable_hybrid_engine else prompts
     prefill = max(min(prompts, most), args.max_prompt_seq_len) / run.length

@@ -85,6 +85,7 @@ class Switch(NamedTuple):
     from_gather_group: int  # received
     from_all: int  # received
     staged: int  # in what is sent and received, until the slices are made: most of `at_once` layers
+    new_at_once: int  # of `new`, in `at_once` layers: they are copied where slices stay
 
 
 @cache
@@ -96,9 +97,9 @@ def plan_switch(model: PlannedModel, num_ranks: int, tp_size: int, is_sharded: b
     cuts = model.find_cuts(tp_size)
     layout = TPLayout(num_ranks, tp_size if cuts else 1)
     weights = trained_weights(model.module)
-    new = near = far = most_staged = 0
+    new = near = far = most_staged = most_new = 0
     for names in group_by_layers(list(weights), at_once):
-        staged = 0
+        staged, before = 0, new
         for name in names:
             plan = plan_weight(tuple(weights[name].parameter.shape), cuts.get(name), layout)
             is_view = plan.cut is None or (plan.cut.dim == 0 and len(plan.cut.ranges[0]) == 1)
@@ -113,8 +114,8 @@ def plan_switch(model: PlannedModel, num_ranks: int, tp_size: int, is_sharded: b
             # W + scaling B A is a new tensor, whatever W's slice was.
             is_merged = weights[name].lora_a is not None
             new += 0 if is_view and not is_merged else prod(plan.local_shape)
-        most_staged = max(most_staged, staged)
-    return Switch(new, near, far, most_staged)
+        most_staged, most_new = max(most_staged, staged), max(most_new, new - before)
+    return Switch(new, near, far, most_staged, most_new)
 
 
 # ---- the run --------------------------------------------------------------------------------------------

@@ -65,6 +65,11 @@ class Generator:
         self._step: DecodeStep | None = None
         self._graphs = DecodeGraphs(model, tp_group) if use_cuda_graphs and agree_any is None else None
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether captured graphs are kept, which read the weights where they lay."""
+        return self._graphs is not None and bool(self._graphs.graphs)
+
     def release(self) -> None:
         """Give the memory of keys, values and graphs back."""
         self._step = None

@@ -3,7 +3,7 @@
 ZeRO 0-2 with one rank per replica: the inference module holds the trained weights themselves, nothing is
 copied or sent. ZeRO 3, or `inference_tp_size` t > 1: each rank gets the slice of every weight that it
 computes with, and drops it on leaving. LoRA: adapted weights are merged into new tensors; the trained ones
-are never edited.
+are never edited. While captured graphs read the slices their memory stays, and the next switch fills it.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from common.models.lora import TrainedWeight, trained_weights
 from common.models.policy_model import language_model
 from common.ranks import distributed, watchdog
 from common.ranks.failures import is_out_of_memory
-from common.ranks.zero3 import OptimizerStates, is_sharded
+from common.ranks.zero3 import OptimizerStates, is_sharded, local_shard
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class HybridEngine:
         self._states = OptimizerStates(engine) if options.offload_states_for_generation else None
         self.received_bytes = 0  # on this rank, by the last switch; a checkpoint keeps it
         self.module = language_model(engine.module)
-        weights = trained_weights(self.module)
+        self._weights = weights = trained_weights(self.module)
         self.is_sharded = any(is_sharded(w.parameter) for w in weights.values())
         is_enabled = options.enable_hybrid_engine
         self.gather_by_layer = is_enabled and options.unpin_actor_parameters and self.is_sharded
@@ -122,10 +122,10 @@ class HybridEngine:
             yield self.inference_module
         finally:
             with watchdog.phase("the switch to training", clock="switch"):
-                if not self.gather_by_layer:
-                    self._inference.detach()
                 if self.options.release_inference_cache:
-                    self.release()
+                    self.generator.release()
+                if not self.gather_by_layer:
+                    self._inference.detach(keep_slices=self.generator.has_graphs)
                 if self._states:
                     self._states.reload()
             self.module.train(was_training)
@@ -140,7 +140,9 @@ class HybridEngine:
             )
         with named_out_of_memory(cure), torch.no_grad():
             for name, weight in self._resharder.load():
-                self._inference.attach(name, self._merge(name, weight))
+                merged, trained = self._merge(name, weight), local_shard(self._weights[name].parameter)
+                is_trainers = merged.untyped_storage().data_ptr() == trained.untyped_storage().data_ptr()
+                self._inference.attach(name, merged, is_trainers=is_trainers)
         self.received_bytes = self._resharder.received_bytes
 
     def _merge(self, name: str, weight: TrainedWeight) -> torch.Tensor:
@@ -153,8 +155,10 @@ class HybridEngine:
         return weight.merged(take)
 
     def release(self) -> None:
-        """Give back the memory that is kept for the next time: keys, values and graphs."""
+        """Give back the memory that is kept for the next time: keys, values, graphs and slices."""
         self.generator.release()
+        if not self.gather_by_layer:
+            self._inference.detach()
 
     def generate(
         self,
@@ -198,6 +202,8 @@ class TransformersGenerator:
     It gives the same texts as `Generator`; it holds whole weights, pads every prompt to the longest and
     decodes until the last response of the batch has ended.
     """
+
+    has_graphs = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

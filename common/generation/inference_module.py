@@ -31,7 +31,10 @@ WIDTHS = ("embed_dim", "hidden_size", "split_size")
 
 
 class InferenceModule:
-    """An empty transformers module; `attach` gives it a weight, `detach` takes all of them away."""
+    """An empty transformers module; `attach` gives it a weight, `detach` takes all of them away.
+
+    Captured graphs read weights where they lay, so slices may keep their memory, to be filled anew.
+    """
 
     def __init__(self, source: PreTrainedModel, device: torch.device) -> None:
         config = copy.deepcopy(source.config)
@@ -51,15 +54,23 @@ class InferenceModule:
                 if parameter is not None:
                     owners.setdefault(id(parameter), []).append((module, attribute))
         self._owners = {name: owners[id(p)] for name, p in self.module.named_parameters()}
+        self._slices: dict[str, torch.Tensor] = {}  # weights in memory that is not the trainer's
 
-    def attach(self, name: str, weight: torch.Tensor) -> None:
-        """Make a tensor the weight of this name, and of those that are tied to it; nothing is copied."""
+    def attach(self, name: str, weight: torch.Tensor, *, is_trainers: bool = True) -> None:
+        """Make a tensor the weight of this name, and of those that are tied to it. `is_trainers`: it lies in
+        the trainer's memory; if not, and a slice of this name was kept, it is copied there.
+        """
+        if not is_trainers:
+            kept = self._slices.setdefault(name, weight)
+            weight = kept if kept is weight else kept.copy_(weight)
         parameter = nn.Parameter(weight, requires_grad=False)
         for module, attribute in self._owners[name]:
             module._parameters[attribute] = parameter
 
-    def detach(self) -> None:
-        """Leave no weight behind."""
+    def detach(self, *, keep_slices: bool = False) -> None:
+        """Leave no weight behind; with `keep_slices` the slices' memory stays, for the next `attach`."""
+        if not keep_slices:
+            self._slices.clear()
         for owners in self._owners.values():
             for module, attribute in owners:
                 parameter = module._parameters[attribute]

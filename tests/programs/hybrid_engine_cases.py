@@ -19,6 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from hybrid_engines import build_tiny_engine
 from plain_logits import compute_logits
+from pretended_gpu import pretended_gpu
 from tiny_configs import VARIANTS
 from transformers import AutoModelForCausalLM
 
@@ -53,6 +54,7 @@ LORA = ((2, 3, ("gpt2",), (1, 2)), (2, 0, ("falcon_new",), (2,)), (4, 3, ("llama
 # tensor-parallel size -> (slots, 0: the default; whether the prompts change places)
 SLOTS_OF_SIZE = {1: ((0, False), (3, True)), 2: ((3, False), (0, True)), 4: ((1, False), (3, True))}
 SAMPLED_LENGTHS = (3, 7, 5, 12, 9, 2, 8, 6)  # dealt out to the ranks
+ON_TWO = pytest.mark.skipif(NUM_RANKS != 2, reason="for two ranks")
 ON_FOUR = pytest.mark.skipif(NUM_RANKS != 4, reason="for four ranks")
 
 
@@ -111,6 +113,7 @@ def train_once(engine: Any) -> None:
     """Make an optimizer step on data that differ from rank to rank."""
     engine.train()
     ids = torch.stack([make_prompt(100 * distributed.rank() + i, 6) for i in range(2)])
+    ids = ids.to(distributed.device())
     loss = compute_logits(engine, ids, torch.ones_like(ids)).float().square().mean()
     engine.backward(loss)
     engine.step()
@@ -336,3 +339,26 @@ def test_sampled_texts_depend_on_nothing_but_sample_and_weights(model_folder, ti
     assert len(expected) == len(SAMPLED_LENGTHS)
     assert len({tuple(text) for text in expected}) > len(expected) // 2, "samples must differ"
     assert len({len(text) for text in expected}) > 1, "some must meet the stop token"
+
+
+@ON_TWO
+@pytest.mark.parametrize(("lora_dim", "tp_size"), [(0, 2), (2, 2), (0, 1)])
+def test_captured_graphs_outlive_updates(lora_dim, tp_size, model_folder, tiny_engine):
+    """Three steps capture once: slices stay where graphs read them, and a GPU's texts are a CPU's."""
+
+    def run() -> Iterator[list[list[int]]]:
+        engine = tiny_engine(folder, 3, lora_dim)
+        with hybrid_engine(engine, inference_tp_size=tp_size) as hybrid:
+            for _ in range(3):
+                yield sample(hybrid, stop=-1)
+                train_once(engine)
+
+    folder, captures = model_folder("llama"), []
+    expected = list(run())
+    with pretended_gpu() as gpu:
+        for texts, wanted in zip(run(), expected, strict=True):
+            captures.append(sum(event.name == "torch.cuda.graph" for event in gpu.waits))
+            gpu.clear()
+            assert texts == wanted
+    assert captures[0] > 0 == captures[1] == captures[2]
+    assert expected[0] != expected[1] != expected[2], "an update must be seen"

@@ -8,6 +8,7 @@ import torch
 from deepspeed.runtime.rollout import HybridEngineRollout, RolloutBatch, RolloutRequest, SamplingConfig
 from hybrid_engines import build, build_tiny_engine
 from plain_logits import compute_logits
+from pretended_gpu import pretended_gpu
 
 from common.generation import hybrid_engine
 from common.generation.decode import SamplingOptions
@@ -173,6 +174,37 @@ def test_the_cache_is_kept_or_released_as_asked(tiny_model_folder):
         generate(released)
         assert released.generator._step is None
     assert pointers[0] == pointers[1]
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_slices_stay_where_captured_graphs_read_them(is_released, tiny_model_folder):
+    """Three steps capture once and see each update. It would capture anew in every step, for adapters are
+    merged into new tensors. On a CPU, which has no graphs, nothing stays.
+    """
+
+    def run(record) -> list[list[list[int]]]:
+        hybrid, texts = build(folder, 0, 2, release_inference_cache=is_released), []
+        for _ in range(3):
+            texts.append(generate(hybrid).response_ids.tolist())
+            record(hybrid)
+            assert holds_no_weight(hybrid)
+            train_once(hybrid)
+        hybrid.release()
+        assert not hybrid._inference._slices
+        return texts
+
+    def record(hybrid: HybridEngine) -> None:
+        captures.append(sum(event.name == "torch.cuda.graph" for event in gpu.waits))
+        places.append({name: weight.data_ptr() for name, weight in hybrid._inference._slices.items()})
+        gpu.clear()
+
+    folder, captures, places, on_cpu = tiny_model_folder("llama"), [], [], []
+    expected = run(lambda hybrid: on_cpu.extend(hybrid._inference._slices))
+    assert len(set(map(str, expected))) == 3 and not on_cpu
+    with pretended_gpu() as gpu:
+        assert run(record) == expected
+    assert captures == ([1, 1, 1] if is_released else [1, 0, 0])
+    assert places[0] == places[1] == places[2] and len(places[0]) == (0 if is_released else 14)
 
 
 def test_out_of_memory_names_the_cure():

@@ -168,10 +168,17 @@ def test_keys_and_values_are_slots_by_length():
 
 
 def test_a_slice_is_a_share_of_the_model_and_an_ema_another_copy():
-    plan = plan_ppo(HYBRID, *ZERO3, "--num_gpus", "8", "--enable_ema", "--inference_tp_size", "4")
+    flags = (HYBRID, *ZERO3, "--num_gpus", "8", "--enable_ema", "--inference_tp_size", "4")
+    plan = plan_ppo(*flags)
     found = items(plan, "generate", "generate")
     assert found["slices of weights"] == pytest.approx(2 * NUM_1B / 4, rel=0.02)  # positions are whole
     assert found["EMA"] == 4 * NUM_1B / 8
+    # They stay while captured passes read them; the next are copied there, 8 of 24 layers at a time.
+    freed, on_cpu = (plan_ppo(*flags, *more) for more in (["--release_inference_cache"], ["--gpu", "cpu"]))
+    assert items(plan, "idle", "idle")["slices of weights"] == found["slices of weights"]
+    assert not any("slices of weights" in items(other, "idle", "idle") for other in (freed, on_cpu))
+    copied = found["gather buffers"] - items(freed, "generate", "generate")["gather buffers"]
+    assert copied == pytest.approx(found["slices of weights"] * 8 / 24, rel=0.15)
 
 
 def test_the_reference_is_a_model_of_its_own_unless_there_are_adapters():
@@ -326,16 +333,17 @@ def test_switches_by_hand():
     by_rows = 2 * (3 * 32 * 32 + 2 * 32 * 64) + 2 * 320 * 32
     layers_by_columns, norms = 32 * 32 + 32 * 64, 5 * 32
     by_columns = 2 * layers_by_columns
-    new, near, far, staged = plan_switch(planned(LLAMA), 4, 2, True, 1)
+    new, near, far, staged, new_at_once = plan_switch(planned(LLAMA), 4, 2, True, 1)
     assert new == (by_rows + by_columns) / 2 + norms
     assert near == by_rows * (4 - 2) / (4 * 2)
     assert far == by_columns * (4 - 1) / (4 * 2) + norms * (4 - 1) / 4
     assert staged == 2 * layers_by_columns * (4 - 1) / (4 * 2)  # sent and received, a layer at a time
+    assert new_at_once == (4 * 32 * 32 + 3 * 32 * 64) / 2 + 2 * 32  # a layer's
     assert plan_switch(planned(LLAMA), 4, 2, True, 2).staged == 2 * staged
     # Without shards nothing is sent: rows, and what is not cut, are no copies. Merged adapters are.
-    assert plan_switch(planned(LLAMA), 4, 2, False, 8) == (by_columns / 2, 0, 0, 0)
+    assert plan_switch(planned(LLAMA), 4, 2, False, 8) == (by_columns / 2, 0, 0, 0, by_columns / 2)
     merged = plan_switch(planned(LLAMA, LoraOptions(dim=4)), 1, 1, False, 8)
-    assert merged == (2 * (4 * 32 * 32 + 3 * 32 * 64), 0, 0, 0)
+    assert merged == (adapted := 2 * (4 * 32 * 32 + 3 * 32 * 64), 0, 0, 0, adapted)
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "gemma2"])
