@@ -214,7 +214,7 @@ class Answerer:
         Waits until other answers are done.
         """
         ids, lengths = torch.tensor(token_ids), torch.tensor([len(token_ids)])
-        inputs = build_model_inputs(ids, lengths, is_packed=False, device=self.model.device)
+        (inputs,) = build_model_inputs(ids, lengths, is_packed=False).to(self.model.device)
         form, head = read_logit_transform(self.model.config), self.model.get_output_embeddings()
         scores: list[TokenScore] = []
         with _device_lock:

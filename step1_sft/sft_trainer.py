@@ -30,9 +30,9 @@ class SFTTrainer(Trainer):
         for batch, is_real in batches:
             is_counted = is_real.repeat_interleave(batch.lengths["loss_mask"])
             batch = batch.with_key("loss_mask", batch.data["loss_mask"] & is_counted, like="loss_mask")
-            nll += float(compute_nll_sum(self.engine, batch, is_packed=self.is_packed))
+            nll = nll + compute_nll_sum(self.engine, batch, is_packed=self.is_packed).double()
             count += count_targets(batch)
-        loss = distributed.sum_float(nll) / max(distributed.sum_float(count), 1.0)
+        loss = distributed.sum_float(float(nll)) / max(distributed.sum_float(count), 1.0)
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
     def evaluate(self, step: int, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> float:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.data.packed_batch import PackedBatch, pad_sequences, token_positions
+from common.data.packed_batch import PackedBatch, pad_sequences, to_device, token_positions
 from common.models.model_inputs import build_model_inputs
 from common.models.tensor_ops import correlation
 from common.programs.single_model import Trainer
@@ -44,9 +44,9 @@ def compute_pair_scores(model: Any, batch: PackedBatch, *, is_packed: bool = Fal
     """
     token_ids, pair_lengths = batch.interleave("chosen_ids", "rejected_ids")
     lengths = pair_lengths.flatten()  # (2N,)
-    inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed, device=distributed.device())
-    values = model(inputs)
-    scores = values[lengths.to(values.device).cumsum(0) - 1]
+    values = model(build_model_inputs(token_ids, lengths, is_packed=is_packed))
+    (last,) = to_device([lengths.cumsum(0) - 1], values.device)
+    scores = values[last]
     return PairScores(scores[0::2], scores[1::2], values)
 
 
@@ -56,14 +56,15 @@ def compute_pair_losses(
     """Return the ranking loss (N,) of each pair."""
     device = scores.values.device
     if rank_loss == "end_score":
-        margin = batch.numbers("margin").to(device) if use_margin else 0.0
+        (margin,) = to_device([batch.numbers("margin")], device) if use_margin else (0.0,)
         return end_score_loss(scores.chosen, scores.rejected, margin)
     token_ids, pair_lengths = batch.interleave("chosen_ids", "rejected_ids")
     ids, _ = pad_sequences(token_ids, pair_lengths.flatten())  # (2N, T)
     values, _ = pad_sequences(scores.values, pair_lengths.flatten())
-    lengths = pair_lengths.flatten().to(device)
-    divergence = first_difference(ids[0::2].to(device), ids[1::2].to(device), lengths[0::2], lengths[1::2])
-    return token_wise_loss(values[0::2], values[1::2], lengths[0::2], lengths[1::2], divergence)
+    lengths = pair_lengths[:, 0], pair_lengths[:, 1]
+    divergence = first_difference(ids[0::2], ids[1::2], *lengths)
+    *lengths, divergence = to_device([*lengths, divergence], device)
+    return token_wise_loss(values[0::2], values[1::2], *lengths, divergence)
 
 
 def compute_answer_logprobs(model: Any, batch: PackedBatch, *, is_packed: bool = False) -> torch.Tensor:
@@ -74,11 +75,12 @@ def compute_answer_logprobs(model: Any, batch: PackedBatch, *, is_packed: bool =
     token_ids, pair_lengths = batch.interleave("chosen_ids", "rejected_ids")
     starts = [batch.numbers(f"{side}_response_start") for side in SIDES]
     first = torch.stack(starts, dim=1).flatten().clamp(min=1)  # (2N,)
-    lengths, device = pair_lengths.flatten(), distributed.device()
+    lengths = pair_lengths.flatten()
     is_answer = token_positions(lengths) >= first.repeat_interleave(lengths)  # (total,)
-    inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed, device=device)
+    inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed)
     logprobs, _ = model(inputs, inputs.token_slots[is_answer], token_ids[is_answer])
-    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)[is_answer].to(logprobs.device)
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)[is_answer]
+    (sequence,) = to_device([sequence], logprobs.device)
     return torch.zeros(len(lengths), device=logprobs.device).index_add(0, sequence, logprobs)
 
 
@@ -98,7 +100,8 @@ def judge_pairs(
     own = []
     for batch, is_real in batches:
         lengths = [batch.lengths[f"{s}_ids"] - batch.numbers(f"{s}_response_start") for s in SIDES]
-        own.append([column.cpu()[is_real] for column in (*lengths, *compute(batch))])
+        figures = torch.stack([*compute(batch)]).cpu()  # at once: each copy waits for the device
+        own.append([column[is_real] for column in (*lengths, *figures)])
     parts = [part for of_rank in distributed.gather_objects(own) for part in of_rank]
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     chosen_lengths, rejected_lengths, chosen, rejected, *loss = columns
@@ -162,7 +165,7 @@ class DPOTrainer(PairTrainer):
 
     def compute_losses(self, batch: PackedBatch) -> PairLosses:
         """Return the rewards of each pair's answers, and the DPO loss."""
-        reference = batch.data["reference_logprobs"].to(distributed.device())  # (2N,)
+        (reference,) = to_device([batch.data["reference_logprobs"]], distributed.device())  # (2N,)
         policy = self.compute_logprobs(batch)
         return dpo_loss(
             policy[0::2],

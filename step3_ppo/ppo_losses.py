@@ -96,11 +96,11 @@ class PPOLosses:
             loss = loss - args.entropy_coef * entropies
         with torch.no_grad():
             sums = {
-                "policy/entropy": entropies[mask].sum(),
+                "policy/entropy": torch.where(mask, entropies, 0.0).sum(),
                 "policy/clip_fraction": is_clipped.sum(),
                 "policy/approx_kl": kl_estimate(-log_ratio, torch.zeros_like(log_ratio), "k3").sum(),
                 "policy/ratio": torch.where(mask, ratio, 0.0).sum(),
-                "policy/logprob_gap": (logprobs - data["rollout_logprobs"])[mask].abs().sum(),
+                "policy/logprob_gap": torch.where(mask, logprobs - data["rollout_logprobs"], 0.0).abs().sum(),
             }
         stats |= {name: (total, mask.sum()) for name, total in sums.items()}
         return (loss * data["loss_weights"]).sum(), stats

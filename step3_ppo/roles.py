@@ -12,7 +12,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from common.data.packed_batch import PackedBatch
+from common.data.packed_batch import PackedBatch, to_device
 from common.engine.ds_config import build_engine, config_of
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
@@ -89,7 +89,7 @@ class Policy(Role):
         inputs, slots = build_response_inputs(batch, is_packed=self.is_packed)
         mask = None
         if "support_ids" in batch.data:
-            token_ids = batch.data["support_ids"].to(distributed.device())
+            (token_ids,) = to_device([batch.data["support_ids"]], distributed.device())
             mask = SamplingMask(token_ids, batch.data["support_counts"])
         return self.model(inputs, slots, batch.data["response_ids"], with_entropy=with_entropy, mask=mask)
 
@@ -206,12 +206,12 @@ class Roles:
 
 
 def build_response_inputs(batch: PackedBatch, *, is_packed: bool) -> tuple[ModelInputs, torch.Tensor]:
-    """Return each prompt followed by its response, as padded rows or end to end, on this rank's device; and
-    the slots (total,) int64 of the response tokens, rows end to end, on the CPU.
+    """Return each prompt followed by its response, as padded rows or end to end, and the slots (total,) int64
+    of the response tokens, rows end to end; all on the CPU.
     """
     token_ids, lengths = batch.interleave("prompt_ids", "response_ids")
     is_response = torch.tensor([False, True]).repeat(len(batch)).repeat_interleave(lengths.flatten())
-    inputs = build_model_inputs(token_ids, lengths.sum(1), is_packed=is_packed, device=distributed.device())
+    inputs = build_model_inputs(token_ids, lengths.sum(1), is_packed=is_packed)
     return inputs, inputs.token_slots[is_response]
 
 

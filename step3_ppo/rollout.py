@@ -185,9 +185,9 @@ def join_scores(
     """
     batch = PackedBatch.concat(micro_batches)
     for name, of_parts in columns.items():
-        batch = batch.with_key(name, torch.cat([part.cpu() for part in of_parts]), like="response_ids")
+        batch = batch.with_key(name, torch.cat(list(of_parts)).cpu(), like="response_ids")
     for name, of_parts in numbers.items():
-        batch = batch.with_numbers(name, torch.cat([part.cpu() for part in of_parts]))
+        batch = batch.with_numbers(name, torch.cat(list(of_parts)).cpu())
     return in_order(batch, ids)
 
 

@@ -215,7 +215,7 @@ def check_logprobs(model: PreTrainedModel, rows: Rows, num_tokens: int) -> Itera
     is_scored = token_positions(lengths) > 0
     for name, is_packed in (("log-probabilities", False), ("packed rows", True)):
         if not is_packed or takes_packed(model):
-            inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed, device=model.device)
+            inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed)
             found, _ = policy(inputs, inputs.token_slots[is_scored], token_ids[is_scored])
             yield compare(name, found, expected, tolerance, "PPO's ratios and KL are differences of these")
 

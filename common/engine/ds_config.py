@@ -109,6 +109,7 @@ def build_config(
         "gradient_clipping": gradient_clipping,
         "prescale_gradients": False,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device in every pass
         # torch's AdamW is ours everywhere: DeepSpeed's CPU Adam is compiled at first use and its lock
         # outlives a kill.
         "zero_force_ds_cpu_optimizer": False,

@@ -1,12 +1,14 @@
 """One optimizer step of a DeepSpeed engine on exact global means: the `update` verb of every trained role."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 
 from common.ranks import distributed
 from common.ranks.failures import StepRefused
@@ -41,6 +43,7 @@ class Gradients:
     terms: Sequence[LossTerm]
     means: dict[str, float]  # of losses and statistics, over all ranks
     grad_norm: float  # before clipping; infinite where a gradient is not finite
+    norms: Sequence[torch.Tensor]  # what DeepSpeed's step works the norm out from, on the CPU
 
     def find_bad(self) -> list[str]:
         """Return the names of losses and norms that are not finite, for which the step must not be made.
@@ -63,17 +66,18 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
     A loss is a mean over the global batch: the item count is summed over ranks and micro-batches first, each
     backward pass then adds its share. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
     Every rank must call this with as many micro-batches, and `take_steps` before the engine's next pass with
-    gradients.
+    gradients. The host waits for the device once, after the last pass.
     """
     engine.train()
     world_size = distributed.world_size()
     counts = [sum(float(term.count_items(m)) for m in term.micro_batches) for term in terms]
     totals = distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).clamp(min=1).tolist()
     passes = [(term, total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches]
-    sums: dict[str, torch.Tensor] = {}
+    sums: dict[str, torch.Tensor] = {}  # in float64, where the losses are
 
     def add(name: str, share: torch.Tensor) -> None:
-        sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + share.detach().double().cpu()
+        share = share.detach().double()
+        sums[name] = sums[name] + share if name in sums else share
 
     counted: dict[str, str] = {}
     with COSTS.clock("forward_backward"):
@@ -92,11 +96,13 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
             engine.backward(loss_sum * (term.weight * world_size / total), scale_wrt_gas=False)
             if not is_last:
                 engine.step()  # only counts the micro-batch
-        reduced = distributed.reduce_sum(torch.stack(list(sums.values())))
-        means = dict(zip(sums, reduced.tolist(), strict=True))
+        reduced, norms = distributed.reduce_sum(torch.stack(list(sums.values()))), _compute_norms(engine)
+        found = torch.cat([reduced, *(norm.to(reduced).reshape(1) for norm in norms)]).tolist()
+        means = dict(zip(sums, found, strict=False))
         for name, number in counted.items():
             means[name] /= max(means.pop(number), 1.0)
-        return Gradients(engine, terms, means, _compute_grad_norm(engine))
+        norms = [torch.tensor(n, dtype=norm.dtype) for n, norm in zip(found[len(sums) :], norms, strict=True)]
+        return Gradients(engine, terms, means, _combine(engine, norms), norms)
 
 
 def take_steps(gradients: Sequence[Gradients]) -> list[dict[str, float]]:
@@ -121,26 +127,61 @@ def take_steps(gradients: Sequence[Gradients]) -> list[dict[str, float]]:
     with COSTS.clock("optimizer"):
         for g in gradients:
             rates = {group["rate_name"]: float(group["lr"]) for group in g.engine.optimizer.param_groups}
-            g.engine.step()
+            with _knowing(g.engine, g.norms):
+                g.engine.step()
             results.append(g.means | {"grad_norm": g.grad_norm} | rates)
     return results
 
 
-def _compute_grad_norm(engine: Any) -> float:
-    """Return the global norm of the gradients that wait for a step, as DeepSpeed computes it in the step.
-
-    Every rank must call this.
+def _compute_norms(engine: Any) -> list[torch.Tensor]:
+    """Return norms (scalars) of the gradients that wait for a step, as DeepSpeed computes them in the step:
+    under stage 3 of each group of parameters, else of all. Every rank must call this.
     """
     if not engine.zero_optimization():
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(gradients))
+        return [torch.nn.utils.get_total_norm(gradients)]
     zero = engine.optimizer
     if engine.zero_optimization_stage() == 3:
-        norm = combine_grad_norm_groups(zero._get_norm_groups())
-    else:
-        zero._wait_for_offload_copies()
-        norm = zero.scaled_global_norm()
-    return math.inf if is_invalid_grad_norm(norm) else float(norm / zero.loss_scale)
+        return zero._get_norm_groups()
+    zero._wait_for_offload_copies()
+    return [zero.scaled_global_norm()]
+
+
+def _combine(engine: Any, norms: list[torch.Tensor]) -> float:
+    """Return the global norm of the gradients; infinite where one of them is not finite."""
+    if not engine.zero_optimization():
+        return float(norms[0])
+    norm = combine_grad_norm_groups(norms) if engine.zero_optimization_stage() == 3 else norms[0]
+    return math.inf if is_invalid_grad_norm(norm) else float(norm / engine.optimizer.loss_scale)
+
+
+def _mask_not_finite(norm: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
+    norm.masked_fill_(~norm.isfinite(), val)
+
+
+# DeepSpeed's own makes the value on the host: a wait for each group of parameters.
+stage_1_and_2.mask_nan_or_inf_with_val_inplace = stage3.mask_nan_or_inf_with_val_inplace = _mask_not_finite
+
+
+@contextmanager
+def _knowing(engine: Any, norms: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let an optimizer step in the block go by these norms, which are on the CPU: DeepSpeed would compute
+    them once more, look for what is not finite beside them, and wait for the device each time.
+    """
+    if not engine.zero_optimization():
+        yield
+        return
+    attributes = vars(engine.optimizer)
+    told = {"scaled_global_norm": lambda: norms[0], "_get_norm_groups": lambda: norms}
+    told |= {"check_overflow": lambda **_: None, "check_grad_overflow": True}
+    before = {name: attributes[name] for name in told if name in attributes}
+    attributes.update(told)
+    try:
+        yield
+    finally:
+        for name in told:
+            del attributes[name]
+        attributes.update(before)
 
 
 def _skip_step(engine: Any) -> None:
@@ -149,20 +190,13 @@ def _skip_step(engine: Any) -> None:
         engine.zero_grad()
         return
     zero = engine.optimizer
-    # What stages 1 and 2, and stage 3, compute the norm by; found infinite, the step is left out.
-    infinite = {"scaled_global_norm": lambda: math.inf, "_get_norm_groups": lambda: [torch.tensor(math.inf)]}
-    infinite["check_grad_overflow"] = True
-    before = {name: vars(zero)[name] for name in infinite if name in vars(zero)}
     scaler = vars(zero.loss_scaler) if engine.fp16_enabled() else {}
     scaler_before = dict(scaler)
-    vars(zero).update(infinite)
     scaler["raise_error_at_min_scale"] = False
     try:
-        engine.step()
+        with _knowing(engine, [torch.tensor(math.inf)]):
+            engine.step()
     finally:
-        for name in infinite:
-            del vars(zero)[name]
-        vars(zero).update(before)
         # A loss that is not finite says nothing about the scale of gradients: it stays.
         scaler.clear()
         scaler.update(scaler_before)

@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
-from common.models.model_inputs import ModelInputs, choose_attention, takes_packed
+from common.models.model_inputs import IS_PACKED, ModelInputs, choose_attention, takes_packed
 from common.ranks import distributed
 from common.ranks.failures import first_line
 from common.ranks.zero3 import gather_whole
@@ -114,6 +114,18 @@ def set_dropout(owner: PreTrainedConfig | nn.Module, dropout: float) -> None:
             set_dropout(part, dropout)
 
 
+def has_dropout(owner: PreTrainedConfig | nn.Module) -> bool:
+    """Whether a configuration or a model, parts included, has a number that `set_dropout` would make 0."""
+    parts = list(owner.children()) if isinstance(owner, nn.Module) else []
+    for name, value in vars(owner).items():
+        if isinstance(value, PreTrainedConfig) and isinstance(owner, PreTrainedConfig):
+            parts.append(value)
+        elif value and isinstance(value, int | float) and not isinstance(value, bool):
+            if "drop" in name or "jitter" in name or (name == "p" and isinstance(owner, _DropoutNd)):
+                return True
+    return any(map(has_dropout, parts))
+
+
 def load_pretrained(
     auto_class: Any, options: ModelOptions, num_tokens: int, **config_changes: Any
 ) -> PreTrainedModel:
@@ -147,7 +159,10 @@ def load_pretrained(
     if options.dropout is not None:  # code of its own may have numbers that no configuration names
         set_dropout(model, options.dropout)
     if options.gradient_checkpointing:  # not reentrant: works with frozen embeddings (LoRA) too
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Without dropout no layer's random state need be kept; code of its own may draw in other ways.
+        is_random = options.trust_remote_code or has_dropout(model) or has_dropout(model.config)
+        how = {"use_reentrant": False, "preserve_rng_state": is_random}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     return model
 
 
@@ -204,4 +219,8 @@ def compute_hidden(model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
     arguments = inputs.model_arguments(with_starts=takes_packed(model))
     if not forward_accepts(backbone, "position_ids"):
         del arguments["position_ids"]
-    return backbone(**arguments)[0]
+    token = IS_PACKED.set(inputs.cu_seqlens is not None and len(inputs.last_slots) > 1)
+    try:
+        return backbone(**arguments)[0]
+    finally:
+        IS_PACKED.reset(token)

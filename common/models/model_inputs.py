@@ -8,20 +8,23 @@ flash-attn's own kernel comes with transformers; torch's is for GPUs where flash
 
 import functools
 import inspect
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.attention import varlen
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
-from common.data.packed_batch import pad_sequences, padded_slots, token_positions
+from common.data.packed_batch import pad_sequences, padded_slots, to_device, token_positions
 from common.ranks import distributed
 from common.ranks.failures import say
 
+# Whether the pass that runs has packed sequences; None: it is none of ours.
+IS_PACKED: ContextVar[bool | None] = ContextVar("IS_PACKED", default=None)
 VARLEN_ATTENTION = "triptych_varlen"
 FLASH_ATTENTION = "flash_attention_2"
 KERNELS = (VARLEN_ATTENTION, FLASH_ATTENTION)
@@ -31,12 +34,12 @@ ATTENDS = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds 
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What a forward pass takes, and the slot of each token of the packed order in it.
+    """What a forward pass takes, and the slot of each token of the packed order in it; built on the CPU.
 
     Padded: rows (S, T) with the padding on the right. There is no mask: a causal model's token never sees
     what stands behind it, and without one attention takes its fast path. Packed: one row (1, total), for
     models whose attention is told where sequences begin; a single row is both. Slots count rows end to end;
-    they are on the CPU, where tokens are chosen by masks.
+    they stay on the CPU, where tokens are chosen by masks.
     """
 
     input_ids: torch.Tensor  # (S, T) or (1, total) int64
@@ -52,6 +55,12 @@ class ModelInputs:
         """The tokens without padding."""
         return len(self.token_slots)
 
+    def to(self, device: torch.device | str, *more: torch.Tensor) -> tuple[Any, ...]:
+        """Return the inputs on a device, and `more` with them, by one copy."""
+        names = [n for n in ("input_ids", "position_ids", "cu_seqlens") if getattr(self, n) is not None]
+        moved = to_device([*(getattr(self, name) for name in names), *more], device)
+        return replace(self, **dict(zip(names, moved, strict=False))), *moved[len(names) :]
+
     def model_arguments(self, *, with_starts: bool) -> dict[str, Any]:
         """The arguments of a transformers backbone: `position_ids` among them, and where sequences begin in
         a row, if its layers take that.
@@ -61,36 +70,32 @@ class ModelInputs:
             "position_ids": self.position_ids,
             "use_cache": False,
         }
-        if (
-            with_starts and self.cu_seqlens is not None
-        ):  # the names that transformers hands through to its attention
+        if with_starts and self.cu_seqlens is not None:  # as transformers hands them through to attention
             arguments |= {f"cu_seq_lens_{x}": self.cu_seqlens for x in "qk"}
             arguments |= {f"max_length_{x}": self.max_length for x in "qk"}
         return arguments
 
 
-def build_model_inputs(
-    token_ids: torch.Tensor, lengths: torch.Tensor, *, is_packed: bool, device: torch.device | str = "cpu"
-) -> ModelInputs:
-    """Model inputs on `device` of sequences laid end to end: token_ids (total,) int64, lengths (S,) int64
-    above 0, both on the CPU.
+def build_model_inputs(token_ids: torch.Tensor, lengths: torch.Tensor, *, is_packed: bool) -> ModelInputs:
+    """Model inputs of sequences laid end to end: token_ids (total,) int64, lengths (S,) int64 above 0, all on
+    the CPU.
     """
     ends = lengths.cumsum(0)
     num_pairs = int(lengths.square().sum())
     if is_packed or len(lengths) == 1:
         return ModelInputs(
-            token_ids.unsqueeze(0).to(device),
-            token_positions(lengths).unsqueeze(0).to(device),
+            token_ids.unsqueeze(0),
+            token_positions(lengths).unsqueeze(0),
             torch.arange(len(token_ids)),
             ends - 1,
             num_pairs,
-            cu_seqlens=torch.cat([ends.new_zeros(1), ends]).to(device, torch.int32),
+            cu_seqlens=torch.cat([ends.new_zeros(1), ends]).int(),
             max_length=int(lengths.max()),
         )
     input_ids, _ = pad_sequences(token_ids, lengths)
-    position_ids = torch.arange(input_ids.shape[1], device=device).expand(input_ids.shape)
+    position_ids = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
     slots = padded_slots(lengths)
-    return ModelInputs(input_ids.to(device), position_ids, slots, slots[ends - 1], num_pairs)
+    return ModelInputs(input_ids, position_ids, slots, slots[ends - 1], num_pairs)
 
 
 def choose_attention(model_class: Any, config: Any, dtype: str, *, is_packed: bool = False) -> str | None:
@@ -199,5 +204,19 @@ def mask_unless_packed(*, batch_size: int, q_length: int, kv_length: int, **kwar
     return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)
 
 
+_find_packed_sequences = masking_utils.find_packed_sequence_indices
+
+
+def _find_known_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Return the number of each token's sequence where rows hold several, else None. transformers would look
+    at the positions whether they do: the host would wait in each pass.
+    """
+    is_packed = IS_PACKED.get()
+    if is_packed is None:
+        return _find_packed_sequences(position_ids)
+    return (position_ids == 0).cumsum(-1) if is_packed else None
+
+
+masking_utils.find_packed_sequence_indices = _find_known_sequences
 AttentionInterface.register(VARLEN_ATTENTION, attend_packed)
 AttentionMaskInterface.register(VARLEN_ATTENTION, mask_unless_packed)

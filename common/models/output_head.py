@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from common.data.packed_batch import to_device
 from common.models.sampling import sampling_mask
 
 # Logits of one chunk. On a CPU they stay near the cache (16 MiB in fp32); on a GPU they fill the device.
@@ -84,10 +85,9 @@ class SamplingMask(NamedTuple):
         counts, device = self.counts[rows], self.token_ids.device
         first = int(self.counts[: rows.start].sum())
         token_ids = self.token_ids[first : first + int(counts.sum())].long()
-        slots = torch.arange(len(counts)).repeat_interleave(counts).to(device)
-        mask = torch.zeros(len(counts), num_tokens, dtype=torch.bool, device=device)
-        mask[slots, token_ids] = True
-        return mask
+        (slots,) = to_device([torch.arange(len(counts)).repeat_interleave(counts)], device)
+        mask = torch.zeros(len(counts) * num_tokens, dtype=torch.bool, device=device)
+        return mask.index_fill_(0, slots * num_tokens + token_ids, True).view(-1, num_tokens)
 
 
 def token_scores(

@@ -66,15 +66,15 @@ class PolicyModel(nn.Module):
         log-probabilities and entropies; it gets `how`.
 
         `slots` (N,) int64 are those of the tokens themselves in the inputs, rows end to end; each is
-        predicted from the slot before it. Slots and ids may be on the CPU. `temperature` takes the place of
-        the model's own.
+        predicted from the slot before it. All stand on the CPU. `temperature` takes the place of the model's
+        own.
         """
         plain = plain_model(self.causal_lm)
         options = self.options if temperature is None else replace(self.options, temperature=temperature)
         self.flops.count(inputs, len(slots))
-        hidden = compute_hidden(plain, inputs).flatten(0, 1)  # (S x T, H)
-        hidden = hidden[slots.to(hidden.device) - 1]  # (N, H)
-        score = partial(score, token_ids=token_ids.to(hidden.device), options=options, **how)
+        inputs, slots, token_ids = inputs.to(distributed.device(), slots - 1, token_ids)
+        hidden = compute_hidden(plain, inputs).flatten(0, 1)[slots]  # of (S x T, H): (N, H)
+        score = partial(score, token_ids=token_ids, options=options, **how)
         return plain.get_output_embeddings()(hidden, score)
 
 
@@ -86,8 +86,7 @@ def compute_nll_sum(
     `engine` is a PolicyModel or its engine; the batch has input_ids and loss_mask.
     """
     token_ids, is_target = batch.data["input_ids"], batch.data["loss_mask"]
-    lengths, device = batch.lengths["input_ids"], distributed.device()
-    inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed, device=device)
+    inputs = build_model_inputs(token_ids, batch.lengths["input_ids"], is_packed=is_packed)
     slots = inputs.token_slots[is_target]
     return -engine(inputs, slots, token_ids[is_target], score=summed_logprobs, temperature=temperature)
 

@@ -17,6 +17,7 @@ from common.models.loading import ModelOptions, compute_hidden, init_weight, loa
 from common.models.lora import LoraOptions, add_lora
 from common.models.model_flops import ModelFlops
 from common.models.model_inputs import ModelInputs
+from common.ranks import distributed
 
 
 class ScoreHead(nn.Linear):
@@ -49,8 +50,9 @@ class ValueModel(nn.Module):
         plain = plain_model(self.classifier)
         slots = inputs.token_slots if slots is None else slots
         self.flops.count(inputs, len(slots))
+        inputs, slots = inputs.to(distributed.device(), slots)
         hidden = compute_hidden(plain, inputs).flatten(0, 1)  # (S x T, H)
-        return plain.score(hidden[slots.to(hidden.device)]).squeeze(-1)
+        return plain.score(hidden[slots]).squeeze(-1)
 
 
 def load_value_model(

@@ -54,7 +54,7 @@ class RewardScorer:
 
     @torch.no_grad()
     def _score_batch(self, rows: list[list[int]]) -> list[float]:
-        inputs = build_model_inputs(*pack_rows(rows), is_packed=False, device=distributed.device())
+        inputs = build_model_inputs(*pack_rows(rows), is_packed=False)
         return self.model(inputs, inputs.last_slots).tolist()
 
 

@@ -279,8 +279,8 @@ def test_what_is_refused_in_fp16_and_that_it_says_nothing_about_the_scale(scale)
         assert engine.optimizer.overflow and engine.optimizer.scaled_global_norm is None
         assert vars(engine.optimizer.loss_scaler) == before
     engine.optimizer.param_groups = []
-    engine.optimizer.scaled_global_norm = lambda: math.inf
-    gradients = Gradients(engine, [LossTerm("loss", [], len, len)], {"loss": 1.0}, math.inf)
+    norms = [torch.tensor(math.inf)]
+    gradients = Gradients(engine, [LossTerm("loss", [], len, len)], {"loss": 1.0}, math.inf, norms)
     if scale == 1.0:
         with pytest.raises(StepRefused, match=GRADIENT):
             take_steps([gradients])

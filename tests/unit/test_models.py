@@ -87,6 +87,28 @@ def test_a_dropout_that_no_configuration_names_is_set_too(tiny_model_folder, mon
     assert first.equal(second) and not third.equal(fourth)
 
 
+@pytest.mark.parametrize(
+    ("family", "dropout"), [("llama", None), ("gpt2", 0.0), ("gpt2", None), ("opt", 0.5)]
+)
+def test_layers_keep_no_random_state_for_their_second_pass_without_dropout(
+    family, dropout, tiny_model_folder, monkeypatch
+):
+    kept, get_state = [], torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: kept.append(1) or get_state())
+    found = []
+    for checkpointing in (False, True):
+        options = ModelOptions(
+            tiny_model_folder(family), dropout=dropout, gradient_checkpointing=checkpointing
+        )
+        model = load_causal_lm(options, 320).train()
+        torch.manual_seed(1)
+        kept.clear()
+        model(torch.arange(1, 17).view(2, 8)).logits.square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+    assert bool(kept) == bool(dropout is None and family == "gpt2" or dropout)
+
+
 def from_config(auto_class, name_or_path, *, config, **more):
     return auto_class.from_config(config)
 

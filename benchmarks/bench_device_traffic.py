@@ -1,0 +1,208 @@
+#!/usr/bin/env python
+"""What a GPU's host does for a token step and for a micro-batch: waits, copies, launches. Counts, not times.
+
+python benchmarks/bench_device_traffic.py [--quick]
+
+Counted on the pretended GPU of the tests: CPU tensors that say cuda:0. A Llama with the heads and the
+vocabulary of Llama-3.2-1B, 2 layers, an eighth of its width, for widths change no count; bf16, ZeRO 1, padded
+micro-batches of 2 short rows, 8 running sequences. What a micro-batch costs is the difference between
+optimizer steps of three and of one, what a layer launches that between models of 2 layers and of 1, what a
+token step costs that between answers of 33 and of 17 tokens.
+
+  wait     the host stands still until the device has caught up: it can no longer queue work ahead
+  launch   an operation that would start a kernel; a captured graph is one
+
+The last line is a JSON object. `ours` is the launches of a token step by a graph, `peer` those of the same
+step without one; `train_waits` those of the optimizer step of three micro-batches that has most.
+"""
+
+import functools
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+if not __package__:  # run as a script: import from the repository root, not from this folder
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # the pretended GPU is the tests'
+
+import torch
+from pretended_gpu import pretended_gpu
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+
+from benchmarks.measuring import print_result, read_args
+from benchmarks.workload import TINY, small_llama_config
+from common.data.packed_batch import PackedBatch, collate_pairs, collate_sft
+from common.engine.ds_config import build_config, build_engine
+from common.engine.engine_step import take_steps
+from common.generation.decode import SamplingOptions
+from common.generation.generate import Generator
+from common.generation.inference_module import share_weights
+from common.models.loading import DTYPES
+from common.models.policy_model import PolicyModel
+from common.models.value_model import ScoreHead, ValueModel
+from common.programs import startup
+from common.ranks import distributed
+from step1_sft.arguments import SFTArguments
+from step1_sft.sft_trainer import SFTTrainer
+from step2_reward.arguments import RewardArguments
+from step2_reward.pair_trainer import RewardTrainer
+from step3_ppo.algorithms import ALGORITHMS, fill_defaults
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.ppo_losses import PPOLosses
+from step3_ppo.ppo_math import KLController
+from step3_ppo.roles import Critic, Policy, Roles
+
+SHAPE = {"hidden_size": 256, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 1024}
+SHAPE |= {"vocab_size": 128256, "tie_word_embeddings": True}
+NUM_ROWS, NUM_TOKENS = 2, 16  # of a micro-batch: counts do not depend on them
+MICRO = "sft: a micro-batch"
+SLOTS, PROMPT, ANSWERS = 8, 8, (17, 33)
+
+
+class Traffic(NamedTuple):
+    """What the host did."""
+
+    waits: float
+    copies: float
+    copied_bytes: float
+    launches: float
+
+    def per(self, less: "Traffic", times: int) -> "Traffic":
+        """Return how much more this is than `less`, `times` times over."""
+        return Traffic(*((a - b) / times for a, b in zip(self, less, strict=True)))
+
+
+def count(gpu: Any, run: Callable[[], Any]) -> Traffic:
+    """Return what `run` does."""
+    gpu.clear()
+    run()
+    copied = [copy.num_bytes for copy in gpu.copies]
+    return Traffic(len(gpu.waits), len(copied), sum(copied), gpu.launches.total())
+
+
+def make_rollout(first: int) -> PackedBatch:
+    """Return a rollout batch of `NUM_ROWS` that has all that a PPO update reads."""
+    num_response = torch.full((NUM_ROWS,), NUM_TOKENS // 2)
+    ids = torch.arange(NUM_ROWS * NUM_TOKENS // 2) % 8 + 4
+    batch = PackedBatch(tuple(range(first, first + NUM_ROWS)), {}, {})
+    for key in ("prompt_ids", "response_ids"):
+        batch = batch.with_key(key, ids, lengths=num_response)
+    for key in ("old_values", "returns", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs"):
+        batch = batch.with_key(key, torch.linspace(-2, -1, len(ids)), like="response_ids")
+    for key, kind in (("loss_mask", torch.bool), ("loss_weights", torch.float32)):
+        batch = batch.with_key(key, torch.ones(len(ids), dtype=kind), like="response_ids")
+    return batch.with_numbers("loss_counts", num_response.double())
+
+
+def text_rows(first: int) -> list[dict[str, Any]]:
+    """Return `NUM_ROWS` rows of text, as step 1 and step 2 have them."""
+    ids, start = [4 + i % 4 for i in range(NUM_TOKENS)], {"margin": 0.0}
+    start |= {"chosen_response_start": 4, "rejected_response_start": 4}
+    rejected = [*ids[:6], 9, *ids[7:-3]]
+    row = {"input_ids": ids, "loss_mask": [True] * NUM_TOKENS, "chosen_ids": ids, "rejected_ids": rejected}
+    return [row | start | {"row_id": str(first + i)} for i in range(NUM_ROWS)]
+
+
+def build_steps(kind: str, stage: int = 1, dtype: str = "bf16", **shape: Any) -> dict[str, Callable]:
+    """Return name -> an optimizer step, or the scores, of n micro-batches, of a model that is a policy or a
+    value model by `kind`; in the block of a pretended GPU.
+    """
+    config, is_policy = small_llama_config(num_labels=1, **shape), kind == "policy"
+    torch.manual_seed(0)
+    model = (LlamaForCausalLM if is_policy else LlamaForSequenceClassification)(config).to(DTYPES[dtype])
+    if is_policy:
+        model = PolicyModel(model, num_valid_tokens=config.vocab_size)
+    else:
+        model.score.__class__ = ScoreHead
+        model = ValueModel(model)
+    args = (SFTArguments if is_policy else RewardArguments)(lr_scheduler_type="constant")
+    engine = build_engine(model, build_config(zero_stage=stage, dtype=dtype), args, 10)
+    role = (Policy if is_policy else Critic)(engine, False)
+    trainer_class, collate = (SFTTrainer, collate_sft) if is_policy else (RewardTrainer, collate_pairs)
+    trainer = trainer_class(engine, args, is_packed=False, logger=SimpleNamespace(log=lambda *_: None))
+    losses = PPOLosses(
+        fill_defaults(PPOArguments(), ALGORITHMS["ppo"]), Roles(role, role, role, {}), KLController(0.1)
+    )
+    compute = losses.compute_actor_gradients if is_policy else losses.compute_critic_gradients
+    name, of_ppo = ("sft", "ppo actor") if is_policy else ("reward", "ppo critic")
+    return {
+        name: lambda n: trainer.train_step(1, [collate(text_rows(i)) for i in range(n)]),
+        of_ppo: lambda n: take_steps([compute([make_rollout(i) for i in range(n)])]),
+        f"{of_ppo}'s scores": lambda n: role.score([make_rollout(i) for i in range(n)]),
+    }
+
+
+def count_training(shape: dict[str, Any]) -> dict[str, Traffic]:
+    """Return what each kind of step costs, by its name: a micro-batch, a step of three."""
+    found = {}
+    for kind in ("policy", "value"):
+        with pretended_gpu() as gpu:
+            for name, step in build_steps(kind, **shape).items():
+                step(1)  # makes the optimizer's moments
+                one, three = (count(gpu, functools.partial(step, n)) for n in (1, 3))
+                found |= {f"{name}: a micro-batch": three.per(one, 2), f"{name}: three": three}
+            del step
+        gc.collect()
+    return found
+
+
+def count_decoding(shape: dict[str, Any]) -> dict[str, Traffic]:
+    """Return what a token step of all slots costs, by a graph and without one."""
+    found = {}
+    ids = torch.arange(SLOTS * PROMPT).view(SLOTS, PROMPT) % 8 + 4
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(small_llama_config(**shape)).to(torch.bfloat16).eval()
+    with pretended_gpu() as gpu:
+        model.to("cuda")
+        for way in ("by a graph", "plainly"):
+            generator = Generator(share_weights(model), use_cuda_graphs=way == "by a graph")
+
+            def generate(length: int, generator: Generator = generator) -> None:
+                prompts = ids.to("cuda"), torch.ones_like(ids, dtype=torch.bool).to("cuda")
+                options = SamplingOptions(ANSWERS[1], stop_token_id=-1, pad_token_id=0)
+                names = torch.arange(SLOTS, device="cuda")
+                generator.generate(*prompts, names, options, limits=torch.full_like(names, length))
+
+            for length in 2 * ANSWERS:  # what comes twice is captured
+                generate(length)
+            short, long = (count(gpu, functools.partial(generate, length)) for length in ANSWERS)
+            found[f"a token step, {way}"] = long.per(short, ANSWERS[1] - ANSWERS[0])
+    return found
+
+
+def main() -> None:
+    """Count, print a row each, and the last line."""
+    args = read_args(__doc__)
+    startup.quiet_libraries()
+    distributed.start()
+    shape, rows = (TINY if args.quick else SHAPE), []
+    for layers in (1, 2):
+        sized = shape | {"num_hidden_layers": layers}
+        rows.append(count_training(sized) | count_decoding(sized))
+    one, two = rows
+    print(f"{'2 layers':<36}{'waits':>8}{'copies':>8}{'bytes':>10}{'launches':>10}{'a layer':>9}")
+    for name, traffic in two.items():
+        per_layer = traffic.launches - one[name].launches
+        shown = [traffic.waits, traffic.copies, traffic.copied_bytes, traffic.launches, per_layer]
+        print(f"{name:<36}" + "".join(f"{x:>{w}g}" for x, w in zip(shown, (8, 8, 10, 10, 9), strict=True)))
+    plain, graph = (f"a token step, {way}" for way in ("plainly", "by a graph"))
+    print_result(
+        "device_traffic",
+        two[graph].launches,
+        two[plain].launches,
+        is_lower_better=True,
+        runs=1,
+        train_waits=max(traffic.waits for name, traffic in two.items() if name.endswith(": three")),
+        decode_waits=two[graph].waits,
+        train_launches_per_layer=two[MICRO].launches - one[MICRO].launches,
+        decode_launches_per_layer=two[plain].launches - one[plain].launches,
+        traffic={name: traffic._asdict() for name, traffic in two.items()},
+    )
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    main()
