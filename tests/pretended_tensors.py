@@ -38,6 +38,7 @@ NO_KERNEL = {
     *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"),
     *("aten::lift_fresh", "aten::set_", "aten::_unsafe_view", "aten::resize_", "aten::_local_scalar_dense"),
 }
+NO_FIXED_ORDER = {"aten::bincount", "aten::histc", "aten::median", "aten::nll_loss2d_forward", "aten::put_"}
 Tensor = torch.Tensor
 
 
@@ -240,6 +241,10 @@ class Operations(TorchDispatchMode):
         if name.startswith("c10d::"):
             return self._run_collective(func, args, kwargs, tensors)
         on_device = self._check_devices(func, args, tensors)
+        if on_device and torch.are_deterministic_algorithms_enabled():
+            is_float_sum = name == "aten::cumsum" and tensors[0].is_floating_point()
+            if is_float_sum or name in NO_FIXED_ORDER:
+                raise RuntimeError(f"{name} does not have a deterministic implementation ({caller()})")
         self._note_waits(name, args, kwargs, on_device)
         if gpu.capture:
             gpu.capture.keep(args[n] for n in _written(func) if n < len(args))
@@ -388,7 +393,8 @@ class Graph:
         self._made: set[int] = set()  # their storages
         self._read: Counter[int] = Counter()  # other storages, and how many tensors of the tape have them
         self._before: dict[int, tuple[Any, Any]] = {}  # storages, what was in them
-        now().graphs.discard(self)
+        for gpu in gpus:  # none where it outlives its block
+            gpu.graphs.discard(self)
 
     def pool(self) -> Any:
         """A name for its memory."""

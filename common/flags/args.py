@@ -160,6 +160,11 @@ class RunArguments:
         1, "pad the vocabulary to a multiple of this during training", low=1, high=2**16
     )
     seed: int = flag(1234, "seed of shuffling, dropout, new weights and sampling", low=-(2**32), high=2**32)
+    deterministic: bool = flag(
+        False,
+        "on a GPU take only operations that sum in a fixed order (slower); what has no such form is an error",
+        may_change=True,
+    )
     trackers: list[str] = flag(
         [], "experiment trackers that get the metrics too", choices=TRACKERS, may_change=True
     )

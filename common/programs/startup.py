@@ -275,9 +275,18 @@ def enter(start: Start) -> bool:
     if distributed.is_main():
         with as_problem(start.problems):
             run_files.take_lock(args.output_dir)
+    if args.deterministic:
+        _fix_orders_of_sums()
     distributed.start(args.local_rank, args.collective_timeout)
     transformers.set_seed(args.seed % 2**32)  # alike on all ranks: new weights must be equal everywhere
     return True
+
+
+def _fix_orders_of_sums() -> None:
+    """Let torch, cuBLAS and flash-attn compute the same bits each time; before the first GEMM."""
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+    torch.use_deterministic_algorithms(True)  # with warn_only torch's attention would stay as it is
+    torch.utils.deterministic.fill_uninitialized_memory = False  # finds bugs, and costs a pass each
 
 
 def _leave_at_once(*_: Any) -> None:

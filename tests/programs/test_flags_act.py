@@ -163,6 +163,7 @@ MOVES_NO_NUMBER = {
     "critic_gradient_checkpointing offload_reference_model offload_reward_model inference_tp_size "
     "offload_states_for_generation generation_slots tp_gather_partition_size "
     "no_cuda_graphs unpin_actor_parameters release_inference_cache reward_processes reward_batch_size",
+    "on a CPU, that is; test_on_a_pretended_gpu.py": "deterministic",
     "of hub names": "trust_remote_code unsupervised_dataset_config_name",
 }
 CASES = [

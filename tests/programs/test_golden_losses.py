@@ -41,11 +41,11 @@ def read_table(text: str) -> dict[tuple[str, str], float]:
     return {(name, step): float(value) for step, name, value in rows}
 
 
-def check_losses(name, tiny, output):
+def check_losses(name, tiny, output, **more):
     """Make a run on this process's device, and compare."""
     step, flags, metrics = RUNS[name]
     shared = {"data_split": "1,1,1", "max_train_steps": 4, "dtype": "fp32", "output_dir": output}
-    run_here(step, step_flags(tiny, step, **shared | flags))
+    run_here(step, step_flags(tiny, step, **shared | flags | more))
     speeds = read_metrics(output, "perf/step_seconds")
     assert all(0 < row["perf/mfu"] < 1 and row["perf/rest_seconds"] >= 0 for row in speeds)
     lines = [

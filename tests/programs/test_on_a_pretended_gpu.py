@@ -5,9 +5,11 @@ Two ranks have a GPU each, and nccl's rule: its collectives take no tensor of th
 
 import functools
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
 from pretended_gpu import pretended_gpu
 from program_runs import read_curve
 from test_golden_losses import RUNS, check_losses
@@ -21,6 +23,24 @@ def test_golden_losses(name, tiny, tmp_path, lone_process, no_pictures):
     with pretended_gpu() as gpu:
         check_losses(name, tiny, tmp_path / "output")
     assert not gpu.queries
+
+
+@pytest.mark.parametrize("name", ["sft", "reward", "grpo"])
+def test_a_deterministic_run_has_no_sum_without_an_order(name, tiny, tmp_path, monkeypatch, lone_process):
+    """grpo: its groups are added up by index, and answers sampled. The losses are those of any other run."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
+    try:
+        with pretended_gpu():
+            check_losses(name, tiny, tmp_path / "output", deterministic=True)
+            environment = [os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["FLASH_ATTENTION_DETERMINISTIC"]]
+            assert environment == [":4096:8", "1"]
+            assert torch.get_deterministic_debug_mode() == 2, "1: torch's attention would only warn"
+            with pytest.raises(RuntimeError, match="deterministic"):
+                torch.ones(3, device="cuda").cumsum(0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 # Any stage, offload, precision, adapters and way of generating, each with most of the others.

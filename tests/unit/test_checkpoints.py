@@ -105,6 +105,20 @@ def test_loaded_random_numbers_are_those_that_would_have_come(tmp_path):
     assert draw() == expected
 
 
+def test_a_gpus_random_numbers_go_on_too(tmp_path, monkeypatch):
+    with pretended_gpu() as gpu:
+        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.arange(16, dtype=torch.uint8))
+        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: found.append(state.tolist()))
+        found: list[list[int]] = []
+        write_slices(tmp_path / "random", RandomState().tensor_slices())
+        RandomState().load(TensorReader([tmp_path / "random"]), RandomState().json_state())
+        assert found == [list(range(16))] and not gpu.waits and not gpu.copies
+    RandomState().load(TensorReader([tmp_path / "random"]), RandomState().json_state())  # where there is none
+    write_slices(tmp_path / "of a CPU", RandomState().tensor_slices())
+    with pretended_gpu():
+        RandomState().load(TensorReader([tmp_path / "of a CPU"]), RandomState().json_state())
+
+
 # ---- Damage
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pretended_gpu import pretended_gpu
 from tiny_configs import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -62,6 +63,15 @@ def test_a_phase_inside_another_is_part_of_it_and_an_error_ends_both(costs):
     found = costs.end_step()
     assert (found["perf/evaluate_seconds"], found["perf/generate_seconds"]) == (3.0, 4.0)
     assert found["perf/rest_seconds"] == 0.0
+
+
+def test_a_phase_waits_for_its_gpu_once_whatever_is_inside(costs):
+    with pretended_gpu() as gpu:
+        with costs.clock("rollout"):
+            for _ in range(3):
+                with costs.clock("generate"):
+                    torch.ones(2, device="cuda").mul_(2)
+        assert [wait.name for wait in gpu.waits] == ["synchronize"]
 
 
 def test_what_happens_between_two_steps_comes_once_with_the_next_and_is_none_of_its_seconds(costs):
