@@ -45,6 +45,7 @@ class RoleFlags:
     lora_learning_rate: float
     weight_decay: float
     zero_stage: int
+    offload: str
     gradient_checkpointing: bool
     lora_dim: int
     lora_module_name: str
@@ -69,6 +70,13 @@ class RoleArguments:
     )
     critic_zero_stage: int = flag(
         0, "ZeRO stage of the critic; 3 shards the reward too", choices=(0, 1, 2, 3), may_change=True
+    )
+    critic_offload: str = flag(
+        "",
+        "offload of the critic, as --offload is of the actor; empty: the same",
+        choices=("", "none", "optimizer", "param", "all"),
+        const="all",
+        may_change=True,
     )
     actor_gradient_checkpointing: bool = flag(False, "recompute the actor's activations", may_change=True)
     critic_gradient_checkpointing: bool = flag(False, "recompute the critic's activations", may_change=True)
@@ -114,6 +122,7 @@ class RoleArguments:
             lora_learning_rate=self.actor_lora_learning_rate,
             weight_decay=self.actor_weight_decay,
             zero_stage=self.actor_zero_stage,
+            offload=self.offload,
             gradient_checkpointing=self.actor_gradient_checkpointing,
             lora_dim=self.actor_lora_dim,
             lora_module_name=self.actor_lora_module_name,
@@ -128,6 +137,7 @@ class RoleArguments:
             lora_learning_rate=self.critic_lora_learning_rate,
             weight_decay=self.critic_weight_decay,
             zero_stage=self.critic_zero_stage,
+            offload=self.critic_offload or self.offload,
             gradient_checkpointing=self.critic_gradient_checkpointing,
             lora_dim=self.critic_lora_dim,
             lora_module_name=self.critic_lora_module_name,

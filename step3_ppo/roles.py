@@ -271,7 +271,7 @@ def _build_engine(
 ) -> Any:
     """Return the DeepSpeed engine that trains what `load` gives."""
     rows = args.per_device_training_batch_size
-    ds_config = config_of(args, zero_stage=role.zero_stage, offload=args.offload, micro_batch_size=rows)
+    ds_config = config_of(args, zero_stage=role.zero_stage, offload=role.offload, micro_batch_size=rows)
     # Without dropout: old and new log-probabilities must agree before the first update.
     model = load(args, ds_config, num_tokens, dropout=0.0, role=role)
     return build_engine(model, ds_config, args, num_steps, role=role)

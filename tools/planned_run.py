@@ -228,7 +228,7 @@ def build_roles(args: Any, models: Models) -> list[Role]:
             model = with_adapters(model, LoraOptions.of(args, flags))
         else:
             is_offloaded = args.offload_reference_model if name == "reference" else args.offload_reward_model
-        offload = args.offload if is_trained else "param" if is_offloaded else "none"
+        offload = flags.offload if is_trained else "param" if is_offloaded else "none"
         config = config_of(
             args, zero_stage=flags.zero_stage, offload=offload, micro_batch_size=1, is_trained=is_trained
         )

@@ -123,15 +123,15 @@ def check_environment(problems: Problems) -> bool:
 
 
 def check_offload(args: Any, dtype: str, problems: Problems) -> None:
-    """Add a problem where --offload needs another ZeRO stage than a flag says."""
+    """Add a problem where the offload of a model needs another ZeRO stage than a flag says."""
     for name in (name for name in vars(args) if name.endswith("zero_stage")):
-        stage = getattr(args, name)
-        if args.offload == "param" and stage != 3:
-            problems.add(f"--offload param needs --{name} 3, not {stage}; use --offload optimizer or stage 3")
-        if args.offload in ("optimizer", "all") and effective_zero_stage(stage, dtype) == 0:
-            problems.add(
-                f"--offload {args.offload} needs --{name} 1, 2 or 3: under stage 0 no state can move"
-            )
+        stage, own = getattr(args, name), name.replace("zero_stage", "offload")
+        flag = own if getattr(args, own, "") else "offload"  # --critic_offload
+        offload = getattr(args, flag)
+        if offload == "param" and stage != 3:
+            problems.add(f"--{flag} param needs --{name} 3, not {stage}; use --{flag} optimizer or stage 3")
+        if offload in ("optimizer", "all") and effective_zero_stage(stage, dtype) == 0:
+            problems.add(f"--{flag} {offload} needs --{name} 1, 2 or 3: under stage 0 no state can move")
 
 
 def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> Any:

@@ -158,7 +158,7 @@ MOVES_NO_NUMBER = {
     "checkpoints": "save_interval save_total_limit",
     "limits, at which a run ends or a reward fails": "max_bad_rows max_bad_steps collective_timeout "
     "reward_timeout_seconds",
-    "memory and time alone": "offload zero_stage actor_zero_stage critic_zero_stage packed "
+    "memory and time alone": "offload critic_offload zero_stage actor_zero_stage critic_zero_stage packed "
     "max_tokens_per_micro_batch gradient_checkpointing actor_gradient_checkpointing pad_vocab_multiple "
     "critic_gradient_checkpointing offload_reference_model offload_reward_model inference_tp_size "
     "offload_states_for_generation generation_slots tp_gather_partition_size "

@@ -89,10 +89,8 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
         "gradient_accumulation_steps": job.accumulation,
         "max_train_steps": 2 * NUM_STEPS if job.step < 3 and job.dtype == "bf16" else NUM_STEPS,
     }
-    if job.zero == 3 and job.threshold is not None:
-        flags["ds_config"] = folder / "threshold.json"
-    if job.overlaps:
-        flags["ds_config"] = folder / "overlap.json"
+    if job.overlaps or (job.zero == 3 and job.threshold is not None):
+        flags["ds_config"] = folder / ("overlap.json" if job.overlaps else "threshold.json")
     if job.packed:
         flags |= {"packed": True, "max_tokens_per_micro_batch": job.packed}
     if job.step < 3:

@@ -41,6 +41,7 @@ def run_plan(capsys) -> Plan:
             "sizes that work for this model: 1, 2, 4",
         ),
         (("--offload", "param"), "--offload param needs --actor_zero_stage 3, not 0"),
+        (("--critic_offload", "param"), "--critic_offload param needs --critic_zero_stage 3, not 0"),
         (("--max_answer_seq_len", "5000"), "tokens are more than the model's 2048 positions"),
         (("--ds_config", "missing.json"), "--ds_config missing.json cannot be read as JSON"),
         (("--critic_model_name_or_path", ""), "--critic_model_name_or_path is needed for --stage 3: give it"),
@@ -111,7 +112,7 @@ def test_dpo_is_a_policy_on_two_sequences_a_pair(run_plan):
 @pytest.mark.parametrize(
     ("gib", "code", "words"),
     [
-        (40.0, 0, ("on 1 x Pretended, bf16", "\nleft of 40 ", "\nfits: at the peak")),
+        (40.0, 0, ("(pretended), bf16", "\nleft of 40 ", "\nfits: at the peak")),
         (16.0, 2, ("\ndoes not fit", "\nchange: --", "error: step 1 was not started; make the change, or")),
     ],
 )

@@ -1,12 +1,13 @@
 """The hybrid engine's flags: what is refused, and what reaches the engine."""
 
 import pytest
+from planned_runs import OPT_1B, OPT_350M, ppo
 from tiny_configs import tiny_config
 
 from common.engine.ds_config import load_overrides
 from common.flags.args import Problems, parse_args
 from common.ranks import distributed
-from step3_ppo import checks
+from step3_ppo import checks, roles
 from step3_ppo.arguments import PPOArguments
 
 REQUIRED = "--data_path x --actor_model_name_or_path a --critic_model_name_or_path c"
@@ -66,6 +67,25 @@ def test_a_section_of_ds_config_is_refused_with_the_flags_in_its_place(tmp_path)
     path.write_text('{"hybrid_engine": {"enabled": true}, "zero_optimization": {}}')
     with pytest.raises(ValueError, match="section hybrid_engine; .* give --enable_hybrid_engine, --infer"):
         load_overrides(parse(f"--ds_config {path}"))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--offload optimizer", [True, True]),
+        ("--offload optimizer --critic_offload none", [True, False]),
+        ("--critic_offload", [False, True]),
+    ],
+)
+def test_actor_and_critic_are_offloaded_one_by_one(words, expected, monkeypatch):
+    args = parse(f"{words} --actor_zero_stage 2 --critic_zero_stage 2")
+    monkeypatch.setattr(roles, "build_engine", lambda model, ds_config, *_, **__: ds_config)
+    configs = [
+        roles._build_engine(lambda *_, **__: None, args, role, 9, 1) for role in (args.actor, args.critic)
+    ]
+    assert ["offload_optimizer" in config["zero_optimization"] for config in configs] == expected
+    run = ppo(OPT_1B, OPT_350M, *words.split(), "--actor_zero_stage", "2", "--critic_zero_stage", "2")
+    assert [bool(role.zero.offload_optimizer) for role in run.roles if role.is_trained] == expected
 
 
 @pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
