@@ -76,7 +76,7 @@ class Decode:
 
     def __init__(self, model: PreTrainedModel, batch: int, num_tokens: int, *, use_graphs: bool) -> None:
         self.batch, self.num_tokens = batch, num_tokens
-        self.generator = Generator(share_weights(model), num_slots=batch)
+        self.generator = Generator(share_weights(model), num_slots=batch, use_cuda_graphs=use_graphs)
         self.options = SamplingOptions(num_tokens, stop_token_id=-1, pad_token_id=PAD)
 
     def seconds(self, num_tokens: int) -> float:

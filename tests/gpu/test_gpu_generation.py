@@ -1,12 +1,16 @@
-"""The captured decode step and the sampler on a CUDA device."""
+"""Captured passes, the sampler and attention's kernels on a CUDA device."""
 
 import pytest
+import test_attention_kernels as kernels
+import test_decode_graphs as decoding
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.model_inputs import takes_packed
 from common.models.sampling import counter_uniform, sample_tokens
 
 GREEDY = SamplingOptions(max_new_tokens=40, stop_token_id=-1, pad_token_id=0, do_sample=False)
@@ -66,3 +70,25 @@ def test_the_sampler_chooses_the_tokens_of_a_cpu():
         on_gpu = sample_tokens(logits.cuda(), uniforms.cuda(), **options).token_ids.cpu()
         # exp differs in its last bit, which moves a border between tokens by about 1e-7
         assert (on_gpu != sample_tokens(logits, uniforms, **options).token_ids).sum() <= 1
+
+
+@pytest.mark.real_gpu
+@pytest.mark.parametrize("family", sorted({*decoding.CONFIGS, *decoding.ROPES}))
+def test_graphs_and_plain_passes_give_the_same_texts(family):
+    by_graphs, plainly = (decoding.make_generator(family, use_cuda_graphs=use) for use in (True, False))
+    assert decoding.texts(by_graphs) == decoding.texts(plainly)
+    assert by_graphs._graphs.is_capturable == (family not in decoding.RUN_PLAINLY)
+
+
+@pytest.mark.real_gpu
+@pytest.mark.parametrize("family", kernels.FAMILIES)
+@torch.no_grad()
+def test_a_kernel_computes_what_plain_attention_does(family, tiny_model_folder, figures):
+    folder = tiny_model_folder(family)
+    expected = kernels.compute_logprobs(kernels.load_plain(folder), "cpu")
+    model = load_causal_lm(ModelOptions(folder, "bf16", is_packed=True), 320).to("cuda").eval()
+    for is_packed in {False, takes_packed(model)}:
+        found = kernels.compute_logprobs(model, "cuda", is_packed=is_packed)
+        name = f"{family}, {model.config._attn_implementation}{', packed' if is_packed else ''}"
+        figures.setdefault("bf16_attention_error", {})[name] = float((found - expected).abs().max())
+        assert kernels.is_near(found, expected)

@@ -22,7 +22,7 @@ def words(tiny, step: int, output: Path, **flags) -> list[str]:
 
 
 def check_golden(name: str, folder: Path) -> None:
-    for (step, key), value in read_table((GOLDEN / f"{name}.txt").read_text()).items():
+    for (key, step), value in read_table((GOLDEN / f"{name}.txt").read_text()).items():
         [found] = [row[key] for row in read_metrics(folder, key) if str(row["step"]) == step]
         assert found == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), (key, step)
 

@@ -201,7 +201,7 @@ def check_imported_libraries_are_required(tree: Tree) -> list[str]:
         required | set(sys.stdlib_module_names) | {file.parts[0].removesuffix(".py") for file in tree.modules}
     )
     beside = {(file.parent, file.stem) for file in tree.modules}  # pytest puts a test's folders on sys.path,
-    shared = [Path("tests"), Path("tests/programs")]  # and pyproject.toml these
+    shared = [Path("tests"), Path("tests/programs"), Path("tests/unit")]  # and pyproject.toml these
     complaints = []
     for file, line, name in tree.imports():
         top = name.split(".")[0]
