@@ -357,7 +357,7 @@ def pretended_gpu(capability: tuple[int, int] = (8, 0), memory_gib: float = 24.0
     with contextlib.ExitStack() as stack:
         gpus.append(gpu)
         stack.callback(gpus.pop)
-        stack.enter_context(mock.patch.multiple(torch.cuda, **_torch_cuda(gpu, capability)))
+        stack.enter_context(mock.patch.multiple(torch.cuda, **_torch_cuda(gpu, tuple(capability))))
         stack.enter_context(mock.patch.multiple(dist, **public))
         stack.enter_context(mock.patch.multiple(dist.distributed_c10d, **groups))
         stack.enter_context(mock.patch.object(real_accelerator, "ds_accelerator", _Accelerator()))

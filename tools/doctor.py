@@ -53,13 +53,13 @@ def check_devices() -> Iterator[Line]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         text = f"{torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        if torch.cuda.get_device_capability(index) < (8, 0):
+            yield NOTE, f"GPU {index}", "emulates bf16, and has no attention kernels: --dtype fp32 or fp16"
         is_taken = free < total / 2
         cure = "; another process holds its memory: nvidia-smi" if is_taken else ""
         yield NOTE if is_taken else OK, f"GPU {index}", text + cure
-    if torch.cuda.device_count() and importlib.util.find_spec("flash_attn") is None:
-        cure = "pip install --no-build-isolation -r requirements-gpu.txt"
-        yield NOTE, "flash-attn", f"not installed: --packed uses torch's own kernel; {cure}"
     if torch.cuda.device_count():
+        yield _check_flash_attn()
         return
     driver = shutil.which("nvidia-smi")
     seen = subprocess.run([driver, "-L"], capture_output=True, text=True, timeout=20).stdout if driver else ""
@@ -68,6 +68,16 @@ def check_devices() -> Iterator[Line]:
         yield PROBLEM, "GPUs", f"nvidia-smi sees {seen.splitlines()[0]}, and torch does not; {cure}"
     else:
         yield NOTE, "GPUs", "none: programs run on the CPU, in fp32 by default"
+
+
+def _check_flash_attn() -> Line:
+    cure = "pip install --no-build-isolation -r requirements-gpu.txt"
+    if importlib.util.find_spec("flash_attn") is None:
+        return NOTE, "flash-attn", f"not installed: --packed uses torch's own kernel; {cure}"
+    try:
+        return OK, "flash-attn", importlib.import_module("flash_attn").__version__
+    except Exception as error:  # mostly of an extension that was built for another torch
+        return PROBLEM, "flash-attn", f"{type(error).__name__}: {error}; {cure} --force-reinstall"
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ from torch.utils.benchmark import Timer
 
 from common.models.loading import plain_model
 from common.models.model_inputs import ModelInputs
+from common.ranks import distributed
 from common.ranks.step_costs import COSTS
 
 MEASURED_SECONDS = 0.1
@@ -114,7 +115,7 @@ def own_peak_flops(dtype: torch.dtype) -> float:
     A GPU of DEVICES has its data sheet's; any other device is asked for matrix products, for
     MEASURED_SECONDS: on a CPU with the threads that this process has, while all its other ranks do the same.
     """
-    is_gpu = torch.cuda.is_available()
+    is_gpu = distributed.has_gpu()
     # Whole words: an "NVIDIA A100-SXM4-80GB" is no A10.
     words = re.findall(r"\w+", torch.cuda.get_device_name().lower()) if is_gpu else ()
     for kind, device in DEVICES.items():

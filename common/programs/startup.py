@@ -66,11 +66,11 @@ def read_flags(flags: type, stage: int, description: str, kind: type[Start] = St
     problems = Problems()
     args = parse_args(flags, description=description, problems=problems)
     import_plugins(args.plugins, problems)
-    check_run(args, problems)
+    notes = check_run(args, problems)
     options = DataOptions.of(args, stage)
     for problem in check_sources(options):
         problems.add(problem)
-    return kind(args, options, problems)
+    return kind(args, options, problems, notes)
 
 
 def finish_checks(start: Start, flag: str) -> None:
@@ -87,20 +87,20 @@ def finish_checks(start: Start, flag: str) -> None:
     print_note(*start.notes, *notes)
 
 
-def check_run(args: RunArguments, problems: Problems) -> None:
-    """Add the problems of precision, offload, --trackers, --ds_config and environment.
+def check_run(args: RunArguments, problems: Problems) -> list[str]:
+    """Add the problems of device, offload, --trackers, --ds_config and environment; return notes.
 
     Leaves at once when the environment is wrong, for then nothing else can be told.
     """
     if not check_environment(problems):  # nobody may be the first process then
         problems.exit_if_any(is_told_by_all=True)
-    if args.dtype == "fp16" and not distributed.has_gpu():
-        problems.add("--dtype fp16 needs a GPU; use fp32 or bf16 on a CPU")
+    notes = check_device(args.dtype, problems)
     check_offload(args, distributed.dtype_name(args.dtype), problems)
     for problem in missing_trackers(args.trackers):
         problems.add(problem)
     with problems.catch():
         load_overrides(args)
+    return notes
 
 
 def check_environment(problems: Problems) -> bool:
@@ -120,6 +120,46 @@ def check_environment(problems: Problems) -> bool:
         "WORLD_SIZE; start by deepspeed or torchrun, which set all of them, or unset them for one process",
     )
     return is_good
+
+
+def check_device(dtype: str, problems: Problems) -> list[str]:
+    """Add the problems of --dtype, and of GPUs that are too few or not seen; return notes.
+
+    Chooses this rank's GPU; leaves at once where there is none for it.
+    """
+    if not distributed.has_gpu():
+        problems.check(dtype != "fp16", "--dtype fp16 needs a GPU; use fp32 or bf16 on a CPU")
+        return _check_hidden_gpu(problems) if distributed.has_hidden_gpu() else []
+    rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    told = [int(os.environ.get(f"LOCAL_{name}", "0")) for name in ("WORLD_SIZE", "SIZE")]  # by the launcher
+    num_ranks, shown = max(rank + 1, *told), os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
+    problems.check(
+        num_ranks <= num_gpus,
+        f"{num_ranks} ranks on a machine that shows {num_gpus} GPUs (CUDA_VISIBLE_DEVICES {shown}), and each "
+        f"needs its own; start {num_gpus}: --num_gpus of deepspeed, --nproc_per_node of torchrun",
+    )
+    if rank >= num_gpus:
+        problems.exit_if_any(is_told_by_all=True)
+    distributed.choose_device()
+    if dtype not in ("", "bf16") or distributed.computes_bf16():
+        return []
+    why = f"{torch.cuda.get_device_name()} emulates bf16, slower than fp32"
+    problems.check(not dtype, f"--dtype bf16: {why}; use fp16 or fp32")
+    return [f"{why}: this runs in fp32; --dtype fp16 takes half the memory and less time"]
+
+
+def _check_hidden_gpu(problems: Problems) -> list[str]:
+    """Add the problem of a GPU that torch does not see; return a note where that is as the user wants it."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
+    if shown.strip() in ("", "-1"):
+        return [f"CUDA_VISIBLE_DEVICES={shown} in the environment hides the GPUs: this runs on the CPUs"]
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    problems.add(
+        f"torch {torch.__version__}, built {built}, does not see this machine's GPU (CUDA_VISIBLE_DEVICES "
+        f"{shown}); update its driver or install a torch that fits it (nvidia-smi names both), or set "
+        "DS_ACCELERATOR=cpu to run on the CPUs"
+    )
+    return []
 
 
 def check_offload(args: Any, dtype: str, problems: Problems) -> None:

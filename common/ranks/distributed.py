@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+IS_CPU_ASKED_FOR = os.environ.get("DS_ACCELERATOR") == "cpu"
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would find out too, with a warning
 
@@ -27,6 +28,8 @@ from common.ranks.failures import first_line, say  # noqa: E402
 # the watch does.
 NCCL_EXTRA_SECONDS = 30.0
 ALLOCATOR_VARIABLES = {f"PYTORCH_{kind}ALLOC_CONF" for kind in ("", "CUDA_", "HIP_")}
+# There where its driver is; the second on WSL.
+NVIDIA_DRIVER = ("/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi")
 CANNOT_JOIN = 2  # exit code, as of bad input
 T = TypeVar("T")
 _host_group: dist.ProcessGroup | None = None  # of gloo beside nccl's world; None: the world is gloo's
@@ -50,11 +53,10 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ.setdefault("LOCAL_RANK", str(max(local_rank, 0)))
-    if has_gpu():
-        if not ALLOCATOR_VARIABLES & os.environ.keys():
-            # What one phase frees, the next asks for in other sizes: blocks that grow can be used again.
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if has_gpu() and not ALLOCATOR_VARIABLES & os.environ.keys():
+        # What one phase frees, the next asks for in other sizes: blocks that grow can be used again.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    choose_device()
     if not dist.is_initialized():
         backend = "nccl" if has_gpu() else "gloo"
         # DeepSpeed would compile its shared-memory collectives at the first start on a CPU: that needs a
@@ -93,14 +95,31 @@ def has_gpu() -> bool:
     return torch.cuda.is_available() and get_accelerator().device_name() == "cuda"
 
 
+def has_hidden_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU that torch does not see, and the CPU was not asked for."""
+    is_unseen = not torch.cuda.is_available() and not IS_CPU_ASKED_FOR
+    return is_unseen and any(os.path.exists(path) for path in NVIDIA_DRIVER)
+
+
 def device() -> torch.device:
     """Return the device of this rank."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu() else torch.device("cpu")
 
 
+def choose_device() -> None:
+    """Make this rank's GPU the current one: what CUDA is asked before opens a context on the first GPU."""
+    if has_gpu():
+        torch.cuda.set_device(device())
+
+
+def computes_bf16() -> bool:
+    """Whether training runs on a GPU that computes in bf16; older ones emulate it, slower than fp32."""
+    return has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def dtype_name(flag: str = "") -> str:
     """Return the precision that --dtype means: without it bf16 on a GPU that computes in it, else fp32."""
-    return flag or ("bf16" if has_gpu() and torch.cuda.is_bf16_supported() else "fp32")
+    return flag or ("bf16" if computes_bf16() else "fp32")
 
 
 def rank() -> int:

@@ -84,6 +84,7 @@ class Row(NamedTuple):
     code: int = BAD
     count: int = 1  # of problems
     may_write: bool = False  # what was there stays all the same
+    gpu: dict[str, Any] | None = None  # a pretended one
 
 
 def flag(**changes: Any) -> Prepare:
@@ -124,6 +125,8 @@ FLAGS = [
     Row("no group", 3, flag(algorithm="grpo"), ["--algorithm grpo", "--num_samples_per_prompt 1 must be 2"]),
     Row("no critic", 3, flag(algorithm="rloo", num_samples_per_prompt=2, truncated="bootstrap"),
         ["--truncated bootstrap", "--algorithm rloo has none"]),
+    Row("a GPU without bf16", 1, flag(dtype="bf16"), ["--dtype bf16", "emulates bf16", "use fp16 or fp32"],
+        gpu={"capability": [7, 5]}),
     Row("output is a file", 1, lambda p: p.file("output_dir", "", "output"),
         ["output cannot be used (File exists)", "--output_dir"]),
     Row("all together", 1, lambda p: {
@@ -189,7 +192,8 @@ def snapshot(*folders: Path) -> dict[Path, bytes]:
 def test_bad_input(place, row):
     flags = good_flags(place.tiny, place.output, row.step, **(row.prepare(place) or {}))
     before = snapshot(place.folder, place.tiny.folder)
-    done = place.forks.run(row.step, flags, cwd=str(place.folder), seconds=60)
+    more = {"gpu": row.gpu} if row.gpu else {}
+    done = place.forks.run(row.step, flags, cwd=str(place.folder), seconds=60, **more)
     text = done.text()
     assert done.code == row.code, text
     assert "Traceback" not in text

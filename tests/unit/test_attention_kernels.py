@@ -6,6 +6,8 @@ flash-attn is the stand-in of tests/fakes, and torch's varlen_attn goes through 
 import pytest
 import torch
 import transformers
+from deepspeed.accelerator import real_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from pretended_gpu import pretended_gpu
 from tiny_configs import CONFIGS, tiny_config
 from transformers import AutoModelForCausalLM
@@ -187,9 +189,13 @@ def test_a_kernel_is_chosen_where_it_can_be_used(
         (transformers.Qwen3Config, FLASH_ATTENTION, VARLEN_ATTENTION),
     ],
 )
-def test_what_no_kernel_computes_is_left_to_torch(kind, with_flash, packed_without, install_flash_attn):
+def test_what_no_kernel_computes_is_left_to_torch(
+    kind, with_flash, packed_without, install_flash_attn, monkeypatch
+):
     model_class, config = MODEL_FOR_CAUSAL_LM_MAPPING[kind], kind()
     with pretended_gpu():
         assert choose_attention(model_class, config, "bf16", is_packed=True) == packed_without
         install_flash_attn()
         assert choose_attention(model_class, config, "bf16") == with_flash
+        monkeypatch.setattr(real_accelerator, "ds_accelerator", CPU_Accelerator())  # as by DS_ACCELERATOR=cpu
+        assert choose_attention(model_class, config, "bf16", is_packed=True) is None

@@ -39,22 +39,31 @@ def test_missing_and_other_versions_are_told_with_what_to_install(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("count", "free", "driver", "expected"),
+    ("count", "free", "capability", "flash", "expected"),
     [
-        (0, 0, "GPU 0: H", {"GPUs": PROBLEM}),
-        (1, 70, "GPU 0: H", {"GPU 0": OK}),
-        (2, 10, "GPU 0: H", {"GPU 0": NOTE, "GPU 1": NOTE}),
+        (0, 0, (8, 0), None, {"GPUs": PROBLEM}),
+        (1, 70, (8, 0), None, {"GPU 0": OK, "flash-attn": NOTE}),
+        (2, 10, (8, 0), None, {"GPU 0": NOTE, "GPU 1": NOTE}),
+        (1, 70, (7, 5), "__version__ = '2'", {"GPU 0": NOTE, "flash-attn": OK}),
+        (1, 70, (8, 0), "raise ImportError('undefined symbol')", {"GPU 0": OK, "flash-attn": PROBLEM}),
     ],
 )
-def test_gpus_that_are_there_and_not_seen_are_a_problem(monkeypatch, count, free, driver, expected):
+def test_what_gpus_lack_is_named(monkeypatch, tmp_path, count, free, capability, flash, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free * 2**30, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H")
-    monkeypatch.setattr(shutil, "which", lambda name: name if driver else None)
-    done = subprocess.CompletedProcess([], 0, stdout=driver)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    done = subprocess.CompletedProcess([], 0, stdout="GPU 0: H")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
-    found = states(doctor.check_devices())
-    assert {name: found[name] for name in expected} == expected
+    if flash:
+        (tmp_path / "flash_attn.py").write_text(flash)
+        monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    found = list(doctor.check_devices())
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    worst = dict(sorted(((name, state) for state, name, _ in found), key=lambda pair: pair[1] != OK))
+    assert {name: worst[name] for name in expected} == expected
 
 
 def test_without_packages_it_says_so_and_leaves_no_traceback():

@@ -1,11 +1,13 @@
 """Checks before any model is loaded. The programs' own tests show each message as a user sees it."""
 
+import contextlib
+
 import pytest
 import torch
 from pretended_gpu import pretended_gpu
 
 from common.flags.args import Problems
-from common.programs.startup import OF_A_GROUP, check_environment, check_run, find_template
+from common.programs.startup import OF_A_GROUP, check_device, check_environment, check_run, find_template
 from common.ranks import distributed
 from step1_sft.arguments import SFTArguments
 
@@ -118,3 +120,82 @@ def test_blocks_of_gpu_memory_grow_unless_the_user_says_how(monkeypatch, variabl
         distributed.start()
     assert torch._C._accelerator_getAllocatorSettings() == found
     torch._C._accelerator_setAllocatorSettings("")
+
+
+TURING, AMPERE = (7, 5), (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "resolved", "problem", "note"),
+    [
+        (AMPERE, "", "bf16", "", ""),
+        (AMPERE, "bf16", "bf16", "", ""),
+        (
+            TURING,
+            "",
+            "fp32",
+            "",
+            " emulates bf16, slower than fp32: this runs in fp32; --dtype fp16",
+        ),
+        (TURING, "fp16", "fp16", "", ""),
+        (TURING, "bf16", "bf16", " emulates bf16, slower than fp32; use fp16 or fp32", ""),
+        (None, "fp16", "fp16", "--dtype fp16 needs a GPU; use fp32", ""),
+    ],
+)
+def test_bf16_is_for_gpus_that_compute_in_it(capability, dtype, resolved, problem, note):
+    problems = Problems()
+    with pretended_gpu(capability=capability) if capability else contextlib.nullcontext():
+        notes = check_device(dtype, problems)
+        assert distributed.dtype_name(dtype) == resolved
+    assert [problem in text for text in problems.messages] == [True] * bool(problem)
+    assert problem or [note in text for text in notes] == [True] * bool(note)
+
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
+def test_more_ranks_than_gpus_are_told_before_any_of_them_waits(name, monkeypatch, capsys):
+    monkeypatch.setenv(name, str(3 - (name == "LOCAL_RANK")))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    problems, has_none = Problems(), name == "LOCAL_RANK"
+    with pretended_gpu(), pytest.raises(SystemExit) if has_none else contextlib.nullcontext():
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        check_device("", problems)
+    told = (
+        "3 ranks on a machine that shows 2 GPUs (CUDA_VISIBLE_DEVICES 4,5), and each needs its own; start 2"
+    )
+    assert told in problems.messages[0] and (told in capsys.readouterr().err) == has_none
+
+
+def test_the_ranks_gpu_is_chosen_before_cuda_is_asked_anything(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pretended_gpu(capability=TURING) as gpu:
+        check_device("", Problems())
+        assert gpu.device == torch.device("cuda:1") and not gpu.queries
+
+
+@pytest.mark.parametrize(
+    ("visible", "wants_cpu", "problem", "note"),
+    [
+        ("0", False, "does not see this machine's GPU (CUDA_VISIBLE_DEVICES 0); update its driver", ""),
+        (None, False, "does not see this machine's GPU (CUDA_VISIBLE_DEVICES unset); update", ""),
+        ("0", True, "", ""),
+        ("", False, "", "CUDA_VISIBLE_DEVICES= in the environment hides the GPUs: this runs on the CPUs"),
+        ("-1", False, "", "CUDA_VISIBLE_DEVICES=-1 in the environment hides"),
+    ],
+)
+def test_a_gpu_that_torch_does_not_see_is_a_problem_unless_it_is_hidden(
+    visible, wants_cpu, problem, note, tmp_path, monkeypatch
+):
+    """As with a driver that is too old for the installed torch: the CPUs would train, without a word."""
+    problems = Problems()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(distributed, "NVIDIA_DRIVER", (str(tmp_path / "absent"),))
+    assert check_device("", problems) == problems.messages == []
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(distributed, "NVIDIA_DRIVER", (str(tmp_path),))
+    monkeypatch.setattr(distributed, "IS_CPU_ASKED_FOR", wants_cpu)
+    notes = check_device("", problems)
+    assert [problem in text for text in problems.messages] == [True] * bool(problem)
+    assert [note in text for text in notes] == [True] * bool(note)
+    assert not problem or "DS_ACCELERATOR=cpu" in problems.messages[0]

@@ -151,7 +151,7 @@ def test_flops_of_a_generation_are_those_that_torch_counts(costs):
 
 def test_a_gpu_has_its_data_sheets_peak_and_a_cpu_is_measured(monkeypatch):
     assert 1e8 < model_flops.own_peak_flops(torch.float32) < 1e14
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(model_flops.distributed, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     assert model_flops.own_peak_flops(torch.float32) == 19.5e12
     assert model_flops.own_peak_flops(torch.bfloat16) == 312e12
