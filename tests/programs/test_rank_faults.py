@@ -98,6 +98,14 @@ def test_endless_call(forks, flags):
     assert "--collective_timeout 4 s" in errors(done, 0)[0] and done.codes[1] == OTHER_RANK_FAILED
 
 
+def test_endless_save_on_gpus(forks, flags, tmp_path):
+    """The others wait in gloo's group beside nccl's, which is watched like all others."""
+    hook = {"at": "common.runs.checkpoints:write_slices", "do": "sleep:60", "rank": 1}
+    saving = {"output_dir": tmp_path / "output", "save_interval": 1, "collective_timeout": 4}
+    done = forks.run(1, flags[1] | saving, ranks=2, hooks=[hook], seconds=90, gpu={})
+    assert_named(done, failed=1, place="at step 1 in the checkpoint step-000001", what="is stuck")
+
+
 def test_bad_input_on_one_rank(forks, flags):
     """A rank that leaves by itself, here because of a file that only it cannot read."""
     do = "exec:raise ValueError('a file that only this machine lacks')"
