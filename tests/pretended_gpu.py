@@ -182,7 +182,7 @@ class Stream:
     """A stream: everything is in order here."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = now().device
+        self.gpu, self.device = now(), now().device
 
     def wait_stream(self, stream: Any) -> None:
         """Nothing runs at the side."""
@@ -195,24 +195,21 @@ class Stream:
 
     def synchronize(self) -> None:
         """The host waits."""
-        now().wait(f"{type(self).__name__}.synchronize")
+        self.gpu.wait(f"{type(self).__name__}.synchronize")
 
     def query(self) -> bool:
         """All is done."""
-        now().settle()
+        self.gpu.settle()
         return True
 
 
-class StreamEvent:
+class StreamEvent(Stream):
     """An event of a stream: it has happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
 
     def record(self, stream: Any = None) -> None:
         """It has happened."""
 
-    wait, synchronize, query = record, Stream.synchronize, Stream.query
+    wait = record
 
     def elapsed_time(self, other: Any) -> float:
         """No time is kept."""
@@ -257,7 +254,7 @@ def _torch_cuda(gpu: PretendedGpu, capability: tuple[int, int]) -> dict[str, Any
 
     def ask(name: str, answer: Callable[[], Any]) -> Callable[..., Any]:
         def asked(device: Any = None, *_: Any, **__: Any) -> Any:
-            if device is None and not gpu.has_device:
+            if device is None and not gpu.has_device and not gpu.peak:
                 gpu.queries.append(Event(name, caller()))
             return answer()
 
@@ -340,7 +337,7 @@ def _process_groups(gpu: PretendedGpu) -> dict[str, Any]:
 @contextlib.contextmanager
 def pretended_gpu(capability: tuple[int, int] = (8, 0), memory_gib: float = 24.0) -> Iterator[PretendedGpu]:
     """Have a GPU in the block."""
-    gpu, run_thread = PretendedGpu(int(memory_gib * 2**30)), threading.Thread.run
+    gpu, run_thread = PretendedGpu(int(memory_gib * 2**30)), threading.Thread._bootstrap_inner
 
     def run_in_modes(thread: threading.Thread) -> None:
         with Operations(gpu), Questions(gpu):
@@ -361,7 +358,7 @@ def pretended_gpu(capability: tuple[int, int] = (8, 0), memory_gib: float = 24.0
         stack.enter_context(mock.patch.multiple(dist, **public))
         stack.enter_context(mock.patch.multiple(dist.distributed_c10d, **groups))
         stack.enter_context(mock.patch.object(real_accelerator, "ds_accelerator", _Accelerator()))
-        stack.enter_context(mock.patch.object(threading.Thread, "run", run_in_modes))
+        stack.enter_context(mock.patch.object(threading.Thread, "_bootstrap_inner", run_in_modes))
         stack.enter_context(mock.patch.object(torch.autograd, "has_torch_function", lambda _: False))
         stack.enter_context(mock.patch.object(Tensor, "_reduce_ex_internal", refuse_pickle))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))

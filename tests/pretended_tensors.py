@@ -62,8 +62,8 @@ class PretendedGpu:
     """What happened: `waits` of the host, `copies` to and from it, kernel `launches` by operation.
 
     `graphs` are those that hold something; `queries` what torch.cuda was asked without a device before
-    `set_device`: a real one would open a context on GPU 0 for it. `allocated` and `peak` are bytes of live
-    tensors; more than `total` is out of memory.
+    `set_device`, with nothing there: a real one would open a context on GPU 0 for it. `allocated` and `peak`
+    are bytes of live tensors; more than `total` is out of memory.
     """
 
     def __init__(self, total: int) -> None:
@@ -331,12 +331,12 @@ class Graph:
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.stream: Any = None
+        self.gpu, self.stream = now(), None
         self.reset()
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Take an operation on the tape."""
-        with now().quiet():
+        with self.gpu.quiet():
             args, kwargs = tree_map_only(Tensor, self._take, (args, kwargs))
         is_new = not (hasattr(func, "_schema") and func._schema.is_mutable)
         self.tape.append((func, args, kwargs, out if is_new else None))
@@ -348,7 +348,7 @@ class Graph:
         self._made |= set(map(_address, tensors))
 
     def _take(self, tensor: Tensor) -> Tensor:
-        gpu = now()
+        gpu = self.gpu
         if not gpu.has(tensor) and not gpu.has(tensor, "pinned"):
             return tensor.clone()  # a number
         if _address(tensor) not in self._made:
@@ -363,14 +363,14 @@ class Graph:
 
     def end(self) -> None:
         """Put back what the operations of the capture have written."""
-        with now().quiet():
+        with self.gpu.quiet():
             for storage, before in self._before.values():
                 storage.copy_(before)
         self._before = {}
 
     def replay(self) -> None:
         """Run the tape: results go where they went when it was captured."""
-        gpu = now()
+        gpu = self.gpu
         assert self.tape, "an empty graph, or one that was reset, is replayed"
         for address, num_own in self._read.items():  # Python has one, too
             if torch._C._storage_Use_Count(address) <= num_own + 1:
@@ -393,8 +393,7 @@ class Graph:
         self._made: set[int] = set()  # their storages
         self._read: Counter[int] = Counter()  # other storages, and how many tensors of the tape have them
         self._before: dict[int, tuple[Any, Any]] = {}  # storages, what was in them
-        for gpu in gpus:  # none where it outlives its block
-            gpu.graphs.discard(self)
+        self.gpu.graphs.discard(self)
 
     def pool(self) -> Any:
         """A name for its memory."""

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
+import test_tool_flags_act as others
 import torch
 from pretended_gpu import pretended_gpu
 from program_runs import read_curve
@@ -16,6 +17,7 @@ from test_golden_losses import RUNS, check_losses
 from test_zero_matrix import Job, check_same, flags_of, params
 
 pytestmark = pytest.mark.slow
+inputs = others.inputs  # the fixture
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -89,3 +91,15 @@ def test_numbers_are_those_of_a_cpu(job, run):
         assert first[0] == pytest.approx(first[1], abs=0.05)
     else:
         check_same(job, found, run(job.reference if job.dtype == "fp32" else job))
+
+
+@pytest.mark.parametrize("cls", others.RUNS)
+def test_what_trains_nothing_says_the_same(cls, inputs, lone_process, capsys):
+    """Chat with a second model and scores, the arena's answers, comparisons; threads answer, too."""
+    flags = others.BASE[cls]
+    if cls is others.chat.ChatArguments:
+        flags = flags | {"compare": "{gpt2}", "reward": "{reward}"}
+    expected = others.outcome(cls, flags, inputs, capsys)
+    with pretended_gpu() as gpu:
+        assert others.outcome(cls, flags, inputs, capsys) == expected
+    assert gpu.launches and gpu.copies and not gpu.queries

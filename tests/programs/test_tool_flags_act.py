@@ -164,13 +164,16 @@ def inputs(more_inputs, tmp_path_factory) -> dict[str, str]:
     return more_inputs | {name: str(path) for name, path in own.items()} | {"folder": str(folder)}
 
 
+def outcome(cls: type, flags: dict[str, Any], inputs: dict[str, str], capsys: pytest.CaptureFixture) -> str:
+    """What a program prints that is started with these flags."""
+    values = {k: v.format(**inputs) if isinstance(v, str) else v for k, v in flags.items()}
+    torch.manual_seed(0)
+    return said(lambda: RUNS[cls](as_flags(values)), capsys)
+
+
 @pytest.mark.parametrize(("cls", "flag", "value", "beside"), CASES)
 def test_a_flag_acts(cls, flag, value, beside, inputs, lone_process, capsys):
-    def outcome(flags: dict[str, Any]) -> str:
-        values = {k: v.format(**inputs) if isinstance(v, str) else v for k, v in flags.items()}
-        torch.manual_seed(0)
-        return said(lambda: RUNS[cls](as_flags(values)), capsys)
-
     flags = BASE[cls] | beside
-    base = outcome(flags)
-    assert base and base == outcome(flags) != outcome(flags | {flag: value})
+    base = outcome(cls, flags, inputs, capsys)
+    assert base and base == outcome(cls, flags, inputs, capsys)
+    assert base != outcome(cls, flags | {flag: value}, inputs, capsys)
