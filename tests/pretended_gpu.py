@@ -308,6 +308,7 @@ def _torch_cuda(gpu: PretendedGpu, capability: tuple[int, int]) -> dict[str, Any
 def _process_groups(gpu: PretendedGpu) -> dict[str, Any]:
     """Return what stands in for functions of torch.distributed: gloo, which says it is nccl."""
     start, new_group, kind_of = dist.init_process_group, dist.new_group, dist.get_backend
+    destroy = dist.destroy_process_group
 
     def on_gloo(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*args: Any, **kwargs: Any) -> Any:
@@ -326,7 +327,13 @@ def _process_groups(gpu: PretendedGpu) -> dict[str, Any]:
         name = getattr(group or dist.group.WORLD, "group_name", "")
         return kind_of(group) if name in gpu.host_groups else "nccl"
 
+    def destroy_process_group(group: Any = None) -> None:
+        if get_backend(group) == "nccl" and any(graph.has_collectives() for graph in gpu.graphs):
+            raise RuntimeError("nccl waits for ever for the graphs that have captured its collectives")
+        destroy(group)
+
     return {
+        "destroy_process_group": destroy_process_group,
         "init_process_group": on_gloo(start),
         "new_group": on_gloo(new_group),
         "get_backend": get_backend,

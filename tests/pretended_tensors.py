@@ -16,29 +16,21 @@ from torch.utils._pytree import tree_leaves, tree_map_, tree_map_only
 
 ROOT = Path(__file__).resolve().parents[1]
 HARNESS = {__file__, str(Path(__file__).with_name("pretended_gpu.py"))}
-# Operations that may take tensors of both kinds.
-MIXES = {"aten::copy_", "aten::_to_copy", "aten::set_", "aten::_foreach_copy_"}
-INDEXING = {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"}
-# Those that take no scalar of the CPU beside tensors of the device.
-NO_SCALARS = {"aten::cat", "aten::stack", "aten::_fused_adamw_", "aten::_fused_adam_"}
+
+
+def _aten(names: str) -> set[str]:
+    return {f"aten::{name}" for name in names.split()}
+
+
+MIXES = _aten("copy_ _to_copy set_ _foreach_copy_")  # take tensors of both kinds
+INDEXING = _aten("index index_put_ _index_put_impl_ index_put")
+NO_SCALARS = _aten("cat stack _fused_adamw_ _fused_adam_")  # nor those of the CPU
 # The host reads what the device has made: a number, or how large a result is.
-WAITS = {
-    "aten::_local_scalar_dense",
-    "aten::bincount",
-    "aten::equal",
-    "aten::is_nonzero",
-    "aten::masked_select",
-    "aten::nonzero",
-    "aten::repeat_interleave",
-    "aten::unique_consecutive",
-    "aten::unique_dim",
-    "aten::_unique2",
-}
-NO_KERNEL = {
-    *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"),
-    *("aten::lift_fresh", "aten::set_", "aten::_unsafe_view", "aten::resize_", "aten::_local_scalar_dense"),
-}
-NO_FIXED_ORDER = {"aten::bincount", "aten::histc", "aten::median", "aten::nll_loss2d_forward", "aten::put_"}
+WAITS = _aten("_local_scalar_dense bincount equal is_nonzero masked_select nonzero repeat_interleave")
+WAITS |= _aten("unique_consecutive unique_dim _unique2")
+NO_KERNEL = _aten("empty empty_like empty_strided new_empty new_empty_strided lift_fresh set_ _unsafe_view")
+NO_KERNEL |= _aten("resize_ _local_scalar_dense")
+NO_FIXED_ORDER = _aten("bincount histc median nll_loss2d_forward put_")
 Tensor = torch.Tensor
 
 
@@ -385,6 +377,10 @@ class Graph:
                 for old, value in zip(tree_leaves(out), tree_leaves(new), strict=False):
                     if isinstance(old, Tensor):
                         old.copy_(value)
+
+    def has_collectives(self) -> bool:
+        """Whether some were captured."""
+        return any(getattr(func, "namespace", "") == "c10d" for func, *_ in self.tape)
 
     def reset(self) -> None:
         """Forget the tape."""

@@ -53,10 +53,11 @@ JOBS = [
     Job(2, 0, lora=True, ranks=1, packed=200),
     Job(2, 3, offload="all"),
     Job(3, 0, ranks=1, tp=1, packed=110),
-    Job(3, 1, lora=True, dtype="bf16", tp=2),
+    Job(3, 1, dtype="bf16", tp=2),
     Job(3, 2, ranks=1, algorithm="grpo", tp=1),
     Job(3, 2, lora=True, offload="optimizer", dtype="bf16", ranks=1, family="gpt2"),
     Job(3, 3, lora=True, offload="all", tp=2),
+    Job(3, 3, tp=0),
     Job(3, 3, offload="param", dtype="bf16", ranks=1, family="gpt2", tp=1),
     Job(3, 1, offload="optimizer", dtype="fp16", ranks=1, tp=1),
 ]
