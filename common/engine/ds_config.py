@@ -6,6 +6,7 @@ than that many are gathered none is fetched ahead.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,17 @@ def build_optimizer(
     return torch.optim.AdamW(used, lr=learning_rate, betas=(0.9, 0.95), fused=True)
 
 
+def _share_cores(ds_config: dict[str, Any]) -> None:
+    """Let an AdamW that is offloaded from a GPU step on this rank's share of the machine's cores.
+
+    torchrun sets OMP_NUM_THREADS=1, DeepSpeed's launcher leaves all cores to every rank; more than 1 is kept.
+    """
+    is_offloaded = distributed.has_gpu() and "offload_optimizer" in ds_config["zero_optimization"]
+    if is_offloaded and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        num_ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1
+        torch.set_num_threads(max(len(os.sched_getaffinity(0)) // int(num_ranks), 1))
+
+
 def build_engine(
     model: nn.Module, ds_config: dict[str, Any], args: Any, num_steps: int, *, role: Any = None
 ) -> Any:
@@ -198,6 +210,7 @@ def build_engine(
         num_training_steps=num_steps,
     )
     model.to(distributed.device())
+    _share_cores(ds_config)
     trained = (p for p in model.parameters() if p.requires_grad)
     num_trained = sum(p.ds_numel if is_sharded(p) else p.numel() for p in trained)
     config = with_buckets(ds_config, num_trained, distributed.world_size())

@@ -1,4 +1,4 @@
-"""One optimizer step is taken on the exact mean over the global batch; DeepSpeed's configuration."""
+"""One optimizer step is taken on the exact mean over the global batch."""
 
 import math
 from types import SimpleNamespace
@@ -6,12 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from pretended_gpu import pretended_gpu
 
 from common.engine import engine_step
-from common.engine.ds_config import build_config, build_engine, merge, with_buckets
+from common.engine.ds_config import build_config, build_engine
 from common.engine.engine_step import Gradients, LossTerm, compute_gradients, take_steps
 from common.ranks.failures import StepRefused
 from common.runs.export import gather_state_dict
@@ -287,124 +284,3 @@ def test_what_is_refused_in_fp16_and_that_it_says_nothing_about_the_scale(scale)
     else:
         assert take_steps([gradients]) == [{"loss": 1.0, "grad_norm": math.inf}]
         assert engine.optimizer.loss_scaler.cur_scale == scale / 2
-
-
-# ---- DeepSpeed's configuration
-
-
-def zero_section(**options) -> dict:
-    return build_config(**options)["zero_optimization"]
-
-
-@pytest.mark.parametrize(
-    ("stage", "dtype", "expected"),
-    [(0, "fp32", 0), (0, "bf16", 1), (0, "fp16", 1), (3, "bf16", 3)],
-)
-def test_bf16_never_runs_without_fp32_master_weights(stage, dtype, expected):
-    config = build_config(zero_stage=stage, dtype=dtype)
-    assert config["zero_optimization"]["stage"] == expected
-    assert ("bf16" in config, "fp16" in config) == (dtype == "bf16", dtype == "fp16")
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"offload": "none"}, set()),
-        ({"offload": "optimizer"}, {"offload_optimizer"}),
-        ({"offload": "param"}, {"offload_param"}),
-        ({"offload": "all", "zero_stage": 2}, {"offload_optimizer"}),
-        ({"offload": "all"}, {"offload_optimizer", "offload_param"}),
-        ({"offload": "all", "is_trained": False}, {"offload_param"}),  # a frozen model has no optimizer
-    ],
-)
-def test_offload_moves_what_the_stage_can_move(options, expected):
-    section = zero_section(**{"zero_stage": 3} | options)
-    assert {key for key in section if key.startswith("offload")} == expected
-
-
-def test_stage_3_keeps_deepspeed_chats_thresholds():
-    section = zero_section(zero_stage=3)
-    assert section["stage3_param_persistence_threshold"] == 1e4
-    assert section["stage3_prefetch_bucket_size"] == 3e7
-
-
-@pytest.mark.parametrize(
-    ("stage", "num_trained", "num_ranks", "size", "is_overlapped"),
-    [
-        (0, 10**9, 8, None, None),
-        (1, 999, 1, 1000, None),
-        (1, 10**9, 1, 2 * 10**8, None),
-        (1, 10**9, 2, 2 * 10**8, True),
-        (2, 10**9, 2, 2 * 10**8, True),
-        (2, 999, 2, 1000, None),  # one bucket: it is full when the backward pass is over
-        (3, 10**9, 2, 2 * 10**8, None),  # DeepSpeed's default is to overlap
-    ],
-)
-def test_buckets_are_no_larger_than_what_is_trained(stage, num_trained, num_ranks, size, is_overlapped):
-    section = with_buckets(build_config(zero_stage=stage), num_trained, num_ranks)["zero_optimization"]
-    sizes = {section.get("reduce_bucket_size"), section.get("allgather_bucket_size")}
-    assert sizes == {size} and section.get("overlap_comm") == is_overlapped
-    given = {"reduce_bucket_size": 7, "overlap_comm": False}
-    own = build_config(zero_stage=stage, overrides={"zero_optimization": given})
-    assert given.items() <= with_buckets(own, num_trained, num_ranks)["zero_optimization"].items()
-
-
-# ---- on a GPU
-
-
-@pytest.mark.parametrize(("stage", "dtype", "offload"), SETUPS)
-def test_a_small_model_trains_in_little_memory(stage, dtype, offload):
-    """A bucket of DeepSpeed's own size takes 2 GiB in fp32."""
-    with pretended_gpu(memory_gib=0.01):
-        trained = Trained(stage, dtype, offload)
-        take_steps([trained.gradients(1.0)])
-
-
-@pytest.mark.parametrize(("stage", "dtype", "offload"), [s for s in SETUPS if s[2] != "none"])
-def test_what_is_offloaded_is_copied_from_pinned_memory(stage, dtype, offload):
-    """Copies from other memory wait, whatever DeepSpeed asks for."""
-    num_waits = []
-    for is_pinned in (None, False):
-        own = {} if is_pinned is None else {"pin_memory": is_pinned, "device": "cpu"}
-        names = ("offload_optimizer", "offload_param") if offload == "all" else ("offload_optimizer",)
-        overrides = {"zero_optimization": {name: own for name in names if own}}
-        with pretended_gpu() as gpu:
-            trained = Trained(stage, dtype, offload, overrides=overrides)
-            take_steps([trained.gradients(1.0)])
-            gpu.clear()
-            take_steps([trained.gradients(1.0)])
-            num_waits.append(sum(wait.name.startswith("copy") for wait in gpu.waits))
-    assert num_waits[0] <= 0.6 * num_waits[1], num_waits
-
-
-def test_the_next_matrix_of_a_7b_model_is_fetched_while_one_is_used():
-    """DeepSpeed's own arithmetic, every number of elements scaled down alike."""
-    real, size = 11008 * 4096, 64 * 64
-    settings = DeepSpeedZeroConfig(**zero_section(zero_stage=3))
-    names = ("max_live_parameters", "prefetch_bucket_size", "max_reuse_distance")
-    scaled = {f"stage3_{name}": getattr(settings, name) * size // real for name in names}
-    overrides = {"zero_optimization": scaled | {"stage3_param_persistence_threshold": 0}}
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(30)))
-    engine = build_engine(model, build_config(zero_stage=3, overrides=overrides), SFTArguments(), 10)
-    is_there = []
-    for number in (3, 12):
-        here, following = model[number], model[number + 1].weight
-        here.register_forward_hook(
-            lambda *_, following=following: is_there.append(
-                following.ds_status != ZeroParamStatus.NOT_AVAILABLE
-            )
-        )
-    for _ in range(3):  # DeepSpeed learns the order first
-        is_there.clear()
-        engine.backward(engine(torch.ones(1, 64)).sum())
-        engine.step()
-    assert all(is_there) and is_there
-
-
-def test_overrides_win_key_by_key_and_change_nothing_else():
-    base = build_config(zero_stage=3)
-    overrides = {"zero_optimization": {"stage3_prefetch_bucket_size": 7}, "zero_new": 1}
-    config = build_config(zero_stage=3, overrides=overrides)
-    assert config["zero_optimization"] == base["zero_optimization"] | {"stage3_prefetch_bucket_size": 7}
-    assert config.keys() - base.keys() == {"zero_new"}
-    assert merge({"a": {"b": 1}}, {"a": 2}) == {"a": 2}
