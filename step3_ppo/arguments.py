@@ -289,6 +289,14 @@ class HybridArguments(DecodeArguments):
     inference_tp_size: int = flag(
         1, "tensor-parallel ranks of one copy of the actor during generation", may_change=True, low=1
     )
+    inference_tp_groups: str = flag(
+        "strided",
+        "which ranks share a copy: every (ranks / inference_tp_size)th, so that the fewest bytes come from "
+        "other machines at the switch, or neighbours, so that those of every token stay on a machine",
+        choices=("strided", "contiguous"),
+        may_change=True,
+        only_with="inference_tp_size",
+    )
     generation_slots: int = flag(
         0,
         "sequences generated at a time on a replica; 0: up to 128",

@@ -79,7 +79,7 @@ def with_adapters(model: PlannedModel, lora: LoraOptions) -> PlannedModel:
 
 
 class Switch(NamedTuple):
-    """What becomes of weights on the first rank as it begins to generate, in elements."""
+    """What becomes of weights on a rank as it begins to generate, in elements."""
 
     new: int  # of its slices: what is not the trainer's own memory
     from_gather_group: int  # received
@@ -89,13 +89,21 @@ class Switch(NamedTuple):
 
 
 @cache
-def plan_switch(model: PlannedModel, num_ranks: int, tp_size: int, is_sharded: bool, at_once: int) -> Switch:
+def plan_switch(
+    model: PlannedModel,
+    num_ranks: int,
+    tp_size: int,
+    is_sharded: bool,
+    at_once: int,
+    is_contiguous: bool = False,
+) -> Switch:
     """Return what the hybrid engine moves and holds, by its own plan.
 
     Not `is_sharded`: every rank has all weights whole, as under ZeRO 0 to 2.
     """
     cuts = model.find_cuts(tp_size)
-    layout = TPLayout(num_ranks, tp_size if cuts else 1)
+    rank = int(is_contiguous and num_ranks > 1)  # most others have nothing of their slice either
+    layout = TPLayout(num_ranks, tp_size if cuts else 1, rank, is_contiguous)
     weights = trained_weights(model.module)
     new = near = far = most_staged = most_new = 0
     for names in group_by_layers(list(weights), at_once):
@@ -195,6 +203,7 @@ class Run:
         self.num_samples = args.samples_per_step
         # 1 without a plan for the family, as in the hybrid engine.
         self.tp_size = args.inference_tp_size if models["actor"].find_cuts(args.inference_tp_size) else 1
+        self.has_contiguous_groups = args.inference_tp_groups == "contiguous"
         is_hybrid = args.enable_hybrid_engine
         self.gathers_by_layer = is_hybrid and args.unpin_actor_parameters and self.actor.is_sharded
         # Sequences that a replica runs at a time; transformers' generate runs all of a batch.
@@ -204,7 +213,8 @@ class Run:
     def plan_switch(self) -> Switch:
         """Return what the change to generate mode moves and holds, in elements of a rank."""
         actor, layers = self.actor, self.args.tp_gather_partition_size
-        return plan_switch(actor.model, self.num_ranks, self.tp_size, actor.is_sharded, layers)
+        ranks = self.num_ranks, self.tp_size
+        return plan_switch(actor.model, *ranks, actor.is_sharded, layers, self.has_contiguous_groups)
 
 
 def sequence_length(args: Any) -> int:

@@ -117,5 +117,6 @@ def plan_generation(run: Run) -> Phase:
         phase.gather_weights(run, run.actor, args.generation_batches + steps)
     sums = 2 * (2 * model.num_layers + 1) * model.hidden_size  # of a token: all-reduces
     of_token = (sums + model.head.weight.shape[0]) * run.num_bytes
-    phase.gather(run, t, of_token * run.num_slots * steps, stride=run.num_ranks // t)
+    stride = 1 if run.has_contiguous_groups else run.num_ranks // t
+    phase.gather(run, t, of_token * run.num_slots * steps, stride=stride)
     return phase

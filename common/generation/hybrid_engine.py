@@ -38,6 +38,7 @@ class HybridOptions:
 
     enable_hybrid_engine: bool = True
     inference_tp_size: int = 1
+    inference_tp_groups: str = "strided"
     release_inference_cache: bool = False
     unpin_actor_parameters: bool = False
     tp_gather_partition_size: int = 8
@@ -82,7 +83,8 @@ class HybridEngine:
             )
 
     def _use_layout(self, tp_size: int) -> None:
-        self.layout = TPLayout(distributed.world_size(), tp_size, distributed.rank())
+        is_contiguous = self.options.inference_tp_groups == "contiguous"
+        self.layout = TPLayout(distributed.world_size(), tp_size, distributed.rank(), is_contiguous)
         self.groups = TPGroups(self.layout)
 
     def _build_inference_module(self, weights: dict[str, TrainedWeight]) -> None:

@@ -10,8 +10,10 @@ each. So a weight cut by rows needs no other ranks than the gather group: their 
     by columns     (N-1)/(N t)     its columns of everybody's rows
     not at all     (N-1)/N         (shards are padded to equal length: up to N-1 elements more)
 
-where gathering everything would be (N-1)/N of M. Plans are numbers and tensors of one rank only;
-`Resharder` moves what they say.
+where gathering everything would be (N-1)/N of M. Neighbours may be a tensor-parallel group instead, so that
+what it sums for every token stays on a machine: of a cut weight a rank then receives up to 1/t, for the
+shards of its slice lie with others. Plans are numbers and tensors of one rank only; `Resharder` moves what
+they say.
 """
 
 import re
@@ -42,6 +44,7 @@ class TPLayout:
     world_size: int
     tp_size: int
     rank: int = 0
+    is_contiguous: bool = False  # neighbours are a tensor-parallel group, not a gather group
 
     @property
     def gather_size(self) -> int:
@@ -51,11 +54,13 @@ class TPLayout:
     @property
     def ranks(self) -> torch.Tensor:
         """Ranks (t, N/t) int64: row j is the gather group of slice j, a column a tensor-parallel group."""
+        if self.is_contiguous:
+            return torch.arange(self.world_size).view(self.gather_size, self.tp_size).T
         return torch.arange(self.world_size).view(self.tp_size, self.gather_size)
 
     def tp_rank_of(self, rank: int) -> int:
         """Return which slice a rank holds."""
-        return rank // self.gather_size
+        return rank % self.tp_size if self.is_contiguous else rank // self.gather_size
 
     @property
     def tp_rank(self) -> int:
@@ -173,7 +178,8 @@ def plan_weight(shape: tuple[int, ...], cut: Cut | None, layout: TPLayout) -> We
         step = size // layout.tp_size
         shares = tuple(((j * step, (j + 1) * step),) for j in range(layout.tp_size))
         is_even = numel == shard_size * layout.world_size and size % layout.tp_size == 0
-        route = Route.ROWS if is_even and cut.ranges == shares else Route.BLOCKS
+        has_its_shards = layout.gather_size == 1 or not layout.is_contiguous
+        route = Route.ROWS if has_its_shards and is_even and cut.ranges == shares else Route.BLOCKS
     elif cut is not None and cut.dim == 1 and shard_size % row_width == 0:
         route = Route.BLOCKS
     # Cut by rows, a block is a run of elements, wherever in a row a shard may end.

@@ -53,6 +53,7 @@ GREEDY = (
 LORA = ((2, 3, ("gpt2",), (1, 2)), (2, 0, ("falcon_new",), (2,)), (4, 3, ("llama",), (2,)))
 # tensor-parallel size -> (slots, 0: the default; whether the prompts change places)
 SLOTS_OF_SIZE = {1: ((0, False), (3, True)), 2: ((3, False), (0, True)), 4: ((1, False), (3, True))}
+CONTIGUOUS = {"inference_tp_size": 2, "inference_tp_groups": "contiguous"}
 SAMPLED_LENGTHS = (3, 7, 5, 12, 9, 2, 8, 6)  # dealt out to the ranks
 ON_TWO = pytest.mark.skipif(NUM_RANKS != 2, reason="for two ranks")
 ON_FOUR = pytest.mark.skipif(NUM_RANKS != 4, reason="for four ranks")
@@ -215,6 +216,8 @@ def check_sizes(folder: str, engine: Any, tp_sizes: tuple[int, ...], whens: tupl
     """Hybrid engines of all sizes before and after an update."""
     with ExitStack() as stack:
         hybrids = [stack.enter_context(hybrid_engine(engine, inference_tp_size=t)) for t in tp_sizes]
+        if 2 in tp_sizes and NUM_RANKS == 4:
+            hybrids.append(stack.enter_context(hybrid_engine(engine, **CONTIGUOUS)))
         for when in whens:
             reference = untrained_reference(folder)
             if when == "after":
@@ -262,6 +265,7 @@ def test_slices_are_those_of_the_gathered_weights(
             stack.enter_context(hybrid_engine(engine, inference_tp_size=t, tp_gather_partition_size=1))
             for t in (1, 2, 4)
         ]
+        hybrids.append(stack.enter_context(hybrid_engine(engine, tp_gather_partition_size=1, **CONTIGUOUS)))
         for when in WHENS:
             if when == "after":
                 train_once(engine)
@@ -329,6 +333,11 @@ def test_sampled_texts_depend_on_nothing_but_sample_and_weights(model_folder, ti
             for num_slots, permuted in SLOTS_OF_SIZE[tp_size]:
                 hybrid.generator.num_slots = num_slots
                 found.append(sample(hybrid, stop, permuted=permuted))
+    if NUM_RANKS > 1:
+        with hybrid_engine(engine, **CONTIGUOUS) as hybrid:
+            found.append(sample(hybrid, stop))
+            neighbours = [list(range(first, first + 2)) for first in range(0, NUM_RANKS, 2)]
+            assert hybrid.layout.ranks.T.tolist() == neighbours
     with hybrid_engine(engine, unpin_actor_parameters=True, generation_slots=3) as hybrid:
         found.append(sample(hybrid, stop))
     file = Path(os.environ["SAMPLED_TEXTS"])

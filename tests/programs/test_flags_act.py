@@ -161,6 +161,7 @@ MOVES_NO_NUMBER = {
     "memory and time alone": "offload critic_offload zero_stage actor_zero_stage critic_zero_stage packed "
     "max_tokens_per_micro_batch gradient_checkpointing actor_gradient_checkpointing pad_vocab_multiple "
     "critic_gradient_checkpointing offload_reference_model offload_reward_model inference_tp_size "
+    "inference_tp_groups "
     "offload_states_for_generation generation_slots tp_gather_partition_size "
     "no_cuda_graphs unpin_actor_parameters release_inference_cache reward_processes reward_batch_size",
     "on a CPU, that is; test_on_a_pretended_gpu.py": "deterministic",

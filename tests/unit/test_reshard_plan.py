@@ -34,10 +34,13 @@ def shards_of(weight: torch.Tensor, world_size: int) -> list[torch.Tensor]:
     return list(flat.view(world_size, size).unbind())
 
 
-def play_switch(weight: torch.Tensor, cut: Cut | None, world_size: int, tp_size: int) -> Route:
+def play_switch(
+    weight: torch.Tensor, cut: Cut | None, world_size: int, tp_size: int, is_contiguous: bool
+) -> Route:
     """Check every rank's slice after a switch among ranks that this process plays; return the route."""
     plans = [
-        plan_weight(tuple(weight.shape), cut, TPLayout(world_size, tp_size, r)) for r in range(world_size)
+        plan_weight(tuple(weight.shape), cut, TPLayout(world_size, tp_size, r, is_contiguous))
+        for r in range(world_size)
     ]
     shards = shards_of(weight, world_size)
     for rank, plan in enumerate(plans):
@@ -61,16 +64,19 @@ def play_switch(weight: torch.Tensor, cut: Cut | None, world_size: int, tp_size:
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "tp_groups", "gather_groups"),
+    ("tp_size", "is_contiguous", "tp_groups", "gather_groups"),
     [
-        (1, [[0], [1], [2], [3]], [[0, 1, 2, 3]]),
-        (2, [[0, 2], [1, 3]], [[0, 1], [2, 3]]),
-        (4, [[0, 1, 2, 3]], [[0], [1], [2], [3]]),
+        (1, False, [[0], [1], [2], [3]], [[0, 1, 2, 3]]),
+        (2, False, [[0, 2], [1, 3]], [[0, 1], [2, 3]]),
+        (4, False, [[0, 1, 2, 3]], [[0], [1], [2], [3]]),
+        (1, True, [[0], [1], [2], [3]], [[0, 1, 2, 3]]),
+        (2, True, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),
+        (4, True, [[0, 1, 2, 3]], [[0], [1], [2], [3]]),
     ],
 )
-def test_layout_of_four_ranks(tp_size, tp_groups, gather_groups):
+def test_layout_of_four_ranks(tp_size, is_contiguous, tp_groups, gather_groups):
     for rank in range(4):
-        layout = TPLayout(4, tp_size, rank)
+        layout = TPLayout(4, tp_size, rank, is_contiguous)
         assert (layout.ranks.T.tolist(), layout.ranks.tolist()) == (tp_groups, gather_groups)
         assert rank in gather_groups[layout.tp_rank]
 
@@ -90,6 +96,8 @@ def test_layout_of_four_ranks(tp_size, tp_groups, gather_groups):
 )
 def test_route_by_shape(shape, cut, expected):
     assert plan_weight(shape, cut, TPLayout(4, 2)).route is expected
+    if expected is Route.ROWS:  # of neighbours only one has a shard of its own slice
+        assert plan_weight(shape, cut, TPLayout(4, 2, is_contiguous=True)).route is Route.BLOCKS
 
 
 def test_layers_move_together():
@@ -113,15 +121,17 @@ def random_cut(draw: random.Random, shape: tuple[int, ...], tp_size: int) -> Cut
     return Cut(dim, tuple(ranges))
 
 
+@pytest.mark.parametrize("is_contiguous", [False, True])
 @pytest.mark.parametrize(("world_size", "tp_size"), WORLDS)
-def test_every_way_gives_the_slices_of_the_whole_weight(world_size, tp_size):
+def test_every_way_gives_the_slices_of_the_whole_weight(world_size, tp_size, is_contiguous):
     draw, seen = random.Random(world_size * 10 + tp_size), set()
     for _ in range(150):
         shape = tuple(draw.choice((1, 3, 4, 7, 8, 12, 24)) for _ in range(draw.randint(1, 3)))
         weight = torch.arange(prod(shape), dtype=torch.float32).view(shape)
         cut = draw.choice((random_cut, lambda *_: None, even, fused))(draw, shape, tp_size)
-        seen.add(play_switch(weight, cut, world_size, tp_size))
-    assert seen >= {Route.BLOCKS, Route.WHOLE} and (tp_size == 1 or Route.ROWS in seen)
+        seen.add(play_switch(weight, cut, world_size, tp_size, is_contiguous))
+    sends_rows = tp_size == world_size or not is_contiguous
+    assert seen >= {Route.BLOCKS, Route.WHOLE} and (tp_size == 1 or (Route.ROWS in seen) == sends_rows)
 
 
 def even(draw: random.Random, shape: tuple[int, ...], tp_size: int) -> Cut | None:

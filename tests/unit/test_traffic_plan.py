@@ -69,6 +69,23 @@ def test_sums_over_a_replicas_ranks_cross_the_network_where_it_spans_machines():
     assert far.inter_bytes == pytest.approx((sums + logits) * 7 / 8) and far.intra_bytes == 0
 
 
+def test_neighbours_sum_on_their_machine_and_fetch_their_slices_from_others():
+    flags = (HYBRID, *ZERO3, "--inference_tp_size", "8", "--num_gpus", "8", "--num_nodes", "8")
+    strided, contiguous = (
+        plan_rloo(*flags, "--inference_tp_groups", groups) for groups in ("strided", "contiguous")
+    )
+    assert (contiguous["generate"].intra_bytes, contiguous["generate"].inter_bytes) == (
+        strided["generate"].inter_bytes,
+        strided["generate"].intra_bytes,
+    )
+    # Of what is cut, and by rows, a rank lacks all of its 1/8, or 7/8 of that, which its machine has.
+    m = 2 * NUM_7B / 8
+    received = contiguous["switch"].intra_bytes + contiguous["switch"].inter_bytes
+    assert received == pytest.approx(m, rel=0.01)
+    assert contiguous["switch"].inter_bytes == pytest.approx(m * 56 / 63, rel=0.01)
+    assert strided["switch"].inter_bytes < 0.4 * contiguous["switch"].inter_bytes
+
+
 def test_gathering_layer_by_layer_receives_all_weights_for_every_token():
     unpinned = plan_rloo(HYBRID, *ZERO3, "--num_gpus", "8", "--unpin_actor_parameters")
     assert unpinned["switch"] == Phase()
