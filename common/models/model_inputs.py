@@ -21,7 +21,6 @@ from transformers.utils import is_flash_attn_2_available
 
 from common.data.packed_batch import pad_sequences, padded_slots, to_device, token_positions
 from common.ranks import distributed
-from common.ranks.failures import say
 
 # Whether the pass that runs has packed sequences; None: it is none of ours.
 IS_PACKED: ContextVar[bool | None] = ContextVar("IS_PACKED", default=None)
@@ -113,7 +112,7 @@ def choose_attention(model_class: Any, config: Any, dtype: str, *, is_packed: bo
         what = (
             f"{config.model_type} has no attention for it" if has_kernels else "the GPU is older than Ampere"
         )
-        _say_once(f"note: flash-attn is installed and not used: {what}")
+        distributed.say_once(f"note: flash-attn is installed and not used: {what}")
     return VARLEN_ATTENTION if is_packed and has_kernels and takes_own_kernels(model_class, config) else None
 
 
@@ -158,12 +157,6 @@ def _hands_through(backbone_class: type) -> bool:
 def plain_attention(model: PreTrainedModel) -> str:
     """Return torch's attention for the model's class."""
     return "sdpa" if model._supports_sdpa else "eager"
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    if distributed.is_main():
-        say(text)
 
 
 def attend_packed(

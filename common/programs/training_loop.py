@@ -50,8 +50,16 @@ def count_steps(args: Any, steps_per_epoch: int) -> int:
 
 
 def runs_packed(args: Any, model: nn.Module) -> bool:
-    """Return whether sequences stand end to end in the passes of one of our models."""
-    return args.packed and takes_packed(plain_model(saved_model(model)))
+    """Return whether sequences stand end to end in the passes of one of our models.
+
+    Says once for a kind of model that a GPU has no attention for that.
+    """
+    plain = plain_model(saved_model(model))
+    is_packed = args.packed and takes_packed(plain)
+    if args.packed and not is_packed and distributed.has_gpu():
+        kind = f"{plain.config.model_type} in {distributed.dtype_name(args.dtype)}"
+        distributed.say_once(f"note: --packed: {kind} has no attention for it on this GPU; rows are padded")
+    return is_packed
 
 
 def saved_model(model: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 Every program runs alike under `deepspeed`, `torchrun` and plain `python`; the last is a world of one.
 """
 
+import functools
 import os
 import weakref
 from collections.abc import Callable
@@ -135,6 +136,13 @@ def world_size() -> int:
 def is_main() -> bool:
     """Whether this is the process that prints and writes."""
     return rank() == 0
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Say this on the first process, unless it was said before."""
+    if is_main():
+        say(text)
 
 
 def barrier() -> None:
