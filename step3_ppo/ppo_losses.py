@@ -95,6 +95,7 @@ class PPOLosses:
         if args.entropy_coef:
             loss = loss - args.entropy_coef * entropies
         with torch.no_grad():
+            num_counted = mask.sum()
             sums = {
                 "policy/entropy": torch.where(mask, entropies, 0.0).sum(),
                 "policy/clip_fraction": is_clipped.sum(),
@@ -102,7 +103,7 @@ class PPOLosses:
                 "policy/ratio": torch.where(mask, ratio, 0.0).sum(),
                 "policy/logprob_gap": torch.where(mask, logprobs - data["rollout_logprobs"], 0.0).abs().sum(),
             }
-        stats |= {name: (total, mask.sum()) for name, total in sums.items()}
+        stats |= {name: (total, num_counted) for name, total in sums.items()}
         return (loss * data["loss_weights"]).sum(), stats
 
     def _value_sums(self, batch: PackedBatch) -> Sums:
