@@ -95,11 +95,13 @@ def check_run(args: RunArguments, problems: Problems) -> list[str]:
     if not check_environment(problems):  # nobody may be the first process then
         problems.exit_if_any(is_told_by_all=True)
     notes = check_device(args.dtype, problems)
-    check_offload(args, distributed.dtype_name(args.dtype), problems)
+    dtype, data_types = distributed.dtype_name(args.dtype), None
+    with problems.catch():
+        data_types = load_overrides(args).get("data_types")
+    sums = data_types.get("grad_accum_dtype") if isinstance(data_types, dict) else None
+    check_offload(args, dtype, problems, sums)
     for problem in missing_trackers(args.trackers):
         problems.add(problem)
-    with problems.catch():
-        load_overrides(args)
     return notes
 
 
@@ -162,8 +164,10 @@ def _check_hidden_gpu(problems: Problems) -> list[str]:
     return []
 
 
-def check_offload(args: Any, dtype: str, problems: Problems) -> None:
-    """Add a problem where the offload of a model needs another ZeRO stage than a flag says."""
+def check_offload(args: Any, dtype: str, problems: Problems, sums: str | None = None) -> None:
+    """Add a problem where the offload of a model needs another ZeRO stage than a flag says, and where `sums`,
+    what --ds_config has gradients added up in, does.
+    """
     for name in (name for name in vars(args) if name.endswith("zero_stage")):
         stage, own = getattr(args, name), name.replace("zero_stage", "offload")
         flag = own if getattr(args, own, "") else "offload"  # --critic_offload
@@ -172,6 +176,11 @@ def check_offload(args: Any, dtype: str, problems: Problems) -> None:
             problems.add(f"--{flag} param needs --{name} 3, not {stage}; use --{flag} optimizer or stage 3")
         if offload in ("optimizer", "all") and effective_zero_stage(stage, dtype) == 0:
             problems.add(f"--{flag} {offload} needs --{name} 1, 2 or 3: under stage 0 no state can move")
+        # Else DeepSpeed has another optimizer, or keeps the sums of a refused step.
+        problems.check(
+            sums in (None, dtype) or stage == 3 or (stage == 2 and offload in ("none", "param")),
+            f"--ds_config {args.ds_config}: grad_accum_dtype {sums} needs --{name} 3, or 2 without --{flag}",
+        )
 
 
 def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> Any:

@@ -243,6 +243,16 @@ def test_a_refused_step_leaves_no_trace(stage, dtype, offload, what):
         assert moved, "a step that moves nothing shows nothing"
 
 
+@pytest.mark.parametrize(("stage", "offload"), [(2, "none"), (3, "none"), (3, "optimizer")])
+def test_sums_of_gradients_in_fp32_are_dropped_with_a_refused_step(stage, offload):
+    more = {"overrides": {"data_types": {"grad_accum_dtype": "fp32"}}}
+    clean, disturbed = (Trained(stage, "bf16", offload, **more) for _ in range(2))
+    with pytest.raises(StepRefused):
+        take_steps([disturbed.gradients(3.0, spoil_slope, 1)])
+    assert take_steps([disturbed.gradients(1.0)]) == take_steps([clean.gradients(1.0)])
+    assert_equal_snapshots(disturbed.snapshot(), clean.snapshot())
+
+
 class HalfPrecisionEngine:
     """As much of an engine in fp16, which no CPU has, as leaving out a step meets; its scaler is real."""
 

@@ -29,6 +29,19 @@ def test_optimizer_offload_is_judged_by_the_stage_that_is_run(given, default, st
     assert (problems.messages == []) == is_good
 
 
+@pytest.mark.parametrize(
+    ("stage", "offload", "is_good"),
+    [(1, "none", False), (2, "none", True), (2, "optimizer", False), (3, "optimizer", True)],
+)
+def test_gradients_are_summed_in_fp32_where_a_step_can_still_be_refused(stage, offload, is_good, tmp_path):
+    (tmp_path / "ds.json").write_text('{"data_types": {"grad_accum_dtype": "fp32"}}')
+    flags = {"dtype": "bf16", "zero_stage": stage, "offload": offload}
+    problems = Problems()
+    check_run(SFTArguments(ds_config=str(tmp_path / "ds.json"), **flags), problems)
+    assert is_good or "grad_accum_dtype fp32 needs --zero_stage 3, or 2 without --off" in problems.messages[0]
+    assert len(problems.messages) == (not is_good)
+
+
 def test_the_template_that_a_model_was_trained_with_is_the_default(tmp_path, make_tokenizer):
     """Another one is told; so is a chat template that is not used."""
     tokenizer = make_tokenizer()
