@@ -230,12 +230,13 @@ class DecodeStep:
         if self._graphs:
             self._graphs.begin(options)
 
-    def read_prompts(self, ids: torch.Tensor, mask: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def read_prompts(
+        self, ids: torch.Tensor, mask: torch.Tensor, slots: torch.Tensor, has_padding: bool
+    ) -> torch.Tensor:
         """Return logits (m, V) behind prompts (m, T), left-padded, whose keys and values go into `slots`.
 
-        mask (m, T) bool, True for real tokens.
+        mask (m, T) bool, True for real tokens; not `has_padding`: all are, which a GPU is not asked.
         """
-        has_padding = not bool(mask.all())
         self.cache.begin_prefill(slots, mask if has_padding else None)
         inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.cache, "use_cache": True}
         inputs["attention_mask"] = mask.long() if has_padding else None

@@ -7,8 +7,9 @@ or ranks.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -18,14 +19,14 @@ from torch import nn
 from common.generation.decode import DecodeGraphs, DecodeState, DecodeStep, SamplingOptions
 from common.generation.kv_cache import SlotCache
 
-# Gets (sample, its new token ids) after each pass; True: the sample shall end here.
+# Gets (sample, [its new token id]) after each pass; True: the sample shall end here.
 TokenCallback = Callable[[int, list[int]], bool]
 
 DEFAULT_SLOTS = 128
 PREFILL_TOKENS = 4096  # of prompts that are read together: more would only take memory
-# A pass over a few tokens costs about what so many tokens more would: padding up to it is cheaper than
-# another pass.
-_PADDING_WORTH_A_PASS = 32
+# A pass over a few tokens costs about what so many tokens more would, by device: padding up to it is cheaper
+# than another pass. A GPU's is planned, not measured.
+_PADDING_WORTH_A_PASS = {"cpu": 32, "cuda": 512}
 # Waiting for more free slots makes fewer and larger passes over new prompts; an empty slot costs little.
 _SLOTS_FREE_BEFORE_REFILL = 8
 
@@ -100,7 +101,11 @@ class Generator:
         lengths = prompt_mask.long().sum(1).tolist()
         num_slots = min(self.num_slots or DEFAULT_SLOTS, len(sample_ids))
         schedule = SlotSchedule(
-            lengths, num_samples=num_samples, num_slots=num_slots, max_tokens_per_pass=PREFILL_TOKENS
+            lengths,
+            num_samples=num_samples,
+            num_slots=num_slots,
+            max_tokens_per_pass=PREFILL_TOKENS,
+            max_padding_per_pass=_PADDING_WORTH_A_PASS[device.type],
         )
         length = max(max(lengths) + options.max_new_tokens, self.max_length)
         # Inference mode is a tenth faster on a CPU; DeepSpeed's gathering hooks do not run in it.
@@ -134,10 +139,17 @@ class SlotSchedule:
     """
 
     def __init__(
-        self, prompt_lengths: list[int], *, num_samples: int, num_slots: int, max_tokens_per_pass: int
+        self,
+        prompt_lengths: list[int],
+        *,
+        num_samples: int,
+        num_slots: int,
+        max_tokens_per_pass: int,
+        max_padding_per_pass: int = _PADDING_WORTH_A_PASS["cpu"],
     ) -> None:
         self.prompt_lengths, self.num_samples = prompt_lengths, num_samples
         self.num_slots, self.max_tokens_per_pass = num_slots, max_tokens_per_pass
+        self.max_padding_per_pass = max_padding_per_pass
         order = sorted(range(len(prompt_lengths)), key=lambda prompt: -prompt_lengths[prompt])
         self.waiting = deque(p * num_samples + k for p in order for k in range(num_samples))
         self.slots: list[int] = []  # the sample of each live slot
@@ -168,7 +180,7 @@ class SlotSchedule:
                 width = width or self.prompt_lengths[prompt]
                 padding += width - self.prompt_lengths[prompt]
                 num_tokens = width * (len(admission.prompts) + 1)
-                is_full = num_tokens > self.max_tokens_per_pass or padding > _PADDING_WORTH_A_PASS
+                is_full = num_tokens > self.max_tokens_per_pass or padding > self.max_padding_per_pass
                 if admission.prompts and is_full:
                     break
                 admission.prompts.append(prompt)
@@ -220,29 +232,31 @@ class _DecodeLoop:
                 self._decode()
             else:
                 self._keep_step()
-            if self.on_tokens:
-                self._tell(self.on_tokens)
-            self._retire()
+            if finished := self._look():
+                self._retire(finished)
         return collect_responses(self.results, self.options)
 
     def _admit(self, admission: Admission) -> None:
         """Read the new prompts, share them among their samples, sample every first token."""
         new, schedule = admission.prompts, self.schedule
+        prompts = [sample // schedule.num_samples for sample in admission.samples]
+        lengths = [schedule.prompt_lengths[prompt] for prompt in prompts]
+        rows, slots, samples, prompt_lengths, sources, targets = self._to_device(
+            new, admission.prompt_slots, admission.samples, lengths, *_columns(admission.copies)
+        )
         if new:
-            width = max(schedule.prompt_lengths[prompt] for prompt in new)
-            ids, mask = self.prompt_ids[new, -width:], self.prompt_mask[new, -width:]
-            logits = self.step.read_prompts(ids, mask, self._tensor(admission.prompt_slots))  # (m, V)
+            widths = [schedule.prompt_lengths[prompt] for prompt in new]
+            width, has_padding = max(widths), min(widths) < max(widths)
+            ids, mask = self.prompt_ids[rows, -width:], self.prompt_mask[rows, -width:]
+            logits = self.step.read_prompts(ids, mask, slots, has_padding)  # (m, V)
             self.first_logits.update(zip(new, logits, strict=True))
         elif self.agree_any:
             self._keep_step()  # the other ranks run a pass
-        prompts = [sample // schedule.num_samples for sample in admission.samples]
-        lengths = [schedule.prompt_lengths[prompt] for prompt in prompts]
         if admission.copies:
-            sources, targets = self._tensor(admission.copies).unbind(1)
             self.step.cache.copy_slots(sources, targets, max(lengths))
-        samples, state, first = self._tensor(admission.samples), self.step.state, len(self.lengths)
+        state, first = self.step.state, len(self.lengths)
         limits, sample_ids = self.limits[samples], self.sample_ids[samples]
-        state.enter(first, self._tensor(lengths), limits, sample_ids, self.options.seed)
+        state.enter(first, prompt_lengths, limits, sample_ids, self.options.seed)
         self.lengths += lengths
         logits = torch.stack([self.first_logits[prompt] for prompt in prompts])
         state.sample(slice(first, len(self.lengths)), logits, self.options)
@@ -250,8 +264,10 @@ class _DecodeLoop:
             if not schedule.has_waiting_sibling(prompt):
                 del self.first_logits[prompt]
 
-    def _tensor(self, numbers: list) -> torch.Tensor:
-        return torch.tensor(numbers, device=self.device)
+    def _to_device(self, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Return each column as (n,) int64: one copy from pinned memory, for which the host does not wait."""
+        numbers = torch.tensor([*chain(*columns)], dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return numbers.to(self.device, non_blocking=True).split([len(column) for column in columns])
 
     def _decode(self) -> None:
         num_passes = 1 if self.agree_any or self.on_tokens else self.step.passes_per_look
@@ -264,29 +280,31 @@ class _DecodeLoop:
         """Run a pass that counts nothing: the weights are gathered by all ranks together."""
         self.step.model(input_ids=self.prompt_ids[:1, -1:], use_cache=False)
 
-    def _tell(self, on_tokens: TokenCallback) -> None:
-        """Give the callback all new tokens; a sample that it wants no more of ends."""
-        state = self.step.state
-        num_sampled = state.num_sampled[: len(self.lengths)].tolist()
-        for slot, (sample, count) in enumerate(zip(self.schedule.slots, num_sampled, strict=True)):
-            first = self.num_told.get(sample, 0)
+    def _look(self) -> list[int]:
+        """Return the slots of those that have ended, by the callback's wish too: one wait for the device."""
+        state, num_rows = self.step.state, len(self.lengths)
+        if not self.on_tokens:
+            is_live = state.is_live[:num_rows].tolist()
+            return [slot for slot in range(num_rows) if not is_live[slot]]
+        seen = torch.stack((state.is_live.long(), state.num_sampled, state.last_ids), 1)[:num_rows].tolist()
+        finished = []
+        for slot, (is_live, count, token) in enumerate(seen):
+            sample = self.schedule.slots[slot]
+            is_new = count > self.num_told.get(sample, 0)
             self.num_told[sample] = count
-            if count > first and on_tokens(sample, state.response_ids[slot, first:count].tolist()):
-                state.is_live[slot] = False
+            if (is_new and self.on_tokens(sample, [token])) or not is_live:
+                finished.append(slot)
+        return finished
 
-    def _retire(self) -> None:
+    def _retire(self, finished: list[int]) -> None:
         """Take the responses of those that ended out of their slots, and close the gaps."""
         num_rows, state = len(self.lengths), self.step.state
-        finished = (~state.is_live[:num_rows]).nonzero().flatten().tolist()
-        if not finished:
-            return
-        samples = self._tensor([self.schedule.slots[slot] for slot in finished])
-        slots = self._tensor(finished)
+        ended = [self.schedule.slots[slot] for slot in finished]
+        moves = self.schedule.retire(finished)
+        samples, slots, sources, targets = self._to_device(ended, finished, *_columns(moves))
         for result, tensor in zip(self.results.tensors(), state.tensors(), strict=True):
             result[samples] = tensor[slots]
-        moves = self.schedule.retire(finished)
         if moves:
-            sources, targets = self._tensor(moves).unbind(1)
             self.step.cache.copy_slots(sources, targets, max(self.lengths[source] for source, _ in moves))
             for tensor in state.tensors():
                 tensor[targets] = tensor[sources]
@@ -295,6 +313,10 @@ class _DecodeLoop:
         num_left = num_rows - len(finished)
         state.is_live[num_left:num_rows] = False  # a pass may be rounded up to slots that nobody is in
         del self.lengths[num_left:]
+
+
+def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    return [first for first, _ in pairs], [second for _, second in pairs]
 
 
 def collect_responses(state: DecodeState, options: SamplingOptions) -> Generation:

@@ -34,7 +34,7 @@ class SlotCache(Cache):
         self.keys: list[torch.Tensor] = []  # a layer: (S, H, L, D)
         self.values: list[torch.Tensor] = []
         self._slots: torch.Tensor | None = None  # prefill: (n,) int64
-        self._is_real: torch.Tensor | None = None  # prefill: (n, T) bool, None without padding
+        self._sources: tuple[torch.Tensor, ...] | None = None  # prefill: rows (n, 1) and columns (n, T)
         self._positions: torch.Tensor | None = None  # decode: (n,) int64, where this pass writes
         self._rows: torch.Tensor | None = None  # decode: (n,) int64, 0 .. n - 1
         self._upto = 0
@@ -44,7 +44,13 @@ class SlotCache(Cache):
 
         is_real (n, T) bool, True for a token of the prompt; None when no row has padding.
         """
-        self._slots, self._is_real, self._positions, self._upto = slots, is_real, None, 0
+        self._slots, self._sources, self._positions, self._upto = slots, None, None, 0
+        if is_real is not None:  # each row moves to the left; what comes behind it there is never read
+            num_rows, width = is_real.shape
+            positions = torch.arange(width, device=slots.device)
+            columns = positions + (width - is_real.sum(1, keepdim=True))
+            rows = torch.arange(num_rows, device=slots.device).unsqueeze(1)
+            self._sources = rows, columns.clamp(max=width - 1)
 
     def begin_decode(self, rows: torch.Tensor, positions: torch.Tensor, upto: int) -> None:
         """Say that the next pass holds one token for each slot of `rows`, which is 0 .. n - 1.
@@ -80,12 +86,10 @@ class SlotCache(Cache):
         return states.new_zeros(self.num_slots, self.max_length, num_heads, width).transpose(1, 2)
 
     def _write_prompts(self, states: torch.Tensor, block: torch.Tensor) -> None:
-        if self._is_real is None:
-            block[self._slots, :, : states.shape[2]] = states
-            return
-        rows, columns = self._is_real.nonzero(as_tuple=True)
-        positions = (self._is_real.cumsum(1) - 1)[rows, columns]
-        block[self._slots[rows], :, positions] = states[rows, :, columns]
+        if self._sources is not None:
+            rows, columns = self._sources
+            states = states[rows, :, columns].transpose(1, 2)
+        block[self._slots, :, : states.shape[2]] = states
 
     def copy_slots(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
         """Copy the first `length` positions of slots to other slots; both (m,) int64, no target a source."""

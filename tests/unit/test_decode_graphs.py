@@ -15,8 +15,8 @@ from pretended_gpu import pretended_gpu
 from tiny_configs import CONFIGS, NOISY, tiny_config
 from transformers import AutoModelForCausalLM
 
-from common.generation.decode import SamplingOptions
-from common.generation.generate import Generator
+from common.generation.decode import DecodeStep, SamplingOptions
+from common.generation.generate import Generator, _DecodeLoop
 from common.generation.inference_module import cut_module, share_weights
 from common.generation.tp_plans import build_cuts
 from common.programs import startup
@@ -182,3 +182,59 @@ def be_a_rank(rank: int, folder: Path) -> None:
 
 def test_ranks_that_compute_together_forget_their_graphs_together(tmp_path):
     torch.multiprocessing.spawn(be_a_rank, (tmp_path,), nprocs=2)
+
+
+# ---- what the host waits for ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "gemma2"])
+@pytest.mark.parametrize("on_tokens", [None, lambda sample, ids: False], ids=["rollout", "chat"])
+def test_the_host_waits_once_a_look(family, on_tokens, monkeypatch):
+    seen = {"_admit": [], "_decode": [], "_look": [], "_retire": []}
+
+    def watch(name):
+        method = getattr(_DecodeLoop, name)
+
+        def watched(loop, *args):
+            gpu.clear()
+            found = method(loop, *args)
+            seen[name].append([len(gpu.waits), gpu.launches.total()])
+            return found
+
+        monkeypatch.setattr(_DecodeLoop, name, watched)
+
+    with pretended_gpu() as gpu:
+        generator = make_generator(family)
+        texts(generator, num=8)  # captures
+        for name in seen:
+            watch(name)
+        generator.generate(*prompts("cuda", 8), SAMPLING, on_tokens=on_tokens)
+    waits = {name: {num for num, _ in rows} for name, rows in seen.items()}
+    assert waits["_look"] == {1} and waits["_decode"] == waits["_retire"] == {0}
+    assert 0 in waits["_admit"] and max(waits["_admit"]) <= 2, (
+        "transformers asks twice whether a mask is full"
+    )
+    assert {num for _, num in seen["_decode"]} == {1 if on_tokens else 4}, "a pass is one launch"
+
+
+def count_prefills(device, monkeypatch):
+    """Passes that read 128 prompts of 8 to 103 tokens."""
+    widths, read = [], DecodeStep.read_prompts
+    monkeypatch.setattr(
+        DecodeStep,
+        "read_prompts",
+        lambda step, ids, *more: widths.append(ids.shape) or read(step, ids, *more),
+    )
+    mask = torch.arange(103) >= 103 - torch.arange(128)[:, None] * 3 // 4 - 8
+    generator = make_generator()
+    generator.num_slots = 128
+    one_token = dataclasses.replace(SAMPLING, max_new_tokens=1)
+    inputs = [x.to(device) for x in (mask.long(), mask, torch.arange(128))]
+    generator.generate(*inputs, one_token)
+    return len(widths)
+
+
+def test_prompts_are_read_in_few_passes_on_a_gpu(monkeypatch):
+    assert count_prefills("cpu", monkeypatch) == 14
+    with pretended_gpu():
+        assert count_prefills("cuda", monkeypatch) == 4
