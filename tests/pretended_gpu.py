@@ -70,8 +70,6 @@ class Questions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, thread = kwargs or {}, self.gpu.thread
-        if thread.is_quiet:
-            return func(*args, **kwargs)
         if func in self.answers:
             return self.answers[func](*args, **kwargs)
         if func is Tensor.new_tensor:
@@ -260,6 +258,10 @@ def _torch_cuda(gpu: PretendedGpu, capability: tuple[int, int]) -> dict[str, Any
 
         return asked
 
+    def computes_bf16(including_emulation: bool = True) -> bool:
+        is_made = ask("is_bf16_supported", lambda: True)  # it makes a tensor to find out
+        return is_made() if including_emulation else capability >= (8, 0)
+
     def set_sync_debug_mode(mode: int | str) -> None:
         gpu.waits_raise = mode in (2, "error")
 
@@ -292,7 +294,7 @@ def _torch_cuda(gpu: PretendedGpu, capability: tuple[int, int]) -> dict[str, Any
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "device": contextlib.nullcontext,
         "set_device": set_device,
-        "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
+        "is_bf16_supported": computes_bf16,
         "set_sync_debug_mode": set_sync_debug_mode,
         "get_sync_debug_mode": lambda: 2 * gpu.waits_raise,
         "Stream": Stream,

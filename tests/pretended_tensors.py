@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_, tree_map_only
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,11 +43,9 @@ class Event(NamedTuple):
 
 
 class Thread(threading.local):
-    """What a thread does: the harness's own operations, which are nobody's; a function of torch, in which C++
-    may make tensors.
-    """
+    """What a thread does: a function of torch, in which C++ may make tensors."""
 
-    is_quiet, is_inside = False, False
+    is_inside = False
 
 
 class PretendedGpu:
@@ -149,11 +147,8 @@ class PretendedGpu:
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """Let operations be: neither checked nor recorded."""
-        was_quiet, self.thread.is_quiet = self.thread.is_quiet, True
-        try:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
             yield
-        finally:
-            self.thread.is_quiet = was_quiet
 
     def move(self, source: Tensor, kind: str, *, non_blocking: bool = False) -> Tensor:
         """Return the tensor on "cuda" or "cpu": itself where it is there."""
@@ -191,9 +186,13 @@ def _knows_size(args: Any, kwargs: Any) -> bool:
     return is_number or kwargs.get("output_size") is not None
 
 
+def _leaves(found: Any) -> list[Any]:
+    return [found] if isinstance(found, Tensor) else tree_leaves(found)
+
+
 def _shares_storage(found: Any, tensors: list[Tensor]) -> bool:
     known = {t.untyped_storage()._cdata for t in tensors if _has_storage(t)}
-    leaves = [t for t in tree_leaves(found) if isinstance(t, Tensor) and _has_storage(t)]
+    leaves = [t for t in _leaves(found) if isinstance(t, Tensor) and _has_storage(t)]
     return any(t.untyped_storage()._cdata in known for t in leaves)
 
 
@@ -227,8 +226,6 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, gpu, name = kwargs or {}, self.gpu, func._schema.name
-        if gpu.thread.is_quiet:
-            return func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if name.startswith("c10d::"):
             return self._run_collective(func, args, kwargs, tensors)
@@ -331,7 +328,7 @@ class Graph:
         with self.gpu.quiet():
             args, kwargs = tree_map_only(Tensor, self._take, (args, kwargs))
         is_new = not (hasattr(func, "_schema") and func._schema.is_mutable)
-        self.tape.append((func, args, kwargs, out if is_new else None))
+        self.tape.append((func, args, kwargs, _leaves(out) if is_new else []))
 
     def own(self, made: Any) -> None:
         """Keep what is made in the capture: its memory is the graph's."""
@@ -374,7 +371,7 @@ class Graph:
                 if getattr(func, "namespace", "") == "c10d":
                     new[-1].wait()
                     continue
-                for old, value in zip(tree_leaves(out), tree_leaves(new), strict=False):
+                for old, value in zip(out, _leaves(new) if out else (), strict=True):
                     if isinstance(old, Tensor):
                         old.copy_(value)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pretended_gpu import pretended_gpu
 from rollout_batches import make_rollout_batch
-from tiny_configs import CONFIGS, tiny_config
+from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.data.packed_batch import collate_pairs, collate_sft
@@ -35,6 +35,8 @@ def test_it_looks_like_a_gpu():
             a.numpy()
         assert a.type() == "torch.cuda.FloatTensor" and copy.deepcopy(a).is_cuda and a.new_tensor([1]).is_cuda
         gpu.clear()
+        with torch.device("cuda"):
+            assert torch.ones(2).is_cuda
         assert not gpu.waits and not gpu.copies
         module = torch.nn.Linear(3, 2).to("cuda")
         loss = module(a).sum()
@@ -273,7 +275,7 @@ def test_losses_and_gradients_are_the_cpus(compute):
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "top_k": 5}, {"do_sample": False}], ids=str)
-@pytest.mark.parametrize("family", [f for f in CONFIGS if not f.startswith("falcon") or f == "falcon_alibi"])
+@pytest.mark.parametrize("family", ["bloom", "gemma2", "llama"])  # test_decode_graphs.py has all of them
 def test_graphs_give_the_texts_of_the_cpu(family, options):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family, 64)).eval()
