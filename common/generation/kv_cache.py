@@ -1,9 +1,9 @@
 """Keys and values of running sequences: one preallocated block a layer, a slot for each sequence.
 
 transformers' own modules run unmodified over it: each row writes at its own position, and attention reads the
-first `upto` positions of the first slots, which the live sequences fill without gaps. Where flash-attn can be
-imported, its key/value-cache kernel is the attention of the decode pass: it reads of each slot only what is
-there, needs no mask and does not repeat grouped heads. Passes over prompts go to torch's attention.
+first `upto` positions of the first slots, which the live sequences fill without gaps. Where the model was
+loaded with flash-attn, its key/value-cache kernel is the attention of the decode pass: it reads of each slot
+only what is there, needs no mask and does not repeat grouped heads. Passes over prompts go to torch's.
 
 # S slots, L positions of a slot, n rows of a pass, H query heads or key/value heads, D their width
 """

@@ -109,10 +109,8 @@ def choose_attention(model_class: Any, config: Any, dtype: str, *, is_packed: bo
     if is_flash_attn_2_available():
         if has_kernels and _serves_flash(model_class, config):
             return FLASH_ATTENTION
-        what = (
-            f"{config.model_type} has no attention for it" if has_kernels else "the GPU is older than Ampere"
-        )
-        distributed.say_once(f"note: flash-attn is installed and not used: {what}")
+        why = f"{config.model_type} cannot be computed by it" if has_kernels else "the GPU is too old for it"
+        distributed.say_once(f"note: flash-attn is installed and not used: {why}")
     return VARLEN_ATTENTION if is_packed and has_kernels and takes_own_kernels(model_class, config) else None
 
 
