@@ -101,6 +101,8 @@ def _fill(run: Run, moment: Moment) -> Moment:
             weights = run.num_bytes * role.model.num_params / (run.num_ranks if role.is_sharded else 1)
             is_away = role.params_on_cpu and (role.is_sharded or verb == "idle")
             moment.hold(role.name, "weights", weights, on_cpu=is_away)
+            if role.params_on_cpu and not (is_away or run.is_cpu):  # the pinned originals stay
+                moment.hold(role.name, "weights", weights, on_cpu=True)
         if role.is_trained:
             _hold_training_state(run, role, verb, moment)
         _hold_activations(run, role, verb, moment)
@@ -131,8 +133,7 @@ def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> Non
     is_lent = verb == "generate" and run.args.offload_states_for_generation
     moment.hold(name, "optimizer", (12 if has_copy else 8) * shard, on_cpu=is_away or is_lent)
     if role is run.actor and run.args.ema_decay:
-        average = 4.0 * trained / (run.num_ranks if role.is_sharded else 1)
-        moment.hold(name, "EMA", average, on_cpu=role.params_on_cpu)
+        moment.hold(name, "EMA", 4.0 * trained / run.num_ranks, on_cpu=role.params_on_cpu)
     # Gradients: all of them, and the rank's own part, which under offload lies on the CPU, and there in fp32.
     whole, part = b * trained, 0.0 if is_away else b * shard
     if is_away:

@@ -133,6 +133,7 @@ Source = tuple[str, str, bool]  # of a model: the flag that names it, its path, 
 
 
 HERE = "here"
+WITHOUT_BF16 = ("cpu", "t4-16g")  # devices whose default precision is fp32
 
 
 @dataclass
@@ -278,7 +279,7 @@ def read_run(args: Any, problems: Problems) -> Run:
 def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
     """Return the run of these models; None after adding what a step would refuse of its flags."""
     if not args.dtype:  # what the programs would choose on such a device
-        args = replace(args, dtype="fp32" if args.gpu == "cpu" else "bf16")
+        args = replace(args, dtype="fp32" if args.gpu in WITHOUT_BF16 else "bf16")
     startup.check_offload(args, args.dtype, problems)
     if args.stage == 3:
         check_flags(args, args.num_gpus * args.num_nodes, args.dtype, problems)

@@ -4,6 +4,8 @@
 python training_scripts/launch_table.py STEP MODEL MACHINE      prints the flags of run.sh, one word a line
 """
 
+import os
+import re
 import shlex
 import sys
 from collections import namedtuple
@@ -107,9 +109,13 @@ def find_script(step: int, deployment: str, model: str) -> Path | None:
 
 
 def script_flags(script: Path, variables: Mapping[str, str]) -> list[str]:
-    """Return the flags that a script gives to its program, with the values of these variables in them."""
-    flags = script.read_text().partition("/main.py \\\n")[2].partition('"$@"')[0].replace("\\\n", "")
-    return [Template(word).safe_substitute(variables) for word in shlex.split(flags)]
+    """Return the flags that a script gives to its program; its variables are these, the environment's, or its
+    own.
+    """
+    text = script.read_text()
+    values = dict(re.findall(r"^(\w+)=\${\1:-(.*)}$", text, re.MULTILINE)) | os.environ | variables
+    flags = text.partition("/main.py \\\n")[2].partition('"$@"')[0].replace("\\\n", "")
+    return [Template(word).safe_substitute(values) for word in shlex.split(flags)]
 
 
 if __name__ == "__main__":

@@ -161,6 +161,11 @@ def test_a_single_cheap_change_comes_before_dear_ones(run_plan):
     assert code == 1 and "change: --gradient_checkpointing\n" in printed
 
 
+def test_a_card_without_bf16_is_planned_in_fp32_and_offered_fp16(run_plan):
+    code, printed = run_plan(1, "--gpu", "t4-16g", "--lora_dim", "8", "--per_device_train_batch_size", "8")
+    assert code == 1 and "on 1 x t4-16g, fp32" in printed and "change: --dtype fp16\n" in printed
+
+
 def test_nothing_helps_a_model_that_is_too_large(run_plan):
     code, printed = run_plan(1, "--gpu_memory_gib", "2.1")
     assert code == 1 and "no flags together make it fit: take more GPUs" in printed

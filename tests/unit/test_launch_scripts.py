@@ -16,8 +16,20 @@ import pytest
 from common.data.registry import ADAPTERS
 from common.flags.args import Problems, parse_args
 from common.flags.problems import no_effect_notes
+from common.models.model_flops import DEVICES
+from tools.memory_plan import MemoryPlan
+from tools.planned_run import PlanArguments, read_run
 from tools.step_flags import STEPS as STEP_FLAGS
-from training_scripts.launch_table import FOLDER_OF_STEP, ROWS, STEPS, TABLE, find_row, step_flags
+from tools.step_flags import parse_step_args
+from training_scripts.launch_table import (
+    FOLDER_OF_STEP,
+    ROWS,
+    STEPS,
+    TABLE,
+    find_row,
+    script_flags,
+    step_flags,
+)
 from training_scripts.plan_memory import planned_gib, with_figures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +115,8 @@ def test_a_script_has_its_form_and_the_program_accepts_its_flags(script: Path, t
     assert ("--hostfile" in run.launcher_words) == ("multi_node" in script.parts)
     assert run.launcher_words[:2] == ["--num_gpus", "1" if "single_gpu" in script.parts else "8"]
     assert check_flags(step, run.program_words).output_dir == str(run.output_dir)
+    flags = script_flags(script, {"OUTPUT_DIR": str(run.output_dir)})
+    assert flags == run.program_words or "sweep" in script.parts  # which train.py never chooses
     log = (run.output_dir / "train.log").read_text()
     assert "a line of output" in log and "a line of complaint" in log
 
@@ -201,6 +215,61 @@ def test_a_missing_hostfile_is_an_error_and_not_a_run_on_one_machine(tmp_path: P
 def test_the_table_states_the_planned_memory_of_some(model, machine, step):
     row = find_row(model, machine)
     assert planned_gib(step, row) == float(getattr(row, f"{step}_gib"))
+
+
+def usable_gib(size: str) -> float:
+    """What torch can use of the smallest card that is sold with so many GB."""
+    return min(device.memory_gib for kind, device in DEVICES.items() if kind.endswith(f"-{size}g"))
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.model != "*"], ids=lambda row: row.model)
+def test_a_row_fits_every_card_of_its_size(row):
+    planned = max(float(getattr(row, f"{step}_gib")) for step in FOLDER_OF_STEP)
+    assert planned <= usable_gib(row.gpus.split("x")[-1].removesuffix("GB"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script", [s for s in SCRIPTS if re.match(r"step3.*run_\d", script_id(s))], ids=script_id
+)
+def test_a_script_is_planned_to_fit_its_hardware(script: Path):
+    form = r"# Hardware: (\w+)(?: machines of (\w+))? GPUs? of (\d+) GB"
+    first, second, size = re.search(form, script.read_text()).groups()
+    numbers = {"one": "1", "two": "2", "eight": "8"}
+    nodes, gpus = (numbers[first], numbers[second]) if second else ("1", numbers[first])
+    is_llama = "llama2" in script.parts
+    model = "meta-llama/Llama-2-7b-hf" if is_llama else f"facebook/opt-{script.stem.split('_')[1]}"
+    models = {
+        "MODEL": model,
+        "ACTOR_MODEL": model,
+        "CRITIC_MODEL": model if is_llama else "facebook/opt-350m",
+    }
+    words = ["--stage", "3", *script_flags(script, models), "--num_gpus", gpus, "--num_nodes", nodes]
+    args = parse_step_args(PlanArguments, words, problems=(problems := Problems()))
+    assert MemoryPlan(read_run(args, problems)).peak.total < usable_gib(size) * 2**30
+
+
+PAGE = (ROOT / "docs/several_machines.md").read_text()
+CARDS = re.findall(r"^\| (.*?) \| ([\d.]+) \| (.*) \|$", PAGE, re.MULTILINE)
+CELLS = sorted({(i, cell) for *_, cells in CARDS for i, cell in enumerate(cells.split(" | "))})
+
+
+def test_the_pages_cards_have_room_for_what_they_are_said_to_fit():
+    memory = {device.memory_gib for device in DEVICES.values()}
+    for name, gib, cells in CARDS:
+        assert float(gib) in memory and all(
+            float(cell.split()[1]) < float(gib) for cell in cells.split(" | ")
+        ), name
+    assert len(CELLS) == 18
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("column", "cell"), CELLS)
+def test_the_page_of_cards_states_the_planned_memory(column: int, cell: str):
+    name, gib = cell.split()
+    [model] = {row.model for row in ROWS if row.model.split("/")[-1].removesuffix("-Base") == name}
+    row = find_row("*", "single_gpu")._replace(model=model, lora="64" if column % 2 else "-")
+    assert planned_gib("ppo" if column > 1 else "sft", row) == float(gib)
 
 
 @pytest.mark.slow

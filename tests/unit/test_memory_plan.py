@@ -9,7 +9,7 @@ import deepspeed
 import pytest
 import torch
 import transformers
-from planned_runs import GIB, LLAMA_7B, NUM_1B, NUM_7B, NUM_350M, OPT_1B, OPT_350M, ppo, single
+from planned_runs import GIB, LLAMA_7B, NUM_1B, NUM_7B, NUM_350M, OPT_1B, OPT_350M, make_run, ppo, single
 from pretended_gpu import pretended_gpu
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -21,6 +21,9 @@ from common.models.lora import LoraOptions
 from common.models.model_inputs import build_model_inputs
 from common.models.output_head import LogitOptions, summed_logprobs, token_scores
 from common.models.policy_model import PolicyModel
+from step3_ppo.rewards.reward_specs import RewardSpec
+from step3_ppo.roles import build_roles
+from step3_ppo.trainer_state import ExponentialMovingAverage
 from tools.memory_plan import LiveBytes, MemoryPlan, head_bytes, trace_activations
 from tools.planned_run import PlannedModel, plan_switch
 
@@ -179,14 +182,19 @@ def test_a_slice_is_a_share_of_the_model_and_an_ema_another_copy():
     assert not any("slices of weights" in items(other, "idle", "idle") for other in (freed, on_cpu))
     copied = found["gather buffers"] - items(freed, "generate", "generate")["gather buffers"]
     assert copied == pytest.approx(found["slices of weights"] * 8 / 24, rel=0.15)
+    below = plan_ppo("--num_gpus", "8", "--enable_ema")  # each rank has a share of it there too
+    assert below.moments[0].gpu["actor", "EMA"] == 4 * NUM_1B / 8
 
 
 def test_the_reference_is_a_model_of_its_own_unless_there_are_adapters():
     plain = plan_ppo().moments[0].gpu
     assert plain["reference", "weights"] == plain["actor", "weights"]
     assert ("reference", "weights") not in plan_ppo("--actor_lora_dim", "8").moments[0].gpu
-    away = plan_ppo("--offload_reference_model").moments[0]
-    assert ("reference", "weights") not in away.gpu and away.cpu["reference", "weights"] > 0
+    away = plan_ppo("--offload_reference_model")
+    key = ("reference", "weights")
+    assert key not in away.moments[0].gpu and away.moments[0].cpu[key] == plain[key]
+    [used] = [moment for moment in away.moments if (moment.verb, moment.role) == ("score", "reference")]
+    assert used.gpu[key] == used.cpu[key] == plain[key]  # a copy: the pinned original stays
 
 
 def test_the_engines_own_keys_count(tmp_path):
@@ -279,6 +287,29 @@ def test_a_real_engine_holds_what_is_planned(request, tmp_path, stage, dtype, is
     assert planned["step"] == pytest.approx(measured["step"], abs=few)
     backward = max(planned["backward"], planned["reduce"])
     assert 0.97 * measured["backward"] < backward < 1.2 * measured["backward"]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    "more", ["--actor_zero_stage 2 --enable_ema", "--dtype fp32 --offload_reference_model"]
+)
+def test_the_roles_of_ppo_hold_what_is_planned(more, tiny_model_folder, tiny_tokenizer):
+    folder = tiny_model_folder("llama")
+    words = ("--stage", "3", "--actor_model_name_or_path", folder, "--critic_model_name_or_path", folder)
+    run = make_run((*words, "--max_prompt_seq_len", "24", "--max_answer_seq_len", "8"), tuple(more.split()))
+    reward = [RewardSpec("model", folder, 1.0, "reward")]
+    with pretended_gpu() as gpu:
+        roles = build_roles(run.args, tiny_tokenizer, reward, 8, has_critic=True)
+        average = run.args.ema_decay and ExponentialMovingAverage(roles.actor.model.module, 0.9)
+        gc.collect()
+        held = gpu.allocated
+        roles.actor.model.destroy(), roles.critic.model.destroy()
+    idle = MemoryPlan(run).moments[0]
+    assert (("actor", "EMA") in idle.gpu) == bool(average)
+    later = 8 * sum(
+        role.model.num_trained for role in run.roles if role.is_trained
+    )  # Adam's, by its first step
+    assert held + later == pytest.approx(idle.total - idle.gpu["device", "reserved"], rel=0.02)
 
 
 # ---- known facts ----------------------------------------------------------------------------------------

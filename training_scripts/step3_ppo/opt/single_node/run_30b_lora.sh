@@ -36,6 +36,7 @@ deepspeed --num_gpus "$NUM_GPUS" step3_ppo/main.py \
     --actor_zero_stage 3 \
     --critic_zero_stage 3 \
     --enable_hybrid_engine \
+    --inference_tp_size 2 \
     --actor_lora_dim 128 \
     --actor_lora_module_name decoder.layers. \
     --output_dir "$OUTPUT_DIR" \
