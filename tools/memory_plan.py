@@ -321,7 +321,8 @@ def _hold_generation(run: Run, role: Role, is_on: bool, moment: Moment) -> None:
         moment.hold(name, "keys and values", keys)
     has_graphs = is_kept and not (run.is_cpu or run.gathers_by_layer or args.no_cuda_graphs)
     if is_on or has_graphs:
-        moment.hold(name, "token passes", run.num_slots * model.head.weight.shape[0] * (b + 20.0))
+        of_logit = b + (38.0 if args.top_p < 1 else 20.0)  # counted on a pretended GPU, and 4 to spare
+        moment.hold(name, "token passes", run.num_slots * model.head.weight.shape[0] * of_logit)
     if not run.gathers_by_layer and (is_on or has_graphs):
         moment.hold(name, "slices of weights", b * run.plan_switch().new)
     if not is_on:

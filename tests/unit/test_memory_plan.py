@@ -164,6 +164,8 @@ def test_keys_and_values_are_slots_by_length():
     assert items(plan, "idle", "idle")["keys and values"] == keys  # kept for the next time
     # Captured passes keep what they sample from: logits, and 20 bytes for each of them.
     tokens = 32 * 50272 * (2 + 20)
+    nucleus = items(plan_ppo(*flags, "--top_p", "0.9"), "idle", "idle")["token passes"]
+    assert nucleus - tokens == 32 * 50272 * 18  # what the threshold of top-p is found with
     assert items(plan, "idle", "idle")["token passes"] == tokens
     assert items(freed, "generate", "generate")["token passes"] == tokens
     assert not {"keys and values", "token passes"} & items(freed, "idle", "idle").keys()
