@@ -54,14 +54,13 @@ def local_shard(parameter: nn.Parameter) -> torch.Tensor:
 def swapped_shards(parameters: dict[str, nn.Parameter], values: dict[str, torch.Tensor]) -> Iterator[None]:
     """Hold `values`, by name and of the shapes of `local_shard`, in the weights' place inside the block.
 
-    Whole weights must be the same on all ranks. Every rank must call this.
+    Whole weights must be the same on all ranks. Every rank must call this. After an error in the block `values`
+    stay: the other ranks may not have come to its end.
     """
     saved = {name: local_shard(parameter).detach().clone() for name, parameter in parameters.items()}
-    try:
-        _write_shards(parameters, values)
-        yield
-    finally:
-        _write_shards(parameters, saved)
+    _write_shards(parameters, values)
+    yield
+    _write_shards(parameters, saved)
 
 
 @torch.no_grad()

@@ -124,7 +124,7 @@ def test_the_average_by_hand_and_the_swap(tmp_path):
     assert float(model.weight) == 4.0
     with pytest.raises(RuntimeError), ema.averaged_weights():
         raise RuntimeError
-    assert float(model.weight) == 4.0
+    assert float(model.weight) == 1.9375, "no collective after an error, to which others may not come"
     write_slices(tmp_path / "file", ema.tensor_slices())
     resumed = ExponentialMovingAverage(model, decay=0.75)
     resumed.load(TensorReader([tmp_path / "file"]), {})
