@@ -54,8 +54,8 @@ def local_shard(parameter: nn.Parameter) -> torch.Tensor:
 def swapped_shards(parameters: dict[str, nn.Parameter], values: dict[str, torch.Tensor]) -> Iterator[None]:
     """Hold `values`, by name and of the shapes of `local_shard`, in the weights' place inside the block.
 
-    Whole weights must be the same on all ranks. Every rank must call this. After an error in the block `values`
-    stay: the other ranks may not have come to its end.
+    Whole weights must be the same on all ranks. Every rank must call this. After an error in the block they
+    stay there: the other ranks may not have come to its end.
     """
     saved = {name: local_shard(parameter).detach().clone() for name, parameter in parameters.items()}
     _write_shards(parameters, values)
