@@ -1,6 +1,7 @@
 """Generation mode: shared weights where they are whole, gathered ones where they are sharded."""
 
 import gc
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -141,27 +142,36 @@ def optimizer_states(hybrid: HybridEngine) -> list[torch.Tensor]:
     return [*flat, *(state[name] for state in zero.optimizer.state.values() for name in MOMENTS)]
 
 
-@pytest.mark.parametrize("offload", ["none", "optimizer"])
+@pytest.mark.parametrize(
+    ("offload", "place"), [("none", nullcontext), ("optimizer", nullcontext), ("none", pretended_gpu)]
+)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_states_that_leave_for_the_generation_come_back_as_they_were(stage, offload, tiny_model_folder):
+def test_states_that_leave_for_the_generation_come_back_as_they_were(
+    stage, offload, place, tiny_model_folder
+):
     folder = tiny_model_folder("llama")
-    moved, never = (
-        HybridEngine(
-            build_tiny_engine(folder, stage, offload=offload),
-            HybridOptions(offload_states_for_generation=flag),
+    with place() as gpu:
+        moved, never = (
+            HybridEngine(
+                build_tiny_engine(folder, stage, offload=offload),
+                HybridOptions(offload_states_for_generation=flag),
+            )
+            for flag in (True, False)
         )
-        for flag in (True, False)
-    )
-    for step in range(3):
-        states = optimizer_states(moved)
-        places = [state.data_ptr() for state in states]
-        with moved.generation_mode():
-            has_left = [state.data_ptr() != place for state, place in zip(states, places, strict=True)]
-            assert step or set(has_left) == {offload == "none"}
-        assert generate(moved).response_ids.equal(generate(never).response_ids)
-        train_once(moved)
-        train_once(never)
-        assert all(map(torch.equal, optimizer_states(moved), optimizer_states(never)))
+        for step in range(3):
+            homes = [state.data_ptr() for state in optimizer_states(moved)]
+            with moved.generation_mode():
+                states = optimizer_states(moved)
+                has_left = [state.data_ptr() != home for state, home in zip(states, homes, strict=True)]
+                assert step or set(has_left) == {offload == "none"}
+                assert not any(state.is_cuda for state in states)
+            assert {state.is_cuda for state in optimizer_states(moved)} == {
+                offload == "none" and gpu is not None
+            }
+            assert generate(moved).response_ids.equal(generate(never).response_ids)
+            train_once(moved)
+            train_once(never)
+            assert all(map(torch.equal, optimizer_states(moved), optimizer_states(never)))
 
 
 def test_the_cache_is_kept_or_released_as_asked(tiny_model_folder):
