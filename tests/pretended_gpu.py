@@ -364,6 +364,8 @@ def pretended_gpu(capability: tuple[int, int] = (8, 0), memory_gib: float = 24.0
         gpus.append(gpu)
         stack.callback(gpus.pop)
         stack.enter_context(mock.patch.multiple(torch.cuda, **_torch_cuda(gpu, tuple(capability))))
+        # What torch logs of a collective that failed.
+        stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 27, 3)))
         stack.enter_context(mock.patch.multiple(dist, **public))
         stack.enter_context(mock.patch.multiple(dist.distributed_c10d, **groups))
         stack.enter_context(mock.patch.object(real_accelerator, "ds_accelerator", _Accelerator()))
