@@ -1,6 +1,7 @@
 """The program: what it prints, how it leaves, and suggestions that hold when they are followed."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import transformers
@@ -9,6 +10,7 @@ from pretended_gpu import pretended_gpu
 
 from tools.memory_plan import MemoryPlan
 from tools.plan import apply, find_changes, main
+from tools.planned_run import with_own_gpu
 from tools.traffic_plan import plan_traffic
 
 Plan = Callable[..., tuple[int, str]]
@@ -116,9 +118,15 @@ def test_dpo_is_a_policy_on_two_sequences_a_pair(run_plan):
         (16.0, 2, ("\ndoes not fit", "\nchange: --", "error: step 1 was not started; make the change, or")),
     ],
 )
-def test_a_step_that_does_not_fit_the_gpu_that_is_there_is_not_started(gib, code, words, run_plan):
-    with pretended_gpu(memory_gib=gib):
-        found, printed = run_plan(1, "--gpu", "here", "--per_device_train_batch_size", "1")
+def test_a_step_that_does_not_fit_the_gpu_that_is_there_is_not_started(
+    gib, code, words, run_plan, monkeypatch
+):
+    def ask(args: Any) -> Any:
+        with pretended_gpu(memory_gib=gib):  # not around the plan: it is no device for fake tensors
+            return with_own_gpu(args)
+
+    monkeypatch.setattr("tools.plan.with_own_gpu", ask)
+    found, printed = run_plan(1, "--gpu", "here", "--per_device_train_batch_size", "1")
     assert found == code and all(text in printed for text in words), printed
 
 
