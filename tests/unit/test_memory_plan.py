@@ -177,8 +177,7 @@ def test_a_slice_is_a_share_of_the_model_and_an_ema_another_copy():
     plan = plan_ppo(*flags)
     found = items(plan, "generate", "generate")
     assert found["slices of weights"] == pytest.approx(2 * NUM_1B / 4, rel=0.02)  # positions are whole
-    whole = plan_ppo("--num_gpus", "8", "--enable_ema")  # ZeRO 0: each rank averages its share there too
-    assert found["EMA"] == items(whole, "generate", "generate")["EMA"] == 4 * NUM_1B / 8
+    assert found["EMA"] == 4 * NUM_1B / 8
     # They stay while captured passes read them; the next are copied there, 8 of 24 layers at a time.
     freed, on_cpu = (plan_ppo(*flags, *more) for more in (["--release_inference_cache"], ["--gpu", "cpu"]))
     assert items(plan, "idle", "idle")["slices of weights"] == found["slices of weights"]
