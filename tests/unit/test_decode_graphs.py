@@ -15,7 +15,7 @@ from pretended_gpu import pretended_gpu
 from tiny_configs import CONFIGS, NOISY, tiny_config
 from transformers import AutoModelForCausalLM
 
-from common.generation.decode import DecodeStep, SamplingOptions
+from common.generation.decode import DecodeGraphs, DecodeStep, SamplingOptions
 from common.generation.generate import Generator, _DecodeLoop
 from common.generation.inference_module import cut_module, share_weights
 from common.generation.tp_plans import build_cuts
@@ -93,6 +93,15 @@ def test_no_graphs_where_ranks_fetch_weights_in_a_pass_or_none_are_wanted():
         for more in ({"agree_any": bool}, {"use_cuda_graphs": False}):
             texts(make_generator(**more))
         assert gpu.launches["a graph"] == 0 and not gpu.graphs
+
+
+def test_the_pass_that_warms_up_leaves_nothing_behind():
+    with pretended_gpu():
+        graphs, count = DecodeGraphs(torch.nn.Linear(1, 1)), torch.zeros(2, device="cuda")
+        graphs.begin(SAMPLING)
+        for num_passes in (1, 2):
+            graphs.run(1, 1, lambda *_: count.add_(1), [count])
+            assert count.tolist() == [num_passes] * 2
 
 
 def test_each_generator_has_one_stream_of_its_own(monkeypatch):
