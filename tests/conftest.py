@@ -42,6 +42,20 @@ def train_tiny_tokenizer(vocab_size: int = 320, eos: str | None = "<|endoftext|>
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos)
 
 
+@pytest.fixture(autouse=True)
+def _no_gpu_stays() -> Iterator[None]:
+    """What `monkeypatch` puts back after a pretended GPU has gone would be the GPU's."""
+    yield
+    if "pretended_gpu" in sys.modules:
+        import torch
+        from deepspeed.accelerator import real_accelerator
+
+        kept = [type(real_accelerator.ds_accelerator)]
+        kept += [value for module in (torch.cuda, torch.distributed) for value in vars(module).values()]
+        found = [value for value in kept if getattr(value, "__module__", None) == "pretended_gpu"]
+        assert not found, f"{found}: patched within pretended_gpu(); use mock.patch there, not monkeypatch"
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Shared by all tests of a session: do not add tokens to it."""

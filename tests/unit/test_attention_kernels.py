@@ -3,6 +3,8 @@
 flash-attn is the stand-in of tests/fakes, and torch's varlen_attn goes through it: both check what they get.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 import transformers
@@ -187,16 +189,14 @@ def test_a_kernel_is_chosen_where_it_can_be_used(
         (transformers.Qwen3Config, FLASH_ATTENTION, VARLEN_ATTENTION),
     ],
 )
-def test_what_no_kernel_computes_is_left_to_torch(
-    kind, with_flash, packed_without, install_flash_attn, monkeypatch
-):
+def test_what_no_kernel_computes_is_left_to_torch(kind, with_flash, packed_without, install_flash_attn):
     model_class, config = MODEL_FOR_CAUSAL_LM_MAPPING[kind], kind()
     with pretended_gpu():
         assert choose_attention(model_class, config, "bf16", is_packed=True) == packed_without
         install_flash_attn()
         assert choose_attention(model_class, config, "bf16") == with_flash
-        monkeypatch.setattr(real_accelerator, "ds_accelerator", CPU_Accelerator())  # as by DS_ACCELERATOR=cpu
-        assert choose_attention(model_class, config, "bf16", is_packed=True) is None
+        with mock.patch.object(real_accelerator, "ds_accelerator", CPU_Accelerator()):  # DS_ACCELERATOR=cpu
+            assert choose_attention(model_class, config, "bf16", is_packed=True) is None
 
 
 def test_rows_that_are_padded_in_spite_of_packed_are_told_once(tiny_model_folder, capfd):

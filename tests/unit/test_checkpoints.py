@@ -7,6 +7,7 @@ import shutil
 import weakref
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 from unittest.mock import Mock
 
 import numpy
@@ -105,11 +106,13 @@ def test_loaded_random_numbers_are_those_that_would_have_come(tmp_path):
     assert draw() == expected
 
 
-def test_a_gpus_random_numbers_go_on_too(tmp_path, monkeypatch):
-    with pretended_gpu() as gpu:
-        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.arange(16, dtype=torch.uint8))
-        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: found.append(state.tolist()))
-        found: list[list[int]] = []
+def test_a_gpus_random_numbers_go_on_too(tmp_path):
+    found: list[list[int]] = []
+    state = {
+        "get_rng_state": lambda: torch.arange(16, dtype=torch.uint8),
+        "set_rng_state": lambda state: found.append(state.tolist()),
+    }
+    with pretended_gpu() as gpu, mock.patch.multiple(torch.cuda, **state):
         write_slices(tmp_path / "random", RandomState().tensor_slices())
         RandomState().load(TensorReader([tmp_path / "random"]), RandomState().json_state())
         assert found == [list(range(16))] and not gpu.waits and not gpu.copies

@@ -151,9 +151,9 @@ def test_graphs_are_forgotten_when_a_weight_moves():
 @pytest.mark.parametrize("end", [None, Stopped("stopped"), RuntimeError("an error")], ids=str)
 def test_graphs_go_before_the_process_group(end, monkeypatch):
     alive = []
-    with pretended_gpu() as gpu:
-        monkeypatch.setattr(dist, "destroy_process_group", lambda: alive.append(len(gpu.graphs)))
-        monkeypatch.setattr(startup.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(startup.signal, "signal", lambda *_: None)
+    with pretended_gpu() as gpu, mock.patch.object(dist, "destroy_process_group") as destroy:
+        destroy.side_effect = lambda: alive.append(len(gpu.graphs))
 
         def program():
             generator = make_generator()

@@ -1,6 +1,7 @@
 """Checks before any model is loaded. The programs' own tests show each message as a user sees it."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -169,8 +170,8 @@ def test_more_ranks_than_gpus_are_told_before_any_of_them_waits(name, monkeypatc
     monkeypatch.setenv(name, str(3 - (name == "LOCAL_RANK")))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     problems, has_none = Problems(), name == "LOCAL_RANK"
-    with pretended_gpu(), pytest.raises(SystemExit) if has_none else contextlib.nullcontext():
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    is_left = pytest.raises(SystemExit) if has_none else contextlib.nullcontext()
+    with pretended_gpu(), mock.patch.object(torch.cuda, "device_count", lambda: 2), is_left:
         check_device("", problems)
     told = (
         "3 ranks on a machine that shows 2 GPUs (CUDA_VISIBLE_DEVICES 4,5), and each needs its own; start 2"
