@@ -53,11 +53,14 @@ JOBS = [
     Job(2, 0, lora=True, ranks=1, packed=200),
     Job(2, 3, offload="all"),
     Job(3, 0, ranks=1, tp=1, packed=110),
+    Job(3, 1, tp=2),
     Job(3, 1, dtype="bf16", tp=2),
     Job(3, 2, ranks=1, algorithm="grpo", tp=1),
+    Job(3, 2, lora=True, offload="optimizer", ranks=1, family="gpt2"),
     Job(3, 2, lora=True, offload="optimizer", dtype="bf16", ranks=1, family="gpt2"),
     Job(3, 3, lora=True, offload="all", tp=2),
     Job(3, 3, tp=0),
+    Job(3, 3, offload="param", ranks=1, family="gpt2", tp=1),
     Job(3, 3, offload="param", dtype="bf16", ranks=1, family="gpt2", tp=1),
     Job(3, 1, offload="optimizer", dtype="fp16", ranks=1, tp=1),
 ]
@@ -90,6 +93,11 @@ def test_numbers_are_those_of_a_cpu(job, run):
         names = ("policy/unsup_loss", "value/loss")
         first = [[read_curve(folder, name)[0] for name in names] for folder in (found, run(job.reference))]
         assert first[0] == pytest.approx(first[1], abs=0.05)
+    elif job.step == 3 and job.dtype == "bf16":
+        # A GPU reads prompts in other pieces than a CPU: in bf16 some CPUs round that otherwise, and a token
+        # that is sampled otherwise changes all behind it. The text's loss comes before; fp32 tells the rest.
+        first, expected = (read_curve(folder, "policy/unsup_loss")[0] for folder in (found, run(job)))
+        assert first == pytest.approx(expected, abs=0.01)
     else:
         check_same(job, found, run(job.reference if job.dtype == "fp32" else job))
 
