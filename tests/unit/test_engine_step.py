@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from pretended_gpu import pretended_gpu
 
 from common.engine import engine_step
 from common.engine.ds_config import build_config, build_engine
@@ -241,6 +242,13 @@ def test_a_refused_step_leaves_no_trace(stage, dtype, offload, what):
         assert_equal_snapshots(beside.snapshot(), clean.snapshot())
         moved = any(not torch.equal(disturbed.snapshot()[0][n], before[0][n]) for n in before[0])
         assert moved, "a step that moves nothing shows nothing"
+
+
+@pytest.mark.parametrize(("stage", "dtype", "offload"), SETUPS)
+def test_a_refused_step_leaves_no_trace_on_a_gpu(stage, dtype, offload):
+    with pretended_gpu():
+        for what in SPOILERS:
+            test_a_refused_step_leaves_no_trace(stage, dtype, offload, what)
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(2, "none"), (3, "none"), (3, "optimizer")])
