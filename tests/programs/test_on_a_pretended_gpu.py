@@ -56,7 +56,6 @@ JOBS = [
     Job(3, 1, tp=2),
     Job(3, 1, dtype="bf16", tp=2),
     Job(3, 2, ranks=1, algorithm="grpo", tp=1),
-    Job(3, 2, lora=True, offload="optimizer", ranks=1, family="gpt2"),
     Job(3, 2, lora=True, offload="optimizer", dtype="bf16", ranks=1, family="gpt2"),
     Job(3, 3, lora=True, offload="all", tp=2),
     Job(3, 3, tp=0),
@@ -64,6 +63,15 @@ JOBS = [
     Job(3, 3, offload="param", dtype="bf16", ranks=1, family="gpt2", tp=1),
     Job(3, 1, offload="optimizer", dtype="fp16", ranks=1, tp=1),
 ]
+
+
+# Graphs round the rows and positions of a decode pass up, and several passes run before a look: other shapes
+# than a CPU's. Some CPUs round them otherwise in bf16, so there both are left out; fp32 runs have them.
+PASSES_OF_A_CPU = {
+    "at": "common.generation.generate:Generator.generate",
+    "do": "exec:from common.generation.decode import DecodeStep as D;"
+    "D._graphs, D.passes_per_look = (property(lambda s, n=n: n, lambda s, n: None) for n in (None, 1))",
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +83,8 @@ def run(forks, tiny, tmp_path_factory):
     def make(job: Job, *, on_gpu: bool = False) -> Path:
         folder = tmp_path_factory.mktemp("job")
         (folder / "threshold.json").write_text(json.dumps(threshold))
-        more = {"gpu": {}} if on_gpu else {}
+        hooks = [PASSES_OF_A_CPU] if job.dtype == "bf16" and job.tp is not None else []
+        more = {"gpu": {}, "hooks": hooks} if on_gpu else {}
         ran = forks.run(job.step, flags_of(job, tiny, folder), ranks=job.ranks, **more)
         assert ran.codes == [0] * job.ranks, "\n".join(ran.text(rank)[-4000:] for rank in range(job.ranks))
         for rank in range(job.ranks if on_gpu else 0):
@@ -93,11 +102,6 @@ def test_numbers_are_those_of_a_cpu(job, run):
         names = ("policy/unsup_loss", "value/loss")
         first = [[read_curve(folder, name)[0] for name in names] for folder in (found, run(job.reference))]
         assert first[0] == pytest.approx(first[1], abs=0.05)
-    elif job.step == 3 and job.dtype == "bf16":
-        # A GPU reads prompts in other pieces than a CPU: in bf16 some CPUs round that otherwise, and a token
-        # that is sampled otherwise changes all behind it. The text's loss comes before; fp32 tells the rest.
-        first, expected = (read_curve(folder, "policy/unsup_loss")[0] for folder in (found, run(job)))
-        assert first == pytest.approx(expected, abs=0.01)
     else:
         check_same(job, found, run(job.reference if job.dtype == "fp32" else job))
 
