@@ -3,19 +3,23 @@
 DEVICES' rates are from the makers' data sheets: dense products, added up in fp32.
 """
 
+import itertools
 import re
+import time
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.benchmark import Timer
 
 from common.models.loading import plain_model
 from common.models.model_inputs import ModelInputs
 from common.ranks import distributed
 from common.ranks.step_costs import COSTS
 
-MEASURED_SECONDS = 0.1
+MEASURED_SECONDS = 0.25
+# Rows, inputs, outputs of a linear layer. No shape is the fastest for all numbers of threads.
+CPU_PRODUCTS = ((512, 512, 512), (1024, 1024, 1024), (2048, 512, 2048))
+GPU_PRODUCTS = ((4096, 4096, 4096),)
 
 
 class ModelFlops:
@@ -112,8 +116,8 @@ DEVICES = {
 def own_peak_flops(dtype: torch.dtype) -> float:
     """Return the FLOPs a second that this process's device could do at most in `dtype`.
 
-    A GPU of DEVICES has its data sheet's; any other device is asked for matrix products, for
-    MEASURED_SECONDS: on a CPU with the threads that this process has, while all its other ranks do the same.
+    A GPU of DEVICES has its data sheet's; any other device is asked for matrix products: on a CPU with the
+    threads that this process has, while all its other ranks do the same.
     """
     is_gpu = distributed.has_gpu()
     # Whole words: an "NVIDIA A100-SXM4-80GB" is no A10.
@@ -121,7 +125,26 @@ def own_peak_flops(dtype: torch.dtype) -> float:
     for kind, device in DEVICES.items():
         if kind.partition("-")[0] in words:
             return 1e12 * (device.tflops_fp32 if dtype == torch.float32 else device.tflops_16bit)
-    size = 4096 if is_gpu else 512
-    square = torch.ones(size, size, dtype=dtype, device="cuda" if is_gpu else "cpu")
-    product = Timer("square @ square", globals={"square": square}, num_threads=torch.get_num_threads())
-    return 2 * size**3 / min(product.blocked_autorange(min_run_time=MEASURED_SECONDS).times)
+    return measure_flops(dtype)
+
+
+def measure_flops(dtype: torch.dtype) -> float:
+    """Return the FLOPs a second of the fastest of several matrix products, taking turns."""
+    is_gpu = distributed.has_gpu()
+    wait = torch.cuda.synchronize if is_gpu else lambda: None
+    where = {"dtype": dtype, "device": distributed.device()}
+    factors = [
+        (2 * rows * inner * columns, torch.ones(rows, inner, **where), torch.ones(columns, inner, **where))
+        for rows, inner, columns in (GPU_PRODUCTS if is_gpu else CPU_PRODUCTS)
+    ]
+    wait()
+    best, now = 0.0, time.perf_counter()
+    end, turns = now + MEASURED_SECONDS, itertools.cycle(factors)
+    while now < end:
+        flops, inputs, weight = next(turns)
+        started = time.perf_counter()
+        nn.functional.linear(inputs, weight)
+        wait()
+        now = time.perf_counter()
+        best = max(best, flops / (now - started))
+    return best
