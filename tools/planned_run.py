@@ -278,7 +278,7 @@ def read_run(args: Any, problems: Problems) -> Run:
 
 def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
     """Return the run of these models; None after adding what a step would refuse of its flags."""
-    if not args.dtype:  # what the programs would choose on such a device
+    if args.dtype in ("", "auto"):  # what the programs would choose on such a device
         args = replace(args, dtype="fp32" if args.gpu in WITHOUT_BF16 else "bf16")
     startup.check_offload(args, args.dtype, problems)
     if args.stage == 3:

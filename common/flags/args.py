@@ -145,8 +145,9 @@ class RunArguments:
     output_dir: str = flag("", "folder of everything that is saved; empty: nothing is saved", may_change=True)
     dtype: str = flag(
         "",
-        "dtype of weights and activations; empty: bf16 on a GPU that has it, else fp32",
-        choices=("fp32", "bf16", "fp16"),
+        "dtype of weights and activations; empty: bf16 on a GPU that has it, else fp32; auto: the same, but "
+        "on a CPU the faster of fp32 and bf16, measured at the start, or what a resumed run had",
+        choices=("fp32", "bf16", "fp16", "auto"),
     )
     offload: str = flag(
         "none",

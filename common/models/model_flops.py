@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from common.models.loading import plain_model
+from common.models.loading import DTYPES, plain_model
 from common.models.model_inputs import ModelInputs
 from common.ranks import distributed
 from common.ranks.step_costs import COSTS
@@ -126,6 +126,13 @@ def own_peak_flops(dtype: torch.dtype) -> float:
         if kind.partition("-")[0] in words:
             return 1e12 * (device.tflops_fp32 if dtype == torch.float32 else device.tflops_16bit)
     return measure_flops(dtype)
+
+
+def faster_dtype() -> tuple[str, str]:
+    """Return fp32 or bf16, the one with the faster products here, and both figures."""
+    found = {name: measure_flops(DTYPES[name]) for name in ("fp32", "bf16")}
+    figures = ", ".join(f"{name} {flops / 1e9:.1f} GFLOP/s" for name, flops in found.items())
+    return max(found, key=found.__getitem__), figures
 
 
 def measure_flops(dtype: torch.dtype) -> float:

@@ -31,7 +31,7 @@ from common.ranks.failures import StepRefused, TooManyBadSteps, first_line, say
 from common.runs import run_files
 from common.runs.durable_files import SaveFailed
 from common.runs.export import read_metadata
-from common.runs.resume import EarlierRun, find_run
+from common.runs.resume import EarlierRun, find_run, settle_dtype
 from common.runs.run import STOPPED, Stopped
 from common.runs.run_logger import missing_trackers
 
@@ -94,7 +94,7 @@ def check_run(args: RunArguments, problems: Problems) -> list[str]:
     """
     if not check_environment(problems):  # nobody may be the first process then
         problems.exit_if_any(is_told_by_all=True)
-    notes = check_device(args.dtype, problems)
+    notes = settle_dtype(args) + check_device(args.dtype, problems)
     dtype, data_types = distributed.dtype_name(args.dtype), None
     with problems.catch():
         data_types = load_overrides(args).get("data_types")

@@ -3,10 +3,11 @@
 Every program runs alike under `deepspeed`, `torchrun` and plain `python`; the last is a world of one.
 """
 
+import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ NVIDIA_DRIVER = ("/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi")
 CANNOT_JOIN = 2  # exit code, as of bad input
 T = TypeVar("T")
 _host_group: dist.ProcessGroup | None = None  # of gloo beside nccl's world; None: the world is gloo's
+_early_store: dist.Store | None = None  # rank 0's serves the others as long as it is kept
 # What has a `release()` and must not outlive the process group: nccl does not end a communicator before the
 # last CUDA graph with one of its collectives is gone.
 RELEASED_AT_STOP: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -67,19 +69,40 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
         limit = timedelta(seconds=collective_timeout + (NCCL_EXTRA_SECONDS if backend == "nccl" else 0))
         # Groups that are made later, ZeRO's too, go by these.
         dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = limit
-        try:
+        with _joining():
             deepspeed.init_distributed(backend, verbose=False, timeout=limit)
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            rank, address, port = (os.environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-            say(
-                f"error: rank {rank} cannot join the others at MASTER_ADDR={address} MASTER_PORT={port} "
-                f"({first_line(error)}); choose a port that nobody uses (deepspeed --master_port), and see "
-                "that all machines reach that address"
-            )
-            raise SystemExit(CANNOT_JOIN) from error
         if world_size() > 1:
             _host_group = dist.new_group(backend="gloo") if backend == "nccl" else None
             watchdog.start(collective_timeout)
+
+
+@contextlib.contextmanager
+def _joining() -> Iterator[None]:
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        rank, address, port = (os.environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+        say(
+            f"error: rank {rank} cannot join the others at MASTER_ADDR={address} MASTER_PORT={port} "
+            f"({first_line(error)}); choose a port that nobody uses (deepspeed --master_port), and see "
+            "that all machines reach that address"
+        )
+        raise SystemExit(CANNOT_JOIN) from error
+
+
+def text_of_first_rank(key: str, make: Callable[[], str]) -> str:
+    """Return what `make()` gives on rank 0: for checks, which come before `start`. Every rank must call this.
+
+    Leaves with exit code 2 where the others cannot be joined.
+    """
+    global _early_store
+    if world_size() == 1:
+        return make()
+    with _joining():
+        _early_store = _early_store or next(dist.rendezvous("env://"))[0]
+        if rank() == 0:
+            _early_store.set(key, make())
+        return _early_store.get(key).decode()
 
 
 def stop(code: int = 0, cause: BaseException | None = None) -> None:
@@ -119,8 +142,11 @@ def computes_bf16() -> bool:
 
 
 def dtype_name(flag: str = "") -> str:
-    """Return the precision that --dtype means: without it bf16 on a GPU that computes in it, else fp32."""
-    return flag or ("bf16" if computes_bf16() else "fp32")
+    """Return the precision that --dtype means: without it bf16 on a GPU that computes in it, else fp32.
+
+    `auto`, which a run's start replaces, is as none.
+    """
+    return flag if flag not in ("", "auto") else ("bf16" if computes_bf16() else "fp32")
 
 
 def rank() -> int:

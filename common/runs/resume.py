@@ -7,6 +7,7 @@ from typing import Any
 
 from common.flags.args import Problems
 from common.flags.other_names import REMOVED, rename_flags
+from common.models.model_flops import faster_dtype
 from common.ranks import distributed
 from common.runs.checkpoints import FOLDER, Checkpoint, find_checkpoints
 from common.runs.durable_files import read_object
@@ -53,6 +54,35 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
         notes += compare_flags(args, flags, str(folder), problems)
         notes.append(f"the run in {folder} had saved no checkpoint yet: it begins anew")
     return EarlierRun(found, notes=notes)
+
+
+def settle_dtype(args: Any) -> list[str]:
+    """Put what --dtype auto means into `args`; return a note. Every rank must call this.
+
+    On a CPU it is that of the run that is resumed, else what is faster on the first rank.
+    """
+    if args.dtype != "auto" or distributed.has_gpu():
+        args.dtype = args.dtype.replace("auto", "")
+        return []
+
+    def choose() -> str:
+        before = resumed_dtype(args)
+        return f"{before}: as the run had that is resumed" if before else "{}: {}".format(*faster_dtype())
+
+    said = distributed.text_of_first_rank("dtype", choose)
+    args.dtype = said.partition(":")[0]
+    return [f"--dtype auto is {said}"]
+
+
+def resumed_dtype(args: Any) -> str:
+    """Return the precision of what this run would resume, or begin anew in its folder; empty without."""
+    earlier = find_run(args, Problems())
+    if earlier.checkpoints:
+        return earlier.checkpoints[0].meta["args"]["resolved_dtype"]
+    flags = (
+        read_object(Path(args.output_dir) / ARGS_FILE) if args.output_dir and args.resume == "auto" else {}
+    )
+    return flags.get("resolved_dtype", "")
 
 
 def _named_run(args: Any, folder: Path | None, problems: Problems) -> EarlierRun:

@@ -194,11 +194,14 @@ def test_nothing_noisy_is_printed(pipeline):
 
 @whole_program
 def test_torchrun_prints_once(tiny, output):
-    flags = short_flags(tiny, 2, output_dir=output, data_split="0,1,0", per_device_train_batch_size=2)
+    flags = {"output_dir": output, "data_split": "0,1,0", "per_device_train_batch_size": 2, "dtype": "auto"}
+    flags = short_flags(tiny, 2, **flags)
     done = run(torchrun("main.py", *as_flags(flags)), cwd=ROOT / "step2_reward")  # from its own folder
     assert files_in(output) == ALWAYS | within("export", CLASSIFIER) | checkpoint("model", ranks=2)
     check_log(done.stdout, output, NUM_STEPS, len(read_metrics(output, "reward/eval_accuracy")))
     assert len(read_curve(output, "reward/loss")) == NUM_STEPS
+    chosen = json.loads((output / "args.json").read_text())["resolved_dtype"]
+    assert done.stderr.count("--dtype auto") == done.stderr.count(f"--dtype auto is {chosen}: fp32 ") == 1
 
 
 # ---- in this process: what needs no run of its own

@@ -20,6 +20,7 @@ def be_a_rank(rank: int, folder: Path, port: int) -> None:
     of_group = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
     of_group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in of_group.items()}
+    assert distributed.text_of_first_rank("key", lambda: f"rank {rank}") == "rank 0"
     with pretended_gpu() as gpu:
         distributed.start()
         check_what_stays_on_the_host(gpu, rank, folder)

@@ -10,7 +10,7 @@ from simple_parts import make_parts
 from common.flags.args import Problems, parse_args
 from common.flags.other_names import IGNORED
 from common.runs.checkpoints import save_checkpoint
-from common.runs.resume import EarlierRun, compare_flags, find_run
+from common.runs.resume import EarlierRun, compare_flags, find_run, resumed_dtype
 from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
 
@@ -201,6 +201,18 @@ def test_the_precision_is_compared_by_what_it_was_resolved_to(monkeypatch):
     for words in ("", "--dtype fp32"):
         _, (problem,) = compare(words, before)
         assert problem.startswith("--dtype fp32 differs from the bf16 of ORIGIN")
+
+
+def test_a_resumed_run_keeps_the_precision_that_auto_was(run, tmp_path):
+    """As the newest checkpoint has it, or the flags of a run without one."""
+    told = flags_of("") | {"resolved_dtype": "bf16"}
+    save_checkpoint(run, "step-000003", make_parts(3), told, 0)
+    assert resumed_dtype(parse(f"--output_dir {run} --dtype auto")) == "bf16"
+    assert resumed_dtype(parse(f"--resume {run}/checkpoints/step-000002 --dtype auto")) == "fp32"
+    assert resumed_dtype(parse(f"--output_dir {run} --resume overwrite --dtype auto")) == ""
+    begun = leave_run(tmp_path / "begun", steps=())
+    assert resumed_dtype(parse(f"--output_dir {begun} --dtype auto")) == "fp32"
+    assert resumed_dtype(parse(f"--output_dir {tmp_path}/new --dtype auto")) == resumed_dtype(parse("")) == ""
 
 
 def test_flags_are_those_of_the_checkpoint_and_not_of_a_later_start(run):

@@ -8,8 +8,10 @@ import torch
 from pretended_gpu import pretended_gpu
 
 from common.flags.args import Problems
+from common.models import model_flops
 from common.programs.startup import OF_A_GROUP, check_device, check_environment, check_run, find_template
 from common.ranks import distributed
+from common.runs.resume import settle_dtype
 from step1_sft.arguments import SFTArguments
 
 
@@ -163,6 +165,19 @@ def test_bf16_is_for_gpus_that_compute_in_it(capability, dtype, resolved, proble
         assert distributed.dtype_name(dtype) == resolved
     assert [problem in text for text in problems.messages] == [True] * bool(problem)
     assert problem or [note in text for text in notes] == [True] * bool(note)
+
+
+def test_dtype_auto_is_the_faster_on_a_cpu_and_the_usual_on_a_gpu(monkeypatch):
+    for bf16 in (1e9, 3e9):
+        monkeypatch.setattr(model_flops, "measure_flops", {torch.float32: 2e9, torch.bfloat16: bf16}.get)
+        args = SFTArguments(dtype="auto")
+        (note,) = settle_dtype(args)
+        assert args.dtype == ("bf16" if bf16 > 2e9 else "fp32")
+        assert note == f"--dtype auto is {args.dtype}: fp32 2.0 GFLOP/s, bf16 {bf16 / 1e9} GFLOP/s"
+        assert settle_dtype(args) == []
+    with pretended_gpu(capability=AMPERE):
+        args = SFTArguments(dtype="auto")
+        assert settle_dtype(args) == [] and args.dtype == ""
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
