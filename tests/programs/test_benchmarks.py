@@ -4,7 +4,12 @@ import json
 import sys
 
 import pytest
+import torch
 from program_runs import ROOT, run
+
+from benchmarks.bench_flops import Work, build_counter, forward_flops
+from benchmarks.workload import small_llama_config
+from common.models.output_head import LogitOptions, token_scores
 
 KEYS = {"name", "device", "threads", "ours", "peer", "ratio", "runs"}  # benchmarks/README.md says so
 PROGRAMS = sorted((ROOT / "benchmarks").glob("bench_*.py"))
@@ -22,3 +27,26 @@ def test_a_quick_run_ends_with_its_line(program):
     is_alone = "--trl_python is not given" in done.stdout
     assert is_alone == ("peer_environment" in program.read_text())
     assert all((found[key] is None) == is_alone for key in ("peer", "ratio"))
+
+
+def test_needed_flops_are_those_by_hand():
+    """Two responses to the prompt 1 2 3; nothing reads their last tokens, and both read the prompt's."""
+    work = Work.of([[([1, 2, 3, 4, 5], {2, 3}), ([1, 2, 3, 6, 7, 8], {2, 3, 4})]])
+    assert work == Work(tokens=6, pairs=1 + 2 + 3 + 4 + 4 + 5, read_tokens=4, read_pairs=3 + 4 + 4 + 5)
+    sizes = {"hidden_size": 4, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+    keys_values, others = 2 * 4 * 2, 2 * 4 * 4 + 3 * 4 * 8
+    matrices = 6 * (keys_values + others + keys_values) + 4 * others
+    attention = 2 * 4 * (19 + 16)
+    found = forward_flops(small_llama_config(num_hidden_layers=2, **sizes), work, 10)
+    assert found == 2 * (matrices + attention + 4 * 10 * 4)
+
+
+def test_products_of_attention_and_of_the_output_head_are_seen():
+    query = torch.randn(1, 2, 6, 4, requires_grad=True)
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(10, 4, requires_grad=True)
+    with build_counter() as counter:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+        token_ids = torch.arange(3)
+        token_scores(hidden, weight, None, token_ids=token_ids, options=LogitOptions())[0].sum().backward()
+    product, logits = 2 * 2 * 6 * 6 * 4, 2 * 3 * 10 * 4
+    assert counter.get_total_flops() == (2 + 5) * product + (1 + 1 + 2) * logits
