@@ -9,6 +9,7 @@ Sections, the ways of each taking turns in one run:
   fixed   the same prompts, 32 tokens each
   zero3   the chat prompts on two ranks of ZeRO 3: generate on sharded weights, generate on gathered ones
           (a plain module, no hooks), the hybrid engine with its switch
+  single  the first prompt alone: the weights' bytes a token times tokens/s, over what a copy reads and writes
 The model is a random Llama (6 layers, hidden 256, vocabulary 8192, fp32). Response lengths are given, as an
 EOS at that position would set them: weights are random, so no real EOS could. The last line is a JSON object;
 its `ratio` is our best over generate's best on the chat lengths.
@@ -28,19 +29,31 @@ if not __package__:  # run as a script: import from the repository root, not fro
 import torch
 from transformers import LlamaForCausalLM, StoppingCriteriaList
 
-from benchmarks.measuring import Rates, best, print_rates, print_result, read_args, take_turns, timed
+from benchmarks.measuring import (
+    PeakShares,
+    Rates,
+    best,
+    copy_bandwidth,
+    print_rates,
+    print_result,
+    read_args,
+    take_turns,
+    timed,
+)
 from benchmarks.several_ranks import run_ranks
 from benchmarks.workload import TINY, size_of, small_llama_config
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.generation.inference_module import share_weights
+from common.models.model_flops import ModelFlops
 from common.programs import startup
 from common.ranks import distributed
 
 VOCABULARY, PAD = 8192, 0
 NUM_PROMPTS, PROMPT_TOKENS, FIXED_TOKENS = 64, (8, 64), 32
 QUICK_PROMPTS, QUICK_TOKENS = 8, 16
+COPIED_BYTES = (2**28, 2**24)  # the second with --quick
 BATCH_SIZES, SLOTS = (8, 16, 32, 64), (16, 64)
 
 
@@ -143,7 +156,25 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
         generator = Generator(lent, num_slots=slots)
         ways[f"ours, {slots} slots"] = lambda generator=generator: run_ours(generator, work)
     rates = measure(ways, work, num_runs)
-    return {"rates": rates, "ratio": print_rates(title, rates, "generate")}
+    found = {"rates": rates, "ratio": print_rates(title, rates, "generate")}
+    shares, lengths = PeakShares(), (work.prompt_mask.sum(1).cpu(), work.lengths.cpu())
+    flops = ModelFlops(model, model.lm_head).of_generation(*lengths, num_samples=1) / int(lengths[1].sum())
+    for name, rate in rates.items():
+        shares.add(name, flops * rate["median"])
+    return found | shares.facts()
+
+
+def run_single(model: Any, work: Workload, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
+    """Return our rate with the first prompt alone, and what share of copy bandwidth it reads weights with."""
+    generator, one = Generator(share_weights(model), num_slots=1), work.part(slice(0, 1))
+    rates = measure({"ours, one prompt": lambda: run_ours(generator, one)}, one, num_runs)
+    bandwidth = copy_bandwidth(COPIED_BYTES[is_quick], distributed.device())
+    num_bytes = sum(weight.nbytes for weight in model.parameters())  # the embeddings are the output head
+    share = round(num_bytes * best(rates, "ours") / bandwidth, 4)
+    print(
+        f"\none prompt: {best(rates, 'ours'):.1f} tokens/s, {share:.1%} of {bandwidth / 1e9:.1f} GB/s copied"
+    )
+    return {"rates": rates, "copy_gb_per_second": round(bandwidth / 1e9, 2), "copy_share": share}
 
 
 def run_zero3_rank(engine: Any, num_runs: int, is_quick: bool) -> Rates:
@@ -200,6 +231,7 @@ def main() -> None:
     found = {"chat": compare(model, work, args.runs, title, with_deepspeed=True)}
     title = f"fixed: {len(lengths)} prompts, {FIXED_TOKENS} tokens each"
     found["fixed"] = compare(model, fixed, args.runs, title, with_deepspeed=False)
+    found["single"] = run_single(model, work, args.runs, is_quick=args.quick)
     found["zero3"] = run_zero3(model, args.runs, is_quick=args.quick)
     print_result(
         "generate",

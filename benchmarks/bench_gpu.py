@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from benchmarks.bench_ppo_step import NUM_PROMPTS, our_step
-from benchmarks.measuring import print_rates, print_result, read_args, take_turns, timed
+from benchmarks.measuring import copy_bandwidth, print_rates, print_result, read_args, take_turns, timed
 from benchmarks.workload import FIRST_ID, PAD, VOCABULARY, build_tokenizer
 from common.flags.args import Problems
 from common.generation.decode import SamplingOptions
@@ -64,13 +64,6 @@ def own_dtype() -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(distributed.dtype_name(""), torch.float32)
 
 
-def copy_bandwidth(num_bytes: int) -> float:
-    """Return the bytes a second that a copy reads and writes at best."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=distributed.device())
-    target = torch.empty_like(source)
-    return 2 * num_bytes / min(timed(lambda: target.copy_(source)) for _ in range(10))
-
-
 class Decode:
     """Token steps of a model, `batch` sequences at a time."""
 
@@ -104,7 +97,7 @@ class Decode:
 def run_decode(args: Any) -> dict[str, Any]:
     """Return the milliseconds of token steps by graphs and plainly, and the least, by batch."""
     model = build_opt("1.3b", is_quick=args.quick)
-    bandwidth = copy_bandwidth(COPIED_BYTES // (64 if args.quick else 1))
+    bandwidth = copy_bandwidth(COPIED_BYTES // (64 if args.quick else 1), distributed.device())
     print(f"copies: {bandwidth / 1e9:.0f} GB/s")
     found: dict[str, Any] = {"copy_gb_per_second": round(bandwidth / 1e9, 1), "rates": {}}
     for batch in BATCH_SIZES[:2] if args.quick else BATCH_SIZES:

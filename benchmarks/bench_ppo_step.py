@@ -30,7 +30,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.measuring import Peer, print_rates, print_result, read_args, take_turns, timed
+from benchmarks.measuring import PeakShares, Peer, print_rates, print_result, read_args, take_turns
 from benchmarks.workload import TINY, ppo_prompts, save_models, size_of
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_prompts
@@ -77,9 +77,9 @@ def our_step(prompts: list[dict[str, Any]], reward_model: str, **flags: Any) -> 
     return lambda: trainer.train_step(next(steps), run)
 
 
-def our_turn(step: Callable[[], dict], tokens: list[float]) -> float:
+def our_turn(name: str, step: Callable[[], dict], tokens: list[float], shares: PeakShares) -> float:
     """Take a step and return its seconds; its response tokens join `tokens`."""
-    return timed(lambda: tokens.append(NUM_PROMPTS * step()["rollout/response_tokens"]))
+    return shares.timed(name, lambda: tokens.append(NUM_PROMPTS * step()["rollout/response_tokens"]))
 
 
 def peer_turn(peer: Peer, tokens: list[float]) -> float:
@@ -96,6 +96,7 @@ def main() -> None:
     startup.quiet_libraries()
     distributed.start()
     sizes = TINY if args.quick else {}
+    shares = PeakShares()
     tokens: dict[str, list[float]] = {"ours": [], "ours, padded": [], "trl": []}  # of the steps
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         models = save_models(folder, seed=0, **sizes)
@@ -111,8 +112,8 @@ def main() -> None:
         }
         packed, padded = (our_step(prompts, models["reward"], **flags, packed=p) for p in (True, False))
         ways = {
-            "ours": lambda: our_turn(packed, tokens["ours"]),
-            "ours, padded": lambda: our_turn(padded, tokens["ours, padded"]),
+            name: lambda name=name, step=step: our_turn(name, step, tokens[name], shares)
+            for name, step in (("ours", packed), ("ours, padded", padded))
         }
         if args.trl_python:
             rows_file = Path(folder, "prompts.json")
@@ -124,6 +125,7 @@ def main() -> None:
     print_rates(title, rates, peer, "seconds", is_lower_better=True)
     for name in rates:
         print(f"{name}: {statistics.fmean(tokens[name]):.1f} response tokens a step")
+    facts = shares.facts()
     print_result(
         "ppo_step",
         rates["ours"]["median"],
@@ -133,6 +135,7 @@ def main() -> None:
         model=f"random Llamas, {size_of(**sizes)}; 16 prompts, up to 64 tokens",
         max_prompt=MAX_PROMPT,
         rates=rates,
+        **facts,
     )
     distributed.stop()
 

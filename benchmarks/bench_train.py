@@ -29,7 +29,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from benchmarks import workload
-from benchmarks.measuring import Peer, best, print_rates, print_result, read_args, take_turns, timed
+from benchmarks.measuring import PeakShares, Peer, best, print_rates, print_result, read_args, take_turns
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_pairs, collate_sft
 from common.engine.ds_config import build_config
@@ -106,6 +106,7 @@ def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[s
     rows = build_rows(num_rows, seed=1)
     num_tokens = sum(len(row[key]) for row in rows for key in COLUMNS[section])
     ways: dict[str, Callable[[], float]] = {}
+    shares = PeakShares()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         rows_file = Path(folder, "rows.json")
         rows_file.write_text(json.dumps(rows))
@@ -113,7 +114,7 @@ def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[s
         model = models["policy" if section == "sft" else "reward"]
         for name, is_packed in (("ours, padded", False), ("ours, packed", True)):
             run = our_pass(section, rows, model, is_packed=is_packed)
-            ways[name] = lambda run=run: num_tokens / timed(run)
+            ways[name] = lambda name=name, run=run: num_tokens / shares.timed(name, run)
         for name, way in TRL_WAYS[section].items() if args.trl_python else ():
             peer = Peer(args.trl_python, task=section, rows=str(rows_file), models=folder, **way)
             stack.enter_context(peer)
@@ -121,7 +122,7 @@ def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[s
         rates = take_turns(ways, args.runs)
     title = f"{section}: {num_rows} rows, {num_tokens} tokens a pass, {ROWS_PER_STEP} rows a step"
     ratio = print_rates(title, rates, "trl" if args.trl_python else "ours, padded")
-    return {"rates": rates, "ratio": ratio}
+    return {"rates": rates, "ratio": ratio} | shares.facts()
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 PEER = Path(__file__).with_name("trl_peer.py")
 # Our PYTHONPATH would hide the peer's libraries; of our group it would wait for us, or want our port.
@@ -130,6 +131,48 @@ def timed(run: Callable[[], Any]) -> float:
     seconds = time.perf_counter() - started
     del kept
     return seconds
+
+
+class PeakShares:
+    """What share of this process's own product peak each way reaches, with FLOPs by the count of perf/mfu."""
+
+    def __init__(self) -> None:
+        self.rates: dict[str, list[float]] = {}  # FLOPs a second of its runs
+
+    def timed(self, name: str, run: Callable[[], Any]) -> float:
+        """Return the seconds of a run of ours, whose models count what they do."""
+        from common.ranks.step_costs import COSTS
+
+        with mock.patch.object(COSTS, "count", wraps=COSTS.count) as count:
+            seconds = timed(run)
+        self.add(name, sum(call.args[1] for call in count.call_args_list) / seconds)
+        return seconds
+
+    def add(self, name: str, flops_per_second: float) -> None:
+        """Take the rate of a run."""
+        self.rates.setdefault(name, []).append(flops_per_second)
+
+    def facts(self, dtype: str = "fp32") -> dict[str, Any]:
+        """Measure the peak, print the shares, and return both for the last line."""
+        from common.models.loading import DTYPES
+        from common.models.model_flops import own_peak_flops
+
+        peak = own_peak_flops(DTYPES[dtype])
+        # A run before those that count is the first of several.
+        medians = {name: statistics.median(rates[1:] or rates) for name, rates in self.rates.items()}
+        shares = {name: round(rate / peak, 4) for name, rate in medians.items()}
+        shown = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+        print(f"share of the product peak, {peak / 1e9:.1f} GFLOP/s in {dtype}: {shown}")
+        return {"peak_gflops": round(peak / 1e9, 2), "peak_share": shares}
+
+
+def copy_bandwidth(num_bytes: int, device: Any = "cpu") -> float:
+    """Return the bytes a second that a copy reads and writes at best."""
+    import torch
+
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / min(timed(lambda: target.copy_(source)) for _ in range(10))
 
 
 def take_turns(ways: Mapping[str, Callable[[], float]], num_runs: int) -> Rates:
