@@ -1,4 +1,4 @@
-"""The logits that a plain forward pass gives: what generation and training are compared with."""
+"""The logits of a plain forward pass and their log-probabilities: others are held to them."""
 
 from typing import Any
 
@@ -23,3 +23,15 @@ def compute_logits(
         inputs["logits_to_keep"] = num_last
     logits = engine(**inputs).logits
     return logits[:, -num_last:] if num_last else logits
+
+
+def plain_logprobs(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    num_valid_tokens: int | None = None,
+) -> torch.Tensor:
+    """Return log softmax(logits / temperature) at `token_ids`, for logits (..., V) and ids (...)."""
+    scaled = (logits / temperature)[..., :num_valid_tokens].log_softmax(-1)
+    return scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)

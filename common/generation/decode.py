@@ -16,7 +16,6 @@ from torch import nn
 
 from common.generation.kv_cache import SLOT_ATTENTION, SlotCache
 from common.models.loading import build_position_ids, forward_accepts, plain_model
-from common.models.output_head import token_logprobs
 from common.models.sampling import counter_uniform, sample_tokens
 from common.ranks import distributed
 from common.ranks.failures import first_line, is_out_of_memory, say
@@ -98,7 +97,7 @@ class DecodeState:
         """
         row = {name: tensor[slots] for name, tensor in vars(self).items()}
         columns = row["num_sampled"].unsqueeze(1)
-        token_ids, log_kept = sample_tokens(
+        token_ids, logprobs, log_kept = sample_tokens(
             logits,
             row["uniforms"].gather(1, columns).squeeze(1),
             temperature=options.temperature,
@@ -106,9 +105,6 @@ class DecodeState:
             top_p=options.top_p,
             do_sample=options.do_sample,
             num_valid_tokens=options.num_valid_tokens,
-        )
-        logprobs = token_logprobs(
-            logits, token_ids, temperature=options.temperature, num_valid_tokens=options.num_valid_tokens
         )
         # Tokens of a sequence that ended land in a column behind its last: nobody reads them.
         row["response_ids"].scatter_(1, columns, token_ids.unsqueeze(1))

@@ -151,22 +151,6 @@ def kept_tokens(
     return torch.cat(kept), torch.cat(counts).cpu()
 
 
-def token_logprobs(
-    logits: torch.Tensor,
-    token_ids: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    num_valid_tokens: int | None = None,
-) -> torch.Tensor:
-    """Return log softmax(logits / temperature) at `token_ids`: fp32, of their shape, without gradient.
-
-    logits (..., V), token_ids (...) int64; the numbers are those of `token_scores` to the bit.
-    """
-    options = LogitOptions(temperature=temperature, num_valid_tokens=num_valid_tokens)
-    logprobs, _, _ = _softmax_scores(logits.flatten(0, -2), token_ids.flatten(), options, with_entropy=False)
-    return logprobs.view(token_ids.shape)
-
-
 @torch.no_grad()
 def _softmax_scores(
     logits: torch.Tensor, token_ids: torch.Tensor, options: LogitOptions, *, with_entropy: bool

@@ -31,9 +31,10 @@ _LOW_BITS = 15
 
 
 class Sample(NamedTuple):
-    """A token for each row, and how much of the distribution it was sampled from."""
+    """A token for each row, how likely it was, and how much of the distribution it was sampled from."""
 
     token_ids: torch.Tensor  # (B,) int64
+    logprobs: torch.Tensor  # (B,) fp32, log softmax(logits / temperature) of all valid tokens
     log_kept: torch.Tensor  # (B,) fp32, log of the probability that top_k and top_p kept; 0: all of it
 
 
@@ -66,18 +67,25 @@ def sample_tokens(
     all), then `top_p` (1 = all) of what is left: the likeliest tokens up to and with the one that reaches
     it. Tokens as likely as the last one kept are kept too, since an order among them would differ from
     device to device. A probability below 2^-40 of the likeliest counts as 0. `do_sample=False` returns the
-    argmax, as of the whole distribution. A row with a NaN or without a finite logit gets an arbitrary valid
-    token: its log-probability tells.
+    argmax, as of the whole distribution. Log-probabilities are those of `token_scores` to the bit. A row with
+    a NaN or without a finite logit gets an arbitrary valid token: its log-probability tells.
     """
     logits, log_kept = logits[:, :num_valid_tokens], torch.zeros_like(uniforms)
-    if not do_sample:
-        return Sample(logits.argmax(-1), log_kept)
-    weights = _integer_weights(logits, temperature)
-    if 0 < top_k < logits.shape[1] or top_p < 1.0:
-        whole = weights.sum(-1, dtype=torch.float64)
-        weights.masked_fill_(weights < _smallest_weight_kept(weights, top_k, top_p), 0.0)
-        log_kept = (weights.sum(-1, dtype=torch.float64) / whole).log().float()
-    return Sample(_invert_cumulated(weights, uniforms).clamp_(0, logits.shape[1] - 1), log_kept)
+    largest = logits.amax(-1, keepdim=True)
+    weights = _integer_weights(logits, largest, temperature)
+    weight_sum = weights.sum(-1).double() / _WEIGHT_ONE  # the softmax's own: dividing rounds nothing
+    if do_sample:
+        if 0 < top_k < logits.shape[1] or top_p < 1.0:
+            whole = weights.sum(-1, dtype=torch.float64)
+            weights.masked_fill_(weights < _smallest_weight_kept(weights, top_k, top_p), 0.0)
+            log_kept = (weights.sum(-1, dtype=torch.float64) / whole).log().float()
+        token_ids = _invert_cumulated(weights, uniforms).clamp_(0, logits.shape[1] - 1)
+    else:
+        token_ids = logits.argmax(-1)
+    chosen = logits.gather(-1, token_ids.unsqueeze(-1))
+    # float64 for the last few numbers of a row only: fp32 would round each of the three steps.
+    logprobs = (chosen.double() - largest.double()).squeeze(-1) / temperature - weight_sum.log()
+    return Sample(token_ids, logprobs.float(), log_kept)
 
 
 def sampling_mask(
@@ -89,16 +97,17 @@ def sampling_mask(
     num_valid_tokens: int | None = None,
 ) -> torch.Tensor:
     """Return (B, V) bool: True for the tokens among which `sample_tokens` samples with these options."""
-    weights = _integer_weights(logits[:, :num_valid_tokens], temperature)
+    logits, num_tokens = logits[:, :num_valid_tokens], logits.shape[1]
+    weights = _integer_weights(logits, logits.amax(-1, keepdim=True), temperature)
     is_kept = weights > 0
     if 0 < top_k < weights.shape[1] or top_p < 1.0:
         is_kept &= weights >= _smallest_weight_kept(weights, top_k, top_p)
-    return F.pad(is_kept, (0, logits.shape[1] - weights.shape[1]))
+    return F.pad(is_kept, (0, num_tokens - weights.shape[1]))
 
 
-def _integer_weights(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the tokens' weights (B, V) fp32 in [0, 2^40], the likeliest at the upper end."""
-    weights = logits.float() - logits.amax(-1, keepdim=True).float()
+def _integer_weights(logits: torch.Tensor, largest: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the tokens' weights (B, V) fp32 in [0, 2^40], at the upper end that of logit `largest`."""
+    weights = (logits.to(torch.promote_types(logits.dtype, torch.float32)) - largest).float()
     if temperature != 1.0:
         weights.div_(temperature)
     return weights.exp_().mul_(_WEIGHT_ONE)
@@ -171,7 +180,7 @@ def _block_sums(weights: torch.Tensor) -> torch.Tensor:
     rows = _CPU_CHUNK_ELEMENTS // weights.shape[-1] if weights.device.type == "cpu" else len(weights)
     return torch.cat(
         [
-            F.pad(part, (0, padding)).long().unflatten(-1, (-1, _BLOCK)).sum(-1)
+            (F.pad(part, (0, padding)) if padding else part).long().unflatten(-1, (-1, _BLOCK)).sum(-1)
             for part in weights.split(max(1, rows))
         ]
     )

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from hybrid_engines import build_tiny_engine
-from plain_logits import compute_logits
+from plain_logits import compute_logits, plain_logprobs
 from pretended_gpu import pretended_gpu
 from tiny_configs import VARIANTS
 from transformers import AutoModelForCausalLM
@@ -30,7 +30,6 @@ from common.generation.generate import Generation
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.generation.resharding import group_by_layers
 from common.models.lora import trained_weights
-from common.models.output_head import token_logprobs
 from common.ranks import distributed
 from common.ranks.zero3 import gather_whole, is_sharded, local_shard
 
@@ -207,7 +206,7 @@ def check_greedy(hybrid: HybridEngine, reference: Reference) -> None:
         whole = torch.cat([ids, out.response_ids], dim=1)
         whole_mask = torch.cat([mask, out.response_mask], dim=1).long()
         logits = compute_logits(engine, whole, whole_mask, num_last=out.response_ids.shape[1] + 1)[:, :-1]
-        expected = torch.where(out.response_mask, token_logprobs(logits, out.response_ids), 0.0)
+        expected = torch.where(out.response_mask, plain_logprobs(logits, out.response_ids), 0.0)
     torch.testing.assert_close(out.logprobs, expected, atol=1e-5, rtol=0)
     assert (hybrid.received_bytes > 0) == (hybrid.is_sharded and not hybrid.gather_by_layer)
 

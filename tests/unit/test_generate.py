@@ -4,7 +4,7 @@ what CUDA graphs ask of a decode step, without a GPU.
 
 import pytest
 import torch
-from plain_logits import compute_logits
+from plain_logits import compute_logits, plain_logprobs
 from tiny_configs import CONFIGS, tiny_config
 from transformers import AutoModelForCausalLM, GPTNeoForCausalLM
 
@@ -12,7 +12,6 @@ from common.data.packed_batch import pad_sequences
 from common.generation.decode import DecodeGraphs, DecodeStep, SamplingOptions
 from common.generation.generate import Generator, SlotSchedule
 from common.generation.inference_module import share_weights
-from common.models.output_head import token_logprobs
 from common.models.sampling import counter_uniform, sample_tokens
 
 
@@ -70,7 +69,7 @@ def check_logprobs(model, ids, mask, out, vocabulary=None, **chosen) -> torch.Te
     whole_mask = torch.cat([mask, out.response_mask.long()], dim=1)
     whole, num_last = torch.cat([ids, out.response_ids], dim=1), out.response_ids.shape[1] + 1
     logits = compute_logits(model, whole, whole_mask, num_last=num_last)[:, :-1, :vocabulary]
-    expected = torch.where(out.response_mask, token_logprobs(logits, out.response_ids, **chosen), 0.0)
+    expected = torch.where(out.response_mask, plain_logprobs(logits, out.response_ids, **chosen), 0.0)
     torch.testing.assert_close(out.logprobs, expected, atol=1e-5, rtol=0)
     assert (out.logprobs[out.response_mask] < 0).all()
     return logits
@@ -143,7 +142,7 @@ def test_truncation_keeps_both_log_probabilities(tiny_model_folder):
     out = generate(model, ids, mask, torch.arange(4), options(top_k=5, stop_token_id=-1))
     logits = check_logprobs(model, ids, mask, out)
     kept = logits.masked_fill(logits < logits.topk(5).values[..., -1:], -torch.inf)
-    expected = token_logprobs(kept, out.response_ids)
+    expected = plain_logprobs(kept, out.response_ids)
     torch.testing.assert_close(out.truncated_logprobs, expected, atol=1e-5, rtol=0)
     assert (out.truncated_logprobs > out.logprobs).all()
     whole_out = generate(model, ids, mask, torch.arange(4), options())

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from plain_logits import plain_logprobs
 from right_or_wrong import close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -13,9 +14,9 @@ from common.models.output_head import (
     LogitOptions,
     SamplingMask,
     summed_logprobs,
-    token_logprobs,
     token_scores,
 )
+from common.models.sampling import sample_tokens
 
 N, H, V = 23, 8, 40
 CASES = {
@@ -81,35 +82,34 @@ def test_the_sum_has_the_gradient_of_its_parts(case, chunk):
 
 
 def test_chunks_and_neighbours_change_no_bit_and_the_sampler_computes_the_same():
-    hidden, weight, bias, ids = make(torch.float32)
+    hidden, weight, bias, _ = make(torch.float32)
+    logits, uniforms = torch.nn.functional.linear(hidden, weight, bias), torch.linspace(0, 0.99, N)
+    ids, logprobs, _ = sample_tokens(logits, uniforms, temperature=0.9)
     whole, _ = token_scores(hidden, weight, bias, ids, LogitOptions(temperature=0.9))
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    assert torch.equal(token_logprobs(logits, ids, temperature=0.9), whole)
+    assert torch.equal(logprobs, whole)
     for rows in (slice(2, 3), slice(4, 11)):
-        assert torch.equal(token_logprobs(logits[rows], ids[rows], temperature=0.9), whole[rows])
-
-
-def plain_logprobs(logits, token_ids, *, temperature=1.0, num_valid_tokens=None):
-    scaled = (logits / temperature)[..., :num_valid_tokens].log_softmax(-1)
-    return scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+        sample = sample_tokens(logits[rows], uniforms[rows], temperature=0.9)
+        assert torch.equal(sample.logprobs, whole[rows])
 
 
 def test_logprobs_by_hand():
     # weights e^(x / 2): 1, 2, 5 -> sum 8; chosen 5 / 8 and 1 / 8
     logits = 2 * torch.tensor([[1.0, 2.0, 5.0], [1.0, 2.0, 5.0]]).log()
-    close(token_logprobs(logits, torch.tensor([2, 0]), temperature=2.0), [math.log(5 / 8), math.log(1 / 8)])
+    sample = sample_tokens(logits, torch.tensor([0.5, 0.0]), temperature=2.0)
+    assert sample.token_ids.tolist() == [2, 0]
+    close(sample.logprobs, [math.log(5 / 8), math.log(1 / 8)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_logprobs_of_a_large_vocabulary_equal_float64_to_a_millionth(dtype):
     g = torch.Generator().manual_seed(0)
-    logits, ids = torch.randn(64, 32000, generator=g).to(dtype), torch.randint(0, 32000, (64,), generator=g)
-    ids[:8] = logits[:8].argmax(-1)
+    logits, uniforms = torch.randn(64, 32000, generator=g).to(dtype), torch.rand(64, generator=g)
     if dtype == torch.float64:
         logits = logits + 1e6  # fp32 holds it to 0.06 only
-    found = token_logprobs(logits, ids)
-    assert found.dtype == torch.float32
-    close(found, plain_logprobs(logits.double(), ids))
+    for do_sample in (True, False):
+        ids, found, _ = sample_tokens(logits, uniforms, do_sample=do_sample)
+        assert found.dtype == torch.float32
+        close(found, plain_logprobs(logits.double(), ids))
 
 
 @pytest.mark.parametrize("padding", [0.0, 1e4, torch.nan])
