@@ -214,11 +214,12 @@ class Answerer:
         Waits until other answers are done.
         """
         ids, lengths = torch.tensor(token_ids), torch.tensor([len(token_ids)])
-        (inputs,) = build_model_inputs(ids, lengths, is_packed=False).to(self.model.device)
+        inputs, slots = build_model_inputs(ids, lengths, is_packed=False), torch.arange(len(ids) - 1)
+        inputs, slots = inputs.to(self.model.device, slots)
         form, head = read_logit_transform(self.model.config), self.model.get_output_embeddings()
         scores: list[TokenScore] = []
         with _device_lock:
-            hidden = compute_hidden(self.model, inputs)[0, :-1].split(_POSITIONS_AT_A_TIME)  # (T - 1, H)
+            hidden = compute_hidden(self.model, inputs)[slots].split(_POSITIONS_AT_A_TIME)  # (T - 1, H)
             for states, expected in zip(hidden, ids[1:].split(_POSITIONS_AT_A_TIME), strict=True):
                 logprobs = (
                     form.transform(head(states).float())[:, : len(self.tokenizer)].log_softmax(-1).cpu()

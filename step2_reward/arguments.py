@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.flags.args import REQUIRED, SourceArguments, TokenizerArguments, flag
+from common.flags.args import REQUIRED, SharingArguments, SourceArguments, TokenizerArguments, flag
 from common.flags.single_model import SingleModelArguments
 
 
@@ -14,7 +14,7 @@ class PairArguments:
 
 
 @dataclass
-class RewardArguments(PairArguments, SingleModelArguments):
+class RewardArguments(PairArguments, SharingArguments, SingleModelArguments):
     """Reward modelling."""
 
     model_name_or_path: str = flag(REQUIRED, "base, SFT or reward model: a folder or a hub name")

@@ -21,7 +21,7 @@ from common.data.stage_datasets import build_data
 from common.programs import single_model, startup, training_loop
 from common.ranks import watchdog
 from step2_reward.arguments import RewardArguments
-from step2_reward.pair_trainer import DPOTrainer, RewardTrainer
+from step2_reward.pair_trainer import DPOTrainer, RewardTrainer, shared_length
 from step2_reward.reference import Reference
 
 
@@ -36,7 +36,8 @@ def main() -> None:
         reference = Reference(data.train, data.eval)
         train, held_out = reference.pairs.values() if is_dpo else (data.train, data.eval)
         columns = ["chosen_ids", "rejected_ids"]
-        batches = single_model.build_global_batches(args, train, collate_pairs, columns)
+        shared = None if args.no_share_prompts else shared_length
+        batches = single_model.build_global_batches(args, train, collate_pairs, columns, shared)
     num_steps = training_loop.count_steps(args, len(batches))
     with startup.as_problem(start.problems), watchdog.phase("the loading of the model"):
         load = training_loop.load_policy if is_dpo else training_loop.load_ranker

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common.data.packed_batch import PackedBatch, pad_sequences, to_device, token_positions
-from common.models.model_inputs import build_model_inputs
+from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.tensor_ops import correlation
 from common.programs.single_model import Trainer
 from common.ranks import distributed
@@ -34,17 +34,43 @@ class PairScores(NamedTuple):
 
     chosen: torch.Tensor  # (N,) fp32
     rejected: torch.Tensor  # (N,) fp32
-    values: torch.Tensor  # (total,) fp32, of all tokens end to end
+    values: torch.Tensor | None = None  # (total,) fp32, of all tokens end to end
 
 
-def compute_pair_scores(model: Any, batch: PackedBatch, *, is_packed: bool = False) -> PairScores:
-    """Return the scores of both answers: the value at the last real token, end-of-turn token included.
+def build_pair_inputs(
+    batch: PackedBatch, *, is_packed: bool = False, shares_prompts: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, ModelInputs]:
+    """Return token ids (total,) and lengths (2N,) of both answers of each pair, and a model's inputs.
 
-    `model` is a ValueModel or its engine.
+    Packed, what the answers of a pair begin alike may stand there once.
     """
     token_ids, pair_lengths = batch.interleave("chosen_ids", "rejected_ids")
-    lengths = pair_lengths.flatten()  # (2N,)
-    values = model(build_model_inputs(token_ids, lengths, is_packed=is_packed))
+    lengths, sizes = pair_lengths.flatten(), torch.full((len(batch),), 2) if shares_prompts else None
+    return token_ids, lengths, build_model_inputs(token_ids, lengths, is_packed=is_packed, group_sizes=sizes)
+
+
+def shared_length(row: dict[str, Any]) -> int:
+    """Return with how many tokens both answers of a pair begin."""
+    pair = zip(row["chosen_ids"], row["rejected_ids"], strict=False)
+    return next(
+        (i for i, (a, b) in enumerate(pair) if a != b),
+        min(map(len, (row["chosen_ids"], row["rejected_ids"]))),
+    )
+
+
+def compute_pair_scores(
+    model: Any, batch: PackedBatch, *, with_values: bool = False, **layout: bool
+) -> PairScores:
+    """Return the scores of both answers: the value at the last real token, end-of-turn token included; and
+    the values of all tokens if asked for.
+
+    `model` is a ValueModel or its engine, `layout` goes to `build_pair_inputs`.
+    """
+    _, lengths, inputs = build_pair_inputs(batch, **layout)
+    if not with_values:
+        scores = model(inputs, inputs.last_slots)
+        return PairScores(scores[0::2], scores[1::2])
+    values = model(inputs)
     (last,) = to_device([lengths.cumsum(0) - 1], values.device)
     scores = values[last]
     return PairScores(scores[0::2], scores[1::2], values)
@@ -54,7 +80,7 @@ def compute_pair_losses(
     batch: PackedBatch, scores: PairScores, *, rank_loss: str, use_margin: bool
 ) -> torch.Tensor:
     """Return the ranking loss (N,) of each pair."""
-    device = scores.values.device
+    device = scores.chosen.device
     if rank_loss == "end_score":
         (margin,) = to_device([batch.numbers("margin")], device) if use_margin else (0.0,)
         return end_score_loss(scores.chosen, scores.rejected, margin)
@@ -67,18 +93,17 @@ def compute_pair_losses(
     return token_wise_loss(values[0::2], values[1::2], *lengths, divergence)
 
 
-def compute_answer_logprobs(model: Any, batch: PackedBatch, *, is_packed: bool = False) -> torch.Tensor:
+def compute_answer_logprobs(model: Any, batch: PackedBatch, **layout: bool) -> torch.Tensor:
     """Return (2N,) fp32: the log-probability of each answer given its prompt, end-of-turn token included.
 
-    `model` is a PolicyModel or its engine. A token that nothing stands before has no probability.
+    `model` is a PolicyModel or its engine, `layout` goes to `build_pair_inputs`. A token that nothing stands
+    before has no probability.
     """
-    token_ids, pair_lengths = batch.interleave("chosen_ids", "rejected_ids")
+    token_ids, lengths, inputs = build_pair_inputs(batch, **layout)
     starts = [batch.numbers(f"{side}_response_start") for side in SIDES]
     first = torch.stack(starts, dim=1).flatten().clamp(min=1)  # (2N,)
-    lengths = pair_lengths.flatten()
     is_answer = token_positions(lengths) >= first.repeat_interleave(lengths)  # (total,)
-    inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed)
-    logprobs, _ = model(inputs, inputs.token_slots[is_answer], token_ids[is_answer])
+    logprobs, _ = model(inputs, inputs.slots_before(is_answer), token_ids[is_answer])
     sequence = torch.arange(len(lengths)).repeat_interleave(lengths)[is_answer]
     (sequence,) = to_device([sequence], logprobs.device)
     return torch.zeros(len(lengths), device=logprobs.device).index_add(0, sequence, logprobs)
@@ -127,6 +152,11 @@ class PairTrainer(Trainer):
     columns = ("loss", "accuracy", "margin", "learning_rate")
     what: str  # what the model gives an answer
 
+    @property
+    def layout(self) -> dict[str, bool]:
+        """How the answers of a pass stand, for `build_pair_inputs`."""
+        return {"is_packed": self.is_packed, "shares_prompts": not self.args.no_share_prompts}
+
     def compute_losses(self, batch: PackedBatch) -> PairLosses:
         """Return what the model gives the answers of each pair, and its loss."""
         raise NotImplementedError
@@ -151,7 +181,8 @@ class RewardTrainer(PairTrainer):
     def compute_losses(self, batch: PackedBatch) -> PairLosses:
         """Return the scores of each pair's answers, and the ranking loss, with --center_coef."""
         args = self.args
-        scores = compute_pair_scores(self.engine, batch, is_packed=self.is_packed)
+        with_values = args.loss == "token_wise"
+        scores = compute_pair_scores(self.engine, batch, with_values=with_values, **self.layout)
         losses = compute_pair_losses(batch, scores, rank_loss=args.loss, use_margin=args.use_margin)
         if args.center_coef:
             losses = losses + args.center_coef * center_penalty(scores.chosen, scores.rejected)
@@ -178,4 +209,4 @@ class DPOTrainer(PairTrainer):
 
     def compute_logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """Return `compute_answer_logprobs` of the policy as it is."""
-        return compute_answer_logprobs(self.engine, batch, is_packed=self.is_packed)
+        return compute_answer_logprobs(self.engine, batch, **self.layout)

@@ -10,6 +10,7 @@ from common.flags.args import (
     PackingArguments,
     RunArguments,
     ScheduleArguments,
+    SharingArguments,
     TokenizerArguments,
     flag,
 )
@@ -367,6 +368,7 @@ class PPOArguments(
     RolloutArguments,
     ScheduleArguments,
     PackingArguments,
+    SharingArguments,
     ScoreArguments,
     PPOMathArguments,
     EvaluationArguments,

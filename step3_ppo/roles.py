@@ -32,13 +32,14 @@ from step3_ppo.rewards.reward_specs import RewardSpec
 class Role:
     """A model that says something of each response: a module, or the DeepSpeed engine around one.
 
-    `is_packed`: sequences stand end to end in its passes. `is_offloaded`: its weights are on the CPU between
-    uses.
+    `is_packed`: sequences stand end to end in its passes; `shares_prompts`: with the prompt of responses next
+    to each other once. `is_offloaded`: its weights are on the CPU between uses.
     """
 
     model: Any
     is_packed: bool
     is_offloaded: bool = False
+    shares_prompts: bool = False
 
     name, clock = "", ""  # as the watchdog and the step's costs call its scoring
 
@@ -71,6 +72,10 @@ class Role:
         """Return what the role says of a batch."""
         raise NotImplementedError
 
+    def build_inputs(self, batch: PackedBatch) -> tuple[ModelInputs, torch.Tensor]:
+        """Return `build_response_inputs` as the role's passes have them."""
+        return build_response_inputs(batch, is_packed=self.is_packed, shares_prompts=self.shares_prompts)
+
 
 class Policy(Role):
     """Scores are logprobs (total,) fp32 of the response tokens.
@@ -86,7 +91,7 @@ class Policy(Role):
         self, batch: PackedBatch, *, with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprobs (total,) fp32 of the response tokens and, if asked for, their entropies."""
-        inputs, slots = build_response_inputs(batch, is_packed=self.is_packed)
+        inputs, slots = self.build_inputs(batch)
         mask = None
         if "support_ids" in batch.data:
             (token_ids,) = to_device([batch.data["support_ids"]], distributed.device())
@@ -106,8 +111,8 @@ class LoraReference(Reference):
     Those are all but the adapted matrices, unless --only_optimize_lora; each rank keeps its own part of them.
     """
 
-    def __init__(self, engine: Any, *, is_packed: bool) -> None:
-        super().__init__(engine, is_packed)
+    def __init__(self, engine: Any, **layout: bool) -> None:
+        super().__init__(engine, **layout)
         self.others = {
             name: parameter
             for name, parameter in engine.module.named_parameters()
@@ -128,8 +133,8 @@ class Actor(Policy):
 
     name, clock = "actor", "actor_score"
 
-    def __init__(self, hybrid_engine: HybridEngine, sampling: SamplingOptions, *, is_packed: bool) -> None:
-        super().__init__(hybrid_engine.engine, is_packed)
+    def __init__(self, hybrid_engine: HybridEngine, sampling: SamplingOptions, **layout: bool) -> None:
+        super().__init__(hybrid_engine.engine, **layout)
         self.hybrid_engine, self.sampling = hybrid_engine, sampling
         self.generation_mode = hybrid_engine.generation_mode
 
@@ -160,7 +165,7 @@ class Actor(Policy):
         masks = []
         with self.scoring():
             for batch in batches:
-                inputs, slots = build_response_inputs(batch, is_packed=self.is_packed)
+                inputs, slots = self.build_inputs(batch)
                 masks.append(SamplingMask(*self.model(inputs, slots, batch.data["response_ids"], **how)))
         return masks
 
@@ -172,8 +177,8 @@ class ValueRole(Role):
         """Return (values (total,) of the state before each response token, last_values (b,) at the last real
         token: a reward model's score), both fp32.
         """
-        inputs, slots = build_response_inputs(batch, is_packed=self.is_packed)
-        values = self.model(inputs, torch.cat([slots - 1, inputs.last_slots]))
+        inputs, slots = self.build_inputs(batch)
+        values = self.model(inputs, torch.cat([slots, inputs.last_slots]))
         return values.split([len(slots), len(batch)])
 
 
@@ -205,14 +210,19 @@ class Roles:
     rewards: dict[str, Reward]
 
 
-def build_response_inputs(batch: PackedBatch, *, is_packed: bool) -> tuple[ModelInputs, torch.Tensor]:
+def build_response_inputs(
+    batch: PackedBatch, *, is_packed: bool, shares_prompts: bool = False
+) -> tuple[ModelInputs, torch.Tensor]:
     """Return each prompt followed by its response, as padded rows or end to end, and the slots (total,) int64
-    of the response tokens, rows end to end; all on the CPU.
+    of the state before each response token, rows end to end; all on the CPU.
     """
     token_ids, lengths = batch.interleave("prompt_ids", "response_ids")
     is_response = torch.tensor([False, True]).repeat(len(batch)).repeat_interleave(lengths.flatten())
-    inputs = build_model_inputs(token_ids, lengths.sum(1), is_packed=is_packed)
-    return inputs, inputs.token_slots[is_response]
+    sizes = None
+    if shares_prompts:
+        sizes = torch.unique_consecutive(batch.numbers("group_ids"), return_counts=True)[1]
+    inputs = build_model_inputs(token_ids, lengths.sum(1), is_packed=is_packed, group_sizes=sizes)
+    return inputs, inputs.slots_before(is_response)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -235,18 +245,18 @@ def build_roles(
     num_tokens = len(tokenizer)
     engine = _build_engine(load_policy, args, args.actor, num_tokens, num_optimizer_steps)
     hybrid_engine = HybridEngine(engine, HybridOptions.of(args))
-    is_packed = runs_packed(args, engine.module)
-    actor = Actor(hybrid_engine, sampling_options(args, tokenizer), is_packed=is_packed)
+    layout = _layout(args, engine.module)
+    actor = Actor(hybrid_engine, sampling_options(args, tokenizer), **layout)
     critic = None
     if has_critic:
         engine = _build_engine(load_ranker, args, args.critic, num_tokens, num_optimizer_steps)
-        critic = Critic(engine, runs_packed(args, engine.module))
+        critic = Critic(engine, **_layout(args, engine.module))
     scorers = {}
     for spec in (spec for spec in rewards if spec.kind == "model"):
         flags = replace(args.critic, model_name_or_path=spec.target)
         scorers[spec.name] = _build_frozen(Reward, args, flags, num_tokens, args.offload_reward_model)
     if args.actor_lora_dim:
-        reference = LoraReference(actor.model, is_packed=is_packed)
+        reference = LoraReference(actor.model, **layout)
     else:
         reference = _build_frozen(Reference, args, args.actor, num_tokens, args.offload_reference_model)
     return Roles(actor, reference, critic, scorers)
@@ -291,9 +301,16 @@ def _build_frozen(
     load = load_ranker if kind is Reward else load_policy
     role = replace(role, gradient_checkpointing=False, lora_dim=0)
     model: Any = load(args, ds_config, num_tokens, dropout=0.0, role=role).requires_grad_(False)
-    is_packed, is_sharded = runs_packed(args, model), role.zero_stage == 3
+    layout, is_sharded = _layout(args, model), role.zero_stage == 3
     if is_sharded:  # DeepSpeed gathers and offloads as it reads
         model, *_ = deepspeed.initialize(model=model, config=ds_config)
     elif not is_offloaded:
         model.to(distributed.device())
-    return kind(model, is_packed, is_offloaded and not is_sharded)
+    return kind(model, is_offloaded=is_offloaded and not is_sharded, **layout)
+
+
+def _layout(args: PPOArguments, model: Any) -> dict[str, bool]:
+    """Return how sequences stand in the passes of a role's model."""
+    is_packed = runs_packed(args, model)
+    shares_prompts = is_packed and args.num_samples_per_prompt > 1 and not args.no_share_prompts
+    return {"is_packed": is_packed, "shares_prompts": shares_prompts}

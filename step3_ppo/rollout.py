@@ -32,7 +32,8 @@ class Rollout:
     def __init__(self, args: PPOArguments, roles: Roles, scores: ScoreSum) -> None:
         self.args, self.roles, self.scores = args, roles, scores
         most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
-        self.cap = TokenCap(args.max_tokens_per_micro_batch or most, roles.actor.is_packed)
+        actor = roles.actor
+        self.cap = TokenCap(args.max_tokens_per_micro_batch or most, actor.is_packed, actor.shares_prompts)
         self.refilled_fraction = 0.0  # of the last batch's groups
         self.source = "recompute" if args.replay_sampling_support else args.old_logprobs
         self.recomputes = self.source != "rollout"

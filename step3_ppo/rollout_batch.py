@@ -162,29 +162,43 @@ def replace_rows(
 # ---------------------------------------------------------------------------------------------------------
 
 
+def row_sizes(batch: PackedBatch) -> dict[str, torch.Tensor]:
+    """Return what a cut depends on: prompt and response tokens and the group of each row, (b,) int64."""
+    lengths = {"prompt": batch.lengths["prompt_ids"], "response": batch.lengths["response_ids"]}
+    return lengths | {"group": batch.numbers("group_ids")}
+
+
 @dataclass(frozen=True)
 class TokenCap:
-    """How many tokens a forward pass may take; `is_packed`: sequences stand end to end there."""
+    """How many tokens a forward pass may take; `is_packed`: sequences stand end to end there;
+    `shares_prompts`: with the prompt of several responses once.
+    """
 
     max_tokens: int
     is_packed: bool = False
+    shares_prompts: bool = False
 
-    def plan(self, lengths: torch.Tensor, num_ranks: int = 1) -> list[list[list[int]]]:
-        """Return plan[rank][micro_batch] = rows, of sequences with `lengths` (B,)."""
+    def plan(self, sizes: Mapping[str, torch.Tensor], num_ranks: int = 1) -> list[list[list[int]]]:
+        """Return plan[rank][micro_batch] = rows, of rows with these `row_sizes`."""
+        prompts = sizes["prompt"].tolist()
         return plan_micro_batches(
-            [(length,) for length in lengths.tolist()],
+            [
+                (prompt + response,)
+                for prompt, response in zip(prompts, sizes["response"].tolist(), strict=True)
+            ],
             num_ranks=num_ranks,
             max_tokens=self.max_tokens,
             is_packed=self.is_packed,
+            shared=list(zip(sizes["group"].tolist(), prompts, strict=True)) if self.shares_prompts else (),
         )
 
     def cut(self, batch: PackedBatch) -> list[PackedBatch]:
         """Return the micro-batches of this rank's rows, as many on every rank. Every rank must call this."""
-        lengths = num_tokens(batch)
-        (plan,) = self.plan(lengths)
+        sizes = row_sizes(batch)
+        (plan,) = self.plan(sizes)
         most = int(distributed.max_float(len(plan)))
         if len(plan) < most:  # cut as for so many ranks, of one micro-batch each
-            plan = [rows for (rows,) in self.plan(lengths, most)]
+            plan = [rows for (rows,) in self.plan(sizes, most)]
         return [batch.select(rows) for rows in plan]
 
 
@@ -195,31 +209,34 @@ def cut_minibatches(
 
     Every rank must use these together.
     """
-    everyone = gather_numbers(batch, num_tokens=num_tokens(batch))
+    everyone = gather_numbers(batch, **row_sizes(batch))
     ids = everyone["ids"].tolist()
-    for plan in itertools.islice(plan_minibatches(everyone["num_tokens"], args, cap, step), first, None):
+    for plan in itertools.islice(plan_minibatches(everyone, args, cap, step), first, None):
         wanted = [[ids[row] for rows in of_rank for row in rows] for of_rank in plan]
         minibatch = exchange_rows(batch, wanted)
         yield [in_order(minibatch, [ids[row] for row in rows]) for rows in plan[distributed.rank()]]
 
 
 def plan_minibatches(
-    lengths: torch.Tensor, args: PPOArguments, cap: TokenCap, step: int
+    sizes: Mapping[str, torch.Tensor], args: PPOArguments, cap: TokenCap, step: int
 ) -> Iterator[list[list[list[int]]]]:
     """Yield plan[rank][micro_batch] = rows for every optimizer step, reshuffled by (seed, step, epoch).
 
-    `lengths` (B,) are those of all sequences. The responses of an optimizer step do not depend on the number
-    of ranks, on the accumulation or on the cut into micro-batches: by tokens, under the cap, where the flags
-    ask for that, else by --per_device_training_batch_size.
+    `sizes` are the `row_sizes` of all rows; the responses to a prompt stay next to each other. The responses
+    of an optimizer step do not depend on the number of ranks, on the accumulation or on the cut into
+    micro-batches: by tokens, under the cap, where the flags ask for that, else by
+    --per_device_training_batch_size.
     """
     num_ranks = distributed.world_size()
     size = args.samples_per_update * num_ranks
+    _, group = sizes["group"].unique(return_inverse=True)  # (B,) from 0 on
     for epoch in range(args.ppo_epochs):
         generator = torch.Generator().manual_seed((args.seed * 1_000_003 + step) * 101 + epoch)
-        order = torch.randperm(len(lengths), generator=generator)
+        places = torch.randperm(int(group.max()) + 1, generator=generator).argsort()
+        order = places[group].argsort(stable=True)
         for chosen in order[: len(order) // size * size].split(size):
             if args.packed or args.max_tokens_per_micro_batch:
-                plan = cap.plan(lengths[chosen], num_ranks)
+                plan = cap.plan({name: of_rows[chosen] for name, of_rows in sizes.items()}, num_ranks)
                 yield [[chosen[rows].tolist() for rows in of_rank] for of_rank in plan]
             else:
                 parts = chosen.view(args.gradient_accumulation_steps, num_ranks, -1)

@@ -34,8 +34,9 @@ from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import cut_module, share_weights
 from common.generation.tp_plans import build_cuts, working_tp_sizes
+from common.models.attention import KERNELS, plain_attention, takes_packed
 from common.models.loading import DTYPES, ModelOptions, build_position_ids, forward_accepts, load_causal_lm
-from common.models.model_inputs import KERNELS, build_model_inputs, plain_attention, takes_packed
+from common.models.model_inputs import build_model_inputs
 from common.models.policy_model import PolicyModel
 from common.programs import startup
 from common.ranks import distributed
@@ -121,9 +122,7 @@ def find_all(
     args: CheckModelArguments, tokenizer: PreTrainedTokenizerFast, problems: Problems
 ) -> Iterator[Finding]:
     """Load the model and yield all findings, or leave when it cannot be loaded."""
-    options = ModelOptions(
-        args.path, dtype=args.dtype, trust_remote_code=args.trust_remote_code, is_packed=True
-    )
+    options = ModelOptions(args.path, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     with startup.as_problem(problems):
         model = load_causal_lm(options, len(tokenizer)).to(distributed.device()).eval()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -216,7 +215,7 @@ def check_logprobs(model: PreTrainedModel, rows: Rows, num_tokens: int) -> Itera
     for name, is_packed in (("log-probabilities", False), ("packed rows", True)):
         if not is_packed or takes_packed(model):
             inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed)
-            found, _ = policy(inputs, inputs.token_slots[is_scored], token_ids[is_scored])
+            found, _ = policy(inputs, inputs.slots_before(is_scored), token_ids[is_scored])
             yield compare(name, found, expected, tolerance, "PPO's ratios and KL are differences of these")
 
 

@@ -50,13 +50,15 @@ class GlobalBatches:
         row_lengths: Sequence[Sequence[int]] = (),
         group_by_length: bool = False,
         max_tokens: int = 0,
+        shared_lengths: Sequence[int] = (),
     ) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
         self.rows, self.accumulation = rows_per_micro_batch, accumulation
         self.rank, self.world_size = distributed.rank(), distributed.world_size()
         self.row_lengths, self.group_by_length, self.max_tokens = row_lengths, group_by_length, max_tokens
-        # Sequences end to end, known once there is a model: padding costs nothing then.
-        self.is_packed = False
+        # Sequences end to end, known once there is a model: padding costs nothing then, and what the
+        # sequences of a row begin with, so many tokens, is computed once.
+        self.is_packed, self.shared_lengths = False, shared_lengths
         self.num_drawn = 0
         self._order: tuple[int, list[int]] = -1, []  # of an epoch
         if max_tokens and row_lengths:
@@ -93,10 +95,17 @@ class GlobalBatches:
             starts = [(a * self.world_size + self.rank) * self.rows for a in range(self.accumulation)]
             return [rows[s : s + self.rows] for s in starts]
         lengths = [self.row_lengths[row] for row in rows]
+        if self.is_packed and self.shared_lengths:
+            lengths = [self._computed(row) for row in rows]
         plan = plan_micro_batches(
             lengths, num_ranks=self.world_size, max_tokens=self.max_tokens, is_packed=self.is_packed
         )
         return [[rows[i] for i in items] for items in plan[self.rank]]
+
+    def _computed(self, row: int) -> tuple[int, ...]:
+        """Return the lengths of a row's sequences as they are computed end to end."""
+        first, *others = self.row_lengths[row]
+        return first, *(length - self.shared_lengths[row] for length in others)
 
     def _order_of(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -135,30 +144,46 @@ def evaluation_batches(
 
 
 def plan_micro_batches(
-    item_lengths: Sequence[Sequence[int]], *, num_ranks: int = 1, max_tokens: int, is_packed: bool = False
+    item_lengths: Sequence[Sequence[int]],
+    *,
+    num_ranks: int = 1,
+    max_tokens: int,
+    is_packed: bool = False,
+    shared: Sequence[tuple[int, int]] = (),
 ) -> list[list[list[int]]]:
     """plan[rank][micro_batch] = item indexes: every item once, each rank as many micro-batches, none empty.
 
     A micro-batch costs the sum of its lengths where `is_packed`, else its number of sequences x the longest;
-    none costs above `max_tokens`. Packed micro-batches are as few as first-fit decreasing makes them, then
-    balanced; padded ones hold neighbours by length with at most OVERHEAD_TOKENS of padding. (Cuts by dynamic
-    programming are 1.4 % faster at most, and no faster in the mean of chat, pair and rollout lengths.) The
-    j-th micro-batches of the ranks cost alike, for ranks wait for one another. The dearest come first: what
-    does not fit into memory fails in the first pass.
+    none costs above `max_tokens`. Packed, items of a group may share tokens: `shared` has each item's group
+    and how many; a group stays together, its items next to each other, as far as the cap and the ranks let
+    it. Packed micro-batches are as few as first-fit decreasing makes them, then balanced; padded ones hold
+    neighbours by length with at most OVERHEAD_TOKENS of padding. (Cuts by dynamic programming are 1.4 %
+    faster at most, and no faster in the mean of chat, pair and rollout lengths.) The j-th micro-batches of
+    the ranks cost alike, for ranks wait for one another. The dearest come first: what does not fit into
+    memory fails in the first pass.
 
     Raises ValueError when an item alone is above `max_tokens`, or the items are fewer than the ranks need.
     """
 
+    shared = shared if is_packed and shared else [(item, 0) for item in range(len(item_lengths))]
+
     def cost(items: Sequence[int]) -> int:
         lengths = [length for item in items for length in item_lengths[item]]
-        return sum(lengths) if is_packed else len(lengths) * max(lengths, default=0)
+        if not is_packed:
+            return len(lengths) * max(lengths, default=0)
+        of_items = [shared[item] for item in items]
+        return sum(lengths) - sum(count for _, count in of_items) + sum(dict(of_items).values())
 
     costs = [cost([item]) for item in range(len(item_lengths))]
     _check(item_lengths, costs, num_ranks, max_tokens, is_packed)
     if is_packed:
-        micro_batches = _fill(costs, max_tokens, num_ranks)
+        parts = _cut_groups(shared, cost, max_tokens)
+        bins = _fill([cost(part) for part in parts], max_tokens, num_ranks)
+        micro_batches = [[item for part in some for item in parts[part]] for some in bins]
+        for items in micro_batches:
+            items.sort(key=lambda item: (shared[item][0], item))
     else:
-        micro_batches = _cut_by_length(item_lengths, max_tokens)
+        micro_batches = [sorted(items) for items in _cut_by_length(item_lengths, max_tokens)]
     return _deal(_split_to_a_multiple(micro_batches, cost, num_ranks), cost, num_ranks)
 
 
@@ -176,6 +201,24 @@ def _check(
             f"a {name} of {max(costs)} tokens{layout} is longer than --max_tokens_per_micro_batch "
             f"{max_tokens}; raise it to at least {max(costs)}"
         )
+
+
+def _cut_groups(
+    shared: Sequence[tuple[int, int]], cost: Callable[[Sequence[int]], int], max_tokens: int
+) -> list[list[int]]:
+    """Return the items by groups, each in as few parts of about one size as keep to the cap."""
+    groups: dict[int, list[int]] = {}
+    for item, (group, _) in enumerate(shared):
+        groups.setdefault(group, []).append(item)
+    found = []
+    for items in groups.values():
+        for num_parts in range(1, len(items) + 1):
+            size = -(-len(items) // num_parts)
+            parts = [items[first : first + size] for first in range(0, len(items), size)]
+            if max(map(cost, parts)) <= max_tokens:
+                break
+        found += parts
+    return found
 
 
 def _cut_by_length(item_lengths: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
@@ -248,7 +291,7 @@ def _deal(
     micro_batches: list[list[int]], cost: Callable[[Sequence[int]], int], num_ranks: int
 ) -> list[list[list[int]]]:
     """Deal in descending cost, there and back over the ranks, so that their sums come out alike too."""
-    ordered = sorted(map(sorted, micro_batches), key=lambda items: (-cost(items), items))
+    ordered = sorted(micro_batches, key=lambda items: (-cost(items), items))
     plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for i, micro_batch in enumerate(ordered):
         turn, slot = divmod(i, num_ranks)

@@ -128,13 +128,24 @@ class ScheduleArguments:
 
 @dataclass
 class PackingArguments:
-    """Sequences without padding."""
+    """Micro-batches by tokens."""
 
     packed: bool = flag(
-        False, "pack sequences without padding (GPU), or group rows of similar length (CPU)", may_change=True
+        False,
+        "cut micro-batches by tokens: --max_tokens_per_micro_batch, or what its rows may have",
+        may_change=True,
     )
     max_tokens_per_micro_batch: int = flag(
-        0, "size micro-batches by tokens, padding included, not by rows; 0: by rows", may_change=True, low=0
+        0, "size micro-batches by tokens that are computed, not by rows; 0: by rows", may_change=True, low=0
+    )
+
+
+@dataclass
+class SharingArguments:
+    """Sequences that begin alike."""
+
+    no_share_prompts: bool = flag(
+        False, "compute a prompt for each of its answers again, not once for all of them", may_change=True
     )
 
 

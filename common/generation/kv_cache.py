@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from common.generation.tp_plans import head_counts
-from common.models.model_inputs import FLASH_ATTENTION, KERNELS, plain_attention, takes_own_kernels
+from common.models.attention import FLASH_ATTENTION, KERNELS, plain_attention, takes_own_kernels
 
 SLOT_ATTENTION = "triptych_slots"
 

@@ -15,7 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
-from common.models.model_inputs import IS_PACKED, ModelInputs, choose_attention, takes_packed
+from common.models.attention import IS_PACKED, choose_attention, narrow_last_layer, takes_packed
+from common.models.model_inputs import ModelInputs
 from common.ranks import distributed
 from common.ranks.failures import first_line
 from common.ranks.zero3 import gather_whole
@@ -34,7 +35,6 @@ class ModelOptions:
     pad_vocab_multiple: int = 1
     trust_remote_code: bool = False
     ds_config: dict[str, Any] | None = None
-    is_packed: bool = False  # sequences will come end to end, if there is an attention for it
 
     @classmethod
     def of(cls, args: Any, role: Any, ds_config: dict[str, Any], *, dropout: float | None) -> Self:
@@ -50,7 +50,6 @@ class ModelOptions:
             pad_vocab_multiple=args.pad_vocab_multiple,
             trust_remote_code=args.trust_remote_code,
             ds_config=ds_config,
-            is_packed=args.packed,
         )
 
 
@@ -152,7 +151,7 @@ def load_pretrained(
         config=config,
         dtype=DTYPES[options.dtype],
         trust_remote_code=options.trust_remote_code,
-        attn_implementation=choose_attention(model_class, config, options.dtype, is_packed=options.is_packed),
+        attn_implementation=choose_attention(model_class, config, options.dtype),
     )
     _grow_vocabulary(model, num_tokens, options.pad_vocab_multiple)
     del sharding
@@ -163,6 +162,7 @@ def load_pretrained(
         is_random = options.trust_remote_code or has_dropout(model) or has_dropout(model.config)
         how = {"use_reentrant": False, "preserve_rng_state": is_random}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    narrow_last_layer(model)
     return model
 
 
@@ -214,13 +214,13 @@ def forward_accepts(model: nn.Module, name: str) -> bool:
 
 
 def compute_hidden(model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
-    """Return the last hidden states (S, T, H), or (1, total, H), of a transformers model's backbone."""
+    """Return the last hidden states (slots, H) of a transformers model's backbone, rows end to end."""
     backbone = getattr(model, model.base_model_prefix)
-    arguments = inputs.model_arguments(with_starts=takes_packed(model))
+    arguments = inputs.model_arguments(with_packing=takes_packed(model))
     if not forward_accepts(backbone, "position_ids"):
         del arguments["position_ids"]
-    token = IS_PACKED.set(inputs.cu_seqlens is not None and len(inputs.last_slots) > 1)
+    token = IS_PACKED.set("packing" in arguments)
     try:
-        return backbone(**arguments)[0]
+        return backbone(**arguments)[0].flatten(0, 1)
     finally:
         IS_PACKED.reset(token)

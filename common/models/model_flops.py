@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from common.models.attention import narrowed_modules
 from common.models.loading import DTYPES, plain_model
 from common.models.model_inputs import ModelInputs
 from common.ranks import distributed
@@ -27,8 +28,9 @@ class ModelFlops:
 
     A token is multiplied with every matrix of the body once, a scored token with the output head: 2 FLOPs a
     parameter. Of experts only those count that a token goes through. Attention compares each pair of tokens
-    of a sequence, in both directions, as usual, and also where a window is narrower. Padding, activations
-    that are computed again and logits that are made twice count nothing.
+    of a sequence, in both directions, as usual, and also where a window is narrower; tokens that sequences
+    share count once. Of the last layer what nobody reads counts nothing where it is not computed, as do
+    padding, activations that are computed again and logits that are made twice.
     """
 
     def __init__(self, model: nn.Module, head: nn.Module) -> None:
@@ -36,7 +38,9 @@ class ModelFlops:
         plain = plain_model(model)
         text = plain.config.get_text_config()
         embeddings = {id(m.weight) for m in plain.modules() if isinstance(m, nn.Embedding)}
-        self.body = self.trained_body = 0.0
+        narrowed = [m for parent in plain.modules() for m in narrowed_modules(parent)]
+        of_narrowed = {id(parameter) for module in narrowed for parameter in module.parameters()}
+        self.body = self.trained_body = self.narrowed = self.trained_narrowed = 0.0
         for parameter in model.parameters():
             shape = getattr(parameter, "ds_shape", parameter.shape)  # whole, under ZeRO 3 too
             if len(shape) < 2 or id(parameter) in embeddings or parameter is head.weight:
@@ -45,6 +49,9 @@ class ModelFlops:
             numel = shape.numel() * (experts / shape[0] if experts else 1)
             self.body += numel
             self.trained_body += numel * parameter.requires_grad
+            if id(parameter) in of_narrowed:
+                self.narrowed += numel
+                self.trained_narrowed += numel * parameter.requires_grad
         self.head = getattr(head.weight, "ds_shape", head.weight.shape).numel()
         self.trained_head = self.head * head.weight.requires_grad
         self.is_trained = any(p.requires_grad for p in model.parameters())
@@ -52,23 +59,37 @@ class ModelFlops:
         self.attention = 2 * text.num_hidden_layers * text.num_attention_heads * head_dim  # two products
 
     def count(self, inputs: ModelInputs, num_scored: int) -> None:
-        """Add a pass over these inputs to the clock that runs; what needs a gradient is trained by it."""
-        is_training = torch.is_grad_enabled()
-        flops = self.of_pass(inputs.num_tokens, inputs.num_pairs, num_scored, is_training=is_training)
-        COSTS.count(inputs.num_tokens, flops)
+        """Add a pass over these inputs to the clock that runs; what needs a gradient is trained by it.
 
-    def of_pass(self, num_tokens: int, num_pairs: int, num_scored: int, *, is_training: bool) -> float:
+        Its tokens are those of the sequences, however many of them are computed.
+        """
+        read = inputs.packing.read if inputs.packing else None
+        flops = self.of_pass(
+            inputs.num_tokens,
+            inputs.num_pairs,
+            num_scored,
+            num_unread=0 if read is None else inputs.num_tokens - len(read),
+            is_training=torch.is_grad_enabled(),
+        )
+        COSTS.count(len(inputs.token_slots), flops)
+
+    def of_pass(
+        self, num_tokens: int, num_pairs: int, num_scored: int, *, is_training: bool, num_unread: int = 0
+    ) -> float:
         """Return the FLOPs of a forward pass; if `is_training`, with the backward pass that follows.
 
-        `num_pairs` is the sum over sequences of their squared lengths. Backwards all products are made again
-        for the gradient of their inputs (the first layer's too, whose inputs under LoRA need none), and once
-        more for that of the matrices that are trained.
+        `num_pairs` is the sum over sequences of their squared lengths, or over pieces of tokens times keys;
+        `num_unread` the tokens that the last layer leaves out. Backwards all products are made again for the
+        gradient of their inputs (the first layer's too, whose inputs under LoRA need none), and once more for
+        that of the matrices that are trained.
         """
-        body, head, attention = num_tokens * self.body, num_scored * self.head, num_pairs * self.attention
+        body = num_tokens * self.body - num_unread * self.narrowed
+        head, attention = num_scored * self.head, num_pairs * self.attention
         forward = 2 * (body + head + attention)
         if not (is_training and self.is_trained):
             return forward
-        of_matrices = num_tokens * self.trained_body + num_scored * self.trained_head
+        of_matrices = num_tokens * self.trained_body - num_unread * self.trained_narrowed
+        of_matrices += num_scored * self.trained_head
         return 2 * forward + 2 * attention + 2 * of_matrices
 
     def of_generation(

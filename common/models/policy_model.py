@@ -65,15 +65,14 @@ class PolicyModel(nn.Module):
         """Return what `score`, a function of output_head.py, says of `token_ids` (N,), by default
         log-probabilities and entropies; it gets `how`.
 
-        `slots` (N,) int64 are those of the tokens themselves in the inputs, rows end to end; each is
-        predicted from the slot before it. All stand on the CPU. `temperature` takes the place of the model's
-        own.
+        `slots` (N,) int64 are those that predict them, `inputs.slots_before`. All stand on the CPU.
+        `temperature` takes the place of the model's own.
         """
         plain = plain_model(self.causal_lm)
         options = self.options if temperature is None else replace(self.options, temperature=temperature)
+        inputs, slots, token_ids = inputs.to(distributed.device(), slots, token_ids)
         self.flops.count(inputs, len(slots))
-        inputs, slots, token_ids = inputs.to(distributed.device(), slots - 1, token_ids)
-        hidden = compute_hidden(plain, inputs).flatten(0, 1)[slots]  # of (S x T, H): (N, H)
+        hidden = compute_hidden(plain, inputs)[slots]  # (N, H)
         score = partial(score, token_ids=token_ids, options=options, **how)
         return plain.get_output_embeddings()(hidden, score)
 
@@ -87,7 +86,7 @@ def compute_nll_sum(
     """
     token_ids, is_target = batch.data["input_ids"], batch.data["loss_mask"]
     inputs = build_model_inputs(token_ids, batch.lengths["input_ids"], is_packed=is_packed)
-    slots = inputs.token_slots[is_target]
+    slots = inputs.slots_before(is_target)
     return -engine(inputs, slots, token_ids[is_target], score=summed_logprobs, temperature=temperature)
 
 

@@ -49,10 +49,9 @@ class ValueModel(nn.Module):
         """
         plain = plain_model(self.classifier)
         slots = inputs.token_slots if slots is None else slots
-        self.flops.count(inputs, len(slots))
         inputs, slots = inputs.to(distributed.device(), slots)
-        hidden = compute_hidden(plain, inputs).flatten(0, 1)  # (S x T, H)
-        return plain.score(hidden[slots]).squeeze(-1)
+        self.flops.count(inputs, len(slots))
+        return plain.score(compute_hidden(plain, inputs)[slots]).squeeze(-1)
 
 
 def load_value_model(

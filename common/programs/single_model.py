@@ -39,10 +39,17 @@ def begin(flags: type, stage: int, description: str) -> Start | None:
     return start if startup.enter(start) else None
 
 
-def build_global_batches(args: Any, dataset: Any, collate: Callable, columns: Sequence[str]) -> GlobalBatches:
+def build_global_batches(
+    args: Any,
+    dataset: Any,
+    collate: Callable,
+    columns: Sequence[str],
+    shared_length: Callable[[dict[str, Any]], int] | None = None,
+) -> GlobalBatches:
     """Return the training batches of this rank; ValueError when the data do not fill one.
 
-    `columns` are the sequences of a row, whose lengths are read where something depends on them.
+    `columns` are the sequences of a row, whose lengths are read where something depends on them;
+    `shared_length` tells of a row with how many tokens all of them begin, where that is computed once.
     """
     max_tokens = args.max_tokens_per_micro_batch
     if args.packed and not max_tokens:
@@ -59,6 +66,7 @@ def build_global_batches(args: Any, dataset: Any, collate: Callable, columns: Se
         row_lengths=row_lengths,
         group_by_length=args.group_by_length,
         max_tokens=max_tokens,
+        shared_lengths=list(map(shared_length, dataset)) if max_tokens and shared_length else (),
     )
 
 

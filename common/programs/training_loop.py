@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from common.models.attention import takes_packed
 from common.models.loading import DTYPES, ModelOptions, load_causal_lm, plain_model
 from common.models.lora import LoraOptions, add_lora
 from common.models.model_flops import own_peak_flops
-from common.models.model_inputs import takes_packed
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ValueModel, load_value_model
 from common.programs.startup import Start
@@ -52,13 +52,17 @@ def count_steps(args: Any, steps_per_epoch: int) -> int:
 def runs_packed(args: Any, model: nn.Module) -> bool:
     """Return whether sequences stand end to end in the passes of one of our models.
 
-    Says once for a kind of model that a GPU has no attention for that.
+    Says once for a kind of model that there is no attention for that, where something is lost by it.
     """
     plain = plain_model(saved_model(model))
-    is_packed = args.packed and takes_packed(plain)
-    if args.packed and not is_packed and distributed.has_gpu():
+    is_packed = takes_packed(plain)
+    shares_prompts = (
+        not getattr(args, "no_share_prompts", True) and getattr(args, "num_samples_per_prompt", 2) > 1
+    )
+    if not is_packed and (args.packed or shares_prompts):
         kind = f"{plain.config.model_type} in {distributed.dtype_name(args.dtype)}"
-        distributed.say_once(f"note: --packed: {kind} has no attention for it on this GPU; rows are padded")
+        lost = "; a prompt is computed for each of its answers" if shares_prompts else ""
+        distributed.say_once(f"note: {kind} has no attention here for rows without padding{lost}")
     return is_packed
 
 

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
+from common.models.attention import takes_packed
 from common.models.loading import ModelOptions, load_causal_lm
-from common.models.model_inputs import takes_packed
 from common.models.sampling import counter_uniform, sample_tokens
 
 GREEDY = SamplingOptions(max_new_tokens=40, stop_token_id=-1, pad_token_id=0, do_sample=False)
@@ -86,7 +86,7 @@ def test_graphs_and_plain_passes_give_the_same_texts(family):
 def test_a_kernel_computes_what_plain_attention_does(family, tiny_model_folder, figures):
     folder = tiny_model_folder(family)
     expected = kernels.compute_logprobs(kernels.load_plain(folder), "cpu")
-    model = load_causal_lm(ModelOptions(folder, "bf16", is_packed=True), 320).to("cuda").eval()
+    model = load_causal_lm(ModelOptions(folder, "bf16"), 320).to("cuda").eval()
     for is_packed in {False, takes_packed(model)}:
         found = kernels.compute_logprobs(model, "cuda", is_packed=is_packed)
         name = f"{family}, {model.config._attn_implementation}{', packed' if is_packed else ''}"

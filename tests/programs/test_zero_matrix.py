@@ -72,7 +72,7 @@ class Job:
 
     @property
     def reference(self) -> "Job":
-        """The plainest run that must give the same numbers."""
+        """The plainest run that must give the same numbers; it computes a prompt for each of its answers."""
         return Job(self.step, lora=self.lora, ranks=1, family=self.family, algorithm=self.algorithm)
 
 
@@ -91,6 +91,8 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
     }
     if job.overlaps or (job.zero == 3 and job.threshold is not None):
         flags["ds_config"] = folder / ("overlap.json" if job.overlaps else "threshold.json")
+    if job.step > 1 and job == job.reference:
+        flags["no_share_prompts"] = True
     if job.packed:
         flags |= {"packed": True, "max_tokens_per_micro_batch": job.packed}
     if job.step < 3:

@@ -19,14 +19,9 @@ from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
 from common.generation.kv_cache import SLOT_ATTENTION
+from common.models.attention import FLASH_ATTENTION, VARLEN_ATTENTION, choose_attention, takes_packed
 from common.models.loading import ModelOptions, load_causal_lm
-from common.models.model_inputs import (
-    FLASH_ATTENTION,
-    VARLEN_ATTENTION,
-    build_model_inputs,
-    choose_attention,
-    takes_packed,
-)
+from common.models.model_inputs import build_model_inputs
 from common.models.policy_model import PolicyModel
 from common.programs.training_loop import runs_packed
 from common.ranks import distributed
@@ -38,6 +33,7 @@ NO_FLASH = {"bloom", "falcon_alibi", "gpt_neo"}
 PADDED = NO_FLASH | {"falcon", "falcon_new", "gptj"}
 NO_SLOTS = PADDED | {"gemma2"}
 LENGTHS = torch.tensor([7, 1, 12, 4])
+GROUPS = torch.tensor([2, 2])  # of sequences that begin alike
 # Root mean square of differences in log-probabilities, which differ by about 1 among tokens. bf16 is off by
 # up to 0.03 by plain attention, too (Falcon's ALiBi); sequences that see one another by tenths.
 TOLERANCE = 0.06
@@ -49,14 +45,16 @@ def load_plain(folder):
     return model.float().eval()
 
 
-def compute_logprobs(model, *, is_packed=False, lengths=LENGTHS):
+def compute_logprobs(model, *, is_packed=False, lengths=LENGTHS, groups=None):
     """Return log-probabilities of all tokens but each sequence's first."""
     ids = torch.randint(3, 300, (int(lengths.sum()),), generator=torch.Generator().manual_seed(1))
-    inputs = build_model_inputs(ids, lengths, is_packed=is_packed)
+    if lengths is LENGTHS:
+        ids[7], ids[20:23] = ids[0], ids[8:11]
+    inputs = build_model_inputs(ids, lengths, is_packed=is_packed, group_sizes=groups)
     is_scored = torch.ones(len(ids), dtype=torch.bool)
     is_scored[lengths.cumsum(0) - lengths] = False
     logprobs, _ = PolicyModel(model, num_valid_tokens=320)(
-        inputs, inputs.token_slots[is_scored], ids[is_scored]
+        inputs, inputs.slots_before(is_scored), ids[is_scored]
     )
     return logprobs.cpu()
 
@@ -93,12 +91,13 @@ def test_a_family_computes_with_flash_attn_what_it_computes_without(
     expected = compute_logprobs(plain)
     with pretended_gpu():
         install_flash_attn()
-        model = load_causal_lm(ModelOptions(folder, "bf16", is_packed=True), 320).to("cuda").eval()
+        model = load_causal_lm(ModelOptions(folder, "bf16"), 320).to("cuda").eval()
         assert (model.config._attn_implementation != FLASH_ATTENTION) == (family in NO_FLASH)
         assert is_near(compute_logprobs(model), expected)
         assert takes_packed(model) == (family not in PADDED)
         if family not in PADDED:
             assert is_near(compute_logprobs(model, is_packed=True), expected)
+            assert is_near(compute_logprobs(model, is_packed=True, groups=GROUPS), expected)
         rows, logprobs, attention = generate(model, "cuda")
         assert (attention == SLOT_ATTENTION) == (family not in NO_SLOTS)
     assert is_near(logprobs, torch.stack([answer_logprobs(plain, row) for row in rows]))
@@ -119,13 +118,14 @@ def test_a_family_computes_with_torchs_kernel_what_it_computes_without(
     family, tiny_model_folder, install_flash_attn, monkeypatch
 ):
     folder = tiny_model_folder(family)
-    monkeypatch.setattr("common.models.model_inputs.varlen.varlen_attn", attend_by_torch)
+    monkeypatch.setattr("common.models.attention.varlen.varlen_attn", attend_by_torch)
     with pretended_gpu():
         install_flash_attn("flash-attn-4")  # which is not used
-        model = load_causal_lm(ModelOptions(folder, "bf16", is_packed=True), 320).to("cuda").eval()
+        model = load_causal_lm(ModelOptions(folder, "bf16"), 320).to("cuda").eval()
         is_packed = family not in NO_SLOTS
         assert takes_packed(model) == (model.config._attn_implementation == VARLEN_ATTENTION) == is_packed
         found = [compute_logprobs(model, is_packed=choice) for choice in {False, is_packed}]
+        found.append(compute_logprobs(model, is_packed=is_packed, groups=GROUPS))
     expected = compute_logprobs(load_plain(folder))
     assert all(is_near(logprobs, expected) for logprobs in found)
 
@@ -148,23 +148,21 @@ def test_a_row_that_is_alone_makes_the_host_wait_no_more_than_two(
 
 
 @pytest.mark.parametrize(
-    ("distribution", "capability", "dtype", "is_packed", "family", "expected"),
+    ("distribution", "capability", "dtype", "family", "expected"),
     [
-        ("flash-attn", (8, 0), "bf16", False, "llama", FLASH_ATTENTION),
-        ("flash-attn", (8, 0), "fp32", True, "llama", None),
-        ("flash-attn", (8, 0), "bf16", True, "bloom", None),
-        ("flash-attn", (7, 5), "fp16", True, "llama", None),  # neither kernel runs on Turing
-        ("flash-attn-4", (8, 0), "bf16", False, "llama", None),  # another package of the same name
-        ("flash-attn-4", (8, 0), "bf16", True, "llama", VARLEN_ATTENTION),
-        ("", (8, 0), "bf16", True, "llama", VARLEN_ATTENTION),
-        ("", (8, 0), "bf16", False, "llama", None),
-        ("", (7, 0), "fp16", True, "llama", None),
-        ("", (8, 0), "bf16", True, "gemma2", None),  # caps scores inside attention
-        ("", (8, 0), "fp32", True, "llama", None),
+        ("flash-attn", (8, 0), "bf16", "llama", FLASH_ATTENTION),
+        ("flash-attn", (8, 0), "fp32", "llama", None),
+        ("flash-attn", (8, 0), "bf16", "bloom", None),
+        ("flash-attn", (7, 5), "fp16", "llama", None),  # neither kernel runs on Turing
+        ("flash-attn-4", (8, 0), "bf16", "llama", VARLEN_ATTENTION),  # another package of the same name
+        ("", (8, 0), "bf16", "llama", VARLEN_ATTENTION),
+        ("", (7, 0), "fp16", "llama", None),
+        ("", (8, 0), "bf16", "gemma2", None),  # caps scores inside attention
+        ("", (8, 0), "fp32", "llama", None),
     ],
 )  # fmt: skip
 def test_a_kernel_is_chosen_where_it_can_be_used(
-    distribution, capability, dtype, is_packed, family, expected, install_flash_attn, capfd
+    distribution, capability, dtype, family, expected, install_flash_attn, capfd
 ):
     config = tiny_config(family, 64)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -173,9 +171,9 @@ def test_a_kernel_is_chosen_where_it_can_be_used(
         if distribution:
             install_flash_attn(distribution)
         for _ in range(2):
-            assert choose_attention(model_class, config, dtype, is_packed=is_packed) == expected
+            assert choose_attention(model_class, config, dtype) == expected
         told = capfd.readouterr().err.splitlines()
-        assert choose_attention(None, config, dtype, is_packed=is_packed) is None  # remote code
+        assert choose_attention(None, config, dtype) is None  # remote code
     is_left_out = distribution == "flash-attn" and dtype != "fp32" and expected != FLASH_ATTENTION
     assert sum("note: flash-attn is installed and not used" in line for line in told) == is_left_out, told
 
@@ -192,11 +190,11 @@ def test_a_kernel_is_chosen_where_it_can_be_used(
 def test_what_no_kernel_computes_is_left_to_torch(kind, with_flash, packed_without, install_flash_attn):
     model_class, config = MODEL_FOR_CAUSAL_LM_MAPPING[kind], kind()
     with pretended_gpu():
-        assert choose_attention(model_class, config, "bf16", is_packed=True) == packed_without
+        assert choose_attention(model_class, config, "bf16") == packed_without
         install_flash_attn()
         assert choose_attention(model_class, config, "bf16") == with_flash
         with mock.patch.object(real_accelerator, "ds_accelerator", CPU_Accelerator()):  # DS_ACCELERATOR=cpu
-            assert choose_attention(model_class, config, "bf16", is_packed=True) is None
+            assert choose_attention(model_class, config, "bf16") == packed_without
 
 
 def test_rows_that_are_padded_in_spite_of_packed_are_told_once(tiny_model_folder, capfd):
@@ -204,6 +202,8 @@ def test_rows_that_are_padded_in_spite_of_packed_are_told_once(tiny_model_folder
     distributed.say_once.cache_clear()
     for family in ("gptj", "gptj", "llama"):
         with pretended_gpu():
-            loaded = load_causal_lm(ModelOptions(tiny_model_folder(family), "bf16", is_packed=True), 320)
+            loaded = load_causal_lm(ModelOptions(tiny_model_folder(family), "bf16"), 320)
             assert runs_packed(args, PolicyModel(loaded, num_valid_tokens=320)) == (family == "llama")
-    assert capfd.readouterr().err.count("note: --packed: gptj in bf16 has no attention for it") == 1
+    assert (
+        capfd.readouterr().err.count("note: gptj in bf16 has no attention here for rows without padding") == 1
+    )

@@ -17,6 +17,7 @@ from tools import check_model
 from tools.check_model import Finding, choose_sizes, compare, compute, likeliest_finding, main, tolerance_of
 
 QUICK = ("--tp_sizes", "1", "--max_new_tokens", "6")
+SCORING = ("log-probabilities", "packed rows")
 CAUSAL = ("log-probabilities", "cached decoding", "their log-probabilities")
 
 
@@ -53,15 +54,19 @@ def check(capsys):
     return run
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_a_sound_model_passes(family, tiny_model_folder, check):
+@pytest.mark.parametrize(
+    ("family", "takes_packed_rows"), [("llama", True), ("gpt2", True), ("gemma2", False)]
+)
+def test_a_sound_model_passes(family, takes_packed_rows, tiny_model_folder, check):
     shown = check(tiny_model_folder(family), *QUICK)
     assert shown.code == 0 and [shown.states[name] for name in CAUSAL] == ["ok"] * 3
     assert shown.lines[0].endswith("fp32 on cpu; 4 rows of 2 to 41 tokens")
     num_right, _, num_tokens, told = shown.texts["cached decoding"].split(maxsplit=3)
     assert num_right == num_tokens in ("17", "18")  # 6, 4, 2, 6: two slots are filled again
     assert told.startswith("tokens are transformers' likeliest: ")
-    assert shown.lines[-1] == f"ok: 3 checks of {tiny_model_folder(family)}, all within rounding"
+    num_checks = 4 if takes_packed_rows else 3
+    assert ("packed rows" in shown.states) == takes_packed_rows
+    assert shown.lines[-1] == f"ok: {num_checks} checks of {tiny_model_folder(family)}, all within rounding"
 
 
 def test_padding_of_the_vocabulary_is_left_out(tmp_path, tiny_tokenizer, check):
@@ -74,6 +79,7 @@ def test_padding_of_the_vocabulary_is_left_out(tmp_path, tiny_tokenizer, check):
 
 
 def see_padding(inputs, **_):
+    """Take padded rows with a mask that is not causal; what packed rows take is left out."""
     arguments = {"input_ids": inputs.input_ids, "attention_mask": None, "position_ids": None}
     return arguments | {"use_cache": False, "is_causal": False}
 
@@ -81,9 +87,9 @@ def see_padding(inputs, **_):
 @pytest.mark.parametrize(
     ("family", "name", "wrong", "failed"),
     [
-        ("llama", "models.policy_model.read_logit_transform", lambda _: LogitOptions(1.01), CAUSAL[:1]),
+        ("llama", "models.policy_model.read_logit_transform", lambda _: LogitOptions(1.01), SCORING),
         ("gpt2", "generation.decode.build_position_ids", lambda m: build_position_ids(m) + 1, CAUSAL[1:]),
-        ("llama", "models.model_inputs.ModelInputs.model_arguments", see_padding, CAUSAL[:1]),
+        ("llama", "models.model_inputs.ModelInputs.model_arguments", see_padding, SCORING),
     ],
     ids=["factor of the logits", "positions of the cached pass", "padding that is seen"],
 )

@@ -100,9 +100,12 @@ def test_an_evaluation_counts_each_row_once_with_as_many_batches_on_every_rank(w
 # ---- plans of micro-batches: complete, under the cap, even over the ranks
 
 
-def cost_of(items, item_lengths, is_packed):
+def cost_of(items, item_lengths, is_packed, shared=()):
     lengths = [length for item in items for length in item_lengths[item]]
-    return sum(lengths) if is_packed else len(lengths) * max(lengths, default=0)
+    if not is_packed:
+        return len(lengths) * max(lengths, default=0)
+    groups = {shared[item] for item in items} if shared else ()
+    return sum(lengths) - sum(shared[i][1] for i in items if shared) + sum(once for _, once in groups)
 
 
 @st.composite
@@ -114,21 +117,29 @@ def problems(draw):
     num_ranks, turns = draw(st.integers(1, 4)), draw(st.integers(1, 8))
     item_lengths = draw(st.lists(item, min_size=num_ranks * turns, max_size=num_ranks * turns))
     least = max(1, *(cost_of([i], item_lengths, False) for i in range(len(item_lengths))))
-    return item_lengths, least + draw(st.integers(0, 4 * least)), num_ranks
+    shared = []
+    if draw(st.booleans()):  # groups share what their shortest has
+        groups = draw(st.lists(st.integers(0, 5), min_size=len(item_lengths), max_size=len(item_lengths)))
+        of_groups = [[sum(x) for x, g in zip(item_lengths, groups, strict=True) if g == n] for n in groups]
+        shared = [(group, min(of_group)) for group, of_group in zip(groups, of_groups, strict=True)]
+    return item_lengths, least + draw(st.integers(0, 4 * least)), num_ranks, shared
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
 @settings(max_examples=60, deadline=None)
 @given(problem=problems())
 def test_every_plan_is_complete_even_and_under_the_cap(is_packed, problem):
-    item_lengths, max_tokens, num_ranks = problem
-    options = {"num_ranks": num_ranks, "is_packed": is_packed, "max_tokens": max_tokens}
+    item_lengths, max_tokens, num_ranks, shared = problem
+    options = {"num_ranks": num_ranks, "is_packed": is_packed, "max_tokens": max_tokens, "shared": shared}
     plan = plan_micro_batches(item_lengths, **options)
     assert plan == plan_micro_batches([tuple(lengths) for lengths in item_lengths], **options)
     assert len(plan) == num_ranks and len({len(of_rank) for of_rank in plan}) == 1
     items = [items for of_rank in plan for items in of_rank]
     assert all(items) and sorted(sum(items, [])) == list(range(len(item_lengths)))
-    costs = [[cost_of(items, item_lengths, is_packed) for items in of_rank] for of_rank in plan]
+    costs = [[cost_of(items, item_lengths, is_packed, shared) for items in of_rank] for of_rank in plan]
+    for group in items if is_packed and shared else ():
+        changes = sum(shared[a][0] != shared[b][0] for a, b in pairwise(group))
+        assert changes + 1 == len({shared[item][0] for item in group}), "a group's items stand together"
     assert max(map(max, costs)) <= max_tokens
     # Turns in descending cost: what runs at the same time on all ranks is next to one another in cost.
     turns = list(zip(*costs, strict=True))
@@ -150,6 +161,16 @@ def test_every_plan_is_complete_even_and_under_the_cap(is_packed, problem):
         ([[3, 4], [1, 1], [2, 3], [5, 0]], {"max_tokens": 10}, [[[2, 3], [0, 1]]]),
         # balanced it would be 3 + 2 + 2 = 7 and 3 + 2 = 5
         ([[3], [3], [2], [2], [2]], {"max_tokens": 6}, [[[0, 1], [2, 3, 4]]]),
+        # two groups of 3 + 1 + 1: each whole, and its 3 counts once
+        (
+            [[4], [4], [4], [4]],
+            {"max_tokens": 5, "shared": [(0, 3), (1, 3), (0, 3), (1, 3)]},
+            [[[0, 2], [1, 3]]],
+        ),
+        # a group above the cap is cut evenly, and has its 3 in each part
+        ([[4]] * 4, {"max_tokens": 6, "shared": [(0, 3)] * 4}, [[[0, 1], [2, 3]]]),
+        # as it is for ranks that would have nothing
+        ([[4]] * 4, {"max_tokens": 9, "num_ranks": 2, "shared": [(0, 3)] * 4}, [[[0, 1]], [[2, 3]]]),
     ],
 )
 def test_packed_by_hand(item_lengths, options, expected):

@@ -391,7 +391,7 @@ def test_traced_activations_are_those_of_a_real_pass(family):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         backbone = getattr(model, model.base_model_prefix)
         ids, lengths = torch.zeros(length, dtype=torch.int64), torch.tensor([length])
-        arguments = build_model_inputs(ids, lengths, is_packed=False).model_arguments(with_starts=False)
+        arguments = build_model_inputs(ids, lengths, is_packed=False).model_arguments(with_packing=False)
         arguments.pop("position_ids" if family == "bloom" else "", None)
         with LiveBytes(backbone) as live:
             hidden = backbone(**arguments)[0]

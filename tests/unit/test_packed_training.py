@@ -100,7 +100,7 @@ def test_pairs(cut, rank_loss, tiny_model_folder):
     model, rows = load_value_model(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320), pairs()
 
     def loss_of(batch):
-        scores = compute_pair_scores(model, batch)
+        scores = compute_pair_scores(model, batch, with_values=rank_loss == "token_wise")
         return compute_pair_losses(batch, scores, rank_loss=rank_loss, use_margin=True).sum()
 
     expected_loss = sum(loss_of(collate_pairs([row])) for row in rows)

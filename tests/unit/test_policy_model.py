@@ -44,7 +44,7 @@ def expected_logprobs(model, rows):
 
 def scored_slots(rows, inputs):
     is_scored = torch.cat([torch.arange(len(row)) > 0 for row in rows])
-    return inputs.token_slots[is_scored], torch.cat(rows)[is_scored]
+    return inputs.slots_before(is_scored), torch.cat(rows)[is_scored]
 
 
 @pytest.mark.parametrize("family", [*CONFIGS, *SCALED])

@@ -216,7 +216,7 @@ def ranker_of(device):
 def pair_loss(kind):
     def compute(device):
         model, batch = ranker_of(device), collate_pairs(PAIRS)
-        scores = compute_pair_scores(model, batch)
+        scores = compute_pair_scores(model, batch, with_values=kind == "token_wise")
         return model, compute_pair_losses(batch, scores, rank_loss=kind, use_margin=True).sum()
 
     return compute

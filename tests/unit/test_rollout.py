@@ -30,7 +30,7 @@ DIRECTIONS = ("copy to the device", "copy to the host")
 class FakeActor:
     """Answers with the sample ids: response k of a prompt is as long as k + 1."""
 
-    is_packed, num_switches = False, 0
+    is_packed, shares_prompts, num_switches = False, False, 0
 
     @contextmanager
     def generation_mode(self):

@@ -61,10 +61,10 @@ def test_responses_stand_behind_their_prompts():
     for row, whole in enumerate(wholes):
         assert padded.input_ids[row, : len(whole)].equal(whole)
     assert len(padded.token_slots) == sum(map(len, wholes))
-    assert padded.input_ids.flatten()[slots].equal(batch.data["response_ids"])
+    assert padded.input_ids.flatten()[slots + 1].equal(batch.data["response_ids"])
     assert packed.input_ids.equal(torch.cat(wholes)[None])
-    assert packed.cu_seqlens.tolist() == [0, 5, 10, 13]
-    assert packed.input_ids[0, packed_slots].equal(batch.data["response_ids"])
+    assert packed.packing.starts.tolist() == [0, 5, 10, 13]
+    assert packed.input_ids[0, packed_slots + 1].equal(batch.data["response_ids"])
 
 
 def make_args(rows, accumulation=1, max_tokens=0) -> PPOArguments:
@@ -73,24 +73,38 @@ def make_args(rows, accumulation=1, max_tokens=0) -> PPOArguments:
     return dataclasses.replace(args, max_tokens_per_micro_batch=max_tokens, ppo_epochs=2, seed=5)
 
 
-@pytest.mark.parametrize("cap", [TokenCap(0), TokenCap(24), TokenCap(24, is_packed=True)])
+SIZES = {name: torch.tensor(of) for name, of in zip(("prompt", "response"), LENGTHS, strict=True)}
+CAPS = [TokenCap(0), TokenCap(24), TokenCap(24, is_packed=True), TokenCap(24, True, shares_prompts=True)]
+
+
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize(("rows", "accumulation", "world_size"), [(4, 2, 1), (4, 1, 2), (2, 2, 2)])
 def test_an_update_has_the_same_samples_however_they_are_dealt(
-    rows, accumulation, world_size, cap, monkeypatch
+    rows, accumulation, world_size, group_size, cap, monkeypatch
 ):
-    lengths = torch.tensor(LENGTHS).sum(0)
-    expected = [sorted(sum(u[0], [])) for u in plan_minibatches(lengths, make_args(8), cap, 7)]
+    groups = torch.arange(24) // group_size
+    sizes = SIZES | {"group": groups, "prompt": SIZES["prompt"][groups % 4]}
+    lengths = sizes["prompt"] + sizes["response"]
+    expected = [sorted(sum(u[0], [])) for u in plan_minibatches(sizes, make_args(8), cap, 7)]
     monkeypatch.setattr(distributed, "world_size", lambda: world_size)
-    plans = list(plan_minibatches(lengths, make_args(rows, accumulation, cap.max_tokens), cap, 7))
+    plans = list(plan_minibatches(sizes, make_args(rows, accumulation, cap.max_tokens), cap, 7))
     assert [sorted(sum(sum(update, []), [])) for update in plans] == expected
     for epoch in (expected[:3], expected[3:]):
         assert sorted(sum(epoch, [])) == list(range(24)), "each sample once an epoch"
     assert expected[:3] != expected[3:], "epochs are shuffled apart"
     for update in plans:
+        of_update = groups[sum(sum(update, []), [])]
+        assert (of_update.bincount() % group_size == 0).all(), "groups stay whole"
         assert len({len(of_rank) for of_rank in update}) == 1, "as many micro-batches on each rank"
         for micro_batch in (m for of_rank in update for m in of_rank):
             of_rows = lengths[micro_batch].tolist()
             cost = sum(of_rows) if cap.is_packed else len(of_rows) * max(of_rows)
+            together = groups[micro_batch].unique_consecutive()
+            if cap.shares_prompts:
+                assert len(together.unique()) == len(together), "a group's rows stand together"
+                cost -= sum(of_rows) - int(sizes["response"][micro_batch].sum())
+                cost += int(SIZES["prompt"][together % 4].sum())
             assert cost <= 24 or not cap.max_tokens
 
 

@@ -4,12 +4,14 @@ import pytest
 import torch
 from pretended_gpu import pretended_gpu
 from tiny_configs import tiny_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.models import model_flops
+from common.models.attention import VARLEN_ATTENTION, narrow_last_layer
 from common.models.lora import LoraOptions, add_lora
 from common.models.model_inputs import build_model_inputs
 from common.models.output_head import summed_logprobs
@@ -93,19 +95,20 @@ def test_what_happens_between_two_steps_comes_once_with_the_next_and_is_none_of_
 # ---- FLOPs -------------------------------------------------------------------------------------------------
 
 
-def build_model(kind: str, family: str, lora_dim: int):
+def build_model(kind: str, family: str, lora_dim: int, *, is_packed: bool = False):
     config = tiny_config(family, 64)
     if lora_dim:  # the frozen embeddings need no gradient from the first layer: little, where there are more
         config.num_hidden_layers = 8
-    config._attn_implementation = "eager"  # its products are plain ones, which torch's counter sees
-    if kind == "value":
-        config.num_labels = 1
-        model = AutoModelForSequenceClassification.from_config(config)
-        model.score.__class__ = ScoreHead
-        return ValueModel(add_lora(model, LoraOptions(lora_dim)))
-    return PolicyModel(
-        add_lora(AutoModelForCausalLM.from_config(config), LoraOptions(lora_dim)), num_valid_tokens=64
-    )
+    # The products of "eager" are plain ones, which torch's counter sees.
+    config._attn_implementation = VARLEN_ATTENTION if is_packed else "eager"
+    config.num_labels = 1
+    kinds = {"value": AutoModelForSequenceClassification, "policy": AutoModelForCausalLM}
+    model = kinds[kind].from_config(config)
+    narrow_last_layer(model)
+    if kind == "policy":
+        return PolicyModel(add_lora(model, LoraOptions(lora_dim)), num_valid_tokens=64)
+    model.score.__class__ = ScoreHead
+    return ValueModel(add_lora(model, LoraOptions(lora_dim)))
 
 
 @pytest.mark.parametrize(
@@ -133,6 +136,30 @@ def test_flops_of_a_pass_are_those_that_torch_counts(kind, family, lora_dim, is_
         if is_training:
             found.backward()
     assert costs.tokens == {"pass": 48}
+    assert costs.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+@pytest.mark.parametrize(("kind", "lora_dim"), [("policy", 0), ("value", 0), ("value", 8)])
+def test_flops_of_shared_prompts_and_of_a_last_layer_that_is_hardly_read_are_those_that_torch_counts(
+    kind, lora_dim, costs
+):
+    model = build_model(kind, "llama", lora_dim, is_packed=True)
+    ids, lengths = (
+        torch.cat([torch.arange(30), torch.arange(20), torch.arange(33, 37)]),
+        torch.tensor([30, 24]),
+    )
+    inputs = build_model_inputs(ids, lengths, is_packed=True, group_sizes=torch.tensor([2]))
+    slots = inputs.last_slots if kind == "value" else inputs.last_slots - 1
+    with (
+        watchdog.phase("a pass", clock="pass"),
+        sdpa_kernel(SDPBackend.MATH),  # its products are plain ones, which torch's counter sees
+        FlopCounterMode(display=False) as counter,
+    ):
+        found = (
+            model(inputs, slots) if kind == "value" else model(inputs, slots, ids[:2], score=summed_logprobs)
+        )
+        found.sum().backward()
+    assert costs.tokens == {"pass": 54} and inputs.num_tokens == 34
     assert costs.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 

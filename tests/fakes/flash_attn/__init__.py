@@ -90,18 +90,25 @@ def flash_attn_varlen_func(
     causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None,
     deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return (N, H, D), sequences end to end; queries and keys must be of the same sequences here."""
+    """Return (N, H, D), sequences end to end; the last query of a sequence stands at its last key."""
     check_heads(q, k, v)
     check_starts(cu_seqlens_q)
     check_starts(cu_seqlens_k)
-    _check(len(q) == len(k) and not dropout_p and alibi_slopes is None, "not what this stand-in can do")
-    tokens = torch.arange(len(q), dtype=torch.int32, device=q.device)
-    sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), tokens, right=True)
-    position = tokens - cu_seqlens_q[sequence]
-    same = sequence.unsqueeze(1) == sequence.unsqueeze(0)
-    seen = same & _sees(position.unsqueeze(1), position.unsqueeze(0), causal, window_size)
+    _check(len(cu_seqlens_q) == len(cu_seqlens_k), "cu_seqlens_k must have shape (batch_size + 1)")
+    _check(not dropout_p and alibi_slopes is None, "not what this stand-in can do")
+
+    def find(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each token's sequence, and how far it stands before that one's end."""
+        tokens = torch.arange(num_tokens, dtype=torch.int32, device=q.device)
+        sequence = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)
+        return sequence, starts[sequence + 1] - tokens
+
+    (sequence, left), (key_sequence, key_left) = find(cu_seqlens_q, len(q)), find(cu_seqlens_k, len(k))
+    same = sequence.unsqueeze(1) == key_sequence.unsqueeze(0)
+    seen = same & _sees(-left.unsqueeze(1), -key_left.unsqueeze(0), causal, window_size)
     found = attend(q[None], k[None], v[None], seen.unsqueeze(0), softmax_scale, softcap)[0]
-    is_left_out = position >= min(int(max_seqlen_q), int(max_seqlen_k))
+    lengths, key_lengths = cu_seqlens_q.diff()[sequence], cu_seqlens_k.diff()[sequence]
+    is_left_out = (lengths > int(max_seqlen_q)) | (key_lengths > int(max_seqlen_k))
     return found.masked_fill(is_left_out[:, None, None], torch.nan)
 
 

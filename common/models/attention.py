@@ -1,0 +1,297 @@
+"""Attention over sequences end to end in one row, without padding, under transformers' modules.
+
+On a GPU: flash-attn's own kernel, or torch's where flash-attn is not installed; on a CPU torch's sdpa, piece
+by piece. A piece is a sequence, or the common beginning of several, or what follows that in one of them: its
+keys are its own tokens and those before them, more than it has itself.
+
+# P pieces, total tokens of all, keys: of all pieces end to end, H heads of queries or of keys, D their width
+"""
+
+import functools
+import inspect
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import varlen
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.utils import is_flash_attn_2_available
+
+from common.ranks import distributed
+
+# Whether the pass that runs has sequences end to end; None: it is none of ours.
+IS_PACKED: ContextVar[bool | None] = ContextVar("IS_PACKED", default=None)
+VARLEN_ATTENTION = "triptych_varlen"
+FLASH_ATTENTION = "flash_attention_2"
+KERNELS = (VARLEN_ATTENTION, FLASH_ATTENTION)
+KERNELS_FROM = (8, 0)  # compute capability of Ampere
+ATTENDS = {"full_attention", "sliding_attention"}  # kinds of layers without a state
+# What families call the projection behind attention.
+OUTPUT_PROJECTIONS = {"o_proj", "out_proj", "dense", "c_proj", "Wo"}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the pieces of one row begin, and what each sees; `read` are the slots whose last hidden states
+    are read, each once: the last layer need not compute the others.
+    """
+
+    lengths: list[int]  # (P,) tokens of each piece
+    key_lengths: list[int]  # (P,) tokens that its last token sees, itself among them
+    starts: torch.Tensor  # (P + 1,) int32
+    key_starts: torch.Tensor  # (P + 1,) int32, in the keys
+    key_slots: torch.Tensor | None = None  # (keys,) int64; None: each piece sees itself alone
+    read: torch.Tensor | None = None  # None: all
+    masks: dict[Any, torch.Tensor | None] = field(default_factory=dict)  # by lengths and window
+
+    def keys_of(self, states: torch.Tensor) -> torch.Tensor:
+        """Return keys or values (1, H, keys, D) of states (1, H, total, D)."""
+        return states if self.key_slots is None else states.index_select(2, self.key_slots)
+
+    def mask_of(self, length: int, key_length: int, window: int | None) -> torch.Tensor | None:
+        """Return which keys each token of a piece sees (length, key_length) bool; None: the plain causal."""
+        if length == key_length and (window is None or window >= length):
+            return None
+        name = length, key_length, window
+        if name not in self.masks:
+            device = self.starts.device
+            own = torch.arange(key_length - length, key_length, device=device).unsqueeze(1)
+            back = own - torch.arange(key_length, device=device)  # how far behind the token a key lies
+            self.masks[name] = (back >= 0) & (back < (window or key_length))
+        return self.masks[name]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Which attention a model has
+# ---------------------------------------------------------------------------------------------------------
+
+
+def choose_attention(model_class: Any, config: Any, dtype: str) -> str | None:
+    """Return the attention to load a model with; None is transformers' choice, torch's own.
+
+    A GPU's kernels need 16-bit weights and a GPU that has them. Says once for a kind of model that flash-attn
+    is installed and not used.
+    """
+    takes_own = takes_own_kernels(model_class, config)
+    if not distributed.has_gpu():
+        return VARLEN_ATTENTION if takes_own else None
+    if dtype not in ("bf16", "fp16"):
+        return None
+    has_kernels = torch.cuda.get_device_capability(distributed.device()) >= KERNELS_FROM
+    if is_flash_attn_2_available():
+        if has_kernels and _serves_flash(model_class, config):
+            return FLASH_ATTENTION
+        why = f"{config.model_type} cannot be computed by it" if has_kernels else "the GPU is too old for it"
+        distributed.say_once(f"note: flash-attn is installed and not used: {why}")
+    return VARLEN_ATTENTION if has_kernels and takes_own else None
+
+
+def _serves_flash(model_class: Any, config: Any) -> bool:
+    """Whether a class, None for remote code, computes with flash-attn what it computes without."""
+    config, others = config.get_text_config(), getattr(model_class, "_compatible_flash_implementations", None)
+    return (
+        getattr(model_class, "_supports_flash_attn", False)
+        and FLASH_ATTENTION in (others or [FLASH_ATTENTION])
+        and not getattr(config, "alibi", False)  # Falcon's class says that it does, and raises
+        and "local" not in getattr(config, "attention_layers", ())  # GPT-Neo's windows are left out there
+        and not config.is_heterogeneous  # heads of 512 (Gemma 4), where 256 is the kernels' most
+    )
+
+
+def takes_own_kernels(model_class: Any, config: Any) -> bool:
+    """Whether a class calls any attention that is registered, and needs nothing of it that sdpa lacks (caps
+    of scores, sinks) or kernels do (values of a width of their own, heads wider than 256).
+    """
+    is_plain = getattr(model_class, "_supports_attention_backend", False) and model_class._supports_sdpa
+    config = config.get_text_config()
+    return is_plain and not hasattr(config, "v_head_dim") and not config.is_heterogeneous
+
+
+def takes_packed(model: PreTrainedModel) -> bool:
+    """Whether the model's layers are told where sequences begin, so that they may stand end to end."""
+    # Classes with an attention of their own are not told, nor are recurrent layers.
+    if model.config._attn_implementation not in KERNELS or not model._supports_attention_backend:
+        return False
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if model._is_stateful or not ATTENDS.issuperset(kinds):
+        return False
+    return _hands_through(type(getattr(model, model.base_model_prefix)))
+
+
+@functools.cache
+def _hands_through(backbone_class: type) -> bool:
+    parameters = inspect.signature(backbone_class.forward).parameters
+    return "position_ids" in parameters and any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+
+
+def plain_attention(model: PreTrainedModel) -> str:
+    """Return torch's attention for the model's class."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Attention functions, as transformers calls them
+# ---------------------------------------------------------------------------------------------------------
+
+
+def attend_packed(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    packing: Packing | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return (1, total, H, D) for query, key, value (1, H, total, D); passes without `packing` go to torch's
+    sdpa.
+    """
+    if packing is None:
+        how = {"scaling": scaling, "dropout": dropout, **kwargs}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
+    _narrow(module, packing)
+    key, value = packing.keys_of(key), packing.keys_of(value)
+    how = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    if query.is_cuda and not dropout:  # torch's kernel has no dropout
+        output = varlen.varlen_attn(
+            *(x[0].transpose(0, 1) for x in (query, key, value)),
+            packing.starts,
+            packing.key_starts,
+            max(packing.lengths),
+            max(packing.key_lengths),
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            **how,
+        )
+        return output.unsqueeze(0), None
+    pieces = zip(
+        query.split(packing.lengths, 2),
+        key.split(packing.key_lengths, 2),
+        value.split(packing.key_lengths, 2),
+        strict=True,
+    )
+    outputs = []
+    for q, k, v in pieces:
+        mask = packing.mask_of(q.shape[2], k.shape[2], sliding_window)
+        is_causal = mask is None
+        outputs.append(
+            F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=is_causal, **how)
+        )
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def attend_flash(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    packing: Packing | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return what transformers makes of flash-attn, whose causal mask is aligned to the end of the keys."""
+    if packing is not None:
+        _narrow(module, packing)
+        key, value = packing.keys_of(key), packing.keys_of(value)
+        kwargs |= {"cu_seq_lens_q": packing.starts, "max_length_q": max(packing.lengths)}
+        kwargs |= {"cu_seq_lens_k": packing.key_starts, "max_length_k": max(packing.key_lengths)}
+    return flash_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def mask_unless_packed(**kwargs: Any) -> torch.Tensor | None:
+    """Return sdpa's mask, None for sequences end to end: it would be of total x total."""
+    return None if IS_PACKED.get() else sdpa_mask(**kwargs)
+
+
+_find_packed_sequences = masking_utils.find_packed_sequence_indices
+
+
+def _find_unknown_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Return None in our passes, which know what their rows hold. transformers would look at the positions:
+    the host would wait in each pass.
+    """
+    return _find_packed_sequences(position_ids) if IS_PACKED.get() is None else None
+
+
+masking_utils.find_packed_sequence_indices = _find_unknown_sequences
+AttentionInterface.register(VARLEN_ATTENTION, attend_packed)
+AttentionInterface.register(FLASH_ATTENTION, attend_flash)
+AttentionMaskInterface.register(VARLEN_ATTENTION, mask_unless_packed)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The last layer, where it is read
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Narrowing:
+    """Has modules behind the last layer's attention compute only the slots that are read, and gives zeros for
+    the others.
+
+    The attention says which slots those are, for it runs again where activations are recomputed.
+    """
+
+    def __init__(self, layer: nn.Module, attention: nn.Module, modules: list[nn.Module]) -> None:
+        self.modules, self.slots = modules, None
+        attention.narrowing = self
+        layer.register_forward_pre_hook(self._begin)
+        for module in modules:
+            module.register_forward_pre_hook(self._narrow)
+            module.register_forward_hook(self._widen)
+
+    def _begin(self, *_: Any) -> None:
+        self.slots = None  # whatever attention runs now
+
+    def _narrow(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if self.slots is None:
+            return None
+        self.num_slots = args[0].shape[-2]
+        return args[0].index_select(-2, self.slots), *args[1:]
+
+    def _widen(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if self.slots is None:
+            return None
+        zeros = output.new_zeros(*output.shape[:-2], self.num_slots, output.shape[-1])
+        return zeros.index_copy(-2, self.slots, output)
+
+
+def narrowed_modules(attention: nn.Module) -> list[nn.Module]:
+    """Return the modules behind an attention that compute only what is read; none behind any other module."""
+    return attention.narrowing.modules if hasattr(attention, "narrowing") else []
+
+
+def _narrow(attention: nn.Module, packing: Packing) -> None:
+    if hasattr(attention, "narrowing"):
+        attention.narrowing.slots = packing.read
+
+
+def narrow_last_layer(model: PreTrainedModel) -> None:
+    """Let passes of sequences end to end compute only what is read of the last layer, but for its queries,
+    keys and values.
+    """
+    num_layers = model.config.get_text_config().num_hidden_layers
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    if not takes_packed(model) or len(stacks) != 1:
+        return
+    layer = stacks[0][-1]
+    attentions = {name: m for name, m in layer.named_modules() if getattr(m, "layer_idx", None) is not None}
+    found = [(name, m) for name, m in attentions.items() if name and _output_projection(m)]
+    if len(found) != 1:
+        return
+    name, attention = found[0]
+    behind = [m for child, m in layer.named_children() if not name.startswith(child)]
+    wide = [m for m in behind if any(p.dim() > 1 for p in m.parameters())]
+    Narrowing(layer, attention, [_output_projection(attention), *wide])
+
+
+def _output_projection(attention: nn.Module) -> nn.Module | None:
+    """Return the projection behind attention, None if it has another name."""
+    return next((m for name, m in attention.named_children() if name in OUTPUT_PROJECTIONS), None)
