@@ -32,8 +32,8 @@ FLASH_ATTENTION = "flash_attention_2"
 KERNELS = (VARLEN_ATTENTION, FLASH_ATTENTION)
 KERNELS_FROM = (8, 0)  # compute capability of Ampere
 ATTENDS = {"full_attention", "sliding_attention"}  # kinds of layers without a state
-# What families call the projection behind attention.
-OUTPUT_PROJECTIONS = {"o_proj", "out_proj", "dense", "c_proj", "Wo"}
+# What families call attention's projections that are no keys' or values': of queries alone, and behind it.
+PROJECTIONS = {"q_proj", "o_proj", "out_proj", "dense", "c_proj", "Wo"}
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,31 @@ class Packing:
         """Return keys or values (1, H, keys, D) of states (1, H, total, D)."""
         return states if self.key_slots is None else states.index_select(2, self.key_slots)
 
-    def mask_of(self, length: int, key_length: int, window: int | None) -> torch.Tensor | None:
-        """Return which keys each token of a piece sees (length, key_length) bool; None: the plain causal."""
-        if length == key_length and (window is None or window >= length):
+    @functools.cached_property
+    def rows_read(self) -> list[torch.Tensor]:
+        """Which tokens of each piece are read."""
+        starts = self.starts.long()
+        edges = torch.searchsorted(self.read, starts).tolist()
+        return [self.read[a:b] - start for a, b, start in zip(edges, edges[1:], starts, strict=False)]
+
+    def mask_of(
+        self, length: int, key_length: int, window: int | None, rows: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return which keys the tokens of a piece, or those at `rows`, see (length, key_length) bool; None:
+        the plain causal mask.
+        """
+        if rows is None and length == key_length and (window is None or window >= length):
             return None
         name = length, key_length, window
-        if name not in self.masks:
-            device = self.starts.device
-            own = torch.arange(key_length - length, key_length, device=device).unsqueeze(1)
-            back = own - torch.arange(key_length, device=device)  # how far behind the token a key lies
-            self.masks[name] = (back >= 0) & (back < (window or key_length))
-        return self.masks[name]
+        if rows is None and name in self.masks:
+            return self.masks[name]
+        rows_seen = torch.arange(length, device=self.starts.device) if rows is None else rows
+        own = (rows_seen + key_length - length).unsqueeze(1)
+        back = own - torch.arange(key_length, device=own.device)  # how far behind the token a key lies
+        mask = (back >= 0) & (back < (window or key_length))
+        if rows is None:
+            self.masks[name] = mask
+        return mask
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -158,7 +172,6 @@ def attend_packed(
     if packing is None:
         how = {"scaling": scaling, "dropout": dropout, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
-    _narrow(module, packing)
     key, value = packing.keys_of(key), packing.keys_of(value)
     how = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     if query.is_cuda and not dropout:  # torch's kernel has no dropout
@@ -172,20 +185,24 @@ def attend_packed(
             **how,
         )
         return output.unsqueeze(0), None
-    pieces = zip(
-        query.split(packing.lengths, 2),
-        key.split(packing.key_lengths, 2),
-        value.split(packing.key_lengths, 2),
-        strict=True,
-    )
+    # Piece by piece, in a last layer that is narrowed only where it is read.
+    read = packing.read if narrowed_modules(module) else None
+    rows = [None] * len(packing.lengths) if read is None else packing.rows_read
+    counts = packing.lengths if read is None else list(map(len, rows))
+    queries = query if read is None else query.index_select(2, read)
+    states = (x.split(packing.key_lengths, 2) for x in (key, value))
     outputs = []
-    for q, k, v in pieces:
-        mask = packing.mask_of(q.shape[2], k.shape[2], sliding_window)
-        is_causal = mask is None
-        outputs.append(
-            F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=is_causal, **how)
-        )
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+    for of, length, q, k, v in zip(rows, packing.lengths, queries.split(counts, 2), *states, strict=True):
+        if q.shape[2]:
+            mask = packing.mask_of(length, k.shape[2], sliding_window, of)
+            causal = mask is None
+            outputs.append(
+                F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal, **how)
+            )
+    output = torch.cat(outputs, 2)
+    if read is not None:
+        output = torch.zeros_like(query).index_copy(2, read, output)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def attend_flash(
@@ -199,7 +216,6 @@ def attend_flash(
 ) -> tuple[torch.Tensor, None]:
     """Return what transformers makes of flash-attn, whose causal mask is aligned to the end of the keys."""
     if packing is not None:
-        _narrow(module, packing)
         key, value = packing.keys_of(key), packing.keys_of(value)
         kwargs |= {"cu_seq_lens_q": packing.starts, "max_length_q": max(packing.lengths)}
         kwargs |= {"cu_seq_lens_k": packing.key_starts, "max_length_k": max(packing.key_lengths)}
@@ -233,22 +249,27 @@ AttentionMaskInterface.register(VARLEN_ATTENTION, mask_unless_packed)
 
 
 class Narrowing:
-    """Has modules behind the last layer's attention compute only the slots that are read, and gives zeros for
+    """Has modules around the last layer's attention compute only the slots that are read, and gives zeros for
     the others.
 
-    The attention says which slots those are, for it runs again where activations are recomputed.
+    The attention is told which those are, also where activations are recomputed.
     """
 
     def __init__(self, layer: nn.Module, attention: nn.Module, modules: list[nn.Module]) -> None:
         self.modules, self.slots = modules, None
         attention.narrowing = self
-        layer.register_forward_pre_hook(self._begin)
+        layer.register_forward_pre_hook(self._forget)
+        attention.register_forward_pre_hook(self._begin, with_kwargs=True)
         for module in modules:
             module.register_forward_pre_hook(self._narrow)
             module.register_forward_hook(self._widen)
 
-    def _begin(self, *_: Any) -> None:
-        self.slots = None  # whatever attention runs now
+    def _forget(self, *_: Any) -> None:
+        self.slots = None
+
+    def _begin(self, attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        packing = kwargs.get("packing")
+        self.slots = packing and packing.read
 
     def _narrow(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         if self.slots is None:
@@ -264,34 +285,25 @@ class Narrowing:
 
 
 def narrowed_modules(attention: nn.Module) -> list[nn.Module]:
-    """Return the modules behind an attention that compute only what is read; none behind any other module."""
+    """Return the modules around an attention that compute only what is read; none around another module."""
     return attention.narrowing.modules if hasattr(attention, "narrowing") else []
 
 
-def _narrow(attention: nn.Module, packing: Packing) -> None:
-    if hasattr(attention, "narrowing"):
-        attention.narrowing.slots = packing.read
-
-
 def narrow_last_layer(model: PreTrainedModel) -> None:
-    """Let passes of sequences end to end compute only what is read of the last layer, but for its queries,
-    keys and values.
+    """Let passes of sequences end to end compute of the last layer, but for its keys and values, only what is
+    read.
     """
     num_layers = model.config.get_text_config().num_hidden_layers
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     if not takes_packed(model) or len(stacks) != 1:
         return
     layer = stacks[0][-1]
-    attentions = {name: m for name, m in layer.named_modules() if getattr(m, "layer_idx", None) is not None}
-    found = [(name, m) for name, m in attentions.items() if name and _output_projection(m)]
+    found = [(name, m) for name, m in layer.named_children() if hasattr(m, "layer_idx")]
     if len(found) != 1:
         return
     name, attention = found[0]
-    behind = [m for child, m in layer.named_children() if not name.startswith(child)]
+    children = dict(layer.named_children())
+    behind = [children[other] for other in list(children)[list(children).index(name) + 1 :]]
     wide = [m for m in behind if any(p.dim() > 1 for p in m.parameters())]
-    Narrowing(layer, attention, [_output_projection(attention), *wide])
-
-
-def _output_projection(attention: nn.Module) -> nn.Module | None:
-    """Return the projection behind attention, None if it has another name."""
-    return next((m for name, m in attention.named_children() if name in OUTPUT_PROJECTIONS), None)
+    projections = [m for name, m in attention.named_children() if name in PROJECTIONS]
+    Narrowing(layer, attention, [*projections, *wide])

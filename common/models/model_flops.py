@@ -40,6 +40,9 @@ class ModelFlops:
         embeddings = {id(m.weight) for m in plain.modules() if isinstance(m, nn.Embedding)}
         narrowed = [m for parent in plain.modules() for m in narrowed_modules(parent)]
         of_narrowed = {id(parameter) for module in narrowed for parameter in module.parameters()}
+        # Kernels of GPUs compute the last layer's attention all the same.
+        self.narrowed_layers = bool(narrowed) and not distributed.has_gpu()
+        self.num_layers = text.num_hidden_layers
         self.body = self.trained_body = self.narrowed = self.trained_narrowed = 0.0
         for parameter in model.parameters():
             shape = getattr(parameter, "ds_shape", parameter.shape)  # whole, under ZeRO 3 too
@@ -66,7 +69,7 @@ class ModelFlops:
         read = inputs.packing.read if inputs.packing else None
         flops = self.of_pass(
             inputs.num_tokens,
-            inputs.num_pairs,
+            inputs.num_pairs - inputs.num_pairs_unread * self.narrowed_layers / self.num_layers,
             num_scored,
             num_unread=0 if read is None else inputs.num_tokens - len(read),
             is_training=torch.is_grad_enabled(),
@@ -74,7 +77,7 @@ class ModelFlops:
         COSTS.count(len(inputs.token_slots), flops)
 
     def of_pass(
-        self, num_tokens: int, num_pairs: int, num_scored: int, *, is_training: bool, num_unread: int = 0
+        self, num_tokens: int, num_pairs: float, num_scored: int, *, is_training: bool, num_unread: int = 0
     ) -> float:
         """Return the FLOPs of a forward pass; if `is_training`, with the backward pass that follows.
 

@@ -30,6 +30,7 @@ class ModelInputs:
     num_tokens: int  # that are computed, padding left out
     num_pairs: int  # of tokens and keys that attention compares, causal or not
     packing: Packing | None = None  # of one row only
+    num_pairs_unread: int = 0  # of num_pairs, those of tokens whose last hidden states nobody reads
 
     def slots_before(self, is_scored: torch.Tensor) -> torch.Tensor:
         """Return the slots (N,) int64 that predict the scored tokens: of the token before each.
@@ -42,15 +43,18 @@ class ModelInputs:
         """Return the inputs of a pass that reads the last hidden states at `slots` (N,) int64 alone, on a
         device, and with them `slots` and `more`, by one copy.
         """
-        fields = vars(self.packing) if self.packing else {}
+        fields, num_pairs_unread = vars(self.packing) if self.packing else {}, 0
         if self.packing and len(read := slots.unique()) < self.num_tokens:
             fields = fields | {"read": read}
+            lengths, key_lengths = map(torch.tensor, (self.packing.lengths, self.packing.key_lengths))
+            num_keys = key_lengths.repeat_interleave(lengths)  # of each token's piece
+            num_pairs_unread = self.num_pairs - int(num_keys[read].sum())
         names = [name for name, value in fields.items() if isinstance(value, torch.Tensor)]
         tensors = [self.input_ids, self.position_ids, *(fields[name] for name in names), slots, *more]
         ids, positions, *moved = to_device(tensors, device)
         packing = Packing(**fields | dict(zip(names, moved, strict=False))) if self.packing else None
-        inputs = replace(self, input_ids=ids, position_ids=positions, packing=packing)
-        return inputs, *moved[len(names) :]
+        inputs = {"input_ids": ids, "position_ids": positions, "packing": packing}
+        return replace(self, **inputs, num_pairs_unread=num_pairs_unread), *moved[len(names) :]
 
     def model_arguments(self, *, with_packing: bool) -> dict[str, Any]:
         """The arguments of a transformers backbone: `position_ids` among them, and what the pieces of a row
