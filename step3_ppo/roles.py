@@ -170,34 +170,31 @@ class Actor(Policy):
         return masks
 
 
-class ValueRole(Role):
-    """Values of responses: the critic and the reward model."""
-
-    def compute_values(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (values (total,) of the state before each response token, last_values (b,) at the last real
-        token: a reward model's score), both fp32.
-        """
-        inputs, slots = self.build_inputs(batch)
-        values = self.model(inputs, torch.cat([slots, inputs.last_slots]))
-        return values.split([len(slots), len(batch)])
-
-
-class Reward(ValueRole):
+class Reward(Role):
     """A frozen reward model; scores (b,) fp32 are read at the last real token."""
 
     name, clock = "reward model", "reward"
 
     def answer(self, batch: PackedBatch) -> torch.Tensor:
         """Return scores (b,) fp32."""
-        return self.compute_values(batch)[1]
+        inputs, _ = self.build_inputs(batch)
+        return self.model(inputs, inputs.last_slots)
 
 
-class Critic(ValueRole):
+class Critic(Role):
     """The value function that is trained; its scores are `compute_values`."""
 
     name, clock = "critic", "critic"
 
-    answer = ValueRole.compute_values
+    def compute_values(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (values (total,) of the state before each response token, last_values (b,) at the last real
+        token), both fp32.
+        """
+        inputs, slots = self.build_inputs(batch)
+        values = self.model(inputs, torch.cat([slots, inputs.last_slots]))
+        return values.split([len(slots), len(batch)])
+
+    answer = compute_values
 
 
 @dataclass

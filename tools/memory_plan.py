@@ -30,7 +30,12 @@ from transformers import PreTrainedModel
 from common.generation.generate import PREFILL_TOKENS
 from common.generation.kv_cache import kv_bytes_per_token
 from common.models.loading import DTYPES, set_dropout
-from common.models.output_head import CPU_CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS
+from common.models.output_head import (
+    CPU_CHUNK_ELEMENTS,
+    CPU_KEPT_ELEMENTS,
+    GPU_CHUNK_ELEMENTS,
+    GPU_KEPT_ELEMENTS,
+)
 from tools.planned_run import PlannedModel, Role, Run
 
 TRAINING = ("backward", "reduce", "step")  # all activations, all gradients, the optimizer's copies
@@ -305,6 +310,9 @@ def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) ->
     if not is_training:
         return logits * (b + (8 if run.actor else 4))  # step 3 wants the entropy too
     work = logits * ((2 * b + 8) if run.actor else (b + 8))
+    if run.actor or run.args.stage == 2:
+        kept = min(CPU_KEPT_ELEMENTS if run.is_cpu else GPU_KEPT_ELEMENTS, num_scored * head.shape[0])
+        work += max(kept - logits, 0) * b
     work += num_scored * model.hidden_size * b
     # Its gradient is added up in fp32.
     return work + (head.numel() * (4 + b) if head.requires_grad else 0)

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies straight from hidden states: logits exist for one chunk at a time.
 
-PURE: imports torch and pure files. Neither pass ever holds logits of all tokens: the forward pass keeps the
-hidden states and two numbers a token, the backward pass makes each chunk's logits again.
+PURE: imports torch and pure files. Neither pass ever holds logits of many tokens: the forward pass keeps the
+hidden states, two numbers a token and the first few chunks' logits; the backward pass makes the others again.
 
 # N scored tokens, H hidden size, V vocabulary, n tokens of a chunk
 """
@@ -20,6 +20,8 @@ from common.models.sampling import sampling_mask
 # Logits of one chunk. On a CPU they stay near the cache (16 MiB in fp32); on a GPU they fill the device.
 CPU_CHUNK_ELEMENTS = 2**22
 GPU_CHUNK_ELEMENTS = 2**26
+# Logits that wait for the backward pass: small batches make none twice.
+CPU_KEPT_ELEMENTS, GPU_KEPT_ELEMENTS = 2**24, 2**26
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -215,14 +217,22 @@ def _centred(logits: torch.Tensor, centres: torch.Tensor, temperature: float) ->
 
 
 class _TokenScores(torch.autograd.Function):
-    """Keeps inputs and two numbers a token; the backward pass makes each chunk's logits again."""
+    """Keeps inputs, two numbers a token and as many logits as may be; the backward pass makes the others
+    again.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, token_ids, options, with_entropy, mask):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropies, normalisers = torch.zeros_like(logprobs), torch.empty_like(logprobs)
+        room = CPU_KEPT_ELEMENTS if hidden.device.type == "cpu" else GPU_KEPT_ELEMENTS
+        ctx.kept = {}  # first row of a chunk: its logits
         for rows in _chunks(hidden, weight):
-            logits = _masked(options.transform(F.linear(hidden[rows], weight, bias)), mask, rows)
+            leaf = F.linear(hidden[rows], weight, bias)
+            room -= leaf.numel()
+            if room >= 0 and any(ctx.needs_input_grad[:3]):
+                ctx.kept[rows.start] = leaf
+            logits = _masked(options.transform(leaf), mask, rows)
             of_rows = _softmax_scores(logits, token_ids[rows], options, with_entropy=with_entropy)
             logprobs[rows], normalisers[rows] = of_rows[0], of_rows[2]
             if with_entropy:
@@ -241,7 +251,8 @@ class _TokenScores(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalisers)
         for rows in _chunks(hidden, weight):
-            leaf, logits = _differentiable_logits(hidden, weight, bias, ctx.options, mask, rows)
+            kept = ctx.kept.pop(rows.start, None)
+            leaf, logits = _differentiable_logits(hidden, weight, bias, ctx.options, mask, rows, kept)
             of_entropies = (entropies[rows], grad_entropies[rows]) if grad_entropies is not None else ()
             scored = logits.detach(), token_ids[rows], normalisers[rows]
             of_logits = _softmax_gradient(*scored, ctx.options, grad_logprobs[rows], *of_entropies)
@@ -279,9 +290,11 @@ class _SummedLogprobs(torch.autograd.Function):
         return *scaled, None, None
 
 
-def _differentiable_logits(hidden, weight, bias, options, mask, rows) -> tuple[torch.Tensor, torch.Tensor]:
+def _differentiable_logits(
+    hidden, weight, bias, options, mask, rows, kept=None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return raw logits (n, V), and what transform and mask make of them, which autograd has followed."""
-    leaf = F.linear(hidden[rows], weight, bias)
+    leaf = F.linear(hidden[rows], weight, bias) if kept is None else kept
     if options.multiplier == 1.0 and options.cap is None and mask is None:
         return leaf, leaf
     with torch.enable_grad():
