@@ -302,7 +302,10 @@ def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) ->
     fp32.
     """
     b, model, head = run.num_bytes, role.model, role.model.head.weight
-    num_scored = num_tokens * run.args.max_answer_seq_len / run.length if run.actor else num_tokens
+    num_scored = num_tokens
+    if run.actor:
+        answer = run.args.max_answer_seq_len
+        num_scored = num_tokens * answer / (answer + (run.length - answer) / run.group_size)
     if model.is_value_model:
         return num_scored * model.hidden_size * 4 * (2 if is_training else 1)
     chunk = CPU_CHUNK_ELEMENTS if run.is_cpu else GPU_CHUNK_ELEMENTS

@@ -21,6 +21,7 @@ from common.flags.args import Problems, flag
 from common.generation.generate import DEFAULT_SLOTS
 from common.generation.resharding import Route, TPLayout, group_by_layers, plan_weight
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
+from common.models.attention import takes_own_kernels
 from common.models.loading import DTYPES, plain_model
 from common.models.lora import LoraOptions, add_lora, trained_weights
 from common.models.model_flops import DEVICES
@@ -193,12 +194,18 @@ class Run:
         sequences_of_row = 2 if args.stage == 2 else 1  # pairs
         self.row_length = self.length * sequences_of_row  # what stays together in a pass
         rows = args.per_device_training_batch_size if is_ppo else args.per_device_train_batch_size
-        # Of training, and in step 3 of scoring too.
+        # Of training, and in step 3 of scoring too; pairs are planned as if their prompts were empty.
+        self.group_size = (
+            args.num_samples_per_prompt if is_ppo and shares_prompts(args, models["actor"]) else 1
+        )
         self.tokens_per_pass = max(cap, self.row_length) if cap else rows * self.row_length
+        if not (cap or args.packed):
+            self.tokens_per_pass = self.count_tokens(rows)
         self.tokens_per_evaluation = 0 if is_ppo else args.per_device_eval_batch_size * self.row_length
         # Of a rank and optimizer step, then of its passes.
         self.sequences_per_update = rows * sequences_of_row * args.gradient_accumulation_steps
-        self.num_micro_batches = -(-self.sequences_per_update * self.length // self.tokens_per_pass)
+        num_tokens = self.count_tokens(self.sequences_per_update // sequences_of_row)
+        self.num_micro_batches = -(-num_tokens // self.tokens_per_pass)
         if not self.actor:
             return
         self.num_samples = args.samples_per_step
@@ -211,11 +218,27 @@ class Run:
         waiting = args.per_device_generation_batch_size * args.num_samples_per_prompt * self.tp_size
         self.num_slots = min(args.generation_slots or DEFAULT_SLOTS, waiting) if is_hybrid else waiting
 
+    def count_tokens(self, rows: int) -> int:
+        """Return the most tokens that are computed of rows next to each other: each group's prompt once."""
+        num_groups = (
+            rows // self.group_size if rows % self.group_size == 0 else (rows - 2) // self.group_size + 2
+        )
+        num_twice = rows - min(num_groups, rows)
+        return rows * self.row_length - num_twice * (self.args.max_prompt_seq_len if self.actor else 0)
+
     def plan_switch(self) -> Switch:
         """Return what the change to generate mode moves and holds, in elements of a rank."""
         actor, layers = self.actor, self.args.tp_gather_partition_size
         ranks = self.num_ranks, self.tp_size
         return plan_switch(actor.model, *ranks, actor.is_sharded, layers, self.has_contiguous_groups)
+
+
+def shares_prompts(args: Any, model: PlannedModel) -> bool:
+    """Whether a group's prompt is computed once."""
+    has_kernels = args.gpu == "cpu" or args.dtype != "fp32"
+    return (
+        has_kernels and not args.no_share_prompts and takes_own_kernels(type(model.plain), model.plain.config)
+    )
 
 
 def sequence_length(args: Any) -> int:

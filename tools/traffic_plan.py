@@ -56,7 +56,9 @@ def plan_traffic(run: Run) -> dict[str, Phase]:
             continue
         phases[f"score {role.name}"] = phase = Phase()
         if role.is_sharded:
-            phase.gather_weights(run, role, math.ceil(run.num_samples * run.length / run.tokens_per_pass))
+            phase.gather_weights(
+                run, role, math.ceil(run.count_tokens(run.num_samples) / run.tokens_per_pass)
+            )
         elif role.params_on_cpu:  # nothing comes back
             phase.host_bytes = float(run.num_bytes * role.model.num_params)
     num_updates = run.args.ppo_epochs * run.num_samples / run.sequences_per_update

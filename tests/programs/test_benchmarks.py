@@ -49,4 +49,4 @@ def test_products_of_attention_and_of_the_output_head_are_seen():
         token_ids = torch.arange(3)
         token_scores(hidden, weight, None, token_ids=token_ids, options=LogitOptions())[0].sum().backward()
     product, logits = 2 * 2 * 6 * 6 * 4, 2 * 3 * 10 * 4
-    assert counter.get_total_flops() == (2 + 5) * product + (1 + 1 + 2) * logits
+    assert counter.get_total_flops() == (2 + 5) * product + (1 + 2) * logits

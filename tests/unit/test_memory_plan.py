@@ -400,3 +400,27 @@ def test_traced_activations_are_those_of_a_real_pass(family):
     found = trace_activations(planned(tiny_config(family, 320)), "bf16", length)
     assert found.saved_by_layer == saved[1] - saved[0]
     assert found.saved_outside == pytest.approx(2 * saved[0] - saved[1], abs=1024)  # positions and the like
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_tokens", "num_passes"),
+    [
+        ("", 12 * 30 + 3 * 10, 2),  # three prompts of 10 tokens, twelve responses of 30
+        ("--no_share_prompts", 12 * 40, 2),
+        ("--dtype fp32", 12 * 40, 2),  # no GPU has an attention for it
+        ("--gpu cpu --dtype fp32", 12 * 30 + 3 * 10, 2),
+        ("--per_device_training_batch_size 6", 6 * 30 + 3 * 10, 4),  # of up to three groups
+        # Up to what twelve rows may have; 24 responses and 6 prompts to an optimizer step.
+        ("--packed", 12 * 40, 2),
+        ("--max_tokens_per_micro_batch 100", 100, 8),
+    ],
+)
+def test_a_groups_prompt_is_planned_once(flags, num_tokens, num_passes):
+    given = "--num_samples_per_prompt 4 --max_prompt_seq_len 10 --max_answer_seq_len 30 --gpu a100-80g "
+    given += "--per_device_training_batch_size 12 --per_device_generation_batch_size 6 "
+    given += "--gradient_accumulation_steps 2 --dtype bf16 --reward http://a/b --num_gpus 1 "
+    words = (given + flags).split()
+    if "--per_device_training_batch_size 6" in flags:
+        words += ["--gradient_accumulation_steps", "4"]
+    run = ppo(OPT_350M, "", *words)
+    assert (run.tokens_per_pass, run.num_micro_batches) == (num_tokens, num_passes)
