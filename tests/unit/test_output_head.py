@@ -1,6 +1,7 @@
 """common/models/output_head.py: the chunked head against plain float64 logits, values and gradients."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,10 +47,11 @@ def plain(hidden, weight, bias, ids, options, is_kept=None):
     return logprobs.gather(1, ids[:, None])[:, 0], entropy
 
 
-@pytest.fixture(params=[1, 5, 100])
+@pytest.fixture(params=[(1, 0), (5, 10), (100, 100)], ids=str)
 def chunk(request, monkeypatch):
-    """Tokens of a chunk."""
-    monkeypatch.setattr(output_head, "CPU_CHUNK_ELEMENTS", request.param * V)
+    """Tokens of a chunk, and those whose logits wait for the backward pass."""
+    for name, num_tokens in zip(("CPU_CHUNK_ELEMENTS", "CPU_KEPT_ELEMENTS"), request.param, strict=True):
+        monkeypatch.setattr(output_head, name, num_tokens * V)
 
 
 def compare(options, upstream, atol, is_kept=None, mask=None):
@@ -139,8 +141,14 @@ class LargestFloat(TorchDispatchMode):
         return result
 
 
-def test_no_more_logits_than_a_chunks_are_ever_held_or_saved(monkeypatch):
+@pytest.mark.parametrize(("num_kept", "num_products"), [(0, 13 + 13), (12, 13 + 11), (64, 13)])
+def test_no_more_logits_than_a_chunks_are_held_or_saved_but_for_those_that_may_wait(
+    num_kept, num_products, monkeypatch
+):
     monkeypatch.setattr(output_head, "CPU_CHUNK_ELEMENTS", 5 * 300)
+    monkeypatch.setattr(output_head, "CPU_KEPT_ELEMENTS", num_kept * 300)
+    linear = Mock(wraps=output_head.F.linear)
+    monkeypatch.setattr(output_head.F, "linear", linear)
     hidden, weight = torch.randn(64, 4).requires_grad_(), torch.randn(300, 4).requires_grad_()
     ids, saved = torch.zeros(64, dtype=torch.int64), []
     with (
@@ -150,6 +158,7 @@ def test_no_more_logits_than_a_chunks_are_ever_held_or_saved(monkeypatch):
         logprobs, entropies = token_scores(hidden, weight, None, ids, LogitOptions(), with_entropy=True)
         (logprobs + entropies).sum().backward()
     assert largest.num_elements == 5 * 300 and max(x.numel() for x in saved) == weight.numel()
+    assert linear.call_count == num_products
 
 
 def test_the_softmax_is_taken_among_the_sampling_mask(chunk):
