@@ -34,6 +34,7 @@ from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from pretended_tensors import Event, Graph, Operations, PretendedGpu, caller, gpus, now
 from torch import Tensor
+from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
@@ -343,6 +344,31 @@ def _process_groups(gpu: PretendedGpu) -> dict[str, Any]:
     }
 
 
+def _varlen_attention(gpu: PretendedGpu) -> Callable[..., Tensor]:
+    """Return torch's kernel for sequences end to end, one attention a sequence: (N, H, D), as a CPU sums."""
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, longest: int,
+        longest_key: int, *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
+    ) -> Tensor:  # fmt: skip
+        with gpu.quiet():
+            lengths, key_lengths = starts.diff().tolist(), key_starts.diff().tolist()
+        assert (longest, longest_key) == (max(lengths), max(key_lengths)), "rubbish, or too much memory"
+        states = [x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
+        pieces = (x.split(n, 2) for x, n in zip(states, (lengths, key_lengths, key_lengths), strict=True))
+        outputs, left = [], window_size[0] if window_size[0] >= 0 else max(key_lengths)
+        for q, k, v in zip(*pieces, strict=True):
+            positions = torch.arange(k.shape[2], device=query.device)
+            back = positions[k.shape[2] - q.shape[2] :].unsqueeze(1) - positions
+            is_plain = q.shape[2] == k.shape[2] and left + 1 >= k.shape[2]
+            mask = None if is_plain else (back >= 0) & (back <= left)
+            how = {"is_causal": is_plain, "scale": scale, "enable_gqa": enable_gqa}
+            outputs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, **how))
+        return torch.cat(outputs, 2)[0].transpose(0, 1)
+
+    return attend
+
+
 @contextlib.contextmanager
 def pretended_gpu(capability: tuple[int, int] = (8, 0), memory_gib: float = 24.0) -> Iterator[PretendedGpu]:
     """Have a GPU in the block."""
@@ -373,6 +399,7 @@ def pretended_gpu(capability: tuple[int, int] = (8, 0), memory_gib: float = 24.0
         stack.enter_context(mock.patch.object(torch.autograd, "has_torch_function", lambda _: False))
         stack.enter_context(mock.patch.object(Tensor, "_reduce_ex_internal", refuse_pickle))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))
+        stack.enter_context(mock.patch.object(varlen, "varlen_attn", _varlen_attention(gpu)))
         stack.enter_context(Operations(gpu))
         # Not one of the answers: it looks at the stream first.
         stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))

@@ -44,7 +44,8 @@ class ModelInputs:
         device, and with them `slots` and `more`, by one copy.
         """
         fields, num_pairs_unread = vars(self.packing) if self.packing else {}, 0
-        if self.packing and len(read := slots.unique()) < self.num_tokens:
+        # Where nothing is read, as of rows without targets, all is computed: every weight wants a gradient.
+        if self.packing and 0 < len(read := slots.unique()) < self.num_tokens:
             fields = fields | {"read": read}
             lengths, key_lengths = map(torch.tensor, (self.packing.lengths, self.packing.key_lengths))
             num_keys = key_lengths.repeat_interleave(lengths)  # of each token's piece

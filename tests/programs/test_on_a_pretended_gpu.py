@@ -74,6 +74,14 @@ PASSES_OF_A_CPU = {
 }
 
 
+# A CPU computes the last layer's attention where it is read, a GPU's kernel all of it: bf16 rounds its sums
+# otherwise.
+WHOLE_ATTENTION = {
+    "at": "common.models.policy_model:PolicyModel.__init__",
+    "do": "exec:import common.models.attention as a; a.narrowed_modules = lambda _: []",
+}
+
+
 @pytest.fixture(scope="module")
 def run(forks, tiny, tmp_path_factory):
     """Make a job's run where there is a GPU, or where there is none, once; return its output."""
@@ -84,7 +92,7 @@ def run(forks, tiny, tmp_path_factory):
         folder = tmp_path_factory.mktemp("job")
         (folder / "threshold.json").write_text(json.dumps(threshold))
         hooks = [PASSES_OF_A_CPU] if job.dtype == "bf16" and job.tp is not None else []
-        more = {"gpu": {}, "hooks": hooks} if on_gpu else {}
+        more = {"gpu": {}, "hooks": hooks} if on_gpu else {"hooks": [WHOLE_ATTENTION][: job.dtype == "bf16"]}
         ran = forks.run(job.step, flags_of(job, tiny, folder), ranks=job.ranks, **more)
         assert ran.codes == [0] * job.ranks, "\n".join(ran.text(rank)[-4000:] for rank in range(job.ranks))
         for rank in range(job.ranks if on_gpu else 0):

@@ -67,7 +67,7 @@ def test_scores_and_gradients_are_those_of_padded_rows(family, checkpointing):
     model = build_model(family)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    scored = [scored_from(1), scored_from(6)]
+    scored = [scored_from(1), scored_from(6), torch.zeros(48, dtype=torch.bool)]
     expected = [scores_and_gradients(model, is_scored, is_packed=False) for is_scored in scored]
     make_packed(model)
     assert takes_packed(model)
