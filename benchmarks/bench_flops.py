@@ -49,7 +49,6 @@ from common.programs import single_model, startup
 from common.ranks import distributed
 from common.ranks.step_costs import COSTS
 from step2_reward.pair_trainer import SIDES, DPOTrainer
-from step3_ppo.algorithms import find_algorithm
 from step3_ppo.ppo_trainer import PPOTrainer
 
 NUM_ROWS, NUM_PROMPTS, NUM_SAMPLES = 32, 4, 8
@@ -247,6 +246,7 @@ def count_rollouts(
         "per_device_training_batch_size": num_prompts * num_samples,
         "num_samples_per_prompt": num_samples,
         "algorithm": algorithm,
+        "num_prompts": num_prompts,
         "dtype": "fp32",
         "packed": True,
     }
@@ -259,11 +259,7 @@ def count_rollouts(
         updates.append(micro_batches)
         update(trainer, current, micro_batches)
 
-    with (
-        mock.patch.object(bench_ppo_step, "NUM_PROMPTS", num_prompts),
-        mock.patch.object(bench_ppo_step, "find_algorithm", lambda _: find_algorithm(algorithm)),
-        mock.patch.object(PPOTrainer, "update", record),
-    ):
+    with mock.patch.object(PPOTrainer, "update", record):
         step = bench_ppo_step.our_step(ppo_prompts(64, 1, MAX_PROMPT), models["reward"], **flags)
         step()
         updates.clear()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """A whole PPO step, ours and TRL's: prompts, generation, the scores of four models, advantages, all updates.
 
-python benchmarks/bench_ppo_step.py --trl_python DIR/bin/python [--quick]
+python benchmarks/bench_ppo_step.py --trl_python DIR/bin/python [--algorithm grpo] [--quick]
 
 DIR is made by `bash benchmarks/make_peer_env.sh trl-1.12 DIR`: the last release with a PPOTrainer. Both sides
 load the same models (4 layers, hidden 256, vocabulary 8192, fp32; workload.py), take 16 prompts a step, as
@@ -11,6 +11,12 @@ clip gradients, and pads every answer to 64.
 
   ours           --enable_hybrid_engine --packed, as the launch scripts have it
   ours, padded   the same without --packed
+
+--algorithm grpo: a whole GRPO step beside TRL 1.16 (DIR of `make_peer_env.sh trl-1.16`): 8 responses to each
+of 16 prompts a step, the same lengths, a reference, a reward model, one optimizer step of all 128 responses,
+gradients clipped on both sides. TRL trains on 16 responses at a time.
+
+  ours, prompts apart   with --no_share_prompts
 
 The last line is a JSON object; `ratio` is TRL's seconds a step over ours.
 """
@@ -45,14 +51,22 @@ from step3_ppo.checks import PPOStart
 from step3_ppo.main import build_trainer
 from step3_ppo.rewards.reward_specs import RewardSpec
 
-NUM_PROMPTS, MAX_PROMPT, MAX_RESPONSE, PPO_EPOCHS = 16, 256, 64, 4
+NUM_PROMPTS, NUM_SAMPLES, MAX_PROMPT, MAX_RESPONSE, PPO_EPOCHS = 16, 8, 256, 64, 4
 
 
-def our_step(prompts: list[dict[str, Any]], reward_model: str, **flags: Any) -> Callable[[], dict]:
-    """Return a function that does one PPO step of NUM_PROMPTS prompts and returns its metrics."""
-    algorithm = find_algorithm("ppo")
+def our_step(
+    prompts: list[dict[str, Any]],
+    reward_model: str,
+    *,
+    algorithm: str = "ppo",
+    num_prompts: int = NUM_PROMPTS,
+    **flags: Any,
+) -> Callable[[], dict]:
+    """Return a function that does one step of `num_prompts` prompts and returns its metrics."""
+    found = find_algorithm(algorithm)
     args = PPOArguments(
-        per_device_generation_batch_size=NUM_PROMPTS,
+        algorithm=algorithm,
+        per_device_generation_batch_size=num_prompts,
         num_warmup_steps=0,
         lr_scheduler_type="constant",
         actor_learning_rate=1e-6,  # the lengths must stay what they are
@@ -61,15 +75,15 @@ def our_step(prompts: list[dict[str, Any]], reward_model: str, **flags: Any) -> 
         log_interval=10**9,
         **flags,
     )
-    args = fill_defaults(args, algorithm)
+    args = fill_defaults(args, found)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.actor_model_name_or_path)
     rewards = [RewardSpec("model", reward_model, 1.0, "model")]
-    start = PPOStart(args, None, None, tokenizer=tokenizer, algorithm=algorithm, rewards=rewards)  # type: ignore[arg-type]
+    start = PPOStart(args, None, None, tokenizer=tokenizer, algorithm=found, rewards=rewards)  # type: ignore[arg-type]
     rows = [
         {"prompt_ids": row["input_ids"], "row_id": row["row_id"], "prompt_text": "", "fields": "{}"}
         for row in prompts
     ]
-    batches = GlobalBatches(rows, collate_prompts, rows_per_micro_batch=NUM_PROMPTS, seed=1)
+    batches = GlobalBatches(rows, collate_prompts, rows_per_micro_batch=num_prompts, seed=1)
     trainer = build_trainer(start, 10**6, batches)
     trainer.logger.open()
     data = StageData(prompts, prompts, DataReport())
@@ -77,9 +91,11 @@ def our_step(prompts: list[dict[str, Any]], reward_model: str, **flags: Any) -> 
     return lambda: trainer.train_step(next(steps), run)
 
 
-def our_turn(name: str, step: Callable[[], dict], tokens: list[float], shares: PeakShares) -> float:
-    """Take a step and return its seconds; its response tokens join `tokens`."""
-    return shares.timed(name, lambda: tokens.append(NUM_PROMPTS * step()["rollout/response_tokens"]))
+def our_turn(
+    name: str, step: Callable[[], dict], num_rows: int, tokens: list[float], shares: PeakShares
+) -> float:
+    """Take a step of so many responses and return its seconds; their tokens join `tokens`."""
+    return shares.timed(name, lambda: tokens.append(num_rows * step()["rollout/response_tokens"]))
 
 
 def peer_turn(peer: Peer, tokens: list[float]) -> float:
@@ -91,13 +107,17 @@ def peer_turn(peer: Peer, tokens: list[float]) -> float:
 
 def main() -> None:
     """Compare."""
-    args = read_args(__doc__, 10, peer_environment="trl-1.12")
+    environments = {"ppo": "trl-1.12", "grpo": "trl-1.16"}
+    args = read_args(__doc__, 10, peer_environment="trl-1.12", choices={"algorithm": list(environments)})
+    is_grpo = args.algorithm == "grpo"
+    num_samples = NUM_SAMPLES if is_grpo else 1
+    other = "ours, prompts apart" if is_grpo else "ours, padded"
     torch.set_num_threads(1)
     startup.quiet_libraries()
     distributed.start()
     sizes = TINY if args.quick else {}
     shares = PeakShares()
-    tokens: dict[str, list[float]] = {"ours": [], "ours, padded": [], "trl": []}  # of the steps
+    tokens: dict[str, list[float]] = {"ours": [], other: [], "trl": []}  # of the steps
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         models = save_models(folder, seed=0, **sizes)
         prompts = ppo_prompts(256, 1, MAX_PROMPT)
@@ -107,32 +127,49 @@ def main() -> None:
             "max_prompt_seq_len": MAX_PROMPT,
             "max_answer_seq_len": MAX_RESPONSE,
             "per_device_training_batch_size": NUM_PROMPTS,
-            "ppo_epochs": PPO_EPOCHS,
+            "gradient_accumulation_steps": num_samples,
+            "num_samples_per_prompt": num_samples,
+            "algorithm": args.algorithm,
+            "ppo_epochs": 1 if is_grpo else PPO_EPOCHS,
+            "kl_coef": 0.05,
             "dtype": "fp32",
         }
-        packed, padded = (our_step(prompts, models["reward"], **flags, packed=p) for p in (True, False))
+        plain = {"packed": True, "no_share_prompts": True} if is_grpo else {"packed": False}
+        steps = {
+            name: our_step(prompts, models["reward"], **flags, **more)
+            for name, more in (("ours", {"packed": True}), (other, plain))
+        }
+        num_rows = NUM_PROMPTS * num_samples
         ways = {
-            name: lambda name=name, step=step: our_turn(name, step, tokens[name], shares)
-            for name, step in (("ours", packed), ("ours, padded", padded))
+            name: lambda name=name, step=step: our_turn(name, step, num_rows, tokens[name], shares)
+            for name, step in steps.items()
         }
         if args.trl_python:
             rows_file = Path(folder, "prompts.json")
             rows_file.write_text(json.dumps(prompts))
-            peer = stack.enter_context(Peer(args.trl_python, task="ppo", rows=str(rows_file), models=folder))
+            peer = stack.enter_context(
+                Peer(
+                    args.trl_python,
+                    task=args.algorithm,
+                    rows=str(rows_file),
+                    models=folder,
+                    accumulation=num_samples,
+                )
+            )
             ways["trl"] = lambda: peer_turn(peer, tokens["trl"])
         rates = take_turns(ways, args.runs)
-    title, peer = "a whole PPO step", "trl" if args.trl_python else "ours, padded"
+    title, peer = f"a whole {args.algorithm.upper()} step", "trl" if args.trl_python else other
     print_rates(title, rates, peer, "seconds", is_lower_better=True)
     for name in rates:
         print(f"{name}: {statistics.fmean(tokens[name]):.1f} response tokens a step")
     facts = shares.facts()
     print_result(
-        "ppo_step",
+        f"{args.algorithm}_step",
         rates["ours"]["median"],
         rates["trl"]["median"] if args.trl_python else None,
         is_lower_better=True,
         runs=args.runs,
-        model=f"random Llamas, {size_of(**sizes)}; 16 prompts, up to 64 tokens",
+        model=f"random Llamas, {size_of(**sizes)}; 16 prompts x {num_samples}, up to 64 tokens",
         max_prompt=MAX_PROMPT,
         rates=rates,
         **facts,

@@ -30,8 +30,11 @@ NOT_FOR_PEERS |= {"MASTER_ADDR", "MASTER_PORT"}
 Rates = dict[str, dict[str, float]]  # way: median, low, high
 
 
-def read_args(doc: str, num_runs: int = 0, *, peer_environment: str = "") -> argparse.Namespace:
-    """Return the flags of a benchmark: `quick`, `runs` and `trl_python`.
+def read_args(
+    doc: str, num_runs: int = 0, *, peer_environment: str = "", choices: Mapping[str, list[str]] | None = None
+) -> argparse.Namespace:
+    """Return the flags of a benchmark: `quick`, `runs`, `trl_python`, and its own `choices`, of which the
+    first is the default.
 
     `num_runs` is what the baseline has, 0 where rounds are not counted. A peer's interpreter is asked for
     where an environment of make_peer_env.sh is named; --quick does without. What is none ends the program.
@@ -43,6 +46,8 @@ def read_args(doc: str, num_runs: int = 0, *, peer_environment: str = "") -> arg
         parser.add_argument("--runs", type=int, default=0, help=told)
     if peer_environment:
         parser.add_argument("--trl_python", default="", help="interpreter of that environment")
+    for name, values in (choices or {}).items():
+        parser.add_argument(f"--{name}", choices=values, default=values[0])
     args = parser.parse_args()
     if peer_environment:
         how = f"bash benchmarks/make_peer_env.sh {peer_environment} DIR, then --trl_python DIR/bin/python"

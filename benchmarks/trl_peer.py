@@ -9,6 +9,8 @@ DIR/bin/python benchmarks/trl_peer.py '{"task": "sft", "rows": "ROWS.json", "mod
   ppo           TRL 1.12, the last release with a PPOTrainer; a turn is a PPO step: prompts, generation, the
                 scores of four models, advantages, 4 optimizer steps, metrics. It does not clip gradients.
                 The answer: seconds, tokens (generated ones: EOS included, nothing after it)
+  grpo          TRL 1.16; a turn is a GRPO step: prompts, generation, scores of policy, reference and reward
+                model, one optimizer step of all responses. The answer: seconds, tokens, as ppo's
   memory        TRL 1.16; trains a short step that makes the optimizer's moments, then the measured one, and
                 says `peak_bytes` when it is ready: gradients, activations, logits; no weights, no moments
 Attention is torch's (sdpa): FlashAttention needs a GPU, and flex_attention has no backward pass on a CPU.
@@ -53,6 +55,7 @@ class Task:
     accumulation: int = 1
     labels_only: bool = False  # see `score_labels_only`
     max_new_tokens: int = 64
+    num_samples: int = 8  # of a prompt, for `grpo`
     length: int = 0  # of each row, for `memory`
     vocabulary: int = 0
 
@@ -119,6 +122,29 @@ def turn_by_ppo_step(turns: Turns) -> TrainerCallback:
         turns.wait()
 
     ppo_trainer.batch_generation = watched
+    return call_at(on_train_begin=begin, on_step_end=end)
+
+
+def turn_by_grpo_step(turns: Turns) -> TrainerCallback:
+    """Return a callback that waits for a turn before each GRPO step and answers after it."""
+    from trl import GRPOTrainer
+
+    generate, num_tokens = GRPOTrainer._generate_single_turn, []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        found = generate(*args, **kwargs)
+        num_tokens.append(sum(map(len, found[0])))
+        return found
+
+    def begin() -> None:
+        turns.answer()
+        turns.wait()
+
+    def end() -> None:
+        turns.answer(tokens=num_tokens[-1])
+        turns.wait()
+
+    GRPOTrainer._generate_single_turn = watched
     return call_at(on_train_begin=begin, on_step_end=end)
 
 
@@ -236,7 +262,39 @@ def build_ppo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
     return trainer
 
 
+def build_grpo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
+    """Return TRL's GRPOTrainer with a reference and a reward model, fp32."""
+    import trl
+    from datasets import Dataset
+
+    options = {
+        "num_generations": task.num_samples,
+        "max_completion_length": task.max_new_tokens,
+        "max_steps": 10**6,
+        "beta": 0.05,
+        "loss_type": "grpo",
+        "temperature": 1.0,
+        "top_k": 0,
+        "max_grad_norm": 1.0,
+        "logging_strategy": "no",
+        "learning_rate": 1e-6,
+    }
+    tokenizer, prompts = build_tokenizer(), json.loads(Path(task.rows).read_text())
+    # The reward model reads the texts of prompt and response one after the other: words stay words.
+    texts = [{"prompt": tokenizer.decode(row["input_ids"]) + " "} for row in prompts]
+    return trl.GRPOTrainer(
+        model=load_model(task, "policy"),
+        reward_funcs=load_model(task, "reward"),
+        reward_processing_classes=build_tokenizer(),
+        args=trl.GRPOConfig(**training_options(task, output_dir) | options),
+        train_dataset=Dataset.from_list(texts),
+        processing_class=tokenizer,
+        callbacks=[turn_by_grpo_step(turns)],
+    )
+
+
 TRAINERS = {
+    "grpo": build_grpo_trainer,
     "sft": build_sft_trainer,
     "reward": build_reward_trainer,
     "ppo": build_ppo_trainer,
