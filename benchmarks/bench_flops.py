@@ -18,7 +18,7 @@ is a JSON object with each whole step's done over needed; its `ratio` is all tha
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +44,11 @@ from benchmarks.workload import (
     size_of,
     small_llama_config,
 )
-from common.data.packed_batch import PackedBatch, collate_pairs
+from common.data.packed_batch import PackedBatch
 from common.programs import single_model, startup
 from common.ranks import distributed
 from common.ranks.step_costs import COSTS
-from step2_reward.pair_trainer import SIDES, DPOTrainer
+from step2_reward.pair_trainer import SIDES
 from step3_ppo.ppo_trainer import PPOTrainer
 
 NUM_ROWS, NUM_PROMPTS, NUM_SAMPLES = 32, 4, 8
@@ -167,23 +167,6 @@ def phase_row(
 # ---- the steps ------------------------------------------------------------------------------------------
 
 
-def dpo_pass(rows: list[dict[str, Any]], folder: str) -> Callable[[], None]:
-    """Return a function that trains a policy by DPO for one pass; the reference's scores are given."""
-
-    def collate(rows: Sequence[dict[str, Any]]) -> PackedBatch:
-        numbers = torch.zeros(2 * len(rows))
-        two = torch.full((len(rows),), 2)
-        return collate_pairs(rows).with_key("reference_logprobs", numbers, lengths=two)
-
-    policy = bench_train.training_loop.load_policy
-    with (
-        mock.patch.object(bench_train, "RewardTrainer", DPOTrainer),
-        mock.patch.object(bench_train, "collate_pairs", collate),
-        mock.patch.object(bench_train.training_loop, "load_ranker", policy),
-    ):
-        return bench_train.our_pass("reward", rows, folder, is_packed=True)
-
-
 def row_groups(section: str, batch: PackedBatch) -> Groups:
     """Return the sequences of a training batch, and what their losses read."""
     if section == "sft":
@@ -205,11 +188,7 @@ def end_or_answer(ids: list[int], start: int, section: str) -> set[int]:
 def count_training(section: str, folder: str, config: LlamaConfig, num_rows: int) -> dict[str, dict]:
     """Return the row of a pass by its one phase."""
     rows = (sft_rows if section == "sft" else pair_rows)(num_rows, seed=1)
-    run = (
-        dpo_pass(rows, folder)
-        if section == "dpo"
-        else bench_train.our_pass(section, rows, folder, is_packed=True)
-    )
+    run = bench_train.our_pass(section, rows, folder, is_packed=True)
     passes, train_step = [], single_model.Trainer.train_step
 
     def record(trainer: Any, step: int, micro_batches: list[PackedBatch]) -> None:

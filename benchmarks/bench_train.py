@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Training: tokens a second of SFT and reward modelling, padded and packed, beside TRL.
+"""Training: tokens a second of SFT, reward modelling and DPO, padded and packed, beside TRL.
 
 python benchmarks/bench_train.py --trl_python DIR/bin/python [--quick]
 
@@ -11,9 +11,11 @@ rows, and all take turns in one run. Tokens are real ones, padding counts nothin
   sft     ours padded and packed; TRL's SFTTrainer padded (16 rows at once, and one by one with accumulation),
           padding_free, and packed (best fit decreasing)
   reward  ours padded and packed; TRL's RewardTrainer padded, both ways, and grouped by length (no packing)
+  dpo     the same of TRL's DPOTrainer (its padding_free pads); each side asks the reference before it trains
 
-The last line is a JSON object; `ratio` is SFT's: our best over TRL's best as it is shipped. `packed, labels
-only` is TRL with its output head as it is on a GPU, where it skips what has no label.
+Ours padded is what a model has whose layers are not told where sequences begin. The last line is a JSON
+object; `ratio` is SFT's: our best over TRL's best as it is shipped; `ratios` are all of them. `labels only`
+is TRL with its output head as it is on a GPU, where it skips what has no label.
 """
 
 import argparse
@@ -28,6 +30,8 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
+import torch
+
 from benchmarks import workload
 from benchmarks.measuring import PeakShares, Peer, best, print_rates, print_result, read_args, take_turns
 from common.data.global_batches import GlobalBatches
@@ -39,12 +43,17 @@ from common.ranks import distributed
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
 from step2_reward.arguments import RewardArguments
-from step2_reward.pair_trainer import RewardTrainer
+from step2_reward.pair_trainer import DPOTrainer, RewardTrainer, shared_length
 
 MAX_SEQ_LEN, ROWS_PER_STEP = 512, 16
 # Ways of TRL by section. An optimizer step has 16 rows, or 4 packs of 512 tokens; smaller micro-batches with
 # accumulation are what a user of TRL can do about padding on a CPU.
 PACKS = {"batching": "bfd", "batch_size": 1, "accumulation": 4}
+PAIR_WAYS = {
+    "trl, padded": {"batch_size": 16},
+    "trl, padded, accumulating": {"batch_size": 1, "accumulation": 16},
+    "trl, grouped, accumulating": {"batching": "grouped", "batch_size": 2, "accumulation": 8},
+}
 TRL_WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "sft": {
         "trl, padded": {"batch_size": 16},
@@ -53,44 +62,48 @@ TRL_WAYS: dict[str, dict[str, dict[str, Any]]] = {
         "trl, packed": PACKS,
         "packed, labels only": PACKS | {"labels_only": True},
     },
-    "reward": {
-        "trl, padded": {"batch_size": 16},
-        "trl, padded, accumulating": {"batch_size": 1, "accumulation": 16},
-        "trl, grouped, accumulating": {"batching": "grouped", "batch_size": 2, "accumulation": 8},
-    },
+    "reward": PAIR_WAYS,
+    "dpo": PAIR_WAYS
+    | {"accumulating, labels only": PAIR_WAYS["trl, padded, accumulating"] | {"labels_only": True}},
 }
-COLUMNS = {"sft": ("input_ids",), "reward": ("chosen_ids", "rejected_ids")}  # whose tokens are trained on
+TRAINERS = {"sft": SFTTrainer, "reward": RewardTrainer, "dpo": DPOTrainer}
+PAIR = ("chosen_ids", "rejected_ids")
+COLUMNS = {"sft": ("input_ids",), "reward": PAIR, "dpo": PAIR}  # whose tokens are trained on
 
 
 def our_pass(section: str, rows: list[dict[str, Any]], folder: str, *, is_packed: bool) -> Callable[[], None]:
-    """Return a function that trains a model of `folder` for one pass, as the program does with and without
-    --packed.
+    """Return a function that trains a model of `folder` for one pass, as the program does with --packed, or
+    padded.
     """
-    if section == "sft":
-        flags, kind, load, collate = SFTArguments, SFTTrainer, training_loop.load_policy, collate_sft
-    else:
-        flags, kind, load, collate = RewardArguments, RewardTrainer, training_loop.load_ranker, collate_pairs
-    args = flags(
+    is_sft, is_dpo, rows = section == "sft", section == "dpo", [dict(row) for row in rows]
+    load = training_loop.load_ranker if section == "reward" else training_loop.load_policy
+    args = (SFTArguments if is_sft else RewardArguments)(
         model_name_or_path=folder,
         packed=is_packed,
         dtype="fp32",
         learning_rate=1e-5,
         lr_scheduler_type="constant",
         log_interval=10**9,
+        **({"loss": "dpo"} if is_dpo else {}),
     )
     lengths = [tuple(len(row[key]) for key in COLUMNS[section]) for row in rows]
     batches = GlobalBatches(
         rows,
-        collate,
+        collate_sft if is_sft else collate_pairs,
         rows_per_micro_batch=ROWS_PER_STEP,
         seed=1,
         row_lengths=lengths,
         max_tokens=ROWS_PER_STEP * len(lengths[0]) * MAX_SEQ_LEN if is_packed else 0,
+        shared_lengths=list(map(shared_length, rows)) if is_packed and not is_sft else (),
     )
     start = Start(args, None, None, ds_config=build_config(micro_batch_size=ROWS_PER_STEP))  # type: ignore[arg-type]
     model = load(args, start.ds_config, workload.VOCABULARY, dropout=0.0)
-    trainer = single_model.build_trainer(kind, start, model, batches, 10**9)
+    trainer = single_model.build_trainer(TRAINERS[section], start, model, batches, 10**9)
+    trainer.is_packed = batches.is_packed = is_packed
     trainer.logger.open()
+    with torch.no_grad():
+        for row in rows if is_dpo else ():
+            row["reference_logprobs"] = trainer.compute_logprobs(collate_pairs([row]))
 
     def run() -> None:
         for step in range(1, len(batches) + 1):
@@ -111,7 +124,7 @@ def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[s
         rows_file = Path(folder, "rows.json")
         rows_file.write_text(json.dumps(rows))
         models = workload.save_models(folder, 0, **sizes)
-        model = models["policy" if section == "sft" else "reward"]
+        model = models["reward" if section == "reward" else "policy"]
         for name, is_packed in (("ours, padded", False), ("ours, packed", True)):
             run = our_pass(section, rows, model, is_packed=is_packed)
             ways[name] = lambda name=name, run=run: num_tokens / shares.timed(name, run)
@@ -125,19 +138,30 @@ def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[s
     return {"rates": rates, "ratio": ratio} | shares.facts()
 
 
+def labels_only_ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Return our best over TRL's with labels only, of the sections that have it."""
+    return {
+        f"{section}_labels_only": round(best(facts["rates"], "ours") / rate["median"], 4)
+        for section, facts in found.items()
+        for name, rate in facts["rates"].items()
+        if name.endswith("labels only")
+    }
+
+
 def main() -> None:
     """Run all sections."""
     args = read_args(__doc__, 5, peer_environment="trl-1.16")
     startup.quiet_libraries()
     distributed.start()
     num_rows = ROWS_PER_STEP if args.quick else 160
-    found = {section: run_section(section, args, num_rows) for section in ("sft", "reward")}
+    found = {section: run_section(section, args, num_rows) for section in TRAINERS}
     rates = found["sft"]["rates"]
+    ratios = {section: facts["ratio"] for section, facts in found.items()} | labels_only_ratios(found)
     print_result(
         "train",
         best(rates, "ours"),
         best(rates, "trl"),
-        reward_ratio=found["reward"]["ratio"] if args.trl_python else None,
+        ratios=ratios if args.trl_python else None,
         runs=args.runs,
         model=f"random Llama, {workload.size_of(**(workload.TINY if args.quick else {}))}",
         sections=found,

@@ -4,15 +4,15 @@
 DIR/bin/python benchmarks/trl_peer.py '{"task": "sft", "rows": "ROWS.json", "models": "FOLDER"}'
 
 `train()` runs once; a callback holds it between turns. Logs and checkpoints are off.
-  sft, reward   TRL 1.16; a turn is a pass over the rows: TRL's own batches, forward, backward, clipping,
-                optimizer. An optimizer step is batch_size * accumulation rows. The answer: seconds
+  sft, reward,  TRL 1.16; a turn is a pass over the rows: TRL's own batches, forward, backward, clipping,
+  dpo           optimizer. An optimizer step is batch_size * accumulation rows. The answer: seconds
   ppo           TRL 1.12, the last release with a PPOTrainer; a turn is a PPO step: prompts, generation, the
                 scores of four models, advantages, 4 optimizer steps, metrics. It does not clip gradients.
                 The answer: seconds, tokens (generated ones: EOS included, nothing after it)
   grpo          TRL 1.16; a turn is a GRPO step: prompts, generation, scores of policy, reference and reward
                 model, one optimizer step of all responses. The answer: seconds, tokens, as ppo's
-  memory        TRL 1.16; trains a short step that makes the optimizer's moments, then the measured one, and
-                says `peak_bytes` when it is ready: gradients, activations, logits; no weights, no moments
+  memory,       TRL 1.16; trains a short step that makes the optimizer's moments, then the measured one, and
+  reward_memory says `peak_bytes` when it is ready: gradients, activations, logits; no weights, no moments
 Attention is torch's (sdpa): FlashAttention needs a GPU, and flex_attention has no backward pass on a CPU.
 """
 
@@ -32,9 +32,17 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from benchmarks.measuring import Turns, peak_since, start_peak
-from benchmarks.workload import EOS, WARM_UP_TOKENS, build_tokenizer, memory_rows, small_llama_config
+from benchmarks.workload import (
+    EOS,
+    WARM_UP_TOKENS,
+    build_tokenizer,
+    memory_pairs,
+    memory_rows,
+    small_llama_config,
+)
 
 PACK_TOKENS = 512
+SIDES = ("chosen_ids", "rejected_ids")
 BATCHINGS: dict[str, dict[str, Any]] = {
     "padded": {},
     "grouped": {"train_sampling_strategy": "group_by_length"},
@@ -56,7 +64,7 @@ class Task:
     labels_only: bool = False  # see `score_labels_only`
     max_new_tokens: int = 64
     num_samples: int = 8  # of a prompt, for `grpo`
-    length: int = 0  # of each row, for `memory`
+    length: int = 0  # of each sequence, to measure memory
     vocabulary: int = 0
 
 
@@ -177,22 +185,29 @@ def load_model(task: Task, name: str) -> Any:
     return kind.from_pretrained(Path(task.models, name), dtype=torch.float32)
 
 
+def prepare(task: Task, name: str, output_dir: str) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
+    """Return rows, options and the model `name` of a trainer; to measure memory those of two steps, rows in
+    their order, short ones first.
+    """
+    options = supervised_options(task, output_dir)
+    if not task.length:
+        return json.loads(Path(task.rows).read_text()), options, load_model(task, name)
+    of_policy, sizes = name == "policy", (WARM_UP_TOKENS, task.length)
+    build_rows = memory_rows if of_policy else memory_pairs
+    rows = [row for size in sizes for row in build_rows(task.batch_size, size, task.vocabulary)]
+    longest = max(2048, task.length)
+    config = small_llama_config(vocab_size=task.vocabulary, max_position_embeddings=longest, num_labels=1)
+    kind = transformers.LlamaForCausalLM if of_policy else transformers.LlamaForSequenceClassification
+    return rows, options | {"train_sampling_strategy": "sequential", "num_train_epochs": 1}, kind(config)
+
+
 def build_sft_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
-    """Return TRL's trainer of SFT; for `memory` of two steps, rows in their order, short ones first."""
+    """Return TRL's trainer of SFT."""
     import trl
     from datasets import Dataset
 
-    if task.task == "memory":
-        sizes = (WARM_UP_TOKENS, task.length)
-        rows = [row for size in sizes for row in memory_rows(task.batch_size, size, task.vocabulary)]
-        options = {"train_sampling_strategy": "sequential", "max_length": task.length, "num_train_epochs": 1}
-        longest = max(2048, task.length)
-        config = small_llama_config(vocab_size=task.vocabulary, max_position_embeddings=longest)
-        model, callback = transformers.LlamaForCausalLM(config), measure_second_step(turns)
-    else:
-        rows, options = json.loads(Path(task.rows).read_text()), {}
-        model, callback = load_model(task, "policy"), turn_by_epoch(turns)
-    options = {"max_length": PACK_TOKENS} | supervised_options(task, output_dir) | options
+    rows, options, model = prepare(task, "policy", output_dir)
+    options = {"max_length": task.length or PACK_TOKENS} | options
     trainer = trl.SFTTrainer(
         model=model,
         args=trl.SFTConfig(**options, completion_only_loss=True),
@@ -200,7 +215,7 @@ def build_sft_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
             [{"input_ids": row["input_ids"], "completion_mask": row["loss_mask"]} for row in rows]
         ),
         processing_class=build_tokenizer(),
-        callbacks=[callback],
+        callbacks=[measure_second_step(turns) if task.length else turn_by_epoch(turns)],
     )
     num_tokens = sum(len(row["input_ids"]) for row in rows)
     kept = sum(len(ids) for ids in trainer.train_dataset["input_ids"])
@@ -214,18 +229,45 @@ def build_reward_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
     import trl
     from datasets import Dataset
 
-    sides = ("chosen_ids", "rejected_ids")
-    pairs = [{side: row[side] for side in sides} for row in json.loads(Path(task.rows).read_text())]
+    rows, options, model = prepare(task, "reward", output_dir)
+    pairs = [{side: row[side] for side in SIDES} for row in rows]
     # The sampler reads `length`; the collator takes what it needs.
     columns = [pair | {"length": max(map(len, pair.values()))} for pair in pairs]
-    options = {"max_length": None, "remove_unused_columns": False}
     return trl.RewardTrainer(
-        model=load_model(task, "reward"),
-        args=trl.RewardConfig(**supervised_options(task, output_dir) | options),
+        model=model,
+        args=trl.RewardConfig(**options, max_length=None, remove_unused_columns=False),
         train_dataset=Dataset.from_list(columns),
         processing_class=build_tokenizer(),
+        callbacks=[measure_second_step(turns) if task.length else turn_by_epoch(turns)],
+    )
+
+
+def build_dpo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
+    """Return TRL's trainer of DPO; it has asked its model for the reference's log-probabilities."""
+    import trl
+    from datasets import Dataset
+
+    rows, options, model = prepare(task, "policy", output_dir)
+    tokenizer, texts = build_tokenizer(), []
+    for row in rows:  # it takes text
+        start = row["chosen_response_start"]
+        chosen, rejected = (tokenizer.convert_ids_to_tokens(row[side]) for side in SIDES)
+        text = {"prompt": [*chosen[:start], ""], "chosen": chosen[start:], "rejected": rejected[start:]}
+        length = max(len(chosen), len(rejected))  # the sampler reads it
+        texts.append({name: " ".join(words) for name, words in text.items()} | {"length": length})
+    trainer = trl.DPOTrainer(
+        model=model,
+        args=trl.DPOConfig(
+            **options, max_length=None, remove_unused_columns=False, precompute_ref_log_probs=True
+        ),
+        train_dataset=Dataset.from_list(texts),
+        processing_class=tokenizer,
         callbacks=[turn_by_epoch(turns)],
     )
+    for row, kept in zip(rows, trainer.train_dataset, strict=True):
+        if any(kept["prompt_ids"] + kept[side] != row[side] for side in SIDES):
+            raise ValueError(f"TRL has other tokens of row {row['row_id']}")
+    return trainer
 
 
 def build_ppo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
@@ -297,8 +339,10 @@ TRAINERS = {
     "grpo": build_grpo_trainer,
     "sft": build_sft_trainer,
     "reward": build_reward_trainer,
+    "dpo": build_dpo_trainer,
     "ppo": build_ppo_trainer,
     "memory": build_sft_trainer,
+    "reward_memory": build_reward_trainer,
 }
 
 

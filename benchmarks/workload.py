@@ -113,6 +113,17 @@ def memory_rows(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]
     return [{"row_id": str(i), "input_ids": row, "loss_mask": mask} for i, row in enumerate(ids)]
 
 
+def memory_pairs(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]]:
+    """Return rows as `pair_rows` does, all sequences of one length, a third of it the common prompt."""
+    rows, pairs = memory_rows(2 * n, num_tokens, vocabulary), []
+    for chosen, rejected in zip(rows[:n], rows[n:], strict=True):
+        start = chosen["loss_mask"].index(1)
+        pair = {"chosen_ids": chosen["input_ids"], "chosen_response_start": start, "margin": 0.0}
+        ids = chosen["input_ids"][:start] + rejected["input_ids"][start:]
+        pairs.append(chosen | pair | {"rejected_ids": ids, "rejected_response_start": start})
+    return pairs
+
+
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of single words: id 17 is "t17"; special are <pad>, <s>, </s>, <unk> (0 to 3)."""
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
