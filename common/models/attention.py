@@ -62,20 +62,28 @@ class Packing:
         return [self.read[a:b] - start for a, b, start in zip(edges, edges[1:], starts, strict=False)]
 
     def mask_of(
-        self, length: int, key_length: int, window: int | None, rows: torch.Tensor | None = None
+        self,
+        length: int,
+        key_length: int,
+        window: int | None,
+        dtype: torch.dtype,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Return which keys the tokens of a piece, or those at `rows`, see (length, key_length) bool; None:
-        the plain causal mask.
+        """Return what is added to the scores of a piece's tokens, or of those at `rows`: (length, key_length)
+        of 0 and -inf; None: the plain causal mask.
+
+        One tensor for all pieces and layers alike: of booleans sdpa would save a copy for each.
         """
         if rows is None and length == key_length and (window is None or window >= length):
             return None
-        name = length, key_length, window
+        name = length, key_length, window, dtype
         if rows is None and name in self.masks:
             return self.masks[name]
         rows_seen = torch.arange(length, device=self.starts.device) if rows is None else rows
         own = (rows_seen + key_length - length).unsqueeze(1)
         back = own - torch.arange(key_length, device=own.device)  # how far behind the token a key lies
-        mask = (back >= 0) & (back < (window or key_length))
+        is_seen = (back >= 0) & (back < (window or key_length))
+        mask = torch.zeros(is_seen.shape, dtype=dtype, device=own.device).masked_fill_(~is_seen, -torch.inf)
         if rows is None:
             self.masks[name] = mask
         return mask
@@ -194,7 +202,7 @@ def attend_packed(
     outputs = []
     for of, length, q, k, v in zip(rows, packing.lengths, queries.split(counts, 2), *states, strict=True):
         if q.shape[2]:
-            mask = packing.mask_of(length, k.shape[2], sliding_window, of)
+            mask = packing.mask_of(length, k.shape[2], sliding_window, q.dtype, of)
             causal = mask is None
             outputs.append(
                 F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal, **how)
