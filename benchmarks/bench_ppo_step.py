@@ -14,11 +14,14 @@ clip gradients, and pads every answer to 64.
 
 --algorithm grpo: a whole GRPO step beside TRL 1.16 (DIR of `make_peer_env.sh trl-1.16`): 8 responses to each
 of 16 prompts a step, the same lengths, a reference, a reward model, one optimizer step of all 128 responses,
-gradients clipped on both sides. TRL trains on 16 responses at a time.
+gradients clipped on both sides. TRL trains on 16 responses at a time, pads all of a step to its longest
+prompt and response, and scores responses as text, without their EOS.
 
   ours, prompts apart   with --no_share_prompts
+  labels only           TRL with its output head as it is on a GPU, where it skips prompts and padding
 
-The last line is a JSON object; `ratio` is TRL's seconds a step over ours.
+The last line is a JSON object; `ratio` is TRL's seconds a step over ours, `ratios` has it by name, and that
+with labels only.
 """
 
 import json
@@ -107,8 +110,8 @@ def peer_turn(peer: Peer, tokens: list[float]) -> float:
 
 def main() -> None:
     """Compare."""
-    environments = {"ppo": "trl-1.12", "grpo": "trl-1.16"}
-    args = read_args(__doc__, 10, peer_environment="trl-1.12", choices={"algorithm": list(environments)})
+    peer_environments = {"ppo": "trl-1.12", "grpo": "trl-1.16"}
+    args = read_args(__doc__, 10, algorithms=peer_environments)
     is_grpo = args.algorithm == "grpo"
     num_samples = NUM_SAMPLES if is_grpo else 1
     other = "ours, prompts apart" if is_grpo else "ours, padded"
@@ -117,7 +120,7 @@ def main() -> None:
     distributed.start()
     sizes = TINY if args.quick else {}
     shares = PeakShares()
-    tokens: dict[str, list[float]] = {"ours": [], other: [], "trl": []}  # of the steps
+    tokens: dict[str, list[float]] = {name: [] for name in ("ours", other, "trl", "labels only")}  # of steps
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         models = save_models(folder, seed=0, **sizes)
         prompts = ppo_prompts(256, 1, MAX_PROMPT)
@@ -147,27 +150,29 @@ def main() -> None:
         if args.trl_python:
             rows_file = Path(folder, "prompts.json")
             rows_file.write_text(json.dumps(prompts))
-            peer = stack.enter_context(
-                Peer(
-                    args.trl_python,
-                    task=args.algorithm,
-                    rows=str(rows_file),
-                    models=folder,
-                    accumulation=num_samples,
-                )
-            )
-            ways["trl"] = lambda: peer_turn(peer, tokens["trl"])
+            task = {"task": args.algorithm, "rows": str(rows_file), "models": folder}
+            for name in ("trl", "labels only")[: 1 + is_grpo]:
+                only = name == "labels only"
+                peer = Peer(args.trl_python, **task, accumulation=num_samples, labels_only=only)
+                stack.enter_context(peer)
+                ways[name] = lambda name=name, peer=peer: peer_turn(peer, tokens[name])
         rates = take_turns(ways, args.runs)
     title, peer = f"a whole {args.algorithm.upper()} step", "trl" if args.trl_python else other
     print_rates(title, rates, peer, "seconds", is_lower_better=True)
     for name in rates:
         print(f"{name}: {statistics.fmean(tokens[name]):.1f} response tokens a step")
-    facts = shares.facts()
+    facts, names = shares.facts(), {"trl": args.algorithm, "labels only": "grpo_labels_only"}
+    ratios = {
+        names[name]: round(rate["median"] / rates["ours"]["median"], 4)
+        for name, rate in rates.items()
+        if name in names
+    }
     print_result(
         f"{args.algorithm}_step",
         rates["ours"]["median"],
         rates["trl"]["median"] if args.trl_python else None,
         is_lower_better=True,
+        ratios=ratios or None,
         runs=args.runs,
         model=f"random Llamas, {size_of(**sizes)}; 16 prompts x {num_samples}, up to 64 tokens",
         max_prompt=MAX_PROMPT,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes an environment of a peer, outside the repository, for the benchmarks that take --trl_python:
 #
-#   bash benchmarks/make_peer_env.sh trl-1.16 DIR    SFT, reward model, memory
+#   bash benchmarks/make_peer_env.sh trl-1.16 DIR    SFT, reward model, DPO, GRPO, memory
 #   bash benchmarks/make_peer_env.sh trl-1.12 DIR    PPO: the last release with a PPOTrainer
 #
 # Then: --trl_python DIR/bin/python. torch, transformers, datasets and accelerate are the versions of

@@ -31,10 +31,10 @@ Rates = dict[str, dict[str, float]]  # way: median, low, high
 
 
 def read_args(
-    doc: str, num_runs: int = 0, *, peer_environment: str = "", choices: Mapping[str, list[str]] | None = None
+    doc: str, num_runs: int = 0, *, peer_environment: str = "", algorithms: Mapping[str, str] | None = None
 ) -> argparse.Namespace:
-    """Return the flags of a benchmark: `quick`, `runs`, `trl_python`, and its own `choices`, of which the
-    first is the default.
+    """Return the flags of a benchmark: `quick`, `runs`, `trl_python`, and `algorithm` where `algorithms` have
+    the `peer_environment` of each; the first is the default.
 
     `num_runs` is what the baseline has, 0 where rounds are not counted. A peer's interpreter is asked for
     where an environment of make_peer_env.sh is named; --quick does without. What is none ends the program.
@@ -44,11 +44,13 @@ def read_args(
     if num_runs:
         told = f"measured rounds (0: {num_runs}; 1 with --quick)"
         parser.add_argument("--runs", type=int, default=0, help=told)
-    if peer_environment:
+    if peer_environment or algorithms:
         parser.add_argument("--trl_python", default="", help="interpreter of that environment")
-    for name, values in (choices or {}).items():
-        parser.add_argument(f"--{name}", choices=values, default=values[0])
+    if algorithms:
+        parser.add_argument("--algorithm", choices=list(algorithms), default=next(iter(algorithms)))
     args = parser.parse_args()
+    if algorithms:
+        peer_environment = algorithms[args.algorithm]
     if peer_environment:
         how = f"bash benchmarks/make_peer_env.sh {peer_environment} DIR, then --trl_python DIR/bin/python"
         if args.trl_python and not os.access(args.trl_python, os.X_OK):

@@ -26,7 +26,15 @@ def test_a_quick_run_ends_with_its_line(program):
     assert found["ours"] > 0
     is_alone = "--trl_python is not given" in done.stdout
     assert is_alone == ("peer_environment" in program.read_text())
-    assert all((found[key] is None) == is_alone for key in ("peer", "ratio"))
+    assert all((found[key] is None) == is_alone for key in ("peer", "ratio", "ratios") if key in found)
+
+
+def test_a_quick_grpo_step_has_eight_responses_to_a_prompt():
+    program = ROOT / "benchmarks/bench_ppo_step.py"
+    done = run([sys.executable, str(program), "--quick", "--algorithm", "grpo"])
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["name"] == "grpo_step" and "16 prompts x 8" in found["model"]
+    assert "make_peer_env.sh trl-1.16" in done.stdout
 
 
 def test_needed_flops_are_those_by_hand():
