@@ -8,7 +8,8 @@ the random Llama of workload.py in fp32 on 4 rows or pairs: after a first short 
 optimizer's moments, the kernel's peak is reset, and what the measured step adds to resident memory is its
 peak: gradients, activations, and what there is of logits. Two thirds of every row are learned; the first
 third of a pair's sequences is their common prompt. `labels` is TRL with its output head as it is on a GPU,
-where it skips what has no label.
+where it skips what has no label. Ours cuts its passes by itself; a user of TRL may set micro-batches of one
+pair, `trl_accumulating`.
 
 The last line is a JSON object; `ratio` is TRL's peak over ours at SFT's largest size, `reward_ratio` that of
 the reward model, at the smallest vocabulary and the longest length. `growth` is what the peak grows by from
@@ -42,11 +43,12 @@ def our_peak(length: int, vocabulary: int, *, is_reward: bool) -> int:
     import torch
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
+    from common.data.global_batches import GlobalBatches
     from common.data.packed_batch import collate_pairs, collate_sft
-    from common.engine.ds_config import build_config, build_engine
-    from common.programs import startup, training_loop
+    from common.engine.ds_config import build_config
+    from common.programs import single_model, startup, training_loop
+    from common.programs.startup import Start
     from common.ranks import distributed
-    from common.runs.run_logger import RunLogger
     from step1_sft.arguments import SFTArguments
     from step1_sft.sft_trainer import SFTTrainer
     from step2_reward.arguments import RewardArguments
@@ -66,24 +68,26 @@ def our_peak(length: int, vocabulary: int, *, is_reward: bool) -> int:
         more: dict[str, Any] = {"dtype": "fp32", "lr_scheduler_type": "constant", "log_interval": 10**9}
         args, config = flags(model_name_or_path=folder, **more), build_config(micro_batch_size=ROWS)
         model = load(args, config, vocabulary, dropout=0.0)
-    is_packed, logger = training_loop.runs_packed(args, model), RunLogger(args, (), 10**9)
-    trainer = kind(build_engine(model, config, args, 1), args, is_packed=is_packed, logger=logger)
-    first, measured = (
-        collate(build_rows(ROWS, num_tokens, vocabulary)) for num_tokens in (WARM_UP_TOKENS, length)
-    )
-    trainer.train_step(1, [first])
+    rows = build_rows(ROWS, length, vocabulary)
+    sides = ("chosen_ids", "rejected_ids") if is_reward else ("input_ids",)
+    lengths = [tuple(len(row[side]) for side in sides) for row in rows]
+    batches = GlobalBatches(rows, collate, rows_per_micro_batch=ROWS, row_lengths=lengths)
+    start = Start(args, None, None, ds_config=config)  # type: ignore[arg-type]
+    trainer = single_model.build_trainer(kind, start, model, batches, 10**9)
+    trainer.logger.open()
+    trainer.train_step(1, [collate(build_rows(ROWS, WARM_UP_TOKENS, vocabulary))])
     baseline = start_peak()
-    trainer.train_step(2, [measured])
+    trainer.train_step(2, next(batches))
     peak = peak_since(baseline)
     distributed.stop()
     return peak
 
 
-def trl_peak(python: str, task: str, length: int, vocabulary: int, *, labels_only: bool = False) -> int:
-    """Return the peak bytes of TRL's step, in a process of its own."""
+def trl_peak(python: str, task: str, length: int, vocabulary: int, **more: Any) -> float:
+    """Return the peak of TRL's step in MiB, in a process of its own."""
     sizes = {"batch_size": ROWS, "length": length, "vocabulary": vocabulary}
-    with Peer(python, task=task, labels_only=labels_only, **sizes) as peer:
-        return peer.started["peak_bytes"]
+    with Peer(python, task=task, **sizes | more) as peer:
+        return peer.started["peak_bytes"] / MIB
 
 
 def measure(python: str, length: int, vocabulary: int, *, is_reward: bool = False) -> dict[str, float]:
@@ -93,11 +97,15 @@ def measure(python: str, length: int, vocabulary: int, *, is_reward: bool = Fals
         size["ours"] = pool.submit(our_peak, length, vocabulary, is_reward=is_reward).result() / MIB
     task = "reward_memory" if is_reward else "memory"
     if python:
-        size["trl"] = trl_peak(python, task, length, vocabulary) / MIB
+        size["trl"] = trl_peak(python, task, length, vocabulary)
+        if is_reward:
+            size["trl_accumulating"] = trl_peak(
+                python, task, length, vocabulary, batch_size=1, accumulation=ROWS
+            )
+        else:
+            size["trl_labels_only"] = trl_peak(python, task, length, vocabulary, labels_only=True)
     if is_reward:
         return size
-    if python:
-        size["trl_labels_only"] = trl_peak(python, task, length, vocabulary, labels_only=True) / MIB
     return size | {"logits": ROWS * length * vocabulary * 4 / MIB}
 
 
@@ -115,7 +123,8 @@ def main() -> None:
             shown = [size.get(name, math.nan) for name in WAYS]
             print(f"{length:>5} x {vocabulary:<8}{''.join(f'{mib:>8.0f}' for mib in shown)}", flush=True)
     reward = measure(args.trl_python, lengths[-1], vocabularies[0], is_reward=True)
-    print(f"reward model, pairs: ours {reward['ours']:.0f}, TRL {reward.get('trl', math.nan):.0f}")
+    ours, trl, accumulating = (reward.get(name, math.nan) for name in ("ours", "trl", "trl_accumulating"))
+    print(f"reward model, pairs: ours {ours:.0f}, TRL {trl:.0f}, pair by pair {accumulating:.0f}")
     at_longest = found[-len(vocabularies) :]
     growth = {name: at_longest[-1][name] - at_longest[0][name] for name in WAYS if name in found[0]}
     print_result(

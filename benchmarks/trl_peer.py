@@ -194,7 +194,11 @@ def prepare(task: Task, name: str, output_dir: str) -> tuple[list[dict[str, Any]
         return json.loads(Path(task.rows).read_text()), options, load_model(task, name)
     of_policy, sizes = name == "policy", (WARM_UP_TOKENS, task.length)
     build_rows = memory_rows if of_policy else memory_pairs
-    rows = [row for size in sizes for row in build_rows(task.batch_size, size, task.vocabulary)]
+    rows = [
+        row
+        for size in sizes
+        for row in build_rows(task.batch_size * task.accumulation, size, task.vocabulary)
+    ]
     longest = max(2048, task.length)
     config = small_llama_config(vocab_size=task.vocabulary, max_position_embeddings=longest, num_labels=1)
     kind = transformers.LlamaForCausalLM if of_policy else transformers.LlamaForSequenceClassification

@@ -20,6 +20,9 @@ from common.runs.run import Run
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import EngineState, Stateful
 
+# Larger passes are no faster on a CPU (bench_train.py: 1,024 to 16,384 tokens are alike), and take memory.
+CPU_PASS_TOKENS = 2048
+
 
 def begin(flags: type, stage: int, description: str) -> Start | None:
     """Return the start of step `stage` (1 or 2) by its command line; None where there is nothing to do.
@@ -48,22 +51,19 @@ def build_global_batches(
 ) -> GlobalBatches:
     """Return the training batches of this rank; ValueError when the data do not fill one.
 
-    `columns` are the sequences of a row, whose lengths are read where something depends on them;
-    `shared_length` tells of a row with how many tokens all of them begin, where that is computed once.
+    `columns` are the sequences of a row; `shared_length` tells of a row with how many tokens all of them
+    begin, where that is computed once.
     """
     max_tokens = args.max_tokens_per_micro_batch
     if args.packed and not max_tokens:
         max_tokens = args.per_device_train_batch_size * len(columns) * args.max_seq_len
-    row_lengths: list[tuple[int, ...]] = []
-    if max_tokens or args.group_by_length:
-        row_lengths = list(zip(*(dataset.lengths(column).tolist() for column in columns), strict=True))
     return GlobalBatches(
         dataset,
         collate,
         rows_per_micro_batch=args.per_device_train_batch_size,
         accumulation=args.gradient_accumulation_steps,
         seed=args.seed,
-        row_lengths=row_lengths,
+        row_lengths=list(zip(*(dataset.lengths(column).tolist() for column in columns), strict=True)),
         group_by_length=args.group_by_length,
         max_tokens=max_tokens,
         shared_lengths=list(map(shared_length, dataset)) if max_tokens and shared_length else (),
@@ -119,7 +119,8 @@ class Trainer:
 def build_trainer(
     kind: type[Trainer], start: Start, model: nn.Module, batches: GlobalBatches, num_steps: int
 ) -> Trainer:
-    """Return what trains the model in an engine; the batches learn whether their sequences are packed.
+    """Return what trains the model in an engine; the batches learn whether their sequences are packed, and
+    on a CPU are cut into passes of CPU_PASS_TOKENS where --max_tokens_per_micro_batch says nothing.
 
     Every rank must call this.
     """
@@ -127,6 +128,8 @@ def build_trainer(
     engine = build_engine(model, start.ds_config, args, num_steps)
     is_packed = runs_packed(args, model)
     batches.is_packed = is_packed
+    if is_packed and not args.max_tokens_per_micro_batch and not distributed.has_gpu():
+        batches.max_tokens = max(CPU_PASS_TOKENS, *map(sum, batches.row_lengths))
     columns = (*(f"{kind.kind}/{name}" for name in kind.columns), "perf/tokens_per_second")
     return kind(engine, args, is_packed=is_packed, logger=build_logger(args, columns, num_steps))
 

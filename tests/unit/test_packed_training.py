@@ -1,8 +1,9 @@
 """Any cut into micro-batches gives the same losses and gradients in steps 1 and 2; tokens are padded once."""
 
 import sys
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
+import numpy as np
 import pytest
 import torch
 from rollout_batches import make_rollout_batch
@@ -14,6 +15,9 @@ from common.data.packed_batch import collate_pairs, collate_sft
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel, compute_nll_sum, count_targets
 from common.models.value_model import load_value_model
+from common.programs import single_model
+from common.programs.startup import Start
+from common.ranks import distributed
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
 from step2_reward.arguments import RewardArguments
@@ -195,3 +199,28 @@ def test_a_budget_cuts_the_same_global_batches(world_size):
     for micro_batch in (m for step in found for m in step):
         of_rows = [lengths[int(row)][0] for row in micro_batch]
         assert len(of_rows) * max(of_rows) <= 30
+
+
+@pytest.mark.parametrize(
+    ("is_packed", "has_gpu", "flag", "expected"),
+    [
+        (True, False, 0, [[0, 1], [2], [3, 4]]),  # of 13, 3, 15, 9 and 12 tokens, at most 24
+        (True, False, 30, [[0, 4], [1, 2, 3]]),
+        (True, True, 0, [[0, 1, 2, 3, 4]]),
+        (False, False, 0, [[0, 1, 2, 3, 4]]),
+    ],
+    ids=["cpu", "flag", "gpu", "padded"],
+)
+def test_a_cpu_cuts_large_steps_by_itself(is_packed, has_gpu, flag, expected, monkeypatch):
+    monkeypatch.setattr(single_model, "CPU_PASS_TOKENS", 24)
+    monkeypatch.setattr(single_model, "runs_packed", lambda *_: is_packed)
+    monkeypatch.setattr(distributed, "has_gpu", lambda: has_gpu)
+    for name in ("build_engine", "build_logger"):
+        monkeypatch.setattr(single_model, name, Mock())
+    args = SFTArguments(per_device_train_batch_size=5, max_tokens_per_micro_batch=flag)
+    dataset = MagicMock()
+    dataset.__len__.return_value, dataset.__getitem__.side_effect = 5, range(5).__getitem__
+    dataset.lengths.return_value = np.array([sum(of_row) for of_row in LENGTHS])
+    batches = single_model.build_global_batches(args, dataset, list, ["input_ids"])
+    single_model.build_trainer(SFTTrainer, Start(args, None, None), Mock(), batches, 1)
+    assert sorted(map(sorted, next(batches))) == expected
