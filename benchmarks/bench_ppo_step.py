@@ -9,8 +9,8 @@ long as a chat data set's, 256 tokens at most, answer with up to 64 tokens whose
 answers, make 4 optimizer steps of each of actor and critic, and run one thread each, in turns. TRL does not
 clip gradients, and pads every answer to 64.
 
-  ours           --enable_hybrid_engine --packed, as the launch scripts have it
-  ours, padded   the same without --packed
+  ours                 --enable_hybrid_engine --packed, as the launch scripts have it
+  ours, cut by rows    without --packed
 
 --algorithm grpo: a whole GRPO step beside TRL 1.16 (DIR of `make_peer_env.sh trl-1.16`): 8 responses to each
 of 16 prompts a step, the same lengths, a reference, a reward model, one optimizer step of all 128 responses,
@@ -114,7 +114,7 @@ def main() -> None:
     args = read_args(__doc__, 10, algorithms=peer_environments)
     is_grpo = args.algorithm == "grpo"
     num_samples = NUM_SAMPLES if is_grpo else 1
-    other = "ours, prompts apart" if is_grpo else "ours, padded"
+    other = "ours, prompts apart" if is_grpo else "ours, cut by rows"
     torch.set_num_threads(1)
     startup.quiet_libraries()
     distributed.start()

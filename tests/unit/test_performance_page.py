@@ -14,9 +14,10 @@ BASELINES = {
 
 def rates_of(baseline: dict) -> list[list[str]]:
     """The rows, as the page writes them, of whatever has a median."""
+    decimals = int(baseline["name"].endswith("_step"))  # seconds, not tokens a second
     tables = [baseline.get("rates", {}), *(s.get("rates", {}) for s in baseline.get("sections", {}).values())]
     return [
-        [name, *(f"{row[key]:,.0f}" for key in ("median", "low", "high"))]
+        [name, *(f"{row[key]:,.{decimals}f}" for key in ("median", "low", "high"))]
         for table in tables
         for name, row in table.items()
         if "median" in row
