@@ -44,7 +44,7 @@ PROGRAMS = {
 }
 HEAD = f"""# Every flag
 
-Made by `{COMMAND}` from the dataclasses that the programs read; `PROGRAM --help` says the same.
+Made by `{COMMAND}` from the dataclasses that the programs read; `PROGRAM --help_all` says the same.
 Do not edit it by hand.
 
 A list takes several words: `--data_path a.jsonl b.jsonl`. A switch is on by its name alone, and

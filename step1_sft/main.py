@@ -4,7 +4,8 @@
 deepspeed --num_gpus 2 step1_sft/main.py --model_name_or_path MODEL --data_path FILE --output_dir OUT
 python step1_sft/main.py --model_name_or_path MODEL --data_path FILE --output_dir OUT     (one process)
 
-OUT/export loads with AutoModelForCausalLM.from_pretrained. --help lists the flags, --dry_run checks them.
+OUT/export loads with AutoModelForCausalLM.from_pretrained.
+--help lists the usual flags, --help_all all of them, --dry_run checks them.
 """
 
 import sys

@@ -7,7 +7,8 @@ deepspeed --num_gpus 2 step2_reward/main.py --model_name_or_path SFT --data_path
 python step2_reward/main.py --model_name_or_path SFT --data_path PAIRS --output_dir OUT     (one process)
 
 OUT/export loads with AutoModelForSequenceClassification.from_pretrained, after --loss dpo with
-AutoModelForCausalLM.from_pretrained. --help lists the flags.
+AutoModelForCausalLM.from_pretrained.
+--help lists the usual flags, --help_all all of them.
 """
 
 import sys

@@ -6,7 +6,8 @@ deepspeed --num_gpus 2 step3_ppo/main.py --actor_model_name_or_path SFT --critic
 python step3_ppo/main.py ...     (one process)
 
 OUT/export is the chat model, OUT/export_ema its average with --ema_decay, OUT/export_best what was best on
-held-out prompts with --keep_best. --help lists the flags.
+held-out prompts with --keep_best.
+--help lists the usual flags, --help_all all of them.
 """
 
 import sys

@@ -45,7 +45,7 @@ def parse_step_args(
     if is_known:
         cls = with_step_flags(cls, int(stage))
     else:  # nothing can be told of the other words
-        words = [word for word in words if word in ("-h", "--help")] + ["--stage", stage]
+        words = [word for word in words if word in ("-h", "--help", "--help_all")] + ["--stage", stage]
     args = parse_args(cls, words, description=description, problems=problems)
     if not is_known:
         problems.exit_if_any()

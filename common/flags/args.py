@@ -10,6 +10,7 @@ prints them all once and leaves with exit code 2 before any model is loaded.
 import argparse
 import dataclasses
 import difflib
+import functools
 import re
 import sys
 import types
@@ -23,6 +24,17 @@ from common.flags.problems import KINDS, RANGE, Problems, describe_range, is_usa
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
+# The flags of a usual run: what --help shows of a program that has many; --help_all shows all of them.
+USUAL = set(
+    """model_name_or_path actor_model_name_or_path critic_model_name_or_path data_path data_split output_dir
+    max_seq_len max_prompt_seq_len max_answer_seq_len template dtype zero_stage actor_zero_stage lora_dim
+    actor_lora_dim learning_rate actor_learning_rate critic_learning_rate num_train_epochs max_train_steps
+    per_device_train_batch_size per_device_generation_batch_size per_device_training_batch_size
+    gradient_accumulation_steps gradient_checkpointing packed loss algorithm reward kl_coef
+    num_samples_per_prompt enable_hybrid_engine eval_interval eval_fraction save_interval keep_best
+    resume_from_checkpoint dry_run seed plugins""".split()
+)
+MOST_SHOWN = 40  # flags of a program that --help shows all of
 REQUIRED = object()
 NO_VALUE = object()  # what the parser gives for a flag without its value
 T = TypeVar("T")
@@ -238,9 +250,15 @@ def field_type(field: dataclasses.Field) -> tuple[type, bool]:
     return annotation, False
 
 
-def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
+def _build_parser(cls: type, description: str, *, shows_all: bool) -> argparse.ArgumentParser:
+    shows_all = shows_all or len(dataclasses.fields(cls)) <= MOST_SHOWN
+    more = "" if shows_all else " These are the flags of a usual run; --help_all shows all of them."
     parser = argparse.ArgumentParser(
-        description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
+        usage="%(prog)s [--flag value ...]",
+        description=description + more,
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=36),
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
     # -1e-3 and -2*model:PATH are values too, not flags: no flag of ours begins with a digit.
     parser._negative_number_matcher = re.compile(r"-\.?\d")  # type: ignore[attr-defined]
@@ -249,11 +267,16 @@ def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
     for field in dataclasses.fields(cls):
         owner = next(base for base in bases if field.name in base.__dataclass_fields__)
         if owner not in groups:
-            groups[owner] = parser.add_argument_group((owner.__doc__ or owner.__name__).splitlines()[0])
+            title = (owner.__doc__ or owner.__name__).splitlines()[0].removesuffix(".")
+            groups[owner] = parser.add_argument_group(title)
         scalar, is_list = field_type(field)
         default = field.default_factory() if is_list else field.default
         shown = "required" if field.metadata["required"] else f"default: {default!r}"
-        options: dict[str, Any] = {"help": f"{field.metadata['help']} ({shown})".replace("%", "%%")}
+        text = field.metadata["help"]
+        text = text if shows_all else text.split(";")[0]
+        options: dict[str, Any] = {"help": f"{text} ({shown})".replace("%", "%%")}
+        if not shows_all and field.name not in USUAL:
+            options["help"] = argparse.SUPPRESS
         options["metavar"] = "|".join(map(str, field.metadata["choices"])) or scalar.__name__.upper()
         if scalar is bool:
             options |= {"nargs": "?", "const": "true", "metavar": "true|false"}
@@ -267,11 +290,12 @@ def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
     group = parser.add_argument_group("DeepSpeed-Chat's flags")
     for name, (flag_name, value) in SWITCHES.items():
         if flag_name in names:
-            shown = f"as --{flag_name} {value}"
+            shown = f"as --{flag_name} {value}" if shows_all else argparse.SUPPRESS
             group.add_argument(f"--{name}", nargs="?", const="true", metavar="true|false", help=shown)
     for name, reason in IGNORED.items():
         if issubclass(cls, TokenizerArguments) and name not in names:
-            group.add_argument(f"--{name}", nargs="*", metavar="...", help=f"no effect: {reason}")
+            shown = f"no effect: {reason}" if shows_all else argparse.SUPPRESS
+            group.add_argument(f"--{name}", nargs="*", metavar="...", help=shown)
     return parser
 
 
@@ -291,7 +315,10 @@ def parse_args(
     argv = sys.argv[1:] if argv is None else list(argv)
     if leading and argv and not argv[0].startswith("-"):
         argv = [f"--{leading}", *argv]
-    parser = _build_parser(cls, description)
+    shows_all = "--help_all" in argv
+    parser = _build_parser(cls, description, shows_all=shows_all)
+    if shows_all:
+        argv = ["--help"]
 
     def refuse(message: str) -> None:
         problems.add(message)
@@ -340,7 +367,7 @@ def _add_unknown(word: str, known: list[str], problems: Problems) -> None:
         problems.add(f"{name} has been removed: docs/migration.md has what there is instead")
     elif word.startswith("-"):
         near = difflib.get_close_matches(bare.replace("-", "_"), known, n=1)
-        hint = f"; did you mean --{near[0]}?" if near else "; --help lists all flags"
+        hint = f"; did you mean --{near[0]}?" if near else "; --help_all lists all flags"
         problems.add(f"unknown flag {name}{hint}")
     else:
         problems.add(f"unexpected word {word!r} among the flags")

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from common.data.data_options import DataOptions
+from common.flags import args
 from common.flags.args import Problems, TokenizerArguments, field_type, parse_args
 from common.flags.other_names import OLDER_NAMES, REMOVED, SWITCHES
 from common.flags.problems import is_usable, no_effect_notes
 from common.generation.hybrid_engine import HybridOptions
 from docs.make_configuration import find_programs
 from step1_sft.arguments import SFTArguments
+from step2_reward.arguments import RewardArguments
 from step3_ppo.arguments import PPOArguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +76,7 @@ def test_all_problems_come_at_once_and_name_flag_value_and_cure():
         ("--learning_rate --seed 3", "--learning_rate needs a value: peak"),
         ("--model_name_or_path=", "--model_name_or_path is required: base model"),
         ("stray", "unexpected word 'stray' among the flags"),
-        ("--bogus stray", "unknown flag --bogus; --help lists all flags"),
+        ("--bogus stray", "unknown flag --bogus; --help_all lists all flags"),
     ],
 )
 def test_a_value_that_is_missing_or_none_is_one_problem(words, message):
@@ -220,3 +222,25 @@ def test_negative_values_of_every_form_are_values():
     assert problems.messages == []
     assert (args.truncated, args.entropy_coef) == ("-1e-3", -0.5)
     assert args.reward == ["-2*model:a", "model:b"]
+
+
+@pytest.mark.parametrize("cls", [SFTArguments, RewardArguments, PPOArguments])
+def test_help_shows_the_usual_flags_on_two_screens_and_all_on_demand(cls, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    shown = {}
+    for word in ("--help", "--help_all"):
+        with pytest.raises(SystemExit):
+            parse_args(cls, [word], problems=Problems())
+        shown[word] = capsys.readouterr().out
+    names = set(cls.__dataclass_fields__)
+    flags = {word: set(re.findall(r"^  --(\w+)", text, re.MULTILINE)) for word, text in shown.items()}
+    assert flags["--help"] == names & args.USUAL and 20 <= len(flags["--help"]) <= 40
+    assert shown["--help"].count("\n") <= 90 and "--help_all" in shown["--help"]
+    assert flags["--help_all"] >= names
+    required = {field.name for field in dataclasses.fields(cls) if field.metadata["required"]}
+    assert required and required <= flags["--help"]
+
+
+def test_a_usual_flag_is_a_flag_of_some_step():
+    steps = (SFTArguments, RewardArguments, PPOArguments)
+    assert set().union(*(cls.__dataclass_fields__ for cls in steps)) >= args.USUAL

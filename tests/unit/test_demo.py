@@ -11,7 +11,7 @@ from made_runs import write_run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.data.dialogue import Tokenised, build_template
-from training_scripts.demo import build_inputs, measure
+from training_scripts.demo import build_inputs, composed, measure, text_measures
 from training_scripts.demo.build_inputs import Turn
 from training_scripts.demo.measure import NUMBERS, format_summary, missed_aims
 
@@ -59,9 +59,65 @@ def tiny_model(tokenizer, seed):
 
 def test_distinct_2_counts_pairs_of_words_within_each_text():
     # (i, am) (am, i) (i, am) | (i, am) (am, fine): 5 pairs, 3 different
-    assert measure.distinct_2(["I am i am", "i am fine"]) == pytest.approx(3 / 5)
-    assert measure.distinct_2(["a", "b a", "", "b"]) == 1.0  # texts are not joined
-    assert measure.distinct_2(["a", "b"]) == 0.0
+    assert text_measures.distinct_2(["I am i am", "i am fine"]) == pytest.approx(3 / 5)
+    assert text_measures.distinct_2(["a", "b a", "", "b"]) == 1.0  # texts are not joined
+    assert text_measures.distinct_2(["a", "b"]) == 0.0
+
+
+def test_a_reply_is_on_topic_when_it_has_words_of_the_messages_topic():
+    message = "I baked a loaf of bread, but the dough did not rise."
+    assert text_measures.is_on_topic(message, "Next time, give the dough an extra hour in a warm spot.")
+    assert text_measures.is_on_topic(message, "Forget baking bread.")
+    assert not text_measures.is_on_topic(message, "There is nothing like a garden in bloom.")
+    assert not text_measures.is_on_topic(message, "Good luck!")
+
+
+def test_lints_by_a_grammar_checker():
+    assert text_measures.lint_free(["I love fresh bread.", "He go to teh shop.", ""]) == pytest.approx(1 / 3)
+
+
+def test_trigrams_by_hand():
+    counts = text_measures.count_trigrams(["a b", "a c"])
+    # words: a 2, b 1, c 1, </s> 2 of 6; 5 kinds with the unknown one: one word (n + 1) / 11
+    first = 0.1 * 3 / 11 + 0.3 * 2 / 2 + 0.6 * 2 / 2  # a, after <s> <s>; <s> came before a word twice
+    second = 0.1 * 2 / 11 + 0.3 * 1 / 2 + 0.6 * 1 / 2  # b, after <s> a
+    end = 0.1 * 3 / 11 + 0.3 * 1 / 1 + 0.6 * 1 / 1
+    expected = (math.log(first) + math.log(second) + math.log(end)) / 3
+    assert text_measures.trigram_logprob(counts, ["a b", ""]) == pytest.approx(expected)
+    unknown = 0.1 * 1 / 11
+    found = text_measures.trigram_logprob(counts, ["x"])
+    assert found == pytest.approx((math.log(unknown) + math.log(0.1 * 3 / 11)) / 2)
+
+
+def test_a_models_log_probability_equals_a_plain_loop(tokenizer):
+    model = tiny_model(tokenizer, seed=0)
+    texts = ["I study math", "", "yeah it is nice and in a small town"]
+    start, values = [tokenizer.eos_token_id], []
+    for text in filter(None, texts):
+        ids = tokenizer(text)["input_ids"]
+        values.append(sum_of_logprobs(model, start, ids) / len(ids))
+    found = text_measures.mean_logprob(model, tokenizer, texts)
+    assert found == pytest.approx(sum(values) / 2, rel=1e-5)
+
+
+# --- composed conversations
+
+
+def test_composed_turns_differ_and_no_held_out_phrase_is_trained_on():
+    train, held_out = (composed.compose_turns(part, 3000, seed=1) for part in ("train", "eval"))
+    assert len(set(train)) == 3000 and train == composed.compose_turns("train", 3000, seed=1)
+    assert not {message for message, _ in train} & {message for message, _ in held_out}
+    topics = {number for message, _ in train for number in composed.topics_in(message)}
+    assert topics == set(range(len(composed.load_topics()))) and len(topics) >= 60
+    for message, reply in train + held_out:
+        assert composed.topics_in(message) and not set("{}") & set(message + reply), (message, reply)
+
+
+def test_of_a_composed_pair_the_chosen_reply_is_on_topic_and_the_other_curt_or_off_it():
+    for message, chosen, rejected in composed.compose_pairs("train", 500, seed=1):
+        assert text_measures.is_on_topic(message, chosen)
+        is_curt = any(rejected.startswith(start) for start in composed.CURT[0])
+        assert is_curt == text_measures.is_on_topic(message, rejected), (message, rejected)
 
 
 def test_unigram_perplexity_by_hand():
@@ -130,20 +186,26 @@ def write_inputs():
     """Writes the inputs of the first conversations: all of them take half a minute."""
     some = [list(one) for one in itertools.islice(chitchat_dataset.ConversationDataset(), 400)]
 
-    def write(folder):
-        words = [str(folder), "--num_train_pairs", "60", "--num_eval_pairs", "20"]
+    def write(folder, data):
+        words = [str(folder), "--data", data, "--num_train_pairs", "60", "--num_eval_pairs", "20"]
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build_inputs, "NUM_COMPOSED", {"train": 600, "eval": 60})
             patch.setattr("chitchat_dataset.ConversationDataset", lambda: some)
             build_inputs.write_inputs(build_inputs.parse_args(words))
 
     return write
 
 
+@pytest.fixture(scope="module", params=["composed", "human"])
+def data(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def output_dir(tmp_path_factory, write_inputs):
+def output_dir(tmp_path_factory, write_inputs, data):
     """What the demo's steps would leave: inputs, the same model thrice, and what the steps said."""
     folder = tmp_path_factory.mktemp("demo")
-    write_inputs(folder / "inputs")
+    write_inputs(folder / "inputs", data)
     evaluations = [
         {"step": s, "eval/score": s / 8, "eval/win_rate": s / 64, "eval/kl": s / 6} for s in (0, 8, 16, 24)
     ]
@@ -159,8 +221,8 @@ def read_rows(path):
     return [json.loads(line) for line in path.with_suffix(".jsonl").read_text("utf-8").splitlines()]
 
 
-def test_inputs_are_the_same_for_one_seed_and_share_no_turn(output_dir, tmp_path, write_inputs):
-    write_inputs(tmp_path)
+def test_inputs_are_the_same_for_one_seed_and_share_no_turn(output_dir, tmp_path, write_inputs, data):
+    write_inputs(tmp_path, data)
     first = output_dir / "inputs"
     names = sorted(str(path.relative_to(first)) for path in first.rglob("*") if path.is_file())
     assert {"base/model.safetensors", "prompts/eval.jsonl"} <= set(names)
@@ -172,11 +234,23 @@ def test_inputs_are_the_same_for_one_seed_and_share_no_turn(output_dir, tmp_path
     assert len(shared) / len(held_out) < 0.01  # but for what anybody says
 
 
-def test_measure_gives_every_number_and_five_prompts(output_dir):
-    words = [str(output_dir), "--num_prompts", "12", "--num_scored", "30", "--batch_size", "8"]
+def test_measure_gives_every_number_and_five_prompts(output_dir, data, monkeypatch):
+    for module in (measure, text_measures):
+        monkeypatch.setattr(module, "find_smollm2", lambda: None)
+    words = [
+        str(output_dir),
+        "--data",
+        data,
+        "--num_prompts",
+        "12",
+        "--num_scored",
+        "30",
+        "--batch_size",
+        "8",
+    ]
     numbers, lines = measure.measure(measure.parse_args(words))
     assert set(numbers) == NUMBERS.keys() - {"seconds", "peak_gib"}
-    assert numbers["vader_sft"] == numbers["vader_ppo"]
+    assert numbers["target_sft"] == numbers["target_ppo"] and numbers["fluency_sft"] == numbers["fluency_ppo"]
     names = ("reward_accuracy", "score_before", "score_halfway", "score_after", "win_rate", "kl")
     assert [numbers[name] for name in names] == [0.75, 0.0, 2.0, 3.0, 0.375, 4.0]
     assert sum(line.startswith("Human: ") for line in lines) == 5
@@ -185,9 +259,32 @@ def test_measure_gives_every_number_and_five_prompts(output_dir):
 
 # --- the summary
 
-GOOD = (400, 60, 0.9, -0.5, 0.5, 1.0, 0.7, 0.2, 0.5, 5.0, 0.9, 0.8, 8.0, 7.0, 300, 1.0)
+GOOD = (
+    400,
+    40,
+    0.9,
+    -0.5,
+    0.5,
+    1.0,
+    0.7,
+    0.2,
+    0.5,
+    -3.0,
+    -3.0,
+    -2.5,
+    0.9,
+    0.9,
+    5.0,
+    0.9,
+    0.8,
+    8.0,
+    7.0,
+    300,
+    1.0,
+)
 MISSED = {
-    "sft_perplexity": 201, "reward_accuracy": 0.849, "win_rate": 0.59, "vader_ppo": 0.449, "kl": 10.0,
+    "sft_perplexity": 50, "reward_accuracy": 0.849, "win_rate": 0.59, "target_ppo": 0.449, "kl": 10.1,
+    "fluency_ppo": -3.01, "lint_free_ppo": 0.89,
     "distinct2_ppo": 0.449, "words_ppo": 4.79, "seconds": 481, "peak_gib": 4.01,
 }  # fmt: skip
 
@@ -199,4 +296,4 @@ def test_each_aim_is_met_or_missed():
     assert missed_aims(good) == []
     for key, value in [*MISSED.items(), ("kl", math.nan)]:
         assert missed_aims({**good, key: value}) == [key]
-    assert any(" missed " in line for line in format_summary(good | {"kl": 10.0}))
+    assert any(" missed " in line for line in format_summary(good | {"kl": 10.1}))

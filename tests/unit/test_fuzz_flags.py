@@ -128,7 +128,7 @@ def check_command_line(program: str, words: list[str]) -> str:
     run_files.release_lock(None)
     shutil.rmtree("output", ignore_errors=True)
     if ended == "exit 0":
-        assert {"-h", "--help"} & {word.split("=")[0] for word in words}, line
+        assert {"-h", "--help", "--help_all"} & {word.split("=")[0] for word in words}, line
     elif ended == "exit 2":
         header, _, listed = said[said.index("error: ") :].partition(":\n")
         assert re.fullmatch(r"error: \d+ problems?, nothing was started", header), line

@@ -1,35 +1,42 @@
-"""Build the demo's inputs from real human conversations; no model hub is asked.
+"""Build the demo's inputs: composed conversations, or real human ones; no model hub is asked.
 
-    python training_scripts/demo/build_inputs.py OUTPUT_DIR
+    python training_scripts/demo/build_inputs.py OUTPUT_DIR [--data human]
 
 writes, always the same for one --seed:
 
     sft/{train,eval}.jsonl      {"prompt": "\\n\\nHuman: ...\\n\\nAssistant:", "answer": ...}
-    pairs/{train,eval}.jsonl    {"prompt", "chosen", "rejected"}: two human replies of like length, the more
-                                positive one by the VADER lexicon is the chosen one
+    pairs/{train,eval}.jsonl    {"prompt", "chosen", "rejected"}: a kind reply, and one that is curt or misses
+                                the topic; of humans two of like length, the one more positive by VADER chosen
     prompts/{train,eval}.jsonl  {"prompt"}
     base/                       byte-level BPE tokenizer and a small Llama-style model with random weights
 
-Source: the chitchat-dataset package (PyPI, MIT). A turn is one message and the reply to it; train and eval
-share no conversation. VADER: Hutto and Gilbert 2014 (vaderSentiment, PyPI, MIT).
+A turn is one message and the reply to it. Composed ones: `composed.py`; train and eval share no phrase of a
+message. Human ones: the chitchat-dataset package (PyPI, MIT); train and eval share no conversation. VADER:
+Hutto and Gilbert 2014 (vaderSentiment, PyPI, MIT).
 """
 
 import argparse
 import itertools
 import json
 import random
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import chitchat_dataset
+if not __package__:  # run as a script: import from the repository root, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
+from training_scripts.demo import composed
+
+NUM_COMPOSED = {"train": 24000, "eval": 1200}  # turns
 EVAL_FRACTION = 0.05  # of the conversations
 MAX_WORDS = 20  # of a message, and of a reply: longer turns are left out
 MAX_TURN_TOKENS = 48  # a "word" may be 90 letters, and a batch pads to its longest
@@ -59,6 +66,8 @@ class Turn(NamedTuple):
 
 def load_conversations() -> list[tuple[str, ...]]:
     """Every distinct conversation of chitchat-dataset in its stored order, messages whitespace normalised."""
+    import chitchat_dataset
+
     conversations = {}  # a dict keeps the order; the same conversation in train and eval would leak
     for messages in chitchat_dataset.ConversationDataset():
         normalised = (" ".join(message.split()) for message in messages)
@@ -84,6 +93,22 @@ def split_by_conversation(seed: int) -> dict[str, list[Turn]]:
     for part in parts.values():
         rng.shuffle(part)
     return parts
+
+
+def compose(seed: int) -> dict[str, list[Turn]]:
+    """`train` and `eval` turns that are composed; no phrase of an eval message is trained on."""
+    return {
+        part: [Turn(*turn) for turn in composed.compose_turns(part, count, seed)]
+        for part, count in NUM_COMPOSED.items()
+    }
+
+
+def compose_pairs(part: str, num_pairs: int, seed: int) -> list[dict[str, str]]:
+    """Rows of composed preference pairs."""
+    return [
+        {"prompt": Turn(message, chosen).prompt, "chosen": chosen, "rejected": rejected}
+        for message, chosen, rejected in composed.compose_pairs(part, num_pairs, seed)
+    ]
 
 
 def build_tokenizer(turns: Iterable[Turn]) -> PreTrainedTokenizerFast:
@@ -186,7 +211,8 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
 def write_inputs(args: argparse.Namespace) -> None:
     """Writes all inputs below `args.output_dir` and prints what was made."""
     started = time.perf_counter()
-    parts = split_by_conversation(args.seed)
+    is_composed = args.data == "composed"
+    parts = compose(args.seed) if is_composed else split_by_conversation(args.seed)
     tokenizer = build_tokenizer(parts["train"])
     for part, num_pairs in (("train", args.num_train_pairs), ("eval", args.num_eval_pairs)):
         rows = tokenizer([f"{turn.prompt} {turn.reply}{END_OF_TEXT}" for turn in parts[part]])["input_ids"]
@@ -195,7 +221,11 @@ def write_inputs(args: argparse.Namespace) -> None:
         write_jsonl(args.output_dir / "sft" / f"{part}.jsonl", answers)
         prompts = dict.fromkeys(turn.prompt for turn in turns)
         write_jsonl(args.output_dir / "prompts" / f"{part}.jsonl", ({"prompt": prompt} for prompt in prompts))
-        pairs = build_pairs(turns, num_pairs, tokenizer, args.seed)
+        pairs = (
+            compose_pairs(part, num_pairs, args.seed)
+            if is_composed
+            else build_pairs(turns, num_pairs, tokenizer, args.seed)
+        )
         write_jsonl(args.output_dir / "pairs" / f"{part}.jsonl", pairs)
         print(f"{part}: {len(turns)} turns, {len(prompts)} prompts, {len(pairs)} pairs")
     if not args.skip_base_model:
@@ -213,6 +243,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("output_dir", type=Path, help="folder to write; files of an earlier run are replaced")
+    add("--data", choices=("composed", "human"), default="composed", help="whose conversations")
     add("--seed", type=int, default=1234, help="of split, pairs and random weights")
     add("--num_train_pairs", type=int, default=12000, help="preference pairs for training, at most")
     add("--num_eval_pairs", type=int, default=1000, help="preference pairs held out, at most")

@@ -1,10 +1,10 @@
 """Measure what the demo's three steps reached, on held-out conversations, and print it beside the aims.
 
-    python training_scripts/demo/measure.py OUTPUT_DIR
+    python training_scripts/demo/measure.py OUTPUT_DIR [--data human]
 
 OUTPUT_DIR is what run_demo.sh filled: inputs/, step1/, step3/, reward_eval.log. Accuracy, scores, win rate
 and KL are what the steps measured of held-out rows; the rest is made here by plain forward passes and plain
-`model.generate` in fp32, and by the VADER lexicon, which the trainers never saw. Prints one table and five
+`model.generate` in fp32, and by `text_measures.py`, which the trainers never saw. Prints one table and five
 held-out prompts with the replies of the three models, and writes OUTPUT_DIR/summary.json. The exit status is
 0 whether or not an aim is met.
 """
@@ -17,7 +17,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -34,23 +34,35 @@ from common.data.example import Example
 from common.data.packed_batch import pad_rows
 from common.programs.startup import quiet_libraries
 from tools.report.run_reader import read_run
+from training_scripts.demo.build_inputs import load_conversations, turns_of
+from training_scripts.demo.save_smollm2 import find_smollm2
+from training_scripts.demo.text_measures import distinct_2, is_kind, is_on_topic, lint_free, load_fluency
 
 SEED = 1234
-MAX_RESPONSE_TOKENS = 32  # as in step 3
+MAX_RESPONSE_TOKENS = 40  # as in step 3
 NUM_SHOWN, SHOWN_WORDS = 5, range(4, 13)  # prompts of so many words say something, and fit on a line
 
 # Key of summary.json: what it is, decimals shown, the aim that `missed_aims` holds it against.
 NUMBERS = {
     "unigram_perplexity": ("perplexity of held-out replies, unigram model", 1, ""),
-    "sft_perplexity": ("perplexity of held-out replies, SFT model", 1, "at most half the unigram model's"),
+    "sft_perplexity": (
+        "perplexity of held-out replies, SFT model",
+        1,
+        "under an eighth of unigram",
+    ),
     "reward_accuracy": ("reward model, accuracy on held-out pairs", 3, "at least 0.85"),
     "score_before": ("reward model's score of held-out prompts, SFT model", 3, ""),
     "score_halfway": ("reward model's score of held-out prompts, half-way", 3, ""),
     "score_after": ("reward model's score of held-out prompts, PPO model", 3, ""),
     "win_rate": ("PPO's replies scored above SFT's, held-out prompts", 3, "at least 0.6"),
-    "vader_sft": ("mean VADER score of sampled replies, SFT model", 3, ""),
-    "vader_ppo": ("mean VADER score of sampled replies, PPO model", 3, "at least 0.25 above the SFT model's"),
-    "kl": ("KL to the SFT model, nats a reply", 2, "under 10"),
+    "target_sft": ("replies that are kind and on topic, SFT model", 3, ""),
+    "target_ppo": ("replies that are kind and on topic, PPO model", 3, "at least 0.25 above the SFT model's"),
+    "fluency_human": ("log-probability of human replies, nats a token", 2, ""),
+    "fluency_sft": ("log-probability of the SFT model's replies", 2, ""),
+    "fluency_ppo": ("log-probability of the PPO model's replies", 2, "at least that of human ones"),
+    "lint_free_sft": ("replies in which a grammar checker finds nothing, SFT model", 3, ""),
+    "lint_free_ppo": ("replies in which a grammar checker finds nothing, PPO model", 3, "at least 0.9"),
+    "kl": ("KL to the SFT model, nats a reply", 2, "at most 10"),
     "distinct2_sft": ("distinct-2 (different word pairs), SFT model", 3, ""),
     "distinct2_ppo": ("distinct-2 (different word pairs), PPO model", 3, "at least half the SFT model's"),
     "words_sft": ("words a reply, SFT model", 2, ""),
@@ -63,11 +75,13 @@ NUMBERS = {
 def missed_aims(s: Mapping[str, float]) -> list[str]:
     """The keys of the summary's numbers that miss their aim; NaN misses every aim."""
     is_met = {
-        "sft_perplexity": s["sft_perplexity"] <= 0.5 * s["unigram_perplexity"],
+        "sft_perplexity": s["sft_perplexity"] < s["unigram_perplexity"] / 8,
         "reward_accuracy": s["reward_accuracy"] >= 0.85,
         "win_rate": s["win_rate"] >= 0.6,
-        "vader_ppo": s["vader_ppo"] >= s["vader_sft"] + 0.25,
-        "kl": s["kl"] < 10,
+        "target_ppo": s["target_ppo"] >= s["target_sft"] + 0.25,
+        "fluency_ppo": s["fluency_ppo"] >= s["fluency_human"],
+        "lint_free_ppo": s["lint_free_ppo"] >= 0.9,
+        "kl": s["kl"] <= 10,
         "distinct2_ppo": s["distinct2_ppo"] >= 0.5 * s["distinct2_sft"],
         "words_ppo": s["words_ppo"] >= 0.6 * s["words_sft"],
         "seconds": s["seconds"] <= 480,
@@ -153,18 +167,6 @@ def sample_replies(
     return texts
 
 
-def distinct_2(texts: Iterable[str]) -> float:
-    """Share of different pairs of words among all pairs of all texts together; 0.0 where there is none.
-
-    It falls with the number of texts: compare equal numbers only. Source: Li et al. 2016, arXiv:1510.03055.
-    """
-    pairs: Counter[tuple[str, str]] = Counter()
-    for text in texts:
-        words = text.lower().split()
-        pairs.update(zip(words, words[1:], strict=False))
-    return len(pairs) / pairs.total() if pairs else 0.0
-
-
 def read_evaluations(output_dir: Path) -> dict[str, float]:
     """What the steps said themselves: the reward model's accuracy, and step 3's evaluations."""
     log = (output_dir / "reward_eval.log").read_text(encoding="utf-8").splitlines()
@@ -202,7 +204,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
     tokenizer = load_tokenizer(str(exports[0]))
     template = build_template(args.template, tokenizer)
     examples, held_out = tokenise(inputs / "sft" / "eval.jsonl", template)
-    _, train_rows = tokenise(inputs / "sft" / "train.jsonl", template)
+    train_examples, train_rows = tokenise(inputs / "sft" / "train.jsonl", template)
     eval_rows = held_out[: args.num_scored]
     num_known = min(max(args.num_scored, args.num_prompts), len(examples))
     asked = random.Random(SEED).sample(range(num_known), min(args.num_prompts, num_known))
@@ -221,11 +223,22 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
         **read_evaluations(args.output_dir),
     }
     analyzer = SentimentIntensityAnalyzer()
+    judge, fluency = load_fluency(example.chosen for example in train_examples)
+    replies = [example.chosen for example in examples]
+    if args.data == "composed" and find_smollm2():  # trigrams know the data alone
+        replies = [turn.reply for turn in turns_of(load_conversations())]
+    numbers["fluency_human"] = fluency(replies[: args.num_judged])
     for name, texts in (("sft", sft_texts), ("ppo", ppo_texts)):
-        numbers[f"vader_{name}"] = fmean(analyzer.polarity_scores(text)["compound"] for text in texts)
+        numbers[f"target_{name}"] = fmean(
+            is_kind(text, analyzer) and (args.data == "human" or is_on_topic(message, text))
+            for message, text in zip(messages, texts, strict=True)
+        )
+        numbers[f"fluency_{name}"] = fluency(texts[: args.num_judged])
+        numbers[f"lint_free_{name}"] = lint_free(texts)
         numbers[f"distinct2_{name}"] = distinct_2(texts)
         numbers[f"words_{name}"] = fmean(len(text.split()) for text in texts)
     lines = [f"{len(prompts)} held-out prompts, one reply each of at most {MAX_RESPONSE_TOKENS} tokens"]
+    lines += [f"log-probabilities by {judge}, of {args.num_judged} replies; kind: positive by VADER"]
     for number, i in enumerate(shown):
         replies = {"base": base_texts[number], "SFT": sft_texts[i], "PPO": ppo_texts[i]}
         # A sampled line break would look like another reply.
@@ -243,6 +256,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("output_dir", type=Path, help="folder that run_demo.sh filled; summary.json goes there")
     add("--template", default="human_assistant", help="as in the three steps")
     add("--num_prompts", type=int, default=512, help="held-out prompts, one reply each by SFT and PPO model")
+    add("--data", choices=("composed", "human"), default="composed", help="what build_inputs.py made")
+    add("--num_judged", type=int, default=96, help="replies whose fluency is judged, of each kind")
     add("--num_scored", type=int, default=2000, help="held-out replies in the perplexities, at most")
     add("--batch_size", type=int, default=64, help="sequences a forward pass")
     add("--started_at", type=float, default=time.time(), help="unix time the demo began")

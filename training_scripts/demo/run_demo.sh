@@ -1,23 +1,32 @@
 #!/usr/bin/env bash
-# The whole pipeline on real conversations: builds a small base model, then SFT, reward model and PPO, then measures.
+# The whole pipeline: builds a small base model, then SFT, reward model and PPO on conversations, then measures.
 # Hardware: 2 CPU cores, 4 GiB; no GPU, no model hub, no account. Time and memory: see README.md.
-#   bash training_scripts/demo/run_demo.sh                    the small model
+#   bash training_scripts/demo/run_demo.sh                    the small model, conversations composed from 69 topics
+#   bash training_scripts/demo/run_demo.sh --data human       the small model, real conversations with slang and typos
 #   bash training_scripts/demo/run_demo.sh --size smollm2     SmolLM2-135M-Instruct with LoRA, for a GPU
 # Knobs (environment): OUTPUT_DIR (default output/demo), NUM_RANKS (default: the cores, 2 at most; 1 with a GPU).
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../.."
 
 SIZE=small
+DATA_KIND=
 while [ $# -gt 0 ]; do
   case "$1" in
     --size) SIZE=${2:-}; shift 2 || true ;;
     --size=*) SIZE=${1#--size=}; shift ;;
-    *) echo "error: unknown flag $1; the only one is --size small|smollm2" >&2; exit 2 ;;
+    --data) DATA_KIND=${2:-none}; shift 2 || true ;;
+    --data=*) DATA_KIND=${1#--data=}; shift ;;
+    *) echo "error: unknown flag $1; there are --size small|smollm2 and --data composed|human" >&2; exit 2 ;;
   esac
 done
 case "$SIZE" in
   small | smollm2) ;;
   *) echo "error: --size '$SIZE' must be small or smollm2" >&2; exit 2 ;;
+esac
+if [ -z "$DATA_KIND" ]; then DATA_KIND=$([ "$SIZE" = small ] && echo composed || echo human); fi
+case "$DATA_KIND" in
+  composed | human) ;;
+  *) echo "error: --data '$DATA_KIND' must be composed or human" >&2; exit 2 ;;
 esac
 
 OUTPUT_DIR=${OUTPUT_DIR:-output/demo}
@@ -48,7 +57,7 @@ BASE="$DATA/base"
 source "training_scripts/demo/settings_$SIZE.sh"
 
 echo "== 0. inputs: conversations, preference pairs, tokenizer and base model"
-build_inputs
+build_inputs --data "$DATA_KIND"
 
 echo "== 1. supervised fine-tuning: learn to reply"
 "${LAUNCH[@]}" step1_sft/main.py \
@@ -60,7 +69,7 @@ echo "== 1. supervised fine-tuning: learn to reply"
   --overwrite_output_dir \
   "${SFT_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/step1.log"
 
-echo "== 2. reward model: learn which of two replies is more positive"
+echo "== 2. reward model: learn which of two replies is kinder"
 "${LAUNCH[@]}" step2_reward/main.py \
   --model_name_or_path "$OUTPUT_DIR/step1/export" \
   --data_path "$DATA/pairs" \
@@ -75,7 +84,7 @@ python step2_reward/rw_eval.py \
   --data_output_path "$OUTPUT_DIR/cache" \
   "${REWARD_EVAL_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/reward_eval.log"
 
-echo "== 3. PPO: make the replies more positive"
+echo "== 3. PPO: make the replies kinder"
 "${LAUNCH[@]}" step3_ppo/main.py \
   --actor_model_name_or_path "$OUTPUT_DIR/step1/export" \
   --critic_model_name_or_path "$OUTPUT_DIR/step2/export" \
@@ -90,6 +99,7 @@ echo "== 3. PPO: make the replies more positive"
 echo "== 4. what was reached, on held-out conversations"
 export OMP_NUM_THREADS=$CORES
 python training_scripts/demo/measure.py "$OUTPUT_DIR" \
+  --data "$DATA_KIND" \
   --started_at "$STARTED_AT" \
   "${MEASURE_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/measure.log"
 

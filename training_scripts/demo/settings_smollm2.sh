@@ -3,7 +3,7 @@
 # Meant for a GPU (bf16 there by default). FEW_STEPS=1 runs a few steps of each, to see that all of it works.
 
 build_inputs() {
-  python training_scripts/demo/build_inputs.py "$DATA" --skip_base_model \
+  python training_scripts/demo/build_inputs.py "$DATA" "$@" --skip_base_model \
     --num_eval_pairs "$([ -n "${FEW_STEPS:-}" ] && echo 16 || echo 1000)"
   python training_scripts/demo/save_smollm2.py "$BASE"
 }

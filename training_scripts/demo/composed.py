@@ -1,0 +1,179 @@
+"""Conversations composed from a table of topics: what somebody says, and a kind or a curt reply to it.
+
+`topics.tsv` has a topic a line: what one does, did, how it went well or badly, a tip, a joy, a question. A
+message is a phrase of an intent with a topic's words in it; a reply is a sentence of each part of a mood. The
+last phrases of each intent are held out: no model is trained on it.
+"""
+
+import csv
+import functools
+import random
+from pathlib import Path
+
+# Of each intent the phrases of a message, and the parts of a kind and of a curt reply.
+MESSAGES = {
+    "news": [
+        "I {did} today.",
+        "Guess what, I {did}!",
+        "I finally {did}.",
+        "Yesterday I {did}.",
+        "I {did}, and {good}.",
+        "I {did} last weekend. {Good}!",
+        "I {did} with my brother.",
+        "You know what? I {did}.",
+        "Last night I {did}.",
+        "Hey, I {did} this morning!",
+    ],
+    "trouble": [
+        "I {did}, but {bad}.",
+        "I {did} today. Sadly, {bad}.",
+        "I tried {doing}, and {bad}.",
+        "{Bad}. What did I do wrong?",
+        "I had a bad day. {Bad}.",
+        "Oh no, {bad}!",
+        "I like {doing}, but {bad}.",
+        "{Bad}. Has that happened to you?",
+        "I {did} this week, and then {bad}.",
+    ],
+    "advice": [
+        "How do I get better at {doing}?",
+        "Do you have any tips for {doing}?",
+        "I am new to {doing}. Where do I start?",
+        "I want to learn more about {doing}.",
+        "What is the secret of {doing}?",
+        "What should I know about {doing}?",
+        "Please tell me about {doing}.",
+        "I am not good at {doing}. What can I do?",
+        "Can you help me with {doing}?",
+    ],
+    "opinion": [
+        "Do you like {doing}?",
+        "What do you think about {doing}?",
+        "I am thinking about {doing}.",
+        "My friend talks about {doing} all day.",
+        "I have never tried {doing}.",
+        "Would you spend a day on {doing}?",
+        "People say good things about {doing}.",
+        "Is {doing} any fun?",
+    ],
+}
+KIND = {
+    "news": [
+        [
+            "That sounds wonderful!",
+            "How lovely!",
+            "Good for you!",
+            "I am so happy for you!",
+            "That is great!",
+            "What a beautiful day you had!",
+        ],
+        ["There is nothing like {joy}.", "I love {joy}.", "Nothing beats {joy}.", "You must enjoy {joy}."],
+        ["{ask}", "{ask}", "{ask}", "I hope you do it again soon.", "You can be proud of yourself."],
+    ],
+    "trouble": [
+        [
+            "I am sorry to hear that.",
+            "Oh no, that is a pity!",
+            "Do not worry.",
+            "That happens to all of us.",
+            "I feel with you.",
+        ],
+        ["Next time, {tip}.", "It helps to {tip}.", "My best tip: {tip}.", "From now on, {tip}."],
+        ["You will do better soon!", "I believe in you!", "Do not give up, you can do it!", "Good luck!"],
+    ],
+    "advice": [
+        ["I am glad to help!", "What a great question!", "I am happy to help!", "With pleasure!"],
+        ["It helps to {tip}.", "My best tip: {tip}.", "First of all, {tip}.", "Here is what I do: {tip}."],
+        [
+            "Have fun with it!",
+            "You will love {joy}.",
+            "Good luck, you will do great!",
+            "Soon you will enjoy {joy}.",
+        ],
+    ],
+    "opinion": [
+        ["Oh yes, I love it!", "I think it is great!", "It makes me happy.", "What a lovely thing!"],
+        [
+            "There is nothing like {joy}.",
+            "Nothing beats {joy}.",
+            "Who would not enjoy {joy}?",
+            "I love {joy}.",
+        ],
+        ["Give it a try, you will love it!", "I hope you have fun!", "If you try it, {tip}.", "Enjoy it!"],
+    ],
+}
+CURT = [
+    ["So what?", "I do not care.", "Whatever.", "Leave me alone.", "Not now."],
+    ["I am tired of {doing}.", "I do not like {doing}.", "I never cared about {doing}.", "Forget {doing}."],
+    [
+        "Ask somebody else.",
+        "I have no time for this.",
+        "That is your problem.",
+        "It is a waste of time.",
+        "It never ends well.",
+    ],
+    ["Do not bother me again.", "Go away.", "I have other things to do.", "Now let me be."],
+]
+NUM_HELD_OUT = 2  # phrases of each intent, its last ones
+KIND_FRACTION = 0.5  # of the replies that SFT learns from
+OTHER_TOPIC_FRACTION = 0.5  # of the rejected replies: kind ones that miss the topic; the others are curt
+TOPICS = Path(__file__).with_name("topics.tsv")
+
+
+@functools.cache
+def load_topics() -> list[dict[str, str]]:
+    """Return the words of each topic by column."""
+    with TOPICS.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t"))
+
+
+def fill(phrase: str, topic: dict[str, str]) -> str:
+    """Return a phrase with a topic's words in it; a column with a capital letter begins a sentence."""
+    capitals = {name.capitalize(): text[0].upper() + text[1:] for name, text in topic.items()}
+    return phrase.format_map(topic | capitals)
+
+
+def compose_reply(topic: dict[str, str], intent: str, rng: random.Random, *, is_kind: bool) -> str:
+    """Return a sentence of each part, curt ones without the last half of the time."""
+    parts = KIND[intent] if is_kind else CURT[: rng.choice((3, 4))]
+    return " ".join(fill(rng.choice(part), topic) for part in parts)
+
+
+def compose_turns(part: str, num_turns: int, seed: int) -> list[tuple[str, str]]:
+    """Return different messages with kind and curt replies; `eval` has the phrases that `train` lacks."""
+    rng, topics = random.Random(f"{part} {seed}"), load_topics()
+    turns: dict[tuple[str, str], None] = {}
+    while len(turns) < num_turns:
+        topic, intent = rng.choice(topics), rng.choice(list(MESSAGES))
+        reply = compose_reply(topic, intent, rng, is_kind=rng.random() < KIND_FRACTION)
+        turns[_message(part, topic, intent, rng), reply] = None
+    return list(turns)
+
+
+def compose_pairs(part: str, num_pairs: int, seed: int) -> list[tuple[str, str, str]]:
+    """Return messages, each with a kind reply and one that is curt, or kind and about something else."""
+    rng, topics = random.Random(f"{part} pairs {seed}"), load_topics()
+    pairs: dict[tuple[str, str, str], None] = {}
+    while len(pairs) < num_pairs:
+        (topic, other), intent = rng.sample(topics, 2), rng.choice(list(MESSAGES))
+        misses = rng.random() < OTHER_TOPIC_FRACTION
+        chosen = compose_reply(topic, intent, rng, is_kind=True)
+        rejected = compose_reply(other if misses else topic, intent, rng, is_kind=misses)
+        if chosen != rejected:
+            pairs[_message(part, topic, intent, rng), chosen, rejected] = None
+    return list(pairs)
+
+
+def _message(part: str, topic: dict[str, str], intent: str, rng: random.Random) -> str:
+    phrases = MESSAGES[intent]
+    return fill(rng.choice(phrases[-NUM_HELD_OUT:] if part == "eval" else phrases[:-NUM_HELD_OUT]), topic)
+
+
+def topics_in(text: str) -> set[int]:
+    """Return which topics a text is about: those that have some of their words in it as they are."""
+    text = text.lower()
+    return {
+        number
+        for number, topic in enumerate(load_topics())
+        if any(words.lower() in text for words in topic.values())
+    }

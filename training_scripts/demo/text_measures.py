@@ -1,0 +1,122 @@
+"""What a reply reads like, by measures that no step of the demo trains on: moods, topics, lints, fluency."""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+from training_scripts.demo import composed
+from training_scripts.demo.save_smollm2 import find_smollm2
+
+POSITIVE = 0.05  # VADER's own threshold of its compound score
+BATCH = 16  # replies a forward pass of SmolLM2
+Grams = Counter[tuple[str, ...]]
+
+
+def is_kind(reply: str, analyzer: SentimentIntensityAnalyzer) -> bool:
+    """Whether VADER's lexicon calls a reply positive."""
+    return analyzer.polarity_scores(reply)["compound"] >= POSITIVE
+
+
+def is_on_topic(message: str, reply: str) -> bool:
+    """Whether a reply has words of the topic that a composed message is about."""
+    return bool(composed.topics_in(message) & composed.topics_in(reply))
+
+
+def distinct_2(texts: Iterable[str]) -> float:
+    """Share of different pairs of words among all pairs of all texts together; 0.0 where there is none.
+
+    It falls with the number of texts: compare equal numbers only. Source: Li et al. 2016, arXiv:1510.03055.
+    """
+    pairs: Counter[tuple[str, str]] = Counter()
+    for text in texts:
+        words = text.lower().split()
+        pairs.update(zip(words, words[1:], strict=False))
+    return len(pairs) / pairs.total() if pairs else 0.0
+
+
+def lint_free(texts: Sequence[str]) -> float:
+    """Share of texts in which Harper, a grammar checker, finds nothing; an empty text is not free."""
+    import harper
+
+    linter = harper.Linter()
+    return fmean(bool(text) and not linter.lint(text) for text in texts)
+
+
+def load_fluency(train_texts: Iterable[str]) -> tuple[str, Callable[[Sequence[str]], float]]:
+    """Return a judge's name, and what gives the mean log-probability of a text, nats a token, over texts.
+
+    The judge is SmolLM2 where its packages are installed (`save_smollm2.py`), elsewhere trigrams of
+    `train_texts`: compare values of one judge only.
+    """
+    file = find_smollm2()
+    if file:
+        options = {"gguf_file": file.name}
+        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **options)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+        return "SmolLM2-135M", functools.partial(mean_logprob, model.eval(), tokenizer)
+    return "trigrams of the data", functools.partial(trigram_logprob, count_trigrams(train_texts))
+
+
+@torch.no_grad()
+def mean_logprob(model: torch.nn.Module, tokenizer: Callable, texts: Sequence[str]) -> float:
+    """Mean over texts, empty ones left out, of a model's mean log-probability of a token, in nats."""
+    rows = sorted((tokenizer(text)["input_ids"] for text in texts if text), key=len)
+    values = []
+    for first in range(0, len(rows), BATCH):
+        batch = rows[first : first + BATCH]
+        longest = len(batch[-1])
+        start = [tokenizer.eos_token_id]  # so that the first token is judged too
+        ids = torch.tensor([start + row + [0] * (longest - len(row)) for row in batch])  # (B, 1 + longest)
+        is_token = torch.tensor([[1] * (1 + len(row)) + [0] * (longest - len(row)) for row in batch])
+        logprobs = model(ids, attention_mask=is_token).logits[:, :-1].log_softmax(-1)
+        of_tokens = logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1) * is_token[:, 1:]  # (B, longest)
+        values += (of_tokens.sum(1) / is_token[:, 1:].sum(1)).tolist()
+    return fmean(values)
+
+
+def count_trigrams(texts: Iterable[str]) -> tuple[Grams, Grams]:
+    """Count runs of one, two and three words, with two starts before a text and an end behind it, and what
+    comes before their last word.
+    """
+    grams, contexts = Counter(), Counter()
+    for text in texts:
+        for gram in _grams(text):
+            grams[gram] += 1
+            contexts[gram[:-1]] += 1
+    return grams, contexts
+
+
+def trigram_logprob(counts: tuple[Grams, Grams], texts: Sequence[str]) -> float:
+    """Mean over texts of the mean log-probability of a text's words, in nats, by interpolated trigrams.
+
+    .1, .3 and .6 of the shares among what followed no word, one and two; the first with one count more for
+    each known word and all unknown ones.
+    """
+    grams, contexts = counts
+    num_words = 1 + sum(len(gram) == 1 for gram in grams)
+    values = []
+    for text in filter(None, texts):
+        logs, share = [], 0.0
+        for gram in _grams(text):
+            if len(gram) == 1:
+                share = 0.1 * (grams[gram] + 1) / (contexts[()] + num_words)
+            elif contexts[gram[:-1]]:
+                share += (0.3 if len(gram) == 2 else 0.6) * grams[gram] / contexts[gram[:-1]]
+            if len(gram) == 3:
+                logs.append(math.log(share))
+        values.append(fmean(logs))
+    return fmean(values)
+
+
+def _grams(text: str) -> Iterator[tuple[str, ...]]:
+    """Yield of each word, and of the end, the runs of one, two and three words that it ends."""
+    words = ["<s>", "<s>", *text.split(), "</s>"]
+    for end in range(3, len(words) + 1):
+        for n in (1, 2, 3):
+            yield tuple(words[end - n : end])
