@@ -32,7 +32,7 @@ USUAL = set(
     per_device_train_batch_size per_device_generation_batch_size per_device_training_batch_size
     gradient_accumulation_steps gradient_checkpointing packed loss algorithm reward kl_coef
     num_samples_per_prompt enable_hybrid_engine eval_interval eval_fraction save_interval keep_best
-    resume_from_checkpoint dry_run seed plugins""".split()
+    resume dry_run seed plugins""".split()
 )
 MOST_SHOWN = 40  # flags of a program that --help shows all of
 REQUIRED = object()
