@@ -120,7 +120,7 @@ def build_trainer(
     kind: type[Trainer], start: Start, model: nn.Module, batches: GlobalBatches, num_steps: int
 ) -> Trainer:
     """Return what trains the model in an engine; the batches learn whether their sequences are packed, and
-    on a CPU are cut into passes of CPU_PASS_TOKENS where --max_tokens_per_micro_batch says nothing.
+    on a CPU are cut into passes of CPU_PASS_TOKENS where micro-batches may be larger and no flag says how.
 
     Every rank must call this.
     """
@@ -128,8 +128,10 @@ def build_trainer(
     engine = build_engine(model, start.ds_config, args, num_steps)
     is_packed = runs_packed(args, model)
     batches.is_packed = is_packed
-    if is_packed and not args.max_tokens_per_micro_batch and not distributed.has_gpu():
-        batches.max_tokens = max(CPU_PASS_TOKENS, *map(sum, batches.row_lengths))
+    longest = max(map(sum, batches.row_lengths))
+    is_large = batches.rows * longest > CPU_PASS_TOKENS
+    if is_packed and is_large and not args.max_tokens_per_micro_batch and not distributed.has_gpu():
+        batches.max_tokens = max(CPU_PASS_TOKENS, longest)
     columns = (*(f"{kind.kind}/{name}" for name in kind.columns), "perf/tokens_per_second")
     return kind(engine, args, is_packed=is_packed, logger=build_logger(args, columns, num_steps))
 

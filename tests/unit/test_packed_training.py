@@ -202,22 +202,27 @@ def test_a_budget_cuts_the_same_global_batches(world_size):
 
 
 @pytest.mark.parametrize(
-    ("is_packed", "has_gpu", "flag", "expected"),
+    ("is_packed", "has_gpu", "flag", "rows", "expected"),
     [
-        (True, False, 0, [[0, 1], [2], [3, 4]]),  # of 13, 3, 15, 9 and 12 tokens, at most 24
-        (True, False, 30, [[0, 4], [1, 2, 3]]),
-        (True, True, 0, [[0, 1, 2, 3, 4]]),
-        (False, False, 0, [[0, 1, 2, 3, 4]]),
+        (True, False, 0, 5, [[0, 1], [2], [3, 4]]),  # of 13, 3, 15, 9 and 12 tokens, at most 24
+        (True, False, 30, 5, [[0, 4], [1, 2, 3]]),
+        (True, True, 0, 5, [[0, 1, 2, 3, 4]]),
+        (False, False, 0, 5, [[0, 1, 2, 3, 4]]),
+        (True, False, 0, 1, [[0], [1], [2], [3], [4]]),  # small ones stay as the flags have them
     ],
-    ids=["cpu", "flag", "gpu", "padded"],
+    ids=["cpu", "flag", "gpu", "padded", "small"],
 )
-def test_a_cpu_cuts_large_steps_by_itself(is_packed, has_gpu, flag, expected, monkeypatch):
+def test_a_cpu_cuts_large_steps_by_itself(is_packed, has_gpu, flag, rows, expected, monkeypatch):
     monkeypatch.setattr(single_model, "CPU_PASS_TOKENS", 24)
     monkeypatch.setattr(single_model, "runs_packed", lambda *_: is_packed)
     monkeypatch.setattr(distributed, "has_gpu", lambda: has_gpu)
     for name in ("build_engine", "build_logger"):
         monkeypatch.setattr(single_model, name, Mock())
-    args = SFTArguments(per_device_train_batch_size=5, max_tokens_per_micro_batch=flag)
+    args = SFTArguments(
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=5 // rows,
+        max_tokens_per_micro_batch=flag,
+    )
     dataset = MagicMock()
     dataset.__len__.return_value, dataset.__getitem__.side_effect = 5, range(5).__getitem__
     dataset.lengths.return_value = np.array([sum(of_row) for of_row in LENGTHS])
