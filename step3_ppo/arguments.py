@@ -92,14 +92,18 @@ class RoleArguments:
     )
     actor_lora_dim: int = flag(0, "rank of the actor's adapters; 0: no LoRA", low=0, high=2**16)
     actor_lora_module_name: str = flag(
-        "auto", "adapt the actor's linear layers whose name contains this", only_with="actor_lora_dim"
+        "auto",
+        "adapt the actor's linear layers whose name has this, or this regular expression",
+        only_with="actor_lora_dim",
     )
     actor_lora_learning_rate: float = flag(
         5e-5, "learning rate of the actor's adapters", low=0, only_with="actor_lora_dim"
     )
     critic_lora_dim: int = flag(0, "rank of the critic's adapters; 0: no LoRA", low=0, high=2**16)
     critic_lora_module_name: str = flag(
-        "auto", "adapt the critic's linear layers whose name contains this", only_with="critic_lora_dim"
+        "auto",
+        "adapt the critic's linear layers whose name has this, or this regular expression",
+        only_with="critic_lora_dim",
     )
     critic_lora_learning_rate: float = flag(
         5e-5, "learning rate of the critic's adapters", low=0, only_with="critic_lora_dim"

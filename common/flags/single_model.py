@@ -22,7 +22,9 @@ class LoraArguments:
         0.0, "LoRA scaling is alpha / dim; 0 means alpha = dim", low=0, only_with="lora_dim"
     )
     lora_module_name: str = flag(
-        "auto", "adapt linear layers whose name contains this; auto: all but the head", only_with="lora_dim"
+        "auto",
+        "adapt linear layers whose name has this, or this regular expression; auto: all but the head",
+        only_with="lora_dim",
     )
     only_optimize_lora: bool = flag(
         True,

@@ -3,6 +3,7 @@
 # O output rows, I input columns, r rank of an adapter
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -42,15 +43,22 @@ def linear_module_names(model: nn.Module) -> list[str]:
 def lora_targets(names: list[str], module_name: str, flag: str = "--lora_module_name") -> list[str]:
     """Return those of the linear layers' `names` that contain `module_name`; all of them for `auto`.
 
+    Where none contains it, those in which it is found as a regular expression.
+
     Raises ValueError with the candidates when nothing matches: an adapter that silently matches nothing would
     train nothing.
     """
     targets = names if module_name == "auto" else [n for n in names if module_name in n]
     if not targets:
+        try:
+            targets = [n for n in names if re.search(module_name, n)]
+        except re.error:  # a part of a name that is in none
+            pass
+    if not targets:
         candidates = {n.rsplit(".", 1)[-1] for n in names}
         candidates |= {n.partition(".0.")[0] + "." for n in names if ".0." in n}
         raise ValueError(
-            f"{flag} {module_name!r} matches no linear layer; use auto, or a part of a name: "
+            f"{flag} {module_name!r} matches no linear layer; use auto, a part of a name or an expression: "
             + ", ".join(sorted(candidates))
         )
     return targets

@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import re
+from collections import Counter
 
 import chitchat_dataset
 import pytest
@@ -64,12 +66,28 @@ def test_distinct_2_counts_pairs_of_words_within_each_text():
     assert text_measures.distinct_2(["a", "b"]) == 0.0
 
 
+def is_on_topic(message, reply):
+    return text_measures.is_on_topic([message], [reply], by_minilm=False) == [True]
+
+
 def test_a_reply_is_on_topic_when_it_has_words_of_the_messages_topic():
     message = "I baked a loaf of bread, but the dough did not rise."
-    assert text_measures.is_on_topic(message, "Next time, give the dough an extra hour in a warm spot.")
-    assert text_measures.is_on_topic(message, "Forget baking bread.")
-    assert not text_measures.is_on_topic(message, "There is nothing like a garden in bloom.")
-    assert not text_measures.is_on_topic(message, "Good luck!")
+    assert is_on_topic(message, "Next time, give the dough an extra hour in a warm spot.")
+    assert is_on_topic(message, "Forget baking bread.")
+    assert not is_on_topic(message, "There is nothing like a garden in bloom.")
+    assert not is_on_topic(message, "Good luck!")
+
+
+def test_of_a_topic_that_was_held_out_the_nearest_counts(monkeypatch):
+    axes = ["saving money", "volunteering", "drawing", "meditating", "stargazing", "making jam", "climbing"]
+
+    def embed(texts):  # a text's vector is the axis of the topic whose name it has
+        return torch.tensor([[float(axis in text) for axis in axes] for text in texts])
+
+    monkeypatch.setattr(text_measures, "embed", embed)
+    messages = ["Do you like drawing?", "Do you like drawing?", "Please tell me about stargazing."]
+    replies = ["I find drawing lovely.", "I find climbing lovely.", "Why not, stargazing is fun."]
+    assert text_measures.is_on_topic(messages, replies, by_minilm=True) == [True, False, True]
 
 
 def test_lints_by_a_grammar_checker():
@@ -113,11 +131,32 @@ def test_composed_turns_differ_and_no_held_out_phrase_is_trained_on():
         assert composed.topics_in(message) and not set("{}") & set(message + reply), (message, reply)
 
 
-def test_of_a_composed_pair_the_chosen_reply_is_on_topic_and_the_other_curt_or_off_it():
-    for message, chosen, rejected in composed.compose_pairs("train", 500, seed=1):
-        assert text_measures.is_on_topic(message, chosen)
-        is_curt = any(rejected.startswith(start) for start in composed.CURT[0])
-        assert is_curt == text_measures.is_on_topic(message, rejected), (message, rejected)
+def flaw_of(message, rejected):
+    if any(rejected.startswith(start) for start in composed.CURT[0]):
+        return "curt"
+    if not rejected.endswith((".", "!", "?")):
+        return "broken off"
+    if len(re.findall("[.!?]", rejected)) > 3:
+        return "too long"
+    return "kind" if is_on_topic(message, rejected) else "off topic"
+
+
+def test_of_a_composed_pair_the_chosen_reply_is_kind_and_on_topic_and_the_other_has_a_flaw():
+    pairs = composed.compose_pairs("train", 500, seed=1)
+    assert all(is_on_topic(message, chosen) for message, chosen, _ in pairs)
+    assert {flaw_of(message, chosen) for message, chosen, _ in pairs} == {"kind"}
+    flaws = Counter(flaw_of(message, rejected) for message, _, rejected in pairs)
+    assert set(flaws) == set(composed.FLAWS) and min(flaws.values()) > 80, flaws
+
+
+def test_held_out_topics_are_in_no_row_of_training():
+    def topics(compose, part):
+        rows = compose(part, 1000, seed=1, hold_out_topics=True)
+        return {number for row in rows for text in row for number in composed.topics_in(text)}
+
+    last = set(range(len(composed.load_topics()))[-composed.NUM_HELD_OUT_TOPICS :])
+    for compose in (composed.compose_turns, composed.compose_pairs):
+        assert topics(compose, "eval") == last and not topics(compose, "train") & last
 
 
 def test_unigram_perplexity_by_hand():
@@ -297,3 +336,6 @@ def test_each_aim_is_met_or_missed():
     for key, value in [*MISSED.items(), ("kl", math.nan)]:
         assert missed_aims({**good, key: value}) == [key]
     assert any(" missed " in line for line in format_summary(good | {"kl": 10.1}))
+    assert missed_aims(good | {"seconds": 1500, "peak_gib": 10}, "smollm2") == []
+    assert missed_aims(good | {"seconds": 1501, "peak_gib": 10.1}, "smollm2") == ["seconds", "peak_gib"]
+    assert any("aim: at most 1500" in line for line in format_summary(good, "smollm2"))

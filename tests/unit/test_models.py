@@ -116,9 +116,12 @@ def from_config(auto_class, name_or_path, *, config, **more):
 def test_lora_targets_are_chosen_by_a_part_of_their_names():
     assert lora_targets(NAMES, "auto") == NAMES
     assert lora_targets(NAMES, "layers.1.") == NAMES[2:] and lora_targets(NAMES, "q_proj") == NAMES[:1]
+    assert lora_targets(NAMES, r"layers\.[1-9]") == NAMES[2:]  # no part of a name: an expression
     candidates = "model.layers., q_proj, up_proj"
     with pytest.raises(ValueError, match=f"--lora_module_name 'decoder.' matches no .* {candidates}"):
         lora_targets(NAMES, "decoder.")
+    with pytest.raises(ValueError, match="matches no linear layer"):
+        lora_targets(NAMES, "proj(")  # no expression either
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox", "bloom", "llama", "qwen2"])

@@ -95,19 +95,23 @@ def split_by_conversation(seed: int) -> dict[str, list[Turn]]:
     return parts
 
 
-def compose(seed: int) -> dict[str, list[Turn]]:
+def compose(seed: int, *, hold_out_topics: bool) -> dict[str, list[Turn]]:
     """`train` and `eval` turns that are composed; no phrase of an eval message is trained on."""
     return {
-        part: [Turn(*turn) for turn in composed.compose_turns(part, count, seed)]
+        part: [
+            Turn(*turn) for turn in composed.compose_turns(part, count, seed, hold_out_topics=hold_out_topics)
+        ]
         for part, count in NUM_COMPOSED.items()
     }
 
 
-def compose_pairs(part: str, num_pairs: int, seed: int) -> list[dict[str, str]]:
+def compose_pairs(part: str, num_pairs: int, seed: int, *, hold_out_topics: bool) -> list[dict[str, str]]:
     """Rows of composed preference pairs."""
     return [
         {"prompt": Turn(message, chosen).prompt, "chosen": chosen, "rejected": rejected}
-        for message, chosen, rejected in composed.compose_pairs(part, num_pairs, seed)
+        for message, chosen, rejected in composed.compose_pairs(
+            part, num_pairs, seed, hold_out_topics=hold_out_topics
+        )
     ]
 
 
@@ -212,7 +216,8 @@ def write_inputs(args: argparse.Namespace) -> None:
     """Writes all inputs below `args.output_dir` and prints what was made."""
     started = time.perf_counter()
     is_composed = args.data == "composed"
-    parts = compose(args.seed) if is_composed else split_by_conversation(args.seed)
+    held_out = {"hold_out_topics": args.hold_out_topics}
+    parts = compose(args.seed, **held_out) if is_composed else split_by_conversation(args.seed)
     tokenizer = build_tokenizer(parts["train"])
     for part, num_pairs in (("train", args.num_train_pairs), ("eval", args.num_eval_pairs)):
         rows = tokenizer([f"{turn.prompt} {turn.reply}{END_OF_TEXT}" for turn in parts[part]])["input_ids"]
@@ -222,7 +227,7 @@ def write_inputs(args: argparse.Namespace) -> None:
         prompts = dict.fromkeys(turn.prompt for turn in turns)
         write_jsonl(args.output_dir / "prompts" / f"{part}.jsonl", ({"prompt": prompt} for prompt in prompts))
         pairs = (
-            compose_pairs(part, num_pairs, args.seed)
+            compose_pairs(part, num_pairs, args.seed, **held_out)
             if is_composed
             else build_pairs(turns, num_pairs, tokenizer, args.seed)
         )
@@ -247,6 +252,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=1234, help="of split, pairs and random weights")
     add("--num_train_pairs", type=int, default=12000, help="preference pairs for training, at most")
     add("--num_eval_pairs", type=int, default=1000, help="preference pairs held out, at most")
+    add("--hold_out_topics", action="store_true", help="eval has composed topics that train lacks")
     add("--skip_base_model", action="store_true", help="write the data only: another base model is used")
     return parser.parse_args(argv)
 

@@ -8,6 +8,7 @@ last phrases of each intent are held out: no model is trained on it.
 import csv
 import functools
 import random
+import re
 from pathlib import Path
 
 # Of each intent the phrases of a message, and the parts of a kind and of a curt reply.
@@ -115,8 +116,10 @@ CURT = [
     ["Do not bother me again.", "Go away.", "I have other things to do.", "Now let me be."],
 ]
 NUM_HELD_OUT = 2  # phrases of each intent, its last ones
+NUM_HELD_OUT_TOPICS = 12  # the table's last ones, where topics are held out too
 KIND_FRACTION = 0.5  # of the replies that SFT learns from
-OTHER_TOPIC_FRACTION = 0.5  # of the rejected replies: kind ones that miss the topic; the others are curt
+FLAWS = ("curt", "off topic", "broken off", "too long")  # of a rejected reply, each as often
+MIN_WORDS = 4  # of a reply that is broken off
 TOPICS = Path(__file__).with_name("topics.tsv")
 
 
@@ -139,9 +142,19 @@ def compose_reply(topic: dict[str, str], intent: str, rng: random.Random, *, is_
     return " ".join(fill(rng.choice(part), topic) for part in parts)
 
 
-def compose_turns(part: str, num_turns: int, seed: int) -> list[tuple[str, str]]:
+def topics_of(part: str, *, hold_out_topics: bool) -> list[dict[str, str]]:
+    """Return the topics of a part: all of them, or those that the other part lacks."""
+    topics = load_topics()
+    if not hold_out_topics:
+        return topics
+    return topics[-NUM_HELD_OUT_TOPICS:] if part == "eval" else topics[:-NUM_HELD_OUT_TOPICS]
+
+
+def compose_turns(
+    part: str, num_turns: int, seed: int, *, hold_out_topics: bool = False
+) -> list[tuple[str, str]]:
     """Return different messages with kind and curt replies; `eval` has the phrases that `train` lacks."""
-    rng, topics = random.Random(f"{part} {seed}"), load_topics()
+    rng, topics = random.Random(f"{part} {seed}"), topics_of(part, hold_out_topics=hold_out_topics)
     turns: dict[tuple[str, str], None] = {}
     while len(turns) < num_turns:
         topic, intent = rng.choice(topics), rng.choice(list(MESSAGES))
@@ -150,18 +163,35 @@ def compose_turns(part: str, num_turns: int, seed: int) -> list[tuple[str, str]]
     return list(turns)
 
 
-def compose_pairs(part: str, num_pairs: int, seed: int) -> list[tuple[str, str, str]]:
-    """Return messages, each with a kind reply and one that is curt, or kind and about something else."""
-    rng, topics = random.Random(f"{part} pairs {seed}"), load_topics()
+def compose_pairs(
+    part: str, num_pairs: int, seed: int, *, hold_out_topics: bool = False
+) -> list[tuple[str, str, str]]:
+    """Return messages, each with a kind reply and one that has one of FLAWS."""
+    rng, topics = random.Random(f"{part} pairs {seed}"), topics_of(part, hold_out_topics=hold_out_topics)
     pairs: dict[tuple[str, str, str], None] = {}
     while len(pairs) < num_pairs:
         (topic, other), intent = rng.sample(topics, 2), rng.choice(list(MESSAGES))
-        misses = rng.random() < OTHER_TOPIC_FRACTION
         chosen = compose_reply(topic, intent, rng, is_kind=True)
-        rejected = compose_reply(other if misses else topic, intent, rng, is_kind=misses)
+        rejected = _flawed_reply(rng.choice(FLAWS), topic, other, intent, rng)
         if chosen != rejected:
             pairs[_message(part, topic, intent, rng), chosen, rejected] = None
     return list(pairs)
+
+
+def _flawed_reply(
+    flaw: str, topic: dict[str, str], other: dict[str, str], intent: str, rng: random.Random
+) -> str:
+    if flaw == "curt":
+        return compose_reply(topic, intent, rng, is_kind=False)
+    if flaw == "off topic":
+        return compose_reply(other, intent, rng, is_kind=True)
+    reply = compose_reply(topic, intent, rng, is_kind=True)
+    if flaw == "too long":
+        more = rng.choice(list(MESSAGES))
+        return f"{reply} {compose_reply(rng.choice((topic, other)), more, rng, is_kind=rng.random() < 0.5)}"
+    words = reply.split()
+    inner = [n for n in range(MIN_WORDS, len(words)) if words[n - 1][-1].isalpha()]  # no sentence ends there
+    return " ".join(words[: rng.choice(inner)])
 
 
 def _message(part: str, topic: dict[str, str], intent: str, rng: random.Random) -> str:
@@ -169,11 +199,15 @@ def _message(part: str, topic: dict[str, str], intent: str, rng: random.Random) 
     return fill(rng.choice(phrases[-NUM_HELD_OUT:] if part == "eval" else phrases[:-NUM_HELD_OUT]), topic)
 
 
+@functools.cache
+def _patterns() -> list[re.Pattern[str]]:
+    """Of each topic, what finds any of its words, whole ones: rowing is not in growing."""
+    return [
+        re.compile("|".join(rf"(?<!\w){re.escape(words)}(?!\w)" for words in topic.values()), re.I)
+        for topic in load_topics()
+    ]
+
+
 def topics_in(text: str) -> set[int]:
     """Return which topics a text is about: those that have some of their words in it as they are."""
-    text = text.lower()
-    return {
-        number
-        for number, topic in enumerate(load_topics())
-        if any(words.lower() in text for words in topic.values())
-    }
+    return {number for number, pattern in enumerate(_patterns()) if pattern.search(text)}

@@ -40,6 +40,7 @@ from training_scripts.demo.text_measures import distinct_2, is_kind, is_on_topic
 
 SEED = 1234
 MAX_RESPONSE_TOKENS = 40  # as in step 3
+LIMITS = {"small": (480, 4), "smollm2": (1500, 10)}  # seconds, GiB, on two CPU cores
 NUM_SHOWN, SHOWN_WORDS = 5, range(4, 13)  # prompts of so many words say something, and fit on a line
 
 # Key of summary.json: what it is, decimals shown, the aim that `missed_aims` holds it against.
@@ -67,13 +68,14 @@ NUMBERS = {
     "distinct2_ppo": ("distinct-2 (different word pairs), PPO model", 3, "at least half the SFT model's"),
     "words_sft": ("words a reply, SFT model", 2, ""),
     "words_ppo": ("words a reply, PPO model", 2, "at least 0.6 of the SFT model's"),
-    "seconds": ("seconds, all of it", 0, "at most 480"),
-    "peak_gib": ("peak memory, GiB", 2, "at most 4"),
+    "seconds": ("seconds, all of it", 0, "at most {seconds}"),
+    "peak_gib": ("peak memory, GiB", 2, "at most {gib}"),
 }
 
 
-def missed_aims(s: Mapping[str, float]) -> list[str]:
+def missed_aims(s: Mapping[str, float], size: str = "small") -> list[str]:
     """The keys of the summary's numbers that miss their aim; NaN misses every aim."""
+    seconds, gib = LIMITS[size]
     is_met = {
         "sft_perplexity": s["sft_perplexity"] < s["unigram_perplexity"] / 8,
         "reward_accuracy": s["reward_accuracy"] >= 0.85,
@@ -84,21 +86,22 @@ def missed_aims(s: Mapping[str, float]) -> list[str]:
         "kl": s["kl"] <= 10,
         "distinct2_ppo": s["distinct2_ppo"] >= 0.5 * s["distinct2_sft"],
         "words_ppo": s["words_ppo"] >= 0.6 * s["words_sft"],
-        "seconds": s["seconds"] <= 480,
-        "peak_gib": s["peak_gib"] <= 4,
+        "seconds": s["seconds"] <= seconds,
+        "peak_gib": s["peak_gib"] <= gib,
     }
     return [key for key in is_met if not is_met[key]]
 
 
-def format_summary(summary: Mapping[str, float]) -> list[str]:
+def format_summary(summary: Mapping[str, float], size: str = "small") -> list[str]:
     """The table, a line a number, its aim beside it with met or missed."""
-    missed = missed_aims(summary)
+    missed = missed_aims(summary, size)
     width = max(len(label) for label, *_ in NUMBERS.values())
     rows = []
     for key, (label, decimals, aim) in NUMBERS.items():
         row = f"{label:<{width}}  {summary[key]:>8.{decimals}f}"
         if aim:
-            row += f"  {'missed' if key in missed else 'met':<6}  aim: {aim}"
+            limits = dict(zip(("seconds", "gib"), LIMITS[size], strict=True))
+            row += f"  {'missed' if key in missed else 'met':<6}  aim: {aim.format_map(limits)}"
         rows.append(row)
     return rows
 
@@ -229,9 +232,9 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
         replies = [turn.reply for turn in turns_of(load_conversations())]
     numbers["fluency_human"] = fluency(replies[: args.num_judged])
     for name, texts in (("sft", sft_texts), ("ppo", ppo_texts)):
+        on_topic = is_on_topic(messages, texts, args.size == "smollm2") if args.data == "composed" else texts
         numbers[f"target_{name}"] = fmean(
-            is_kind(text, analyzer) and (args.data == "human" or is_on_topic(message, text))
-            for message, text in zip(messages, texts, strict=True)
+            is_kind(text, analyzer) and bool(fits) for text, fits in zip(texts, on_topic, strict=True)
         )
         numbers[f"fluency_{name}"] = fluency(texts[: args.num_judged])
         numbers[f"lint_free_{name}"] = lint_free(texts)
@@ -254,6 +257,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("output_dir", type=Path, help="folder that run_demo.sh filled; summary.json goes there")
+    add("--size", choices=tuple(LIMITS), default="small", help="of the model")
     add("--template", default="human_assistant", help="as in the three steps")
     add("--num_prompts", type=int, default=512, help="held-out prompts, one reply each by SFT and PPO model")
     add("--data", choices=("composed", "human"), default="composed", help="what build_inputs.py made")
@@ -270,7 +274,7 @@ def main() -> None:
     args = parse_args()
     numbers, lines = measure(args)
     summary = {"seconds": time.time() - args.started_at, "peak_gib": peak_gib(args.output_dir), **numbers}
-    print("\n".join([*format_summary(summary), "", *lines]))
+    print("\n".join([*format_summary(summary, args.size), "", *lines]))
     (args.output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # The whole pipeline: builds a small base model, then SFT, reward model and PPO on conversations, then measures.
 # Hardware: 2 CPU cores, 4 GiB; no GPU, no model hub, no account. Time and memory: see README.md.
-#   bash training_scripts/demo/run_demo.sh                    the small model, conversations composed from 69 topics
+#   bash training_scripts/demo/run_demo.sh                    the small model, conversations composed from 68 topics
 #   bash training_scripts/demo/run_demo.sh --data human       the small model, real conversations with slang and typos
-#   bash training_scripts/demo/run_demo.sh --size smollm2     SmolLM2-135M-Instruct with LoRA, for a GPU
+#   bash training_scripts/demo/run_demo.sh --size smollm2     SmolLM2-135M-Instruct with LoRA, topics it was not trained on
 # Knobs (environment): OUTPUT_DIR (default output/demo), NUM_RANKS (default: the cores, 2 at most; 1 with a GPU).
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../.."
 
 SIZE=small
-DATA_KIND=
+DATA_KIND=composed
 while [ $# -gt 0 ]; do
   case "$1" in
     --size) SIZE=${2:-}; shift 2 || true ;;
@@ -23,7 +23,6 @@ case "$SIZE" in
   small | smollm2) ;;
   *) echo "error: --size '$SIZE' must be small or smollm2" >&2; exit 2 ;;
 esac
-if [ -z "$DATA_KIND" ]; then DATA_KIND=$([ "$SIZE" = small ] && echo composed || echo human); fi
 case "$DATA_KIND" in
   composed | human) ;;
   *) echo "error: --data '$DATA_KIND' must be composed or human" >&2; exit 2 ;;

