@@ -167,7 +167,7 @@ def test_single_model_variants(forks, flags, finished, tmp_path, variant, do):
     assert_same_run(tmp_path / "output", finished(variant))
 
 
-@pytest.mark.parametrize("variant", ["sft, two ranks, ZeRO 2", "ppo, two ranks, ZeRO 2, bf16"])
+@pytest.mark.parametrize("variant", ["sft", "sft, two ranks, ZeRO 2", "ppo, two ranks, ZeRO 2, bf16"])
 def test_on_a_pretended_gpu(forks, flags, tmp_path, variant):
     """Its offloaded optimizer, its average and its random numbers come back to where they were."""
     step, ranks, values = flags[variant]
