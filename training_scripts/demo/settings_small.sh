@@ -13,7 +13,7 @@ SFT_FLAGS=(
   --learning_rate 2.5e-3
   --weight_decay 0.05
   --num_warmup_steps 50
-  --max_train_steps 1000
+  --max_train_steps 900
   --eval_iters 10
   --log_interval 50
 )
