@@ -1,6 +1,7 @@
-"""docs/performance.md, and the README, say what the committed baselines say."""
+"""docs/performance.md, and the README, say what the committed runs say."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,43 @@ def test_the_readme_says_the_same():
     assert f"an SFT step's memory {size['trl'] / size['ours']:.1f} times smaller" in readme
     ratio = BASELINES["generate.cpu.json"]["ratio"]
     assert f"{ratio:.1f} times transformers' `generate` on chat lengths, on a CPU" in readme
+
+
+# ---- every committed run --------------------------------------------------------------------------------
+
+_, _, RUNS = PAGE.partition("\n## Every committed run\n")
+ROWS = [line for line in RUNS.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+
+
+def row_of(file: str) -> str:
+    """The one row that links a file of the repository."""
+    link = f"]({file.removeprefix('docs/')})" if file.startswith("docs/") else f"](../{file})"
+    [row] = [row for row in ROWS if link in row]
+    return row
+
+
+def test_every_committed_run_has_its_row():
+    folders = ("docs/demo", "benchmarks/baselines", "tests/golden")
+    files = [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).iterdir()]
+    assert len({row_of(str(file)) for file in files}) == len(ROWS)
+    for name, baseline in BASELINES.items():
+        row = row_of(f"benchmarks/baselines/{name}")
+        threads = "1 thread |" if baseline["threads"] == 1 else f"{baseline['threads']} threads |"
+        assert f"| `{baseline['command']}` |" in row and threads in row
+        assert f"{baseline['ratio']:.2f}" in row
+        assert baseline["device"] == "cpu" and ("CPU, " in row or "pretended GPU, " in row)
+
+
+@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "ppo", "grpo"])
+def test_the_last_golden_loss_is_told(name):
+    row = row_of(f"tests/golden/{name}.txt")
+    metric, told = re.search(r"last `(\S+)` (\S+) ", row).groups()
+    lines = [line.split() for line in (ROOT / f"tests/golden/{name}.txt").read_text().splitlines()]
+    [*_, (last_step, _, value)] = [line for line in lines if line[1] == metric]
+    assert told == f"{float(value):.4f}" and f", {last_step} steps " in row and f" -k {name}`" in row
+
+
+def test_the_demo_is_told():
+    demo, row = json.loads((ROOT / "docs/demo/summary.json").read_text()), row_of("docs/demo/summary.json")
+    assert f"{demo['seconds']:.0f} seconds, {demo['peak_gib']:.1f} GiB" in row
+    assert f"{demo['target_sft']:.2f} before PPO, {demo['target_ppo']:.2f} after" in row
