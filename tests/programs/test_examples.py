@@ -1,11 +1,12 @@
-"""examples/: each command of a README, with a tiny model in place of its own, in this process."""
+"""examples/: the notebook; a README's commands with a tiny model in place of their own, in this process."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 from page_commands import commands_of
-from program_runs import ROOT, read_curve, run_here
+from program_runs import ROOT, read_curve, run, run_here
 from transformers import AutoModelForCausalLM
 
 from step3_ppo.algorithms import ALGORITHMS
@@ -62,3 +63,13 @@ def test_own_algorithm(start):
     assert len(read_curve(output, "policy/loss")) == 2
     assert ALGORITHMS.pop("win_rate").needs_group
     sys.modules.pop("examples.own_algorithm.win_rate")
+
+
+def test_the_notebook(tmp_path):
+    """Its code, and that PPO reaches something; `jupyter execute --inplace FILE` writes its outputs anew."""
+    notebook = json.loads((ROOT / "examples/three_steps.ipynb").read_text())
+    code = "\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+    assert code.count("output/three_steps") == 1
+    code = code.replace("output/three_steps", str(tmp_path))
+    code += "\nassert share['step3_ppo'] > share['step1_sft'] + 0.15, share"
+    run([sys.executable, "-c", code], cwd=ROOT / "examples")
