@@ -4,11 +4,15 @@
 #   source training_scripts/setup_env.sh requirements.txt
 #
 # An active virtual environment (VIRTUAL_ENV) or conda environment (CONDA_PREFIX) is used as it is; otherwise .venv is
-# made in the repository root and activated. Installation is skipped when the environment carries a stamp with the
-# digest of the same requirements: a second call takes a fraction of a second.
+# made in the repository root and activated. A torch that is there is kept; where there is none 2.13.0 is installed, in
+# the build that the package index gives. uv installs where it is present, pip otherwise. Installation is skipped when
+# the environment carries a stamp with the digest of the same requirements: a second call takes a fraction of a second.
 #
 # PYTHON=python3.12     the interpreter that makes .venv (3.11 or newer)
 # TRIPTYCH_OFFLINE=1    also export HF_HUB_OFFLINE=1: models and data come from local files or the cache only
+# UV_TORCH_BACKEND=cpu  uv's own: torch's CPU build where the index would give CUDA's
+
+_TRIPTYCH_TORCH=2.13.0 # where none is installed: the version that most tests ran on
 
 if [[ "${BASH_SOURCE[0]}" == "$0" ]]; then
     echo "setup_env.sh: source it, so that the environment stays active: source $0 requirements.txt" >&2
@@ -60,8 +64,57 @@ print(digest.hexdigest())
 PYTHON
 }
 
+# Prints the version of an installed torch; says so and fails where it is outside the range of requirements.txt.
+_triptych_find_torch() {
+    python - "$1" <<'PYTHON'
+import importlib.metadata, re, sys
+def parts(version): return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
+line = next(line for line in open(sys.argv[1]) if line.startswith("torch"))
+low, high = re.match(r"torch>=([\d.]+),<([\d.]+)", line).groups()
+try:
+    found = importlib.metadata.version("torch")
+except importlib.metadata.PackageNotFoundError:
+    sys.exit()
+print(found)
+if not parts(low) <= parts(found) < parts(high):
+    cure = f'pip install "torch>={low},<{high}", or take another environment'
+    sys.exit(f"setup_env.sh: torch {found} is here, and {low} up to, not with, {high} was tried; {cure}")
+PYTHON
+}
+
+# Installs a requirements file. A subshell, so that the caller's traps stay what they are.
+_triptych_install() (
+    requirements=$1 begun=$2 prefix=$(dirname "$2") with=pip
+    install=(python -m pip install --quiet --retries 2)
+    trap 'echo "setup_env.sh: stopped; the same command goes on from here" >&2; exit 130' INT
+    if command -v uv >/dev/null; then
+        with=uv install=(uv pip install --quiet --python "$prefix/bin/python")
+    else
+        python -m pip --version >/dev/null 2>&1 || python -m ensurepip >/dev/null || exit 1
+    fi
+    # What an installer was killed over has no INSTALLER yet, but may look installed: it is forgotten.
+    if [[ -f "$begun" ]]; then
+        find "$prefix"/lib/python3*/site-packages -maxdepth 1 -name '*.dist-info' -newer "$begun" \
+            ! -exec test -e '{}/INSTALLER' ';' -exec rm -r '{}' +
+    else
+        touch "$begun"
+    fi
+    torch=$(_triptych_find_torch "$(dirname "$requirements")/requirements.txt") || exit 1
+    needed=1 size="about 400 MB" kept=${torch:+, keeps torch $torch}
+    [[ -n "$torch" ]] ||
+        needed=3 size+=" and torch $_TRIPTYCH_TORCH: 200 MB, or 3 GB where the index gives the CUDA build"
+    echo "setup_env.sh: $with installs ${requirements##*/} into $prefix$kept; downloads $size"
+    free=$(df -Pk "$prefix" | awk 'NR == 2 {print int($4 / 2^20)}')
+    ((free >= needed)) || _triptych_fail "$prefix has $free GB free, $needed are needed; free some and call again" || exit 1
+    # torch alone and first: what comes after finds it installed and cannot bring another build of it.
+    { [[ -n "$torch" ]] || "${install[@]}" "torch==$_TRIPTYCH_TORCH"; } && "${install[@]}" -r "$requirements" ||
+        _triptych_fail "installing ${requirements##*/} failed, by the message above (no version found: mostly no" \
+            "network or a proxy). Call again: it goes on from here" || exit 1
+    rm "$begun"
+)
+
 _triptych_setup() {
-    local root requirements stamp digest torch_pin started=$SECONDS
+    local root requirements prefix stamp digest started=$SECONDS
     root=$(dirname "$(dirname "$(realpath "${BASH_SOURCE[0]}")")") || return 1
     requirements="$root/${1:-}"
     [[ "${1:-}" == *.txt && -f "$requirements" ]] ||
@@ -79,18 +132,12 @@ _triptych_setup() {
         _triptych_fail "the active environment ${VIRTUAL_ENV:-${CONDA_PREFIX:-}} has no Python 3.11 or newer;" \
             "deactivate it, or make another" || return 1
 
-    stamp="$(python -c 'import sys; print(sys.prefix)')/.triptych-$1.sha256" || return 1
-    digest=$(_triptych_digest "$requirements") || return 1
+    prefix=$(python -c 'import sys; print(sys.prefix)') && digest=$(_triptych_digest "$requirements") || return 1
+    stamp="$prefix/.triptych-$1.sha256"
     if [[ -f "$stamp" && "$(<"$stamp")" == "$digest" ]]; then
         echo "setup_env.sh: $1 is installed already ($((SECONDS - started)) s)"
     else
-        # torch alone and first: what comes after finds it installed and cannot bring another build of it.
-        torch_pin=$(sed -nE 's/^(torch==[^ #;]+).*/\1/p' "$root/requirements.txt")
-        [[ -n "$torch_pin" ]] || _triptych_fail "requirements.txt has no line torch==VERSION" || return 1
-        python -m pip --version >/dev/null 2>&1 || python -m ensurepip >/dev/null || return 1
-        echo "setup_env.sh: installing $1 into $(python -c 'import sys; print(sys.prefix)')"
-        python -m pip install --quiet "$torch_pin" && python -m pip install --quiet -r "$requirements" ||
-            _triptych_fail "installing $1 failed; pip's message is above. Nothing was stamped: call again" || return 1
+        _triptych_install "$requirements" "$prefix/.triptych-begun" || return 1
         echo "$digest" >"$stamp"
         echo "setup_env.sh: installed $1 in $((SECONDS - started)) s"
     fi

@@ -218,7 +218,7 @@ def check_imported_libraries_are_required(tree: Tree) -> list[str]:
 
 CHECKS = [value for name, value in sorted(globals().items()) if name.startswith("check_")]
 SOUND = {
-    "requirements.txt": "torch==2.13.0\ntransformers~=5.23\n",
+    "requirements.txt": "torch>=2.13.0,<2.15\ntransformers~=5.23\n",
     "README.md": "Run `bash tests/run.sh`; 127.0.0.1. Packages come from PyPI. See a/work/b and $HOME/x.\n",
     "common/__init__.py": "",
     "common/models/tensor_ops.py": '"""Sums. PURE."""\nimport math\nimport torch.nn.functional as F\n',

@@ -1,16 +1,19 @@
 """setup_env.sh in a made-up repository, with a pip that only writes down what it is asked for."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FAKE_PIP = """import os, sys
+FAKE_PIP = """import os, sys, time
 with open(os.environ["PIP_RECORD"], "a") as record:
     record.write(" ".join(sys.argv[1:]) + "\\n")
+time.sleep(float(os.environ.get("PIP_SECONDS", "0")) if "install" in sys.argv else 0)
 sys.exit(int(os.environ.get("PIP_EXIT_CODE", "0")) if "install" in sys.argv else 0)
 """
 
@@ -21,15 +24,35 @@ def repository(tmp_path: Path) -> Path:
     (tmp_path / "training_scripts").mkdir()
     script = tmp_path / "training_scripts/setup_env.sh"
     script.write_text((ROOT / "training_scripts/setup_env.sh").read_text())
-    (tmp_path / "requirements.txt").write_text("torch==2.13.0  # exact\ntqdm~=4.70\n")
+    (tmp_path / "requirements.txt").write_text("torch>=2.13.0,<2.15  # a range\ntqdm~=4.70\n")
     (tmp_path / "requirements-dev.txt").write_text("-r requirements.txt\npytest~=9.2\n")
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / ".venv")], check=True, timeout=60
     )
-    site_packages = next((tmp_path / ".venv/lib").glob("python3*/site-packages"))
-    (site_packages / "pip").mkdir()
-    (site_packages / "pip/__main__.py").write_text(FAKE_PIP)
+    (site_packages(tmp_path) / "pip").mkdir()
+    (site_packages(tmp_path) / "pip/__main__.py").write_text(FAKE_PIP)
     return tmp_path
+
+
+def site_packages(repository: Path) -> Path:
+    return next((repository / ".venv/lib").glob("python3*/site-packages"))
+
+
+def add_package(repository: Path, name: str, version: str, *, whole: bool = True) -> Path:
+    """Make the metadata of an installed package; one that is not whole is what a killed installer leaves."""
+    info = site_packages(repository) / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if whole:
+        (info / "INSTALLER").write_text("pip\n")
+    return info
+
+
+def add_command(repository: Path, name: str, text: str) -> None:
+    """Put a shell script before all others on the path of the environment."""
+    path = repository / ".venv/bin" / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
 
 
 def source(repository: Path, line: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -47,6 +70,7 @@ def asked(repository: Path) -> list[str]:
     return [line for line in lines if line.startswith("install")]
 
 
+INSTALL = "install --quiet --retries 2"
 SOURCE_DEV = 'source "$HERE/training_scripts/setup_env.sh" requirements-dev.txt'
 
 
@@ -55,7 +79,7 @@ def test_torch_is_installed_first_and_alone_then_the_file(repository: Path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(repository / ".venv/bin/python")
     requirements = repository / "requirements-dev.txt"
-    assert asked(repository) == ["install --quiet torch==2.13.0", f"install --quiet -r {requirements}"]
+    assert asked(repository) == [f"{INSTALL} torch==2.13.0", f"{INSTALL} -r {requirements}"]
 
 
 def test_a_second_call_installs_nothing_until_an_included_file_changes(repository: Path):
@@ -66,6 +90,66 @@ def test_a_second_call_installs_nothing_until_an_included_file_changes(repositor
         file.write("peft~=0.21\n")
     source(repository, SOURCE_DEV)
     assert len(asked(repository)) == 4
+
+
+@pytest.mark.parametrize("version", ["2.13.0+cu128", "2.14.1"])
+def test_a_torch_that_is_there_is_kept(repository: Path, version: str):
+    add_package(repository, "torch", version)
+    done = source(repository, SOURCE_DEV)
+    assert f"keeps torch {version}; downloads about" in done.stdout and "CUDA" not in done.stdout
+    assert asked(repository) == [f"{INSTALL} -r {repository / 'requirements-dev.txt'}"]
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "2.15.0"])
+def test_a_torch_that_nobody_tried_is_neither_used_nor_replaced(repository: Path, version: str):
+    add_package(repository, "torch", version)
+    done = source(repository, f"{SOURCE_DEV}; echo went on")
+    assert done.returncode == 1 and "went on" not in done.stdout and asked(repository) == []
+    assert done.stderr.count("\n") == 1 and f"torch {version} is here" in done.stderr
+    assert 'pip install "torch>=2.13.0,<2.15"' in done.stderr
+
+
+def test_uv_installs_where_it_is_present(repository: Path):
+    add_command(repository, "uv", 'echo "$@" >> "$PIP_RECORD"')
+    assert "uv installs requirements-dev.txt" in source(repository, SOURCE_DEV).stdout
+    calls = (repository / "asked").read_text().splitlines()
+    to = f"pip install --quiet --python {repository / '.venv'}/bin/python"
+    assert calls == [f"{to} torch==2.13.0", f"{to} -r {repository / 'requirements-dev.txt'}"]
+
+
+def test_without_room_nothing_is_downloaded(repository: Path):
+    add_command(repository, "df", "echo Filesystem; echo disk 9000000 7000000 2000000 80% /")
+    done = source(repository, f"{SOURCE_DEV}; echo went on")
+    assert done.returncode == 1 and "has 1 GB free, 3 are needed" in done.stderr and asked(repository) == []
+    add_package(repository, "torch", "2.13.0")  # what is most of it is there
+    assert source(repository, SOURCE_DEV).returncode == 0
+
+
+def test_after_control_c_the_same_command_goes_on(repository: Path):
+    old = add_package(repository, "mine", "1.0", whole=False)  # not ours: it was there before
+    env = {"PIP_RECORD": str(repository / "asked"), "HERE": str(repository), "PATH": os.environ["PATH"]}
+    shell = subprocess.Popen(
+        ["bash", "-c", f"set -euo pipefail; {SOURCE_DEV}; echo went on"],
+        env=env | {"PIP_SECONDS": "60"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    for _ in range(600):
+        if asked(repository):
+            break
+        time.sleep(0.05)
+    half = add_package(repository, "torch", "2.13.0", whole=False)
+    done = add_package(repository, "jinja2", "3.1")
+    os.killpg(shell.pid, signal.SIGINT)
+    out, err = shell.communicate(timeout=60)
+    assert shell.returncode and "went on" not in out
+    assert "setup_env.sh: stopped; the same command goes on from here" in err
+    (repository / "asked").unlink()
+    assert source(repository, SOURCE_DEV).returncode == 0
+    assert asked(repository)[0] == f"{INSTALL} torch==2.13.0", "half a torch is none"
+    assert not half.exists() and done.exists() and old.exists()
 
 
 def test_a_failed_installation_is_an_error_and_is_tried_again(repository: Path):
