@@ -133,5 +133,10 @@ def main() -> None:
         serve(sys.argv[1:])
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run the program, as a file or as the command triptych-arena."""
     startup.run_program(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -299,5 +299,10 @@ def main() -> None:
         session.answer(text[1:] if text.startswith("//") else text)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run the program, as a file or as the command triptych-chat."""
     startup.run_program(main)
+
+
+if __name__ == "__main__":
+    run()

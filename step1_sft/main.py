@@ -39,5 +39,10 @@ def main() -> None:
     single_model.train(start, data, batches, trainer, held_out=data.eval)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run the program, as a file or as the command triptych-sft."""
     startup.run_program(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -56,5 +56,10 @@ def main() -> None:
     single_model.train(start, data, batches, trainer, held_out=held_out, parts=parts, prepare=prepare)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run the program, as a file or as the command triptych-reward."""
     startup.run_program(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -226,5 +226,10 @@ def main() -> None:
     run.finish()
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run the program, as a file or as the command triptych-ppo."""
     startup.run_program(main)
+
+
+if __name__ == "__main__":
+    run()
