@@ -192,7 +192,7 @@ def test_nothing_noisy_is_printed(pipeline):
 # ---- other ways to start
 
 
-@whole_program
+@pytest.mark.slow
 def test_torchrun_prints_once(tiny, output):
     flags = {"output_dir": output, "data_split": "0,1,0", "per_device_train_batch_size": 2, "dtype": "auto"}
     flags = short_flags(tiny, 2, **flags)

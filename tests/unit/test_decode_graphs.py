@@ -189,6 +189,7 @@ def be_a_rank(rank: int, folder: Path) -> None:
             distributed.stop()
 
 
+@pytest.mark.slow
 def test_ranks_that_compute_together_forget_their_graphs_together(tmp_path):
     torch.multiprocessing.spawn(be_a_rank, (tmp_path,), nprocs=2)
 

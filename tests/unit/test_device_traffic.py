@@ -16,6 +16,7 @@ from common.models.policy_model import PolicyModel, compute_nll_sum
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "most"), [(1, 2), (2, 2), (3, 14)])  # with DeepSpeed's own of gathering
 @pytest.mark.parametrize("kind", ["policy", "value"])
 def test_the_host_waits_twice_in_an_optimizer_step_and_never_before_its_last_pass(kind, stage, most):

@@ -244,6 +244,7 @@ def test_a_refused_step_leaves_no_trace(stage, dtype, offload, what):
         assert moved, "a step that moves nothing shows nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtype", "offload"), SETUPS)
 def test_a_refused_step_leaves_no_trace_on_a_gpu(stage, dtype, offload):
     with pretended_gpu():

@@ -142,6 +142,7 @@ def optimizer_states(hybrid: HybridEngine) -> list[torch.Tensor]:
     return [*flat, *(state[name] for state in zero.optimizer.state.values() for name in MOMENTS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("offload", "place"), [("none", nullcontext), ("optimizer", nullcontext), ("none", pretended_gpu)]
 )
