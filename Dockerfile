@@ -1,4 +1,4 @@
-# For CPUs: docker build -t triptych . && docker run triptych           runs the README's two commands
+# For CPUs: docker build -t triptych . && docker run triptych           runs the small demo and the tests
 # For GPUs: docker build --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 -t triptych . && docker run --gpus all triptych
 ARG BASE=ubuntu:24.04
 FROM ${BASE}

@@ -201,6 +201,10 @@ class Stream:
         self.gpu.settle()
         return True
 
+    def is_capturing(self) -> bool:
+        """Whether operators are recorded."""
+        return self.gpu.capture is not None
+
 
 class StreamEvent(Stream):
     """An event of a stream: it has happened."""
@@ -390,6 +394,9 @@ def pretended_gpu(capability: tuple[int, int] = (8, 0), memory_gib: float = 24.0
         gpus.append(gpu)
         stack.callback(gpus.pop)
         stack.enter_context(mock.patch.multiple(torch.cuda, **_torch_cuda(gpu, tuple(capability))))
+        stack.enter_context(
+            mock.patch.object(torch.accelerator, "current_stream", lambda *_: gpu.default_stream)
+        )
         # What torch logs of a collective that failed.
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 27, 3)))
         stack.enter_context(mock.patch.multiple(dist, **public))

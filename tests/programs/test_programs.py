@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,7 @@ def test_step1_leaves(pipeline):
     about = json.loads((output / "run.json").read_text())
     assert about["num_steps"] == NUM_STEPS and about["defaults"]["max_train_steps"] == 0
     (start,) = about["starts"]
-    assert start["from_step"] == 0 and start["data_key"] and start["versions"]["torch"] == torch.__version__
+    assert start["from_step"] == 0 and start["data_key"] and start["versions"]["torch"] == version("torch")
     report = (output / "report.html").read_text()
     assert f"finished, {NUM_STEPS} steps" in report and "sft/eval_perplexity" in report
     assert start["data_key"] in report and "--max_train_steps" in report

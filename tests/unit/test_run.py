@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -143,7 +144,7 @@ def test_a_start_says_on_what_it_was_made(tmp_path):
     assert about["num_steps"] == 9 and defaults["seed"] == 1234 and defaults["trackers"] == []
     told = {"from_step": 7, "data_key": "digest", "global_rows": 16, "dtype": "fp32", "world_size": 1}
     assert start.items() >= told.items() and start["device"]
-    assert start["versions"]["torch"] == torch.__version__
+    assert start["versions"]["torch"] == version("torch")
     assert start["data"]["num_train"] == 5 and "notes" not in start["data"]
     assert start["parameters"] == {"actor": {"all": 24, "trained": 8}}
 
