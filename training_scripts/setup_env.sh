@@ -100,7 +100,7 @@ _triptych_install() (
         touch "$begun"
     fi
     torch=$(_triptych_find_torch "$(dirname "$requirements")/requirements.txt") || exit 1
-    needed=1 size="about 400 MB" kept=${torch:+, keeps torch $torch}
+    needed=1 size="about 200 MB" kept=${torch:+, keeps torch $torch}
     [[ -n "$torch" ]] ||
         needed=3 size+=" and torch $_TRIPTYCH_TORCH: 200 MB, or 3 GB where the index gives the CUDA build"
     echo "setup_env.sh: $with installs ${requirements##*/} into $prefix$kept; downloads $size"
