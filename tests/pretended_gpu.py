@@ -305,7 +305,7 @@ def _torch_cuda(gpu: PretendedGpu, capability: tuple[int, int]) -> dict[str, Any
         "Stream": Stream,
         "Event": StreamEvent,
         "stream": contextlib.nullcontext,
-        "is_current_stream_capturing": lambda: gpu.capture is not None,
+        "is_current_stream_capturing": gpu.default_stream.is_capturing,
         "CUDAGraph": Graph,
         "graph": _graph,
         "graph_pool_handle": lambda: (0, 1),

@@ -55,13 +55,29 @@ def add_command(repository: Path, name: str, text: str) -> None:
     path.chmod(0o755)
 
 
-def source(repository: Path, line: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run `line` in a strict shell that starts elsewhere, without an active environment."""
+def start(repository: Path, line: str, **variables: str) -> subprocess.Popen[str]:
+    """Start `line` in a strict shell of a session of its own, elsewhere, without an active environment."""
     outer = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHON", "TRIPTYCH_OFFLINE", "HF_HUB_OFFLINE")
     env = {name: value for name, value in os.environ.items() if name not in outer}
     env |= {"PIP_RECORD": str(repository / "asked"), "HERE": str(repository)} | variables
     command = ["bash", "-c", f"set -euo pipefail; {line}", "caller.sh", "--size", "smollm2"]
-    return subprocess.run(command, cwd="/", env=env, capture_output=True, text=True, timeout=60)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd="/", env=env, start_new_session=True, **pipes)
+
+
+def end(shell: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """Wait for what `start` started, a minute at most."""
+    try:
+        out, err = shell.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(shell.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(shell.args, shell.returncode, out, err)
+
+
+def source(repository: Path, line: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `line` as `start` does, to its end."""
+    return end(start(repository, line, **variables))
 
 
 def asked(repository: Path) -> list[str]:
@@ -127,15 +143,7 @@ def test_without_room_nothing_is_downloaded(repository: Path):
 
 def test_after_control_c_the_same_command_goes_on(repository: Path):
     old = add_package(repository, "mine", "1.0", whole=False)  # not ours: it was there before
-    env = {"PIP_RECORD": str(repository / "asked"), "HERE": str(repository), "PATH": os.environ["PATH"]}
-    shell = subprocess.Popen(
-        ["bash", "-c", f"set -euo pipefail; {SOURCE_DEV}; echo went on"],
-        env=env | {"PIP_SECONDS": "60"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    shell = start(repository, f"{SOURCE_DEV}; echo went on", PIP_SECONDS="60")
     for _ in range(600):
         if asked(repository):
             break
@@ -143,9 +151,9 @@ def test_after_control_c_the_same_command_goes_on(repository: Path):
     half = add_package(repository, "torch", "2.13.0", whole=False)
     done = add_package(repository, "jinja2", "3.1")
     os.killpg(shell.pid, signal.SIGINT)
-    out, err = shell.communicate(timeout=60)
-    assert shell.returncode and "went on" not in out
-    assert "setup_env.sh: stopped; the same command goes on from here" in err
+    stopped = end(shell)
+    assert stopped.returncode and "went on" not in stopped.stdout
+    assert "setup_env.sh: stopped; the same command goes on from here" in stopped.stderr
     (repository / "asked").unlink()
     assert source(repository, SOURCE_DEV).returncode == 0
     assert asked(repository)[0] == f"{INSTALL} torch==2.13.0", "half a torch is none"

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034
-# Settings of `run_demo.sh` for the small model (2.2M parameters, vocabulary 2048), sourced by it.
+# Settings of `run_demo.sh` for the small model (2.1M parameters), sourced by it.
 
 build_inputs() {
   # SmolLM2 as a package, and what reads it, judge fluency: 90 MB.
