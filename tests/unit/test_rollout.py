@@ -1,6 +1,9 @@
 """Collecting a rollout batch: ids, groups, versions, refilled groups, and what each role says of it."""
 
+import itertools
+import re
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +21,7 @@ from common.models.output_head import SamplingMask
 from common.models.policy_model import PolicyModel
 from common.ranks.failures import StepRefused
 from step1_sft.arguments import SFTArguments
+from step3_ppo.algorithms import ALGORITHMS, add_ppo_advantages, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import ScoreSum
@@ -109,6 +113,19 @@ def test_a_rollout_batch_has_a_response_an_item_in_the_order_of_the_samples():
     assert first.data["ref_logprobs"].eq(-1.5).all() and first.data["old_values"].eq(-1.0).all()
     assert first.data["old_logprobs"].eq(-0.5).all()
     assert first.texts(ROW_IDS) == ["file:0", "file:0", "file:1", "file:1", "file:2", "file:2"]
+
+
+def test_the_page_names_what_a_rollout_batch_holds():
+    """docs/ppo_step.md: DeepSpeed-Chat's names beside ours."""
+    page = (Path(__file__).resolve().parents[2] / "docs/ppo_step.md").read_text()
+    table = page.partition("| DeepSpeed-Chat | here | |")[2].partition("\n\n")[0]
+    rows = [re.findall(r"`(\w+)`", cell) for line in table.splitlines()[2:] for cell in line.split("|")[1:3]]
+    theirs, ours = set(itertools.chain(*rows[::2])), set(itertools.chain(*rows[1::2]))
+    article = {"prompts", "logprobs", "ref_logprobs", "value", "rewards", "input_ids", "attention_mask"}
+    assert theirs >= article
+    batch = build().collect(EndlessPrompts(), version=0)
+    with_numbers = add_ppo_advantages(batch, fill_defaults(PPOArguments(), ALGORITHMS["ppo"]), 0.1)
+    assert ours and ours <= set(with_numbers.data)
 
 
 def test_old_logprobs_are_the_trainers_where_they_are_recomputed_or_not_trained_on():

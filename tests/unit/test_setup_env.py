@@ -1,6 +1,7 @@
 """setup_env.sh in a made-up repository, with a pip that only writes down what it is asked for."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE_PIP = """import os, sys, time
@@ -123,6 +126,16 @@ def test_a_torch_that_nobody_tried_is_neither_used_nor_replaced(repository: Path
     assert done.returncode == 1 and "went on" not in done.stdout and asked(repository) == []
     assert done.stderr.count("\n") == 1 and f"torch {version} is here" in done.stderr
     assert 'pip install "torch>=2.13.0,<2.15"' in done.stderr
+
+
+def test_the_ci_runs_versions_that_setup_accepts():
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    tried = re.findall(r'\{python: "([\d.]+)", torch: "([\d.]+)"\}', workflow)
+    line = next(x for x in (ROOT / "requirements.txt").read_text().splitlines() if x.startswith("torch"))
+    accepted = SpecifierSet(line.partition("#")[0].strip().removeprefix("torch"))
+    assert {python for python, _ in tried} >= {"3.11", "3.13"}
+    assert all(Version(torch) in accepted for _, torch in tried)
+    assert {Version(torch).minor for _, torch in tried} == {13, 14}, "each minor version of the range"
 
 
 def test_uv_installs_where_it_is_present(repository: Path):
