@@ -125,7 +125,8 @@ def check_evaluation(
     )
     known = ["eval/score", *(f"eval/score_{spec.name}" for spec in rewards if len(rewards) > 1)]
     known += ["eval/pass_rate"] if any(spec.kind in VERIFIABLE for spec in rewards) else []
-    known += ["eval/win_rate", "eval/win_rate_low"]  # more of each is better
+    judges = [f"_{spec.name}" for spec in rewards if spec.kind == "judge"]
+    known += [f"eval/win_rate{name}{low}" for name in ("", *judges) for low in ("", "_low")]  # more is better
     problems.check(
         not args.keep_best or args.keep_best in known,
         f"--keep_best {args.keep_best} is no number of this run's evaluations of which more is better; "

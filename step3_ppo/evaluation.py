@@ -35,7 +35,7 @@ NUM_SHOWN = 4  # prompts whose answers are in samples.jsonl
 # The rollouts number their prompts from 0 on; these have numbers of their own, the same ones every time.
 FIRST_NUMBER = 2**40
 
-Judged = dict[str, list]  # what became of the prompts at one time, see `judge`
+Judged = dict[str, list]  # what became of the prompts at one time, see `judge`; with a judge "texts" too
 
 
 def choose_prompts(
@@ -107,8 +107,15 @@ def compare(mine: Judged, before: Judged) -> dict[str, float]:
     ):
         is_tie = answer == old_answer or score is None or old_score is None or score == old_score
         wins += 0.5 if is_tie else float(score > old_score)
-    rate = wilson_interval(wins, len(mine["scores"]))
-    return {"eval/win_rate": rate.value, "eval/win_rate_low": rate.low, "eval/win_rate_high": rate.high}
+    return win_rate("", wins, len(mine["scores"]))
+
+
+def win_rate(name: str, wins: float, num_prompts: int) -> dict[str, float]:
+    """Return the rate and its 95 % interval (Wilson), under the names of the log; {} without a prompt."""
+    if not num_prompts:
+        return {}
+    rate, key = wilson_interval(wins, num_prompts), f"eval/win_rate{name}"
+    return {key: rate.value, f"{key}_low": rate.low, f"{key}_high": rate.high}
 
 
 def measure(batch: PackedBatch, checks: Sequence[str]) -> dict[str, float]:
@@ -170,12 +177,34 @@ class Evaluation:
         checks = [spec.name for spec in scores.specs if spec.kind in VERIFIABLE]
         metrics = measure(batch.select(has_score.nonzero()[:, 0]), checks)
         metrics |= compare(judged, self.before) if self.before else {}
+        if scores.judges and self.before:
+            metrics |= self._compare_by_judges(batch) | scores.take_costs("eval")
         if scores.bears_failures:
             failed = gather_numbers(batch, failed=~scores.has_scores(batch))["failed"]
             metrics["eval/failed_fraction"] = float(failed.double().mean())
         self.step, self.metrics = step, metrics
         self.logger.log_event(step, metrics)
         self._show(step, batch)
+        return metrics
+
+    def _compare_by_judges(self, batch: PackedBatch) -> dict[str, float]:
+        """Return each judge's `eval/win_rate_NAME` of the answers against those before training.
+
+        A win is one in both orders, a loss too; all else counts half. A pair on which a judge fails counts
+        nowhere, where failures are borne. Every rank must call this. Raises StepRefused.
+        """
+        scores = self.rollout.scores
+        mine = [scores.decode(ids) for ids in batch.sequences("response_ids")]
+        if "texts" not in self.before:
+            everyone = distributed.gather_objects(list(zip(batch.ids, mine, strict=True)))
+            self.before["texts"] = [text for _, text in sorted(row for rows in everyone for row in rows)]
+        own = [number - FIRST_NUMBER for number in batch.ids]
+        prompts = [self.rows[index]["prompt_text"] for index in own]
+        metrics = {}
+        for name, wins in scores.compare(prompts, mine, [self.before["texts"][i] for i in own]).items():
+            kept = [win for win in wins if not math.isnan(win)]
+            count = round(distributed.sum_float(len(kept)))
+            metrics |= win_rate(f"_{name}", distributed.sum_float(sum(kept)), count)
         return metrics
 
     def _answer(self, step: int) -> PackedBatch:

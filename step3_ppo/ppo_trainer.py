@@ -109,6 +109,7 @@ class PPOTrainer:
             batch = put_back(self._normalise_values(scored), batch)
             batch = batch.with_numbers("scores", torch.where(has_score, batch.numbers("scores"), torch.nan))
             summary |= metrics.summarise_scores(batch, self.rollout.scores)
+            summary |= self.rollout.scores.take_costs("reward")
             if self.args.rollout_staleness:
                 # The steps that the policy has made since it sampled a token, on average.
                 summary["rollout/staleness"] = step - 1 - float(step_mean(batch.data["versions"]))

@@ -24,8 +24,9 @@ from common.programs.training_loop import load_policy, load_ranker, runs_packed
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
 from common.ranks.zero3 import local_shard, swapped_shards
-from step3_ppo.arguments import PPOArguments, RoleFlags
+from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec
+from step3_ppo.role_arguments import RoleFlags
 
 
 @dataclass

@@ -138,6 +138,7 @@ class TrainerState(Stateful):
             "kl": (trainer.kl_controller, ("coef",)),
             "switch_costs": (trainer.roles.actor.hybrid_engine, ("received_bytes",)),
             "value_norm": (trainer.value_normaliser, ("weight", "mean", "variance")),
+            "scores": (trainer.rollout.scores if trainer.rollout.scores.judges else None, ("costs",)),
             "evaluation": (trainer.evaluation, ("step", "metrics", "before", "best", "prompts")),
         }
         return {name: (part, lasting) for name, (part, lasting) in parts.items() if part is not None}

@@ -1,6 +1,7 @@
-"""A server of rewards on a loopback port that answers well, badly, late or never."""
+"""A server of rewards on a loopback port that answers well, badly, late or never; it is a judge too."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ class Server(ThreadingHTTPServer):
         self.is_over = threading.Event()
         self.all_here = threading.Barrier(2)
         self.url = f"http://127.0.0.1:{self.server_port}/score"
+        self.judge_url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.models = ["tiny"]
 
     def handle_error(self, request, client_address) -> None:
         pass  # a client that gave up is no error here
@@ -46,9 +49,15 @@ class Handler(BaseHTTPRequestHandler):
         elif behaviour in ("works", "waits for another"):
             if behaviour != "works":
                 server.all_here.wait(10)
-            self.answer(200, json.dumps({"scores": [float(len(text)) for text in body["responses"]]}))
+            if "messages" in body:
+                self.answer(200, json.dumps(chat_completion(judgement(body["messages"][0]["content"]))))
+            else:
+                self.answer(200, json.dumps({"scores": [float(len(text)) for text in body["responses"]]}))
         else:
             self.answer(*behaviour)
+
+    def do_GET(self) -> None:
+        self.answer(200, json.dumps({"data": [{"id": name} for name in self.server.models]}))
 
     def answer(self, status: int, content: str | bytes, more: tuple = ()) -> None:
         data = content.encode() if isinstance(content, str) else content
@@ -60,6 +69,24 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_) -> None:
         pass
+
+
+def chat_completion(reply: str | None) -> dict:
+    """What OpenAI's protocol answers, with 7 and 3 tokens."""
+    message = {"role": "assistant", "content": reply}
+    usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+    return {"choices": [{"index": 0, "message": message}], "usage": usage}
+
+
+def judgement(question: str) -> str:
+    """A judge's reply to the project's own template: a point a character; the longer answer is better."""
+    answers = re.findall(
+        r"^\[(?:Answer|Answer of assistant .)\]\n(.*?)\n\[End", question, re.MULTILINE | re.DOTALL
+    )
+    if len(answers) == 1:
+        return f"Fine, 100 of 100.\nScore: {len(answers[0])}"
+    first, second = map(len, answers)
+    return f"It is {'[[A]]' if first > second else '[[B]]' if first < second else '[[C]]'}"
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from common.flags.problems import Problems
 
 SERVER_VARIABLE = "TRIPTYCH_TOKEN"
 CLIENT_VARIABLE = "TRIPTYCH_REWARD_TOKEN"  # first, where a server's own token is another
+JUDGE_VARIABLE = "TRIPTYCH_JUDGE_TOKEN"  # of its own: a judge may be somebody else's service
 
 
 def server_token(token_file: str, problems: Problems) -> str:
@@ -38,6 +39,14 @@ def client_token() -> str:
     """
     name = CLIENT_VARIABLE if os.environ.get(CLIENT_VARIABLE) else SERVER_VARIABLE
     return _checked(name, os.environ.get(name, ""))
+
+
+def judge_token() -> str:
+    """Return the token that requests to a judge bear, from TRIPTYCH_JUDGE_TOKEN alone.
+
+    Raises ValueError where it cannot stand in a header.
+    """
+    return _checked(JUDGE_VARIABLE, os.environ.get(JUDGE_VARIABLE, ""))
 
 
 def _checked(origin: str, token: str) -> str:

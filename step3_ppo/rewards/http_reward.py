@@ -31,69 +31,97 @@ _ANSWER_BYTES, _SCORE_BYTES = 2**20, 256
 _EXPECTED = 'a server must answer {"scores": [...]} with one number for each response'
 
 
-class HttpReward(TextReward):
-    """A reward from a server. What may pass by itself (no connection, no answer in time, too many
-    requests, a status from 500 on) is tried again.
+class JsonClient:
+    """Asks a server by JSON. What may pass by itself (no connection, no answer in time, too many requests, a
+    status from 500 on) is tried again.
     """
 
-    def __init__(self, url: str, args: Any) -> None:
-        """Nothing is sent yet. Raises ValueError when the environment's token is none."""
-        super().__init__(url, args, num_threads=MAX_CONNECTIONS)
-        self.timeout_seconds = args.reward_timeout_seconds
+    def __init__(self, url: str, timeout_seconds: float, variable: str, token: str) -> None:
+        """`token`, of the environment's `variable`, goes with every request; nothing is sent yet."""
+        self.url, self.timeout_seconds, self.variable = url, timeout_seconds, variable
         # No compressed answers: a small one could unfold into a large one.
         headers = {"accept-encoding": "identity", "content-type": "application/json"}
-        if token := client_token():
+        if token:
             headers["authorization"] = f"Bearer {token}"
         self._client = httpx.Client(
-            timeout=self.timeout_seconds,
+            timeout=timeout_seconds,
             trust_env=urlsplit(url).hostname not in _LOOPBACK,  # a proxy knows no way to this machine
             headers=headers,
             follow_redirects=False,  # the texts, and the token, are for the server that --reward names
         )
 
-    def ask(self, batch: Answers) -> Checked:
-        """See `TextReward.ask`; some tries are made."""
+    def ask(self, content: Any, *, path: str = "", max_bytes: int = _ANSWER_BYTES) -> str:
+        """Return the text of the answer to a POST at the address and `path`, or to a GET for None.
+
+        Raises RewardError: some tries failed, the status is no answer, or it has more than `max_bytes`.
+        """
         failure = ""
         for attempt in range(NUM_TRIES):
             if attempt:
                 time.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
             try:
-                status, location, text = self._post(batch)
+                status, location, text = self._send(content, path, max_bytes)
             except httpx.RequestError as error:
                 failure = f"{type(error).__name__}: {error}"
                 continue
             if 200 <= status < 300:
-                return checked_scores(_read_scores(text), batch)
+                return text
             failure = f"status {status}: {quoted(text)}"
             if status < 500 and status not in PASSING:
-                raise RewardError(f"{failure}; {_cure(status, location)}")
+                raise RewardError(f"{failure}; {self._cure(status, location)}")
         raise RewardError(
             f"failed {NUM_TRIES} times, the last time with {failure}; see that the server runs there and "
             f"answers within --reward_timeout_seconds {self.timeout_seconds:g}, or lower --reward_batch_size"
         )
 
     def close(self) -> None:
-        """See `TextReward.close`."""
-        super().close()
+        """End the connections."""
         self._client.close()
 
-    def _post(self, batch: Answers) -> tuple[int, str, str]:
+    def _send(self, content: Any, path: str, max_bytes: int) -> tuple[int, str, str]:
         """Return status, where it sends us on to, and text of the answer.
 
         Raises httpx.RequestError, and RewardError for an answer that is longer than one may be.
         """
-        content = {"prompts": batch.prompts, "responses": batch.responses, "rows": batch.rows}
-        deadline = time.monotonic() + self.timeout_seconds
-        limit, data = _ANSWER_BYTES + _SCORE_BYTES * len(batch), bytearray()
+        deadline, data = time.monotonic() + self.timeout_seconds, bytearray()
         # httpx's own JSON refuses a NaN, or half of an emoji, of a row.
-        with self._client.stream("POST", self.name, content=json.dumps(content)) as answer:
+        body = {} if content is None else {"content": json.dumps(content)}
+        with self._client.stream("POST" if body else "GET", self.url + path, **body) as answer:
             for part in answer.iter_raw():  # a compressed one stays as it is, and is no JSON
                 data += part
-                if len(data) > limit:
-                    raise RewardError(f"its answer has more than {limit} bytes; {_EXPECTED}")
+                if len(data) > max_bytes:
+                    raise RewardError(f"its answer has more than {max_bytes} bytes")
                 if time.monotonic() > deadline:
                     raise httpx.ReadTimeout("the answer came too slowly", request=answer.request)
             return answer.status_code, answer.headers.get("location", ""), data.decode("utf-8", "replace")
+
+    def _cure(self, status: int, location: str) -> str:
+        """Return what a user can do about a status that is no answer."""
+        if location:
+            return f"it sends us on to {quoted(location)}; give that address to --reward, if you trust it"
+        if status in (401, 403):
+            return f"it wants a token: set {self.variable} to the server's"
+        return "correct the address or what the server takes"
+
+
+class HttpReward(TextReward):
+    """A reward from a server."""
+
+    def __init__(self, url: str, args: Any) -> None:
+        """Nothing is sent yet. Raises ValueError when the environment's token is none."""
+        super().__init__(url, args, num_threads=MAX_CONNECTIONS)
+        self._client = JsonClient(url, args.reward_timeout_seconds, CLIENT_VARIABLE, client_token())
+
+    def ask(self, batch: Answers) -> Checked:
+        """See `TextReward.ask`; some tries are made."""
+        content = {"prompts": batch.prompts, "responses": batch.responses, "rows": batch.rows}
+        max_bytes = _ANSWER_BYTES + _SCORE_BYTES * len(batch)
+        return checked_scores(_read_scores(self._client.ask(content, max_bytes=max_bytes)), batch)
+
+    def close(self) -> None:
+        """See `TextReward.close`."""
+        super().close()
+        self._client.close()
 
 
 def _read_scores(text: str) -> Any:
@@ -101,12 +129,3 @@ def _read_scores(text: str) -> Any:
         return json.loads(text)["scores"]
     except (ValueError, RecursionError, TypeError, KeyError):  # TypeError: a list, a number
         raise RewardError(f'no JSON object with "scores": {quoted(text)}; {_EXPECTED}') from None
-
-
-def _cure(status: int, location: str) -> str:
-    """Return what a user can do about a status that is no answer."""
-    if location:
-        return f"it sends us on to {quoted(location)}; give that address to --reward, if you trust it"
-    if status in (401, 403):
-        return f"it wants a token: set {CLIENT_VARIABLE} to the server's"
-    return "correct the address or what the server takes"

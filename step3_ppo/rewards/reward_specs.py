@@ -2,6 +2,7 @@
 loaded, and those that read text.
 
 [WEIGHT*]model:PATH  [WEIGHT*]classifier:PATH[:LABEL]  [WEIGHT*]function:MODULE:NAME  [WEIGHT*]http://HOST:PORT/PATH
+[WEIGHT*]judge:URL[:MODEL][#TEMPLATE_FILE]
 """
 
 import difflib
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from common.flags.access_token import client_token
+from common.flags.access_token import CLIENT_VARIABLE, JUDGE_VARIABLE, client_token, judge_token
 from common.flags.args import Problems
 from step3_ppo.rewards.classifier_reward import ClassifierReward, load_parts
 from step3_ppo.rewards.function_reward import FunctionReward, import_function
 from step3_ppo.rewards.http_reward import HttpReward
+from step3_ppo.rewards.judge_reward import JudgeReward, read_template, split_target
 from step3_ppo.rewards.text_rewards import TextReward, read_number
 
 FORMS = {
@@ -23,6 +25,7 @@ FORMS = {
     "classifier": "classifier:PATH[:LABEL]",
     "function": "function:MODULE:NAME",
     "http": "http://HOST:PORT/PATH",
+    "judge": "judge:URL[:MODEL][#TEMPLATE_FILE]",
 }
 
 
@@ -57,7 +60,8 @@ def parse_reward(text: str, taken: set[str]) -> RewardSpec:
     """Return what one entry of `--reward` says, under a name that is not taken; its weight is 1 by default.
 
     Raises:
-        ValueError: unknown kind (the nearest is named), a weight that is no number, nothing behind the kind.
+        ValueError: unknown kind (the nearest is named), a weight that is no number, nothing behind the kind,
+            no address of a judge.
     """
     head, _, target = text.strip().partition(":")
     weight_text, star, kind = head.rpartition("*")  # a * behind the kind belongs to a path
@@ -75,10 +79,11 @@ def parse_reward(text: str, taken: set[str]) -> RewardSpec:
             "leave it out for 1"
         )
     _, at, host = target.partition("//")[2].partition("/")[0].rpartition("@")
-    if kind == "http" and at:
+    if kind in ("http", "judge") and at:
+        variable = CLIENT_VARIABLE if kind == "http" else JUDGE_VARIABLE
         raise ValueError(
             f"--reward http://...@{host}: a name or password in the address would stand in args.json and in "
-            "messages; leave it out and set TRIPTYCH_REWARD_TOKEN"
+            f"messages; leave it out and set {variable}"
         )
     if not _names_something(kind, target):
         raise ValueError(f"--reward {text}: {target!r} names nothing; write {FORMS[kind]}")
@@ -93,8 +98,9 @@ def parse_reward(text: str, taken: set[str]) -> RewardSpec:
 def _names_something(kind: str, target: str) -> bool:
     if kind == "function":
         return bool(re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", target))
-    if kind != "http":
+    if kind not in ("http", "judge"):
         return bool(target.partition(":")[0])
+    target = split_target(target)[0] if kind == "judge" else target
     try:
         return bool(urlsplit(target).hostname) and urlsplit(target).port != 0
     except ValueError:  # a port that is no number
@@ -115,6 +121,9 @@ def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
                 import_function(spec.target)
             elif spec.kind == "http":
                 client_token()
+            elif spec.kind == "judge":
+                judge_token()
+                read_template(split_target(spec.target)[2])
             elif spec.kind == "classifier":
                 load_parts(spec.target, trust_remote_code=args.trust_remote_code)
     if args.reward_processes > 0 and not any(spec.kind == "function" for spec in specs):
@@ -131,5 +140,10 @@ def build_text_reward(spec: RewardSpec, args: Any) -> TextReward:
     Raises:
         ValueError: what `check_rewards` tells too.
     """
-    kinds = {"classifier": ClassifierReward, "function": FunctionReward, "http": HttpReward}
+    kinds = {
+        "classifier": ClassifierReward,
+        "function": FunctionReward,
+        "http": HttpReward,
+        "judge": JudgeReward,
+    }
     return kinds[spec.kind](spec.target, args)

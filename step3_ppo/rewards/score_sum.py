@@ -11,6 +11,7 @@ import torch
 from common.data.packed_batch import PackedBatch
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused
+from step3_ppo.rewards.judge_reward import COSTS, JudgeReward
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.text_rewards import Answers, RewardError, TextReward, in_daemon
 
@@ -29,7 +30,13 @@ class ScoreSum:
     decode: Callable[[torch.Tensor], str] | None = None
     on_error: float | None = None  # the score of an answer without one, see `parse_on_error`
     first_failure: str = field(default="", init=False)  # of all ranks, of the last scores
+    costs: dict[str, float] = field(default_factory=dict, init=False)  # of all ranks' judges, not logged yet
     _beside: Future[None] | None = field(default=None, init=False)  # what is asked in a thread
+
+    @property
+    def judges(self) -> dict[str, JudgeReward]:
+        """The rewards that compare answers too, by name."""
+        return {name: reward for name, reward in self.texts.items() if isinstance(reward, JudgeReward)}
 
     @property
     def bears_failures(self) -> bool:
@@ -65,6 +72,7 @@ class ScoreSum:
             if self.texts:
                 with watchdog.phase("the rewards", clock="reward"):
                     distributed.run_together(wait_for_texts, StepRefused)
+            self._gather_costs()
             return self._add_up(found, len(batches))
 
         if self.texts:
@@ -97,6 +105,43 @@ class ScoreSum:
                 numbers = [(weight, torch.where(x.isnan(), default, x)) for weight, x in numbers]
             total.append(sum(weight * x for weight, x in numbers).float())
         return {"scores": total} | {PREFIX + spec.name: found[spec.name] for spec in self.specs}
+
+    def compare(
+        self, prompts: Sequence[str], mine: Sequence[str], others: Sequence[str]
+    ) -> dict[str, list[float]]:
+        """Return by judge what `JudgeReward.prefer` says of this rank's answers.
+
+        Every rank must call this. Raises StepRefused on all of them.
+        """
+
+        def compare() -> dict[str, list[float]]:
+            try:
+                return {name: judge.prefer(prompts, mine, others) for name, judge in self.judges.items()}
+            except RewardError as error:
+                raise StepRefused(str(error)) from error
+
+        with watchdog.phase("the judged pairs", clock="reward"):
+            found = distributed.run_together(compare, StepRefused)[distributed.rank()]
+        self._gather_costs()
+        return found
+
+    def _gather_costs(self) -> None:
+        """Add up what the judges of all ranks have cost since the last time. Every rank must call this."""
+        if not self.judges:
+            return
+        own = {f"{name}_{what}": judge.costs[what] for name, judge in self.judges.items() for what in COSTS}
+        for judge in self.judges.values():
+            judge.costs.clear()
+        for of_rank in distributed.gather_objects(own):
+            for name, number in of_rank.items():
+                self.costs[name] = self.costs.get(name, 0.0) + number
+
+    def take_costs(self, group: str) -> dict[str, float]:
+        """Return what the judges have cost since the last time, named for the log as GROUP/NAME_calls,
+        _cached, _prompt_tokens, _completion_tokens and _seconds (of all requests together).
+        """
+        taken, self.costs = self.costs, {}
+        return {f"{group}/{name}": number for name, number in taken.items()}
 
     def has_scores(self, batch: PackedBatch) -> torch.Tensor:
         """Return (B,) bool: every reward that has a weight gave this response a score."""

@@ -1,7 +1,7 @@
 """What a reward that reads text is: it takes prompts and responses, it gives one number each. No torch here.
 
-`function_reward`, `classifier_reward` and `http_reward` hold such rewards; what they give goes through
-`checked_scores`, so that a wrong count or a NaN ends the run where it arose and not in a loss.
+`function_reward`, `classifier_reward`, `http_reward`, `judge_reward` hold such rewards; what they give goes
+through `checked_scores`, so that a wrong count or a NaN ends the run where it arose and not in a loss.
 """
 
 import math
@@ -78,11 +78,14 @@ class TextReward:
             scores, problem = [math.nan] * len(batch), str(error)
         if problem:
             first = f"first: {batch.shown(0)}"
-            message = f"reward {self.name}, for a batch of {len(batch)} ({first}): {problem}"
-            if not self.bears_failures:
-                raise RewardError(message)
-            self.first_failure = self.first_failure or message
+            self.fail(f"reward {self.name}, for a batch of {len(batch)} ({first}): {problem}")
         return scores
+
+    def fail(self, message: str) -> None:
+        """Keep the first failure where failures are borne. Raises RewardError where they are not."""
+        if not self.bears_failures:
+            raise RewardError(message)
+        self.first_failure = self.first_failure or message
 
     def close(self) -> None:
         """End its processes, threads and connections."""

@@ -8,6 +8,7 @@ import pytest
 import tiny_inputs
 import torch
 from program_runs import read_metrics
+from reward_http_server import running_server
 from test_resume import last_state, without_times
 from tiny_inputs import step_flags
 
@@ -97,3 +98,31 @@ def test_two_ranks_see_what_one_does(run):
         assert [mine[n] for n in names] == pytest.approx([theirs[n] for n in names], abs=2e-4), mine["step"]
     shown = [[r["answer"] for r in read_lines(f / "samples.jsonl") if "is_fixed" in r] for f in (one, two)]
     assert shown[0] == shown[1]
+
+
+def test_a_judge_compares_with_the_answers_before_training_and_tells_what_it_costs(run):
+    """The judge of the tests prefers the longer answer. Four prompts, whose answers samples.jsonl has."""
+    with running_server() as server:
+        judging = {
+            "reward": f"judge:{server.judge_url}",
+            "eval_prompts": 4,
+            "keep_best": "eval/win_rate_judge",
+        }
+        one, two = (run(enable_hybrid_engine=True, ranks=ranks, **judging) for ranks in (1, 2))
+    rows = read_metrics(one, "eval/win_rate_judge")
+    shown = [row for row in read_lines(one / "samples.jsonl") if "is_fixed" in row]
+    lengths = [[len(row["answer"]) for row in shown if row["step"] == step] for step in range(4)]
+    wins = [
+        [(now > then) + (now == then) / 2 for now, then in zip(of, lengths[0], strict=True)] for of in lengths
+    ]
+    assert [row["eval/win_rate_judge"] for row in rows] == [sum(of) / 4 for of in wins]
+    assert len({sum(of) for of in wins}) > 1 and rows[0]["eval/win_rate_judge"] == 0.5
+    others = read_metrics(two, "eval/win_rate_judge")
+    assert [row["eval/win_rate_judge"] for row in others] == [row["eval/win_rate_judge"] for row in rows]
+    steps = read_metrics(one, "reward/judge_calls")
+    assert (
+        all(row["reward/judge_calls"] + row["reward/judge_cached"] == 4 for row in steps) and len(steps) == 3
+    )
+    assert all(row["reward/judge_prompt_tokens"] == 7 * row["reward/judge_calls"] for row in steps)
+    assert rows[0]["eval/judge_calls"] <= 4, "before training an answer is compared with itself"
+    assert any(row["eval/judge_calls"] > 4 for row in rows[1:])

@@ -33,6 +33,7 @@ def problems_of(*rewards: str, **changes) -> list[str]:
         ("-2*classifier:org/toxic:toxic", "classifier", "org/toxic:toxic", -2.0, "classifier"),
         ("0.5*https://host/a*b", "http", "https://host/a*b", 0.5, "http"),
         ("model:a*b:c", "model", "a*b:c", 1.0, "model"),
+        ("0.2*judge:http://h:1/v1:m#t", "judge", "http://h:1/v1:m#t", 0.2, "judge"),
     ],
 )
 def test_an_entry_says_kind_target_and_weight(text, kind, target, weight, name):
@@ -54,6 +55,8 @@ def test_names_are_unique_even_where_a_function_is_called_like_a_second_one():
         ("model:", ["'' names nothing", "model:PATH"]),
         ("function:my_module", ["'my_module' names nothing", "function:MODULE:NAME"]),
         ("http://h:99999/score", ["names nothing", "http://HOST:PORT/PATH"]),
+        ("judge:h:1/v1", ["'h:1/v1' is no address", "judge:http://HOST:PORT/v1:MODEL"]),
+        ("judge:http://h:1:model", ["names nothing", "judge:URL[:MODEL][#TEMPLATE_FILE]"]),
     ],
 )
 def test_what_an_entry_cannot_say_is_named_with_its_cure(text, words):
@@ -115,11 +118,13 @@ def test_all_problems_are_told_at_once(tmp_path):
         f"classifier:{tmp_path}/lm",
         f"classifier:{tmp_path}/absent:POSITIVE",
         "function:step3_ppo.rewards.examples.length:brevty",
+        f"judge:http://h/v1#{tmp_path}/none.txt",
     )
     expected = [
         "is a GPT2LMHeadModel, not a sequence classifier",
         "neither a model folder nor a hub model at hand",
         "has no brevty; did you mean brevity?",
+        "the template cannot be read",
     ]
     assert len(found) == len(expected)
     assert [words for words, message in zip(expected, found, strict=True) if words not in message] == []
@@ -149,6 +154,12 @@ def test_secrets_of_addresses_and_tokens_are_told_before_a_model_is_loaded_and_n
     for address in ("http://me:pass@host:1/s", "https://pass@host/score", "http://pass@host:x/"):
         (message,) = problems_of(address)
         assert "host" in message and "TRIPTYCH_REWARD_TOKEN" in message and "pass@" not in message
-    monkeypatch.setenv("TRIPTYCH_REWARD_TOKEN", "two words")
-    (message,) = problems_of("http://h:1/s")
-    assert "TRIPTYCH_REWARD_TOKEN holds 9 characters" in message and "two words" not in message
+    (message,) = problems_of("judge:http://me:pass@host:1/v1")
+    assert "TRIPTYCH_JUDGE_TOKEN" in message and "pass@" not in message
+    for variable, reward in (
+        ("TRIPTYCH_REWARD_TOKEN", "http://h:1/s"),
+        ("TRIPTYCH_JUDGE_TOKEN", "judge:http://h/v1"),
+    ):
+        monkeypatch.setenv(variable, "two words")
+        (message,) = problems_of(reward)
+        assert f"{variable} holds 9 characters" in message and "two words" not in message

@@ -218,7 +218,9 @@ def make_trainer(rows=5):
     """The parts of a trainer that a checkpoint keeps, as they begin."""
     evaluation = Evaluation(PPOArguments(), None, None, [{"prompt_ids": [1, i]} for i in range(rows)])
     return SimpleNamespace(
-        rollout=SimpleNamespace(refilled_fraction=0.0, recomputes=True),
+        rollout=SimpleNamespace(
+            refilled_fraction=0.0, recomputes=True, scores=SimpleNamespace(judges={"judge": None}, costs={})
+        ),
         roles=SimpleNamespace(actor=SimpleNamespace(hybrid_engine=SimpleNamespace(received_bytes=0))),
         prompts=GlobalBatches(range(99), list, rows_per_micro_batch=1),
         losses=SimpleNamespace(pretraining=None),
@@ -237,11 +239,13 @@ def test_a_resumed_run_has_everything_that_moves():
     first.value_normaliser.update(torch.tensor([1.0, 3.0]), torch.ones(2).bool())
     first.evaluation.step, first.evaluation.best = 20, {"metric": "eval/score", "value": 1.0, "step": 10}
     first.evaluation.before = {"scores": [1.0, None], "answers": ["a", "b"]}
+    first.rollout.scores.costs = {"judge_calls": 3.0}
     next(first.prompts)
     state = json.loads(json.dumps(TrainerState(first).json_state()))
     TrainerState(second).load(None, state)
     assert TrainerState(second).json_state() == state and next(second.prompts) == next(first.prompts)
     assert second.kl_controller.coef == 0.3 and not second.rollout.recomputes
+    assert second.rollout.scores.costs == {"judge_calls": 3.0}, "of a rollout that is not logged yet"
     assert second.value_normaliser.denormalise(torch.zeros(1)).tolist() == [2.0]
     assert second.evaluation.before == first.evaluation.before and not second.evaluation.is_due(20, 20)
     with pytest.raises(ValueError, match="held-out prompts have changed"):

@@ -1,0 +1,280 @@
+"""`--reward judge:URL[:MODEL][#TEMPLATE_FILE]`: a language model that speaks OpenAI's chat protocol scores
+answers, and compares two. No torch in here.
+
+URL is where the protocol begins, as in http://127.0.0.1:8000/v1. A template file says what the judge is asked
+and how its reply is read, see `read_template`. It is asked at temperature 0 with the run's seed, and the same
+question once (LLM-as-a-judge, arXiv:2306.05685).
+"""
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.flags.access_token import JUDGE_VARIABLE, judge_token
+from step3_ppo.rewards.http_reward import JsonClient
+from step3_ppo.rewards.text_rewards import (
+    Answers,
+    Checked,
+    RewardError,
+    TextReward,
+    checked_scores,
+    quoted,
+    read_number,
+)
+
+MAX_REQUESTS = 64  # that are under way at the same time, however large --reward_batch_size is
+DEFAULT_TEMPLATE = Path(__file__).with_name("judge_template.txt")
+LAST_NUMBER = r"(-?\d+(?:\.\d+)?)"
+FIELDS = {"score": ("prompt", "answer"), "pair": ("prompt", "first", "second")}  # of a template's parts
+_VERDICTS = {"A": 1, "B": -1, "C": 0}
+COSTS = ("calls", "cached", "prompt_tokens", "completion_tokens", "seconds")
+_HEAD = ("range", "pattern", "max_tokens")
+
+
+@dataclass(frozen=True)
+class JudgeTemplate:
+    """What a judge is asked, and how its reply is read."""
+
+    score: str  # with {prompt} and {answer}
+    pair: str  # with {prompt}, {first} and {second}
+    low: float  # a score outside is clipped
+    high: float
+    pattern: re.Pattern[str] = re.compile(LAST_NUMBER)  # its group in its last match is the score
+    max_tokens: int = 0  # of a reply; 0: the server's limit
+
+    def read_score(self, reply: str) -> float:
+        """Return the score of a reply, clipped to the range. Raises RewardError where there is none."""
+        found = self.pattern.findall(reply)
+        number = read_number(found[-1]) if found else None
+        if number is None:
+            raise RewardError(
+                f"no score by {self.pattern.pattern!r} in the reply {quoted(reply)}; ask for it in the "
+                "template, or raise the template's max_tokens where the reply was cut"
+            )
+        return min(max(number, self.low), self.high)
+
+
+def read_verdict(reply: str) -> int:
+    """Return 1 where the first of two answers is preferred, -1 for the second, 0 for a tie.
+
+    It is the last [[A]], [[B]] or [[C]] of the reply. Raises RewardError where there is none.
+    """
+    found = re.findall(r"\[\[([ABC])\]\]", reply)
+    if not found:
+        raise RewardError(
+            f"no [[A]], [[B]] or [[C]] in the reply {quoted(reply)}; ask for it in the template"
+        )
+    return _VERDICTS[found[-1]]
+
+
+def fill(template: str, **texts: str) -> str:
+    """Return a template with the texts in the places of their names; what a text holds is not filled in."""
+    return re.sub(r"\{(\w+)\}", lambda match: texts.get(match[1], match[0]), template)
+
+
+def read_template(path: str) -> JudgeTemplate:
+    """Return the template of a file, the project's own for "".
+
+    Lines NAME: VALUE (`range: LOW HIGH`, and if wanted `pattern: REGULAR_EXPRESSION`, `max_tokens: N`), then
+    the line "--- score" and the question, and if wanted "--- pair" and the question about two answers, which
+    is the project's own otherwise.
+
+    Raises ValueError: no such file, or what is wrong with it.
+    """
+    where = f"--reward judge:...#{path}"
+    try:
+        text = Path(path or DEFAULT_TEMPLATE).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where}: the template cannot be read: {error}") from error
+    head, *rest = re.split(r"^--- *(\w+) *$\n", text, flags=re.MULTILINE)
+    parts = dict(zip(rest[::2], rest[1::2], strict=True))
+    if "score" not in parts or parts.keys() - FIELDS.keys():
+        raise ValueError(
+            f"{where}: its parts are {', '.join(parts) or 'none'}; write the question behind a line "
+            "'--- score', and, if you like, the one about two answers behind '--- pair'"
+        )
+    for name, body in parts.items():
+        missing = [f"{{{field}}}" for field in FIELDS[name] if f"{{{field}}}" not in body]
+        if missing:
+            raise ValueError(f"{where}: the part '--- {name}' lacks {', '.join(missing)}, where the texts go")
+    if "pair" not in parts:
+        parts["pair"] = read_template("").pair
+    return JudgeTemplate(**{name: body.strip() for name, body in parts.items()}, **_read_head(head, where))
+
+
+def _read_head(head: str, where: str) -> dict[str, Any]:
+    """Return the head's values as `JudgeTemplate` has them. Raises ValueError."""
+    lines = (line.partition(":") for line in head.splitlines() if line.strip())
+    given = {name.strip(): value.strip() for name, _, value in lines}
+    if unknown := given.keys() - set(_HEAD):
+        raise ValueError(
+            f"{where}: its head has {', '.join(sorted(unknown))}; it may have {', '.join(_HEAD)}"
+        )
+    limits = [read_number(word) for word in given.get("range", "").split()]
+    if len(limits) != 2 or None in limits or not limits[0] < limits[1]:
+        raise ValueError(
+            f"{where}: 'range: {given.get('range', '')}' of its head must be two numbers, as in range: 1 10"
+        )
+    values: dict[str, Any] = {"low": limits[0], "high": limits[1]}
+    if "pattern" in given:
+        try:
+            values["pattern"] = re.compile(given["pattern"])
+        except re.error as error:
+            raise ValueError(
+                f"{where}: 'pattern: {given['pattern']}' is no regular expression: {error}"
+            ) from error
+        if values["pattern"].groups != 1:
+            raise ValueError(f"{where}: 'pattern: {given['pattern']}' needs one group, which is the score")
+    if "max_tokens" in given:
+        if not given["max_tokens"].isdecimal():
+            raise ValueError(f"{where}: 'max_tokens: {given['max_tokens']}' must be a whole number")
+        values["max_tokens"] = int(given["max_tokens"])
+    return values
+
+
+def split_target(target: str) -> tuple[str, str, str]:
+    """Return address, model ("" for the server's only one), template file of `URL[:MODEL][#TEMPLATE_FILE]`.
+
+    Raises ValueError where there is no http address; a model stands behind the address's path.
+    """
+    place, _, path = target.partition("#")
+    match = re.fullmatch(r"(https?://[^/\s]+(?:/[^:\s]*)?)(?::(\S+))?", place)
+    if not match:
+        raise ValueError(
+            f"--reward judge:{target}: {place!r} is no address; write judge:http://HOST:PORT/v1, and a model "
+            "behind its path, as in judge:http://HOST:PORT/v1:MODEL"
+        )
+    return match[1].rstrip("/"), match[2] or "", path
+
+
+class JudgeReward(TextReward):
+    """A reward from a language model that is asked about each answer on its own."""
+
+    def __init__(self, target: str, args: Any) -> None:
+        """Read the template; nothing is sent yet. Raises ValueError, see `read_template`, `judge_token`."""
+        url, self._model, path = split_target(target)
+        super().__init__(f"judge:{target}", args, num_threads=min(args.reward_batch_size, MAX_REQUESTS))
+        self.template = read_template(path)
+        self.costs: Counter[str] = Counter()  # by COSTS, since they were gathered last
+        self._known: dict[bytes, float] = {}  # what was read of a reply, by the question
+        self._client = JsonClient(url, args.reward_timeout_seconds, JUDGE_VARIABLE, judge_token())
+        self._lock = threading.Lock()
+
+    def score(self, answers: Answers) -> list[float]:
+        """See `TextReward.score`; equal answers to a prompt are one question."""
+        ones = list(answers.batches(1))
+        questions = [self._question_about(one) for one in ones]
+        unique = dict(zip(questions, ones, strict=True))
+        scores = dict(zip(unique, self._side_by_side(self._score, unique.values()), strict=True))
+        self.costs["cached"] += len(questions) - len(unique)
+        return [score for question in questions for score in scores[question]]
+
+    def ask(self, batch: Answers) -> Checked:
+        """See `TextReward.ask`; the batch is one answer."""
+        return checked_scores([self._judge(self._question_about(batch), self.template.read_score)], batch)
+
+    def prefer(self, prompts: Sequence[str], mine: Sequence[str], others: Sequence[str]) -> list[float]:
+        """Return for each prompt 1 where the judge prefers `mine` in both orders, 0 where it prefers the
+        other in both, else 0.5; NaN for a failure that is borne.
+
+        Equal answers tie unasked. Raises RewardError.
+        """
+        return list(self._side_by_side(self._prefer, prompts, mine, others))
+
+    def _prefer(self, prompt: str, mine: str, other: str) -> float:
+        if mine == other:
+            return 0.5
+        try:
+            first, second = (
+                self._judge(fill(self.template.pair, prompt=prompt, first=a, second=b), read_verdict)
+                for a, b in ((mine, other), (other, mine))
+            )
+        except RewardError as error:
+            self.fail(f"reward {self.name}, for two answers to {quoted(prompt)}: {error}")
+            return float("nan")
+        return {2: 1.0, -2: 0.0}.get(first - second, 0.5)
+
+    def _side_by_side(self, work: Callable[..., Any], *columns: Iterable[Any]) -> Iterable[Any]:
+        return self._threads.map(work, *columns) if self._threads else map(work, *columns)
+
+    def _question_about(self, one: Answers) -> str:
+        return fill(self.template.score, prompt=one.prompts[0], answer=one.responses[0])
+
+    def _judge(self, question: str, read: Callable[[str], float]) -> float:
+        """Return what is read of the judge's reply; a question that was answered is not asked again."""
+        key = hashlib.blake2b(question.encode("utf-8", "replace"), digest_size=16).digest()
+        if key in self._known:
+            self._count(cached=1)
+            return self._known[key]
+        content = {
+            "model": self._find_model(),
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+            "seed": self.args.seed,
+        }
+        if self.template.max_tokens:
+            content["max_tokens"] = self.template.max_tokens
+        started = time.monotonic()
+        try:
+            answer = self._client.ask(content, path="/chat/completions")
+        finally:
+            self._count(calls=1, seconds=time.monotonic() - started)
+        reply, usage = _read_reply(answer)
+        self._count(**usage)
+        self._known[key] = value = read(reply)
+        return value
+
+    def _find_model(self) -> str:
+        """Return the model's name, of the server where the flag has none. Raises RewardError."""
+        with self._lock:
+            if not self._model:
+                answer = self._client.ask(None, path="/models")
+                try:
+                    names = [str(model["id"]) for model in json.loads(answer)["data"]]
+                except (ValueError, RecursionError, TypeError, KeyError):
+                    raise RewardError(
+                        f"no list of models: {quoted(answer)}; name one behind the address"
+                    ) from None
+                if len(names) != 1:
+                    listed = quoted(", ".join(names))
+                    raise RewardError(
+                        f"it serves {len(names)} models, {listed}; name one behind the address, as URL:MODEL"
+                    )
+                self._model = names[0]
+            return self._model
+
+    def _count(self, **numbers: float) -> None:
+        with self._lock:
+            self.costs.update(numbers)
+
+    def close(self) -> None:
+        """See `TextReward.close`."""
+        super().close()
+        self._client.close()
+
+
+def _read_reply(text: str) -> tuple[str, dict[str, int]]:
+    """Return a chat completion's text, and the tokens of prompt and reply that it tells.
+
+    Raises RewardError.
+    """
+    try:
+        answer = json.loads(text)
+        reply = answer["choices"][0]["message"]["content"]
+        usage = answer.get("usage") or {}
+        counts = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
+    except (ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
+        reply, counts = None, {}
+    if not isinstance(reply, str):
+        raise RewardError(
+            f"no chat completion with a text: {quoted(text)}; the address must be where OpenAI's protocol "
+            "begins, as in http://HOST:PORT/v1"
+        )
+    return reply, counts

@@ -1,0 +1,117 @@
+"""The flags of step 3's four models. No torch in here."""
+
+from dataclasses import dataclass
+
+from common.flags.args import REQUIRED, flag
+
+
+@dataclass(frozen=True)
+class RoleFlags:
+    """The flags of one role, under the names that steps 1 and 2 have for them."""
+
+    model_name_or_path: str
+    learning_rate: float
+    lora_learning_rate: float
+    weight_decay: float
+    zero_stage: int
+    offload: str
+    gradient_checkpointing: bool
+    lora_dim: int
+    lora_module_name: str
+
+
+@dataclass
+class RoleArguments:
+    """The four models: where they come from, how they are trained and placed."""
+
+    actor_model_name_or_path: str = flag(REQUIRED, "SFT model; also the reference")
+    critic_model_name_or_path: str = flag(
+        "",
+        "initial critic: a reward model, or with --reward a language model too (new head); empty with "
+        "--reward: the actor's",
+    )
+    actor_learning_rate: float = flag(9.65e-6, "peak learning rate of the actor", low=0)
+    critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", low=0)
+    actor_weight_decay: float = flag(0.0, "AdamW weight decay of the actor's matrices", low=0)
+    critic_weight_decay: float = flag(0.0, "AdamW weight decay of the critic's matrices", low=0)
+    actor_zero_stage: int = flag(
+        0, "ZeRO stage of the actor; 3 shards the reference too", choices=(0, 1, 2, 3), may_change=True
+    )
+    critic_zero_stage: int = flag(
+        0, "ZeRO stage of the critic; 3 shards the reward too", choices=(0, 1, 2, 3), may_change=True
+    )
+    critic_offload: str = flag(
+        "",
+        "offload of the critic, as --offload is of the actor; empty: the same",
+        choices=("", "none", "optimizer", "param", "all"),
+        const="all",
+        may_change=True,
+    )
+    actor_gradient_checkpointing: bool = flag(False, "recompute the actor's activations", may_change=True)
+    critic_gradient_checkpointing: bool = flag(False, "recompute the critic's activations", may_change=True)
+    offload_reference_model: bool = flag(
+        False,
+        "keep the reference model's weights on the CPU between uses",
+        may_change=True,
+        only_with="actor_lora_dim=0",
+    )
+    offload_reward_model: bool = flag(
+        False, "keep the reward model's weights on the CPU between uses", may_change=True
+    )
+    actor_lora_dim: int = flag(0, "rank of the actor's adapters; 0: no LoRA", low=0, high=2**16)
+    actor_lora_module_name: str = flag(
+        "auto",
+        "adapt the actor's linear layers whose name has this, or this regular expression",
+        only_with="actor_lora_dim",
+    )
+    actor_lora_learning_rate: float = flag(
+        5e-5, "learning rate of the actor's adapters", low=0, only_with="actor_lora_dim"
+    )
+    critic_lora_dim: int = flag(0, "rank of the critic's adapters; 0: no LoRA", low=0, high=2**16)
+    critic_lora_module_name: str = flag(
+        "auto",
+        "adapt the critic's linear layers whose name has this, or this regular expression",
+        only_with="critic_lora_dim",
+    )
+    critic_lora_learning_rate: float = flag(
+        5e-5, "learning rate of the critic's adapters", low=0, only_with="critic_lora_dim"
+    )
+    lora_alpha: float = flag(
+        0.0,
+        "LoRA scaling is alpha / dim; 0 means alpha = dim",
+        low=0,
+        only_with="actor_lora_dim critic_lora_dim",
+    )
+    only_optimize_lora: bool = flag(
+        True, "train adapters and the critic's head alone", only_with="actor_lora_dim critic_lora_dim"
+    )
+
+    @property
+    def actor(self) -> RoleFlags:
+        """The actor's flags; the reference follows its --actor_zero_stage."""
+        return RoleFlags(
+            model_name_or_path=self.actor_model_name_or_path,
+            learning_rate=self.actor_learning_rate,
+            lora_learning_rate=self.actor_lora_learning_rate,
+            weight_decay=self.actor_weight_decay,
+            zero_stage=self.actor_zero_stage,
+            offload=self.offload,
+            gradient_checkpointing=self.actor_gradient_checkpointing,
+            lora_dim=self.actor_lora_dim,
+            lora_module_name=self.actor_lora_module_name,
+        )
+
+    @property
+    def critic(self) -> RoleFlags:
+        """The critic's flags; the reward models follow its --critic_zero_stage."""
+        return RoleFlags(
+            model_name_or_path=self.critic_model_name_or_path,
+            learning_rate=self.critic_learning_rate,
+            lora_learning_rate=self.critic_lora_learning_rate,
+            weight_decay=self.critic_weight_decay,
+            zero_stage=self.critic_zero_stage,
+            offload=self.critic_offload or self.offload,
+            gradient_checkpointing=self.critic_gradient_checkpointing,
+            lora_dim=self.critic_lora_dim,
+            lora_module_name=self.critic_lora_module_name,
+        )
