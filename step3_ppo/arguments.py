@@ -13,6 +13,7 @@ from common.flags.args import (
     TokenizerArguments,
     flag,
 )
+from common.flags.optimizer import OptimizerArguments
 from step3_ppo.role_arguments import RoleArguments
 
 
@@ -268,6 +269,7 @@ class PPOArguments(
     RoleArguments,
     RolloutArguments,
     ScheduleArguments,
+    OptimizerArguments,
     PackingArguments,
     SharingArguments,
     ScoreArguments,

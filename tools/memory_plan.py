@@ -8,6 +8,8 @@
     2      b P      b P / N, tr.   12 P / N              the same
     3      b P / N  b P / N        12 P / N              the same, of 10^9 elements at most
 
+    --optimizer_dtype bf16: 6 for 12, 2 for 4 + b; matrices that are Muon's: 8 for 12, or 4 for 6
+
 arXiv:1910.02054 section 3, and counted on engines of DeepSpeed 0.19; bf16 runs at stage 1 instead of 0. What
 comes to less than 2 % is left out: norms and biases that ZeRO 3 keeps whole, padding of the vocabulary, the
 rollout batch, under LoRA copies of what else --only_optimize_lora false trains.
@@ -27,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_
 from transformers import PreTrainedModel
 
+from common.flags.optimizer import parse_optimizer
 from common.generation.generate import PREFILL_TOKENS
 from common.generation.kv_cache import kv_bytes_per_token
 from common.models.loading import DTYPES, set_dropout
@@ -136,7 +139,10 @@ def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> Non
     is_second = run.num_micro_batches > 1  # what the first pass left is there
     has_copy = run.args.dtype != "fp32" or stage > 0
     is_lent = verb == "generate" and run.args.offload_states_for_generation
-    moment.hold(name, "optimizer", (12 if has_copy else 8) * shard, on_cpu=is_away or is_lent)
+    o = DTYPES[run.args.optimizer_dtype].itemsize
+    # Muon's share of the weights has one moment.
+    share = role.model.num_in_matrices / trained if parse_optimizer(run.args.optimizer).has_muon else 0.0
+    moment.hold(name, "optimizer", o * (has_copy + 2 - share) * shard, on_cpu=is_away or is_lent)
     if role is run.actor and run.args.ema_decay:
         moment.hold(name, "EMA", 4.0 * trained / run.num_ranks, on_cpu=role.params_on_cpu)
     # Gradients: all of them, and the rank's own part, which under offload lies on the CPU, and there in fp32.
@@ -158,10 +164,14 @@ def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> Non
         moment.hold(name, "buckets", b * min(bucket, trained))
     if is_away and stage < 3:
         moment.hold(name, "buckets", b * min(role.model.largest_module, trained))
-    if verb == "step" and has_copy and not is_away:
+    if verb == "step":
         at_once = min(shard, role.zero.sub_group_size) if stage == 3 else shard
-        flat = b if run.args.dtype != "fp32" and stage else 0
-        moment.hold(name, "step's buffers", (4 + flat) * at_once)
+        at_once *= has_copy and not is_away
+        flat = b if o != b else 0  # gone once it is copied
+        # What is Muon's is stepped by itself: fp32 parts of a matrix and its powers, a matrix for each rank.
+        work = (32.0 + b * run.num_ranks) * role.model.largest_matrix if share else 0.0
+        buffers = max((o + flat) * at_once * max(share, 1 - share), o * at_once * share + work)
+        moment.hold(name, "step's buffers", buffers)
 
 
 def _gathered(run: Run, role: Role, verb: str) -> float:

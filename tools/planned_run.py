@@ -17,7 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from common.data.registry import import_plugins
 from common.engine.ds_config import config_of, with_buckets
+from common.engine.muon import is_hidden_matrix
 from common.flags.args import Problems, flag
+from common.flags.optimizer import check_optimizer
 from common.generation.generate import DEFAULT_SLOTS
 from common.generation.resharding import Route, TPLayout, group_by_layers, plan_weight
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
@@ -49,7 +51,10 @@ class PlannedModel:
         text = plain.config.get_text_config()
         self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
         self.num_params = sum(p.numel() for p in self.module.parameters())  # a tied weight once
-        self.num_trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self.num_trained = sum(p.numel() for p in trained.values())
+        in_matrices = [p.numel() for name, p in trained.items() if is_hidden_matrix(name, p)]  # of Muon
+        self.num_in_matrices, self.largest_matrix = sum(in_matrices), max(in_matrices, default=0)
         self.is_value_model = isinstance(getattr(plain, "score", None), nn.Linear)
         adapted = plain_model(self.module)
         self.head = adapted.score if self.is_value_model else adapted.get_output_embeddings()
@@ -304,6 +309,7 @@ def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
     if args.dtype in ("", "auto"):  # what the programs would choose on such a device
         args = replace(args, dtype="fp32" if args.gpu in WITHOUT_BF16 else "bf16")
     startup.check_offload(args, args.dtype, problems)
+    check_optimizer(args, args.dtype, problems)
     if args.stage == 3:
         check_flags(args, args.num_gpus * args.num_nodes, args.dtype, problems)
     if problems.messages:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
+from common.engine.muon import Muon, is_hidden_matrix
+from common.flags.optimizer import ADAMW, OptimizerSpec, parse_optimizer
 from common.ranks import distributed
 from common.ranks.zero3 import is_sharded
 
@@ -92,6 +94,7 @@ def build_config(
     micro_batch_size: int = 1,
     gradient_accumulation_steps: int = 1,
     gradient_clipping: float = 1.0,
+    optimizer_dtype: str = "fp32",
     overrides: dict[str, Any] | None = None,
     is_trained: bool = True,
 ) -> dict[str, Any]:
@@ -118,6 +121,8 @@ def build_config(
     }
     if dtype == "bf16":
         config["bf16"] = {"enabled": True}
+        if is_trained and optimizer_dtype == "bf16":
+            config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     if dtype == "fp16":
         config["fp16"] = {"enabled": True, "loss_scale_window": 100}
     return merge(config, overrides or {})
@@ -150,32 +155,45 @@ def config_of(
         micro_batch_size=micro_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         gradient_clipping=args.gradient_clipping,
+        optimizer_dtype=args.optimizer_dtype,
         overrides=load_overrides(args),
         is_trained=is_trained,
     )
 
 
 def build_optimizer(
-    model: nn.Module, *, learning_rate: float, weight_decay: float = 0.0, lora_learning_rate: float = 1e-4
+    model: nn.Module,
+    *,
+    learning_rate: float,
+    weight_decay: float = 0.0,
+    lora_learning_rate: float = 1e-4,
+    spec: OptimizerSpec = ADAMW,
 ) -> torch.optim.AdamW:
-    """Return torch's fused AdamW over the trained parameters, the same on GPUs, on CPUs and under offload.
+    """Return torch's fused AdamW over the trained parameters, the same on GPUs, on CPUs and under offload, or
+    Muon, which is one for all but the matrices of hidden layers.
 
-    Its groups are matrices, vectors without weight decay, and LoRA factors with their own rate; `rate_name`
-    is what a group's rate is logged as.
+    Its groups are matrices, vectors without weight decay, LoRA factors with their own rate, and Muon's
+    matrices; `rate_name` is what a group's rate is logged as.
     """
-    rates = {"decay": learning_rate, "no_decay": learning_rate, "lora": lora_learning_rate}
+    has_own_rate = spec.muon_learning_rate is not None
+    muon_rate = spec.muon_learning_rate if has_own_rate else learning_rate
+    rates = {"decay": learning_rate, "no_decay": learning_rate, "lora": lora_learning_rate, "muon": muon_rate}
+    names = {"lora": "lora_learning_rate"} | ({"muon": "muon_learning_rate"} if has_own_rate else {})
     groups: dict[str, dict[str, Any]] = {}
     for name, rate in rates.items():
         decay = 0.0 if name == "no_decay" else weight_decay
-        rate_name = "lora_learning_rate" if name == "lora" else "learning_rate"
+        rate_name = names.get(name, "learning_rate")
         groups[name] = {"params": [], "weight_decay": decay, "lr": rate, "rate_name": rate_name}
+        groups[name]["is_muon"] = name == "muon"
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             is_vector = any(word in name.lower() for word in NO_DECAY_NAMES)
+            is_muons = spec.has_muon and not is_vector and is_hidden_matrix(name, parameter)
             group = "lora" if "lora_" in name else "no_decay" if is_vector else "decay"
-            groups[group]["params"].append(parameter)
+            groups["muon" if is_muons else group]["params"].append(parameter)
     used = [group for group in groups.values() if group["params"]]
-    return torch.optim.AdamW(used, lr=learning_rate, betas=(0.9, 0.95), fused=True)
+    kind = Muon if spec.has_muon else torch.optim.AdamW
+    return kind(used, lr=learning_rate, betas=(0.9, 0.95), fused=True)
 
 
 def _share_cores(ds_config: dict[str, Any]) -> None:
@@ -192,7 +210,7 @@ def _share_cores(ds_config: dict[str, Any]) -> None:
 def build_engine(
     model: nn.Module, ds_config: dict[str, Any], args: Any, num_steps: int, *, role: Any = None
 ) -> Any:
-    """Return a DeepSpeed engine with AdamW and its schedule over `num_steps`. Every rank must call this.
+    """Return a DeepSpeed engine with its optimizer and schedule over `num_steps`. Every rank must call this.
 
     `args` are the flags. `role` has the rates: `args.actor` or `args.critic` in step 3, else `args`.
     """
@@ -202,6 +220,7 @@ def build_engine(
         learning_rate=role.learning_rate,
         weight_decay=role.weight_decay,
         lora_learning_rate=role.lora_learning_rate,
+        spec=parse_optimizer(args.optimizer),
     )
     schedule = get_scheduler(
         args.lr_scheduler_type,
@@ -215,4 +234,6 @@ def build_engine(
     num_trained = sum(p.ds_numel if is_sharded(p) else p.numel() for p in trained)
     config = with_buckets(ds_config, num_trained, distributed.world_size())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
+    if isinstance(optimizer, Muon):
+        optimizer.attach(engine)
     return engine

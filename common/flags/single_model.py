@@ -11,6 +11,7 @@ from common.flags.args import (
     TokenizerArguments,
     flag,
 )
+from common.flags.optimizer import OptimizerArguments
 
 
 @dataclass
@@ -67,6 +68,7 @@ class SingleModelArguments(
     TokenizerArguments,
     LoraArguments,
     ScheduleArguments,
+    OptimizerArguments,
     TrainArguments,
     PackingArguments,
     CheckpointArguments,

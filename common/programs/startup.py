@@ -24,6 +24,7 @@ from common.data.registry import import_plugins
 from common.data.stage_datasets import preview_rows
 from common.engine.ds_config import effective_zero_stage, load_overrides
 from common.flags.args import Problems, RunArguments, parse_args
+from common.flags.optimizer import check_optimizer
 from common.flags.problems import has_hub_form, no_effect_notes
 from common.models.lora import linear_module_names, lora_targets
 from common.ranks import distributed, watchdog
@@ -100,6 +101,7 @@ def check_run(args: RunArguments, problems: Problems) -> list[str]:
         data_types = load_overrides(args).get("data_types")
     sums = data_types.get("grad_accum_dtype") if isinstance(data_types, dict) else None
     check_offload(args, dtype, problems, sums)
+    check_optimizer(args, dtype, problems)
     for problem in missing_trackers(args.trackers):
         problems.add(problem)
     return notes

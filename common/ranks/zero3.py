@@ -1,10 +1,10 @@
 """Parameters under ZeRO stage 3, where each rank holds a flat shard, and each rank's share of whole ones. And
-an optimizer's states that leave the GPU for a while.
+an optimizer's states: where they lie, and that they can leave the GPU for a while.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -84,6 +84,39 @@ def _write_whole(parameter: nn.Parameter, share: torch.Tensor) -> None:
     received = parameter.new_empty(size * distributed.world_size())
     dist.all_gather(list(received.split(size)), sent)
     parameter.data.view(-1).copy_(received[: parameter.numel()])
+
+
+class OwnedRun(NamedTuple):
+    """Where a run of a trained parameter lies in a tensor that an optimizer updates on this rank."""
+
+    parameter: nn.Parameter
+    start: int  # in the flat parameter
+    numel: int  # 0 where other ranks hold all of it
+    owner: torch.Tensor  # what the optimizer's state goes by
+    offset: int = 0  # in the flat owner
+
+
+def find_owned_runs(engine: Any) -> Iterator[OwnedRun]:
+    """Give what this rank's optimizer holds of each trained parameter, in one order on all ranks."""
+    zero = engine.optimizer
+    stage = engine.zero_optimization_stage() if engine.zero_optimization() else 0
+    if stage == 0:
+        for p in (p for group in zero.param_groups for p in group["params"]):
+            yield OwnedRun(p, 0, p.numel(), p)
+    elif stage == 3:
+        for p in (p for group in zero.fp16_groups for p in group):
+            index, offset, _ = zero.grad_position[zero.get_param_id(p)]
+            mine = own_share(p.ds_numel)
+            owner = zero.fp32_partitioned_groups_flat[index]
+            yield OwnedRun(p, mine.start, mine.stop - mine.start, owner, offset)
+    else:
+        for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True):
+            for p in group:
+                if p._hp_mapping is None:
+                    yield OwnedRun(p, 0, 0, flat)
+                    continue
+                source, home = p._hp_mapping.lp_fragment_address, p._hp_mapping.hp_fragment_address
+                yield OwnedRun(p, source.start, source.numel, flat, home.start)
 
 
 class OptimizerStates:

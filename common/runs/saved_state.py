@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import nn
 
 from common.ranks import distributed
-from common.ranks.zero3 import is_sharded, own_share
+from common.ranks.zero3 import find_owned_runs, is_sharded, own_share
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -123,16 +123,6 @@ class Segment(NamedTuple):
     is_on_all_ranks: bool = False  # each of them saves a share
 
     @classmethod
-    def of_parameter(
-        cls, name: str, parameter: nn.Parameter, owner: torch.Tensor, offset: int = 0
-    ) -> "Segment":
-        """Return what this rank holds of a parameter: under ZeRO 3 its shard without padding, else all."""
-        if not is_sharded(parameter):
-            numel = parameter.numel()
-            return cls(name, numel, 0, numel, owner, offset, is_on_all_ranks=True)
-        return cls.of_share(name, parameter, owner, offset)
-
-    @classmethod
     def of_share(cls, name: str, parameter: nn.Parameter, owner: torch.Tensor, offset: int = 0) -> "Segment":
         """Return what `local_shard` gives of a parameter, without the padding of ZeRO 3."""
         size = parameter.ds_numel if is_sharded(parameter) else parameter.numel()
@@ -164,9 +154,9 @@ class Segment(NamedTuple):
 
 
 class EngineState(Stateful):
-    """Weights, AdamW, schedule, loss scale and counters of a DeepSpeed engine: a part of a checkpoint.
+    """Weights, optimizer, schedule, loss scale and counters of a DeepSpeed engine: a part of a checkpoint.
 
-    Weights and moments are fp32, under the parameter's name.
+    Weights and moments have the dtype of --optimizer_dtype, and go by the parameter's name.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -177,21 +167,10 @@ class EngineState(Stateful):
         self.segments = list(self._segments())
 
     def _segments(self) -> Iterator[Segment]:
-        names, zero = {id(p): name for name, p in self.engine.module.named_parameters()}, self.zero
-        if self.stage == 0:
-            for p in (p for group in self.adam.param_groups for p in group["params"]):
-                yield Segment.of_parameter(names[id(p)], p, owner=p)
-        elif self.stage == 3:
-            for p in (p for group in zero.fp16_groups for p in group):
-                index, offset, _ = zero.grad_position[zero.get_param_id(p)]
-                owner = zero.fp32_partitioned_groups_flat[index]
-                yield Segment.of_parameter(names[id(p)], p, owner, offset)
-        else:
-            for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True):
-                for p in group:
-                    if p._hp_mapping is not None:  # a part of it lies in this rank's partition
-                        source, home = p._hp_mapping.lp_fragment_address, p._hp_mapping.hp_fragment_address
-                        yield Segment(names[id(p)], p.numel(), source.start, source.numel, flat, home.start)
+        names = {id(p): name for name, p in self.engine.module.named_parameters()}
+        for p, start, numel, owner, offset in find_owned_runs(self.engine):
+            size = p.ds_numel if is_sharded(p) else p.numel()
+            yield Segment(names[id(p)], size, start, numel, owner, offset, is_on_all_ranks=self.stage == 0)
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """Give the weights and moments that this rank owns."""
@@ -237,9 +216,8 @@ class EngineState(Stateful):
             segment.load(reader, f"{segment.name}:weight", segment.owner)
             step = steps.get(segment.name, steps.get(ALL, 0.0))
             if step:
-                moments = self._adam_state(segment.owner, step)
-                for name in MOMENTS:
-                    segment.load(reader, f"{segment.name}:{name}", moments[name])
+                for name, moment in self._make_moments(segment.owner, step).items():
+                    segment.load(reader, f"{segment.name}:{name}", moment)
         self._spread_weights()
         for group, rate in zip(self.adam.param_groups, state["learning_rates"], strict=True):
             group["lr"] = rate
@@ -249,16 +227,17 @@ class EngineState(Stateful):
         for name in COUNTERS:
             setattr(self.engine, name, state["counters"][name])
 
-    def _adam_state(self, owner: torch.Tensor, step: float) -> dict[str, torch.Tensor]:
-        """Return AdamW's state of a tensor, made as its first step would."""
+    def _make_moments(self, owner: torch.Tensor, step: float) -> dict[str, torch.Tensor]:
+        """Return the moments of a tensor, made with their step as the optimizer's first step would."""
         state = self.adam.state[owner]
         if not state:
             # A fused AdamW counts on the device of its tensors.
             state["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
-            for name in MOMENTS:
+            is_muons = owner in getattr(self.adam, "matrices", ())  # no second moment
+            for name in MOMENTS[:1] if is_muons else MOMENTS:
                 state[name] = torch.zeros_like(owner)
         state["step"].fill_(max(step, float(state["step"])))
-        return state
+        return {name: state[name] for name in MOMENTS if name in state}
 
     def _spread_weights(self) -> None:
         """Bring the loaded fp32 weights to where the model reads them."""

@@ -127,6 +127,11 @@ FLAGS = [
         ["--truncated bootstrap", "--algorithm rloo has none"]),
     Row("a GPU without bf16", 1, flag(dtype="bf16"), ["--dtype bf16", "emulates bf16", "use fp16 or fp32"],
         gpu={"capability": [7, 5]}),
+    Row("no such optimizer", 3, flag(optimizer="muon:fast"), ["--optimizer muon:fast", "such as muon:1e-3"]),
+    Row("nothing for Muon", 1, flag(optimizer="muon", lora_dim=4),
+        ["--optimizer muon", "--only_optimize_lora"]),
+    Row("states in bf16 of fp32", 2, flag(optimizer_dtype="bf16", dtype="fp32"),
+        ["--optimizer_dtype bf16 needs --dtype bf16"]),
     Row("output is a file", 1, lambda p: p.file("output_dir", "", "output"),
         ["output cannot be used (File exists)", "--output_dir"]),
     Row("all together", 1, lambda p: {

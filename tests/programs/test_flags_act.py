@@ -41,6 +41,8 @@ EVERYWHERE: dict[str, Any] = {
     "ds_config": "{ds_config}",
     "lr_scheduler_type": "constant",
     "num_warmup_steps": 2,
+    "optimizer": ["muon", ("muon:0.1", {"optimizer": "muon"})],
+    "optimizer_dtype": ("bf16", {"dtype": "bf16"}),
     "gradient_accumulation_steps": 2,
     "max_train_steps": 1,
     "num_train_epochs": (2, {"max_train_steps": 5, "data_path": "{few}"}),

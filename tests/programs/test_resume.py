@@ -51,9 +51,12 @@ def flags(tiny):
     zero_2 = {"actor_zero_stage": 2, "critic_zero_stage": 2, "dtype": "bf16", "offload": "optimizer"}
     mixed = {"unsupervised_dataset_name": tiny.text, "max_prompt_seq_len": 24}
     mixed |= {"num_samples_per_prompt": 2, "per_device_generation_batch_size": 2}
+    muon = {"zero_stage": 3, "per_device_train_batch_size": 1, "dtype": "bf16", "optimizer_dtype": "bf16"}
+    muon |= {"optimizer": "muon:1e-3"}
     return {
         "sft": (1, 1, single | {"dropout": 0.1}),
         "sft, two ranks, ZeRO 2": (1, 2, single | {"zero_stage": 2, "per_device_train_batch_size": 1}),
+        "sft, two ranks, ZeRO 3, Muon in bf16": (1, 2, single | muon),
         "sft, LoRA, bf16": (1, 1, single | {"lora_dim": 4, "dtype": "bf16", "packed": True}),
         "reward": (2, 1, single),
         "dpo": (2, 1, single | {"loss": "dpo"}),
@@ -156,6 +159,7 @@ def test_sft_killed(forks, flags, finished, tmp_path, point):
 
 
 VARIANTS = [("sft, two ranks, ZeRO 2", "kill"), ("sft, LoRA, bf16", "term")]
+VARIANTS += [("sft, two ranks, ZeRO 3, Muon in bf16", "kill")]
 VARIANTS += [("reward, two ranks, ZeRO 3", "term"), ("dpo", "kill")]
 
 

@@ -56,6 +56,8 @@ class Job:
     tp: int | None = None
     packed: int = 0  # tokens of a micro-batch; 0: padded, by rows
     algorithm: str = ""
+    optimizer: str = "adamw"
+    states: str = "fp32"  # of the optimizer
     overlaps: bool = False  # gradients fill several buckets, reduced while the backward pass goes on
 
     @property
@@ -67,13 +69,16 @@ class Job:
         parts += [f"hybrid-tp{self.tp}"] if self.tp is not None else []
         parts += [f"packed{self.packed}"] if self.packed else []
         parts += [self.algorithm] if self.algorithm else []
+        parts += [self.optimizer.split(":")[0]] if self.optimizer != "adamw" else []
+        parts += [f"states-{self.states}"] if self.states != "fp32" else []
         parts += ["overlap"] if self.overlaps else []
         return "-".join(parts + (["threshold"] if self.threshold is None else []))
 
     @property
     def reference(self) -> "Job":
         """The plainest run that must give the same numbers; it computes a prompt for each of its answers."""
-        return Job(self.step, lora=self.lora, ranks=1, family=self.family, algorithm=self.algorithm)
+        kept = {name: getattr(self, name) for name in ("lora", "family", "algorithm", "optimizer")}
+        return Job(self.step, ranks=1, **kept)
 
 
 def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
@@ -86,6 +91,8 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
         "output_dir": folder / job.name,
         "dtype": job.dtype,
         "offload": job.offload,
+        "optimizer": job.optimizer,
+        "optimizer_dtype": job.states,
         "gradient_accumulation_steps": job.accumulation,
         "max_train_steps": 2 * NUM_STEPS if job.step < 3 and job.dtype == "bf16" else NUM_STEPS,
     }
@@ -160,6 +167,9 @@ def make_jobs() -> list[Job]:
         jobs += [Job(step, 3, threshold=None), Job(step, 3, True, family="gpt2")]
         jobs += [Job(step, 2, True, "optimizer", dtype="bf16")]
     jobs += [Job(1, 1, accumulation=2, overlaps=True), Job(1, 2, offload="optimizer", overlaps=True)]
+    muon = {"optimizer": "muon:1e-3"}
+    jobs += [Job(1, ranks=1, **muon), Job(1, 3, **muon), Job(1, 2, offload="optimizer", **muon)]
+    jobs += [Job(1, 3, dtype="bf16", states="bf16"), Job(1, 1, dtype="bf16", states="bf16", **muon)]
     jobs += [Job(3, 0, True, tp=1), Job(3, 2, tp=2), Job(3, 3, tp=0), Job(3, 3, True, tp=2)]
     jobs += [Job(3, 3, dtype="bf16", tp=2), Job(3, ranks=1, algorithm="grpo")]
     return jobs + [Job(3, 2, algorithm="grpo", tp=1), Job(3, 3, algorithm="grpo", tp=2, packed=64)]

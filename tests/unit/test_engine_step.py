@@ -189,12 +189,15 @@ class Net(torch.nn.Sequential):
 class Trained:
     """An engine, and steps on good and on bad batches."""
 
-    def __init__(self, stage: int, dtype: str, offload: str, **more) -> None:
+    def __init__(self, stage: int, dtype: str, offload: str, optimizer: str = "adamw", **more) -> None:
         config = build_config(
             zero_stage=stage, dtype=dtype, offload=offload, gradient_accumulation_steps=2,
             gradient_clipping=0.5, **more,
         )  # fmt: skip
-        self.engine = build_engine(Net(), config, SFTArguments(learning_rate=0.01, weight_decay=0.1), 10)
+        args = SFTArguments(
+            learning_rate=0.01, weight_decay=0.1, optimizer=optimizer, lr_scheduler_type="constant"
+        )
+        self.engine = build_engine(Net(), config, args, 10)
         self.dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
         self.state = EngineState(self.engine)
 

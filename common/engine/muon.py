@@ -1,0 +1,133 @@
+"""Muon (arXiv:2502.16982): matrices of hidden layers move by orthogonal updates, all else by AdamW.
+
+torch's Muon takes whole matrices, of which ZeRO leaves a rank a run. DeepSpeed's own clips its updates, whose
+norm grows with the number of matrices: learning rates lose their meaning. Here the gradient is clipped, and
+momentum lies as AdamW's moments do, beside the weights that a rank updates.
+"""
+
+import re
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from common.ranks import distributed
+from common.ranks.zero3 import OwnedRun, find_owned_runs, is_sharded
+
+MOMENTUM = 0.95
+STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)  # kellerjordan.github.io/posts/muon
+RMS = 0.2  # of an AdamW update, as the paper found: the same learning rates do
+
+
+def shape_of(parameter: nn.Parameter) -> torch.Size:
+    """Return the shape of the whole parameter."""
+    return parameter.ds_shape if is_sharded(parameter) else parameter.shape
+
+
+def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether the parameter is a matrix, or the stacked ones of experts, of one of a model's layers.
+
+    Embeddings and heads stand outside of the list of layers; a LoRA factor is no weight by itself.
+    """
+    shape = shape_of(parameter)
+    is_matrix = len(shape) in (2, 3) and min(shape[-2:]) > 1
+    return is_matrix and "lora_" not in name and re.search(r"(^|\.)\d+\.", name) is not None
+
+
+def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
+    """Return matrices (..., rows, columns) with the singular vectors of these, and values near 1.
+
+    Newton and Schulz's iteration with coefficients that lift small values fast: they end in 0.7 to 1.2.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if is_tall else x
+
+
+class Muon(torch.optim.AdamW):
+    """AdamW, and Muon for its groups with `is_muon`; every rank must call `step`.
+
+    Where ZeRO shares the states out, each matrix is put together on one rank, the next on the next one, and
+    its update is sent to all.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        super().__init__(groups, **options)
+        # ZeRO puts its flat tensors in the parameters' place.
+        self._are_matrices = {id(p) for group in groups if group["is_muon"] for p in group["params"]}
+        self.matrices: dict[torch.Tensor, list[OwnedRun]] = defaultdict(list)  # by what has their states
+        self._is_shared_out = False
+
+    def attach(self, engine: Any) -> None:
+        """Find the matrices in the tensors that the optimizer of this engine is given."""
+        self._is_shared_out = engine.zero_optimization() and distributed.world_size() > 1
+        for run in find_owned_runs(engine):
+            if id(run.parameter) in self._are_matrices:
+                self.matrices[run.owner].append(run)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Make the update of all parameters that have a gradient."""
+        gradients = {}
+        for group in self.param_groups:
+            for owner in group["params"] if group["is_muon"] else ():
+                if owner.grad is not None:
+                    self._step_matrices(owner, group)
+                gradients[owner], owner.grad = owner.grad, None  # AdamW passes it over
+        super().step()
+        for owner, gradient in gradients.items():
+            owner.grad = gradient
+
+    def _step_matrices(self, owner: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[owner]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
+            state["exp_avg"] = torch.zeros_like(owner)
+        state["step"] += 1
+        weights, gradients, momenta = (t.view(-1) for t in (owner, owner.grad, state["exp_avg"]))
+        num_at_once = distributed.world_size() if self._is_shared_out else 1
+        for first in range(0, len(self.matrices[owner]), num_at_once):
+            runs = self.matrices[owner][first : first + num_at_once]
+            mine = [slice(run.offset, run.offset + run.numel) for run in runs]
+            parts = [_advance(momenta[m], gradients[m]) for m in mine]
+            updates = self._orthogonalise_together([_place(*pair) for pair in zip(runs, parts, strict=True)])
+            for run, m, update in zip(runs, mine, updates, strict=True):
+                update *= RMS * max(update.shape[-2:]) ** 0.5
+                part = update.view(-1)[run.start : run.start + run.numel].to(owner.device, torch.float32)
+                kept = 1 - group["lr"] * group["weight_decay"]
+                weights[m] = weights[m].float() * kept - group["lr"] * part
+
+    def _orthogonalise_together(self, wholes: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return, on all ranks, the orthogonal forms of matrices of which each rank has filled in its run."""
+        if not self._is_shared_out:
+            return [orthogonalise(whole) for whole in wholes]
+        for rank, whole in enumerate(wholes):
+            dist.reduce(whole, rank)
+        if distributed.rank() < len(wholes):
+            own = wholes[distributed.rank()]
+            own.copy_(orthogonalise(own))
+        for rank, whole in enumerate(wholes):
+            dist.broadcast(whole, rank)
+        return wholes
+
+
+def _advance(momentum: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the update (n,), Nesterov's, after moving the momentum (n,) on."""
+    moved = momentum.float().lerp(gradient.float(), 1 - MOMENTUM)
+    momentum.copy_(moved)
+    return gradient.float().lerp(moved, MOMENTUM)
+
+
+def _place(run: OwnedRun, part: torch.Tensor) -> torch.Tensor:
+    """Return a whole matrix of zeros with this rank's part of it, in the precision of the iteration."""
+    dtype = torch.bfloat16 if distributed.has_gpu() else torch.float32
+    whole = torch.zeros(shape_of(run.parameter), dtype=dtype, device=distributed.device())
+    whole.view(-1)[run.start : run.start + run.numel] = part.to(whole)
+    return whole

@@ -1,0 +1,77 @@
+"""Which optimizer trains, and in which precision it keeps its states. No torch in here."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from common.flags.args import flag
+from common.flags.problems import Problems, is_usable
+
+
+class OptimizerSpec(NamedTuple):
+    """What --optimizer asks for."""
+
+    has_muon: bool = False
+    muon_learning_rate: float | None = None  # None: that of the other weights
+
+
+ADAMW = OptimizerSpec()
+
+
+@dataclass
+class OptimizerArguments:
+    """The optimizer and its states."""
+
+    optimizer: str = flag(
+        "adamw",
+        "adamw; or muon for the matrices of hidden layers and AdamW for the rest; muon:LR gives those "
+        "matrices a learning rate of their own",
+    )
+    optimizer_dtype: str = flag(
+        "fp32",
+        "dtype of the optimizer's weights and states; bf16 takes half the memory, and loses updates below "
+        "1/512 of a weight",
+        choices=("fp32", "bf16"),
+    )
+
+
+def parse_optimizer(text: str) -> OptimizerSpec:
+    """Return what --optimizer asks for. Raises ValueError."""
+    name, colon, rate = text.partition(":")
+    if text == "adamw":
+        return ADAMW
+    try:
+        number = float(rate) if colon else None
+    except ValueError:
+        number = -1.0
+    if name != "muon" or (number is not None and not (is_usable(number) and number >= 0)):
+        raise ValueError(
+            f"--optimizer {text}: expected adamw, muon, or muon:LR with a learning rate, such as muon:1e-3"
+        )
+    return OptimizerSpec(True, number)
+
+
+def check_optimizer(args: Any, dtype: str, problems: Problems) -> None:
+    """Add the problems of --optimizer and --optimizer_dtype in a step whose weights have this dtype."""
+    is_muon = False
+    with problems.catch():
+        is_muon = parse_optimizer(args.optimizer).has_muon
+    ranks = [value for name, value in vars(args).items() if name.endswith("lora_dim")]
+    problems.check(
+        not (is_muon and all(ranks) and args.only_optimize_lora),
+        f"--optimizer {args.optimizer} has no matrix to train: adapters are AdamW's; use --optimizer "
+        "adamw, or --only_optimize_lora false",
+    )
+    if args.optimizer_dtype == "fp32":
+        return
+    problems.check(
+        dtype == "bf16",
+        f"--optimizer_dtype {args.optimizer_dtype} needs --dtype bf16, and this runs in {dtype}",
+    )
+    for name in ("offload", "critic_offload"):
+        offload = getattr(args, name, "none")
+        problems.check(
+            offload not in ("optimizer", "all"),
+            f"--optimizer_dtype {args.optimizer_dtype} and --{name} {offload} exclude each other: on the CPU "
+            f"DeepSpeed keeps such states only for its own Adam; use --{name} none or param, or "
+            "--optimizer_dtype fp32",
+        )
