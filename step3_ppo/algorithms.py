@@ -14,18 +14,17 @@ needs and what it usually does:
 """
 
 import dataclasses
-import difflib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from common.data.packed_batch import PackedBatch
-from common.data.registry import get_from, import_own_module
+from common.data.registry import FunctionsByName
 from common.models.tensor_ops import masked_sum, whiten
 from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.policy_losses import find_policy_loss
 from step3_ppo.ppo_math import (
     GroupBaselines,
     discounted_returns,
@@ -42,6 +41,7 @@ AddAdvantages = Callable[[PackedBatch, PPOArguments, float], PackedBatch]
 
 # As in TRL: what keeps the rounding of nearly equal scores from becoming an advantage.
 STD_EPSILON = 1e-4
+USUAL_ESTIMATORS = {"reward": "k1", "loss": "k3"}
 
 
 @dataclass(frozen=True)
@@ -58,62 +58,23 @@ class Algorithm:
     ignores: tuple[str, ...] = ()  # flags that it does not read
 
 
-ALGORITHMS: dict[str, Algorithm] = {}
-
-
-def register_algorithm(name: str, **traits: object) -> Callable[[AddAdvantages], AddAdvantages]:
-    """Make `--algorithm name` call the decorated function; `traits` are the other fields of `Algorithm`.
-
-    Raises ValueError when another function has the name already.
-    """
-
-    def origin(function: AddAdvantages) -> tuple[str, str]:
-        return function.__qualname__, inspect.getfile(inspect.unwrap(function))
-
-    def register(add_advantages: AddAdvantages) -> AddAdvantages:
-        known = ALGORITHMS.get(name)  # itself, where its module is imported again
-        if known and origin(known.add_advantages) != origin(add_advantages):
-            raise ValueError(f"algorithm {name!r} is registered twice")
-        ALGORITHMS[name] = Algorithm(name, add_advantages, **traits)  # type: ignore[arg-type]
-        return add_advantages
-
-    return register
-
-
-def find_algorithm(name: str) -> Algorithm:
-    """Return what `--algorithm` names: a registered name, or MODULE:FUNCTION, which is imported.
-
-    A function that its module registers comes with its traits; a plain one has the defaults of `Algorithm`.
-
-    Raises ValueError for anything else; the message names the nearest algorithm, or why the import failed.
-    """
-    if name in ALGORITHMS:
-        return ALGORITHMS[name]
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
-        near = difflib.get_close_matches(name, ALGORITHMS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        known = ", ".join(sorted(ALGORITHMS))
-        raise ValueError(f"--algorithm {name} is unknown{hint} (known: {known}; or MODULE:FUNCTION)")
-    try:
-        function = get_from(import_own_module(module_name), function_name)
-    except ImportError as error:
-        raise ValueError(f"--algorithm {name}: {error}") from error
-    if not callable(function):
-        raise ValueError(f"--algorithm {name}: {function_name} is no function; name one")
-    registered = (known for known in ALGORITHMS.values() if known.add_advantages is function)
-    return next(registered, None) or Algorithm(name, function)
+ALGORITHMS: FunctionsByName[Algorithm] = FunctionsByName("algorithm", Algorithm)
+register_algorithm = ALGORITHMS.register
+find_algorithm = ALGORITHMS.find
 
 
 def fill_defaults(args: PPOArguments, algorithm: Algorithm) -> PPOArguments:
-    """Return `args` with the flags that are empty, and mean "as the algorithm does", filled in."""
-    kl_in = args.kl_in or algorithm.kl_in
+    """Return `args` with the flags that are empty, and mean "as the algorithm, or the policy loss, does".
+
+    Raises ValueError for a policy loss that there is not.
+    """
+    kl_in, loss = args.kl_in or algorithm.kl_in, find_policy_loss(args.policy_loss)[0]
     return dataclasses.replace(
         args,
-        kl_in=kl_in,
-        kl_estimator=args.kl_estimator or {"reward": "k1", "loss": "k3"}[kl_in],
+        kl_in=kl_in if ":" in kl_in else f"{kl_in}:{USUAL_ESTIMATORS[kl_in]}",
         adv_norm=args.adv_norm or algorithm.adv_norm,
-        loss_aggregation=args.loss_aggregation or algorithm.loss_aggregation,
+        clip_range=args.clip_range or loss.clip_range,
+        loss_aggregation=args.loss_aggregation or loss.loss_aggregation or algorithm.loss_aggregation,
     )
 
 
@@ -177,7 +138,7 @@ def compare_in_groups(
 def _kl_in_reward(batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
     """Return the KL estimate (b, R) that rewards pay for: zeros where the loss has the penalty."""
     old_logprobs = tokens(batch, "old_logprobs")
-    if args.kl_in != "reward":
+    if args.kl_place != "reward":
         return torch.zeros_like(old_logprobs)
     return kl_estimate(old_logprobs, tokens(batch, "ref_logprobs"), args.kl_estimator)
 

@@ -121,11 +121,9 @@ class PPOMathArguments:
     kl_coef: float = flag(0.1, "weight of the KL penalty to the reference", low=0)
     kl_in: str = flag(
         "",
-        "add the KL penalty to the reward or to the loss; empty: the algorithm's default",
-        choices=("", "reward", "loss"),
-    )
-    kl_estimator: str = flag(
-        "", "KL estimator; empty: k1 in the reward, k3 in the loss", choices=("", "k1", "k2", "k3")
+        "add the KL penalty to the reward or to the loss, by an estimator: k1 in the reward and k3 in the "
+        "loss where none is named; empty: the algorithm's default",
+        choices=("", *(f"{at}{kind}" for at in ("reward", "loss") for kind in ("", ":k1", ":k2", ":k3"))),
     )
     kl_target: float = flag(0.0, "adapt --kl_coef towards this KL, in nats per response; 0: fixed", low=0)
     gamma: float = flag(1.0, "discount factor", low=0, high=1)
@@ -136,23 +134,27 @@ class PPOMathArguments:
         "algorithm's default",
         choices=("", "none", "batch", "group"),
     )
-    clip_range: float = flag(0.2, "PPO clip range: the ratio is clipped to 1 +- this", above=0)
-    clip_range_high: float = flag(0.0, "upper clip range (clip-higher); 0: as --clip_range", low=0)
-    c_clip: float = flag(0.0, "dual-clip constant for negative advantages, above 1; 0: off", low=0)
+    policy_loss: str = flag(
+        "ppo",
+        "policy loss: ppo, gspo, cispo, one that --plugins registers, or MODULE:FUNCTION; options stand "
+        "behind it: ppo:dual_clip=3 bounds the loss of negative advantages",
+    )
+    clip_range: str = flag(
+        "",
+        "LOW[,HIGH]: the policy loss clips the ratio to 1 - LOW ... 1 + HIGH; empty: the loss's default, "
+        "which is 0.2 for ppo",
+    )
     loss_aggregation: str = flag(
         "",
         "policy loss: mean over tokens; mean over responses of their token means; or the sum over tokens "
-        "divided by responses x max_answer_seq_len; empty: the algorithm's default",
+        "divided by responses x max_answer_seq_len; empty: the policy loss's default, else the algorithm's",
         choices=("", "token", "sequence", "constant"),
     )
-    use_decoupled_loss: bool = flag(
-        False, "decoupled PPO (AReaL): clip around the step's first policy, weight by pi_prox / pi_behave"
-    )
-    behav_imp_weight_cap: float = flag(
-        0.0,
-        "decoupled PPO: mask tokens with a larger weight; 0: no limit",
-        low=0,
-        only_with="use_decoupled_loss",
+    rollout_correction: str = flag(
+        "none",
+        "clip around the policy before the step's updates, and weigh tokens by its probability over the "
+        "sampler's: tis:2 (truncated at 2), mis:0.5,2 (masked outside), seq_tis and seq_mis (responses), "
+        "geo_rs:0.999,1.001 (responses masked by their geometric mean)",
     )
     early_stop_kl: float = flag(
         0.0, "stop a step's updates when a minibatch's approximate KL per token exceeds this; 0: never", low=0
@@ -178,6 +180,16 @@ class PPOMathArguments:
         "with top_k or top_p: compute probabilities over the sampling mask, in every pass",
         only_with="top_k top_p",
     )
+
+    @property
+    def kl_place(self) -> str:
+        """Where the KL penalty goes: "reward" or "loss"."""
+        return self.kl_in.partition(":")[0]
+
+    @property
+    def kl_estimator(self) -> str:
+        """How it is estimated: "k1", "k2" or "k3"."""
+        return self.kl_in.partition(":")[2]
 
 
 @dataclass

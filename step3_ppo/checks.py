@@ -21,9 +21,11 @@ from common.ranks import distributed
 from common.runs.export import read_metadata
 from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unused_flags
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.policy_losses import build_policy_loss
 from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
 from step3_ppo.rewards.score_shaping import parse_truncated
 from step3_ppo.rewards.text_rewards import parse_on_error
+from step3_ppo.rollout_correction import parse_correction
 
 VERIFIABLE = ("function", "http")  # kinds of rewards that check an answer
 MIN_REWARD_ACCURACY = 0.6  # held-out, below which a reward model is warned of
@@ -52,6 +54,8 @@ def check_start_up(description: str) -> PPOStart:
     with problems.catch():
         algorithm = start.algorithm = find_algorithm(args.algorithm)
         args = start.args = fill_defaults(args, algorithm)
+        with problems.catch():
+            build_policy_loss(args.policy_loss, args.clip_range)
         if algorithm.needs_critic and args.reward and not args.critic_model_name_or_path:
             args.critic_model_name_or_path = args.actor_model_name_or_path
         check_algorithm(args, algorithm, problems)
@@ -84,9 +88,8 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
         f"--max_tokens_per_micro_batch {cap} holds no whole sequence of "
         f"{given('max_prompt_seq_len', 'max_answer_seq_len', by=' + ')}; raise it to at least {longest}",
     )
-    problems.check(
-        args.c_clip == 0 or args.c_clip > 1, f"--c_clip {args.c_clip} must be above 1, or 0: no limit"
-    )
+    with problems.catch():
+        parse_correction(args.rollout_correction)
     problems.check(
         not args.offload_states_for_generation or effective_zero_stage(args.actor_zero_stage, dtype) > 0,
         "--offload_states_for_generation needs --actor_zero_stage 1, 2 or 3",

@@ -3,7 +3,7 @@
 # S responses of a micro-batch, total response tokens of all
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -13,14 +13,11 @@ from common.engine.engine_step import Gradients, LossTerm, Stat, compute_gradien
 from common.models.policy_model import compute_nll_sum, count_targets
 from common.ranks import distributed, watchdog
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.policy_losses import LossTokens, build_policy_loss
 from step3_ppo.ppo_math import (
     KLController,
-    behaviour_weights,
-    clipped_surrogate,
-    dual_clip,
     kl_estimate,
     kl_loss_terms,
-    policy_log_ratio,
     value_loss_terms,
 )
 from step3_ppo.roles import Roles
@@ -36,6 +33,7 @@ class PPOLosses:
     ) -> None:
         """`pretraining` is the text of the actor's second loss."""
         self.args, self.roles, self.kl, self.pretraining = args, roles, kl, pretraining
+        self.policy_loss = build_policy_loss(args.policy_loss, args.clip_range)
 
     def update(self, micro_batches: list[PackedBatch]) -> dict[str, float]:
         """Return the means after the optimizer steps of the actor and, if there is one, the critic: both are
@@ -67,44 +65,29 @@ class PPOLosses:
             return compute_gradients(self.roles.critic.model, terms)
 
     def _policy_sums(self, batch: PackedBatch) -> Sums:
-        args, actor, data = self.args, self.roles.actor, batch.to(distributed.device()).data
-        logprobs, entropies = actor.compute_logprobs(batch, with_entropy=True)
-        mask, old_logprobs = data["loss_mask"], data["old_logprobs"]
-        advantages = torch.where(mask, data["advantages"], 0.0)
-        prox_logprobs = data["prox_logprobs"] if args.use_decoupled_loss else old_logprobs
-
-        log_ratio = policy_log_ratio(logprobs, prox_logprobs, mask)
-        ratio = log_ratio.exp()
-        loss = clipped_surrogate(ratio, advantages, args.clip_range, args.clip_range_high)
-        if args.c_clip:
-            loss = dual_clip(loss, advantages, args.c_clip)
-        is_clipped = loss.detach() != -advantages * ratio.detach()  # either bound takes the gradient away
+        args, data = self.args, with_rows(batch).to(distributed.device()).data
+        logprobs, entropies = self.roles.actor.compute_logprobs(batch, with_entropy=True)
+        tokens = loss_tokens(data, len(batch), logprobs, entropies)
+        losses, of_loss = self.policy_loss(tokens)
+        mask, losses = tokens.mask, losses * tokens.weights
         stats: dict[str, Stat] = {}
-        if args.use_decoupled_loss:
-            weights, has_weight = behaviour_weights(
-                prox_logprobs, old_logprobs, mask, args.behav_imp_weight_cap
-            )
-            loss = loss * weights
-            behav_kl = torch.where(has_weight, prox_logprobs - old_logprobs, 0.0)
-            stats["policy/behav_imp_weight"] = (weights.sum(), has_weight.sum())  # of tokens below the cap
-            stats["policy/behav_kl"] = (behav_kl.sum(), has_weight.sum())
-        if args.kl_in == "loss":
+        if args.kl_place == "loss":
             kl = kl_loss_terms(logprobs, data["ref_logprobs"], mask, args.kl_estimator)
-            loss = loss + self.kl.coef * kl
+            losses = losses + self.kl.coef * kl
             stats["policy/kl_loss"] = (kl.sum(), mask.sum())
         if args.entropy_coef:
-            loss = loss - args.entropy_coef * entropies
+            losses = losses - args.entropy_coef * tokens.entropies
         with torch.no_grad():
-            num_counted = mask.sum()
-            sums = {
-                "policy/entropy": torch.where(mask, entropies, 0.0).sum(),
-                "policy/clip_fraction": is_clipped.sum(),
-                "policy/approx_kl": kl_estimate(-log_ratio, torch.zeros_like(log_ratio), "k3").sum(),
-                "policy/ratio": torch.where(mask, ratio, 0.0).sum(),
-                "policy/logprob_gap": torch.where(mask, logprobs - data["rollout_logprobs"], 0.0).abs().sum(),
+            num_counted, log_ratio = mask.sum(), tokens.log_ratio()
+            of_tokens = of_loss | {
+                "entropy": entropies,
+                "approx_kl": kl_estimate(-log_ratio, torch.zeros_like(log_ratio), "k3"),
+                "ratio": log_ratio.exp(),
+                "logprob_gap": (logprobs - data["rollout_logprobs"]).abs(),
             }
-        stats |= {name: (total, num_counted) for name, total in sums.items()}
-        return (loss * data["loss_weights"]).sum(), stats
+            for name, numbers in of_tokens.items():
+                stats[f"policy/{name}"] = (torch.where(mask, numbers, 0).sum(), num_counted)
+        return (losses * data["loss_weights"]).sum(), stats
 
     def _value_sums(self, batch: PackedBatch) -> Sums:
         critic, data = self.roles.critic, batch.to(distributed.device()).data
@@ -122,6 +105,30 @@ class PPOLosses:
     def _pretraining_sums(self, batch: PackedBatch) -> Sums:
         actor = self.roles.actor
         return compute_nll_sum(actor.model, batch, is_packed=actor.is_packed, temperature=1.0), {}
+
+
+def with_rows(batch: PackedBatch) -> PackedBatch:
+    """Return the batch with the number of its response, from 0 on, at each response token."""
+    rows = torch.arange(len(batch)).repeat_interleave(batch.lengths["response_ids"])
+    return batch.with_key("rows", rows, like="response_ids")
+
+
+def loss_tokens(
+    data: Mapping[str, torch.Tensor], num_rows: int, logprobs: torch.Tensor, entropies: torch.Tensor
+) -> LossTokens:
+    """Return what a policy loss sees of a micro-batch of so many responses with these columns."""
+    mask, old_logprobs = data["loss_mask"], data["old_logprobs"]
+    found = {
+        "new_logprobs": logprobs,
+        "prox_logprobs": data.get("prox_logprobs", old_logprobs),
+        "old_logprobs": old_logprobs,
+        "entropies": entropies,
+        "advantages": data["advantages"],
+        "weights": data.get("correction_weights", torch.ones_like(old_logprobs)),
+    }
+    # A masked entry becomes 0 before anything is computed from it, so that its NaN reaches no gradient.
+    found = {name: torch.where(mask, x.float(), 0.0) for name, x in found.items()}
+    return LossTokens(**found, mask=mask, rows=data["rows"], num_rows=num_rows)
 
 
 def sum_of(key: str) -> Callable[[PackedBatch], float]:

@@ -9,7 +9,6 @@ and groups may have different sizes.
 # mask (B, R) bool, True for the response, its end token included; mask (N) bool, tokens that count
 """
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -103,40 +102,6 @@ def policy_log_ratio(
     """
     log_ratio = torch.where(mask, new_logprobs.float() - old_logprobs.detach().float(), 0.0)
     return log_ratio.clamp(max=MAX_LOG_RATIO)
-
-
-def clipped_surrogate(
-    ratio: torch.Tensor, advantages: torch.Tensor, clip_range: float, clip_range_high: float = 0.0
-) -> torch.Tensor:
-    """Return max(-A ratio, -A clamp(ratio, 1 - clip, 1 + clip)) of each token: (N) fp32.
-
-    All (N). PPO, arXiv:1707.06347 eq. 7. `clip_range_high` is another range above 1, 0: the same (DAPO,
-    arXiv:2503.14476). A ratio beyond its bound, where the advantage rewards that, gets no gradient.
-    """
-    clipped = ratio.clamp(1 - clip_range, 1 + (clip_range_high or clip_range))
-    return torch.maximum(-advantages * ratio, -advantages * clipped)
-
-
-def dual_clip(loss: torch.Tensor, advantages: torch.Tensor, bound: float) -> torch.Tensor:
-    """Return the loss of each token, that of a negative advantage at most -A bound: (N), bound > 1.
-
-    arXiv:1912.09729.
-    """
-    return torch.where(advantages < 0, torch.minimum(loss, -advantages * bound), loss)
-
-
-@torch.no_grad()
-def behaviour_weights(
-    prox_logprobs: torch.Tensor, old_logprobs: torch.Tensor, mask: torch.Tensor, cap: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (weights (N) fp32, has_weight (N) bool): prox / old probability, 0 where it exceeds `cap`.
-
-    All (N). Decoupled PPO (AReaL, arXiv:2505.24298): old is the policy that sampled, prox the one before the
-    updates, which the ratio is taken to. Weights are 0 outside the mask too. cap 0: none.
-    """
-    weights = torch.where(mask, prox_logprobs.float() - old_logprobs.float(), 0.0).exp()
-    has_weight = mask & ~(weights > (cap or math.inf))  # NaN passes: it must show in the loss
-    return torch.where(has_weight, weights, 0.0), has_weight
 
 
 def kl_loss_terms(

@@ -17,7 +17,7 @@ from common.ranks.step_costs import COSTS
 from common.runs.run import Run
 from common.runs.run_logger import RunLogger
 from step3_ppo import metrics
-from step3_ppo.algorithms import Algorithm, step_mean
+from step3_ppo.algorithms import Algorithm, on_every_token, step_mean
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import Evaluation
 from step3_ppo.ppo_losses import PPOLosses
@@ -29,6 +29,12 @@ from step3_ppo.rollout_batch import (
     put_back,
     tokens,
     with_tokens,
+)
+from step3_ppo.rollout_correction import (
+    Correction,
+    correction_weights,
+    parse_correction,
+    summarise_weights,
 )
 from step3_ppo.trainer_state import ExponentialMovingAverage, OpenStep, ValueNormaliser
 
@@ -50,6 +56,7 @@ class PPOTrainer:
         self.args, self.algorithm, self.rollout, self.roles = args, algorithm, rollout, rollout.roles
         self.prompts, self.logger = prompts, logger
         self.kl_controller = KLController(args.kl_coef, args.kl_target)
+        self.correction = parse_correction(args.rollout_correction)
         self.losses = PPOLosses(args, self.roles, self.kl_controller, pretraining)
         self.value_normaliser, self.ema, self.evaluation = None, None, None
         if algorithm.needs_critic and args.value_norm != "none":
@@ -120,8 +127,10 @@ class PPOTrainer:
             mask = tokens(batch, "loss_mask")
             weights, counts = loss_weights(mask, self.args.loss_aggregation, self.args.max_answer_seq_len)
             batch = with_tokens(batch, loss_weights=weights).with_numbers("loss_counts", counts * has_score)
-            if self.args.use_decoupled_loss:
-                batch = self._add_prox_logprobs(batch)
+            is_current = self._is_current(step, batch)
+            if self.correction:
+                batch, of_weights = self._correct(batch, self.correction, is_current=is_current)
+                summary |= of_weights
             return OpenStep(step, batch, summary)
 
     def _normalise_values(self, batch: PackedBatch) -> PackedBatch:
@@ -135,12 +144,36 @@ class PPOTrainer:
         batch = batch.with_key("old_values", old_values, like="response_ids")
         return batch.with_key("returns", returns, like="response_ids")
 
-    def _add_prox_logprobs(self, batch: PackedBatch) -> PackedBatch:
-        """Return the batch with the log-probabilities of the policy before the updates."""
-        if self.rollout.recomputes and not self.args.rollout_staleness:
-            return batch.with_key("prox_logprobs", batch.data["old_logprobs"], like="response_ids")
-        parts = self.rollout.cap.cut(batch)
-        return join_scores(batch.ids, parts, {"prox_logprobs": self.roles.actor.score(parts)}, {})
+    def _is_current(self, step: int, batch: PackedBatch) -> bool:
+        """Return whether all tokens were sampled by the policy as it is before the step's updates.
+
+        A ratio to a policy of a later step would be one to nothing: it is asserted that there is none.
+        """
+        now, versions = step - 1, batch.data["versions"]
+        oldest, newest = (distributed.max_float(float(x)) for x in (-versions.min(), versions.max()))
+        assert newest <= now, f"step {step} has tokens of a policy that has made {newest:.0f} steps"
+        return -oldest == now
+
+    def _correct(
+        self, batch: PackedBatch, how: Correction, *, is_current: bool
+    ) -> tuple[PackedBatch, dict[str, float]]:
+        """Return the batch with the log-probabilities of the policy before the updates (prox) and importance
+        weights, and what these are like.
+
+        Those at rollout are taken where that policy was the sampler, and they are the trainer's.
+        """
+        if is_current and self.rollout.recomputes:
+            batch = batch.with_key("prox_logprobs", batch.data["old_logprobs"], like="response_ids")
+        else:
+            parts = self.rollout.cap.cut(batch)
+            batch = join_scores(batch.ids, parts, {"prox_logprobs": self.roles.actor.score(parts)}, {})
+        keys = ("prox_logprobs", "rollout_logprobs", "loss_mask")
+        prox, sampled, mask = (tokens(batch, key) for key in keys)
+        found = correction_weights(prox, sampled, mask, how)
+        weights = found.weights if found.weights.dim() == 2 else on_every_token(found.weights, batch)
+        numbers = summarise_weights(found, distributed.reduce_sum, distributed.max_float)
+        numbers["correction/kl"] = float(step_mean((sampled - prox)[mask]))  # of the sampler to prox, a token
+        return with_tokens(batch, correction_weights=weights), numbers
 
     def minibatches(self, current: OpenStep) -> Iterator[list[PackedBatch]]:
         """Yield this rank's micro-batches of the optimizer steps that a PPO step still has before it."""

@@ -11,7 +11,9 @@ the rank that trains on them, a minibatch at a time.
     rollout_logprobs  a token     fp32, the sampler's own
     old_logprobs      a token     fp32, of the policy that sampled: what the ratio is taken to
     ref_logprobs      a token     fp32, of the frozen reference
-    prox_logprobs     a token     fp32, of the policy before the step's updates (--use_decoupled_loss)
+    prox_logprobs     a token     fp32, of the policy before the step's updates, with --rollout_correction;
+                                  the ratio is taken to it then
+    correction_weights  a token   fp32, what losses are multiplied by, with --rollout_correction
     old_values        a token     fp32, of the state before the token; with a critic
     next_values       a number    fp32, of the state after the last token; with a critic
     loss_mask         a token     bool, True counts in losses; all of them until something leaves tokens out

@@ -1,16 +1,20 @@
-"""From what `--data_path` says to rows and the adapter that understands them; modules of the user's own."""
+"""From what `--data_path` says to rows and the adapter that understands them; modules and functions of the
+user's own.
+"""
 
 import difflib
 import hashlib
 import importlib
+import inspect
 import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar
 
 import common.data.adapters  # noqa: F401  (fills ADAPTERS)
 from common.data.adapters.base import (
@@ -27,6 +31,8 @@ from common.flags.problems import Problems, has_hub_form
 from common.ranks.failures import kind_and_line
 
 __all__ = ["ADAPTERS", "Adapter", "RawSource", "load_source", "register_dataset"]
+
+T = TypeVar("T")
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _CLASS_PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.+))?")
@@ -194,3 +200,60 @@ def get_from(module: ModuleType, name: str) -> object:
     near = difflib.get_close_matches(name, vars(module), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ImportError(f"module {module.__name__} has no {name}{hint}")
+
+
+class FunctionsByName(dict[str, T]):
+    """What a flag names: functions with their traits, registered under a name or imported as MODULE:FUNCTION.
+
+    A value is of the class `kind`, whose first two fields are the name and the function.
+    """
+
+    def __init__(self, flag: str, kind: Callable[..., T]) -> None:
+        super().__init__()
+        self.flag, self.kind = flag, kind
+
+    def register(self, name: str, **traits: object) -> Callable[[T], T]:
+        """Return a decorator that registers a function; `traits` are the other fields of its entry.
+
+        Raises ValueError when another function has the name already.
+        """
+
+        def origin(function: Any) -> tuple[str, str]:
+            return function.__qualname__, inspect.getfile(inspect.unwrap(function))
+
+        def register(function: Any) -> Any:
+            known = self.get(name)  # itself, where its module is imported again
+            if known and origin(self.function_of(known)) != origin(function):
+                raise ValueError(f"--{self.flag} {name!r} is registered twice")
+            self[name] = self.kind(name, function, **traits)
+            return function
+
+        return register
+
+    def function_of(self, entry: T) -> Callable[..., Any]:
+        """Return the function of an entry."""
+        return list(vars(entry).values())[1]
+
+    def find(self, name: str) -> T:
+        """Return the entry of a registered name, or of MODULE:FUNCTION, which is imported.
+
+        A function that its module registers comes with its traits; a plain one has the defaults of the class.
+
+        Raises ValueError for anything else: the message names the nearest, or why the import failed.
+        """
+        if name in self:
+            return self[name]
+        module_name, colon, function_name = name.partition(":")
+        if not colon:
+            near = difflib.get_close_matches(name, self, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            known = ", ".join(sorted(self))
+            raise ValueError(f"--{self.flag} {name} is unknown{hint} (known: {known}; or MODULE:FUNCTION)")
+        try:
+            function = get_from(import_own_module(module_name), function_name)
+        except ImportError as error:
+            raise ValueError(f"--{self.flag} {name}: {error}") from error
+        if not callable(function):
+            raise ValueError(f"--{self.flag} {name}: {function_name} is no function; name one")
+        registered = (entry for entry in self.values() if self.function_of(entry) is function)
+        return next(registered, None) or self.kind(name, function)

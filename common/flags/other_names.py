@@ -30,6 +30,10 @@ def rename_flags(saved: dict[str, Any]) -> dict[str, Any]:
         flags["dropout"] = 0.0
     if flags.get("enable_ema") is False:
         flags.pop("ema_decay", None)  # it had a value that did nothing
+    if "kl_estimator" in flags:  # a flag of now was two
+        flags["kl_in"] += f":{flags.pop('kl_estimator')}"
+    if isinstance(flags.get("clip_range"), float):
+        flags["clip_range"] = str(flags["clip_range"])
     return flags
 
 
@@ -61,5 +65,6 @@ REMOVED = {
     "critic_lora_alpha": 0.0, "reward_model_name_or_path": "", "adam_beta2": 0.95,
     "check_collectives": False, "export_critic": False, "export_interval": 0, "length_reward_coef": 0.0,
     "on_save_error": "go_on", "overlong_penalty": 0.0, "sample_interval": 0, "save_points": "step",
-    "truncated_penalty": -1.0, "value_norm_beta": 0.99995,
+    "truncated_penalty": -1.0, "value_norm_beta": 0.99995, "use_decoupled_loss": False,
+    "behav_imp_weight_cap": 0.0, "c_clip": 0.0, "clip_range_high": 0.0, "kl_estimator": "",
 }  # fmt: skip

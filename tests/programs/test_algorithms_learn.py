@@ -34,7 +34,7 @@ def test_the_reward_rises(output, algorithm):
 
 
 def test_decoupled_stale_and_replayed_rollouts_learn_too(output):
-    flags = "--rollout_staleness 1 --use_decoupled_loss --top_k 5 --replay_sampling_support"
+    flags = "--rollout_staleness 1 --rollout_correction tis --top_k 5 --replay_sampling_support"
     flags += f" --max_train_steps 40 --output_dir {output / 'stale'}"
     start(output, "grpo", *flags.split())
     scores = read_curve(output / "stale", "objective/score")

@@ -125,6 +125,11 @@ FLAGS = [
     Row("no group", 3, flag(algorithm="grpo"), ["--algorithm grpo", "--num_samples_per_prompt 1 must be 2"]),
     Row("no critic", 3, flag(algorithm="rloo", num_samples_per_prompt=2, truncated="bootstrap"),
         ["--truncated bootstrap", "--algorithm rloo has none"]),
+    Row("how it learns", 3, flag(
+        policy_loss="gsop", clip_range="0.2,wide", rollout_correction="mis:2,1", kl_in="reward:k4"),
+        ["--policy_loss gsop is unknown; did you mean gspo", "--rollout_correction mis:2,1: '2,1' is neither",
+         "--kl_in reward:k4: choose from"], count=3),
+    Row("a range that is none", 3, flag(clip_range="0.2,wide"), ["--clip_range 0.2,wide: give one number"]),
     Row("a GPU without bf16", 1, flag(dtype="bf16"), ["--dtype bf16", "emulates bf16", "use fp16 or fp32"],
         gpu={"capability": [7, 5]}),
     Row("no such optimizer", 3, flag(optimizer="muon:fast"), ["--optimizer muon:fast", "such as muon:1e-3"]),

@@ -152,14 +152,17 @@ def test_updates_end_early_when_the_policy_has_moved(ppo):
     assert row["policy/num_updates"] == 2, "the last minibatch decides, not the mean of all"
 
 
-def test_the_decoupled_loss_tells_how_far_the_sampler_is(ppo):
-    flags = {"use_decoupled_loss": True, "max_train_steps": 3}
-    rows = read_metrics(ppo(**flags))
-    assert rows[0]["policy/behav_kl"] == 0 and rows[0]["policy/behav_imp_weight"] == 1
-    assert all(row["policy/behav_kl"] == pytest.approx(0, abs=1e-5) for row in rows)
+def test_a_correction_tells_how_far_the_sampler_is(ppo):
+    flags = {"rollout_correction": "mis:0.999,1.001", "max_train_steps": 3}
+    for row in read_metrics(ppo(**flags)):  # the sampler is the policy before the updates, up to rounding
+        assert row["correction/kl"] == pytest.approx(0, abs=1e-5) and row["correction/capped_fraction"] == 0
+        assert row["correction/weight_max"] == pytest.approx(1, abs=1e-4)
+        assert row["correction/effective_fraction"] == pytest.approx(1, abs=1e-4)
     rows = read_metrics(ppo(rollout_staleness=1, **flags))
-    assert rows[0]["policy/behav_kl"] == pytest.approx(0, abs=1e-6)
-    assert rows[1]["policy/behav_imp_weight"] != 1 and rows[1]["policy/behav_kl"] != 0
+    assert rows[0]["correction/kl"] == pytest.approx(0, abs=1e-5)
+    assert rows[1]["correction/kl"] > 0 and rows[1]["correction/weight_max"] > 1.001
+    assert 0 < rows[1]["correction/capped_fraction"] <= 1 - rows[1]["correction/effective_fraction"] + 1e-6
+    assert all(row["policy/ratio"] == pytest.approx(1, abs=1e-3) for row in rows), "it is taken to prox"
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 1]
 
 

@@ -62,7 +62,7 @@ def flags(tiny):
         "dpo": (2, 1, single | {"loss": "dpo"}),
         "reward, two ranks, ZeRO 3": (2, 2, single | {"zero_stage": 3, "per_device_train_batch_size": 1}),
         "ppo": (3, 1, ppo | mixed),
-        "ppo, stale": (3, 1, ppo | {"rollout_staleness": 1, "use_decoupled_loss": True}),
+        "ppo, stale": (3, 1, ppo | {"rollout_staleness": 1, "rollout_correction": "seq_tis"}),
         "ppo, LoRA": (3, 1, ppo | {"actor_lora_dim": 4, "critic_lora_dim": 4, "packed": True}),
         "ppo, two ranks, ZeRO 3": (3, 2, two | {"actor_zero_stage": 3, "critic_zero_stage": 3}),
         "ppo, two ranks, ZeRO 2, bf16": (3, 2, two | zero_2),

@@ -30,8 +30,9 @@ NORMS_APART = 1e-4  # a norm is summed in another order by every stage
 EXPORTS = {1: ("export",), 2: ("export",), 3: ("export", "export_ema")}
 # Two responses to a prompt, compared, used a step late, with all that an algorithm may ask for.
 GROUPS = {
-    "num_samples_per_prompt": 2, "rollout_staleness": 1, "use_decoupled_loss": True, "top_k": 40,
-    "replay_sampling_support": True, "dynamic_sampling_rounds": 1, "c_clip": 3.0, "clip_range_high": 0.3,
+    "num_samples_per_prompt": 2, "rollout_staleness": 1, "rollout_correction": "tis", "top_k": 40,
+    "replay_sampling_support": True, "dynamic_sampling_rounds": 1, "clip_range": "0.2,0.3",
+    "policy_loss": "ppo:dual_clip=3",
     "ppo_epochs": 2,
 }  # fmt: skip
 COMMON = {"lr_scheduler_type": "linear", "num_warmup_steps": 2, "gradient_clipping": 1.0, "seed": 7}

@@ -227,16 +227,22 @@ def test_what_becomes_of_a_cut_response(truncated, finished, last):
 
 
 def test_the_empty_flags_get_what_the_algorithm_usually_does():
-    for name, expected in {
-        "ppo": ("reward", "k1", "batch", "token"),
-        "grpo": ("loss", "k3", "none", "sequence"),
-        "dr_grpo": ("loss", "k3", "none", "constant"),
+    """The algorithm's, but for what the policy loss has of its own."""
+    for (name, loss), expected in {
+        ("ppo", "ppo"): ("reward:k1", "batch", "token", "0.2"),
+        ("grpo", "ppo:dual_clip=3"): ("loss:k3", "none", "sequence", "0.2"),
+        ("dr_grpo", "ppo"): ("loss:k3", "none", "constant", "0.2"),
+        ("dr_grpo", "gspo"): ("loss:k3", "none", "sequence", "3e-4,4e-4"),
+        ("grpo", "cispo"): ("loss:k3", "none", "token", "1,0.2"),
     }.items():
-        args = fill_defaults(PPOArguments(), ALGORITHMS[name])
-        assert (args.kl_in, args.kl_estimator, args.adv_norm, args.loss_aggregation) == expected
-    chosen = make_args(kl_in="loss", kl_estimator="k2", adv_norm="group", loss_aggregation="token")
+        args = fill_defaults(make_args(policy_loss=loss), ALGORITHMS[name])
+        assert (args.kl_in, args.adv_norm, args.loss_aggregation, args.clip_range) == expected
+        assert f"{args.kl_place}:{args.kl_estimator}" == args.kl_in
+    chosen = make_args(
+        kl_in="loss:k2", adv_norm="group", loss_aggregation="token", clip_range="0.1", policy_loss="gspo"
+    )
     assert fill_defaults(chosen, ALGORITHMS["ppo"]) == chosen
-    assert fill_defaults(make_args(kl_in="loss"), ALGORITHMS["ppo"]).kl_estimator == "k3"
+    assert fill_defaults(make_args(kl_in="loss"), ALGORITHMS["ppo"]).kl_in == "loss:k3"
 
 
 def test_an_algorithm_is_found_by_name_or_imported(tmp_path, monkeypatch):

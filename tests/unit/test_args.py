@@ -20,7 +20,7 @@ from step2_reward.arguments import RewardArguments
 from step3_ppo.arguments import PPOArguments
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAG_FILES = ("args.py", "arguments.py")  # they define flags, and read none
+FLAG_FILES = ("args.py", "arguments.py", "role_arguments.py")  # they define flags, and read none
 TAKERS = (DataOptions, HybridOptions)  # they take the flags of their fields' names
 OF_ALL_PROGRAMS = pytest.mark.parametrize(
     "program", find_programs(), ids=lambda program: program.flags.__name__

@@ -8,30 +8,41 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from right_or_wrong import close, forms, judge
+from right_or_wrong import close, forms, judge, play_ranks
 from rollout_batches import PADDING, fill, random_batch
 
 from common.data.packed_batch import PackedBatch
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.policy_losses import (
+    POLICY_LOSSES,
+    LossTokens,
+    PolicyLoss,
+    build_policy_loss,
+    clipped_surrogate,
+    find_policy_loss,
+    parse_clip_range,
+)
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import (
     KLController,
-    behaviour_weights,
-    clipped_surrogate,
-    dual_clip,
     loss_weights,
     policy_log_ratio,
     value_loss_terms,
 )
+from step3_ppo.rollout_correction import (
+    BINS,
+    FORMS,
+    correction_weights,
+    parse_correction,
+    summarise_weights,
+)
 
 
-def policy_loss(new, old, advantages, mask, clip_range=0.2, clip_range_high=0.0, c_clip=0.0):
+def policy_loss(new, old, advantages, mask, clip_range=(0.2, 0.2), dual_clip=0.0):
     """Compose the loss as PPOLosses does."""
     ratio = policy_log_ratio(new, old, mask).exp()
-    advantages = torch.where(mask, advantages, 0.0)
-    loss = clipped_surrogate(ratio, advantages, clip_range, clip_range_high)
-    return dual_clip(loss, advantages, c_clip) if c_clip else loss
+    return clipped_surrogate(ratio, torch.where(mask, advantages, 0.0), clip_range, dual_clip)[0]
 
 
 def test_policy_loss_and_gradient_by_hand():
@@ -50,14 +61,17 @@ def test_policy_loss_and_gradient_by_hand():
 
 
 def test_policy_loss_with_a_higher_upper_bound_and_a_bounded_negative_side():
-    """O20, A20: clip_range_high and c_clip."""
+    """O20, A20: two ranges and dual_clip. O22: each side's clipped tokens are told apart."""
     # 1.25 is inside a range to 1.28; 1.3 is not; -A * 4 is bounded to 3; the lower bound stays 0.8
-    new = torch.tensor([[1.25, 1.3, 4.0, 0.75]]).log().requires_grad_()
-    advantages, mask = torch.tensor([[1.0, 1.0, -1.0, -1.0]]), torch.ones(1, 4).bool()
-    loss = policy_loss(new, torch.zeros(1, 4), advantages, mask, 0.2, 0.28, 3.0)
+    new = torch.tensor([1.25, 1.3, 4.0, 0.75, 4.0]).log().requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])
+    loss, sides = clipped_surrogate(new.exp(), advantages, (0.2, 0.28), 3.0)
     loss.sum().backward()
-    close(loss, [[-1.25, -1.28, 3.0, 0.8]])
-    close(new.grad, [[-1.25, 0.0, 0.0, 0.0]])
+    close(loss, [-1.25, -1.28, 3.0, 0.8, 0.0])
+    close(new.grad, [-1.25, 0.0, 0.0, 0.0, 0.0])
+    expected = {"": [1, 2, 3], "_high": [1], "_dual": [2], "_low": [3]}
+    found = {name.removeprefix("clip_fraction"): x.nonzero()[:, 0].tolist() for name, x in sides.items()}
+    assert found == expected
 
 
 def test_policy_loss_and_its_gradient_do_not_read_padding():
@@ -82,7 +96,7 @@ def test_only_new_logprobs_get_a_gradient():
     leaves = [x.requires_grad_() for x in (new, old)]
     policy_log_ratio(*leaves, mask).sum().backward()
     assert new.grad is not None and old.grad is None
-    assert not behaviour_weights(new, old, mask)[0].requires_grad
+    assert not correction_weights(new, old, mask, FORMS["tis"]).weights.requires_grad
 
 
 def test_an_overflowing_ratio_that_is_clipped_has_a_finite_gradient():
@@ -98,44 +112,213 @@ def test_losses_of_bf16_inputs_are_fp32():
     *tensors, mask = random_batch(3)
     new, old, other = (x.bfloat16() for x in tensors)
     assert policy_loss(new, old, other, mask).dtype == torch.float32
-    assert behaviour_weights(new, old, mask)[0].dtype == torch.float32
+    for how in FORMS.values():
+        assert correction_weights(new, old, mask, how).weights.dtype == torch.float32
     for kind in ("mse", "huber"):
         assert value_loss_terms(new, old, other, mask, clip_range=0.2, kind=kind)[0].dtype == torch.float32
 
 
-# --- the decoupled loss ---
+# --- other policy losses ---
 
 
-def test_behaviour_weights_by_hand():
-    """A14, A16: prox against the sampler. A21: the cap drops a token. A23: padding is not read."""
-    weights = torch.tensor([[1.0, 2.0, 0.5, 3.0, 4.0, 1.0]])
-    mask = torch.tensor([[True, True, True, True, True, False]])
-    old = torch.tensor([[0.0] * 5 + [math.nan]])
-    found, has_weight = behaviour_weights(weights.log(), old, mask, cap=3.5)
-    close(found, [[1.0, 2.0, 0.5, 3.0, 0.0, 0.0]])
-    assert has_weight.tolist() == [[True, True, True, True, False, False]]
-    close(behaviour_weights(weights.log(), old, mask)[0], [[1.0, 2.0, 0.5, 3.0, 4.0, 0.0]])
-    prox = torch.full((1, 6), math.nan)  # a number that is none shows where it counts
-    assert behaviour_weights(prox, old, mask, cap=3.5)[0].isnan().tolist() == mask.tolist()
+def make_tokens(ratios, advantages, lengths, mask=None) -> LossTokens:
+    """Tokens of responses of these lengths, with these ratios of new to prox."""
+    ratios, advantages = (torch.tensor(x, dtype=torch.float32) for x in (ratios, advantages))
+    mask, zeros = torch.ones(len(ratios)).bool() if mask is None else mask, torch.zeros(len(ratios))
+    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    logs = torch.where(mask, ratios.log(), 0.0)
+    return LossTokens(
+        (logs - 2.0).requires_grad_(), zeros - 2.0, zeros, zeros, torch.where(mask, advantages, 0.0),
+        mask, zeros + 1, rows, len(lengths),
+    )  # fmt: skip
+
+
+# Two responses, of 3 tokens (the last counts nothing) and of 2: ratios 2 * 0.5 and 1.2 * 1.2.
+TOKENS = ([2.0, 0.5, 9.0, 1.2, 1.2], [1.0, 3.0, 9.0, -1.0, -2.0], [3, 2])
+MASK = torch.tensor([True, True, False, True, True])
+
+
+def gspo_of_a_token(tokens, clip_range):
+    return clipped_surrogate(tokens.log_ratio().exp(), tokens.advantages, clip_range)
+
+
+def gspo_of_a_product(tokens, clip_range):
+    longer = tokens._replace(new_logprobs=2 * (tokens.new_logprobs + 2.0) - 2.0)
+    return POLICY_LOSSES["gspo"].function(longer, clip_range)
+
+
+@forms(POLICY_LOSSES["gspo"].function, of_a_token=gspo_of_a_token, of_a_product=gspo_of_a_product)
+def test_gspo_by_hand(form, is_right):
+    """arXiv:2507.18071: the geometric means are 1 and 1.2; beyond the bounds there is no gradient."""
+
+    def check(form):
+        tokens = make_tokens(*TOKENS, mask=MASK)
+        losses, sides = form(tokens, (0.1, 0.1))
+        close(losses, [-1.0, -3.0, 0.0, 1.2, 2.4])  # a negative advantage is not clipped above
+        losses.sum().backward()
+        close(tokens.new_logprobs.grad, [-1.0, -3.0, 0.0, 1.2, 2.4])  # each token's own, of the mean's size
+        tokens = make_tokens(TOKENS[0], [-x for x in TOKENS[1]], TOKENS[2], mask=MASK)
+        losses, sides = form(tokens, (0.1, 0.1))
+        close(losses, [1.0, 3.0, 0.0, -1.1, -2.2])
+        losses.sum().backward()
+        close(tokens.new_logprobs.grad, [1.0, 3.0, 0.0, 0.0, 0.0])
+        assert sides["clip_fraction_high"].tolist() == [False, False, False, True, True]
+
+    judge(check, form, is_right)
+
+
+def test_gspo_is_the_loss_of_whole_responses():
+    """With one advantage a response: the same number and gradient as the paper's loss in a float64 loop."""
+    new, old, _, mask = random_batch(3, lengths=[9, 1, 4, 2, 8], seed=4)
+    advantages, weights = torch.tensor([1.0, -1.0, 2.0, -0.5, 0.3]), loss_weights(mask, "sequence", 9)[0]
+    leaf = (0.1 * new).double().requires_grad_()
+    loop = torch.zeros((), dtype=torch.float64)
+    for row in range(5):
+        length = int(mask[row].sum())
+        ratio = (leaf[row, :length] - 0.1 * old[row, :length].double()).mean().exp()
+        a = float(advantages[row])
+        loop = loop - torch.minimum(a * ratio, a * ratio.clamp(0.97, 1.02))
+    loop.backward()
+    flat, rows = [x[mask] for x in (0.1 * new, 0.1 * old)], mask.nonzero()[:, 0]
+    flat[0].requires_grad_()
+    zeros = torch.zeros(len(rows))
+    tokens = LossTokens(*flat, zeros, zeros, advantages[rows], zeros == 0, zeros + 1, rows, 5)
+    losses, _ = POLICY_LOSSES["gspo"].function(tokens, (0.03, 0.02))
+    total = (losses * weights[mask]).sum()
+    total.backward()
+    close(total, loop.detach(), atol=1e-5)
+    close(flat[0].grad, leaf.grad[mask], atol=1e-6)
+
+
+def test_cispo_by_hand():
+    """arXiv:2506.13585: a clipped token keeps its gradient, of the size of the bound; A < 0 too."""
+    tokens = make_tokens(*TOKENS, mask=MASK)
+    losses, sides = POLICY_LOSSES["cispo"].function(tokens, (0.1, 0.5))
+    # weights 1.5, 0.9, -, 1.2, 1.2, by the advantage and log p = log ratio - 2
+    slopes = torch.tensor([-1.5, -2.7, 0.0, 1.2, 2.4])
+    close(losses, slopes * tokens.new_logprobs.detach())
+    losses.sum().backward()
+    close(tokens.new_logprobs.grad, slopes)
+    assert sides["clip_fraction_high"].tolist() == [True, False, False, False, False]
+    assert sides["clip_fraction_low"].tolist() == [False, True, False, False, False]
+    assert parse_clip_range(POLICY_LOSSES["cispo"].clip_range)[0] == 1.0  # no lower bound
+
+
+def test_a_loss_is_found_with_its_options_and_tried(tmp_path, monkeypatch):
+    """A4, R41: a loss of one's own gets what ours get."""
+    (tmp_path / "losses_of_a_test.py").write_text(
+        "def plain(tokens, bounds, sharpness=1.0):\n"
+        "    return -sharpness * tokens.advantages * tokens.log_ratio(), {'mean': tokens.entropies}\n\n\n"
+        "def reduced(tokens, bounds):\n    return plain(tokens, bounds)[0].mean(), {}\n\n\n"
+        "def bare(tokens, bounds):\n    return tokens.logits\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loss, options = find_policy_loss("losses_of_a_test:plain:sharpness=2")
+    assert loss == PolicyLoss("losses_of_a_test:plain", loss.function) and options == {"sharpness": 2.0}
+    losses, _ = build_policy_loss("losses_of_a_test:plain:sharpness=2", "0.2")(make_tokens(*TOKENS))
+    close(losses[:2], [-2 * math.log(2), 6 * math.log(2)])
+    assert find_policy_loss("gspo") == (POLICY_LOSSES["gspo"], {})
+    for text, message in {
+        "losses_of_a_test:reduced": r"the loss of two tokens has the shape \(\), not \(2,\): give one",
+        "losses_of_a_test:bare": "it raised AttributeError on two tokens: .*logits",
+        "losses_of_a_test:plane": "has no plane; did you mean plain",
+        "gsp": r"--policy_loss gsp is unknown; did you mean gspo\? \(known: cispo, gspo, ppo; or MODULE:",
+        "ppo:dual_clip=1": "dual_clip=1 must be above 1",
+        "ppo:dual_clip=x": "'dual_clip=x' is no number by name, such as dual_clip=3",
+        "gspo:dual_clip=3": r"gspo cannot be called as gspo\(tokens, clip_range, dual_clip\)",
+    }.items():
+        with pytest.raises(ValueError, match=f"(?s).*{message}"):
+            build_policy_loss(text, "0.2")
+
+
+def test_clip_ranges():
+    assert parse_clip_range("0.2") == (0.2, 0.2) and parse_clip_range("3e-4,4e-4") == (3e-4, 4e-4)
+    for text in ("0", "", "0.2,", "0.1,0.2,0.3", "0.2,inf", "-1", "wide"):
+        with pytest.raises(ValueError, match=f"--clip_range {text}: give one number above 0, or two"):
+            parse_clip_range(text)
+
+
+# --- rollout correction ---
+
+# Probabilities by the sampler's: 1 2 0.5 | 4 (padding) | 0.25 4 0.5
+RAW = torch.tensor([[1.0, 2.0, 0.5], [4.0, 9.0, 9.0], [0.25, 4.0, 0.5]])
+COUNTED = torch.tensor([[True, True, True], [True, False, False], [True, True, True]])
+# Of the tokens, or of the responses: products 1, 4 and 0.5, geometric means 1, 4 and 0.79.
+CORRECTED = {
+    "tis:2.5": [[1.0, 2.0, 0.5], [2.5, 0.0, 0.0], [0.25, 2.5, 0.5]],
+    "tis:0.4,3": [[1.0, 2.0, 0.5], [3.0, 0.0, 0.0], [0.4, 3.0, 0.5]],
+    "mis:3.5": [[1.0, 2.0, 0.5], [0.0, 0.0, 0.0], [0.25, 0.0, 0.5]],
+    "mis:0.4,2.5": [[1.0, 2.0, 0.5], [0.0, 0.0, 0.0], [0.0, 0.0, 0.5]],
+    "seq_tis": [1.0, 2.0, 0.5],
+    "seq_mis:0.75,4.5": [1.0, 4.0, 0.0],
+    "geo_rs:0.7,1.1": [1.0, 0.0, 1.0],
+    "geo_rs:0.8,1.1": [1.0, 0.0, 0.0],
+}
+
+
+@pytest.mark.parametrize("text", CORRECTED)
+def test_corrections_by_hand(text):
+    """A14, A16: prox against the sampler. A21: level, action, metric and bounds. A23: padding is not read."""
+    for padding in PADDING:
+        prox, sampled = (fill(x, COUNTED, padding) for x in (RAW.log() - 3.0, torch.full((3, 3), -3.0)))
+        found = correction_weights(prox, sampled, COUNTED, parse_correction(text))
+        close(found.weights, CORRECTED[text])
+    prox = torch.where(COUNTED, math.nan, prox)  # a number that is none shows where it counts
+    weights = correction_weights(prox, sampled, COUNTED, parse_correction(text)).weights
+    assert weights.isnan().tolist() == (COUNTED if weights.dim() == 2 else COUNTED.any(1)).tolist()
+
+
+def summarise(rows, text, *others) -> dict[str, float]:
+    """What the weights of these rows are like."""
+    sampled, how = torch.full((3, 3), -3.0), parse_correction(text)
+    found = correction_weights((RAW.log() + sampled)[rows], sampled[rows], COUNTED[rows], how)
+    return summarise_weights(found, *others)
+
+
+def test_what_weights_are_like_by_hand():
+    """A22: the largest, the share beyond the bounds, a histogram; A3: of what counts, of all ranks."""
+    alone = summarise([0, 1, 2], "mis:0.4,2.5", lambda x: x, lambda x: x)
+    # 1 2 0.5 4 0.25 4 0.5, of which 4, 0.25 and 4 are masked: 1 2 0.5 0.5 stay
+    assert alone["correction/weight_mean"] == pytest.approx(12.25 / 7)
+    assert alone["correction/weight_max"] == pytest.approx(4.0)
+    assert alone["correction/capped_fraction"] == pytest.approx(3 / 7)
+    assert alone["correction/effective_fraction"] == pytest.approx(4.0**2 / (7 * 5.5))
+    # below 0.5: 0.25; from 0.5 on: 0.5 0.5; from 0.8 on: 1; from 1.25 on: none; from 2 on: 2 4 4
+    assert [alone[f"correction/{name}"] * 7 for name in BINS] == pytest.approx([1, 2, 1, 0, 3])
+    programs = [
+        lambda reduce_sum, rows=rows: summarise(rows, "mis:0.4,2.5", reduce_sum, lambda x: max(x, 4.0))
+        for rows in ([0], [1, 2])
+    ]
+    for of_rank in play_ranks(programs):
+        assert of_rank == pytest.approx(alone)
+    sequences = summarise([0, 1, 2], "seq_tis", lambda x: x, lambda x: x)
+    assert sequences["correction/capped_fraction"] == pytest.approx(1 / 3)  # of responses
+
+
+def test_forms_of_a_correction():
+    assert parse_correction("none") is None and parse_correction("tis") == parse_correction("tis:2")
+    assert parse_correction("mis:2") == parse_correction("mis:0,2") == FORMS["mis"]
+    for text in ("tsi", "tis:", "tis:0", "mis:2,1", "mis:1,2,3", "tis:nan", "mis:-1,2", "none:2", ""):
+        with pytest.raises(ValueError, match=f"--rollout_correction {text}: "):
+            parse_correction(text)
 
 
 def test_the_decoupled_loss_and_its_statistics_by_hand():
-    """A14, A22: what is logged is the mean over the tokens that are not capped. A3: its own count."""
-    weights, ratios = torch.tensor([2.0, 1.0, 4.0, 9.0]), torch.tensor([1.5, 1.0, 0.5, 9.0])
+    """A14, O22: the ratio is taken to prox, the loss weighed. A3: statistics are of what counts."""
+    ratios, weights = torch.tensor([1.5, 1.0, 0.5, 9.0]), torch.tensor([2.0, 1.0, 0.0, 9.0])
     mask, old = torch.tensor([True, True, True, False]), torch.full((4,), -3.0)
-    prox = old + weights.log()
+    prox = old + 0.5
     data = {"old_logprobs": old, "prox_logprobs": prox, "rollout_logprobs": old, "loss_mask": mask}
+    data |= {"correction_weights": weights, "response_ids": torch.zeros(4, dtype=torch.int64)}
     data |= {"advantages": torch.tensor([1.0, -1.0, 1.0, 1.0]), "loss_weights": mask.float()}
     new = prox + ratios.log()
-    actor = SimpleNamespace(compute_logprobs=lambda *_, **__: (new, torch.zeros(4)))
-    args = PPOArguments(use_decoupled_loss=True, behav_imp_weight_cap=3.0, clip_range=0.2)
-    losses = PPOLosses(
-        fill_defaults(args, ALGORITHMS["ppo"]), SimpleNamespace(actor=actor), KLController(0.1)
-    )
+    actor = SimpleNamespace(compute_logprobs=lambda *_, **__: (new, torch.tensor([1.0, 2.0, 3.0, 9.0])))
+    args = fill_defaults(PPOArguments(rollout_correction="mis"), ALGORITHMS["ppo"])
+    losses = PPOLosses(args, SimpleNamespace(actor=actor), KLController(0.1))
     found, stats = losses._policy_sums(PackedBatch.build([0], {key: [x] for key, x in data.items()}))
-    # 2 * -1 * 1.2, at the bound; 1 * 1 * 1; the weight of 4 is above the cap; padding
+    # 2 * -1 * 1.2, at the bound; 1 * 1 * 1; a weight of 0; padding
     assert float(found) == pytest.approx(-2.4 + 1.0, abs=1e-5)
-    means = {"behav_imp_weight": (2 + 1) / 2, "behav_kl": math.log(2) / 2, "ratio": (1.5 + 1 + 0.5) / 3}
+    means = {"ratio": (1.5 + 1 + 0.5) / 3, "clip_fraction_high": 1 / 3, "clip_fraction_low": 0, "entropy": 2}
     for name, mean in means.items():
         total, count = stats[f"policy/{name}"]
         assert float(total / count) == pytest.approx(mean, abs=1e-5), name

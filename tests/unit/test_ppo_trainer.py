@@ -4,13 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from right_or_wrong import close
 from rollout_batches import make_rollout_batch
 
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.score_sum import ScoreSum
+from step3_ppo.rollout_batch import TokenCap
 from step3_ppo.trainer_state import ValueNormaliser
+
+ENGINE = SimpleNamespace(received_bytes=0)
 
 
 def test_the_schedules_are_as_long_as_the_optimizer_steps():
@@ -30,7 +34,7 @@ class KnowingCritic:
 
     recomputes, judge_gap = True, lambda self, gap: None
     scores = ScoreSum([])
-    roles = SimpleNamespace(actor=SimpleNamespace(hybrid_engine=SimpleNamespace(received_bytes=0)))
+    roles = SimpleNamespace(actor=SimpleNamespace(hybrid_engine=ENGINE))
 
     normaliser: ValueNormaliser
     num_rollouts = 0
@@ -69,3 +73,38 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
         # The losses compare what the critic says before its update with returns that it is to learn.
         assert torch.allclose(learned_from["old_values"], critic_says, atol=1e-4)
         assert torch.allclose(normaliser.denormalise(learned_from["returns"]), worth, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sampled_at", "recomputes", "is_spared"),
+    [(4, True, True), (4, False, False), (3, True, False), (5, True, None)],
+    ids=["current", "of the sampler", "stale", "of the future"],
+)
+def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomputes, is_spared):
+    """A15, R39: step 5 begins with the policy of 4 steps; a ratio to one of 5 is refused."""
+    batch = make_rollout_batch([2, 0, 1], [2, 1, 1], [3, 1, 6])
+    batch = batch.with_key("versions", torch.full((10,), sampled_at), like="response_ids")
+    algorithm, passes = ALGORITHMS["reinforce++"], []
+
+    def score(parts):
+        passes.append(parts)
+        return [part.data["rollout_logprobs"] + 0.25 for part in parts]
+
+    actor = SimpleNamespace(score=score, hybrid_engine=ENGINE)
+    rollout = SimpleNamespace(
+        roles=SimpleNamespace(actor=actor), scores=ScoreSum([]), recomputes=recomputes, cap=TokenCap(8)
+    )
+    args = fill_defaults(PPOArguments(rollout_correction="tis:1.2"), algorithm)
+    trainer = PPOTrainer(args, algorithm, rollout, None, None, None)
+    if is_spared is None:
+        with pytest.raises(AssertionError, match="step 5 has tokens of a policy that has made 5 steps"):
+            trainer.add_advantages(5, batch)
+        return
+    found, numbers = trainer.add_advantages(5, batch).batch, trainer.add_advantages(5, batch).summary
+    assert found.ids == batch.ids and bool(passes) != is_spared
+    sampled = found.data["rollout_logprobs"]
+    prox = found.data["old_logprobs"] if is_spared else sampled + 0.25
+    close(found.data["prox_logprobs"], prox)
+    close(found.data["correction_weights"], (prox - sampled).exp().clamp(max=1.2))
+    assert numbers["correction/kl"] == pytest.approx(float((sampled - prox).mean()), abs=1e-6)
+    assert numbers["correction/weight_max"] == pytest.approx(float((prox - sampled).exp().max()))

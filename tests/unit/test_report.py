@@ -1,12 +1,24 @@
 """python -m tools.report: metrics, marks, diagnostics of made-up runs; what is torn or missing is named."""
 
 import math
+import re
 
 import pytest
 from made_runs import Page, over_steps, write_run
 
+from step3_ppo.rollout_correction import BINS
+from tools.report import LAYOUT
 from tools.report.__main__ import main
-from tools.report.charts import is_noisy, render_svg, shown, smooth, spread
+from tools.report.charts import (
+    draw_bars,
+    draw_curve,
+    draw_trail,
+    is_noisy,
+    render_svg,
+    shown,
+    smooth,
+    spread,
+)
 from tools.report.diagnostics import HACKING, find_diagnostics
 from tools.report.page import as_duration, build_page, differing_flags, find_phases
 from tools.report.run_reader import Curve, build_curves, read_run, read_runs
@@ -307,8 +319,8 @@ def test_only_noise_is_smoothed_by_centred_means():
 
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0, 2.0], [0.0, 1e-300], [1e149, -1e149], [-5.0] * 50])
 def test_any_curve_can_be_drawn(values):
-    for is_trail in (False, True):
-        text = panel_of(range(len(values)), values, is_trail=is_trail)
+    for draw in (draw_curve, draw_trail, draw_bars):
+        text = panel_of(range(len(values)), values, draw=draw)
         Page(text)
         assert "nan" not in text and "inf" not in text
 
@@ -318,6 +330,19 @@ def test_a_point_stands_where_its_numbers_say():
     points = [a for t, a in Page(text).tags if t == "circle"]
     assert (points[1]["cx"], points[1]["cy"]) == ("198.0", "88.0")  # halves of 46..350 and 10..166
     assert "step 5: 1" in text and "L 198 88 " in text
+
+
+def test_a_histogram_is_of_the_last_step(tmp_path):
+    """A22: a bar a share; the metrics have no panel of their own, and a page without them no histogram."""
+    names = LAYOUT["histograms"][0]["metrics"]
+    assert names == [f"correction/{name}" for name in BINS]
+    shares = {name.replace("/", "__"): lambda s, i=i: s * (i + 1) / 100 for i, name in enumerate(names)}
+    page = build_page([read_run(write_run(tmp_path / "a", over_steps(4, **PPO, **shares)))])
+    bars = re.findall(r"<title>weight (\d): ([\d.]+)</title>", page)
+    assert bars == [("1", "0.04"), ("2", "0.08"), ("3", "0.12"), ("4", "0.16"), ("5", "0.2")]
+    assert f"{names[0]} over the steps" not in page
+    plain = build_page([read_run(write_run(tmp_path / "b", over_steps(4, **PPO)))])
+    assert "importance weights" not in plain
 
 
 # --- The program

@@ -95,7 +95,12 @@ def test_held_out_answers_without_a_score_are_in_no_mean_and_tie():
 def learned(name, batch, on_error, **flags):
     """Return (the batch with what the losses read, the numbers) of a PPO step without engines."""
     algorithm = ALGORITHMS[name]
-    flags = {"algorithm": name, "kl_in": algorithm.kl_in, "kl_estimator": "k1", "adv_norm": "batch"} | flags
+    flags = {
+        "algorithm": name,
+        "kl_in": f"{algorithm.kl_in}:k1",
+        "adv_norm": "batch",
+        "clip_range": "0.2",
+    } | flags
     args = dataclasses.replace(PPOArguments(), whiten_scores=True, value_norm="exp", **flags)
     specs = [RewardSpec("function", "m:f", 1.0, "function_f")]
     scores = ScoreSum(specs, on_error=parse_on_error(on_error))

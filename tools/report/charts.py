@@ -3,7 +3,7 @@
 import io
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -96,6 +96,11 @@ def draw_trail(axis: Axes, curve: Curve, color: str) -> None:
         axis.plot(x[-1:], y[-1:], "o", markersize=8, markeredgecolor=CARD, **style)
 
 
+def draw_bars(axis: Axes, curve: Curve, color: str) -> None:
+    """Draw a bar a value, through which those of other runs are seen."""
+    axis.bar(curve.steps, curve.values, color=color, alpha=0.5)
+
+
 def _style(axis: Axes, x_name: str) -> None:
     """Set lines, margins, ticks, and the name of the horizontal axis, which stands behind its last tick."""
     is_step = x_name == "step"
@@ -115,7 +120,13 @@ def _style(axis: Axes, x_name: str) -> None:
         one.set_major_formatter(lambda value, _: shown(value))
 
 
-def render_svg(curves: Sequence[Colored], label: str, *, x_name: str = "step", is_trail: bool = False) -> str:
+def render_svg(
+    curves: Sequence[Colored],
+    label: str,
+    *,
+    x_name: str = "step",
+    draw: Callable[[Axes, Curve, str], None] = draw_curve,
+) -> str:
     """Return a panel as an <svg> to stand in a page; `label` is what a screen reader says.
 
     Invisible circles with titles tell the numbers of points under the pointer: no script is needed.
@@ -125,7 +136,7 @@ def render_svg(curves: Sequence[Colored], label: str, *, x_name: str = "step", i
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72, facecolor="none")
         axis = figure.add_axes((46 / WIDTH, 24 / HEIGHT, 304 / WIDTH, 156 / HEIGHT), facecolor="none")
         for number, _, curve in curves:
-            (draw_trail if is_trail else draw_curve)(axis, curve, COLORS[number % len(COLORS)])
+            draw(axis, curve, COLORS[number % len(COLORS)])
         _style(axis, x_name)
         figure.savefig(buffer, format="svg")
     body = buffer.getvalue().partition("</metadata>")[2].rpartition("</svg>")[0]

@@ -14,9 +14,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from common.runs.durable_files import write_file
 from tools.report import LAYOUT
-from tools.report.charts import COLORS, join_on_steps, render_svg, shown
+from tools.report.charts import COLORS, draw_bars, draw_trail, join_on_steps, render_svg, shown
 from tools.report.diagnostics import find_diagnostics
-from tools.report.run_reader import RunFiles, read_runs
+from tools.report.run_reader import Curve, RunFiles, read_runs
 from tools.report.samples import build_samples
 
 # Where a run writes to, and how it was started: two runs always differ in these.
@@ -71,7 +71,9 @@ def build_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> str:
 def _build_panels(runs: Sequence[RunFiles], metrics: Sequence[str]) -> dict[str, Any]:
     """Return the panels of the page's sections; `rest` are those of no other, by group."""
     overview, hacking = LAYOUT["panels"]["overview"], LAYOUT["panels"]["hacking"]
-    rest = [n for n in metrics if n not in overview + hacking and not n.startswith("perf/")]
+    histograms = [panel for one in LAYOUT["histograms"] if (panel := build_histogram(runs, one))]
+    drawn = overview + hacking + [name for one in LAYOUT["histograms"] for name in one["metrics"]]
+    rest = [n for n in metrics if n not in drawn and not n.startswith("perf/")]
     times = [n for n in metrics if n.startswith("perf/") and n != "perf/bad_steps"]
     times.sort(key=lambda name: not name.endswith(("_seconds", "_per_second")))
 
@@ -80,7 +82,7 @@ def _build_panels(runs: Sequence[RunFiles], metrics: Sequence[str]) -> dict[str,
 
     trails = [build_trail(runs, trail) for trail in LAYOUT["trails"]]
     return {
-        "overview": build(overview),
+        "overview": build(overview) + histograms,
         "hacking": [trail for trail in trails if trail] + build(hacking),
         "rest": {group: build(names) for group, names in groupby(rest, lambda name: name.split("/")[0])},
         "times": build(times),
@@ -104,8 +106,23 @@ def build_trail(runs: Sequence[RunFiles], trail: dict[str, str]) -> Panel | None
     curves = [(i, name, curve) for i, name, curve in joined if len(curve.steps) > 1]
     if not curves:
         return None
-    chart = render_svg(curves, trail["title"], x_name=trail["unit"], is_trail=True)
+    chart = render_svg(curves, trail["title"], x_name=trail["unit"], draw=draw_trail)
     return {"title": trail["title"], "meaning": trail["meaning"], "values": [], "chart": chart}
+
+
+def build_histogram(runs: Sequence[RunFiles], histogram: dict[str, Any]) -> Panel | None:
+    """Return the panel of metrics that are shares, a bar each, at the last step; None without them."""
+    names = histogram["metrics"]
+    places = list(range(1, len(names) + 1))
+    curves = [
+        (i, run.name, Curve(places, [run.curves[name].last for name in names]))
+        for i, run in enumerate(runs)
+        if all(name in run.curves for name in names)
+    ]
+    if not curves:
+        return None
+    chart = render_svg(curves, histogram["title"], x_name=histogram["unit"], draw=draw_bars)
+    return {"title": histogram["title"], "meaning": histogram["meaning"], "values": [], "chart": chart}
 
 
 # ---- tables ---------------------------------------------------------------------------------------------

@@ -1,0 +1,206 @@
+"""Policy losses: plain functions of what a step knows of its response tokens. None of them knows an engine.
+
+A loss is called as `loss(tokens, clip_range, **options) -> (losses (N) fp32, statistics)`: one loss a token,
+unreduced, and numbers or truth values (N) by name, whose means over the tokens that count are logged as
+policy/NAME. `clip_range` is what --clip_range says, below and above 1. The caller multiplies the losses by
+the weights of --rollout_correction, adds the KL penalty and the entropy bonus where the flags ask for them,
+and takes the mean. A loss is registered by name, with the defaults that it brings:
+
+    @register_policy_loss("mine", clip_range="0.2,0.28")  # --policy_loss mine:sharpness=2
+    def mine(tokens, clip_range, sharpness=1.0):
+        ...
+
+# N response tokens of a micro-batch, response behind response
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from common.data.registry import FunctionsByName
+from step3_ppo.ppo_math import policy_log_ratio
+
+ClipRange = tuple[float, float]
+Losses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+class LossTokens(NamedTuple):
+    """What a policy loss sees: (N) each, fp32 and 0 outside the mask, so that no padding reaches a gradient.
+
+    Log-probabilities and entropies are all that is ever computed of the logits, which are not held whole
+    (`common/models/output_head.py`): a loss cannot have them.
+    """
+
+    new_logprobs: torch.Tensor  # of the policy that is trained, with a gradient
+    prox_logprobs: torch.Tensor  # of the policy that the ratio is taken to: old, or before the step's updates
+    old_logprobs: torch.Tensor  # at rollout
+    entropies: torch.Tensor  # of the policy that is trained, with a gradient
+    advantages: torch.Tensor
+    mask: torch.Tensor  # bool, True counts
+    weights: torch.Tensor  # of --rollout_correction, which the caller multiplies by; 1 without
+    rows: torch.Tensor  # int64, the response that a token is of, from 0 on
+    num_rows: int
+
+    def log_ratio(self) -> torch.Tensor:
+        """Return log(new / prox probability), at most `MAX_LOG_RATIO`."""
+        return policy_log_ratio(self.new_logprobs, self.prox_logprobs, self.mask)
+
+    def means_of_responses(self, x: torch.Tensor) -> torch.Tensor:
+        """Return at each token the mean of x (N) over the tokens of its response that count."""
+        sums, counts = (x.new_zeros(self.num_rows).index_add(0, self.rows, y) for y in (x, self.mask.to(x)))
+        return torch.where(self.mask, (sums / counts.clamp(min=1))[self.rows], 0.0)
+
+
+LossFunction = Callable[..., Losses]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A loss, and what flags that are empty are with it."""
+
+    name: str
+    function: LossFunction
+    clip_range: str = "0.2"
+    loss_aggregation: str = ""  # empty: as the algorithm does
+
+
+POLICY_LOSSES: FunctionsByName[PolicyLoss] = FunctionsByName("policy_loss", PolicyLoss)
+register_policy_loss = POLICY_LOSSES.register
+
+
+def find_policy_loss(text: str) -> tuple[PolicyLoss, dict[str, float]]:
+    """Return what `--policy_loss NAME[:option=value,...]` names, and its options.
+
+    Raises ValueError: unknown, or an option is none of the function's, or no number.
+    """
+    name, options_text = re.fullmatch(r"(.*?)(?::([^:=]+=[^:]*))?", text).groups(default="")
+    loss, options = POLICY_LOSSES.find(name), {}
+    for option in filter(None, options_text.split(",")):
+        key, _, value = option.partition("=")
+        try:
+            options[key] = float(value)
+        except ValueError:
+            options[key] = math.nan
+        if not math.isfinite(options[key]):
+            raise ValueError(f"--policy_loss {text}: {option!r} is no number by name, such as dual_clip=3")
+    try:
+        inspect.signature(loss.function).bind(None, None, **options)
+    except TypeError as error:
+        raise ValueError(
+            f"--policy_loss {text}: {name} cannot be called as {name}(tokens, clip_range, "
+            f"{', '.join(options) or 'no options'}): {error}"
+        ) from error
+    return loss, options
+
+
+def parse_clip_range(text: str) -> ClipRange:
+    """Return what `--clip_range LOW[,HIGH]` says. Raises ValueError."""
+    try:
+        low, *rest = map(float, text.split(","))
+        (high,) = rest or [low]
+        if 0 < low < math.inf and 0 < high < math.inf:
+            return low, high
+    except ValueError:
+        pass
+    raise ValueError(
+        f"--clip_range {text}: give one number above 0, or two: the range below and above 1, such as 0.2,0.28"
+    )
+
+
+def build_policy_loss(policy_loss: str, clip_range: str) -> Callable[[LossTokens], Losses]:
+    """Return the loss that the flags name, tried on two tokens.
+
+    Raises ValueError: see `find_policy_loss`, `parse_clip_range`; or the function fails on tokens, or does
+    not give one loss a token.
+    """
+    loss, options = find_policy_loss(policy_loss)
+    bounds = parse_clip_range(clip_range)
+
+    def function(tokens: LossTokens) -> Losses:
+        return loss.function(tokens, bounds, **options)
+
+    numbers = [torch.full((2,), -1.0, requires_grad=index in (0, 3)) for index in range(5)]
+    ones = torch.ones(2)
+    tokens = LossTokens(*numbers, ones.bool(), ones, torch.zeros(2, dtype=torch.int64), 1)
+    try:
+        losses, statistics = function(tokens)
+        shapes = {name: tuple(x.shape) for name, x in ({"the loss": losses} | statistics).items()}
+    except Exception as error:  # a function of one's own raises what it likes
+        raise ValueError(
+            f"--policy_loss {policy_loss}: it raised {type(error).__name__} on two tokens: {error}"
+        ) from error
+    for name, shape in shapes.items():
+        if shape != (2,):
+            raise ValueError(
+                f"--policy_loss {policy_loss}: {name} of two tokens has the shape {shape}, not (2,): give "
+                "one number a token, unreduced"
+            )
+    return function
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The losses
+# ---------------------------------------------------------------------------------------------------------
+
+
+def clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, clip_range: ClipRange, dual_clip: float = 0.0
+) -> Losses:
+    """Return max(-A ratio, -A clamp(ratio, 1 - low, 1 + high)) of each token, and where it is clipped.
+
+    All (N). PPO, arXiv:1707.06347 eq. 7; two ranges: DAPO, arXiv:2503.14476. A ratio beyond its bound, where
+    the advantage rewards that, gets no gradient. The loss of a negative advantage is at most -A `dual_clip`,
+    above 1, 0: no limit (arXiv:1912.09729).
+    """
+    low, high = 1 - clip_range[0], 1 + clip_range[1]
+    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
+    ratio = ratio.detach()
+    sides = {"high": (advantages > 0) & (ratio > high), "low": (advantages < 0) & (ratio < low)}
+    if dual_clip:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
+        sides["dual"] = (advantages < 0) & (ratio > dual_clip)
+    return losses, _clip_fractions(sides)
+
+
+def _clip_fractions(sides: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    of_sides = {f"clip_fraction_{side}": is_clipped for side, is_clipped in sides.items()}
+    return {"clip_fraction": torch.stack(list(sides.values())).any(0)} | of_sides
+
+
+@register_policy_loss("ppo")
+def ppo(tokens: LossTokens, clip_range: ClipRange, dual_clip: float = 0.0) -> Losses:
+    """Return `clipped_surrogate` of the ratio of each token."""
+    if dual_clip and dual_clip <= 1:
+        raise ValueError(f"dual_clip={dual_clip:g} must be above 1; leave it out for no limit")
+    return clipped_surrogate(tokens.log_ratio().exp(), tokens.advantages, clip_range, dual_clip)
+
+
+@register_policy_loss("gspo", clip_range="3e-4,4e-4", loss_aggregation="sequence")
+def gspo(tokens: LossTokens, clip_range: ClipRange) -> Losses:
+    """Return `clipped_surrogate` of the geometric mean of a response's ratios, at each of its tokens.
+
+    A response is clipped as a whole. The gradient of its ratio goes to each token as to itself, so that
+    tokens may have advantages of their own: GSPO-token, arXiv:2507.18071 eq. 13 and 14, GSPO where they have
+    not.
+    """
+    log_ratio = tokens.log_ratio()
+    of_response = tokens.means_of_responses(log_ratio.detach())
+    ratio = (of_response + log_ratio - log_ratio.detach()).exp()
+    return clipped_surrogate(ratio, tokens.advantages, clip_range)
+
+
+@register_policy_loss("cispo", clip_range="1,0.2", loss_aggregation="token")
+def cispo(tokens: LossTokens, clip_range: ClipRange) -> Losses:
+    """Return -clamp(ratio, 1 - low, 1 + high) A log p of each token; the ratio has no gradient.
+
+    Every token keeps its gradient, clipped or not. A lower range of 1 is none. CISPO, arXiv:2506.13585 eq. 4
+    and 5.
+    """
+    ratio, low, high = tokens.log_ratio().detach().exp(), 1 - clip_range[0], 1 + clip_range[1]
+    losses = -ratio.clamp(low, high) * tokens.advantages * tokens.new_logprobs
+    return losses, _clip_fractions({"high": tokens.mask & (ratio > high), "low": tokens.mask & (ratio < low)})

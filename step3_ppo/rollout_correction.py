@@ -1,0 +1,135 @@
+"""What makes up for a sampler that is not the policy before the step's updates: importance weights.
+
+`--rollout_correction FORM[:[LOWER,]UPPER]`. The sampler is another policy when its rollouts are stale, and,
+by rounding, when it computes otherwise than the trainer. The ratio of the loss is then taken to the trainer's
+policy before the updates (prox), and the loss weighed by prox / sampler: decoupled PPO, arXiv:2505.24298.
+
+# B sequences, R response; mask (B, R) bool, tokens that count
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from step3_ppo.ppo_math import MAX_LOG_RATIO
+
+EDGES = (0.5, 0.8, 1.25, 2.0)  # of the histogram of the weights
+BINS = (
+    f"weights_below_{EDGES[0]:g}",
+    *(f"weights_{low:g}_to_{high:g}" for low, high in itertools.pairwise(EDGES)),
+    f"weights_from_{EDGES[-1]:g}",
+)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How weights are made: of what, and what becomes of those outside the bounds.
+
+    `level`: "token", "sequence" (the product of a response's tokens) or "geometric" (its geometric mean).
+    `action`: "truncate" to the bounds, "mask" to 0, or "reject": to 0, all others 1.
+    """
+
+    level: str
+    action: str
+    lower: float
+    upper: float
+
+
+FORMS = {
+    "tis": Correction("token", "truncate", 0.0, 2.0),
+    "mis": Correction("token", "mask", 0.0, 2.0),
+    "seq_tis": Correction("sequence", "truncate", 0.0, 2.0),
+    "seq_mis": Correction("sequence", "mask", 0.0, 2.0),
+    "geo_rs": Correction("geometric", "reject", 0.999, 1.001),
+}
+
+
+def parse_correction(text: str) -> Correction | None:
+    """Return what `--rollout_correction` says, None for none. Raises ValueError."""
+    name, colon, bounds_text = text.partition(":")
+    if text == "none":
+        return None
+    form = FORMS.get(name)
+    if form is None:
+        raise ValueError(
+            f"--rollout_correction {text}: choose none, {', '.join(FORMS)}; bounds stand behind it, such as "
+            "tis:2 or mis:0.5,2"
+        )
+    if not colon:
+        return form
+    try:
+        *rest, upper = map(float, bounds_text.split(","))
+        (lower,) = rest or [0.0]
+        is_right = 0 <= lower < upper and upper > 0
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise ValueError(
+            f"--rollout_correction {text}: {bounds_text!r} is neither an upper bound above 0 nor a lower "
+            "and a larger upper one, such as 2 or 0.5,2; inf is no bound"
+        )
+    return replace(form, lower=lower, upper=upper)
+
+
+class Weights(NamedTuple):
+    """Importance weights, fp32: of each token (B, R), or of each response (B,)."""
+
+    weights: torch.Tensor  # what the losses are multiplied by; 0 where nothing counts
+    raw: torch.Tensor  # before the bounds
+    is_outside: torch.Tensor  # bool, truncated or masked
+    is_counted: torch.Tensor  # bool, has a token that counts
+
+
+@torch.no_grad()
+def correction_weights(
+    prox_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor, how: Correction
+) -> Weights:
+    """Return prox / sampler probability, as the correction has it; all (B, R).
+
+    What is no number stays none: it must show in the loss. The mean of the loss goes on to count what is
+    masked. TIS: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training";
+    masks: AReaL, arXiv:2505.24298; with two bounds IcePop, arXiv:2510.18855.
+    """
+    log_weights, is_counted = torch.where(mask, prox_logprobs.double() - rollout_logprobs.double(), 0.0), mask
+    if how.level != "token":
+        sums, lengths = log_weights.sum(1), mask.sum(1)
+        log_weights = sums / lengths.clamp(min=1) if how.level == "geometric" else sums
+        is_counted = lengths > 0
+    raw = log_weights.clamp(max=MAX_LOG_RATIO).exp().float()
+    is_outside = is_counted & ((raw < how.lower) | (raw > how.upper))
+    if how.action == "truncate":
+        weights = raw.clamp(how.lower, how.upper)
+    else:
+        weights = torch.where(is_outside, 0.0, 0 * raw + 1 if how.action == "reject" else raw)
+    return Weights(torch.where(is_counted, weights, 0.0), raw, is_outside, is_counted)
+
+
+@torch.no_grad()
+def summarise_weights(
+    found: Weights,
+    reduce_sum: Callable[[torch.Tensor], torch.Tensor],
+    max_float: Callable[[float], float],
+) -> dict[str, float]:
+    """Return what the weights of all ranks are like, counted as they are: by tokens, or by responses.
+
+    weight_mean, weight_max and the shares between `EDGES` (a histogram) are of the raw ones, capped_fraction
+    is the share that was truncated or masked, and effective_fraction (sum w)^2 / (n sum w^2) of those that
+    the losses have: as many equal weights would say as much. Every rank must call this.
+    """
+    raw, weights = (x[found.is_counted].double() for x in (found.raw, found.weights))
+    bins = torch.bucketize(raw, torch.tensor(EDGES, dtype=torch.float64), right=True)
+    histogram = torch.bincount(bins, minlength=len(EDGES) + 1).double()
+    own = [raw.sum(), weights.sum(), weights.square().sum(), found.is_outside.double().sum()]
+    sums = reduce_sum(torch.cat([torch.stack(own), histogram])).tolist()
+    raw_sum, weight_sum, squares, num_outside = sums[: len(own)]
+    num = max(sum(sums[len(own) :]), 1.0)
+    shares = {f"correction/{name}": x / num for name, x in zip(BINS, sums[len(own) :], strict=True)}
+    return shares | {
+        "correction/weight_mean": raw_sum / num,
+        "correction/weight_max": max_float(float(raw.max()) if len(raw) else 0.0),
+        "correction/capped_fraction": num_outside / num,
+        "correction/effective_fraction": weight_sum**2 / (num * squares) if squares else 0.0,
+    }
