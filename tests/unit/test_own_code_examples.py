@@ -83,10 +83,14 @@ def test_sentiment_is_vaders_compound_score():
         ("-7", "-7", 1.0),
         (1234, "1,234 apples", 1.0),
         ("3 and 4 make 7.\n#### 7", "7", 1.0),
+        ("7", "3 and 4 make 7.\n#### 7", 1.0),
+        ("7", "7 and 4 make 11.\n#### 11", 0.0),
+        ("7", "3 and 4 make 7.\n#### ", 0.0),  # cut off before it is stated
+        ("7", "#### 8, or rather\n#### 7", 1.0),
         ("7", "none", 0.0),
     ],
 )
-def test_the_first_number_is_compared_with_the_right_answer(answer, response, score):
+def test_the_stated_number_is_compared_with_the_right_answer(answer, response, score):
     assert right_answer([""], [response], [{"answer": answer}]) == [score]
 
 

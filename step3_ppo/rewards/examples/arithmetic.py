@@ -1,6 +1,7 @@
 """`--reward function:step3_ppo.rewards.examples.arithmetic:right_answer`: a rule whose answer can be checked.
 
-The right answer is the row's field `answer`: the first number behind "####" where it has that, as in GSM8K.
+The right answer is the row's field `answer`. The first number of a text counts; where it has "####", as the
+solutions of GSM8K have, the first one behind the last of these.
 """
 
 import re
@@ -10,21 +11,21 @@ _NUMBER = re.compile(r"-?\d+(?:,\d{3}(?!\d))*(?:\.\d+)?")
 
 
 def right_answer(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
-    """Return 1 where the first number of a response is the right answer, else 0.
+    """Return 1 where a response's number is the right answer, else 0.
 
     Raises:
         ValueError: a row has no number as `answer`.
     """
     scores = []
     for response, row in zip(responses, rows, strict=True):
-        answer = first_number(str(row.get("answer")).rpartition("####")[2])
+        answer = stated_number(str(row.get("answer")))
         if answer is None:
             raise ValueError(f"a row's answer, {row.get('answer')!r}, holds no number; correct the data")
-        scores.append(float(first_number(response) == answer))
+        scores.append(float(stated_number(response) == answer))
     return scores
 
 
-def first_number(text: str) -> Fraction | None:
-    """Return the first number of a text, such as 1,234 or -3.5; None where there is none."""
-    found = _NUMBER.search(text)
+def stated_number(text: str) -> Fraction | None:
+    """Return a text's first number, behind its last "####", such as 1,234 or -3.5; None: there is none."""
+    found = _NUMBER.search(text.rpartition("####")[2])
     return Fraction(found[0].replace(",", "")) if found else None
