@@ -52,6 +52,9 @@ class ExportArguments:
     output: str = flag(REQUIRED, "the file of rows of prompt, chosen and rejected that is written")
     db: str = flag(DATABASE, "SQLite file of pairs and judgements")
     overwrite: bool = flag(False, "replace the file if it is there")
+    labels: bool = flag(
+        False, "write a row for each answer, with a label, for step 2's --loss kto; of both bad ones too"
+    )
 
 
 def export(argv: list[str]) -> None:
@@ -65,7 +68,7 @@ def export(argv: list[str]) -> None:
     problems.check(Path(args.db).is_file(), f"--db {args.db} is no file; give the database of an arena")
     problems.exit_if_any()
     with startup.as_problem(problems):
-        counts = export_pairs(JudgementStore(Path(args.db)), target)
+        counts = export_pairs(JudgementStore(Path(args.db)), target, as_labels=args.labels)
     left_out = ", ".join(
         f"{count} {reason}" for reason, count in sorted(counts.items()) if reason != "written"
     )

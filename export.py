@@ -64,7 +64,7 @@ def build_module(args: Any, tokenizer: Any, part: str) -> nn.Module:
         return load(args, {}, len(tokenizer), dropout=0.0, role=role)
     if isinstance(args, SFTArguments):
         return training_loop.load_policy(args, {}, len(tokenizer), dropout=args.dropout)
-    load = training_loop.load_policy if args.loss == "dpo" else training_loop.load_ranker
+    load = training_loop.load_ranker if args.kind == "reward" else training_loop.load_policy
     return load(args, {}, len(tokenizer), dropout=args.dropout or 0.0)
 
 
@@ -93,7 +93,7 @@ def build_metadata(args: Any, what: str, state: dict[str, Any]) -> dict[str, Any
         return {"step": "critic"}
     if isinstance(args, PPOArguments):
         return ppo.build_metadata(args, facts, state["trainer"].get("evaluation", {}).get("metrics"))
-    kind = "sft" if isinstance(args, SFTArguments) else "dpo" if args.loss == "dpo" else "reward"
+    kind = "sft" if isinstance(args, SFTArguments) else args.kind
     return {"step": kind, "template": args.template} | facts
 
 

@@ -48,7 +48,7 @@ from common.data.packed_batch import PackedBatch
 from common.programs import single_model, startup
 from common.ranks import distributed
 from common.ranks.step_costs import COSTS
-from step2_reward.pair_trainer import SIDES
+from step2_reward.answer_scores import SIDES
 from step3_ppo.ppo_trainer import PPOTrainer
 
 NUM_ROWS, NUM_PROMPTS, NUM_SAMPLES = 32, 4, 8

@@ -42,8 +42,9 @@ from common.programs.startup import Start
 from common.ranks import distributed
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
+from step2_reward.answer_scores import shared_length
 from step2_reward.arguments import RewardArguments
-from step2_reward.pair_trainer import DPOTrainer, RewardTrainer, shared_length
+from step2_reward.pair_trainer import DPOTrainer, RewardTrainer
 
 MAX_SEQ_LEN, ROWS_PER_STEP = 512, 16
 # Ways of TRL by section. An optimizer step has 16 rows, or 4 packs of 512 tokens; smaller micro-batches with

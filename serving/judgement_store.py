@@ -200,27 +200,41 @@ def win_rates(pairs: Iterable[Pair]) -> dict[str, list[dict[str, Any]]]:
     return {"models": ranked, "duels": [row(*item) for item in sorted(duels.items())]}
 
 
-def export_pairs(store: JudgementStore, target: Path) -> Counter[str]:
+def export_pairs(store: JudgementStore, target: Path, *, as_labels: bool = False) -> Counter[str]:
     """Write a line of JSON for each decided pair; return how many were "written" and left out, by reason.
 
     The prompt is a list of role and content, so no text in it can be taken for a turn. A tie and "both bad"
-    say nothing of which answer is better, and step 2's row form has no place for them: they are left out,
-    as are pairs with an empty answer or two equal ones. Raises OSError when the file cannot be written.
+    say nothing of which answer is better, and a pair's row has no place for them: they are left out, as are
+    pairs with an empty answer or two equal ones. `as_labels`: a line for each answer instead, labelled true
+    where it was preferred, else false; both answers are false of "both bad". Raises OSError when the file
+    cannot be written.
     """
     counts: Counter[str] = Counter()
     lines = []
     for pair in store.judged():
         a, b = (pair.answer_a or "", pair.model_a), (pair.answer_b or "", pair.model_b)
         (chosen, chosen_model), (rejected, rejected_model) = (b, a) if pair.choice == "b" else (a, b)
-        reason = {"tie": "ties", "both_bad": "both bad"}.get(pair.choice or "", "written")
-        if reason == "written" and not (chosen.strip() and rejected.strip()):
+        is_both_bad = pair.choice == "both_bad"
+        reason = "ties" if pair.choice == "tie" else "written"
+        if is_both_bad and not as_labels:
+            reason = "both bad"
+        elif reason == "written" and not (chosen.strip() and rejected.strip()):
             reason = "with an empty answer"
         elif reason == "written" and chosen.strip() == rejected.strip():
             reason = "with two equal answers"
         counts[reason] += 1
-        if reason == "written":
-            row = {"prompt": [message._asdict() for message in pair.prompt], "chosen": chosen}
-            row |= {"rejected": rejected, "chosen_model": chosen_model, "rejected_model": rejected_model}
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        if reason != "written":
+            continue
+        rows: list[dict[str, Any]] = [
+            {"chosen": chosen, "rejected": rejected}
+            | {"chosen_model": chosen_model, "rejected_model": rejected_model}
+        ]
+        if as_labels:
+            rows = [
+                {"completion": chosen, "label": not is_both_bad, "model": chosen_model},
+                {"completion": rejected, "label": False, "model": rejected_model},
+            ]
+        prompt = [message._asdict() for message in pair.prompt]
+        lines += [json.dumps({"prompt": prompt} | row, ensure_ascii=False) + "\n" for row in rows]
     write_file(target, "".join(lines))
     return counts

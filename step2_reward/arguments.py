@@ -21,27 +21,43 @@ class RewardArguments(PairArguments, SharingArguments, SingleModelArguments):
     loss: str = flag(
         "end_score",
         "end_score: Bradley-Terry on the last token's score; token_wise: on every token from the first "
-        "difference on; dpo: train a chat model on the pairs, without a reward model",
-        choices=("end_score", "token_wise", "dpo"),
+        "difference on; dpo, ipo: train a chat model on the pairs, without a reward model; kto: the same on "
+        "answers that are labelled good or bad each by itself",
+        choices=("end_score", "token_wise", "dpo", "ipo", "kto"),
     )
     use_margin: bool = flag(
         False,
         "Bradley-Terry with a margin: the row's `margin`, or the difference of its scores",
-        only_with="loss!=dpo",
+        only_with="loss=end_score loss=token_wise",
     )
     center_coef: float = flag(
-        0.0, "weight of (chosen + rejected)^2, which keeps scores around 0", low=0, only_with="loss!=dpo"
+        0.0,
+        "weight of (chosen + rejected)^2, which keeps scores around 0",
+        low=0,
+        only_with="loss=end_score loss=token_wise",
     )
     beta: float = flag(
         0.1,
-        "DPO: weight of the KL penalty to the reference, the initial model",
+        "DPO, IPO, KTO: weight of the KL penalty to the reference, the initial model",
         above=0,
-        only_with="loss=dpo",
+        only_with="loss=dpo loss=ipo loss=kto",
     )
     label_smoothing: float = flag(
         0.0, "DPO: assumed share of pairs with swapped labels", low=0, below=0.5, only_with="loss=dpo"
     )
+    desirable_weight: float = flag(1.0, "KTO: weight of a good answer's loss", above=0, only_with="loss=kto")
+    undesirable_weight: float = flag(1.0, "KTO: weight of a bad answer's loss", above=0, only_with="loss=kto")
     learning_rate: float = flag(5e-5, "peak learning rate", low=0)
+
+    @property
+    def kind(self) -> str:
+        """What is trained, as numbers and export call it: reward, or by a policy's loss dpo or kto."""
+        return {"dpo": "dpo", "ipo": "dpo", "kto": "kto"}.get(self.loss, "reward")
+
+    @property
+    def is_unpaired(self) -> bool:
+        """Whether rows are rated answers, each by itself."""
+        return self.loss == "kto"
 
 
 @dataclass

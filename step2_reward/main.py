@@ -1,13 +1,13 @@
 #!/usr/bin/env python
 """Step 2, reward modelling: a model learns which of two answers people prefer.
 
-With --loss dpo a chat model learns it instead, and there is no step 3.
+With --loss dpo, ipo or kto a chat model learns it instead, and there is no step 3.
 
 deepspeed --num_gpus 2 step2_reward/main.py --model_name_or_path SFT --data_path PAIRS --output_dir OUT
 python step2_reward/main.py --model_name_or_path SFT --data_path PAIRS --output_dir OUT     (one process)
 
-OUT/export loads with AutoModelForSequenceClassification.from_pretrained, after --loss dpo with
-AutoModelForCausalLM.from_pretrained.
+OUT/export loads with AutoModelForSequenceClassification.from_pretrained, after --loss dpo, ipo and kto
+with AutoModelForCausalLM.from_pretrained.
 --help lists the usual flags, --help_all all of them.
 """
 
@@ -21,8 +21,10 @@ from common.data.packed_batch import collate_pairs
 from common.data.stage_datasets import build_data
 from common.programs import single_model, startup, training_loop
 from common.ranks import watchdog
+from step2_reward.answer_scores import shared_length
 from step2_reward.arguments import RewardArguments
-from step2_reward.pair_trainer import DPOTrainer, RewardTrainer, shared_length
+from step2_reward.kto_trainer import KTOTrainer, MismatchedRows
+from step2_reward.pair_trainer import DPOTrainer, RewardTrainer
 from step2_reward.reference import Reference
 
 
@@ -31,28 +33,33 @@ def main() -> None:
     start = single_model.begin(RewardArguments, 2, __doc__.splitlines()[0])
     if start is None:
         return
-    args, is_dpo = start.args, start.args.loss == "dpo"
+    args = start.args
+    kind = {"dpo": DPOTrainer, "kto": KTOTrainer, "reward": RewardTrainer}[args.kind]
+    is_policy = kind is not RewardTrainer
     with startup.as_problem(start.problems), watchdog.phase("the preparation of the data"):
         data = build_data(start.options, start.template)
-        reference = Reference(data.train, data.eval)
-        train, held_out = reference.pairs.values() if is_dpo else (data.train, data.eval)
-        columns = ["chosen_ids", "rejected_ids"]
-        shared = None if args.no_share_prompts else shared_length
+        train, held_out = data.train, data.eval
+        if args.is_unpaired:
+            train, held_out = (MismatchedRows(rows, args.max_seq_len) for rows in (train, held_out))
+        reference = Reference(train, held_out)
+        if is_policy:
+            train, held_out = reference.pairs.values()
+        columns = [f"{side}_ids" for side in kind.trained_sides]
+        shared = None if args.no_share_prompts or args.is_unpaired else shared_length
         batches = single_model.build_global_batches(args, train, collate_pairs, columns, shared)
     num_steps = training_loop.count_steps(args, len(batches))
     with startup.as_problem(start.problems), watchdog.phase("the loading of the model"):
-        load = training_loop.load_policy if is_dpo else training_loop.load_ranker
+        load = training_loop.load_policy if is_policy else training_loop.load_ranker
         # Dropout is off unless asked for: a score that changes from one pass to the next cannot be ranked by,
         # and a policy would differ from its reference before anything is learned.
         model = load(args, start.ds_config, len(start.tokenizer), dropout=args.dropout or 0.0)
-        kind = DPOTrainer if is_dpo else RewardTrainer
         trainer = single_model.build_trainer(kind, start, model, batches, num_steps)
 
     def prepare(step: int) -> None:
-        if is_dpo:
+        if is_policy:
             reference.compute(trainer, batches.rows_until(num_steps), is_begun=step > 0)
 
-    parts = {"reference": reference} if is_dpo else {}
+    parts = {"reference": reference} if is_policy else {}
     single_model.train(start, data, batches, trainer, held_out=held_out, parts=parts, prepare=prepare)
 
 

@@ -1,4 +1,5 @@
-"""Losses on pairs of answers, of a reward model and of DPO, and how well pairs are ranked. PURE.
+"""Losses on pairs of answers, of a reward model and of policies, and on rated answers; how well pairs are
+ranked. PURE.
 
 Losses are unreduced, one number a pair, in fp32. Sequences start at column 0 and are told by their lengths;
 what stands after them is never read. A metric takes the numbers of a whole evaluation, gathered from all
@@ -105,6 +106,57 @@ def dpo_loss(
     z = chosen_rewards - rejected_rewards
     loss = -(1 - label_smoothing) * F.logsigmoid(z) - label_smoothing * F.logsigmoid(-z)
     return PairLosses(chosen_rewards.detach(), rejected_rewards.detach(), loss)
+
+
+def ipo_loss(
+    chosen_logprobs: torch.Tensor,
+    rejected_logprobs: torch.Tensor,
+    reference_chosen_logprobs: torch.Tensor,
+    reference_rejected_logprobs: torch.Tensor,
+    *,
+    beta: float,
+) -> PairLosses:
+    """Return (h - 1 / (2 beta))^2 of each pair, h the difference of its answers' log-ratios to the reference.
+
+    All four (N,) fp32 are means over an answer's tokens. Azar et al. 2023, arXiv:2310.12036 eq. 17, where
+    beta is tau and the log-probabilities are sums: as TRL does, for a sum over a long answer reaches the
+    target 1 / (2 beta) by moving each token next to nothing, one over a short answer does not.
+    """
+    chosen_ratios = chosen_logprobs - reference_chosen_logprobs
+    rejected_ratios = rejected_logprobs - reference_rejected_logprobs
+    loss = (chosen_ratios - rejected_ratios - 1 / (2 * beta)).square()
+    return PairLosses(beta * chosen_ratios.detach(), beta * rejected_ratios.detach(), loss)
+
+
+def kto_loss(
+    log_ratios: torch.Tensor,
+    labels: torch.Tensor,
+    kl: torch.Tensor,
+    *,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> torch.Tensor:
+    """Return w (1 - sigmoid(beta (r - kl))) of each good answer, w (1 - sigmoid(beta (kl - r))) of each bad
+    one: (N,) fp32.
+
+    log_ratios r (N,) fp32: log-probability under the policy less that under the reference, sums over an
+    answer's tokens; labels (N,), 1 good and 0 bad; kl a scalar without gradient, see `kto_baseline`.
+    Ethayarajh et al. 2024, arXiv:2402.01306 eq. 8.
+    """
+    assert log_ratios.dtype == torch.float32 and not kl.requires_grad
+    is_good = labels == 1
+    gains = beta * torch.where(is_good, log_ratios - kl, kl - log_ratios)
+    return torch.where(is_good, desirable_weight, undesirable_weight) * torch.sigmoid(-gains)
+
+
+def kto_baseline(mismatched_log_ratios: torch.Tensor) -> torch.Tensor:
+    """Return the estimate of the policy's KL from the reference that KTO measures gains from: fp32 scalar, at
+    least 0.
+
+    mismatched_log_ratios (N,): as `kto_loss`'s, of answers that belong to other prompts; of all ranks.
+    """
+    return mismatched_log_ratios.double().mean().clamp(min=0).float()
 
 
 @torch.no_grad()

@@ -1,18 +1,23 @@
-"""Training of step 2 on pairs: a reward model by a ranking loss, or under --loss dpo a policy, without one.
+"""Training of step 2 on pairs: a reward model by a ranking loss, or under --loss dpo or ipo a policy.
 
 # N pairs; a pass holds each pair's chosen answer, then its rejected one
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
 
 import torch
 
-from common.data.packed_batch import PackedBatch, pad_sequences, to_device, token_positions
-from common.models.model_inputs import ModelInputs, build_model_inputs
+from common.data.packed_batch import PackedBatch, pad_sequences, to_device
 from common.models.tensor_ops import correlation
 from common.programs.single_model import Trainer
 from common.ranks import distributed
+from step2_reward.answer_scores import (
+    SIDES,
+    PairScores,
+    compute_answer_logprobs,
+    compute_pair_scores,
+    first_scored,
+)
 from step2_reward.pair_math import (
     PairLosses,
     accuracy_figures,
@@ -21,59 +26,11 @@ from step2_reward.pair_math import (
     end_score_loss,
     expected_calibration_error,
     first_difference,
+    ipo_loss,
     longer_share,
     token_wise_loss,
     wins,
 )
-
-SIDES = ("chosen", "rejected")
-
-
-class PairScores(NamedTuple):
-    """One batch of pairs under the model."""
-
-    chosen: torch.Tensor  # (N,) fp32
-    rejected: torch.Tensor  # (N,) fp32
-    values: torch.Tensor | None = None  # (total,) fp32, of all tokens end to end
-
-
-def build_pair_inputs(
-    batch: PackedBatch, *, is_packed: bool = False, shares_prompts: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, ModelInputs]:
-    """Return token ids (total,) and lengths (2N,) of both answers of each pair, and a model's inputs.
-
-    Packed, what the answers of a pair begin alike may stand there once.
-    """
-    token_ids, pair_lengths = batch.interleave("chosen_ids", "rejected_ids")
-    lengths, sizes = pair_lengths.flatten(), torch.full((len(batch),), 2) if shares_prompts else None
-    return token_ids, lengths, build_model_inputs(token_ids, lengths, is_packed=is_packed, group_sizes=sizes)
-
-
-def shared_length(row: dict[str, Any]) -> int:
-    """Return with how many tokens both answers of a pair begin."""
-    pair = zip(row["chosen_ids"], row["rejected_ids"], strict=False)
-    return next(
-        (i for i, (a, b) in enumerate(pair) if a != b),
-        min(map(len, (row["chosen_ids"], row["rejected_ids"]))),
-    )
-
-
-def compute_pair_scores(
-    model: Any, batch: PackedBatch, *, with_values: bool = False, **layout: bool
-) -> PairScores:
-    """Return the scores of both answers: the value at the last real token, end-of-turn token included; and
-    the values of all tokens if asked for.
-
-    `model` is a ValueModel or its engine, `layout` goes to `build_pair_inputs`.
-    """
-    _, lengths, inputs = build_pair_inputs(batch, **layout)
-    if not with_values:
-        scores = model(inputs, inputs.last_slots)
-        return PairScores(scores[0::2], scores[1::2])
-    values = model(inputs)
-    (last,) = to_device([lengths.cumsum(0) - 1], values.device)
-    scores = values[last]
-    return PairScores(scores[0::2], scores[1::2], values)
 
 
 def compute_pair_losses(
@@ -91,22 +48,6 @@ def compute_pair_losses(
     divergence = first_difference(ids[0::2], ids[1::2], *lengths)
     *lengths, divergence = to_device([*lengths, divergence], device)
     return token_wise_loss(values[0::2], values[1::2], *lengths, divergence)
-
-
-def compute_answer_logprobs(model: Any, batch: PackedBatch, **layout: bool) -> torch.Tensor:
-    """Return (2N,) fp32: the log-probability of each answer given its prompt, end-of-turn token included.
-
-    `model` is a PolicyModel or its engine, `layout` goes to `build_pair_inputs`. A token that nothing stands
-    before has no probability.
-    """
-    token_ids, lengths, inputs = build_pair_inputs(batch, **layout)
-    starts = [batch.numbers(f"{side}_response_start") for side in SIDES]
-    first = torch.stack(starts, dim=1).flatten().clamp(min=1)  # (2N,)
-    is_answer = token_positions(lengths) >= first.repeat_interleave(lengths)  # (total,)
-    logprobs, _ = model(inputs, inputs.slots_before(is_answer), token_ids[is_answer])
-    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)[is_answer]
-    (sequence,) = to_device([sequence], logprobs.device)
-    return torch.zeros(len(lengths), device=logprobs.device).index_add(0, sequence, logprobs)
 
 
 @torch.no_grad()
@@ -151,6 +92,7 @@ class PairTrainer(Trainer):
 
     columns = ("loss", "accuracy", "margin", "learning_rate")
     what: str  # what the model gives an answer
+    trained_sides = SIDES
 
     @property
     def layout(self) -> dict[str, bool]:
@@ -190,21 +132,32 @@ class RewardTrainer(PairTrainer):
 
 
 class DPOTrainer(PairTrainer):
-    """Moves a policy by the DPO loss."""
+    """Moves a policy by the DPO or the IPO loss."""
 
     kind, what = "dpo", "reward"
+    sides = SIDES
 
     def compute_losses(self, batch: PackedBatch) -> PairLosses:
-        """Return the rewards of each pair's answers, and the DPO loss."""
-        (reference,) = to_device([batch.data["reference_logprobs"]], distributed.device())  # (2N,)
-        policy = self.compute_logprobs(batch)
+        """Return the rewards of each pair's answers, and the loss."""
+        num_tokens = batch.interleave("chosen_ids", "rejected_ids")[1].flatten() - first_scored(
+            batch
+        )  # (2N,)
+        reference, num_tokens = to_device(
+            [batch.data["reference_logprobs"], num_tokens], distributed.device()
+        )
+        logprobs = torch.stack([self.compute_logprobs(batch), reference])  # (2, 2N)
+        args = self.args
+        if args.loss == "ipo":
+            policy, reference = logprobs / num_tokens.clamp(min=1)
+            return ipo_loss(policy[0::2], policy[1::2], reference[0::2], reference[1::2], beta=args.beta)
+        policy, reference = logprobs
         return dpo_loss(
             policy[0::2],
             policy[1::2],
             reference[0::2],
             reference[1::2],
-            beta=self.args.beta,
-            label_smoothing=self.args.label_smoothing,
+            beta=args.beta,
+            label_smoothing=args.label_smoothing,
         )
 
     def compute_logprobs(self, batch: PackedBatch) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""The reference of --loss dpo: the policy itself before it learns anything, asked once about every pair.
+"""The reference of --loss dpo, ipo and kto: the policy itself before it learns anything, asked once about
+every pair.
 
-So no second model is ever in memory, and the first loss is exactly log 2.
+So no second model is ever in memory, and DPO's first loss is exactly log 2.
 
 # M pairs of a data set
 """
@@ -17,7 +18,8 @@ from common.runs.saved_state import Stateful, TensorReader, TensorSlice
 
 
 class ReferencePairs(Dataset):
-    """Rows of pairs, each with its `reference_logprobs` (2,) fp32: of the chosen answer, of the rejected one.
+    """Rows of pairs, each with its `reference_logprobs` (2,) fp32: of the chosen answer and the rejected one,
+    or of whatever two answers there are.
 
     They are NaN until a Reference has computed them.
     """
@@ -48,7 +50,7 @@ class Reference(Stateful):
 
     @watchdog.phase("the reference's log-probabilities")
     def compute(self, trainer: Any, rows: Sequence[int], *, is_begun: bool) -> None:
-        """Ask the policy of a DPOTrainer about the training `rows` and all held-out pairs, unless `is_begun`.
+        """Ask the policy of a trainer about the training `rows` and all held-out pairs, unless `is_begun`.
 
         Every rank must call this. Raises ValueError when a run that is begun needs rows that nobody asked
         about.
@@ -57,7 +59,7 @@ class Reference(Stateful):
         missing = [row for row in rows if train.logprobs[row].isnan().any()]
         if missing and is_begun:
             raise ValueError(
-                f"--max_train_steps {trainer.args.max_train_steps}: {len(missing)} more pairs need the "
+                f"--max_train_steps {trainer.args.max_train_steps}: {len(missing)} more rows need the "
                 "reference's log-probabilities, and the model that gave them has moved on; begin anew with "
                 "--resume overwrite"
             )
@@ -86,7 +88,7 @@ def compute_reference(trainer: Any, pairs: ReferencePairs, rows: Sequence[int]) 
     if not rows:
         return
     trainer.engine.eval()
-    lengths = pairs.lengths("chosen_ids")
+    lengths = pairs.lengths(f"{trainer.sides[0]}_ids")
     in_order = sorted(rows, key=lambda row: (lengths[row], row))  # less padding
     size, rank = trainer.args.per_device_eval_batch_size, distributed.rank()
     found = torch.zeros_like(pairs.logprobs, dtype=torch.float64)

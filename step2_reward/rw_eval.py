@@ -26,8 +26,9 @@ from common.models.value_model import has_saved_head
 from common.programs import startup
 from common.programs.reward_scorer import load_frozen_value_model
 from common.ranks import distributed
+from step2_reward.answer_scores import compute_pair_scores
 from step2_reward.arguments import RewardEvalArguments
-from step2_reward.pair_trainer import compute_pair_scores, judge_pairs
+from step2_reward.pair_trainer import judge_pairs
 
 
 def main() -> None:

@@ -30,10 +30,11 @@ from tools.terminal import CONSOLE, run_tool, visible
 CONTEXT, LEARNED, REJECTED = "bright_black", "green", "red"
 SPECIAL = " reverse"  # behind one of these: it shows though its text be blank
 Span = tuple[str, str]  # a text, and its style
-LEGENDS: dict[int, list[Span]] = {
-    1: [("context ", CONTEXT), ("learned", LEARNED), (" end of turn", LEARNED + SPECIAL)],
-    2: [("prompt, c ", CONTEXT), ("chosen", LEARNED), (", r ", CONTEXT), ("rejected", REJECTED)],
-    3: [("prompt ", CONTEXT), ("special token", CONTEXT + SPECIAL)],
+LEGENDS: dict[str, list[Span]] = {
+    "sft": [("context ", CONTEXT), ("learned", LEARNED), (" end of turn", LEARNED + SPECIAL)],
+    "pair": [("prompt, c ", CONTEXT), ("chosen", LEARNED), (", r ", CONTEXT), ("rejected", REJECTED)],
+    "rated": [("prompt, + ", CONTEXT), ("good", LEARNED), (", - ", CONTEXT), ("bad", REJECTED)],
+    "prompt": [("prompt ", CONTEXT), ("special token", CONTEXT + SPECIAL)],
 }
 MAX_MEASURED = 50_000  # rows whose masks are read: a second or two
 MAX_SHOWN = 1600  # characters of one span; of a longer one the beginning and the end are shown
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     startup.print_notes(args, argv)
     wrong = []
     if args.num_samples:
-        CONSOLE.print(show(LEGENDS[args.stage]))
+        CONSOLE.print(show(LEGENDS[options.kind]))
     num_train = num_eval = num_bad = 0
     sources = [("data_path", path) for path in options.data_path]
     sources += [("sft_only_data_path", path) for path in options.sft_only_data_path]
@@ -131,6 +132,9 @@ def part_lengths(row: dict[str, Any]) -> dict[str, int]:
     if "input_ids" in row:
         learned, whole = sum(row["loss_mask"]), len(row["input_ids"])
         return {"context": whole - learned, "learned": learned, "whole row": whole}
+    if "answer_ids" in row:
+        start, whole = row["answer_response_start"], len(row["answer_ids"])
+        return {"prompt": start, "answer": whole - start, "whole row": whole}
     start, chosen, rejected = row["chosen_response_start"], len(row["chosen_ids"]), len(row["rejected_ids"])
     return {
         "prompt": start,
@@ -163,7 +167,7 @@ def length_lines(table: TokenTable) -> list[str]:
 
 def sample_lines(row: dict[str, Any], options: DataOptions, template: Template) -> list[Text]:
     """Return a row's name and lengths, then its text behind a margin: of a pair what both share, once, then
-    the answers; then the fields of a prompt.
+    the answers, of a rated answer its prompt and then itself; then the fields of a prompt.
     """
     parts = part_lengths(row)
     told = ", ".join(f"{name} {tokens}" for name, tokens in parts.items()) + " tokens"
@@ -171,10 +175,13 @@ def sample_lines(row: dict[str, Any], options: DataOptions, template: Template) 
     is_full = max(parts.values()) >= options.max_tokens
     full = f", which fill the {options.max_tokens} allowed" if is_full else ""
     lines = [Text.assemble((visible(row["row_id"]), "bold"), f"  {told}", (full, "yellow"))]
-    if "chosen_ids" in row:
-        start = row["chosen_response_start"]
-        blocks = [("  | ", spans_of(row["chosen_ids"][:start], [False] * start, template))]
-        for margin, side, style in (("  c ", "chosen", LEARNED), ("  r ", "rejected", REJECTED)):
+    sides = [("  c ", "chosen", LEARNED), ("  r ", "rejected", REJECTED)]
+    if "label" in row:
+        sides = [("  + ", "answer", LEARNED) if row["label"] else ("  - ", "answer", REJECTED)]
+    if f"{sides[0][1]}_ids" in row:
+        start, prompt = row[f"{sides[0][1]}_response_start"], row[f"{sides[0][1]}_ids"]
+        blocks = [("  | ", spans_of(prompt[:start], [False] * start, template))]
+        for margin, side, style in sides:
             ids, start = row[f"{side}_ids"], row[f"{side}_response_start"]
             blocks.append((margin, spans_of(ids, [True] * len(ids), template, start=start, style=style)))
     else:

@@ -92,7 +92,9 @@ def head_lines(run: Run) -> list[str]:
         trained = f"{model.num_trained / 1e6:,.1f}" if role.is_trained else "-"
         stage = str(role.zero.stage) if role.is_trained or role.is_sharded else "-"
         rows.append([role.name, family, f"{model.num_params / 1e6:,.1f}", trained, stage])
-    step = "step 2, DPO" if args.stage == 2 and args.loss == "dpo" else STEP_NAMES[args.stage]
+    step = STEP_NAMES[args.stage]
+    if args.stage == 2 and args.kind != "reward":
+        step = f"step 2, {args.loss.upper()}"
     machines = f"{args.num_nodes} machines of " if args.num_nodes > 1 else ""
     return [f"{step}, on {machines}{args.num_gpus} x {args.gpu}, {args.dtype}", "", *grid(rows, num_left=2)]
 

@@ -196,7 +196,7 @@ class Run:
         is_ppo, cap = args.stage == 3, args.max_tokens_per_micro_batch
         self.actor = self.roles[0] if is_ppo else None  # the role that generates
         self.length = sequence_length(args)
-        sequences_of_row = 2 if args.stage == 2 else 1  # pairs
+        sequences_of_row = 2 if args.stage == 2 and not args.is_unpaired else 1  # pairs
         self.row_length = self.length * sequences_of_row  # what stays together in a pass
         rows = args.per_device_training_batch_size if is_ppo else args.per_device_train_batch_size
         # Of training, and in step 3 of scoring too; pairs are planned as if their prompts were empty.
@@ -342,7 +342,7 @@ def read_models(args: Any, problems: Problems) -> Models:
 def find_sources(args: Any, problems: Problems) -> dict[str, Source]:
     """Return where the model of each role comes from, after adding what is missing."""
     if args.stage < 3:
-        is_value_model = args.stage == 2 and args.loss != "dpo"
+        is_value_model = args.stage == 2 and args.kind == "reward"
         name = "reward" if is_value_model else "policy"
         return {name: ("--model_name_or_path", args.model_name_or_path, is_value_model)}
     import_plugins(args.plugins, problems)

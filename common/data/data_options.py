@@ -19,6 +19,7 @@ from common.data.registry import RawSource, load_source
 DEFAULT_CACHE = Path("~/.cache/triptych")
 NUM_READ = 200  # rows of each file that are read before the start; the rest is counted when the data is built
 NUM_PROBED = 20  # of them, looked at to find one that serves
+KIND_NAMES = {1: "sft", 2: "pair", 3: "prompt"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class DataOptions:
     max_pairs_per_prompt: int = 10
     score_column: str = DEFAULT_SCORE_COLUMN  # orders prompt/response rows of one prompt
     cache_dir: str = ""  # empty: ~/.cache/triptych
+    is_unpaired: bool = False  # step 2 learns from rated answers, each by itself
 
     @classmethod
     def of(cls, args: Any, stage: int, **changes: Any) -> Self:
@@ -44,6 +46,11 @@ class DataOptions:
         given = {name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)}
         given["max_tokens"] = args.max_prompt_seq_len if stage == 3 else args.max_seq_len
         return cls(**given | {"stage": stage, "cache_dir": args.data_output_path} | changes)
+
+    @property
+    def kind(self) -> str:
+        """What the rows of the step are called."""
+        return "rated" if self.is_unpaired else KIND_NAMES[self.stage]
 
     @property
     def cache_folder(self) -> Path:
@@ -118,30 +125,34 @@ def check_sources(options: DataOptions) -> list[str]:
             source = load_source(path, options.score_column, NUM_READ)
             if source.needs_hub and not hub_data.is_offline():
                 continue
-            found = _row_problems(source, options.stage)
+            found = _row_problems(source, options)
         except (ValueError, OSError) as error:
             found = [str(error) if "--data_path" in str(error) else f"--data_path {path}: {error}"]
         problems += [problem.replace("--data_path", flag, 1) for problem in found]
     return problems
 
 
-def _row_problems(source: RawSource, stage: int) -> list[str]:
+def _row_problems(source: RawSource, options: DataOptions) -> list[str]:
     """For each part of which none of the first rows serves the step: what is wrong with the first of them."""
-    forms = f"; step {stage} reads {accepted_forms(stage)}" if isinstance(source.adapter, AnyForm) else ""
+    forms = ""
+    if isinstance(source.adapter, AnyForm):
+        known = accepted_forms(options.stage, is_unpaired=options.is_unpaired)
+        forms = f"; step {options.stage} reads {known}"
     problems = []
     for rows in (source.train, source.eval):
         num_probed = 0 if rows is None else min(NUM_PROBED, len(rows))
-        reasons = [_why_not(source, rows, index, stage) for index in range(num_probed)]
+        reasons = [_why_not(source, rows, index, options) for index in range(num_probed)]
         if reasons and None not in reasons:
             place = f"{rows.location(0)}: {reasons[0]}"
             problems.append(f"--data_path {source.name}: the first rows cannot be used. {place}{forms}")
     return problems
 
 
-def _why_not(source: RawSource, rows: RawRows, index: int, stage: int) -> BadRow | None:
+def _why_not(source: RawSource, rows: RawRows, index: int, options: DataOptions) -> BadRow | None:
     """Why a row does not serve the step; None when it does."""
     try:
-        reasons = [missing_for(stage, example) for example in source.adapter.to_examples(rows[index])]
+        examples = source.adapter.to_examples(rows[index])
+        reasons = [missing_for(options.stage, e, is_unpaired=options.is_unpaired) for e in examples]
     except BadRow as error:
         return error
     return None if None in reasons else reasons[0]

@@ -43,15 +43,21 @@ class Example:
     is_tie: bool = False  # both replies were rated alike: good for steps 1 and 3, no pair for step 2
     learn_all_turns: bool = False  # step 1 learns the earlier assistant turns too
     for_pairs_only: bool = False  # the answer is not the best one: step 2 alone uses it
+    is_rated: bool = False  # no pair: one answer, found good (`chosen`) or bad (`rejected`)
     absence: BadRow | None = None  # why a reply is not there; an EmptyRow where its data set leaves it out
 
 
-def missing_for(stage: int, example: Example) -> BadRow | None:
-    """What an Example lacks to serve step 1, 2 or 3, to be raised; None when it lacks nothing."""
+def missing_for(stage: int, example: Example, *, is_unpaired: bool = False) -> BadRow | None:
+    """What an Example lacks to serve step 1, 2 or 3, to be raised; None when it lacks nothing.
+
+    `is_unpaired`: step 2 takes rated answers too, as --loss kto does.
+    """
     if stage != 2 and example.for_pairs_only:
         reason = "there is a better answer"
     elif stage == 1 and not (example.chosen or example.text):
         reason = "there is no answer to learn"
+    elif stage == 2 and example.is_rated:
+        return None if is_unpaired else BadRow("an answer with a label is no pair; --loss kto learns from it")
     elif stage == 2 and not (example.chosen and example.rejected):
         reason = (
             "there is no pair of a chosen and a rejected answer; step 1 can use it by --sft_only_data_path"

@@ -252,20 +252,21 @@ def collate_texts(rows: Rows) -> PackedBatch:
 
 
 def collate_pairs(rows: Rows) -> PackedBatch:
-    """Batch of step 2's rows, an item a pair.
+    """Batch of step 2's rows, an item a pair: of a chosen and a rejected answer, or for --loss kto of a rated
+    answer and one that belongs to another prompt.
 
     chosen_ids, rejected_ids int64; numbers chosen_response_start, rejected_response_start int64 (a response
     is [response_start, length): its end is never searched for) and margin fp32; `reference_logprobs` (2,)
-    fp32 of rows that have them.
+    fp32 of rows that have them. Or answer_ids, mismatched_ids and so on, and label int64.
     """
-    columns = {
-        key: [torch.as_tensor(row[key]) for row in rows]
-        for key in ("chosen_ids", "rejected_ids", "reference_logprobs")
-        if key in rows[0]
-    }
+    starts = [key for key in rows[0] if key.endswith("_response_start")]
+    keys = [key.replace("_response_start", "_ids") for key in starts] + ["reference_logprobs"]
+    columns = {key: [torch.as_tensor(row[key]) for row in rows] for key in keys if key in rows[0]}
     batch = PackedBatch.build(_unique_ids(rows), columns)
-    for key in ("chosen_response_start", "rejected_response_start"):
+    for key in [*starts, *({"label"} & rows[0].keys())]:
         batch = batch.with_numbers(key, torch.tensor([row[key] for row in rows]))
+    if "margin" not in rows[0]:
+        return batch
     return batch.with_numbers("margin", torch.tensor([row["margin"] for row in rows], dtype=torch.float32))
 
 

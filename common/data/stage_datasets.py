@@ -5,6 +5,7 @@ Rank 0 tokenises, the others wait, then all read the same files.
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from common.data.adapters.row_parts import filled_text
 from common.data.data_options import DEFAULT_CACHE, NUM_READ, DataOptions, is_held_out, share_indexes
 from common.data.dialogue import PlainTemplate, Template
-from common.data.example import BadRow, Example, missing_for
+from common.data.example import BadRow, Example, Message, missing_for
 from common.data.hub_data import is_offline
 from common.data.registry import RawSource, load_source
-from common.data.stage_rows import COLUMNS, KIND_NAMES, Item, RowBuilder, build_row_fields
+from common.data.stage_rows import COLUMNS, Item, RowBuilder, build_row_fields
 from common.data.token_cache import DataReport, TokenTable, TokenWriter, build_cached
 from common.ranks import watchdog
 
@@ -72,8 +73,7 @@ def build_data(options: DataOptions, template: Template) -> StageData:
         }
         return key, lambda folder: _write(folder, shares, options, template)
 
-    kind = KIND_NAMES[options.stage]
-    folder, report = build_cached(options.cache_folder, kind, plan, options.max_bad_rows)
+    folder, report = build_cached(options.cache_folder, options.kind, plan, options.max_bad_rows)
     held_out = TokenTable(folder / "eval.arrow", shuffle_seed=options.seed)
     return StageData(TokenTable(folder / "train.arrow"), held_out, report)
 
@@ -89,7 +89,7 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
         if source.needs_hub and not is_offline():
             lines.append(f"{name} is on the hub: its rows are read at the start")
             continue
-        report = DataReport(KIND_NAMES[options.stage])
+        report = DataReport(options.kind)
         share = _Share(source, is_whole=True)  # the shares of the steps are drawn from all rows
         rows = RowBuilder(template, options, report).build(
             [item for item, _ in _items(share, options, report)]
@@ -111,13 +111,13 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
 
 def _write(folder: Path, shares: Sequence[_Share], options: DataOptions, template: Template) -> DataReport:
     """Tokenise all shares into train.arrow and eval.arrow."""
-    report = DataReport(KIND_NAMES[options.stage])
+    report = DataReport(options.kind)
     builder = RowBuilder(template, options, report)
     total = sum(len(share.source.train) for share in shares)
     next_time = time.monotonic() + TELL_SECONDS
     with ExitStack() as stack:
         train, held_out = (
-            stack.enter_context(closing(TokenWriter(folder / f"{name}.arrow", COLUMNS[options.stage])))
+            stack.enter_context(closing(TokenWriter(folder / f"{name}.arrow", COLUMNS[options.kind])))
             for name in ("train", "eval")
         )
         for share in shares:
@@ -146,7 +146,7 @@ def _items(share: _Share, options: DataOptions, report: DataReport) -> Iterator[
     source, stage = share.source, options.stage
 
     def read(row: dict) -> tuple[dict, list[Example]]:
-        return row, _usable(source.adapter.to_examples(row), stage, report)
+        return row, _usable(source.adapter.to_examples(row), options, report)
 
     num_rows = len(source.train)
     indexes = range(num_rows)
@@ -160,7 +160,7 @@ def _items(share: _Share, options: DataOptions, report: DataReport) -> Iterator[
         for index, (row, examples) in report.read(rows, indexes, read, options.max_bad_rows):
             row_id = rows.row_id(index)
             fields = build_row_fields(row) if stage == 3 else "{}"
-            if stage == 2 and len(examples) > options.max_pairs_per_prompt:
+            if options.kind == "pair" and len(examples) > options.max_pairs_per_prompt:
                 num_before = len(examples)
                 examples = _draw(examples, options.max_pairs_per_prompt, f"{options.seed} {row_id}")
                 report.num_dropped_pairs += num_before - len(examples)
@@ -172,23 +172,42 @@ def _items(share: _Share, options: DataOptions, report: DataReport) -> Iterator[
                 yield Item(example, name, rows.location(index), fields), is_eval or rows is source.eval
 
 
-def _usable(examples: Sequence[Example], stage: int, report: DataReport) -> list[Example]:
+def _usable(examples: Sequence[Example], options: DataOptions, report: DataReport) -> list[Example]:
     """Examples of one raw row that a step can use, without repeats.
 
     Raises BadRow: none of them has what the step needs.
     """
-    problems = [missing_for(stage, example) for example in examples]
+    stage = options.stage
+    problems = [missing_for(stage, example, is_unpaired=options.is_unpaired) for example in examples]
     if None not in problems:
         raise problems[0] or AssertionError("a row gave no example")
+    usable = [example for example, problem in zip(examples, problems, strict=True) if problem is None]
+    if stage == 2:
+        report.num_ties += sum(example.is_tie for example in usable)
+        usable = [example for example in usable if not example.is_tie]
+    if options.is_unpaired:
+        return unpair(usable)
     kept: dict[object, Example] = {}
-    for example, problem in zip(examples, problems, strict=True):
-        if stage == 2 and problem is None and example.is_tie:
-            report.num_ties += 1
-        elif problem is None:
-            # Examples that would give the same row of this step.
-            answers = {1: (example.chosen, example.text), 2: (example.chosen, example.rejected), 3: ()}[stage]
-            kept.setdefault((example.prompt, answers), example)
+    for example in usable:  # those that would give the same row of this step once
+        answers = {1: (example.chosen, example.text), 2: (example.chosen, example.rejected), 3: ()}[stage]
+        kept.setdefault((example.prompt, answers), example)
     return list(kept.values())
+
+
+def unpair(examples: Sequence[Example]) -> list[Example]:
+    """Each answer of pairs and of rated Examples once, rated: good where it wins more often than it loses,
+    bad where it loses more often, left out where both are equal. A label counts as one pair.
+    """
+    wins: Counter[tuple[tuple[Message, ...], str]] = Counter()
+    for example in examples:
+        for answer, won in ((example.chosen, 1), (example.rejected, -1)):
+            if answer is not None:
+                wins[example.prompt, answer] += won
+    return [
+        Example(prompt, **{"chosen" if won > 0 else "rejected": answer}, is_rated=True)
+        for (prompt, answer), won in wins.items()
+        if won
+    ]
 
 
 def _draw(examples: list[Example], max_pairs: int, key: str) -> list[Example]:

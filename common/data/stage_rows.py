@@ -18,11 +18,10 @@ MAX_FIELD_CHARACTERS = 4096  # of one field's JSON: answers and labels pass, who
 CARRIED_COLUMNS = {"prompt", "chosen", "rejected", "messages", "conversations", TREE, SCORED}
 _AS_JSON = TypeAdapter(Any)  # NaN and infinity are null
 
-# What the rows of each step are called, and what they hold: see token_cache.COLUMN_TYPES.
-KIND_NAMES = {1: "sft", 2: "pair", 3: "prompt"}
+# What the rows of each kind hold: see token_cache.COLUMN_TYPES.
 COLUMNS = {
-    1: {"input_ids": "ids", "loss_mask": "mask", "row_id": "text"},
-    2: {
+    "sft": {"input_ids": "ids", "loss_mask": "mask", "row_id": "text"},
+    "pair": {
         "chosen_ids": "ids",
         "rejected_ids": "ids",
         "chosen_response_start": "int",
@@ -30,7 +29,8 @@ COLUMNS = {
         "margin": "float",
         "row_id": "text",
     },
-    3: {"prompt_ids": "ids", "row_id": "text", "prompt_text": "text", "fields": "text"},
+    "rated": {"answer_ids": "ids", "answer_response_start": "int", "label": "int", "row_id": "text"},
+    "prompt": {"prompt_ids": "ids", "row_id": "text", "prompt_text": "text", "fields": "text"},
 }
 
 
@@ -54,13 +54,19 @@ class RowBuilder:
     def build(self, items: Sequence[Item]) -> list[dict[str, Any]]:
         """Rows of Examples, tokenised together.
 
-        1. input_ids, loss_mask (True = a target; never the first token, which nothing predicts).
-        2. chosen_ids and rejected_ids after the same context, where their responses start, margin. A pair
-           whose answers are alike teaches nothing and is skipped.
-        3. prompt_ids (the last of them), the prompt's whole text, the raw row's fields.
+        sft: input_ids, loss_mask (True = a target; never the first token, which nothing predicts).
+        pair: chosen_ids and rejected_ids after the same context, where their responses start, margin. A pair
+            whose answers are alike teaches nothing and is skipped.
+        rated: answer_ids, where the response starts, label (1 good, 0 bad).
+        prompt: prompt_ids (the last of them), the prompt's whole text, the raw row's fields.
         All have a row_id.
         """
-        make_row = {1: self._sft_row, 2: self._pair_row, 3: self._prompt_row}[self.options.stage]
+        make_row = {
+            "sft": self._sft_row,
+            "pair": self._pair_row,
+            "rated": self._rated_row,
+            "prompt": self._prompt_row,
+        }[self.options.kind]
         rows = [(item, make_row(item, *tokenised)) for item, tokenised in self._tokenise(items)]
         return [row | {"row_id": item.row_id} for item, row in rows if row is not None]
 
@@ -89,6 +95,14 @@ class RowBuilder:
             "margin": item.example.margin,
         }
 
+    def _rated_row(self, item: Item, tokens: Tokenised) -> dict[str, Any]:
+        row, label = self._truncate(tokens), int(item.example.chosen is not None)
+        self._count(row)
+        self.report.num_good_answers += label
+        self.report.num_bad_answers += 1 - label
+        start = response_start(row.response_mask)
+        return {"answer_ids": row.input_ids, "answer_response_start": start, "label": label}
+
     def _prompt_row(self, item: Item, tokens: Tokenised) -> dict[str, Any]:
         row = self._truncate(tokens)
         self._count(row)
@@ -102,11 +116,13 @@ class RowBuilder:
 
     def _texts(self, example: Example) -> list[list[Segment]]:
         """The texts of an Example that are tokenised: two of a pair, else one."""
-        segments, prompt = self.template.segments, example.prompt
-        if self.options.stage == 3:
+        segments, prompt, kind = self.template.segments, example.prompt, self.options.kind
+        if kind == "prompt":
             return [segments(prompt, None)]
-        if self.options.stage == 2:
+        if kind == "pair":
             return [segments(prompt, answer) for answer in (example.chosen, example.rejected)]
+        if kind == "rated":
+            return [segments(prompt, example.rejected if example.chosen is None else example.chosen)]
         if example.text is not None:
             return [self.template.text_segments(example.text)]
         return [segments(prompt, example.chosen, learn_all_turns=example.learn_all_turns)]
@@ -128,7 +144,7 @@ class RowBuilder:
                 kept.append(item)
                 segments += texts
         flat = iter(self.template.tokenise_batch(segments))
-        rows = zip(flat, flat, strict=True) if self.options.stage == 2 else zip(flat, strict=True)
+        rows = zip(flat, flat, strict=True) if self.options.kind == "pair" else zip(flat, strict=True)
         return [(item, self._shorten(item.example, list(row))) for item, row in zip(kept, rows, strict=True)]
 
     def _shorten(self, example: Example, rows: list[Tokenised]) -> list[Tokenised]:

@@ -171,6 +171,8 @@ class DataReport:
     num_identical: int = _count("pairs skipped: both answers are the same")
     num_identical_truncated: int = _count("pairs skipped: both answers are the same after truncation")
     num_ties: int = _count("pairs skipped: neither answer was preferred")
+    num_good_answers: int = _count("answers are good, by their label or their pairs")
+    num_bad_answers: int = _count("answers are bad, by their label or their pairs")
     num_dropped_pairs: int = _count("pairs left out by --max_pairs_per_prompt")
     num_straddling: int = _count("rows with a token that starts in the prompt and ends in the response")
     num_tokens: int = 0

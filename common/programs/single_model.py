@@ -92,12 +92,16 @@ class Trainer:
         """Return the figures of held-out batches, each with which rows count. Every rank must call this."""
         raise NotImplementedError
 
+    def prepare(self, micro_batches: list[PackedBatch]) -> None:
+        """Find out what the losses of a step need to know of all of its micro-batches."""
+
     def train_step(self, step: int, micro_batches: list[PackedBatch]) -> None:
         """Do optimizer step `step` (from 1), log it and its speed.
 
         The token ids of the micro-batches are keys that end in `_ids`. Every rank must call this.
         """
         COSTS.begin_step()
+        self.prepare(micro_batches)
         term = LossTerm(f"{self.kind}/loss", micro_batches, self.compute_sums, self.count)
         (means,) = take_steps([compute_gradients(self.engine, [term])])
         speed = COSTS.end_step(distributed.world_size())

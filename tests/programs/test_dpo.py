@@ -1,4 +1,6 @@
-"""Step 2 under --loss dpo: a chat model from pairs, on one rank and on two, log 2 before it learns."""
+"""Step 2 under --loss dpo, ipo and kto: a chat model from pairs or rated answers, on one rank and on two, and
+the loss before it learns.
+"""
 
 import math
 
@@ -36,12 +38,36 @@ def test_more_pairs_than_were_asked_about(flags, tmp_path, capsys, lone_process,
     with pytest.raises(SystemExit) as left:
         run_here(2, flags | {"max_train_steps": 5})
     assert left.value.code == 2
-    assert "--max_train_steps 5: 8 more pairs need the reference's" in capsys.readouterr().err
+    assert "--max_train_steps 5: 8 more rows need the reference's" in capsys.readouterr().err
     assert len(read_curve(tmp_path / "output", "dpo/loss")) == 3
 
 
+def test_ipo_begins_at_its_target(flags, tmp_path, capsys, lone_process, no_pictures):
+    run_here(2, flags | {"loss": "ipo", "beta": 0.5})
+    losses = read_curve(tmp_path / "output", "dpo/loss")
+    assert losses[0] == pytest.approx(1.0, abs=1e-4) and losses[-1] < 0.9  # (0 - 1 / (2 * 0.5))^2
+    assert read_metrics(tmp_path / "output", "dpo/margin")[-1]["dpo/margin"] > 0.02
+
+
+@pytest.mark.parametrize("more", [{}, {"packed": True, "lora_dim": 4, "lora_learning_rate": 3e-2}], ids=str)
+def test_rated_answers_teach_a_chat_model(flags, tmp_path, capsys, lone_process, no_pictures, more):
+    run_here(2, flags | {"loss": "kto", "undesirable_weight": 3.0} | more)
+    output = tmp_path / "output"
+    curves = {name: read_curve(output, f"kto/{name}") for name in ("loss", "kl", "desirable_reward")}
+    bad = read_curve(output, "kto/undesirable_reward")
+    # Every gain is 0 before anything is learned: half of the weights of the batch's answers, 1 and 3.
+    num_bad = curves["loss"][0] * 4 - 2  # of 4 answers
+    assert num_bad == pytest.approx(round(num_bad), abs=1e-3) and 0 <= round(num_bad) <= 4
+    assert curves["kl"][0] == pytest.approx(0, abs=1e-4) and curves["desirable_reward"][-1] > bad[-1] + 0.05
+    at_first, *_, at_last = read_metrics(output, "kto/eval_loss")
+    assert at_last["kto/eval_loss"] < at_first["kto/eval_loss"] and at_last["kto/eval_accuracy"] > 0.5
+    assert AutoModelForCausalLM.from_pretrained(output / "export")
+
+
 @pytest.mark.slow
-def test_two_ranks_learn_the_same(flags, forks, tmp_path, lone_process, no_pictures):
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_two_ranks_learn_the_same(flags, forks, tmp_path, lone_process, no_pictures, loss):
+    flags = flags | {"loss": loss}
     run_here(2, flags)
     for stage in (0, 3):
         folder = tmp_path / f"two{stage}"
@@ -50,5 +76,5 @@ def test_two_ranks_learn_the_same(flags, forks, tmp_path, lone_process, no_pictu
         assert done.codes == [0, 0], done.text()
         mine, expected = (read_weights(f / "export") for f in (folder, tmp_path / "output"))
         assert largest_difference(mine, expected) < 1e-4
-        losses = read_curve(tmp_path / "output", "dpo/loss")
-        assert read_curve(folder, "dpo/loss") == pytest.approx(losses, abs=1e-5)
+        losses = read_curve(tmp_path / "output", f"{loss}/loss")
+        assert read_curve(folder, f"{loss}/loss") == pytest.approx(losses, abs=1e-5)

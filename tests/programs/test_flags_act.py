@@ -79,10 +79,12 @@ ADAPTERS = {"actor_lora_dim": 4, "critic_lora_dim": 4}
 ACTS: dict[int, dict[str, Any]] = {
     1: OF_ONE_MODEL | {"loss_on": "all", "sft_only_data_path": "{text}"},
     2: {  # and those of step 1, by the same code
-        "loss": ["token_wise", "dpo"],
+        "loss": ["token_wise", "dpo", "ipo", "kto"],
         "use_margin": (True, {"data_path": "{margins}"}),
         "center_coef": 0.5,
-        "beta": (0.5, {"loss": "dpo"}),
+        "beta": [(0.5, {"loss": loss}) for loss in ("dpo", "ipo", "kto")],
+        "desirable_weight": (2.0, {"loss": "kto"}),
+        "undesirable_weight": (2.0, {"loss": "kto"}),
         "label_smoothing": (0.2, {"loss": "dpo"}),
         "dropout": [0.3, (0.3, {"loss": "dpo"})],
         "max_pairs_per_prompt": (1, {"data_path": "{ranked}"}),

@@ -1,10 +1,11 @@
 """Several answers to a prompt: ranked, scored, two with a preference; conversations and message lists."""
 
 import pytest
-from stage_texts import END, build, put_on_hub, texts, write_rows
+from stage_texts import END, build, make_options, put_on_hub, texts, write_rows
 
 from common.data.adapters.row_forms import SCORED, rank_by_score, read_row
-from common.data.example import BadRow, EmptyRow, Message
+from common.data.data_options import check_sources
+from common.data.example import BadRow, EmptyRow, Message, missing_for
 from common.data.registry import load_source
 
 HI = (Message("user", "hi"),)
@@ -197,3 +198,70 @@ def test_sharegpt(tmp_path, tiny_tokenizer):
     path = write_rows(tmp_path / "chats.jsonl", rows[:1])
     ((_, learnt),) = texts(build(path, 1, tiny_tokenizer, tmp_path), 1, tiny_tokenizer)
     assert learnt == f" hello{END} ２０度\nです{END}"
+
+
+# ---- rated answers, each by itself
+
+
+UPS, DOWNS = (True, 1, 1.0, "1", "True", "up", "THUMBS_UP", "👍"), (False, 0, -1, "0.0", "down", "👎")
+
+
+@pytest.mark.parametrize("column", ["completion", "response"])
+def test_a_label_says_whether_an_answer_is_good(column):
+    for labels, is_good in ((UPS, True), (DOWNS, False)):
+        for label in labels:
+            (example,) = read_row({"prompt": "hi", column: "a", "label": label})
+            expected = ("a", None) if is_good else (None, "a")
+            assert ((example.chosen, example.rejected), example.is_rated) == (expected, True), label
+            assert (missing_for(1, example) is None) == is_good and missing_for(3, example) is None
+            assert missing_for(2, example, is_unpaired=True) is None
+            assert "--loss kto learns from it" in str(missing_for(2, example))
+    assert isinstance(missing_for(1, example), EmptyRow)
+
+
+def test_a_label_that_is_no_thumb_is_for_a_reward():
+    (example,) = read_row({"prompt": "hi", "response": "a", "label": "sports"})
+    assert (example.chosen, example.is_rated) == ("a", False)
+    assert "no pair of a chosen" in str(missing_for(2, example, is_unpaired=True))
+
+
+def rated_texts(data, tokenizer):
+    """(answer, label) of each row; its prompt stands before it."""
+    found = []
+    for row in (data.train[i] for i in range(len(data.train))):
+        start = row["answer_response_start"]
+        assert tokenizer.decode(row["answer_ids"][:start]) == HI_TEXT
+        found.append((tokenizer.decode(row["answer_ids"][start:]).removesuffix(END).strip(), row["label"]))
+    return found
+
+
+def test_labels_and_pairs_become_rated_answers(tmp_path, tiny_tokenizer):
+    rows = [
+        {"prompt": "hi", "completion": "up", "label": 1},
+        {"prompt": "hi", "completion": "down", "label": False},
+        {"prompt": "hi", "chosen": "good", "rejected": "bad"},
+        {"prompt": "hi", "responses": ["worst", "best", "low", "high"], "scores": [0, 9, 1, 1]},
+        {"prompt": "hi", "ranked_answers": ["first", "middle", "last"]},
+        {"prompt": "hi", "answer": "not rated"},
+        {"prompt": "hi", "responses": ["a", "b"], "scores": [1, 1]},
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    data = build(path, 2, tiny_tokenizer, tmp_path, is_unpaired=True, max_pairs_per_prompt=1)
+    # "low" and "high" tie, and each wins and loses once besides, as "middle" does: they say nothing.
+    good, bad = ("up", "good", "best", "first"), ("down", "bad", "worst", "last")
+    found = rated_texts(data, tiny_tokenizer)
+    assert len(found) == 8 and set(found) == {(a, 1) for a in good} | {(a, 0) for a in bad}
+    report = data.report
+    assert (report.num_good_answers, report.num_bad_answers, report.num_ties, report.num_bad) == (4, 4, 2, 1)
+    assert "rated data: 4 answers are good, by their label or their pairs" in report.lines()
+    pairs_alone = build(path, 2, tiny_tokenizer, tmp_path)
+    assert pairs_alone.report.num_bad == 3 and len(pairs_alone.train) == 1 + 5 + 3
+
+
+def test_a_source_without_labels_and_pairs_is_refused_with_the_forms(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "hi", "answer": "a"}])
+    options = make_options(path, 2, tmp_path, is_unpaired=True)
+    (problem,) = check_sources(options)
+    assert "no pair of a chosen" in problem and "| prompt/completion/label |" in problem
+    (problem,) = check_sources(make_options(path, 2, tmp_path))
+    assert "prompt/completion/" not in problem

@@ -101,6 +101,17 @@ def test_step_2_shows_both_answers_behind_one_prompt(check, write_rows):
     assert any(line.endswith("tokens, margin 0.5") for line in lines)
 
 
+def test_step_2_shows_rated_answers(check, write_rows):
+    rows = [{"prompt": f"q{i}", "completion": f"answer {i}", "label": i % 2} for i in range(4)]
+    code, lines, _ = check(
+        2, "--loss", "kto", "--data_path", write_rows(rows), "--eval_fraction", "0", "--num_samples", "4"
+    )
+    assert (code, lines[-1]) == (0, "ok: 4 rows to train, 0 held out")
+    assert "2 answers are good, by their label or their pairs" in lines
+    assert "  + [[ answer 1<|endoftext|>]]" in lines and "  - [[ answer 2<|endoftext|>]]" in lines
+    assert sum("prompt " in line and "answer " in line and "whole row" in line for line in lines) == 4
+
+
 def test_step_3_shows_prompts_and_the_fields_of_a_reward(check, write_rows):
     rows = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(4)]
     flags = ("--num_samples", "1", "--max_prompt_seq_len", "12")

@@ -11,9 +11,9 @@ from common.data.packed_batch import collate_pairs
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel
 from common.runs.saved_state import TensorReader, write_slices
+from step2_reward.answer_scores import SIDES, compute_answer_logprobs
 from step2_reward.arguments import RewardArguments
 from step2_reward.pair_math import dpo_loss
-from step2_reward.pair_trainer import compute_answer_logprobs
 from step2_reward.reference import Reference
 
 
@@ -103,6 +103,8 @@ class Table(list):
 class KnownScores:
     """In place of a trainer: an answer's log-probability is its last token."""
 
+    sides = SIDES
+
     def __init__(self, rows_per_batch: int) -> None:
         self.args = RewardArguments(per_device_eval_batch_size=rows_per_batch)
         self.engine = torch.nn.Identity()
@@ -125,7 +127,7 @@ def test_rows_get_their_own_numbers_and_a_checkpoint_brings_them_back(rows_per_b
             found = reference.pairs["train"][index]["reference_logprobs"]
             assert found.tolist() == last if index in (0, 3, 4) else found.isnan().all()
     after.compute(KnownScores(1), [0, 3], is_begun=True)  # a longer run that needs no more of them
-    with pytest.raises(ValueError, match="1 more pairs need the reference's log-probabilities"):
+    with pytest.raises(ValueError, match="1 more rows need the reference's log-probabilities"):
         after.compute(KnownScores(1), [0, 1], is_begun=True)
 
 

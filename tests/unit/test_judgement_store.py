@@ -132,6 +132,19 @@ def test_decided_pairs_are_rows_that_step_2_reads_to_the_letter(path, tmp_path):
     assert (first.prompt, first.chosen, first.rejected) == (PROMPT, "yes", "no")
     assert (second.prompt, second.chosen, second.rejected) == (multi, "no", "yes")
     assert json.loads(target.read_text().splitlines()[1])["chosen_model"] == "m2"
+    assert export_pairs(store, target, as_labels=True) == {
+        "written": 3, "ties": 1, "with an empty answer": 1, "with two equal answers": 1
+    }  # fmt: skip
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    labels = [(row["completion"], row["label"], row["model"]) for row in rows]
+    decided = [("yes", True, "m1"), ("no", False, "m2"), ("no", True, "m2"), ("yes", False, "m1")]
+    assert labels == [*decided, ("yes", False, "m1"), ("no", False, "m2")], "both bad"
+    found = [read_row(row)[0] for row in rows]
+    assert [(e.chosen, e.rejected, e.is_rated) for e in found[2:4]] == [
+        ("no", None, True),
+        (None, "yes", True),
+    ]
+    assert found[2].prompt == multi
 
 
 # ---- win rates

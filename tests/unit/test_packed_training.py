@@ -20,13 +20,12 @@ from common.programs.startup import Start
 from common.ranks import distributed
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
+from step2_reward.answer_scores import compute_answer_logprobs, compute_pair_scores
 from step2_reward.arguments import RewardArguments
 from step2_reward.pair_trainer import (
     DPOTrainer,
     RewardTrainer,
-    compute_answer_logprobs,
     compute_pair_losses,
-    compute_pair_scores,
 )
 from step3_ppo.roles import build_response_inputs
 

@@ -17,7 +17,8 @@ from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
 from common.models.policy_model import PolicyModel, compute_nll_sum
 from common.models.value_model import ScoreHead, ValueModel
-from step2_reward.pair_trainer import compute_answer_logprobs, compute_pair_losses, compute_pair_scores
+from step2_reward.answer_scores import compute_answer_logprobs, compute_pair_scores
+from step2_reward.pair_trainer import compute_pair_losses
 from step3_ppo.roles import Critic, Policy
 
 # ---- the instrument -------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from common.runs.durable_files import read_object
 from common.runs.run_files import ARGS_FILE, FINISHED_FILE, METRICS, RUN_FILE, SAMPLES
 
 Row = dict[str, Any]
-KINDS = {"sft": "sft", "objective": "ppo", "eval": "ppo", "reward": "reward", "dpo": "dpo"}  # by metric group
+# By metric group.
+KINDS = {"sft": "sft", "objective": "ppo", "eval": "ppo", "reward": "reward", "dpo": "dpo", "kto": "kto"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class RunFiles:
 
     @property
     def kind(self) -> str:
-        """Return `sft`, `reward`, `dpo`, `ppo` or ``, by the groups of the metrics."""
+        """Return `sft`, `reward`, `dpo`, `kto`, `ppo` or ``, by the groups of the metrics."""
         groups = {name.split("/")[0] for name in self.curves}
         return next((kind for group, kind in KINDS.items() if group in groups), "")
 

@@ -37,6 +37,9 @@ _ANSWER_NAMES = ("answer", "response", "text", "content")
 _SCORE_NAMES = ("rank", "score", "overall_score")
 # HelpSteer2 writes earlier turns into its prompt, each behind such a mark.
 _HELPSTEER_TURN = re.compile(r"<extra_id_1>(User|Assistant)\n")
+# What a label may be, in lower case, and whether it is a thumb up.
+_THUMBS = dict.fromkeys(("true", "1", "1.0", "up", "thumbs_up", "👍"), True)
+_THUMBS |= dict.fromkeys(("false", "0", "0.0", "-1", "-1.0", "down", "thumbs_down", "👎"), False)
 Row = Mapping[str, Any]
 
 # ---- pairs
@@ -308,6 +311,17 @@ def _prompt_and(answer: str, row: Row) -> list[Example]:
     return [Example(prompt=messages_from_prompt(row["prompt"]), chosen=reply_text(answer, row[answer]))]
 
 
+def _has_thumb(row: Row) -> bool:
+    return str(row["label"]).lower() in _THUMBS
+
+
+def _rated(answer: str, row: Row) -> list[Example]:
+    prompt, text = messages_from_prompt(row["prompt"]), reply_text(answer, row[answer])
+    if _THUMBS[str(row["label"]).lower()]:
+        return [Example(prompt=prompt, chosen=text, is_rated=True)]
+    return [Example(prompt=prompt, rejected=text, is_rated=True, absence=EmptyRow("its label is false"))]
+
+
 def _instruction(row: Row) -> list[Example]:
     question = filled_text("instruction", row["instruction"])
     if row.get("input"):
@@ -359,6 +373,9 @@ ROW_FORMS = (
         lambda row: tree_examples({TREE: [row]}),
         fits=lambda row: "parent_id" in row,
     ),
+    # Any other label is something for a reward.
+    RowForm(("prompt", "completion", "label"), partial(_rated, "completion"), fits=_has_thumb),
+    RowForm(("prompt", "response", "label"), partial(_rated, "response"), fits=_has_thumb),
     RowForm(("prompt", "answer"), partial(_prompt_and, "answer"), (1, 3)),
     RowForm(("prompt", "response"), partial(_prompt_and, "response"), (1, 3)),
     RowForm(("prompt", "chosen"), partial(_prompt_and, "chosen"), (1, 3)),
@@ -370,9 +387,10 @@ ROW_FORMS = (
 )
 
 
-def accepted_forms(stage: int | None = None) -> str:
-    """The column sets that a step can use, for a message."""
-    return " | ".join("/".join(form.columns) for form in ROW_FORMS if stage is None or stage in form.stages)
+def accepted_forms(stage: int | None = None, *, is_unpaired: bool = False) -> str:
+    """The column sets that a step can use, for a message; see `missing_for`."""
+    forms = [form.columns for form in ROW_FORMS if stage is None or stage in form.stages]
+    return " | ".join("/".join(f) for f in forms if stage != 2 or is_unpaired or "label" not in f)
 
 
 def read_row(row: Row) -> list[Example]:

@@ -1,0 +1,89 @@
+"""What a model makes of the answers of a batch of step 2: scores, values, log-probabilities.
+
+# N pairs; a pass holds each pair's chosen answer, then its rejected one
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from common.data.packed_batch import PackedBatch, to_device, token_positions
+from common.models.model_inputs import ModelInputs, build_model_inputs
+
+SIDES = ("chosen", "rejected")
+
+
+class PairScores(NamedTuple):
+    """One batch of pairs under the model."""
+
+    chosen: torch.Tensor  # (N,) fp32
+    rejected: torch.Tensor  # (N,) fp32
+    values: torch.Tensor | None = None  # (total,) fp32, of all tokens end to end
+
+
+def build_pair_inputs(
+    batch: PackedBatch,
+    sides: Sequence[str] = SIDES,
+    *,
+    is_packed: bool = False,
+    shares_prompts: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, ModelInputs]:
+    """Return token ids (total,) and lengths (2N,) of both answers of each pair, and a model's inputs.
+
+    Packed, what the answers of a pair begin alike may stand there once. `sides` are the answers' names.
+    """
+    token_ids, pair_lengths = batch.interleave(*(f"{side}_ids" for side in sides))
+    sizes = torch.full((len(batch),), len(sides)) if shares_prompts else None
+    lengths = pair_lengths.flatten()
+    return token_ids, lengths, build_model_inputs(token_ids, lengths, is_packed=is_packed, group_sizes=sizes)
+
+
+def shared_length(row: dict[str, Any]) -> int:
+    """Return with how many tokens both answers of a pair begin."""
+    pair = zip(row["chosen_ids"], row["rejected_ids"], strict=False)
+    return next(
+        (i for i, (a, b) in enumerate(pair) if a != b),
+        min(map(len, (row["chosen_ids"], row["rejected_ids"]))),
+    )
+
+
+def compute_pair_scores(
+    model: Any, batch: PackedBatch, *, with_values: bool = False, **layout: bool
+) -> PairScores:
+    """Return the scores of both answers: the value at the last real token, end-of-turn token included; and
+    the values of all tokens if asked for.
+
+    `model` is a ValueModel or its engine, `layout` goes to `build_pair_inputs`.
+    """
+    _, lengths, inputs = build_pair_inputs(batch, **layout)
+    if not with_values:
+        scores = model(inputs, inputs.last_slots)
+        return PairScores(scores[0::2], scores[1::2])
+    values = model(inputs)
+    (last,) = to_device([lengths.cumsum(0) - 1], values.device)
+    scores = values[last]
+    return PairScores(scores[0::2], scores[1::2], values)
+
+
+def compute_answer_logprobs(
+    model: Any, batch: PackedBatch, sides: Sequence[str] = SIDES, **layout: bool
+) -> torch.Tensor:
+    """Return (2N,) fp32: the log-probability of each answer given its prompt, end-of-turn token included.
+
+    `model` is a PolicyModel or its engine, `sides` and `layout` go to `build_pair_inputs`. A token that
+    nothing stands before has no probability.
+    """
+    token_ids, lengths, inputs = build_pair_inputs(batch, sides, **layout)
+    first = first_scored(batch, sides)  # (2N,)
+    is_answer = token_positions(lengths) >= first.repeat_interleave(lengths)  # (total,)
+    logprobs, _ = model(inputs, inputs.slots_before(is_answer), token_ids[is_answer])
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)[is_answer]
+    (sequence,) = to_device([sequence], logprobs.device)
+    return torch.zeros(len(lengths), device=logprobs.device).index_add(0, sequence, logprobs)
+
+
+def first_scored(batch: PackedBatch, sides: Sequence[str] = SIDES) -> torch.Tensor:
+    """Return where the tokens of each answer that have a probability begin: (2N,) int64."""
+    starts = [batch.numbers(f"{side}_response_start") for side in sides]
+    return torch.stack(starts, dim=1).flatten().clamp(min=1)

@@ -1,0 +1,143 @@
+"""Training of step 2 under --loss kto: a policy by answers that are labelled good or bad, each by itself.
+
+# N rated answers, each beside its prompt followed by an answer to another prompt
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from common.data.packed_batch import PackedBatch, to_device
+from common.engine.engine_step import Stat
+from common.programs.single_model import Trainer
+from common.ranks import distributed
+from common.ranks.step_costs import COSTS
+from step2_reward.answer_scores import compute_answer_logprobs
+from step2_reward.pair_math import kto_baseline, kto_loss, wins
+
+ANSWER, MISMATCHED = SIDES = ("answer", "mismatched")
+
+
+class MismatchedRows(Dataset):
+    """Rated answers, each with `mismatched_ids`: its prompt, and an answer to another prompt.
+
+    Which one is decided by the order of the rows: nothing is drawn, and every epoch has the same.
+    """
+
+    def __init__(self, rows: Any, max_tokens: int) -> None:
+        self.rows, self.max_tokens = rows, max_tokens
+        prompts = [hash(tuple(row["answer_ids"][: row["answer_response_start"]])) for row in rows]
+        self.others = find_others(prompts)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row, other = self.rows[index], self.rows[self.others[index]]
+        answer = other["answer_ids"][other["answer_response_start"] :]
+        room = max(self.max_tokens - len(answer), 0)  # for the end of the prompt
+        start = min(row["answer_response_start"], room)
+        prompt = row["answer_ids"][row["answer_response_start"] - start : row["answer_response_start"]]
+        return row | {"mismatched_ids": prompt + answer, "mismatched_response_start": start}
+
+    def lengths(self, column: str) -> Any:
+        """Return the lengths of the rows of `answer_ids`."""
+        return self.rows.lengths(column)
+
+
+def find_others(prompts: list[int]) -> list[int]:
+    """Return for each row the next one, from the end on to the first, of another prompt; the next one of all
+    where all are alike.
+    """
+    count = len(prompts)
+    others = [(i + 1) % count for i in range(count)]
+    if len(set(prompts)) < 2:
+        return others
+    for i in reversed(range(2 * count)):  # twice: the last rows look on from the first
+        here, after = i % count, (i + 1) % count
+        others[here] = others[after] if prompts[here] == prompts[after] else after
+    return others
+
+
+class KTOTrainer(Trainer):
+    """Moves a policy by the KTO loss."""
+
+    kind, columns = "kto", ("loss", "kl", "accuracy", "desirable_reward", "undesirable_reward")
+    sides, trained_sides = SIDES, (ANSWER,)
+    baseline: torch.Tensor  # scalar, of the step
+
+    def compute_logprobs(self, batch: PackedBatch, *sides: str) -> torch.Tensor:
+        """Return `compute_answer_logprobs` of the policy as it is."""
+        layout = {"is_packed": self.is_packed, "shares_prompts": not self.args.no_share_prompts}
+        return compute_answer_logprobs(self.engine, batch, sides or SIDES, **layout)
+
+    def compute_log_ratios(self, batch: PackedBatch, side: str) -> torch.Tensor:
+        """Return what the policy gives the answers (N,) of a side above what the reference gave them."""
+        reference = batch.data["reference_logprobs"].view(-1, 2)[:, SIDES.index(side)]
+        (reference,) = to_device([reference.contiguous()], distributed.device())
+        return self.compute_logprobs(batch, side) - reference
+
+    @torch.no_grad()
+    def prepare(self, micro_batches: list[PackedBatch]) -> None:
+        """Find the step's baseline out: over the whole global batch, so no cut into micro-batches moves it.
+
+        Every rank must call this.
+        """
+        self.engine.eval()  # as the reference was asked
+        with COSTS.clock("forward_backward"):
+            self.baseline = kto_baseline(
+                gather_rows([self.compute_log_ratios(batch, MISMATCHED) for batch in micro_batches])
+            ).to(distributed.device())
+
+    def compute_losses(
+        self, log_ratios: torch.Tensor, labels: torch.Tensor, kl: torch.Tensor
+    ) -> torch.Tensor:
+        """Return `kto_loss` (N,) by the flags."""
+        args = self.args
+        return kto_loss(
+            log_ratios,
+            labels,
+            kl,
+            beta=args.beta,
+            desirable_weight=args.desirable_weight,
+            undesirable_weight=args.undesirable_weight,
+        )
+
+    def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, Stat]]:
+        """Return the losses of the answers, and their rewards, added up."""
+        (labels,) = to_device([batch.numbers("label")], distributed.device())
+        log_ratios = self.compute_log_ratios(batch, ANSWER)
+        losses = self.compute_losses(log_ratios, labels, self.baseline)
+        ratios, is_good = log_ratios.detach(), labels == 1
+        return losses.sum(), {
+            "kl": self.baseline * len(batch),
+            "accuracy": wins((ratios - self.baseline) * (2 * labels - 1)).sum(),
+            "desirable_reward": (self.args.beta * ratios[is_good].sum(), is_good.sum()),
+            "undesirable_reward": (self.args.beta * ratios[~is_good].sum(), (~is_good).sum()),
+        }
+
+    def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
+        """Return loss, KL, which share of answers is on its label's side of the KL, and rewards, over the
+        rows of all ranks. Every rank must call this.
+        """
+        own = []
+        for batch, is_real in batches:
+            ratios = [self.compute_log_ratios(batch, side).cpu() for side in SIDES]
+            own.append(torch.stack([*ratios, batch.numbers("label").float()], dim=1)[is_real])
+        log_ratios, mismatched, labels = gather_rows(own).T
+        kl, is_good = kto_baseline(mismatched), labels == 1
+        rewards = {"desirable": log_ratios[is_good], "undesirable": log_ratios[~is_good]}
+        return {
+            "loss": float(self.compute_losses(log_ratios, labels, kl).mean()),
+            "kl": float(kl),
+            "accuracy": float(wins((log_ratios - kl) * (2 * labels - 1)).mean()),
+            **{f"{n}_reward": self.args.beta * float(r.mean()) for n, r in rewards.items() if len(r)},
+        }
+
+
+def gather_rows(own: list[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of all ranks, on the CPU. Every rank must call this."""
+    parts = distributed.gather_objects([part.cpu() for part in own])
+    return torch.cat([part for of_rank in parts for part in of_rank])
