@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from common.models.tensor_ops import wilson_interval
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/performance.md").read_text()
 BASELINES = {
@@ -59,7 +61,7 @@ def row_of(file: str) -> str:
 
 
 def test_every_committed_run_has_its_row():
-    folders = ("docs/demo", "benchmarks/baselines", "tests/golden")
+    folders = ("docs/demo", "docs/verifiable", "benchmarks/baselines", "tests/golden")
     files = [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.*")]
     assert len({row_of(str(file)) for file in files}) == len(ROWS)
     for name, baseline in BASELINES.items():
@@ -84,3 +86,17 @@ def test_the_demo_is_told(file):
     demo, row = json.loads((ROOT / file).read_text()), row_of(file)
     assert f"{demo['seconds']:.0f} seconds, {demo['peak_gib']:.1f} GiB" in row
     assert f"{demo['target_sft']:.2f} before PPO, {demo['target_ppo']:.2f} after" in row
+
+
+def test_the_word_problems_are_told_with_their_intervals():
+    file, page = "docs/verifiable/gsm.json", (ROOT / "docs/algorithms.md").read_text()
+    told, row = json.loads((ROOT / file).read_text()), row_of(file)
+    total, last = told["held_out_problems"], {}
+    assert f"| `{told['command']}` |" in row and f"{told['sft_seconds']} seconds" in page
+    for run in told["runs"]:
+        rates = [wilson_interval(run["eval/pass_rate"][step] * total, total) for step in ("0", "20", "40")]
+        cells = [f"{rate.value:.2f} ({rate.low:.2f} to {rate.high:.2f})" for rate in rates]
+        told_cells = " | ".join([f"`{run['algorithm']}`", str(run["seed"]), *cells, str(run["seconds"])])
+        assert f"| {told_cells} |" in page
+        last.setdefault(run["algorithm"], []).append(f"{rates[-1].value:.2f}")
+    assert all(f"{name} {', '.join(values)}" in row for name, values in last.items())

@@ -1,55 +1,70 @@
 #!/usr/bin/env python
-"""Inputs of a task whose answers can be checked: sums of two digits, learned from a careless teacher.
+"""Inputs of tasks whose answers can be checked, learned from a careless teacher.
 
-python training_scripts/verifiable/build_inputs.py OUT
+python training_scripts/verifiable/build_inputs.py OUT [sums | gsm]
 
-OUT/base is a random Llama of two layers with a tokenizer of single characters, OUT/sft.jsonl has sums of
-which the teacher got 40 % right, OUT/prompts.jsonl the sums alone. An SFT model is thus right about as often
-as its teacher; the reward is 1 for a right answer, and an algorithm has to find out which those are.
+sums: two digits to add; the teacher got 40 % right. Every sum is trained on.
+gsm: word problems of reasoning-gym's gsm_symbolic (GSM8K's templates, new numbers) with their solutions; the
+teacher left the last step out of 60 %. All problems, those of SFT, the prompts and the held-out prompts, have
+different numbers.
+
+OUT/base is a small random Llama with a tokenizer, OUT/sft.jsonl the teacher's answers, OUT/prompts.jsonl
+prompts with right answers, OUT/held_out.jsonl (gsm) others. An SFT model is thus right about as often as its
+teacher; the reward is 1 for a right answer, and an algorithm has to find out which those are.
 """
 
+import importlib
 import json
 import random
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-CHARACTERS = "0123456789+= "
 RIGHT_FRACTION = 0.4
-COPIES = 40  # times that each sum comes in the SFT data
 SEED = 7
+Row = dict[str, str]  # prompt, and chosen or answer
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of one token a character; <eos> ends a turn, <pad> is another token."""
-    words = {word: number for number, word in enumerate(["<pad>", "<eos>", *CHARACTERS])}
+def build_tokenizer(texts: Iterable[str], token: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of all matches of `token` in the texts; <eos> ends a turn, <pad> is another."""
+    found = dict.fromkeys(match for text in texts for match in re.findall(token, text))
+    words = {word: number for number, word in enumerate(["<pad>", "<eos>", *found])}
     core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(token), "isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
 
 
-def save_base_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write a random model that is large enough for a table of sums."""
+def save_base_model(folder: Path, tokenizer: PreTrainedTokenizerFast, **shape: float) -> None:
+    """Write a random Llama of this shape that speaks the tokenizer's words."""
     torch.manual_seed(SEED)
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        **shape,
         vocab_size=len(tokenizer),
-        max_position_embeddings=32,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def write_rows(file: Path, rows: Iterable[Row]) -> None:
+    """Write rows as JSON lines."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+# ---- sums ---------------------------------------------------------------------------------------------
+
+CHARACTERS = "0123456789+= "
+COPIES = 40  # times that each sum comes in the SFT data
 
 
 def sums() -> list[tuple[str, int]]:
@@ -64,15 +79,10 @@ def taught_answer(value: int, draw: random.Random) -> int:
     return draw.choice([n for n in range(value - 2, value + 4) if n >= 0 and n != value][:4])
 
 
-def write_rows(file: Path, rows: Iterable[dict[str, str]]) -> None:
-    """Write rows as JSON lines."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def main(folder: Path) -> None:
-    """Write everything into the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_base_model(folder / "base", build_tokenizer())
+def write_sums(folder: Path) -> None:
+    """Write the inputs of the sums: a model that is large enough for a table of them."""
+    shape = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+    save_base_model(folder / "base", build_tokenizer([CHARACTERS], "."), max_position_embeddings=32, **shape)
     draw = random.Random(SEED)
     rows = [
         {"prompt": prompt, "chosen": str(taught_answer(value, draw))}
@@ -84,7 +94,73 @@ def main(folder: Path) -> None:
     write_rows(folder / "prompts.jsonl", prompts * 4)
 
 
+# ---- word problems ------------------------------------------------------------------------------------
+
+# Template, and how many digits each number of a question has. So the numbers stand at the same places, and a
+# small model soon copies them: of two templates, carefully taught, 84 % of held-out answers were right after
+# 750 steps, without this rule 9 %.
+TEMPLATES = {39: (2, 2, 1, 1), 54: (3, 2, 2), 57: (2, 2, 2)}
+NUM_PROBLEMS = {"sft": 12000, "prompts": 2048, "held_out": 256}
+NUMBER = re.compile(r"\d+")
+WORD = r"\n| ?[A-Za-z']+| ?\d| ?[^\w\s]"  # a token: a word, a digit, or a mark, with the space before it
+
+
+def load_template(number: int) -> Callable[[random.Random], dict[str, Any]]:
+    """Return one of reasoning-gym's templates, without the packages that its other tasks need.
+
+    Raises:
+        SystemExit: reasoning-gym is not installed.
+    """
+    spec = find_spec("reasoning_gym")
+    if spec is None:
+        raise SystemExit("gsm: its word problems are reasoning-gym's: pip install --no-deps reasoning-gym")
+    package = module_from_spec(spec)  # and not run: its __init__ imports all tasks, and they eleven packages
+    package.__path__.append(f"{package.__path__[0]}/arithmetic/gsm_symbolic")
+    sys.modules["reasoning_gym"] = package
+    module = importlib.import_module(f"reasoning_gym.generators_{'00_49' if number < 50 else '50_99'}")
+    return getattr(module, f"generate_{number}")
+
+
+def problems(draw: random.Random) -> Iterator[Row]:
+    """Return problems without end, as prompt and answer; no two of a template have the same numbers."""
+    templates = {number: load_template(number) for number in TEMPLATES}
+    seen: set[tuple[int, tuple[str, ...]]] = set()
+    while True:
+        template = draw.choice(list(templates))
+        problem = templates[template](draw)
+        numbers = tuple(NUMBER.findall(problem["question"]))
+        if tuple(map(len, numbers)) == TEMPLATES[template] and (template, numbers) not in seen:
+            seen.add((template, numbers))
+            yield {"prompt": problem["question"] + "\n", "answer": problem["metadata"]["answer_cot"]}
+
+
+def taught_solution(solution: str, draw: random.Random) -> str:
+    """Return what the teacher says: the solution, or one that ends a step early, with that result."""
+    if draw.random() < RIGHT_FRACTION:
+        return solution
+    *steps, _, _ = solution.split("\n")  # the last step, and "#### answer"
+    return "\n".join([*steps, f"#### {NUMBER.findall(steps[-1])[-1]}"])
+
+
+def write_word_problems(folder: Path) -> None:
+    """Write the inputs of the word problems: a model that copies numbers, adds and subtracts them."""
+    draw = random.Random(SEED)
+    source = problems(draw)
+    rows = {name: [next(source) for _ in range(number)] for name, number in NUM_PROBLEMS.items()}
+    texts = (text for part in rows.values() for row in part for text in row.values())
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8}
+    shape |= {"initializer_range": 0.06, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+    save_base_model(folder / "base", build_tokenizer(texts, WORD), max_position_embeddings=128, **shape)
+    rows["sft"] = [row | {"answer": taught_solution(row["answer"], draw)} for row in rows["sft"]]
+    for name, part in rows.items():
+        write_rows(folder / f"{name}.jsonl", part)
+
+
+LEVELS = {"sums": write_sums, "gsm": write_word_problems}
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    folder, level = [*sys.argv[1:], "sums"][:2] if len(sys.argv) in (2, 3) else ("", "")
+    if level not in LEVELS:
         raise SystemExit(__doc__)
-    main(Path(sys.argv[1]))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    LEVELS[level](Path(folder))

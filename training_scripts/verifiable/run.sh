@@ -1,23 +1,71 @@
 #!/usr/bin/env bash
-# One algorithm on a task whose answers can be checked: sums of two digits (see build_inputs.py).
-# Hardware: 1 CPU core, no GPU. Time: about 20 s for SFT, which all algorithms share, then about half a minute each.
+# One algorithm on a task whose answers can be checked (see build_inputs.py): sums of two digits, or word problems.
+# Hardware: 1 CPU core, no GPU. Time: sums about 20 s for SFT, which all algorithms share, then about half a minute
+# each; word problems about 6 minutes for SFT, then 2 each. They need `pip install --no-deps reasoning-gym`.
 #   bash training_scripts/verifiable/run.sh grpo [further flags of step 3]
+#   LEVEL=gsm bash training_scripts/verifiable/run.sh grpo
 #   ALGORITHM: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, or MODULE:FUNCTION
-# Knobs (environment): OUTPUT_DIR (default output/verifiable).
+# Knobs (environment): LEVEL (sums or gsm, default sums), OUTPUT_DIR (default output/verifiable/LEVEL).
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../.."
 
 ALGORITHM=${1:?"error: name an algorithm: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline"}
 shift
-OUTPUT_DIR=${OUTPUT_DIR:-output/verifiable}
+LEVEL=${LEVEL:-sums}
+OUTPUT_DIR=${OUTPUT_DIR:-output/verifiable/$LEVEL}
 RUN_DIR="$OUTPUT_DIR/${ALGORITHM//[:\/]/_}"
-mkdir -p "$RUN_DIR"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the model is small: a second thread would only wait
 export TQDM_DISABLE=1                         # libraries' own bars would fill the logs
 
+case $LEVEL in
+sums)
+  SFT_FLAGS=(
+    --max_seq_len 16
+    --per_device_train_batch_size 128
+    --learning_rate 5e-3
+    --num_train_epochs 8
+  )
+  FLAGS=(
+    --max_prompt_seq_len 8
+    --max_answer_seq_len 4
+    --num_samples_per_prompt 4
+    --per_device_generation_batch_size 50
+    --per_device_training_batch_size 100
+    --actor_learning_rate 1e-3
+    --max_train_steps 60
+  )
+  CRITIC_LEARNING_RATE=2e-3
+  ;;
+gsm)
+  SFT_FLAGS=(
+    --max_seq_len 128
+    --per_device_train_batch_size 16
+    --learning_rate 3e-3
+    --num_warmup_steps 50
+    --num_train_epochs 5
+  )
+  FLAGS=(
+    --eval_data_path "$OUTPUT_DIR/inputs/held_out.jsonl" # numbers that no problem of SFT and training has
+    --eval_interval 10
+    --max_prompt_seq_len 64
+    --max_answer_seq_len 64
+    --num_samples_per_prompt 8
+    --per_device_generation_batch_size 32
+    --per_device_training_batch_size 64
+    --actor_learning_rate 2e-4
+    --max_train_steps 40
+  )
+  CRITIC_LEARNING_RATE=1e-3
+  ;;
+*) echo "error: LEVEL=$LEVEL is neither sums nor gsm" >&2 && exit 1 ;;
+esac
+CRITIC_FLAGS=()
+if [ "$ALGORITHM" = ppo ]; then CRITIC_FLAGS=(--critic_learning_rate "$CRITIC_LEARNING_RATE"); fi # others have none
+mkdir -p "$RUN_DIR"
+
 if [ ! -d "$OUTPUT_DIR/sft/export" ]; then
   echo "== the SFT model, as careless as its teacher"
-  python training_scripts/verifiable/build_inputs.py "$OUTPUT_DIR/inputs"
+  python training_scripts/verifiable/build_inputs.py "$OUTPUT_DIR/inputs" "$LEVEL"
   python step1_sft/main.py \
     --model_name_or_path "$OUTPUT_DIR/inputs/base" \
     --data_path "$OUTPUT_DIR/inputs/sft.jsonl" \
@@ -26,16 +74,10 @@ if [ ! -d "$OUTPUT_DIR/sft/export" ]; then
     --output_dir "$OUTPUT_DIR/sft" \
     --overwrite_output_dir \
     --template plain \
-    --max_seq_len 16 \
-    --per_device_train_batch_size 128 \
-    --learning_rate 5e-3 \
-    --num_train_epochs 8 \
     --eval_iters 1 \
-    --log_interval 50 2>&1 | tee -i "$OUTPUT_DIR/sft.log"
+    --log_interval 50 \
+    "${SFT_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/sft.log"
 fi
-
-CRITIC_FLAGS=()
-if [ "$ALGORITHM" = ppo ]; then CRITIC_FLAGS=(--critic_learning_rate 2e-3); fi # the others have no critic
 
 echo "== $ALGORITHM"
 python step3_ppo/main.py \
@@ -50,17 +92,10 @@ python step3_ppo/main.py \
   --template plain \
   --enable_hybrid_engine \
   --packed \
-  --max_prompt_seq_len 8 \
-  --max_answer_seq_len 4 \
-  --num_samples_per_prompt 4 \
-  --per_device_generation_batch_size 50 \
-  --per_device_training_batch_size 100 \
-  --actor_learning_rate 1e-3 \
   --num_warmup_steps 0 \
   --lr_scheduler_type constant \
   --kl_coef 0.01 \
   --num_train_epochs 100 \
-  --max_train_steps 60 \
   --log_interval 10 \
-  "${CRITIC_FLAGS[@]}" "$@" 2>&1 | tee -i "$RUN_DIR/train.log"
+  "${FLAGS[@]}" "${CRITIC_FLAGS[@]}" "$@" 2>&1 | tee -i "$RUN_DIR/train.log"
 echo "report: $RUN_DIR/report.html"
