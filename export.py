@@ -113,7 +113,7 @@ def check(
     problems.exit_if_any()
     origin = "actor_model_name_or_path" if isinstance(flags, PPOArguments) else "model_name_or_path"
     for name in {origin, "critic_model_name_or_path" if part == "critic" else origin}:
-        startup.check_model(f"the run's --{name}", getattr(flags, name), flags, problems)
+        startup.check_model(f"the run's --{name}", getattr(flags, name), flags, problems, takes_adapter=True)
     problems.exit_if_any()
     tokenizer = startup.check_tokenizer(f"the run's --{origin}", getattr(flags, origin), flags, problems)
     problems.exit_if_any()

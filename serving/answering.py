@@ -5,7 +5,6 @@
 
 import dataclasses
 import functools
-import json
 import random
 import secrets
 import sys
@@ -32,6 +31,7 @@ from common.models.loading import DTYPES, ModelOptions, compute_hidden, load_cau
 from common.models.lora import trained_weights
 from common.models.model_inputs import build_model_inputs
 from common.models.output_head import read_logit_transform
+from common.models.saved_adapters import ADAPTER_WEIGHTS, base_of, read_adapter_config
 from common.programs import startup
 from common.ranks import distributed
 from common.ranks.failures import first_line
@@ -41,7 +41,6 @@ _MIN_PROMPT_TOKENS = 8  # that stay, however long an answer may be
 _ENDLESS_POSITIONS = 4096  # of a model without a limit of its own (ALiBi): what a terminal needs at most
 _SAMPLE_ID_BITS = 48
 _POSITIONS_AT_A_TIME = 128  # whose logits are held together
-_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _device_lock = threading.Lock()  # the device computes for one request, of all models
 
 
@@ -266,15 +265,9 @@ def load_template(
 
     That is --template, or else what the model of `trained_path` (empty: of `path`) was trained with.
     """
-    try:
-        base = base_of(path)
-    except ValueError as error:
-        problems.add(f"{flag_name} {error}")
+    if startup.check_model(flag_name, path, args, problems, takes_adapter=True) is None:
         return None
-    if startup.check_model(flag_name, base, args, problems) is None:
-        return None
-    has_own = (Path(path) / "tokenizer_config.json").exists()  # adapters of other origin have none
-    tokenizer = startup.check_tokenizer(flag_name, path if has_own else base, args, problems)
+    tokenizer = startup.check_tokenizer(flag_name, path, args, problems)
     own = dataclasses.replace(args)  # each model has a template of its own
     template, notes = startup.find_template(flag_name, trained_path or path, own, tokenizer, problems)
     startup.print_note(*notes)
@@ -301,35 +294,15 @@ def load_answerer(
     )
 
 
-# ---- LoRA adapters saved without the model that they belong to
-
-
-def base_of(path: str) -> str:
-    """Return the folder or hub name of the model that an adapter alone was trained on; of a model its own.
-
-    Raises ValueError when the adapter does not tell.
-    """
-    file = Path(path) / _ADAPTER_CONFIG
-    if not file.is_file() or file.with_name("config.json").exists():
-        return path
-    base = _read_config(path).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise ValueError(f"{file} names no base model; give the export/ folder of the run")
-    return base
-
-
 def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
     """Return the model with an adapter in its weights; pickled adapters are not read.
 
     Raises ValueError when it is no LoRA adapter, or not one of this model.
     """
-    config = _read_config(path)
-    if config.get("peft_type") != "LORA":
-        kind = config.get("peft_type")
-        raise ValueError(f"{path} is an adapter of the type {kind}; only LORA can be merged")
+    config = read_adapter_config(path)
     try:
         adapted = get_peft_model(model, LoraConfig(**config), autocast_adapter_dtype=False)
-        loaded = set_peft_model_state_dict(adapted, load_file(Path(path) / _ADAPTER_WEIGHTS))
+        loaded = set_peft_model_state_dict(adapted, load_file(Path(path) / ADAPTER_WEIGHTS))
     except (OSError, SafetensorError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path}: the adapter cannot be loaded: {first_line(error)}") from error
     missing = [name for name in loaded.missing_keys if "lora_" in name]
@@ -342,11 +315,3 @@ def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
                 weight.parameter.copy_(weight.merged())
                 weight.lora_b.zero_()
     return adapted.merge_and_unload()  # the magnitudes of DoRA, embeddings: what we never train
-
-
-def _read_config(path: str) -> dict:
-    try:
-        config = json.loads((Path(path) / _ADAPTER_CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{Path(path) / _ADAPTER_CONFIG} cannot be read: {error}") from error
-    return config if isinstance(config, dict) else {}

@@ -117,7 +117,7 @@ def main() -> None:
     args = parse_args(ServeArguments, description=__doc__.splitlines()[0], problems=problems)
     token = server_token(args.token_file, problems)
     name = args.model_name_or_path
-    config = startup.check_model("--model_name_or_path", name, args, problems)
+    config = startup.check_model("--model_name_or_path", name, args, problems, takes_adapter=True)
     if config and not has_saved_head(name):
         problems.add(
             f"--model_name_or_path {name} has no trained score head; give the export/ folder of step 2"

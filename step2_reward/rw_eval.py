@@ -37,7 +37,7 @@ def main() -> None:
     args = parse_args(RewardEvalArguments, description=__doc__.splitlines()[0], problems=problems)
     import_plugins(args.plugins, problems)
     name = args.model_name_or_path
-    config = startup.check_model("--model_name_or_path", name, args, problems)
+    config = startup.check_model("--model_name_or_path", name, args, problems, takes_adapter=True)
     if config and not has_saved_head(name):
         problems.add(
             f"--model_name_or_path {name} has no trained score head; give the export/ folder of step 2"

@@ -13,6 +13,7 @@ from common.engine.ds_config import effective_zero_stage
 from common.flags.args import Problems
 from common.flags.problems import given_flags
 from common.generation.tp_plans import NoPlan, build_cuts
+from common.models.saved_adapters import is_adapter
 from common.models.tensor_ops import wilson_interval
 from common.models.value_model import has_saved_head
 from common.programs import startup
@@ -26,6 +27,7 @@ from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
 from step3_ppo.rewards.score_shaping import parse_truncated
 from step3_ppo.rewards.text_rewards import parse_on_error
 from step3_ppo.rollout_correction import parse_correction
+from step3_ppo.shared_base import describe_places, fill_ranks, model_paths
 
 VERIFIABLE = ("function", "http")  # kinds of rewards that check an answer
 MIN_REWARD_ACCURACY = 0.6  # held-out, below which a reward model is warned of
@@ -58,11 +60,14 @@ def check_start_up(description: str) -> PPOStart:
             build_policy_loss(args.policy_loss, args.clip_range)
         if algorithm.needs_critic and args.reward and not args.critic_model_name_or_path:
             args.critic_model_name_or_path = args.actor_model_name_or_path
+        fill_ranks(args, problems)
         check_algorithm(args, algorithm, problems)
         idle = ", ".join(f"--{name}" for name in unused_flags(algorithm, given_flags()))
         start.notes += [f"--algorithm {algorithm.name} does not use {idle}"] if idle else []
     start.rewards = find_rewards(args, problems)
     start.tokenizer = check_models(args, start.algorithm, start.rewards, problems)
+    has_critic = start.algorithm is not None and start.algorithm.needs_critic
+    start.notes += describe_places(args, model_paths(args, start.rewards, has_critic=has_critic), problems)
     check_evaluation(args, start.options, start.rewards, problems)
     startup.finish_checks(start, "--actor_model_name_or_path")
     startup.print_note(*doubts_about_rewards(args, start.rewards))
@@ -220,22 +225,23 @@ def check_models(
     ]
     actor = None  # its tokenizer
     for role, flag, name, flags in found:
-        config = startup.check_model(flag, name, args, problems)
+        config = startup.check_model(flag, name, args, problems, takes_adapter=True)
         if config is None:
             continue
         startup.check_length(config, prompt + answer, f"{lengths} ({role})", problems)
-        if flags and flags.lora_dim:
+        if flags and flags.lora_dim and not is_adapter(name):
             startup.check_lora(f"--{role}_lora_module_name", config, flags.lora_module_name, args, problems)
         tokenizer = startup.check_tokenizer(flag, name, args, problems)
         if role == "actor":
             check_cuts(args, config, problems)
             actor = tokenizer
             continue
-        problems.check(
-            name not in scorers or has_saved_head(name),  # a critic may begin with a new head
-            f"{flag} {name} is no reward model (it has no score head); give the export/ of step 2, or "
-            f"--reward classifier:{name} for a model of several labels",
-        )
+        with problems.catch():
+            problems.check(
+                name not in scorers or has_saved_head(name),  # a critic may begin with a new head
+                f"{flag} {name} is no reward model (it has no score head); give the export/ of step 2, or "
+                f"--reward classifier:{name} for a model of several labels",
+            )
         difference = actor and tokenizer and vocabulary_difference(actor, tokenizer)
         if difference:
             problems.add(

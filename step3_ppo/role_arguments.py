@@ -24,11 +24,11 @@ class RoleFlags:
 class RoleArguments:
     """The four models: where they come from, how they are trained and placed."""
 
-    actor_model_name_or_path: str = flag(REQUIRED, "SFT model; also the reference")
+    actor_model_name_or_path: str = flag(REQUIRED, "SFT model, or its LoRA adapter; also the reference")
     critic_model_name_or_path: str = flag(
         "",
-        "initial critic: a reward model, or with --reward a language model too (new head); empty with "
-        "--reward: the actor's",
+        "initial critic: a reward model, or with --reward a language model too (new head), or an adapter of "
+        "one; empty with --reward: the actor's",
     )
     actor_learning_rate: float = flag(9.65e-6, "peak learning rate of the actor", low=0)
     critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", low=0)

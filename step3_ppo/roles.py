@@ -5,8 +5,9 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -20,6 +21,7 @@ from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.output_head import SamplingMask, kept_tokens
 from common.models.policy_model import language_model
+from common.models.saved_adapters import is_adapter
 from common.programs.training_loop import load_policy, load_ranker, runs_packed
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
@@ -27,6 +29,7 @@ from common.ranks.zero3 import local_shard, swapped_shards
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.role_arguments import RoleFlags
+from step3_ppo.shared_base import Bases, find_places, model_paths
 
 
 @dataclass
@@ -107,25 +110,28 @@ class Reference(Policy):
 
 
 class LoraReference(Reference):
-    """The actor as it began: its adapters off, and the few other weights that train put back meanwhile.
+    """The actor as it began: new adapters off, and all other weights that train put back meanwhile.
 
-    Those are all but the adapted matrices, unless --only_optimize_lora; each rank keeps its own part of them.
+    Those are adapters that it began with, and without --only_optimize_lora all but the adapted matrices; each
+    rank keeps its own part of them.
     """
 
-    def __init__(self, engine: Any, **layout: bool) -> None:
+    def __init__(self, engine: Any, *, has_new_adapters: bool, **layout: bool) -> None:
         super().__init__(engine, **layout)
+        self.has_new_adapters = has_new_adapters
         self.others = {
             name: parameter
             for name, parameter in engine.module.named_parameters()
-            if parameter.requires_grad and ".lora_" not in name
+            if parameter.requires_grad and not (has_new_adapters and ".lora_" in name)
         }
         self.beginnings = {name: local_shard(p).detach().clone() for name, p in self.others.items()}
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
         """Have the engine compute what it computed before training. Every rank must call this."""
-        adapters_off = language_model(self.model.module).disable_adapter()
-        with super().scoring(), adapters_off, swapped_shards(self.others, self.beginnings):
+        model = language_model(self.model.module)
+        adapters = model.disable_adapter() if self.has_new_adapters else nullcontext()
+        with super().scoring(), adapters, swapped_shards(self.others, self.beginnings):
             yield
 
 
@@ -241,22 +247,31 @@ def build_roles(
     Every rank must call this.
     """
     num_tokens = len(tokenizer)
-    engine = _build_engine(load_policy, args, args.actor, num_tokens, num_optimizer_steps)
+    bases = Bases(find_places(args, model_paths(args, rewards, has_critic=has_critic)))
+    load = partial(bases.load, "actor", load_policy)
+    engine = _build_engine(load, args, args.actor, num_tokens, num_optimizer_steps)
     hybrid_engine = HybridEngine(engine, HybridOptions.of(args))
     layout = _layout(args, engine.module)
     actor = Actor(hybrid_engine, sampling_options(args, tokenizer), **layout)
     critic = None
     if has_critic:
-        engine = _build_engine(load_ranker, args, args.critic, num_tokens, num_optimizer_steps)
+        load = partial(bases.load, "critic", load_ranker)
+        engine = _build_engine(load, args, args.critic, num_tokens, num_optimizer_steps)
         critic = Critic(engine, **_layout(args, engine.module))
     scorers = {}
     for spec in (spec for spec in rewards if spec.kind == "model"):
         flags = replace(args.critic, model_name_or_path=spec.target)
-        scorers[spec.name] = _build_frozen(Reward, args, flags, num_tokens, args.offload_reward_model)
+        load, is_offloaded = (
+            partial(bases.load, f"reward {spec.name}", load_ranker),
+            args.offload_reward_model,
+        )
+        scorers[spec.name] = _build_frozen(Reward, load, args, flags, num_tokens, is_offloaded)
     if args.actor_lora_dim:
-        reference = LoraReference(actor.model, **layout)
+        has_new_adapters = not is_adapter(args.actor_model_name_or_path)
+        reference = LoraReference(actor.model, has_new_adapters=has_new_adapters, **layout)
     else:
-        reference = _build_frozen(Reference, args, args.actor, num_tokens, args.offload_reference_model)
+        is_offloaded = args.offload_reference_model
+        reference = _build_frozen(Reference, load_policy, args, args.actor, num_tokens, is_offloaded)
     return Roles(actor, reference, critic, scorers)
 
 
@@ -286,9 +301,14 @@ def _build_engine(
 
 
 def _build_frozen(
-    kind: type[Role], args: PPOArguments, role: RoleFlags, num_tokens: int, is_offloaded: bool
+    kind: type[Role],
+    load: Callable,
+    args: PPOArguments,
+    role: RoleFlags,
+    num_tokens: int,
+    is_offloaded: bool,
 ) -> Any:
-    """Return the role of this kind; its model is only read."""
+    """Return the role of this kind; its model, which `load` gives, is only read."""
     ds_config = config_of(
         args,
         zero_stage=role.zero_stage,
@@ -296,7 +316,6 @@ def _build_frozen(
         micro_batch_size=args.per_device_training_batch_size,
         is_trained=False,
     )
-    load = load_ranker if kind is Reward else load_policy
     role = replace(role, gradient_checkpointing=False, lora_dim=0)
     model: Any = load(args, ds_config, num_tokens, dropout=0.0, role=role).requires_grad_(False)
     layout, is_sharded = _layout(args, model), role.zero_stage == 3

@@ -17,6 +17,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from common.models.attention import IS_PACKED, choose_attention, narrow_last_layer, takes_packed
 from common.models.model_inputs import ModelInputs
+from common.models.saved_adapters import base_of
 from common.ranks import distributed
 from common.ranks.failures import first_line
 from common.ranks.zero3 import gather_whole
@@ -40,10 +41,11 @@ class ModelOptions:
     def of(cls, args: Any, role: Any, ds_config: dict[str, Any], *, dropout: float | None) -> Self:
         """Return how a program's flags want a model loaded.
 
-        `role` has the flags of the model itself: `args.actor` or `args.critic` in step 3, else `args`.
+        `role` has the flags of the model itself: `args.actor` or `args.critic` in step 3, else `args`. Of a
+        saved adapter it is the base.
         """
         return cls(
-            role.model_name_or_path,
+            base_of(role.model_name_or_path),
             dtype=distributed.dtype_name(args.dtype),
             dropout=dropout,
             gradient_checkpointing=role.gradient_checkpointing,

@@ -1,4 +1,5 @@
-"""LoRA: adapters that train, and the weights that they adapt under plain transformers' names.
+"""LoRA: adapters that train, new ones and saved ones, the weights that they adapt under plain transformers'
+names, and models that share those.
 
 # O output rows, I input columns, r rank of an adapter
 """
@@ -6,31 +7,43 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.models.loading import init_weight, plain_model
+from common.models.saved_adapters import ADAPTER_WEIGHTS, SCORE_HEAD, is_adapter, read_adapter_config
+from common.ranks.failures import first_line
+from common.ranks.zero3 import gather_whole
 
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """Low-rank adapters; `dim` 0 means none, `alpha` 0 means alpha = dim (scaling 1)."""
+    """Low-rank adapters; `dim` 0 means none, `alpha` 0 means alpha = dim (scaling 1).
+
+    `folder` has a saved adapter to begin with, whose own rank, scaling and layers count.
+    """
 
     dim: int = 0
     alpha: float = 0.0
     module_name: str = "auto"
     only_optimize_lora: bool = True
+    folder: str = ""
 
     @classmethod
     def of(cls, args: Any, role: Any) -> Self:
         """Return the adapters that a program's flags ask for; `role` as in `ModelOptions.of`."""
-        return cls(role.lora_dim, args.lora_alpha, role.lora_module_name, args.only_optimize_lora)
+        path = role.model_name_or_path
+        folder = path if is_adapter(path) else ""
+        return cls(role.lora_dim, args.lora_alpha, role.lora_module_name, args.only_optimize_lora, folder)
 
 
 def linear_module_names(model: nn.Module) -> list[str]:
@@ -64,30 +77,104 @@ def lora_targets(names: list[str], module_name: str, flag: str = "--lora_module_
     return targets
 
 
-def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.Module:
-    """Return the model with PEFT adapters, or the model itself when `options.dim` is 0.
+def build_lora(model: PreTrainedModel, options: LoraOptions) -> nn.Module:
+    """Return the model with PEFT adapters that `add_lora` has still to fill, or the model itself without.
 
     The adapters train, and the score head of a value model; without `only_optimize_lora` all but the adapted
-    matrices, as in DeepSpeed-Chat.
+    matrices, as in DeepSpeed-Chat. Raises ValueError where they fit no layer.
     """
-    if options.dim == 0:
+    if options.dim == 0 and not options.folder:
         return model
-    targets = lora_targets(linear_module_names(model), options.module_name)
-    alpha = options.alpha or float(options.dim)
-    config = LoraConfig(
-        r=options.dim, lora_alpha=alpha, target_modules=targets, bias="none", lora_dropout=0.0
-    )
-    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
-    # PEFT makes a set of it, which every process writes in another order.
-    adapted.peft_config["default"].target_modules = sorted(targets)
+    if options.folder:
+        config = _read_lora_config(options.folder)
+    else:
+        targets = lora_targets(linear_module_names(model), options.module_name)
+        alpha = options.alpha or float(options.dim)
+        config = LoraConfig(r=options.dim, lora_alpha=alpha, target_modules=targets, bias="none")
+    try:
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    except ValueError as error:  # none of its layers is there
+        raise ValueError(f"{options.folder}: the adapter cannot be loaded: {first_line(error)}") from error
+    adapted_config = adapted.peft_config["default"]
+    if not isinstance(adapted_config.target_modules, str):
+        # PEFT makes a set of it, which every process writes in another order.
+        adapted_config.target_modules = sorted(adapted_config.target_modules)
     for name, parameter in adapted.named_parameters():
         is_frozen_matrix = ".base_layer." in name
         if "lora_" not in name and not is_frozen_matrix:
-            parameter.requires_grad = not options.only_optimize_lora or name.endswith("score.weight")
-        if "lora_A" in name:  # PEFT's own would depend on the ZeRO stage; B stays zero
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            init_weight(parameter, name, std=shape[-1] ** -0.5, seed=seed)
+            parameter.requires_grad = not options.only_optimize_lora or name.endswith(SCORE_HEAD)
     return adapted
+
+
+def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.Module:
+    """Return the model with the adapters of `build_lora`: those of `options.folder`, or new ones by the seed.
+
+    Every rank must call this. Raises ValueError where the folder's are not of this model.
+    """
+    adapted = build_lora(model, options)
+    if options.folder:
+        _load_adapter(adapted, options.folder)
+    elif options.dim:
+        for name, parameter in adapted.named_parameters():
+            if "lora_A" in name:  # PEFT's own would depend on the ZeRO stage; B stays zero
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                init_weight(parameter, name, std=shape[-1] ** -0.5, seed=seed)
+    return adapted
+
+
+def _read_lora_config(folder: str) -> LoraConfig:
+    """Return the configuration of a saved adapter, without dropout and without what PEFT adds for a task."""
+    config = read_adapter_config(folder)
+    config |= {"task_type": None, "modules_to_save": None, "lora_dropout": 0.0, "inference_mode": False}
+    try:
+        return LoraConfig(**config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder}: the adapter cannot be loaded: {first_line(error)}") from error
+
+
+@torch.no_grad()
+def _load_adapter(adapted: nn.Module, folder: str) -> None:
+    """Fill the factors, and the score head of a value model if it is there, from a saved adapter."""
+    file = Path(folder) / ADAPTER_WEIGHTS
+    try:
+        saved = load_file(file)
+    except (OSError, SafetensorError) as error:
+        why = f"{first_line(error)}; pickled adapters are not read"
+        raise ValueError(f"{file} cannot be read: {why}") from error
+    places = {
+        name.replace(".default.", "."): parameter
+        for name, parameter in adapted.named_parameters()
+        if ".lora_" in name or name.endswith(SCORE_HEAD)
+    }
+    sizes = {name: getattr(p, "ds_shape", p.shape) for name, p in places.items()}
+    lacking = [n for n in sizes if n not in saved and not n.endswith(SCORE_HEAD)]
+    others = [n for n, value in saved.items() if tuple(value.shape) != tuple(sizes.get(n, ()))]
+    if lacking or others:
+        raise ValueError(
+            f"{folder} is no adapter of {plain_model(adapted).name_or_path} for this role: {len(lacking)} "
+            f"LoRA factors of linear layers are missing, {len(others)} weights are something else, or of "
+            f"another size, such as {[*lacking, *others][0]}; give the export/ folder of the run"
+        )
+    for name, value in saved.items():
+        with gather_whole([places[name]], to_modify=True):
+            if places[name].numel():
+                places[name].copy_(value)
+
+
+def share_backbone(model: PreTrainedModel, owner: nn.Module) -> None:
+    """Put the frozen weights of `owner`'s backbone into a model of the same base, which lets go of its own.
+
+    `owner` is a transformers model or its PEFT wrapper, `model` has no adapters yet. They are the same
+    parameters then, so whoever moves them moves both.
+    """
+    prefix = f"{model.base_model_prefix}."
+    held = {name: weight.parameter for name, weight in trained_weights(owner).items()}
+    for name, module in model.named_modules():
+        own = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
+        for leaf in own if f"{name}.".startswith(prefix) else ():
+            parameter = held[f"{name}.{leaf}"]
+            assert not parameter.requires_grad, f"{name}.{leaf} is trained: it cannot be shared"
+            module._parameters[leaf] = parameter
 
 
 class TrainedWeight(NamedTuple):

@@ -14,9 +14,10 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from common.models.loading import ModelOptions, compute_hidden, init_weight, load_pretrained, plain_model
-from common.models.lora import LoraOptions, add_lora
+from common.models.lora import LoraOptions, add_lora, share_backbone
 from common.models.model_flops import ModelFlops
 from common.models.model_inputs import ModelInputs
+from common.models.saved_adapters import base_of, has_score_head, is_adapter
 from common.ranks import distributed
 
 
@@ -60,9 +61,11 @@ def load_value_model(
     lora: LoraOptions | None = None,
     *,
     seed: int = 0,
+    owner: nn.Module | None = None,
 ) -> ValueModel:
     """Return a value model from a base, SFT or reward model; the head is new unless a saved one is there.
 
+    `owner` is a model of the same base whose frozen backbone it shares: see `share_backbone`.
     Raises ValueError for a family without a `score` head in transformers.
     Every rank must call this.
     """
@@ -76,13 +79,19 @@ def load_value_model(
     classifier.score.__class__ = ScoreHead
     if not has_saved_head(options.name_or_path):
         init_weight(classifier.score.weight, "score.weight", std=0.02, seed=seed)
+    if owner is not None:
+        share_backbone(classifier, owner)
     return ValueModel(add_lora(classifier, lora, seed) if lora else classifier)
 
 
 def has_saved_head(name_or_path: str) -> bool:
-    """Whether the saved model is a sequence classifier of one label, that is: has learned scores."""
+    """Whether the saved model is a sequence classifier of one label, that is: has learned scores; of an
+    adapter, whether it or its base is.
+    """
+    if is_adapter(name_or_path) and has_score_head(name_or_path):
+        return True
     # The plain file: a configuration's own code, which comes with some models, must not run for this.
-    config, _ = PreTrainedConfig.get_config_dict(name_or_path)
+    config, _ = PreTrainedConfig.get_config_dict(base_of(name_or_path))
     is_classifier = any(n.endswith("ForSequenceClassification") for n in config.get("architectures") or [])
     num_labels = len(config.get("id2label") or {}) or config.get("num_labels", 2)
     return is_classifier and num_labels == 1

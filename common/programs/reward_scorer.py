@@ -12,7 +12,9 @@ from common.data.example import Message
 from common.data.packed_batch import pack_rows, score_by_length
 from common.flags.args import TokenizerArguments
 from common.models.loading import ModelOptions
+from common.models.lora import LoraOptions
 from common.models.model_inputs import build_model_inputs
+from common.models.saved_adapters import base_of, is_adapter
 from common.models.value_model import ValueModel, load_value_model
 from common.ranks import distributed
 
@@ -66,9 +68,10 @@ def load_frozen_value_model(
     Raises ValueError: see `load_value_model`.
     """
     options = ModelOptions(
-        name,
+        base_of(name),
         dtype=distributed.dtype_name(getattr(args, "dtype", "")),
         dropout=0.0,
         trust_remote_code=args.trust_remote_code,
     )
-    return load_value_model(options, len(tokenizer)).to(distributed.device()).eval()
+    lora = LoraOptions(folder=name) if is_adapter(name) else None
+    return load_value_model(options, len(tokenizer), lora).to(distributed.device()).eval()

@@ -27,6 +27,7 @@ from common.flags.args import Problems, RunArguments, parse_args
 from common.flags.optimizer import check_optimizer
 from common.flags.problems import has_hub_form, no_effect_notes
 from common.models.lora import linear_module_names, lora_targets
+from common.models.saved_adapters import base_of, is_adapter, tokenizer_of
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps, first_line, say
 from common.runs import run_files
@@ -185,9 +186,25 @@ def check_offload(args: Any, dtype: str, problems: Problems, sums: str | None = 
         )
 
 
-def check_model(flag: str, name_or_path: str, args: Any, problems: Problems) -> Any:
-    """Return the model's configuration, or None after adding why this is no model that can be loaded."""
+def check_model(
+    flag: str, name_or_path: str, args: Any, problems: Problems, *, takes_adapter: bool = False
+) -> Any:
+    """Return the model's configuration, or None after adding why this is no model that can be loaded.
+
+    Of a saved adapter, for those who take one, it is that of its base.
+    """
     if not name_or_path:
+        return None
+    if is_adapter(name_or_path):
+        if not takes_adapter:
+            problems.add(
+                f"{flag} {name_or_path} is an adapter without its model, which this program does not take; "
+                "give the export/ folder of the run, where it is merged"
+            )
+            return None
+        flag = f"{flag} {name_or_path}, an adapter of"
+        with problems.catch():
+            return check_model(flag, base_of(name_or_path), args, problems)
         return None
     folder = Path(name_or_path)
     if folder.is_dir() and not (folder / "config.json").exists():
@@ -227,7 +244,7 @@ def check_tokenizer(
         return None
     with problems.catch():
         return load_tokenizer(
-            name_or_path,
+            tokenizer_of(name_or_path),
             eot_token=args.eot_token or None,
             add_eot_token=args.add_eot_token,
             trust_remote_code=args.trust_remote_code,

@@ -35,12 +35,18 @@ def load_policy(
 
 
 def load_ranker(
-    args: Any, ds_config: dict[str, Any], num_tokens: int, *, dropout: float | None, role: Any = None
+    args: Any,
+    ds_config: dict[str, Any],
+    num_tokens: int,
+    *,
+    dropout: float | None,
+    role: Any = None,
+    owner: nn.Module | None = None,
 ) -> ValueModel:
-    """Return the reward model, or critic, that an engine trains; see `load_policy`."""
+    """Return the reward model, or critic, that an engine trains; see `load_policy` and `load_value_model`."""
     role = role or args
     options = ModelOptions.of(args, role, ds_config, dropout=dropout)
-    return load_value_model(options, num_tokens, LoraOptions.of(args, role), seed=args.seed)
+    return load_value_model(options, num_tokens, LoraOptions.of(args, role), seed=args.seed, owner=owner)
 
 
 def count_steps(args: Any, steps_per_epoch: int) -> int:

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import tiny_inputs
+import torch
 from program_runs import as_flags, files_in, read_metrics, run
+from safetensors.torch import save_file
 from tiny_inputs import step_flags
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
+WEIGHTS = "adapter_model.safetensors"
 DONE, BAD, CANNOT_CONTINUE, KILLED = 0, 2, 3, -9
 TRAIN_STEP = {
     1: "step1_sft.sft_trainer:SFTTrainer.train_step",
@@ -107,6 +110,22 @@ def module(content: str, **flags: Any) -> Prepare:
     return lambda place: place.file("", content, "mine.py") and flags
 
 
+def adapters(**flags: Any) -> Prepare:
+    """Return what puts adapters of one base for actor and critic there, as far as they are read early."""
+
+    def prepare(place: Place) -> dict[str, Any]:
+        config = {"peft_type": "LORA", "r": 4, "base_model_name_or_path": str(place.tiny.base)}
+        text = json.dumps(config | {"target_modules": ["q_proj"]})
+        for role in ("actor", "critic"):
+            (place.folder / role).mkdir()
+            (place.folder / role / "adapter_config.json").write_text(text)
+            save_file({"base_model.model.score.weight": torch.ones(1)}, place.folder / role / WEIGHTS)
+        paths = {f"{role}_model_name_or_path": place.folder / role for role in ("actor", "critic")}
+        return flags if "model_name_or_path" in flags else paths | flags
+
+    return prepare
+
+
 def other_vocabulary(place: Place) -> dict[str, Any]:
     tiny_inputs.save_reward_model(place.folder / "other", place.make_tokenizer(290))
     return {"critic_model_name_or_path": place.folder / "other"}
@@ -159,6 +178,15 @@ DATA = [
 MODELS = [
     Row("other vocabularies", 3, other_vocabulary,
         ["--actor_model_name_or_path and --critic_model_name_or_path", "same base"]),
+    Row("an adapter in step 1", 1, adapters(model_name_or_path="actor"),
+        ["--model_name_or_path actor is an adapter without its model", "give the export/"]),
+    Row("another rank", 3, adapters(actor_lora_dim=8), ["--actor_lora_dim 8", "has rank 4"]),
+    Row("a base in shards and whole", 3, adapters(actor_zero_stage=3),
+        ["base of actor; of critic, reward model", "--actor_zero_stage 3, --critic", "give both 3"]),
+    Row("a shared base on the CPU", 3, adapters(offload_reward_model=True),
+        ["base of actor, critic; of reward model", "--offload_reward_model", "or none"]),
+    Row("an adapter of another model", 3, adapters(),
+        ["actor is no adapter of", "give the export/ folder of the run"]),
     Row("no reward model", 3, lambda p: {"critic_model_name_or_path": p.tiny.base},
         ["--critic_model_name_or_path", "score head"]),
 ]  # fmt: skip

@@ -4,6 +4,7 @@ however the actor generates.
 
 import json
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ class Job:
     optimizer: str = "adamw"
     states: str = "fp32"  # of the optimizer
     overlaps: bool = False  # gradients fill several buckets, reduced while the backward pass goes on
+    # Of steps 1 and 2, with which all models of step 3 begin: of one base, or each of a copy of its own.
+    adapters: str = ""
 
     @property
     def name(self) -> str:
@@ -73,13 +76,14 @@ class Job:
         parts += [self.optimizer.split(":")[0]] if self.optimizer != "adamw" else []
         parts += [f"states-{self.states}"] if self.states != "fp32" else []
         parts += ["overlap"] if self.overlaps else []
+        parts += [f"{self.adapters}-adapters"] if self.adapters else []
         return "-".join(parts + (["threshold"] if self.threshold is None else []))
 
     @property
     def reference(self) -> "Job":
         """The plainest run that must give the same numbers; it computes a prompt for each of its answers."""
         kept = {name: getattr(self, name) for name in ("lora", "family", "algorithm", "optimizer")}
-        return Job(self.step, ranks=1, **kept)
+        return Job(self.step, ranks=1, adapters=self.adapters and "separate", **kept)
 
 
 def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
@@ -147,6 +151,10 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
         "enable_ema": True,
         "ema_decay": 0.5,
     }
+    if job.adapters:  # their rank is that of --lora_dim above
+        actor, critic, reward = (folder / job.adapters / role for role in ("actor", "critic", "reward"))
+        flags |= {"actor_model_name_or_path": actor, "critic_model_name_or_path": critic}
+        flags |= {"reward": f"model:{reward}", "actor_lora_dim": None, "critic_lora_dim": None}
     return step_flags(tiny, 3, **flags)
 
 
@@ -173,6 +181,10 @@ def make_jobs() -> list[Job]:
     jobs += [Job(1, 3, dtype="bf16", states="bf16"), Job(1, 1, dtype="bf16", states="bf16", **muon)]
     jobs += [Job(3, 0, True, tp=1), Job(3, 2, tp=2), Job(3, 3, tp=0), Job(3, 3, True, tp=2)]
     jobs += [Job(3, 3, dtype="bf16", tp=2), Job(3, ranks=1, algorithm="grpo")]
+    jobs += [Job(3, lora=True, ranks=1, adapters="separate"), Job(3, lora=True, ranks=1, adapters="shared")]
+    jobs += [Job(3, 0, True, adapters="shared", tp=2), Job(3, 2, True, adapters="shared")]
+    jobs += [Job(3, 3, True, adapters="shared"), Job(3, 3, True, "all", adapters="shared", threshold=None)]
+    jobs += [Job(3, 3, True, adapters="shared", tp=2), Job(3, 2, True, dtype="bf16", adapters="shared")]
     return jobs + [Job(3, 2, algorithm="grpo", tp=1), Job(3, 3, algorithm="grpo", tp=2, packed=64)]
 
 
@@ -202,10 +214,27 @@ def results(forks, tmp_path_factory, tiny, wanted) -> Path:
     overlap = {"zero_optimization": {"reduce_bucket_size": 5000, "overlap_comm": True}}  # not all weights fit
     (folder / "overlap.json").write_text(json.dumps(overlap))
     for ranks in (1, 2):
-        jobs = [(job.step, flags_of(job, tiny, folder)) for job in wanted if job.ranks == ranks]
-        done = forks.run_all(jobs, ranks=ranks, seconds=540)
-        (folder / f"ranks{ranks}.log").write_text(done.text())
+        for steps in ((1, 2), (3,)):
+            mine = [job for job in wanted if job.ranks == ranks and job.step in steps]
+            done = forks.run_all(
+                [(j.step, flags_of(j, tiny, folder)) for j in mine], ranks=ranks, seconds=540
+            )
+            with open(folder / f"ranks{ranks}.log", "a") as log:
+                log.write(done.text())
+            if ranks == 1 and steps == (1, 2):
+                save_adapters(folder)
     return folder
+
+
+def save_adapters(folder: Path) -> None:
+    """Give each role of step 3 the adapter of a run of step 1 or 2, of the one base and of a copy of it."""
+    for role, step in (("actor", 1), ("critic", 2), ("reward", 2)):
+        adapter = folder / Job(step, lora=True, ranks=1).name / "adapter"
+        copies = [shutil.copytree(adapter, folder / kind / role) for kind in ("shared", "separate")]
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        base = shutil.copytree(config["base_model_name_or_path"], folder / "bases" / role)
+        text = json.dumps(config | {"base_model_name_or_path": str(base)})
+        (copies[1] / "adapter_config.json").write_text(text)
 
 
 def finished(results: Path, job: Job) -> Path:

@@ -18,6 +18,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.lora import LoraOptions, add_lora, trained_weights
+from common.runs.export import save_adapter
+
 HIDDEN, NUM_POSITIONS = 32, 128
 WORDS = ("the", "quick", "brown", "fox", "is", "fine", "warm", "sunny", "day", "cat", "dog", "you", "weather")
 
@@ -71,6 +75,17 @@ def save_token_lover(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
         layer.self_attn.o_proj.weight[0, 0] = 1.0
         model.score.weight[0, 0] = 1.0
     return _save(folder, model, tokenizer)
+
+
+def save_random_adapter(folder: Path, base: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Return the folder of an adapter that moves its base, as step 1 writes it."""
+    model = add_lora(load_causal_lm(ModelOptions(str(base)), len(tokenizer)), LoraOptions(dim=4))
+    torch.manual_seed(2)
+    for weight in trained_weights(model).values():
+        if weight.lora_b is not None:
+            nn.init.normal_(weight.lora_b, std=0.1)
+    save_adapter(folder, model, tokenizer, metadata={})
+    return folder
 
 
 def _llama_config(num_tokens: int, *, num_layers: int) -> LlamaConfig:

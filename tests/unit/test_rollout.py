@@ -16,7 +16,7 @@ from common.engine.ds_config import build_config, build_engine
 from common.engine.engine_step import LossTerm, compute_gradients, take_steps
 from common.generation.generate import Generation
 from common.models.loading import ModelOptions, load_causal_lm
-from common.models.lora import LoraOptions, add_lora
+from common.models.lora import LoraOptions, add_lora, trained_weights
 from common.models.output_head import SamplingMask
 from common.models.policy_model import PolicyModel
 from common.ranks.failures import StepRefused
@@ -207,21 +207,30 @@ def test_the_sampler_is_trusted_as_long_as_it_agrees():
     assert stale.judge_gap(1e-9) is None and stale.recomputes
 
 
-@pytest.mark.parametrize("only_lora", [False, True])
+@pytest.mark.parametrize(
+    ("only_lora", "is_new"), [(False, True), (True, True), (True, False), (False, False)]
+)
 @pytest.mark.usefixtures("process_group")
-def test_the_reference_stays_what_the_actor_was(only_lora, tiny_model_folder):
-    """With LoRA the reference is the actor with its adapter off."""
+def test_the_reference_stays_what_the_actor_was(only_lora, is_new, tiny_model_folder):
+    """With LoRA the reference is the actor, a new adapter off, and one that it began with as it was."""
     model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
-    policy = PolicyModel(add_lora(model, LoraOptions(4, only_optimize_lora=only_lora)), num_valid_tokens=320)
+    model = add_lora(model, LoraOptions(4, only_optimize_lora=only_lora))
+    for weight in trained_weights(model).values() if not is_new else ():
+        if weight.lora_b is not None:
+            torch.nn.init.normal_(weight.lora_b, std=0.1)
+    policy = PolicyModel(model, num_valid_tokens=320)
     engine = build_engine(
         policy,
         build_config(),
         SFTArguments(learning_rate=1e-2, lora_learning_rate=1e-2, lr_scheduler_type="constant"),
         9,
     )
-    reference = LoraReference(engine, is_packed=False)
+    reference = LoraReference(engine, has_new_adapters=is_new, is_packed=False)
     batch = make_rollout_batch([0, 1], [3, 2], [4, 2])
     (before,) = reference.score([batch])
+    engine.eval()
+    with torch.no_grad():
+        assert reference.compute_logprobs(batch)[0].equal(before)
 
     def sums(batch):
         return -reference.compute_logprobs(batch)[0].sum(), {}

@@ -1,0 +1,65 @@
+"""LoRA adapters that were saved without the model they were trained on, as PEFT and our steps write them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SCORE_HEAD = "score.weight"  # what the name of a reward model's head ends with
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a folder has an adapter alone, without a model; no path (a flag that was left out) has none."""
+    file = Path(path or "", ADAPTER_CONFIG)
+    return bool(path) and file.is_file() and not file.with_name("config.json").exists()
+
+
+def base_of(path: str) -> str:
+    """Return the folder or hub name of the model that an adapter alone was trained on; of a model its own.
+
+    Raises ValueError when the adapter does not tell.
+    """
+    if not is_adapter(path):
+        return path
+    base = read_adapter_config(path).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        file = Path(path) / ADAPTER_CONFIG
+        raise ValueError(f"{file} names no base model; give the export/ folder of the run")
+    return base
+
+
+def tokenizer_of(path: str) -> str:
+    """Return the folder or hub name that has the tokenizer: an adapter of other origin may have none."""
+    return path if (Path(path) / "tokenizer_config.json").exists() else base_of(path)
+
+
+def read_adapter_config(path: str) -> dict[str, Any]:
+    """Return what adapter_config.json says. Raises ValueError when it cannot be read, or is no LoRA's."""
+    try:
+        config = json.loads((Path(path) / ADAPTER_CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{Path(path) / ADAPTER_CONFIG} cannot be read: {error}") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise ValueError(f"{path} is an adapter of the type {kind}; only LORA can be read")
+    return config
+
+
+def adapter_rank(path: str) -> int:
+    """Return the rank of an adapter's factors, 0 for a model. Raises ValueError when it does not tell."""
+    rank = read_adapter_config(path).get("r") if is_adapter(path) else 0
+    if not isinstance(rank, int):
+        raise ValueError(f"{Path(path) / ADAPTER_CONFIG} has no rank r; give the export/ folder of the run")
+    return rank
+
+
+def has_score_head(path: str) -> bool:
+    """Whether an adapter has the head of a reward model too. Raises ValueError when it cannot be read."""
+    file = Path(path) / ADAPTER_WEIGHTS
+    try:
+        with safe_open(file, "pt") as weights:
+            return any(name.endswith(SCORE_HEAD) for name in weights.keys())  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read: {error}; pickled adapters are not read") from error

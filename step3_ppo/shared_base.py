@@ -1,0 +1,121 @@
+"""Roles whose frozen weights are of one base hold them once.
+
+A role takes part if its base stays as it is: adapters train alone, or it is a reward model. Roles whose base
+is the same folder or hub name hold the same parameters then, each with adapters and head of its own. The
+reference needs nothing: it is the actor's adapters as they began.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from common.flags.args import Problems
+from common.models.saved_adapters import adapter_rank, base_of, is_adapter
+from common.programs.training_loop import saved_model
+from step3_ppo.rewards.reward_specs import RewardSpec
+
+
+class Place(NamedTuple):
+    """A base and how it is held: what roles must have in common to hold the same parameters."""
+
+    base: str  # folder or hub name
+    is_sharded: bool  # by ZeRO 3
+    is_on_cpu: bool  # between uses
+
+
+def fill_ranks(args: Any, problems: Problems) -> None:
+    """Give roles that begin with a saved adapter its rank, as by the flag; add where that says another."""
+    for role in ("actor", "critic"):
+        path, flag = getattr(args, f"{role}_model_name_or_path"), f"{role}_lora_dim"
+        with problems.catch():
+            rank, given = adapter_rank(path), getattr(args, flag)
+            problems.check(
+                rank == 0 or given in (0, rank),
+                f"--{flag} {given}: the adapter {path} has rank {rank} and goes on with that; leave the flag "
+                "out, or give the export/ folder of its run, which gets new adapters",
+            )
+            setattr(args, flag, rank or given)
+
+
+def model_paths(args: Any, rewards: Sequence[RewardSpec], *, has_critic: bool) -> dict[str, str]:
+    """Return the paths of actor, critic and reward models by role: `actor`, `critic`, `reward NAME`."""
+    paths = {"actor": args.actor_model_name_or_path}
+    paths |= {"critic": args.critic_model_name_or_path} if has_critic else {}
+    paths |= {f"reward {spec.name}": spec.target for spec in rewards if spec.kind == "model"}
+    return {role: path for role, path in paths.items() if path}  # the checks come later
+
+
+def find_places(args: Any, paths: Mapping[str, str]) -> dict[str, Place]:
+    """Return where the base of each role of `paths` is held, without the roles that train theirs.
+
+    Raises ValueError where an adapter does not tell its base.
+    """
+    places = {}
+    for role, path in paths.items():
+        flags = args.actor if role == "actor" else args.critic
+        is_sharded, is_on_cpu = flags.zero_stage == 3, args.offload_reward_model
+        if role in ("actor", "critic"):
+            if not (flags.lora_dim and args.only_optimize_lora):
+                continue
+            is_on_cpu = is_sharded and flags.offload in ("param", "all")
+        base = base_of(path)
+        base = str(Path(base).resolve()) if Path(base).is_dir() else base
+        places[role] = Place(base, is_sharded, is_on_cpu)
+    return places
+
+
+def describe_places(args: Any, paths: Mapping[str, str], problems: Problems) -> list[str]:
+    """Return a line for each base that several roles share, and for one that they have to hold twice.
+
+    Adds a problem where one of these begins with an adapter, and so asks to share.
+    """
+    places: dict[str, Place] = {}
+    with problems.catch():
+        places = find_places(args, paths)
+    roles_of: dict[str, dict[Place, list[str]]] = {}
+    for role, place in places.items():
+        roles_of.setdefault(place.base, {}).setdefault(place, []).append(role)
+    lines = []
+    for base, by_place in roles_of.items():
+        for roles in by_place.values():
+            names = ", ".join(roles).replace("actor", "actor, reference")
+            lines += [f"one copy of {base} in memory serves {names}"] if len(roles) > 1 else []
+        if len(by_place) > 1:
+            groups = "; of ".join(", ".join(roles) for roles in by_place.values())
+            line = f"{base} is held twice, as the base of {groups}: {_why_apart(args, by_place)}"
+            if any(is_adapter(paths[role]) for roles in by_place.values() for role in roles):
+                problems.add(f"{line}; or give the export/ folders, which are models of their own")
+            else:
+                lines.append(line)
+    return lines
+
+
+def _why_apart(args: Any, places: Mapping[Place, Any]) -> str:
+    """Return which flags have a base held in several ways, and the cure."""
+    if len({place.is_sharded for place in places}) > 1:
+        stages = f"--actor_zero_stage {args.actor_zero_stage}, --critic_zero_stage {args.critic_zero_stage}"
+        return f"{stages} shard it for one and not for the other; give both 3, or neither"
+    flags = [f"--offload {args.offload}"]
+    flags += [f"--critic_offload {args.critic_offload}"] if args.critic_offload else []
+    flags += ["--offload_reward_model"] if args.offload_reward_model else []
+    return f"{', '.join(flags)} keep it on the CPU for one and not for the other; give them for all, or none"
+
+
+class Bases:
+    """Loads the models of a run one after the other; who comes later takes a base that is there."""
+
+    def __init__(self, places: Mapping[str, Place]) -> None:
+        self.places = places
+        self.owners: dict[Place, nn.Module] = {}
+
+    def load(self, role: str, load: Callable[..., Any], /, *words: Any, **more: Any) -> Any:
+        """Return the model of a role, by `load` (load_policy, load_ranker). Every rank must call this."""
+        place = self.places.get(role)
+        if place in self.owners:
+            more["owner"] = self.owners[place]
+        model = load(*words, **more)
+        if place is not None:
+            self.owners.setdefault(place, saved_model(model))
+        return model
