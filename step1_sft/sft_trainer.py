@@ -7,6 +7,7 @@ import torch
 
 from common.data.packed_batch import PackedBatch
 from common.models.policy_model import compute_nll_sum, count_targets
+from common.models.router_loss import add_router_loss
 from common.programs.single_model import Trainer
 from common.ranks import distributed
 
@@ -17,8 +18,9 @@ class SFTTrainer(Trainer):
     kind, columns, fact = "sft", ("loss", "learning_rate", "grad_norm"), "eval_perplexity"
 
     def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the negative log-likelihood of the targets, added up, and nothing beside it."""
-        return compute_nll_sum(self.engine, batch, is_packed=self.is_packed), {}
+        """Return the negative log-likelihood of the targets, added up, and a mixture's router loss."""
+        nll = compute_nll_sum(self.engine, batch, is_packed=self.is_packed)
+        return add_router_loss(self.engine, nll, batch, self.count)
 
     def count(self, batch: PackedBatch) -> float:
         """Return the number of targets."""

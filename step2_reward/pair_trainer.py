@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from common.data.packed_batch import PackedBatch, pad_sequences, to_device
+from common.models.router_loss import add_router_loss
 from common.models.tensor_ops import correlation
 from common.programs.single_model import Trainer
 from common.ranks import distributed
@@ -136,6 +137,12 @@ class DPOTrainer(PairTrainer):
 
     kind, what = "dpo", "reward"
     sides = SIDES
+
+    def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the same, and a mixture's router loss."""
+        loss, sums = super().compute_sums(batch)
+        loss, more = add_router_loss(self.engine, loss, batch, self.count)
+        return loss, sums | more
 
     def compute_losses(self, batch: PackedBatch) -> PairLosses:
         """Return the rewards of each pair's answers, and the loss."""

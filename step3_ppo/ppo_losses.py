@@ -11,6 +11,7 @@ from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import PackedBatch
 from common.engine.engine_step import Gradients, LossTerm, Stat, compute_gradients, take_steps
 from common.models.policy_model import compute_nll_sum, count_targets
+from common.models.router_loss import add_router_loss
 from common.ranks import distributed, watchdog
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.policy_losses import LossTokens, build_policy_loss
@@ -65,8 +66,8 @@ class PPOLosses:
             return compute_gradients(self.roles.critic.model, terms)
 
     def _policy_sums(self, batch: PackedBatch) -> Sums:
-        args, data = self.args, with_rows(batch).to(distributed.device()).data
-        logprobs, entropies = self.roles.actor.compute_logprobs(batch, with_entropy=True)
+        args, actor, data = self.args, self.roles.actor, with_rows(batch).to(distributed.device()).data
+        logprobs, entropies = actor.compute_logprobs(batch, with_entropy=True)
         tokens = loss_tokens(data, len(batch), logprobs, entropies)
         losses, of_loss = self.policy_loss(tokens)
         mask, losses = tokens.mask, losses * tokens.weights
@@ -87,7 +88,9 @@ class PPOLosses:
             }
             for name, numbers in of_tokens.items():
                 stats[f"policy/{name}"] = (torch.where(mask, numbers, 0).sum(), num_counted)
-        return (losses * data["loss_weights"]).sum(), stats
+        loss_sum = (losses * data["loss_weights"]).sum()
+        loss, more = add_router_loss(actor.model, loss_sum, batch, sum_of("loss_counts"))
+        return loss, stats | {f"policy/{name}": stat for name, stat in more.items()}
 
     def _value_sums(self, batch: PackedBatch) -> Sums:
         critic, data = self.roles.critic, batch.to(distributed.device()).data
@@ -104,7 +107,9 @@ class PPOLosses:
 
     def _pretraining_sums(self, batch: PackedBatch) -> Sums:
         actor = self.roles.actor
-        return compute_nll_sum(actor.model, batch, is_packed=actor.is_packed, temperature=1.0), {}
+        nll = compute_nll_sum(actor.model, batch, is_packed=actor.is_packed, temperature=1.0)
+        loss, stats = add_router_loss(actor.model, nll, batch, count_targets)
+        return loss, {f"policy/unsup_{name}": stat for name, stat in stats.items()}
 
 
 def with_rows(batch: PackedBatch) -> PackedBatch:

@@ -34,6 +34,11 @@ NO_FIXED_ORDER = _aten("bincount histc median nll_loss2d_forward put_")
 Tensor = torch.Tensor
 
 
+def _count_integers(values: torch.Tensor, *how: Any) -> torch.Tensor:
+    """Return torch.histc, which a CPU has for floats alone."""
+    return torch.ops.aten.histc(values.float(), *how).to(values.dtype)
+
+
 class Event(NamedTuple):
     """Something that the host or the bus feels, and the line of this project that asked for it."""
 
@@ -237,9 +242,12 @@ class Operations(TorchDispatchMode):
         self._note_waits(name, args, kwargs, on_device)
         if gpu.capture:
             gpu.capture.keep(args[n] for n in _written(func) if n < len(args))
+        is_mutable = func._schema.is_mutable
+        if name == "aten::histc":
+            func = _count_integers
         out = func(*args, **kwargs)
         # By what it gives back: reshape, contiguous and to may copy, or not.
-        is_view = not func._schema.is_mutable and _shares_storage(out, tensors)
+        is_view = not is_mutable and _shares_storage(out, tensors)
         if not is_view and not (name == "aten::copy_" and on_device):  # a copy waits its turn on the device
             for tensor in tensors:
                 gpu.check_written(tensor)
@@ -247,7 +255,7 @@ class Operations(TorchDispatchMode):
             gpu.launches[name] += 1
             if gpu.capture:
                 gpu.capture.record(func, args, kwargs, out)
-        if gpu.capture and not is_view and not func._schema.is_mutable:
+        if gpu.capture and not is_view and not is_mutable:
             gpu.capture.own(out)
         is_made = not tensors and (gpu.thread.is_inside or torch._C._current_graph_task_id() != -1)
         if is_made or any(gpu.has(tensor, "neutral") for tensor in tensors):

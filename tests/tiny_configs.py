@@ -9,6 +9,7 @@ _MLP = _HEADS | {"intermediate_size": 64, "max_position_embeddings": 128}
 _GROUPED = _MLP | {"num_key_value_heads": 2}
 _GEMMA = _GROUPED | {"head_dim": 8, "hidden_activation": "gelu_pytorch_tanh"}
 _FALCON = _HEADS | {"max_position_embeddings": 128}
+_MIXTURE = _GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 
 CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -31,15 +32,20 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma": (transformers.GemmaConfig, _GEMMA),
     "gemma2": (transformers.Gemma2Config, _GEMMA | {"sliding_window": 6, "query_pre_attn_scalar": 8}),
     "phi": (transformers.PhiConfig, _MLP),
+    "mixtral": (transformers.MixtralConfig, _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, _MIXTURE | {"shared_expert_intermediate_size": 32}),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, _MIXTURE | {"head_dim": 8}),
 }
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 # Their dropouts have other names, or are layer drop or router jitter.
-_EXPERTS = _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GPT_NEO = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
 NOISY: dict[str, tuple[Any, dict[str, Any]]] = {
     "starcoder2": (transformers.Starcoder2Config, _GROUPED),
     "gpt_neo": (transformers.GPTNeoConfig, _GPT_NEO),
-    "mixtral": (transformers.MixtralConfig, _EXPERTS),
-    "minimax": (transformers.MiniMaxConfig, _EXPERTS | {"head_dim": 8, "block_size": 8}),
+    "minimax": (
+        transformers.MiniMaxConfig,
+        _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "block_size": 8},
+    ),
     "xglm": (transformers.XGLMConfig, {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64}),
     "modernbert_decoder": (transformers.ModernBertDecoderConfig, _MLP),
     "phi3": (transformers.Phi3Config, _GROUPED),

@@ -17,6 +17,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from common.models.attention import IS_PACKED, choose_attention, narrow_last_layer, takes_packed
 from common.models.model_inputs import ModelInputs
+from common.models.router_loss import router_coefficient
 from common.models.saved_adapters import base_of
 from common.ranks import distributed
 from common.ranks.failures import first_line
@@ -164,7 +165,9 @@ def load_pretrained(
         is_random = options.trust_remote_code or has_dropout(model) or has_dropout(model.config)
         how = {"use_reentrant": False, "preserve_rng_state": is_random}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
-    narrow_last_layer(model)
+    # A router loss is over all tokens in all layers.
+    if auto_class is not AutoModelForCausalLM or not router_coefficient(model):
+        narrow_last_layer(model)
     return model
 
 
@@ -217,12 +220,17 @@ def forward_accepts(model: nn.Module, name: str) -> bool:
 
 def compute_hidden(model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
     """Return the last hidden states (slots, H) of a transformers model's backbone, rows end to end."""
+    return run_backbone(model, inputs)[0].flatten(0, 1)
+
+
+def run_backbone(model: PreTrainedModel, inputs: ModelInputs, **more: Any) -> Any:
+    """Return what a transformers model's backbone does, its last hidden states first."""
     backbone = getattr(model, model.base_model_prefix)
     arguments = inputs.model_arguments(with_packing=takes_packed(model))
     if not forward_accepts(backbone, "position_ids"):
         del arguments["position_ids"]
     token = IS_PACKED.set("packing" in arguments)
     try:
-        return backbone(**arguments)[0].flatten(0, 1)
+        return backbone(**arguments, **more)
     finally:
         IS_PACKED.reset(token)

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from common.data.packed_batch import PackedBatch
-from common.models.loading import compute_hidden, plain_model
+from common.models.loading import plain_model, run_backbone
 from common.models.model_flops import ModelFlops
 from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.output_head import read_logit_transform, summed_logprobs, token_scores
+from common.models.router_loss import balance_loss, router_coefficient
 from common.ranks import distributed
 
 
@@ -46,6 +47,8 @@ class PolicyModel(nn.Module):
         self.options = replace(own, num_valid_tokens=num_valid_tokens, temperature=temperature)
         # The class is swapped in place so that the parameter, sharded or tied, keeps its identity.
         head.__class__ = ScoringHead
+        self.router_coefficient = router_coefficient(plain)
+        self.router_loss: torch.Tensor | None = None  # of the last pass in training, see add_router_loss
 
     @cached_property
     def flops(self) -> ModelFlops:
@@ -72,7 +75,10 @@ class PolicyModel(nn.Module):
         options = self.options if temperature is None else replace(self.options, temperature=temperature)
         inputs, slots, token_ids = inputs.to(distributed.device(), slots, token_ids)
         self.flops.count(inputs, len(slots))
-        hidden = compute_hidden(plain, inputs)[slots]  # (N, H)
+        is_balanced = self.router_coefficient > 0 and self.training and torch.is_grad_enabled()
+        outputs = run_backbone(plain, inputs, **({"output_router_logits": True} if is_balanced else {}))
+        self.router_loss = balance_loss(plain.config, outputs.router_logits, inputs) if is_balanced else None
+        hidden = outputs[0].flatten(0, 1)[slots]  # (N, H)
         score = partial(score, token_ids=token_ids, options=options, **how)
         return plain.get_output_embeddings()(hidden, score)
 

@@ -20,6 +20,7 @@ def tiny(tmp_path_factory, tiny_tokenizer) -> SimpleNamespace:
     return SimpleNamespace(
         base=tiny_inputs.save_causal_lm(folder / "base", tiny_tokenizer),
         gpt2=tiny_inputs.save_causal_lm(folder / "gpt2", tiny_tokenizer, family="gpt2"),
+        mixtral=tiny_inputs.save_causal_lm(folder / "mixtral", tiny_tokenizer, family="mixtral"),
         reward=tiny_inputs.save_reward_model(folder / "reward", tiny_tokenizer),
         rows=tiny_inputs.write_rows(folder / "rows.jsonl", tiny_inputs.make_rows(50)),
         text=tiny_inputs.write_rows(

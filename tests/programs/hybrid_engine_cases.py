@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from hybrid_engines import build_tiny_engine
 from plain_logits import compute_logits, plain_logprobs
 from pretended_gpu import pretended_gpu
-from tiny_configs import VARIANTS
+from tiny_configs import MIXTURES, VARIANTS
 from transformers import AutoModelForCausalLM
 
 from benchmarks.bench_reshard import SwitchMeter
@@ -47,6 +47,7 @@ GREEDY = (
     (2, 0, ("opt", "gpt2", "gptj", "bloom", "falcon_alibi", "qwen2"), (1, 2)),
     (2, 2, ("llama", "falcon", "mistral", "gemma", "qwen3"), (1, 2)),
     (2, 3, ("gpt_neox", "falcon_new", "mistral_window", "gemma2", "phi"), (1, 2)),
+    (2, 3, MIXTURES, (1,)),  # no plan cuts experts
 )
 # Conv1D; grouped heads; those in one projection
 LORA = ((2, 3, ("gpt2",), (1, 2)), (2, 0, ("falcon_new",), (2,)), (4, 3, ("llama",), (2,)))

@@ -27,6 +27,7 @@ COMPARED = {
         "policy/entropy", "policy/unsup_loss", "policy/grad_norm", "value/loss", "value/grad_norm",
     ),
 }  # fmt: skip
+ROUTERS = {1: ["sft/router_loss"], 3: ["policy/router_loss", "policy/unsup_router_loss"]}
 NORMS_APART = 1e-4  # a norm is summed in another order by every stage
 EXPORTS = {1: ("export",), 2: ("export",), 3: ("export", "export_ema")}
 # Two responses to a prompt, compared, used a step late, with all that an algorithm may ask for.
@@ -83,7 +84,9 @@ class Job:
     def reference(self) -> "Job":
         """The plainest run that must give the same numbers; it computes a prompt for each of its answers."""
         kept = {name: getattr(self, name) for name in ("lora", "family", "algorithm", "optimizer")}
-        return Job(self.step, ranks=1, adapters=self.adapters and "separate", **kept)
+        kept["adapters"] = self.adapters and "separate"
+        # A router loss is of a micro-batch: those of two ranks are two of one rank's.
+        return Job(self.step, ranks=1, accumulation=1 + (self.family == "mixtral"), **kept)
 
 
 def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
@@ -176,6 +179,9 @@ def make_jobs() -> list[Job]:
         jobs += [Job(step, 3, threshold=None), Job(step, 3, True, family="gpt2")]
         jobs += [Job(step, 2, True, "optimizer", dtype="bf16")]
     jobs += [Job(1, 1, accumulation=2, overlaps=True), Job(1, 2, offload="optimizer", overlaps=True)]
+    for step, tp in ((1, None), (3, 1)):
+        mixture = Job(step, 3, family="mixtral", tp=tp)
+        jobs += [mixture.reference, mixture]
     muon = {"optimizer": "muon:1e-3"}
     jobs += [Job(1, ranks=1, **muon), Job(1, 3, **muon), Job(1, 2, offload="optimizer", **muon)]
     jobs += [Job(1, 3, dtype="bf16", states="bf16"), Job(1, 1, dtype="bf16", states="bf16", **muon)]
@@ -253,7 +259,8 @@ def test_every_run_ends_well(results, wanted):
 
 def check_same(job: Job, found: Path, expected: Path) -> None:
     """Fail where losses, norms, samples or exported weights of two runs are apart."""
-    for name in (n for n in COMPARED[job.step] if not (job.algorithm and n.startswith("value/"))):
+    names = [n for n in COMPARED[job.step] if not (job.algorithm and n.startswith("value/"))]
+    for name in names + ROUTERS[job.step] * (job.family == "mixtral"):
         tolerance = NORMS_APART if "norm" in name else TOLERANCE
         assert read_curve(found, name) == pytest.approx(read_curve(expected, name), abs=tolerance), name
         assert len(read_curve(found, name)) >= 2, name

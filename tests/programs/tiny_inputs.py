@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_configs import tiny_config
 from torch import nn
 from transformers import (
     GPT2Config,
@@ -14,6 +15,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -40,6 +42,11 @@ def save_causal_lm(
             n_embd=HIDDEN, n_layer=2, n_head=4, n_positions=NUM_POSITIONS, vocab_size=num_tokens
         )
         model = GPT2LMHeadModel(config)
+    elif family == "mixtral":
+        config = tiny_config(family, num_tokens)
+        config.router_aux_loss_coef = 0.1  # a hundred times the usual: it is to be seen
+        config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id if tokenizer else 0
+        model = MixtralForCausalLM(config)
     else:
         model = LlamaForCausalLM(_llama_config(num_tokens, num_layers=2))
     if tokenizer and tokenizer.eos_token:

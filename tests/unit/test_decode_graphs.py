@@ -25,7 +25,7 @@ from common.runs.run import Stopped
 
 # Their passes over one token make the host wait or copy from its pageable memory, in transformers' own code.
 RUN_PLAINLY = {"falcon", "falcon_new", "gpt_neo", "llama_dynamic"}
-NOT_HERE = {"minimax", "mixtral"}  # a cache of its own; a histogram that CPUs make of floats only
+NOT_HERE = {"minimax"}  # a cache of its own
 ROPES = {
     "llama_dynamic": ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
     "phi3_long": (

@@ -1,0 +1,59 @@
+"""The auxiliary loss that keeps a mixture's experts evenly used, by the coefficient of its own configuration.
+
+# L layers with experts, N tokens, E experts
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from common.data.packed_batch import PackedBatch
+from common.models.model_inputs import ModelInputs
+
+
+def router_coefficient(model: PreTrainedModel) -> float:
+    """Return the weight of the loss in training, 0 for a model without routers that can be recorded."""
+    backbone, config = getattr(model, model.base_model_prefix), model.config.get_text_config()
+    can_record = "router_logits" in (getattr(backbone, "_can_record_outputs", None) or {})
+    return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if can_record else 0.0
+
+
+def balance_loss(
+    config: Any, router_logits: tuple[torch.Tensor, ...], inputs: ModelInputs
+) -> torch.Tensor | None:
+    """Return E times the sum over experts of (choices per token) x (mean probability), both over all layers,
+    fp32 scalar: the number of experts that a token has where all are used alike. None without a router.
+
+    router_logits: L of (N + padding, E). Tokens of padding do not count, and those that sequences share count
+    once. arXiv:2101.03961 eq. 4 to 6, as transformers has it.
+    """
+    if not router_logits:
+        return None  # all layers are dense
+    num_slots, mask = inputs.input_ids.numel(), None
+    if inputs.num_tokens < num_slots:
+        mask = torch.zeros(num_slots).index_fill(0, inputs.token_slots, 1.0)
+        mask = mask.to(inputs.input_ids.device)
+    num_experts, num_chosen = router_logits[0].shape[-1], config.get_text_config().num_experts_per_tok
+    # In fp32, as routers choose: in bf16 experts of equal probability are many.
+    logits = tuple(layer.flatten(0, -2).float() for layer in router_logits)
+    return load_balancing_loss_func(logits, num_experts, num_chosen, mask)
+
+
+def add_router_loss(
+    engine: Any, loss_sum: torch.Tensor, batch: PackedBatch, count_items: Callable[[PackedBatch], float]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return a micro-batch's loss, added up over its items, with the router loss of the pass that made it,
+    and that by itself as a statistic; the loss as it is for a model without.
+
+    `engine` is of a PolicyModel. A router loss is of one micro-batch: their mean goes by the items of each.
+    """
+    policy: nn.Module = getattr(engine, "module", engine)
+    router_loss, policy.router_loss = policy.router_loss, None  # its graph goes with the pass
+    if router_loss is None:
+        return loss_sum, {}
+    router_sum = router_loss * count_items(batch)
+    return loss_sum + policy.router_coefficient * router_sum, {"router_loss": router_sum.detach()}
