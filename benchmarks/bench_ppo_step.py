@@ -82,10 +82,8 @@ def our_step(
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.actor_model_name_or_path)
     rewards = [RewardSpec("model", reward_model, 1.0, "model")]
     start = PPOStart(args, None, None, tokenizer=tokenizer, algorithm=found, rewards=rewards)  # type: ignore[arg-type]
-    rows = [
-        {"prompt_ids": row["input_ids"], "row_id": row["row_id"], "prompt_text": "", "fields": "{}"}
-        for row in prompts
-    ]
+    no_texts = {"prompt_text": "", "messages": "[]", "fields": "{}"}
+    rows = [{"prompt_ids": row["input_ids"], "row_id": row["row_id"]} | no_texts for row in prompts]
     batches = GlobalBatches(rows, collate_prompts, rows_per_micro_batch=num_prompts, seed=1)
     trainer = build_trainer(start, 10**6, batches)
     trainer.logger.open()

@@ -35,7 +35,7 @@ from step3_ppo.ppo_math import (
     kl_penalised_rewards,
 )
 from step3_ppo.rewards.score_shaping import shape_scores
-from step3_ppo.rollout_batch import response_mask, tokens, with_tokens
+from step3_ppo.rollout_batch import sampled_mask, tokens, with_tokens
 
 AddAdvantages = Callable[[PackedBatch, PPOArguments, float], PackedBatch]
 
@@ -116,9 +116,11 @@ def step_mean(numbers: torch.Tensor) -> torch.Tensor:
 def token_rewards(
     batch: PackedBatch, scores: torch.Tensor, args: PPOArguments, kl_coef: float
 ) -> torch.Tensor:
-    """Return rewards (b, R) fp32: the score (b,) at the last token, KL taken off each if it goes there."""
+    """Return rewards (b, R) fp32: the score (b,) at the last token, KL taken off each that was sampled if it
+    goes there.
+    """
     kl = _kl_in_reward(batch, args)
-    return kl_penalised_rewards(scores, kl, response_mask(batch), kl_coef=kl_coef)
+    return kl_penalised_rewards(scores, kl, sampled_mask(batch), kl_coef=kl_coef)
 
 
 def compare_in_groups(
@@ -129,7 +131,7 @@ def compare_in_groups(
     A response is one action: its sum is the score, the KL of all its tokens taken off if it goes there.
     """
     scores = shaped_scores(batch, args)
-    kl = masked_sum(_kl_in_reward(batch, args), response_mask(batch), dim=1)
+    kl = masked_sum(_kl_in_reward(batch, args), sampled_mask(batch), dim=1)
     compared = scores - kl_coef * kl
     group = group_baselines(compared, batch.numbers("group_ids"))
     return token_rewards(batch, scores, args, kl_coef), compared.double(), group
@@ -144,8 +146,8 @@ def _kl_in_reward(batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
 
 
 def on_every_token(advantages: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """Return the advantage (b,) of a response at each of its tokens: (b, R) fp32."""
-    return torch.where(response_mask(batch), advantages.float()[:, None], 0.0)
+    """Return the advantage (b,) of a response at each token that was sampled: (b, R) fp32."""
+    return torch.where(sampled_mask(batch), advantages.float()[:, None], 0.0)
 
 
 def with_advantages(
@@ -190,7 +192,7 @@ def add_ppo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -
     advantages, returns = generalized_advantages(
         rewards,
         tokens(batch, "old_values"),
-        response_mask(batch),
+        sampled_mask(batch),
         gamma=args.gamma,
         gae_lambda=args.gae_lambda,
         bootstrap_values=torch.where(is_bootstrapped, batch.numbers("next_values"), 0.0),
@@ -241,7 +243,7 @@ def add_reinforce_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: fl
     REINFORCE++, arXiv:2501.03262.
     """
     rewards = token_rewards(batch, shaped_scores(batch, args), args, kl_coef)
-    advantages = discounted_returns(rewards, response_mask(batch), gamma=args.gamma)
+    advantages = discounted_returns(rewards, sampled_mask(batch), gamma=args.gamma)
     return with_advantages(batch, args, rewards, advantages)
 
 
@@ -256,5 +258,5 @@ def add_reinforce_baseline_advantages(batch: PackedBatch, args: PPOArguments, kl
     scores = shaped_scores(batch, args)
     group = group_baselines(scores, batch.numbers("group_ids"))
     compared = token_rewards(batch, (scores.double() - group.mean).float(), args, kl_coef)
-    advantages = discounted_returns(compared, response_mask(batch), gamma=args.gamma)
+    advantages = discounted_returns(compared, sampled_mask(batch), gamma=args.gamma)
     return with_advantages(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)

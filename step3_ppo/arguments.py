@@ -69,6 +69,10 @@ class ScoreArguments:
         "judge:URL[:MODEL][#TEMPLATE_FILE]; their weighted sum is the score, weight 0 is only logged; empty: "
         "the critic's initial model",
     )
+    environment: str = flag(
+        "",
+        "MODULE:CLASS that answers the model turn by turn; its rewards are the score, or join --reward's",
+    )
     reward_timeout_seconds: float = flag(
         60.0,
         "timeout of a function or server for one batch, of a judge for one answer",

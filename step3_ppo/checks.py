@@ -22,6 +22,7 @@ from common.ranks import distributed
 from common.runs.export import read_metadata
 from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unused_flags
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.environments import KIND, import_environment
 from step3_ppo.policy_losses import build_policy_loss
 from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
 from step3_ppo.rewards.score_shaping import parse_truncated
@@ -29,7 +30,7 @@ from step3_ppo.rewards.text_rewards import parse_on_error
 from step3_ppo.rollout_correction import parse_correction
 from step3_ppo.shared_base import describe_places, fill_ranks, model_paths
 
-VERIFIABLE = ("function", "http")  # kinds of rewards that check an answer
+VERIFIABLE = ("function", "http", KIND)  # kinds of rewards that check an answer
 MIN_REWARD_ACCURACY = 0.6  # held-out, below which a reward model is warned of
 
 
@@ -58,7 +59,8 @@ def check_start_up(description: str) -> PPOStart:
         args = start.args = fill_defaults(args, algorithm)
         with problems.catch():
             build_policy_loss(args.policy_loss, args.clip_range)
-        if algorithm.needs_critic and args.reward and not args.critic_model_name_or_path:
+        has_rewards = bool(args.reward or args.environment)
+        if algorithm.needs_critic and has_rewards and not args.critic_model_name_or_path:
             args.critic_model_name_or_path = args.actor_model_name_or_path
         fill_ranks(args, problems)
         check_algorithm(args, algorithm, problems)
@@ -171,15 +173,30 @@ def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems
 
 
 def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:
-    """Return where scores come from: --reward, or the reward model, which is the critic's by default."""
+    """Return where scores come from: --environment, --reward, or without them the reward model, which is the
+    critic's by default.
+    """
     path = args.critic_model_name_or_path
     with problems.catch():
         parse_on_error(args.reward_on_error)
         parse_truncated(args.truncated)
-    if args.reward:
-        return check_rewards(args, problems)
+    specs = check_rewards(args, problems) if args.reward else []
+    if args.environment:
+        specs.append(RewardSpec(KIND, args.environment, 1.0, KIND))
+        with problems.catch():
+            import_environment(args.environment)
+        problems.check(
+            not args.replay_sampling_support,
+            "--environment and --replay_sampling_support exclude each other: what an environment says is not "
+            "among the tokens that the sampler could draw; leave one of them out",
+        )
+    if args.reward or args.environment:
+        return specs
     if not path:
-        problems.add("nothing gives scores: give --reward, or a reward model as --critic_model_name_or_path")
+        problems.add(
+            "nothing gives scores: give --reward, --environment, or a reward model as "
+            "--critic_model_name_or_path"
+        )
         return []
     return [RewardSpec("model", path, 1.0, "model")]
 

@@ -26,6 +26,7 @@ from common.runs.run_logger import RunLogger
 from common.runs.saved_state import kept_random_numbers
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import VERIFIABLE
+from step3_ppo.environments import NUM_TURNS
 from step3_ppo.metrics import gather_responses, response_rows
 from step3_ppo.rewards.score_sum import PREFIX
 from step3_ppo.rollout import Rollout
@@ -123,7 +124,8 @@ def measure(batch: PackedBatch, checks: Sequence[str]) -> dict[str, float]:
 
     Every rank must call this.
     """
-    everyone = gather_responses(batch)
+    more = {NUM_TURNS: batch.numbers(NUM_TURNS).float()} if NUM_TURNS in batch.data else {}
+    everyone = gather_responses(batch, **more)
     if checks:
         everyone["passed"] = torch.stack([everyone[PREFIX + name] > 0 for name in checks]).all(0)
     # NaN: a reward whose failure is borne.
@@ -134,6 +136,7 @@ def measure(batch: PackedBatch, checks: Sequence[str]) -> dict[str, float]:
         metrics |= {f"eval/score_{name.removeprefix(PREFIX)}": means[name] for name in names}
     if checks:
         metrics["eval/pass_rate"] = means["passed"]
+    metrics |= {"eval/turns": means[NUM_TURNS]} if NUM_TURNS in means else {}
     return metrics | {
         "eval/kl": means["kl"],
         "eval/response_tokens": means["lengths"],

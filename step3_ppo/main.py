@@ -32,6 +32,7 @@ from common.runs.run import Run
 from common.runs.saved_state import EngineState
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import PPOStart, check_start_up
+from step3_ppo.environments import KIND, Environments
 from step3_ppo.evaluation import choose_prompts
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import build_text_reward
@@ -88,8 +89,12 @@ def build_trainer(
     args, algorithm, specs = start.args, start.algorithm, start.rewards
     num_updates = num_steps * args.updates_per_step
     roles = build_roles(args, start.tokenizer, specs, num_updates, has_critic=algorithm.needs_critic)
-    texts = {spec.name: build_text_reward(spec, args) for spec in specs if spec.kind != "model"}
-    scores = ScoreSum(specs, texts, start.decode, parse_on_error(args.reward_on_error))
+    texts = {spec.name: build_text_reward(spec, args) for spec in specs if spec.kind not in ("model", KIND)}
+    environments = None
+    if args.environment:
+        parts = (start.template, start.decode, args.max_prompt_seq_len)
+        environments = Environments(args.environment, *parts)
+    scores = ScoreSum(specs, texts, start.decode, parse_on_error(args.reward_on_error), environments)
     rollout = Rollout(args, roles, scores)
     logger = build_logger(args, COLUMNS, num_steps)
     return PPOTrainer(args, algorithm, rollout, prompts, pretraining, logger, held_out)

@@ -13,8 +13,9 @@ import torch
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.models.tensor_ops import correlation, masked_sum
 from common.ranks import distributed
+from step3_ppo.environments import KIND, NUM_TURNS
 from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
-from step3_ppo.rollout_batch import exchange_rows, gather_numbers, response_mask, tokens
+from step3_ppo.rollout_batch import exchange_rows, gather_numbers, response_mask, sampled_mask, tokens
 
 
 def gather_responses(batch: PackedBatch, **more: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -24,7 +25,7 @@ def gather_responses(batch: PackedBatch, **more: torch.Tensor) -> dict[str, torc
     difference = tokens(batch, "old_logprobs") - tokens(batch, "ref_logprobs")
     return gather_numbers(
         batch,
-        kl=masked_sum(difference, response_mask(batch), dim=1),
+        kl=masked_sum(difference, sampled_mask(batch), dim=1),
         lengths=batch.lengths["response_ids"].float(),
         is_finished=batch.numbers("is_finished").float(),
         **{key: batch.numbers(key) for key in batch.data if key == "scores" or key.startswith(PREFIX)},
@@ -51,8 +52,9 @@ def summarise(batch: PackedBatch) -> dict[str, float]:
         "rollout/distinct_2": distinct_ngrams(batch.sequences("response_ids"), 2),
     }
     if "old_values" in batch.data and "returns" in batch.data:
+        is_sampled = batch.data.get("sampled_mask", ...)
         metrics["value/explained_variance"] = explained_variance(
-            batch.data["old_values"], batch.data["returns"]
+            batch.data["old_values"][is_sampled], batch.data["returns"][is_sampled]
         )
     return metrics
 
@@ -97,6 +99,21 @@ def summarise_scores(batch: PackedBatch, scores: ScoreSum) -> dict[str, float]:
     return metrics
 
 
+def summarise_turns(batch: PackedBatch) -> dict[str, float]:
+    """Return the mean of the turns that an environment was shown, and how many conversations failed.
+
+    Without an environment nothing. Every rank must call this.
+    """
+    if NUM_TURNS not in batch.data:
+        return {}
+    failed, turns = batch.numbers(PREFIX + KIND).isnan(), batch.numbers(NUM_TURNS)
+    everyone = gather_numbers(batch, failed=failed, turns=turns.double())
+    return {
+        "rollout/turns": float(everyone["turns"].mean()),
+        "rollout/environment_failures": float(everyone["failed"].sum()),
+    }
+
+
 def distinct_ngrams(sequences: Sequence[torch.Tensor], n: int) -> float:
     """Return different n-grams by all n-grams of all responses: 1 when none comes twice, 0 without any.
 
@@ -135,7 +152,10 @@ def response_rows(
         row |= {"response_tokens": len(data["response_ids"]), "is_finished": bool(data["is_finished"])}
         row["version"] = int(data["versions"][0])
         if "ref_logprobs" in data:
-            row["kl"] = round(float((data["old_logprobs"] - data["ref_logprobs"]).sum()), 6)
+            difference = (data["old_logprobs"] - data["ref_logprobs"])[data.get("sampled_mask", ...)]
+            row["kl"] = round(float(difference.sum()), 6)
+        if NUM_TURNS in data:
+            row[NUM_TURNS] = int(data[NUM_TURNS])
         if "advantages" in data:
             row["advantage_sum"] = round(float(data["advantages"].sum()), 6)
         yield row

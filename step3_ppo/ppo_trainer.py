@@ -111,11 +111,12 @@ class PPOTrainer:
             scored = self.algorithm.add_advantages(scored, self.args, self.kl_controller.coef)
             summary = metrics.summarise(scored)
             if self.rollout.recomputes:
-                gaps = scored.data["rollout_logprobs"] - scored.data["old_logprobs"]
-                summary["policy/logprob_gap"] = float(step_mean(gaps.abs()))
+                gaps = (scored.data["rollout_logprobs"] - scored.data["old_logprobs"]).abs()
+                gaps = gaps[scored.data.get("sampled_mask", ...)]
+                summary["policy/logprob_gap"] = float(step_mean(gaps))
             batch = put_back(self._normalise_values(scored), batch)
             batch = batch.with_numbers("scores", torch.where(has_score, batch.numbers("scores"), torch.nan))
-            summary |= metrics.summarise_scores(batch, self.rollout.scores)
+            summary |= metrics.summarise_scores(batch, self.rollout.scores) | metrics.summarise_turns(batch)
             summary |= self.rollout.scores.take_costs("reward")
             if self.args.rollout_staleness:
                 # The steps that the policy has made since it sampled a token, on average.
@@ -212,6 +213,8 @@ class PPOTrainer:
         self.kl_controller.update(numbers["objective/kl"], len(current.batch) * distributed.world_size())
         if args.dynamic_sampling_rounds:
             numbers["rollout/refilled_fraction"] = self.rollout.refilled_fraction
+        if self.rollout.environments:  # a part of perf/generate_seconds
+            numbers["rollout/environment_seconds"] = self.rollout.environments.end_step()
         numbers |= COSTS.end_step(distributed.world_size())
         self.logger.log(step, numbers)
         gap = numbers.get("policy/logprob_gap")  # None: every minibatch was refused

@@ -16,7 +16,7 @@ import torch
 from common.data.packed_batch import PackedBatch, to_device
 from common.engine.ds_config import build_engine, config_of
 from common.generation.decode import SamplingOptions
-from common.generation.generate import Generation
+from common.generation.generate import Generation, TurnCallback
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.output_head import SamplingMask, kept_tokens
@@ -152,6 +152,7 @@ class Actor(Policy):
         sample_ids: torch.Tensor,
         *,
         num_samples: int,
+        on_turns: TurnCallback | None = None,
     ) -> Generation:
         """Return `num_samples` responses for each left-padded prompt, in the block of `generation_mode`.
 
@@ -159,7 +160,7 @@ class Actor(Policy):
         """
         with watchdog.phase("the generation", clock="generate"):
             generation = self.hybrid_engine.generate(
-                prompt_ids, prompt_mask, sample_ids, self.sampling, num_samples=num_samples
+                prompt_ids, prompt_mask, sample_ids, self.sampling, num_samples=num_samples, on_turns=on_turns
             )
             lengths = prompt_mask.sum(1), generation.response_mask.sum(1).cpu()
             flops = self.model.module.flops.of_generation(*lengths, num_samples)

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -13,8 +14,9 @@ from common.models.output_head import SamplingMask
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.environments import KIND, NUM_TURNS, Conversation, scores_of
 from step3_ppo.ppo_math import constant_groups
-from step3_ppo.rewards.score_sum import PromptTexts, ScoreSum
+from step3_ppo.rewards.score_sum import PREFIX, PromptTexts, ScoreSum
 from step3_ppo.roles import Roles
 from step3_ppo.rollout_batch import TokenCap, gather_ids, in_order, replace_rows
 
@@ -31,6 +33,7 @@ class Rollout:
 
     def __init__(self, args: PPOArguments, roles: Roles, scores: ScoreSum) -> None:
         self.args, self.roles, self.scores = args, roles, scores
+        self.environments = scores.environments
         most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
         actor = roles.actor
         self.cap = TokenCap(args.max_tokens_per_micro_batch or most, actor.is_packed, actor.shares_prompts)
@@ -93,23 +96,38 @@ class Rollout:
         number is its group's id and names its random numbers. Every rank must call this.
         """
         parts, texts = [], {}
+        if self.environments:
+            self.environments.first_failure = ""
         with self.roles.actor.generation_mode():  # once for all batches: weights may have to be moved for it
             for index, prompts in enumerate(prompt_batches):
                 position = index * distributed.world_size() + distributed.rank()
                 numbers = first + position * len(prompts) + torch.arange(len(prompts))
-                parts.append(self._sample_batch(prompts, numbers, version, num_samples))
+                conversations: list[Conversation] = []
+                if self.environments:
+                    prompts, conversations = self.environments.begin(prompts, num_samples)
+                parts.append(self._sample_batch(prompts, numbers, version, num_samples, conversations))
                 texts |= zip(numbers.tolist(), prompt_texts(prompts), strict=True)
         return PackedBatch.concat(parts), texts
 
     def _sample_batch(
-        self, prompts: PackedBatch, numbers: torch.Tensor, version: int, num_samples: int
+        self,
+        prompts: PackedBatch,
+        numbers: torch.Tensor,
+        version: int,
+        num_samples: int,
+        conversations: Sequence[Conversation],
     ) -> PackedBatch:
-        """Return the responses to prompts with these numbers (rows,) int64."""
+        """Return the responses to prompts with these numbers (rows,) int64; with an environment each in a
+        conversation.
+        """
         with watchdog.phase("the padding of the prompts", clock="gather"):
             prompt_ids, prompt_mask = prompts.pad("prompt_ids", on_left=True)
             group_ids = numbers.repeat_interleave(num_samples)
             sample_ids = group_ids * num_samples + torch.arange(num_samples).repeat(len(numbers))
-        generation = self.roles.actor.generate(prompt_ids, prompt_mask, sample_ids, num_samples=num_samples)
+        on_turns = partial(self.environments.answer, conversations) if self.environments else None
+        generation = self.roles.actor.generate(
+            prompt_ids, prompt_mask, sample_ids, num_samples=num_samples, on_turns=on_turns
+        )
         with watchdog.phase("the unpadding of the responses", clock="gather"):
             generation = type(generation)(*(x.cpu() for x in generation))
             replays, mask = self.args.replay_sampling_support, generation.response_mask
@@ -117,14 +135,19 @@ class Rollout:
                 "response_ids": generation.response_ids,
                 "rollout_logprobs": generation.truncated_logprobs if replays else generation.logprobs,
                 "versions": torch.full_like(generation.response_ids, version),
-                "loss_mask": mask,
+                "loss_mask": generation.sampled_mask,
             }
+            if self.environments:
+                columns["sampled_mask"] = generation.sampled_mask
             of_prompts = [ids for ids in prompts.sequences("prompt_ids") for _ in range(num_samples)]
             batch = PackedBatch.build(sample_ids.tolist(), {"prompt_ids": of_prompts})
             for key, padded in columns.items():
                 batch = batch.with_key(key, padded[mask], lengths=mask.sum(1))
             batch = batch.with_numbers("group_ids", group_ids)
             batch = batch.with_numbers("is_finished", generation.is_finished)
+            if self.environments:
+                batch = batch.with_numbers(PREFIX + KIND, scores_of(conversations))
+                batch = batch.with_numbers(NUM_TURNS, torch.tensor([c.num_turns for c in conversations]))
             row_ids = [name for name in prompts.texts(ROW_IDS) for _ in range(num_samples)]
             return batch.with_texts(ROW_IDS, row_ids)
 

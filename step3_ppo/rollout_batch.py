@@ -16,9 +16,11 @@ the rank that trains on them, a minibatch at a time.
     correction_weights  a token   fp32, what losses are multiplied by, with --rollout_correction
     old_values        a token     fp32, of the state before the token; with a critic
     next_values       a number    fp32, of the state after the last token; with a critic
-    loss_mask         a token     bool, True counts in losses; all of them until something leaves tokens out
+    sampled_mask      a token     bool, True for what the model sampled; with an environment (--environment)
+    loss_mask         a token     bool, True counts in losses; what was sampled until something leaves it out
     group_ids         a number    int64, one for all responses to a prompt
     is_finished       a number    bool, False where the length limit cut the response
+    num_turns         a number    int64, turns that the environment was shown; with an environment
     scores            a number    fp32, the weighted sum of the rewards; score/NAME has each of them
     rewards, advantages, returns  a token  fp32, filled in by the algorithm
 
@@ -41,6 +43,14 @@ from step3_ppo.arguments import PPOArguments
 def response_mask(batch: PackedBatch) -> torch.Tensor:
     """Return which positions hold a response token, stop token included: (b, R) bool."""
     return batch.pad("response_ids")[1]
+
+
+def sampled_mask(batch: PackedBatch) -> torch.Tensor:
+    """Return which positions hold a token that the model sampled: (b, R) bool.
+
+    Others are padding, or what an environment said; each response ends with a sampled one.
+    """
+    return tokens(batch, "sampled_mask") if "sampled_mask" in batch.data else response_mask(batch)
 
 
 def tokens(batch: PackedBatch, key: str) -> torch.Tensor:

@@ -346,8 +346,9 @@ def find_sources(args: Any, problems: Problems) -> dict[str, Source]:
         name = "reward" if is_value_model else "policy"
         return {name: ("--model_name_or_path", args.model_name_or_path, is_value_model)}
     import_plugins(args.plugins, problems)
+    has_reward = bool(args.reward or args.environment)
     of_actor = ("--actor_model_name_or_path", args.actor_model_name_or_path, False)
-    critic = args.critic_model_name_or_path or (args.actor_model_name_or_path if args.reward else "")
+    critic = args.critic_model_name_or_path or (args.actor_model_name_or_path if has_reward else "")
     of_critic = ("--critic_model_name_or_path", critic, True)
     found: dict[str, Source] = {"actor": of_actor, "reference": of_actor}
     with problems.catch():
@@ -355,7 +356,7 @@ def find_sources(args: Any, problems: Problems) -> dict[str, Source]:
             cure = "give it, or an --algorithm without a critic, such as grpo"
             problems.check(bool(critic), f"--critic_model_name_or_path is needed for --stage 3: {cure}")
             found["critic"] = of_critic
-        if not args.reward:
+        if not has_reward:
             found["reward"] = of_critic
         for spec in parse_rewards(args.reward):
             if spec.kind == "model":

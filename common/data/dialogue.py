@@ -98,6 +98,9 @@ def vocabulary_difference(
     return f"{len(different)} of {sizes} differ: {', '.join(named)}"
 
 
+_EXCHANGE = (Message("user", "probe question"), Message("assistant", "probe reply"))
+
+
 class Segment(NamedTuple):
     """A piece of text; the pieces of a row, end to end, are its exact text."""
 
@@ -121,6 +124,7 @@ class Template(ABC):
     _lead = " "  # stands before a reply
     _form = ""  # what decides the text besides the name
     keeps_headers = False  # what says who speaks must not be cut: rows are shortened by turns, see `shorten`
+    is_to_the_letter = False  # a message stands as it is, white space around it too
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Keep a private copy of the tokenizer's fast core, whose offsets are not trimmed."""
@@ -171,6 +175,20 @@ class Template(ABC):
 
     def _count_tokens(self, prompt: Sequence[Message]) -> int:
         return len(self.tokenise_batch([self.segments(prompt, None)])[0].input_ids)
+
+    def continue_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of what is said after a reply: from its end-of-turn token on to where the next follows.
+
+        They depend on these messages alone, and not on how the reply was tokenised. Raises BadRow: the
+        template cannot show them.
+        """
+        if self.is_to_the_letter:
+            text = "".join(message.content for message in messages)
+        else:
+            text = "".join(piece.text for piece in self._context((*_EXCHANGE, *messages), True)[2:])
+        eot, *ids = self._fast.encode(self.eot_token + text, add_special_tokens=False).ids
+        assert eot == self.eot_id
+        return ids
 
     def encode(self, segments: Sequence[Segment], max_tokens: int) -> Tokenised:
         """Ids and response mask of a row of at most `max_tokens`; see `truncate`."""
@@ -242,6 +260,7 @@ class PlainTemplate(HumanAssistantTemplate):
     """A bare prompt and its continuation, both to the letter; a dialogue of a row as Human:/Assistant:."""
 
     name = "plain"
+    is_to_the_letter = True
 
     def segments(
         self, prompt: Sequence[Message], response: str | None, *, learn_all_turns: bool = False
@@ -272,9 +291,9 @@ class ChatTemplate(Template):
                 "tokenizer with a chat_template.jinja"
             )
         self._form = json.dumps(tokenizer.chat_template)
-        question, reply = Message("user", "probe question"), "probe reply"
+        question, reply = _EXCHANGE[0], _EXCHANGE[1].content
         before = self._render([question], add_generation_prompt=True)
-        whole = self._render([question, Message("assistant", reply)], add_generation_prompt=False)
+        whole = self._render(_EXCHANGE, add_generation_prompt=False)
         at = whole.find(reply)
         self._lead = whole[len(before) : at] if whole.startswith(before) and at >= len(before) else ""
         end = whole[at + len(reply) :].strip() if at >= 0 else ""

@@ -271,10 +271,13 @@ def collate_pairs(rows: Rows) -> PackedBatch:
 
 
 def collate_prompts(rows: Rows) -> PackedBatch:
-    """Batch of step 3's rows: prompt_ids int64; texts prompt_texts, row_fields (JSON) and row_ids."""
+    """Batch of step 3's rows: prompt_ids int64; texts prompt_texts, messages and row_fields (both JSON), and
+    row_ids.
+    """
     prompt_ids, lengths = pack_rows([row["prompt_ids"] for row in rows])
     batch = PackedBatch(_unique_ids(rows), {"prompt_ids": prompt_ids}, {"prompt_ids": lengths})
     batch = batch.with_texts("prompt_texts", [row["prompt_text"] for row in rows])
+    batch = batch.with_texts("messages", [row["messages"] for row in rows])
     batch = batch.with_texts("row_fields", [row["fields"] for row in rows])
     return batch.with_texts(ROW_IDS, [row["row_id"] for row in rows])
 

@@ -1,5 +1,6 @@
 """Examples to the token rows of each step."""
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,7 +31,13 @@ COLUMNS = {
         "row_id": "text",
     },
     "rated": {"answer_ids": "ids", "answer_response_start": "int", "label": "int", "row_id": "text"},
-    "prompt": {"prompt_ids": "ids", "row_id": "text", "prompt_text": "text", "fields": "text"},
+    "prompt": {
+        "prompt_ids": "ids",
+        "row_id": "text",
+        "prompt_text": "text",
+        "messages": "text",
+        "fields": "text",
+    },
 }
 
 
@@ -58,7 +65,7 @@ class RowBuilder:
         pair: chosen_ids and rejected_ids after the same context, where their responses start, margin. A pair
             whose answers are alike teaches nothing and is skipped.
         rated: answer_ids, where the response starts, label (1 good, 0 bad).
-        prompt: prompt_ids (the last of them), the prompt's whole text, the raw row's fields.
+        prompt: prompt_ids (the last of them), the prompt's whole text, its messages (JSON), the raw row's fields.
         All have a row_id.
         """
         make_row = {
@@ -107,7 +114,9 @@ class RowBuilder:
         row = self._truncate(tokens)
         self._count(row)
         text = self.template.prompt_text(item.example.prompt)
-        return {"prompt_ids": row.input_ids, "prompt_text": text, "fields": item.fields}
+        messages = json.dumps([message._asdict() for message in item.example.prompt])
+        row_texts = {"prompt_text": text, "messages": messages, "fields": item.fields}
+        return {"prompt_ids": row.input_ids} | row_texts
 
     def _count(self, *rows: Tokenised) -> None:
         self.report.num_truncated += any(row.is_truncated for row in rows)

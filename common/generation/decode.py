@@ -6,7 +6,7 @@ On a GPU a pass is a captured CUDA graph: one of a small model is bound by launc
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class DecodeState:
 
     last_ids: torch.Tensor  # (S,) int64, sampled but not in the cache yet
     lengths: torch.Tensor  # (S,) int64, tokens in the cache: where the next one goes
-    num_sampled: torch.Tensor  # (S,) int64
+    num_sampled: torch.Tensor  # (S,) int64, tokens of the response so far
     limits: torch.Tensor  # (S,) int64, response tokens at most
     is_live: torch.Tensor  # (S,) bool
     is_stopped: torch.Tensor  # (S,) bool, ended by the stop token
@@ -53,6 +53,7 @@ class DecodeState:
     response_ids: torch.Tensor  # (S, R + 1) int64; the last column takes the tokens of a sequence that ended
     logprobs: torch.Tensor  # (S, R + 1) fp32
     log_kept: torch.Tensor  # (S, R + 1) fp32
+    given_ids: torch.Tensor  # (S, R + 1) int64, tokens that are not sampled but said by others; -1: none
 
     @classmethod
     def build(cls, num_slots: int, max_new_tokens: int, device: torch.device) -> "DecodeState":
@@ -62,7 +63,8 @@ class DecodeState:
         flags = [torch.zeros(num_slots, dtype=torch.bool, device=device) for _ in range(2)]
         uniforms, logprobs, log_kept = torch.zeros(3, num_slots, columns, device=device)
         response_ids = torch.zeros(num_slots, columns, dtype=torch.int64, device=device)
-        return cls(*integers, *flags, uniforms, response_ids, logprobs, log_kept)
+        given_ids = torch.full_like(response_ids, -1)
+        return cls(*integers, *flags, uniforms, response_ids, logprobs, log_kept, given_ids)
 
     @property
     def max_new_tokens(self) -> int:
@@ -84,16 +86,23 @@ class DecodeState:
         """Put new sequences into the slots from `first` on; the other arguments are (m,) int64."""
         slots = slice(first, first + len(sample_ids))
         self.lengths[slots], self.limits[slots] = prompt_lengths, limits
-        self.num_sampled[slots] = 0
+        self.num_sampled[slots], self.given_ids[slots] = 0, -1
         self.is_live[slots], self.is_stopped[slots] = True, False
         columns = self.uniforms.shape[1]
         positions = torch.arange(columns, device=sample_ids.device).repeat(len(sample_ids))
         uniforms = counter_uniform(seed, sample_ids.repeat_interleave(columns), positions)
         self.uniforms[slots] = uniforms.view(-1, columns)
 
+    def go_on(self, slot: int, count: int, said: Sequence[int]) -> None:
+        """Let a sequence that has stopped, after `count` tokens, go on behind what others say: `said`."""
+        self.given_ids[slot, count : count + len(said)] = torch.as_tensor(said, dtype=torch.int64)
+        # Its stop token is not in the cache yet, and passes since then have put other tokens here.
+        self.last_ids[slot] = self.response_ids[slot, count - 1]
+        self.is_live[slot], self.is_stopped[slot] = True, False
+
     def sample(self, slots: slice, logits: torch.Tensor, options: SamplingOptions) -> None:
-        """Sample the next token of the sequences in `slots` from logits (n, V); a sequence that ended stays
-        as it is.
+        """Sample the next token of the sequences in `slots` from logits (n, V), or take a given one, whose
+        log-probability is 0; a sequence that ended stays as it is.
         """
         row = {name: tensor[slots] for name, tensor in vars(self).items()}
         columns = row["num_sampled"].unsqueeze(1)
@@ -106,6 +115,10 @@ class DecodeState:
             do_sample=options.do_sample,
             num_valid_tokens=options.num_valid_tokens,
         )
+        given_ids = row["given_ids"].gather(1, columns).squeeze(1)
+        is_given = given_ids >= 0
+        token_ids = torch.where(is_given, given_ids, token_ids)
+        logprobs, log_kept = (x.masked_fill(is_given, 0.0) for x in (logprobs, log_kept))
         # Tokens of a sequence that ended land in a column behind its last: nobody reads them.
         row["response_ids"].scatter_(1, columns, token_ids.unsqueeze(1))
         row["logprobs"].scatter_(1, columns, logprobs.unsqueeze(1))
@@ -113,7 +126,7 @@ class DecodeState:
         row["last_ids"].copy_(token_ids)
         is_live = row["is_live"]
         row["num_sampled"].add_(is_live)
-        is_stop = token_ids == options.stop_token_id
+        is_stop = (token_ids == options.stop_token_id) & ~is_given  # what others say may have it too
         row["is_stopped"].logical_or_(is_stop & is_live)
         is_live.logical_and_(~is_stop & (row["num_sampled"] < row["limits"]))
 

@@ -21,6 +21,9 @@ from common.generation.kv_cache import SlotCache
 
 # Gets (sample, [its new token id]) after each pass; True: the sample shall end here.
 TokenCallback = Callable[[int, list[int]], bool]
+# Gets (sample, its response so far) of all whose turn has ended by the stop token; returns for each the token
+# ids that others say then, behind which it goes on, or None: its response ends.
+TurnCallback = Callable[[list[tuple[int, list[int]]]], list[list[int] | None]]
 
 DEFAULT_SLOTS = 128
 PREFILL_TOKENS = 4096  # of prompts that are read together: more would only take memory
@@ -35,10 +38,11 @@ class Generation(NamedTuple):
     """Responses laid to the right of their prompts: those of one prompt are neighbours, B' = B x N."""
 
     response_ids: torch.Tensor  # (B', R) int64, pad_token_id after the end
-    response_mask: torch.Tensor  # (B', R) bool, True for sampled tokens, the stop token included
+    response_mask: torch.Tensor  # (B', R) bool, True for tokens of the response, the stop token included
     logprobs: torch.Tensor  # (B', R) fp32, untruncated distribution at this temperature; 0 after the end
     truncated_logprobs: torch.Tensor  # (B', R) fp32, of what top_k and top_p left; 0 after the end
     is_finished: torch.Tensor  # (B',) bool, False where the limit cut the response
+    sampled_mask: torch.Tensor  # (B', R) bool, `response_mask` less what others said between two turns
 
 
 class Generator:
@@ -87,6 +91,7 @@ class Generator:
         num_samples: int = 1,
         limits: torch.Tensor | None = None,
         on_tokens: TokenCallback | None = None,
+        on_turns: TurnCallback | None = None,
     ) -> Generation:
         """Return `num_samples` responses for each left-padded prompt (B, P).
 
@@ -94,6 +99,8 @@ class Generator:
         limits (B x num_samples,) int64, from 1 up to max_new_tokens: tokens a response may have at most. A
         response ends with its stop token; its length is counted, never searched for, so the stop token may be
         the pad token. `on_tokens` gets every token as soon as it is sampled, and may end a response.
+        `on_turns` may let it go on behind what others say, whose tokens are read with those that the other
+        slots sample, one a pass; the limit is that of all turns together.
         """
         device = prompt_ids.device
         if limits is None:
@@ -116,9 +123,9 @@ class Generator:
                 self._step = DecodeStep(self.model, SlotCache(num_slots, length), state, self._graphs)
             self._step.begin(options)
             prompts = (prompt_ids, prompt_mask.bool())
-            found = _DecodeLoop(
-                self._step, schedule, *prompts, sample_ids, limits, options, self.agree_any, on_tokens
-            ).run()
+            callbacks = (self.agree_any, on_tokens, on_turns)
+            loop = _DecodeLoop(self._step, schedule, *prompts, sample_ids, limits, options, *callbacks)
+            found = loop.run()
         return Generation(*(tensor.clone() for tensor in found))  # such tensors can take part in a loss
 
 
@@ -216,6 +223,7 @@ class _DecodeLoop:
     options: SamplingOptions
     agree_any: Callable[[bool], float] | None
     on_tokens: TokenCallback | None
+    on_turns: TurnCallback | None
     lengths: list[int] = field(default_factory=list)  # tokens in the cache, slot by slot
     first_logits: dict[int, torch.Tensor] = field(default_factory=dict)  # of prompts with waiting samples
     num_told: dict[int, int] = field(default_factory=dict)  # tokens that `on_tokens` has got, by sample
@@ -232,7 +240,12 @@ class _DecodeLoop:
                 self._decode()
             else:
                 self._keep_step()
-            if finished := self._look():
+            finished = self._look()
+            if self.on_turns and finished:
+                samples = {slot: self.schedule.slots[slot] for slot in finished}
+                going_on = take_turns(self.step.state, samples, self.on_turns)
+                finished = [slot for slot in finished if slot not in going_on]
+            if finished:
                 self._retire(finished)
         return collect_responses(self.results, self.options)
 
@@ -319,6 +332,30 @@ def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
     return [first for first, _ in pairs], [second for _, second in pairs]
 
 
+def take_turns(state: DecodeState, samples: dict[int, int], on_turns: TurnCallback) -> set[int]:
+    """Let sequences whose turn has ended by the stop token go on behind what others say; return their slots.
+
+    `samples` are the samples by their slots. One without room for it and a token more ends there, as cut.
+    """
+    seen = torch.stack((state.is_stopped.long(), state.num_sampled, state.limits), 1)[list(samples)].tolist()
+    ended = {s: told[1:] for s, told in zip(samples, seen, strict=True) if told[0]}  # slot: (tokens, limit)
+    if not ended:
+        return set()
+    responses = state.response_ids[list(ended)].tolist()
+    counts = [count for count, _ in ended.values()]
+    answers = on_turns(
+        [(samples[s], ids[:count]) for s, ids, count in zip(ended, responses, counts, strict=True)]
+    )
+    going_on = set()
+    for (slot, (count, limit)), said in zip(ended.items(), answers, strict=True):
+        if said is not None and count + len(said) < limit:
+            state.go_on(slot, count, said)
+            going_on.add(slot)
+        elif said is not None:
+            state.is_stopped[slot] = False
+    return going_on
+
+
 def collect_responses(state: DecodeState, options: SamplingOptions) -> Generation:
     """Return the responses of sequences that have all ended, one a slot."""
     width = int(state.num_sampled.max())
@@ -330,4 +367,5 @@ def collect_responses(state: DecodeState, options: SamplingOptions) -> Generatio
         logprobs=torch.where(mask, logprobs, 0.0),
         truncated_logprobs=torch.where(mask, logprobs - log_kept, 0.0),
         is_finished=state.is_stopped,
+        sampled_mask=mask & (state.given_ids[:, :width] < 0),
     )

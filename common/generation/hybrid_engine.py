@@ -17,7 +17,14 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from common.data.packed_batch import pad_sequences
 from common.generation.decode import DecodeState, SamplingOptions
-from common.generation.generate import DEFAULT_SLOTS, Generation, Generator, collect_responses
+from common.generation.generate import (
+    DEFAULT_SLOTS,
+    Generation,
+    Generator,
+    TurnCallback,
+    collect_responses,
+    take_turns,
+)
 from common.generation.inference_module import InferenceModule, cut_module
 from common.generation.resharding import Resharder, TPGroups, TPLayout
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
@@ -170,10 +177,12 @@ class HybridEngine:
         options: SamplingOptions,
         *,
         num_samples: int = 1,
+        on_turns: TurnCallback | None = None,
     ) -> Generation:
         """Return this rank's responses, see `Generator.generate`; to be called in generation mode.
 
-        Ranks that share a replica generate for all of them together. Every rank must call this.
+        Ranks that share a replica generate for all of them together; `on_turns` is asked about this rank's
+        responses alone. Every rank must call this.
         """
         first, num_responses = 0, len(sample_ids)
         if self.layout.tp_size > 1:
@@ -182,6 +191,8 @@ class HybridEngine:
             prompt_ids, prompt_mask = pad_sequences(torch.cat(token_ids), torch.cat(lengths), on_left=True)
             first = sum(map(len, samples[: self.layout.tp_rank]))
             sample_ids = torch.cat(samples)
+            if on_turns:
+                on_turns = self._shared(on_turns, range(first, first + num_responses))
         device, num_slots = distributed.device(), self.options.generation_slots or DEFAULT_SLOTS
         with named_out_of_memory(f"lower --generation_slots {num_slots}, the sequences that run at a time"):
             generation = self.generator.generate(
@@ -190,8 +201,22 @@ class HybridEngine:
                 sample_ids.to(device),
                 options,
                 num_samples=num_samples,
+                on_turns=on_turns,
             )
         return Generation(*(tensor[first : first + num_responses] for tensor in generation))
+
+    def _shared(self, on_turns: TurnCallback, own: range) -> TurnCallback:
+        """Return the callback of the whole replica: each of its ranks asks about its own samples."""
+
+        def ask_all(ended: list[tuple[int, list[int]]]) -> list[list[int] | None]:
+            mine = [(sample, ids) for sample, ids in ended if sample in own]
+            answers = on_turns([(sample - own.start, ids) for sample, ids in mine])
+            told = dict(zip([sample for sample, _ in mine], answers, strict=True))
+            for of_rank in distributed.gather_objects(told, self.groups.tp_group):
+                told |= of_rank or {}  # None: a rank of another replica
+            return [told[sample] for sample, _ in ended]
+
+        return ask_all
 
     def _gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return a flat tensor of each rank of the replica, on the CPU; its ranks must call this together."""
@@ -222,12 +247,14 @@ class TransformersGenerator:
         options: SamplingOptions,
         *,
         num_samples: int,
+        on_turns: TurnCallback | None = None,
     ) -> Generation:
         """Return `num_samples` responses for each left-padded prompt (B, P), see `Generator.generate`."""
         ids, mask = (x.repeat_interleave(num_samples, dim=0) for x in (prompt_ids, prompt_mask.long()))
         state = DecodeState.build(len(sample_ids), options.max_new_tokens, ids.device)
         limits = torch.full_like(sample_ids, options.max_new_tokens)
         state.enter(0, mask.sum(1), limits, sample_ids, options.seed)
+        running = set(range(len(sample_ids)))
 
         def choose_sampled(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             """Leave one token possible: the one that was sampled."""
@@ -235,6 +262,10 @@ class TransformersGenerator:
             return torch.full_like(scores, -torch.inf).scatter_(1, state.last_ids.unsqueeze(1), 0.0)
 
         def have_ended(input_ids: torch.Tensor, scores: torch.Tensor, **more: Any) -> torch.Tensor:
+            ended = running - set(state.is_live.nonzero()[:, 0].tolist())
+            if on_turns and ended:
+                ended -= take_turns(state, {row: row for row in sorted(ended)}, on_turns)
+            running.difference_update(ended)
             return ~state.is_live
 
         self.model.generate(

@@ -11,6 +11,7 @@ import torch
 from common.data.packed_batch import PackedBatch
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused
+from step3_ppo.environments import KIND, Environments
 from step3_ppo.rewards.judge_reward import COSTS, JudgeReward
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.text_rewards import Answers, RewardError, TextReward, in_daemon
@@ -29,6 +30,7 @@ class ScoreSum:
     texts: dict[str, TextReward] = field(default_factory=dict)  # by the spec's name
     decode: Callable[[torch.Tensor], str] | None = None
     on_error: float | None = None  # the score of an answer without one, see `parse_on_error`
+    environments: Environments | None = None  # their scores are in the batches already
     first_failure: str = field(default="", init=False)  # of all ranks, of the last scores
     costs: dict[str, float] = field(default_factory=dict, init=False)  # of all ranks' judges, not logged yet
     _beside: Future[None] | None = field(default=None, init=False)  # what is asked in a thread
@@ -59,19 +61,24 @@ class ScoreSum:
                     reward.first_failure = ""
                     found[name] = torch.tensor(reward.score(answers), dtype=torch.float32).split(sizes)
 
-        def wait_for_texts() -> None:
+        def finish() -> None:
             try:
-                ask_texts(on_device=True)  # a thread would take the device from the other roles
-                self._beside.result()
+                if self.environments and self.environments.first_failure and not self.bears_failures:
+                    raise RewardError(self.environments.first_failure)
+                if self._beside:
+                    ask_texts(on_device=True)  # a thread would take the device from the other roles
+                    self._beside.result()
             except RewardError as error:
                 raise StepRefused(str(error)) from error
 
         def get_scores(models: dict[str, Any]) -> Scores:
             for name, model in models.items():
                 found[name] = model.score(batches)
-            if self.texts:
+            if self.environments:
+                found[KIND] = [batch.numbers(PREFIX + KIND) for batch in batches]
+            if self.texts or self.environments:
                 with watchdog.phase("the rewards", clock="reward"):
-                    distributed.run_together(wait_for_texts, StepRefused)
+                    distributed.run_together(finish, StepRefused)
             self._gather_costs()
             return self._add_up(found, len(batches))
 
@@ -93,7 +100,8 @@ class ScoreSum:
         if self.bears_failures:
             found = {n: [torch.where(x.isfinite(), x, torch.nan) for x in of] for n, of in found.items()}
             failed = [name for name, of_batches in found.items() if torch.cat(of_batches).isnan().any()]
-            own = [reward.first_failure for reward in self.texts.values()]
+            sources = [*self.texts.values(), *([self.environments] if self.environments else [])]
+            own = [source.first_failure for source in sources]
             own += [f"reward {name} gave NaN or infinity" for name in failed]
             everyone = distributed.gather_objects(next(filter(None, own), ""))
             self.first_failure = next(filter(None, everyone), "")

@@ -203,6 +203,6 @@ def test_prompts_keep_their_texts():
         {"prompt_ids": [1, 2, 3], "row_id": "a", "prompt_text": "äbc", "fields": '{"answer": "4"}'},
         {"prompt_ids": [EOS], "row_id": "b", "prompt_text": "d", "fields": "{}"},
     ]
-    batch = collate_prompts(rows)
+    batch = collate_prompts([row | {"messages": "[]"} for row in rows])
     assert batch.data["prompt_ids"].tolist() == [1, 2, 3, EOS] and batch.texts("row_ids") == ["a", "b"]
     assert prompt_texts(batch) == [("äbc", {"answer": "4"}), ("d", {})]

@@ -1,6 +1,7 @@
 """Collecting a rollout batch: ids, groups, versions, refilled groups, and what each role says of it."""
 
 import itertools
+import json
 import re
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,13 +42,13 @@ class FakeActor:
         self.num_switches += 1
         yield
 
-    def generate(self, prompt_ids, prompt_mask, sample_ids, *, num_samples):
+    def generate(self, prompt_ids, prompt_mask, sample_ids, *, num_samples, on_turns=None):
         assert len(sample_ids) == num_samples * len(prompt_ids)
         lengths = torch.arange(num_samples).repeat(len(prompt_ids)) + 1
         mask = torch.arange(num_samples) < lengths[:, None]
         ids = torch.where(mask, sample_ids[:, None] + 1, 0)
         logprobs = torch.where(mask, -0.5, 0.0)
-        return Generation(ids, mask, logprobs, logprobs + 0.25, lengths < num_samples)
+        return Generation(ids, mask, logprobs, logprobs + 0.25, lengths < num_samples, mask)
 
     def score(self, batches):
         return [batch.data["rollout_logprobs"] - 0.125 for batch in batches]
@@ -94,6 +95,7 @@ class EndlessPrompts:
         rows = []
         for i, ids in enumerate([[6, 7, 8], [9, 10, 11, 12], [16]]):
             texts = {"row_id": f"file:{i}", "prompt_text": f"prompt {i}", "fields": f'{{"answer": {i}}}'}
+            texts["messages"] = json.dumps([{"role": "user", "content": f"prompt {i}"}])
             rows.append({"prompt_ids": ids} | texts)
         self.num_drawn += 1
         return [collate_prompts(rows)]

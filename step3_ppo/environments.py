@@ -1,0 +1,225 @@
+"""`--environment MODULE:CLASS`: conversations of several turns with an environment of your own.
+
+    class Doubler:
+        max_turns = 4  # DEFAULT_MAX_TURNS without it
+
+        def reset(self, row: dict) -> list[dict]:  # the messages that the model answers first
+            return row["messages"]
+
+        def step(self, messages: list[dict]) -> tuple[list[dict], float, bool]:
+            return [{"role": "user", "content": "Again."}], 1.0, False  # what it says, reward, is it over
+
+An object of the class has one conversation. `row` are the fields of the data set's row, `messages` among them
+the chat of its prompt; `step` gets all messages so far, the model's last reply at the end. The rewards of a
+conversation add up to its score. A response has the model's turns and what was said between them: the
+tokens that the model sampled stay as they are, only what the environment says is tokenised.
+
+# B prompts of a batch, N conversations of each: B' = B x N, those of one prompt are neighbours
+"""
+
+import copy
+import inspect
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.data.dialogue import Template
+from common.data.example import ROLES, BadRow, Message
+from common.data.packed_batch import ROW_IDS, PackedBatch, pack_rows
+from common.data.registry import get_from, import_own_module
+from common.ranks.failures import kind_and_line
+from step3_ppo.rewards.text_rewards import quoted, read_number
+
+DEFAULT_MAX_TURNS = 8
+KIND = "environment"  # of its reward, and the name under which its scores are logged
+NUM_TURNS = "num_turns"  # a rollout batch's number: turns that the environment was shown
+
+Chat = list[dict[str, str]]  # messages of a role and a content
+
+
+def import_environment(target: str) -> type:
+    """Return the class that `MODULE:CLASS` names; the working directory is searched last.
+
+    Raises ValueError: it cannot be imported, or is no such class.
+    """
+    flag = f"--environment {target}"
+    module_name, colon, name = target.partition(":")
+    if not (module_name and colon and name):
+        raise ValueError(f"{flag} names no class; write MODULE:CLASS")
+    try:
+        kind = get_from(import_own_module(module_name), name)
+    except ImportError as error:
+        raise ValueError(f"{flag}: {error}") from error
+    if not isinstance(kind, type):
+        raise ValueError(f"{flag}: {name} is of type {type(kind).__name__}; name a class")
+    cure = "define reset(self, row) and step(self, messages)"
+    for method, arguments in (("reset", (None, {})), ("step", (None, []))):
+        try:
+            inspect.signature(getattr(kind, method, None)).bind(*arguments)
+        except TypeError as error:
+            raise ValueError(f"{flag}: {name} has no such {method} ({error}); {cure}") from error
+    try:
+        inspect.signature(kind).bind()
+    except TypeError as error:
+        raise ValueError(f"{flag}: {name}() must need no argument ({error})") from error
+    max_turns = getattr(kind, "max_turns", DEFAULT_MAX_TURNS)
+    if not isinstance(max_turns, int) or max_turns < 1:
+        raise ValueError(f"{flag}: {name}.max_turns {max_turns!r} must be a whole number from 1 on")
+    return kind
+
+
+class ConversationFailed(Exception):
+    """A conversation cannot go on; the message says what the environment did, and the cure."""
+
+
+@dataclass
+class Conversation:
+    """How far a conversation has come."""
+
+    environment: Any
+    row_id: str
+    messages: Chat
+    num_known: int = 0  # tokens of its response, up to the end of what was said last
+    num_turns: int = 0
+    score: float = 0.0  # NaN once it has failed
+
+
+class Environments:
+    """The conversations of a run; nothing of them lasts longer than the sampling of their batch.
+
+    `first_failure` is the first since it was emptied.
+    """
+
+    def __init__(
+        self, target: str, template: Template, decode: Callable[[Any], str], max_prompt_tokens: int
+    ) -> None:
+        """`decode` leaves special tokens out. Raises ValueError, see `import_environment`."""
+        self.target, self.kind = target, import_environment(target)
+        self.template, self.decode, self.max_prompt_tokens = template, decode, max_prompt_tokens
+        self.max_turns = getattr(self.kind, "max_turns", DEFAULT_MAX_TURNS)
+        self.first_failure, self._seconds = "", 0.0
+
+    def begin(self, prompts: PackedBatch, num_samples: int) -> tuple[PackedBatch, list[Conversation]]:
+        """Return the prompts as `reset` wants them, and the conversations (B',) that begin so.
+
+        A conversation that cannot begin has failed, and its row's own prompt is answered where no other of
+        the group gives one.
+        """
+        conversations, all_ids, texts = [], [], []
+        fields = map(json.loads, prompts.texts("row_fields"))
+        chats = map(json.loads, prompts.texts("messages"))
+        own = (prompts.texts(ROW_IDS), prompts.texts("prompt_texts"), prompts.sequences("prompt_ids"))
+        for of_row, chat, row_id, text, ids in zip(fields, chats, *own, strict=True):
+            row, token_ids = of_row | {"messages": chat}, ids.tolist()
+            group = [self._begin(row, row_id) for _ in range(num_samples)]
+            messages = next((c.messages for c in group if not math.isnan(c.score)), chat)
+            for conversation in group:
+                if conversation.messages != messages:
+                    self._fail(conversation, "reset gave others of the group other messages")
+            if messages != chat:
+                try:
+                    token_ids, text = self._show(messages)
+                except BadRow as error:
+                    for conversation in group:
+                        self._fail(conversation, f"reset gave messages that cannot be shown: {error}")
+            conversations += group
+            all_ids.append(token_ids)
+            texts.append(text)
+        data, lengths = pack_rows(all_ids)
+        prompts = prompts.with_key("prompt_ids", data, lengths=lengths)
+        return prompts.with_texts("prompt_texts", texts), conversations
+
+    def answer(
+        self, conversations: Sequence[Conversation], ended: list[tuple[int, list[int]]]
+    ) -> list[list[int] | None]:
+        """Return what is said after the model's turn; see `common.generation.generate.TurnCallback`."""
+        return [self._answer(conversations[number], token_ids) for number, token_ids in ended]
+
+    def end_step(self) -> float:
+        """Return the seconds that the class has taken on this rank since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _begin(self, row: dict[str, Any], row_id: str) -> Conversation:
+        conversation = Conversation(None, row_id, row["messages"])
+        try:
+            conversation.environment = self._call("__init__", self.kind)
+            messages = self._call("reset", conversation.environment.reset, copy.deepcopy(row))
+            conversation.messages = self._checked_chat("reset", messages)
+        except ConversationFailed as error:
+            self._fail(conversation, str(error))
+        return conversation
+
+    def _answer(self, conversation: Conversation, token_ids: list[int]) -> list[int] | None:
+        conversation.num_turns += 1
+        if math.isnan(conversation.score):
+            return None
+        reply = self.decode(token_ids[conversation.num_known :])
+        reply = reply if self.template.is_to_the_letter else reply.strip()
+        conversation.messages = [*conversation.messages, {"role": "assistant", "content": reply}]
+        try:
+            told = self._call("step", conversation.environment.step, copy.deepcopy(conversation.messages))
+            if not isinstance(told, tuple | list) or len(told) != 3:
+                raise ConversationFailed(f"step gave {quoted(str(told))}; return (messages, reward, is over)")
+            messages, reward, is_over = told
+            number = None if isinstance(reward, str) else read_number(reward)
+            if number is None:
+                raise ConversationFailed(f"step gave the reward {quoted(str(reward))}: no finite number")
+            conversation.score += number
+            if is_over or conversation.num_turns == self.max_turns:
+                return None
+            messages = self._checked_chat("step", messages)
+            said = self.template.continue_ids([Message(**message) for message in messages])
+        except (ConversationFailed, BadRow) as error:
+            self._fail(conversation, str(error))
+            return None
+        conversation.messages += messages
+        conversation.num_known = len(token_ids) + len(said)
+        return said
+
+    def _show(self, messages: Chat) -> tuple[list[int], str]:
+        """Return the token ids of a prompt, as a row's are cut, and its whole text."""
+        prompt = shorter = tuple(Message(**message) for message in messages)
+        if self.template.keeps_headers:
+            shorter = self.template.shorten(prompt, self.max_prompt_tokens)
+        tokens = self.template.encode(self.template.segments(shorter, None), self.max_prompt_tokens)
+        return tokens.input_ids, self.template.prompt_text(prompt)
+
+    def _call(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what the environment says. Raises ConversationFailed for whatever it raises."""
+        started = time.monotonic()
+        try:
+            return method(*arguments)
+        except (Exception, SystemExit) as error:
+            raise ConversationFailed(f"{name} raised {kind_and_line(error)}") from error
+        finally:
+            self._seconds += time.monotonic() - started
+
+    def _checked_chat(self, method: str, messages: Any) -> Chat:
+        """Return a copy of the messages. Raises ConversationFailed for what are none."""
+        roles = [*ROLES, "tool"] if self.template.keeps_headers else ROLES
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            what = f"{method} gave {quoted(str(messages))} for messages"
+            raise ConversationFailed(f"{what}; return a list of one or more, or that it is over")
+        for message in messages:
+            is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
+            if not is_message or message.get("role") not in roles:
+                what = f"{method} gave the message {quoted(str(message))}"
+                raise ConversationFailed(f"{what}; it needs a content and a role of {', '.join(roles)}")
+        # Half of a surrogate pair is no text.
+        return [{k: m[k].encode(errors="replace").decode() for k in ("role", "content")} for m in messages]
+
+    def _fail(self, conversation: Conversation, reason: str) -> None:
+        conversation.score = math.nan
+        what = f"environment {self.target}, row {conversation.row_id}, turn {conversation.num_turns}"
+        self.first_failure = self.first_failure or f"{what}: {reason}"
+
+
+def scores_of(conversations: Sequence[Conversation]) -> torch.Tensor:
+    """Return the sums (B',) fp32 of the rewards, NaN for a conversation that failed."""
+    return torch.tensor([conversation.score for conversation in conversations], dtype=torch.float32)
