@@ -201,12 +201,19 @@ CHECKPOINTS = [
 ]  # fmt: skip
 
 TIGHT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
+SILENT = "class E:\n def reset(self, row): return []\n def step(self, messages): return [], 0, False"
 SURROUNDINGS = [
     Row("broken plug-in", 1, module("1 / 0", plugins="mine"),
         ["--plugins mine", "ZeroDivisionError", "mine.py:1"]),
     Row("a reward that fails", 3, module("def f(prompts, responses, rows): return 1 / 0",
         reward="function:mine:f", max_bad_steps=0),
         ["function:mine:f", "ZeroDivisionError"], CANNOT_CONTINUE, may_write=True),
+    Row("an environment without reset", 3, module("class E:\n def step(self, messages): return [], 0, True",
+        environment="mine:E"), ["--environment mine:E", "E has no such reset", "define reset(self, row)"]),
+    Row("what is said has no sampling mask", 3, module(SILENT, environment="mine:E", top_k=3,
+        replay_sampling_support=True), ["--environment and --replay_sampling_support exclude each other"]),
+    Row("an environment that says nothing", 3, module(SILENT, environment="mine:E", max_bad_steps=0),
+        ["environment mine:E, row rows.jsonl:", "gave '[]' for messages"], CANNOT_CONTINUE, may_write=True),
     Row("no room for the token cache", 1, lambda p: p.file("", TIGHT, "mine.py")
         and p.file("data_path", good_rows(900), "rows.jsonl")
         | {"plugins": "mine", "data_output_path": p.folder / "cache"}, ["--data_output_path", "make room"]),

@@ -57,6 +57,14 @@ def test_own_reward(start):
     assert len(read_curve(output, "objective/score")) == 2
 
 
+def test_own_environment(start):
+    [words] = words_of("own_environment")
+    output = start(
+        [*(word for word in words if word not in ("--template", "chat"))]
+    )  # it has no chat template
+    assert len(read_curve(output, "rollout/turns")) == 2
+
+
 def test_own_algorithm(start):
     [words] = words_of("own_algorithm")
     output = start(words)

@@ -75,6 +75,10 @@ EVALUATED = {"eval_fraction": 0.3}
 STALE = {"rollout_staleness": 1, "max_train_steps": 3}
 RANDOM_SCORES = {"reward": "function:random_scores:score", "num_samples_per_prompt": 2}
 FAILING = {"reward": "function:random_scores:fail"}
+TALKS = "class Talk:\n    def reset(self, row):\n        return row['messages']\n\n"
+TALKS += (
+    "    def step(self, messages):\n        return messages[:1], len(messages[-1]['content']) % 2, False\n"
+)
 ADAPTERS = {"actor_lora_dim": 4, "critic_lora_dim": 4}
 ACTS: dict[int, dict[str, Any]] = {
     1: OF_ONE_MODEL | {"loss_on": "all", "sft_only_data_path": "{text}"},
@@ -113,6 +117,7 @@ ACTS: dict[int, dict[str, Any]] = {
         "rollout_staleness": (1, {"max_train_steps": 3}),
         "dynamic_sampling_rounds": (1, RANDOM_SCORES),
         "reward": "function:random_scores:score",
+        "environment": "talks:Talk",
         "reward_on_error": ("mask", FAILING | {"reward_on_error": "default:0"}),
         "reward_clip": 0.01,
         "whiten_scores": True,
@@ -197,6 +202,7 @@ def inputs(more_inputs, tmp_path_factory) -> dict[str, str]:
         "def score(prompts, responses, rows):\n    return [float(len(r) % 2) for r in responses]\n"
         "def fail(prompts, responses, rows):\n    return [None if len(r) % 2 else 1.0 for r in responses]\n"
     )
+    (folder / "talks.py").write_text(TALKS)
     return more_inputs | {"ds_config": str(folder / "ds_config.json"), "folder": str(folder)}
 
 

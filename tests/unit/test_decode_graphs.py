@@ -85,6 +85,24 @@ def test_a_family_is_captured_or_is_known_to_run_plainly(family, capfd):
         assert texts(generator) == expected and capfd.readouterr().err == "", "it is said once"
 
 
+def test_a_turn_that_goes_on_runs_by_the_same_graphs():
+    """Its stop token is read though passes that ran ahead have overwritten it."""
+
+    def texts_of_turns():
+        generator, told = make_generator(), []
+        inputs = prompts(distributed.device())
+        found = generator.generate(
+            *inputs, sampling, on_turns=lambda ended: told.append(ended) or [[9, 3]] * len(ended)
+        )
+        assert told and (found.response_mask & ~found.sampled_mask).any()
+        return [ids[mask].tolist() for ids, mask in zip(found.response_ids, found.response_mask, strict=True)]
+
+    sampling = dataclasses.replace(SAMPLING, max_new_tokens=16, num_valid_tokens=6)
+    expected = texts_of_turns()
+    with pretended_gpu() as gpu:
+        assert texts_of_turns() == expected and gpu.launches["a graph"] > 0
+
+
 # ---- which graphs there are, and how long -----------------------------------------------------------------
 
 
