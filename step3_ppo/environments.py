@@ -33,10 +33,11 @@ from common.data.example import ROLES, BadRow, Message
 from common.data.packed_batch import ROW_IDS, PackedBatch, pack_rows
 from common.data.registry import get_from, import_own_module
 from common.ranks.failures import kind_and_line
+from common.ranks.step_costs import COSTS
 from step3_ppo.rewards.text_rewards import quoted, read_number
 
 DEFAULT_MAX_TURNS = 8
-KIND = "environment"  # of its reward, and the name under which its scores are logged
+KIND = "environment"  # of its reward, and the name under which its scores and its seconds are logged
 NUM_TURNS = "num_turns"  # a rollout batch's number: turns that the environment was shown
 
 Chat = list[dict[str, str]]  # messages of a role and a content
@@ -102,7 +103,7 @@ class Environments:
         self.target, self.kind = target, import_environment(target)
         self.template, self.decode, self.max_prompt_tokens = template, decode, max_prompt_tokens
         self.max_turns = getattr(self.kind, "max_turns", DEFAULT_MAX_TURNS)
-        self.first_failure, self._seconds = "", 0.0
+        self.first_failure = ""
 
     def begin(self, prompts: PackedBatch, num_samples: int) -> tuple[PackedBatch, list[Conversation]]:
         """Return the prompts as `reset` wants them, and the conversations (B',) that begin so.
@@ -138,12 +139,10 @@ class Environments:
         self, conversations: Sequence[Conversation], ended: list[tuple[int, list[int]]]
     ) -> list[list[int] | None]:
         """Return what is said after the model's turn; see `common.generation.generate.TurnCallback`."""
-        return [self._answer(conversations[number], token_ids) for number, token_ids in ended]
-
-    def end_step(self) -> float:
-        """Return the seconds that the class has taken on this rank since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+        started = time.monotonic()
+        answers = [self._answer(conversations[number], token_ids) for number, token_ids in ended]
+        COSTS.move(time.monotonic() - started, "generate", KIND)
+        return answers
 
     def _begin(self, row: dict[str, Any], row_id: str) -> Conversation:
         conversation = Conversation(None, row_id, row["messages"])
@@ -192,13 +191,10 @@ class Environments:
 
     def _call(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
         """Return what the environment says. Raises ConversationFailed for whatever it raises."""
-        started = time.monotonic()
         try:
             return method(*arguments)
         except (Exception, SystemExit) as error:
             raise ConversationFailed(f"{name} raised {kind_and_line(error)}") from error
-        finally:
-            self._seconds += time.monotonic() - started
 
     def _checked_chat(self, method: str, messages: Any) -> Chat:
         """Return a copy of the messages. Raises ConversationFailed for what are none."""

@@ -213,8 +213,6 @@ class PPOTrainer:
         self.kl_controller.update(numbers["objective/kl"], len(current.batch) * distributed.world_size())
         if args.dynamic_sampling_rounds:
             numbers["rollout/refilled_fraction"] = self.rollout.refilled_fraction
-        if self.rollout.environments:  # a part of perf/generate_seconds
-            numbers["rollout/environment_seconds"] = self.rollout.environments.end_step()
         numbers |= COSTS.end_step(distributed.world_size())
         self.logger.log(step, numbers)
         gap = numbers.get("policy/logprob_gap")  # None: every minibatch was refused

@@ -104,7 +104,8 @@ class Rollout:
                 numbers = first + position * len(prompts) + torch.arange(len(prompts))
                 conversations: list[Conversation] = []
                 if self.environments:
-                    prompts, conversations = self.environments.begin(prompts, num_samples)
+                    with watchdog.phase("the beginning of the conversations", clock=KIND):
+                        prompts, conversations = self.environments.begin(prompts, num_samples)
                 parts.append(self._sample_batch(prompts, numbers, version, num_samples, conversations))
                 texts |= zip(numbers.tolist(), prompt_texts(prompts), strict=True)
         return PackedBatch.concat(parts), texts

@@ -48,6 +48,12 @@ class StepCosts:
             self.tokens[self._running] += tokens
             self.flops += flops
 
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count seconds of the clock `source`, if it is the one that runs, as those of the phase `target`."""
+        if self._running == source:
+            self.seconds[source] -= seconds
+            self.seconds[target] += seconds
+
     def begin_step(self) -> None:
         """Begin a step."""
         self._started, self._spent, self.flops = self.now(), 0.0, 0.0

@@ -1,8 +1,7 @@
-"""--environment in whole runs: ranks, slots, kept and computed keys, resume; two games are learned."""
+"""--environment in whole runs: ranks, slots, kept and computed keys, resume."""
 
 import gzip
 import json
-import random
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,32 +11,21 @@ from program_runs import largest_difference, read_curve, read_metrics, read_weig
 from test_resume import PPO_POINTS, assert_same_run, stop_and_resume
 from tiny_inputs import step_flags, write_rows
 
-from training_scripts.verifiable.build_inputs import build_tokenizer, save_base_model, sums
-
 pytestmark = pytest.mark.slow
 
 MODULE = '''
-from examples.own_environment.games import HigherOrLower
-
-
 class Talk:
     """Asks back twice; each turn is worth the letters of the reply, modulo 4."""
 
     max_turns = 3
 
     def reset(self, row):
-        self.fails = row["number"] == 5 and row["fails"]
+        assert row["number"] != 5 or not row["fails"], "no such dog"
         return row["messages"]
 
     def step(self, messages):
-        if self.fails:
-            raise ValueError("no answer")
         letters = len(messages[-1]["content"])
         return [{"role": "user", "content": f"the dog is {letters} and you?"}], letters % 4, False
-
-
-class Signs(HigherOrLower):
-    higher, lower = "+", "="
 '''
 GRPO = {
     "algorithm": "grpo", "critic_model_name_or_path": None, "num_samples_per_prompt": 2,
@@ -112,7 +100,7 @@ def finished(here, flags_of, tmp_path_factory):
         if name not in outputs:
             ranks, flags, _ = RUNS[name]
             outputs[name] = tmp_path_factory.mktemp("run") / "output"
-            done = here.run(3, flags_of(**flags, output_dir=outputs[name]), ranks=ranks)
+            done = here.run(3, flags_of(**flags, output_dir=outputs[name]), ranks=ranks, seconds=300)
             assert done.codes == [0] * ranks, done.text()
         return outputs[name]
 
@@ -131,14 +119,11 @@ def test_ranks_slots_and_kept_keys_change_no_text_and_no_weight(name, finished):
 def test_sampler_and_trainer_agree_on_all_that_was_sampled(name, finished):
     output = finished(name)
     assert max(read_curve(output, "policy/logprob_gap")) < 1e-5
-    turns, seconds = (read_curve(output, f"rollout/{key}") for key in ("turns", "environment_seconds"))
-    assert (
-        1 < min(turns) < 3
-        and min(seconds) > 0
-        and read_curve(output, "rollout/environment_failures") == [0, 0]
-    )
-    assert {row["num_turns"] for row in rollouts(output)} >= {1, 2, 3}
-    assert min(read_curve(output, "eval/turns")) > 1 and min(read_curve(output, "eval/score")) > 0
+    turns, failures = (read_curve(output, f"rollout/{key}") for key in ("turns", "environment_failures"))
+    assert failures == [0, 0] and min(read_curve(output, "perf/environment_seconds")) > 0
+    told = [row["num_turns"] for row in rollouts(output)]
+    assert sum(told) / len(told) == pytest.approx(sum(turns) / 2) and max(told) > 1
+    assert min(read_curve(output, "eval/turns")) > 0 < min(read_curve(output, "eval/score"))
 
 
 def test_a_failure_is_counted_and_masked(here, flags_of, folder, output):
@@ -160,68 +145,3 @@ def test_a_stopped_run_ends_as_one_that_was_not(here, flags_of, tmp_path):
     at, _ = PPO_POINTS["between two minibatches"]
     stop_and_resume(here, (3, 1, flags), tmp_path / "output", {"at": at, "call": 2, "do": "term"})
     assert_same_run(tmp_path / "output", tmp_path / "whole")
-
-
-# ---- games are learned
-
-
-def careless_calls(draw: random.Random) -> dict[str, str]:
-    """A sum of which the teacher asks, and whose value it repeats: three in five times rightly, each."""
-    prompt, _ = draw.choice(sums())
-    first, second = prompt[0], prompt[2] if draw.random() < 0.6 else draw.choice("0123456789")
-    value = int(first) + int(second)
-    answer = value if draw.random() < 0.6 else draw.randint(0, 18)
-    return {"prompt": prompt, "chosen": f"{first}+{second}<eos>{value}{answer}"}
-
-
-def careless_guesses(draw: random.Random) -> dict[str, str]:
-    """Guesses that do not heed the hints."""
-    number, said = draw.randint(1, 7), ""
-    for _ in range(3):
-        guess = draw.randint(1, 7)
-        said += str(guess)
-        if guess == number:
-            break
-        said += "<eos>" + ("+" if guess < number else "=")
-    return {"prompt": "0", "chosen": said}
-
-
-GAMES = {
-    "examples.own_environment.games:Calculator": (
-        careless_calls,
-        [{"prompt": prompt, "answer": str(value)} for prompt, value in sums()],
-        (0.15, 0.6, 0.15),  # the first mean score is between, and rises by at least
-    ),
-    "talks:Signs": (
-        careless_guesses,
-        [{"prompt": "0", "number": 1 + n % 7} for n in range(98)],
-        (0.2, 0.4, 0.08),
-    ),
-}
-
-
-@pytest.mark.parametrize("environment", GAMES)
-def test_the_mean_score_rises(environment, here, tmp_path):
-    teach, prompts, (low, high, rise) = GAMES[environment]
-    draw = random.Random(7)
-    save_base_model(tmp_path / "base", build_tokenizer())
-    shared = {"template": "plain", "save_interval": 0, "data_output_path": tmp_path / "cache"}
-    sft = shared | {
-        "model_name_or_path": tmp_path / "base", "data_split": "1,0,0", "max_seq_len": 16,
-        "data_path": write_rows(tmp_path / "sft.jsonl", [teach(draw) for _ in range(4000)]),
-        "per_device_train_batch_size": 128, "learning_rate": 5e-3, "num_train_epochs": 4, "eval_iters": 1,
-        "output_dir": tmp_path / "sft",
-    }  # fmt: skip
-    ppo = shared | {
-        "actor_model_name_or_path": tmp_path / "sft/export", "algorithm": "grpo", "environment": environment,
-        "data_path": write_rows(tmp_path / "prompts.jsonl", prompts * 2), "data_split": "0,0,1",
-        "enable_hybrid_engine": True, "packed": True, "max_prompt_seq_len": 8, "max_answer_seq_len": 12,
-        "num_samples_per_prompt": 4, "per_device_generation_batch_size": 49, "num_warmup_steps": 0,
-        "per_device_training_batch_size": 98, "actor_learning_rate": 1e-3, "lr_scheduler_type": "constant",
-        "kl_coef": 0.01, "num_train_epochs": 100, "max_train_steps": 30, "output_dir": tmp_path / "ppo",
-    }  # fmt: skip
-    done = here.run_all([(1, sft), (3, ppo)], seconds=300)
-    assert done.code == 0, done.text()
-    scores = read_curve(tmp_path / "ppo", "objective/score")
-    before, after = sum(scores[:3]) / 3, sum(scores[-5:]) / 5
-    assert low < before < high and after > before + rise, scores

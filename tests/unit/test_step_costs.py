@@ -53,6 +53,16 @@ def test_phases_and_the_rest_are_the_step(costs):
     }  # fmt: skip
 
 
+def test_seconds_that_another_phase_took_are_moved_to_it(costs):
+    costs.begin_step()
+    with watchdog.phase("the generation", clock="generate"):
+        costs.wait(3.0)
+        costs.move(1.0, "generate", "environment")
+    costs.move(1.0, "generate", "environment")  # outside: nobody counts them
+    found = {"perf/step_seconds": 3.0, "perf/rest_seconds": 0.0, "perf/generate_seconds": 2.0}
+    assert costs.end_step() == found | {"perf/environment_seconds": 1.0}
+
+
 def test_a_phase_inside_another_is_part_of_it_and_an_error_ends_both(costs):
     costs.begin_step()
     with pytest.raises(ValueError), watchdog.phase("the evaluation", clock="evaluate"):
