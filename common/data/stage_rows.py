@@ -65,7 +65,7 @@ class RowBuilder:
         pair: chosen_ids and rejected_ids after the same context, where their responses start, margin. A pair
             whose answers are alike teaches nothing and is skipped.
         rated: answer_ids, where the response starts, label (1 good, 0 bad).
-        prompt: prompt_ids (the last of them), the prompt's whole text, its messages (JSON), the raw row's fields.
+        prompt: prompt_ids (the last of them), the prompt's whole text and messages, the raw row's fields.
         All have a row_id.
         """
         make_row = {
