@@ -10,7 +10,9 @@ from common.flags.single_model import SingleModelArguments
 class PairArguments:
     """Pairs of answers."""
 
-    max_pairs_per_prompt: int = flag(10, "maximum pairs made of one prompt's answers", low=1)
+    max_pairs_per_prompt: int = flag(
+        10, "maximum pairs of one prompt's answers, in an epoch drawn anew and in an evaluation", low=1
+    )
 
 
 @dataclass

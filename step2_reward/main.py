@@ -44,9 +44,12 @@ def main() -> None:
         reference = Reference(train, held_out)
         if is_policy:
             train, held_out = reference.pairs.values()
+        groups = {}
+        if not args.is_unpaired:
+            groups = {"groups": data.train.numbers("prompt_index"), "max_of_group": args.max_pairs_per_prompt}
         columns = [f"{side}_ids" for side in kind.trained_sides]
         shared = None if args.no_share_prompts or args.is_unpaired else shared_length
-        batches = single_model.build_global_batches(args, train, collate_pairs, columns, shared)
+        batches = single_model.build_global_batches(args, train, collate_pairs, columns, shared, **groups)
     num_steps = training_loop.count_steps(args, len(batches))
     with startup.as_problem(start.problems), watchdog.phase("the loading of the model"):
         load = training_loop.load_policy if is_policy else training_loop.load_ranker

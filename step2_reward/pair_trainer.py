@@ -104,12 +104,17 @@ class PairTrainer(Trainer):
         """Return what the model gives the answers of each pair, and its loss."""
         raise NotImplementedError
 
+    def count(self, batch: PackedBatch) -> float:
+        """Return the weights of the pairs, added up: prompts count alike, however many pairs they have."""
+        return float(batch.numbers("weight").sum())
+
     def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the losses of the pairs, and how their answers are ranked, added up."""
+        """Return the losses of the pairs, and how their answers are ranked, added up by weight."""
         chosen, rejected, losses = self.compute_losses(batch)
+        (weights,) = to_device([batch.numbers("weight")], losses.device)
         sums = {"accuracy": wins(chosen - rejected), "margin": chosen - rejected}
         sums |= {f"chosen_{self.what}": chosen, f"rejected_{self.what}": rejected}
-        return losses.sum(), {name: values.detach().sum() for name, values in sums.items()}
+        return (losses * weights).sum(), {n: (values.detach() * weights).sum() for n, values in sums.items()}
 
     def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
         """Return `judge_pairs` with the mean loss. Every rank must call this."""

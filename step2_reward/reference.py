@@ -59,7 +59,8 @@ class Reference(Stateful):
         missing = [row for row in rows if train.logprobs[row].isnan().any()]
         if missing and is_begun:
             raise ValueError(
-                f"--max_train_steps {trainer.args.max_train_steps}: {len(missing)} more rows need the "
+                f"--max_train_steps {trainer.args.max_train_steps}, --num_train_epochs "
+                f"{trainer.args.num_train_epochs}: {len(missing)} more rows need the "
                 "reference's log-probabilities, and the model that gave them has moved on; begin anew with "
                 "--resume overwrite"
             )

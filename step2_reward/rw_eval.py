@@ -44,7 +44,7 @@ def main() -> None:
         )
     tokenizer = config and startup.check_tokenizer("--model_name_or_path", name, args, problems)
     # Nothing is shared out or held out: an evaluation takes the rows it is given.
-    options = DataOptions.of(args, 2, data_split="0,1,0", eval_fraction=0.0)
+    options = DataOptions.of(args, 2, data_split="0,1,0", eval_fraction=0.0, num_stored_epochs=1)
     for problem in check_sources(options):
         problems.add(problem)
     template, notes = startup.find_template("--model_name_or_path", name, args, tokenizer, problems)

@@ -38,6 +38,7 @@ class DataOptions:
     max_pairs_per_prompt: int = 10
     score_column: str = DEFAULT_SCORE_COLUMN  # orders prompt/response rows of one prompt
     cache_dir: str = ""  # empty: ~/.cache/triptych
+    num_stored_epochs: int = 16  # whose pairs are stored of a prompt with more than --max_pairs_per_prompt
     is_unpaired: bool = False  # step 2 learns from rated answers, each by itself
 
     @classmethod

@@ -9,6 +9,7 @@ from the same lengths: nothing is drawn, ties go by index, and so all ranks make
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,11 @@ class GlobalBatches:
     tokens, see `plan_micro_batches`; `rows_per_micro_batch` and `accumulation` then only say how many rows
     there are.
 
+    `groups` has a number for each row: the rows with the same one, the pairs of a prompt, are kept in one
+    global batch where there is room. `max_of_group` of them are in an epoch, drawn anew for each; a row then
+    has a `weight`, 1 over how many of its group there are, so that every group weighs alike (InstructGPT's
+    1 / C(K, 2), arXiv:2203.02155 eq. 1).
+
     Raises ValueError when the data do not fill one global batch, or a row alone is above `max_tokens`.
     """
 
@@ -51,6 +57,8 @@ class GlobalBatches:
         group_by_length: bool = False,
         max_tokens: int = 0,
         shared_lengths: Sequence[int] = (),
+        groups: Sequence[int] = (),
+        max_of_group: int = 0,
     ) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
         self.rows, self.accumulation = rows_per_micro_batch, accumulation
@@ -60,20 +68,24 @@ class GlobalBatches:
         # sequences of a row begin with, so many tokens, is computed once.
         self.is_packed, self.shared_lengths = False, shared_lengths
         self.num_drawn = 0
+        self.groups = _rows_of_groups(groups)  # none: each row by itself
+        self.max_of_group = max_of_group or len(dataset)
+        self.num_rows = sum(map(self._num_of, self.groups)) or len(dataset)  # of an epoch
+        self.weights = {row: 1 / self._num_of(rows) for rows in self.groups for row in rows}
         self._order: tuple[int, list[int]] = -1, []  # of an epoch
         if max_tokens and row_lengths:
             plan_micro_batches([max(row_lengths, key=max)], max_tokens=max_tokens)
         self.global_rows = rows_per_micro_batch * accumulation * self.world_size
-        if len(dataset) < self.global_rows:
+        if self.num_rows < self.global_rows:
             raise ValueError(
-                f"the {what} has {len(dataset)} rows, fewer than one global batch of {self.global_rows} = "
+                f"the {what} has {self.num_rows} rows, fewer than one global batch of {self.global_rows} = "
                 f"{rows_per_micro_batch} rows x {accumulation} accumulation steps x {self.world_size} ranks: "
                 f"lower {rows_flag} {rows_per_micro_batch}, or give more data"
             )
 
     def __len__(self) -> int:
         """Return the optimizer steps of one epoch; a last incomplete global batch is left out."""
-        return len(self.dataset) // self.global_rows
+        return self.num_rows // self.global_rows
 
     def __next__(self) -> list[Any]:
         """Return this rank's collated micro-batches of the next step, epoch after epoch."""
@@ -82,13 +94,33 @@ class GlobalBatches:
             self._order = epoch, self._order_of(epoch)
         rows = self._order[1][step * self.global_rows : (step + 1) * self.global_rows]
         self.num_drawn += 1
-        return [self.collate([self.dataset[i] for i in chosen]) for chosen in self._cut(rows)]
+        return [self.collate([self._read(i) for i in chosen]) for chosen in self._cut(rows)]
 
     def rows_until(self, num_steps: int) -> list[int]:
-        """Return the rows that the first steps read, in rising order; all of them from one epoch on."""
-        if num_steps >= len(self):
+        """Return the rows that the first steps read, in rising order; all of them from one epoch on, unless
+        epochs draw.
+        """
+        if num_steps >= len(self) and self.num_rows == len(self.dataset):
             return list(range(len(self.dataset)))
-        return sorted(self._order_of(0)[: num_steps * self.global_rows])
+        found: set[int] = set()
+        for epoch, first in enumerate(range(0, num_steps, len(self))):
+            found.update(self._order_of(epoch)[: (num_steps - first) * self.global_rows])
+        return sorted(found)
+
+    def _read(self, index: int) -> Any:
+        row = self.dataset[index]
+        return row | {"weight": self.weights[index]} if self.weights else row
+
+    def _draw(self, group: list[int], generator: torch.Generator) -> list[int]:
+        """Return the rows of a group that an epoch has."""
+        if len(group) <= self.max_of_group:
+            return group
+        drawn = torch.randperm(len(group), generator=generator)[: self.max_of_group]
+        return [group[i] for i in sorted(drawn.tolist())]
+
+    def _num_of(self, group: list[int]) -> int:
+        """Return how many rows of a group an epoch has."""
+        return min(len(group), self.max_of_group)
 
     def _cut(self, rows: list[int]) -> list[list[int]]:
         if not self.max_tokens:
@@ -109,17 +141,58 @@ class GlobalBatches:
 
     def _order_of(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        order = torch.randperm(len(self.dataset), generator=generator).tolist()
+        order = torch.randperm(len(self.groups or self.dataset), generator=generator).tolist()
+        if self.groups:
+            order = keep_together([self._draw(self.groups[i], generator) for i in order], self.global_rows)
         if not self.group_by_length:
             return order
+        group_of = {row: number for number, rows in enumerate(self.groups) for row in rows}
         window = WINDOW_BATCHES * self.global_rows
         batches: list[list[int]] = []
         for first in range(0, len(self) * self.global_rows, window):
             rows = order[first : min(first + window, len(self) * self.global_rows)]
-            rows.sort(key=lambda row: max(self.row_lengths[row]))
+            parts: dict[int, list[int]] = {}
+            for row in rows:
+                parts.setdefault(group_of.get(row, -1 - row), []).append(row)
+            by_length = sorted(
+                parts.values(), key=lambda part: max(max(self.row_lengths[row]) for row in part)
+            )
+            rows = keep_together(by_length, self.global_rows)
             batches += [rows[i : i + self.global_rows] for i in range(0, len(rows), self.global_rows)]
         mixed = torch.randperm(len(batches), generator=generator).tolist()
         return [row for index in mixed for row in batches[index]]
+
+
+def _rows_of_groups(numbers: Sequence[int]) -> list[list[int]]:
+    """The rows of each group, in the order of their first ones; none where no group has two rows."""
+    found: dict[int, list[int]] = {}
+    for row, number in enumerate(numbers):
+        found.setdefault(int(number), []).append(row)
+    return list(found.values()) if len(found) < len(numbers) else []
+
+
+def keep_together(groups: Sequence[list[int]], size: int) -> list[int]:
+    """All rows, such that few groups lie across a multiple of `size`: what is next is the first group that
+    still fits in, and where none does, the beginning of the first of all.
+    """
+    groups, rows = list(groups), []
+    waiting: dict[int, deque[int]] = {}  # places of groups, by how many rows they have
+    for place, group in enumerate(groups):
+        waiting.setdefault(len(group), deque()).append(place)
+    while waiting:
+        room = size - len(rows) % size
+        place = min((places[0] for n, places in waiting.items() if n <= room), default=-1)
+        if place < 0:
+            place = min(places[0] for places in waiting.values())
+        group = groups[place]
+        waiting[len(group)].popleft()
+        if not waiting[len(group)]:
+            del waiting[len(group)]
+        rows += group[:room]
+        groups[place] = group[room:]
+        if groups[place]:
+            waiting.setdefault(len(groups[place]), deque()).appendleft(place)
+    return rows
 
 
 def evaluation_batches(

@@ -257,7 +257,8 @@ def collate_pairs(rows: Rows) -> PackedBatch:
 
     chosen_ids, rejected_ids int64; numbers chosen_response_start, rejected_response_start int64 (a response
     is [response_start, length): its end is never searched for) and margin fp32; `reference_logprobs` (2,)
-    fp32 of rows that have them. Or answer_ids, mismatched_ids and so on, and label int64.
+    fp32 of rows that have them; weight fp32, 1 of rows that have none. Or answer_ids, mismatched_ids and so
+    on, and label int64.
     """
     starts = [key for key in rows[0] if key.endswith("_response_start")]
     keys = [key.replace("_response_start", "_ids") for key in starts] + ["reference_logprobs"]
@@ -265,6 +266,8 @@ def collate_pairs(rows: Rows) -> PackedBatch:
     batch = PackedBatch.build(_unique_ids(rows), columns)
     for key in [*starts, *({"label"} & rows[0].keys())]:
         batch = batch.with_numbers(key, torch.tensor([row[key] for row in rows]))
+    weights = torch.tensor([row.get("weight", 1.0) for row in rows], dtype=torch.float32)
+    batch = batch.with_numbers("weight", weights)
     if "margin" not in rows[0]:
         return batch
     return batch.with_numbers("margin", torch.tensor([row["margin"] for row in rows], dtype=torch.float32))

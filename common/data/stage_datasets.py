@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,7 +92,7 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
         report = DataReport(options.kind)
         share = _Share(source, is_whole=True)  # the shares of the steps are drawn from all rows
         rows = RowBuilder(template, options, report).build(
-            [item for item, _ in _items(share, options, report)]
+            [item for item, _ in _items(share, options, report, count())]
         )
         which = "first " if len(source.train) >= NUM_READ else ""
         lines.append(
@@ -112,7 +112,7 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
 def _write(folder: Path, shares: Sequence[_Share], options: DataOptions, template: Template) -> DataReport:
     """Tokenise all shares into train.arrow and eval.arrow."""
     report = DataReport(options.kind)
-    builder = RowBuilder(template, options, report)
+    builder, prompt_indexes = RowBuilder(template, options, report), count()
     total = sum(len(share.source.train) for share in shares)
     next_time = time.monotonic() + TELL_SECONDS
     with ExitStack() as stack:
@@ -122,7 +122,7 @@ def _write(folder: Path, shares: Sequence[_Share], options: DataOptions, templat
         )
         for share in shares:
             num_before = train.num_rows
-            items = _items(share, options, report)
+            items = _items(share, options, report, prompt_indexes)
             while chunk := list(islice(items, CHUNK_ROWS)):
                 for writer in (train, held_out):
                     some = [item for item, is_eval in chunk if is_eval == (writer is held_out)]
@@ -138,8 +138,10 @@ def _write(folder: Path, shares: Sequence[_Share], options: DataOptions, templat
     return report
 
 
-def _items(share: _Share, options: DataOptions, report: DataReport) -> Iterator[tuple[Item, bool]]:
-    """The usable Examples of a share, each with whether it is held out.
+def _items(
+    share: _Share, options: DataOptions, report: DataReport, prompt_indexes: Iterator[int]
+) -> Iterator[tuple[Item, bool]]:
+    """The usable Examples of a share, each with whether it is held out; `prompt_indexes` number the prompts.
 
     A source's own evaluation part is used whole by every step: nobody trains on it.
     """
@@ -160,16 +162,21 @@ def _items(share: _Share, options: DataOptions, report: DataReport) -> Iterator[
         for index, (row, examples) in report.read(rows, indexes, read, options.max_bad_rows):
             row_id = rows.row_id(index)
             fields = build_row_fields(row) if stage == 3 else "{}"
+            # Many rows may have one prompt: step 3 must not train on those that it judges by.
+            is_eval = [
+                rows is source.eval
+                or (eval_fraction > 0 and is_held_out(content, eval_fraction, options.seed))
+                for content in ([e.prompt for e in examples] if stage == 3 else [row] * len(examples))
+            ]
             if options.kind == "pair" and len(examples) > options.max_pairs_per_prompt:
-                num_before = len(examples)
-                examples = _draw(examples, options.max_pairs_per_prompt, f"{options.seed} {row_id}")
-                report.num_dropped_pairs += num_before - len(examples)
+                examples = _draw(examples, options, f"{options.seed} {row_id}", report, for_once=is_eval[0])
+            of_prompt: dict[object, int] = {}
             for number, example in enumerate(examples):
                 name = row_id if len(examples) == 1 else f"{row_id}#{number}"
-                # Many rows may have one prompt: step 3 must not train on those that it judges by.
-                content = example.prompt if stage == 3 else row
-                is_eval = eval_fraction > 0 and is_held_out(content, eval_fraction, options.seed)
-                yield Item(example, name, rows.location(index), fields), is_eval or rows is source.eval
+                if example.prompt not in of_prompt:
+                    of_prompt[example.prompt] = next(prompt_indexes)
+                item = Item(example, name, rows.location(index), of_prompt[example.prompt], fields)
+                yield item, is_eval[number]
 
 
 def _usable(examples: Sequence[Example], options: DataOptions, report: DataReport) -> list[Example]:
@@ -210,14 +217,21 @@ def unpair(examples: Sequence[Example]) -> list[Example]:
     ]
 
 
-def _draw(examples: list[Example], max_pairs: int, key: str) -> list[Example]:
-    """At most `max_pairs` pairs of each prompt of a raw row, drawn by its name: the same in every run."""
+def _draw(
+    examples: list[Example], options: DataOptions, key: str, report: DataReport, *, for_once: bool
+) -> list[Example]:
+    """Pairs of each prompt of a raw row, drawn by its name, the same in every run: as many as an evaluation
+    takes (`for_once`), or those from which epochs draw, see `GlobalBatches`. The others are counted.
+    """
+    max_pairs = options.max_pairs_per_prompt
+    num_stored = max_pairs * (1 if for_once else options.num_stored_epochs)
     # random.Random's `sample` may change between Pythons; an order by hash does not.
     order = sorted(range(len(examples)), key=lambda i: hashlib.sha256(f"{key} {i}".encode()).digest())
     by_prompt: dict[object, list[int]] = {}
     for i in order:
         by_prompt.setdefault(examples[i].prompt, []).append(i)
-    return [examples[i] for i in sorted(i for some in by_prompt.values() for i in some[:max_pairs])]
+    report.num_dropped_pairs += sum(max(len(some) - max_pairs, 0) for some in by_prompt.values())
+    return [examples[i] for i in sorted(i for some in by_prompt.values() for i in some[:num_stored])]
 
 
 def _no_rows(share: _Share, options: DataOptions, report: DataReport) -> str:

@@ -28,6 +28,7 @@ COLUMNS = {
         "chosen_response_start": "int",
         "rejected_response_start": "int",
         "margin": "float",
+        "prompt_index": "int",
         "row_id": "text",
     },
     "rated": {"answer_ids": "ids", "answer_response_start": "int", "label": "int", "row_id": "text"},
@@ -47,6 +48,7 @@ class Item(NamedTuple):
     example: Example
     row_id: str
     location: str
+    prompt_index: int = 0  # the same of all pairs of a prompt
     fields: str = "{}"  # the raw row's other columns as JSON, where the step's rows have them
 
 
@@ -62,8 +64,9 @@ class RowBuilder:
         """Rows of Examples, tokenised together.
 
         sft: input_ids, loss_mask (True = a target; never the first token, which nothing predicts).
-        pair: chosen_ids and rejected_ids after the same context, where their responses start, margin. A pair
-            whose answers are alike teaches nothing and is skipped.
+        pair: chosen_ids and rejected_ids after the same context, where their responses start, margin,
+            prompt_index (the same of all pairs of a prompt). A pair whose answers are alike teaches nothing
+            and is skipped.
         rated: answer_ids, where the response starts, label (1 good, 0 bad).
         prompt: prompt_ids (the last of them), the prompt's whole text and messages, the raw row's fields.
         All have a row_id.
@@ -100,6 +103,7 @@ class RowBuilder:
             "chosen_response_start": response_start(chosen.response_mask),
             "rejected_response_start": response_start(rejected.response_mask),
             "margin": item.example.margin,
+            "prompt_index": item.prompt_index,
         }
 
     def _rated_row(self, item: Item, tokens: Tokenised) -> dict[str, Any]:

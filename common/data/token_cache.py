@@ -87,6 +87,10 @@ class TokenTable:
         row = int(self._order[index])
         return {name: _value(column[row]) for name, column in self._columns.items()}
 
+    def numbers(self, column: str) -> np.ndarray:
+        """Every row's number in `column`, (rows,)."""
+        return self._columns[column].to_numpy()[self._order]
+
     def lengths(self, column: str) -> np.ndarray:
         """Length of every row's list in `column`, (rows,) int64, without reading the tokens."""
         return pc.list_value_length(self._columns[column]).to_numpy().astype(np.int64)[self._order]
@@ -173,7 +177,7 @@ class DataReport:
     num_ties: int = _count("pairs skipped: neither answer was preferred")
     num_good_answers: int = _count("answers are good, by their label or their pairs")
     num_bad_answers: int = _count("answers are bad, by their label or their pairs")
-    num_dropped_pairs: int = _count("pairs left out by --max_pairs_per_prompt")
+    num_dropped_pairs: int = _count("pairs beyond --max_pairs_per_prompt: epochs draw from them")
     num_straddling: int = _count("rows with a token that starts in the prompt and ends in the response")
     num_tokens: int = 0
     bad_rows: list[str] = field(default_factory=list)  # "file:line: reason", the first few

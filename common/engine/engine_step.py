@@ -71,7 +71,8 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
     engine.train()
     world_size = distributed.world_size()
     counts = [sum(float(term.count_items(m)) for m in term.micro_batches) for term in terms]
-    totals = distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).clamp(min=1).tolist()
+    totals = distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
+    totals = [total or 1.0 for total in totals]  # weights may add up to less than 1, but not to 0
     passes = [(term, total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches]
     sums: dict[str, torch.Tensor] = {}  # in float64, where the losses are
 

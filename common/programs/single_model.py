@@ -48,8 +48,10 @@ def build_global_batches(
     collate: Callable,
     columns: Sequence[str],
     shared_length: Callable[[dict[str, Any]], int] | None = None,
+    **groups: Any,
 ) -> GlobalBatches:
-    """Return the training batches of this rank; ValueError when the data do not fill one.
+    """Return the training batches of this rank; ValueError when the data do not fill one. `groups` goes to
+    GlobalBatches.
 
     `columns` are the sequences of a row; `shared_length` tells of a row with how many tokens all of them
     begin, where that is computed once.
@@ -67,6 +69,7 @@ def build_global_batches(
         group_by_length=args.group_by_length,
         max_tokens=max_tokens,
         shared_lengths=list(map(shared_length, dataset)) if max_tokens and shared_length else (),
+        **groups,
     )
 
 

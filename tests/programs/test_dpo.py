@@ -38,7 +38,10 @@ def test_more_pairs_than_were_asked_about(flags, tmp_path, capsys, lone_process,
     with pytest.raises(SystemExit) as left:
         run_here(2, flags | {"max_train_steps": 5})
     assert left.value.code == 2
-    assert "--max_train_steps 5: 8 more rows need the reference's" in capsys.readouterr().err
+    assert (
+        "--max_train_steps 5, --num_train_epochs 9: 8 more rows need the reference's"
+        in capsys.readouterr().err
+    )
     assert len(read_curve(tmp_path / "output", "dpo/loss")) == 3
 
 

@@ -66,8 +66,9 @@ def test_answers_that_a_reward_compares_with_are_no_ranking():
 def test_pairs_of_seven_answers_stay_within_the_limit_and_step_1_learns_the_best(tmp_path, tiny_tokenizer):
     rows = [{"prompt": f"q{n}", "ranked_answers": [f"{n}{letter}" for letter in "abcdefg"]} for n in (1, 2)]
     path = write_rows(tmp_path / "ranked.jsonl", rows)
-    data = build(path, 2, tiny_tokenizer, tmp_path, max_pairs_per_prompt=4)
+    data = build(path, 2, tiny_tokenizer, tmp_path, max_pairs_per_prompt=4, num_stored_epochs=1)
     assert (len(data.train), data.report.num_dropped_pairs) == (8, 34)  # of 2 * 7 * 6 / 2
+    assert data.train.numbers("prompt_index").tolist() == [0] * 4 + [1] * 4
     for prompt, chosen, rejected in texts(data, 2, tiny_tokenizer):
         number = prompt.split("q")[1][0]
         assert chosen[1] == rejected[1] == number and chosen < rejected

@@ -12,6 +12,7 @@ from common.data.global_batches import (
     OVERHEAD_TOKENS,
     GlobalBatches,
     evaluation_batches,
+    keep_together,
     plan_micro_batches,
 )
 from common.ranks import distributed
@@ -212,3 +213,77 @@ def test_errors_name_the_numbers(item_lengths, options, message):
     with pytest.raises(ValueError) as error:
         plan_micro_batches(item_lengths, **options)
     assert message in str(error.value)
+
+
+# ---- groups: the pairs of a prompt
+
+
+def test_groups_are_kept_together_by_hand():
+    groups = [[0, 1, 2], [3, 4], [5], [6, 7, 8], [9], [10, 11, 12, 13, 14]]
+    # Of 4: the first three and the first single one; two and the next single one, then the beginning of the
+    # next, for none has one; and so on.
+    assert keep_together(groups, 4) == [0, 1, 2, 5, 3, 4, 9, 6, 7, 8, 10, 11, 12, 13, 14]
+    assert keep_together([[i] for i in range(9)], 4) == list(range(9))
+
+
+GROUPS = [0] * 7 + [1, 2, 2, 3, 3, 3] + [4] * 3 + list(range(5, 20))  # 31 rows
+
+
+def draw_epochs(rows: int, world_size: int, num_steps: int, **more) -> list[list[dict]]:
+    """The rows of the first steps over all ranks, each with its weight."""
+    steps: list[list[dict]] = [[] for _ in range(num_steps)]
+    for rank in range(world_size):
+        with as_rank(rank, world_size):
+            batches = GlobalBatches(
+                [{"row": i} for i in range(len(GROUPS))], list, rows_per_micro_batch=rows, seed=3,
+                groups=GROUPS, max_of_group=3, **more,
+            )  # fmt: skip
+        for step in steps:
+            step += [row for micro_batch in next(batches) for row in micro_batch]
+    return steps
+
+
+@pytest.mark.parametrize("by_length", [False, True])
+def test_every_epoch_draws_anew_and_a_prompts_pairs_stay_in_one_batch(by_length):
+    lengths = [((7 * i) % 23,) for i in range(len(GROUPS))]
+    more = {"row_lengths": lengths, "group_by_length": by_length}
+    steps = draw_epochs(9, 1, 15, **more)  # 27 rows an epoch: 3 steps
+    epochs = [sum(steps[i : i + 3], []) for i in range(0, 15, 3)]
+    seen = [sorted(row["row"] for row in epoch) for epoch in epochs]
+    assert all(len(set(rows)) == 27 and set(range(7, 31)) < set(rows) for rows in seen), (
+        "the small ones whole"
+    )
+    drawn = [tuple(row for row in rows if row < 7) for rows in seen]
+    assert {len(rows) for rows in drawn} == {3} and len(set(drawn)) > 1
+    assert len(set(sum(drawn, ()))) > 3, "other pairs come to be seen"
+    for row in sum(epochs, []):
+        size = min(GROUPS.count(GROUPS[row["row"]]), 3)
+        assert row["weight"] == 1 / size
+    for step in steps:
+        numbers = [GROUPS[row["row"]] for row in step]
+        assert all(numbers.count(n) == min(GROUPS.count(n), 3) for n in set(numbers)), "none is cut"
+    # Two ranks draw alike, and so does a run that begins in the second epoch.
+    assert [sorted(r["row"] for r in s) for s in draw_epochs(3, 3, 15, **more)] == [
+        sorted(r["row"] for r in s) for s in steps
+    ]
+    batches = GlobalBatches(
+        ROWS[:31], list, rows_per_micro_batch=9, seed=3, groups=GROUPS, max_of_group=3, **more
+    )  # fmt: skip
+    batches._read = lambda i: i
+    batches.num_drawn = 4
+    assert next(batches) == [[row["row"] for row in steps[4]]]
+
+
+def test_rows_until_has_what_the_epochs_draw():
+    batches = GlobalBatches(ROWS[:31], list, rows_per_micro_batch=9, seed=3, groups=GROUPS, max_of_group=3)
+    batches._read = lambda i: i
+    read: set[int] = set()
+    for step in range(1, 8):
+        read.update(*next(batches))
+        assert batches.rows_until(step) == sorted(read)
+
+
+def test_single_rows_are_as_without_groups():
+    plain = GlobalBatches(ROWS, list, rows_per_micro_batch=8, seed=3)
+    grouped = GlobalBatches(ROWS, list, rows_per_micro_batch=8, seed=3, groups=ROWS, max_of_group=1)
+    assert [next(plain) for _ in range(9)] == [next(grouped) for _ in range(9)]

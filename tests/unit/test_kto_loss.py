@@ -16,8 +16,8 @@ from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel
 from step2_reward.arguments import RewardArguments
 from step2_reward.kto_trainer import KTOTrainer, MismatchedRows, find_others
-from step2_reward.pair_math import ipo_loss, kto_baseline, kto_loss
-from step2_reward.pair_trainer import DPOTrainer
+from step2_reward.pair_math import PairLosses, ipo_loss, kto_baseline, kto_loss
+from step2_reward.pair_trainer import DPOTrainer, RewardTrainer
 
 # ---- IPO
 
@@ -47,6 +47,25 @@ def test_ipo_takes_means_over_the_tokens_of_an_answer():
             ratio = float(policy[2 * i + k]) - float(row["reference_logprobs"][k])
             h += sign * ratio / (len(row[f"{side}_ids"]) - max(row[f"{side}_response_start"], 1))
         assert found.loss[i].item() == pytest.approx((h - 1 / 0.6) ** 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "end_score"])
+def test_the_pairs_of_a_prompt_weigh_as_one(loss):
+    """Three pairs of one prompt and one of another: the mean of two means, in the loss and in the figures."""
+    values = torch.tensor([3.0, 1.0, -2.0, 0.5])  # chosen less rejected
+    kind = DPOTrainer if loss == "dpo" else RewardTrainer
+    trainer = kind(torch.nn.Identity(), RewardArguments(loss=loss), is_packed=False, logger=Mock())
+    trainer.compute_losses = lambda batch: PairLosses(
+        values, torch.zeros(4), torch.nn.functional.softplus(-values)
+    )
+    rows = [row | {"weight": 1 / 3 if i < 3 else 1.0} for i, row in enumerate(pairs()[:4])]
+    batch = collate_pairs(rows)
+    total, stats = trainer.compute_sums(batch)
+    of_pairs = [math.log1p(math.exp(-v)) for v in values.tolist()]
+    expected = (sum(of_pairs[:3]) / 3 + of_pairs[3]) / 2
+    assert trainer.count(batch) == pytest.approx(2) and float(total) / 2 == pytest.approx(expected, rel=1e-6)
+    assert expected != pytest.approx(sum(of_pairs) / 4, rel=1e-2), "the plain mean"
+    assert float(stats["margin"]) / 2 == pytest.approx((2 / 3 + 0.5) / 2, rel=1e-6)
 
 
 # ---- KTO's loss

@@ -57,7 +57,7 @@ def test_the_three_steps(monkeypatch, tmp_path, tiny_tokenizer):
 def test_the_limit_of_pairs_is_for_every_prompt_of_a_tree(tmp_path, tiny_tokenizer):
     answers = [said(f"h{i}", "f", f"You {i}", "assistant", i) for i in range(3)]
     path = write_rows(tmp_path / "messages.jsonl", [*TREE_ROWS, *answers])
-    data = build(path, 2, tiny_tokenizer, tmp_path, max_pairs_per_prompt=2)
+    data = build(path, 2, tiny_tokenizer, tmp_path, max_pairs_per_prompt=2, num_stored_epochs=1)
     prompts = [prompt for prompt, _, _ in texts(data, 2, tiny_tokenizer)]
     assert prompts == [WARM, WARM, THANKS, THANKS] and data.report.num_dropped_pairs == 2
 

@@ -139,9 +139,16 @@ def test_fields_are_json_of_what_json_holds():
 def test_answer_lists_give_pairs_up_to_a_limit_and_answers_once(write_rows, build):
     path = write_rows([{"prompt": "q", "pos_answers": ["a", "b", "c"], "neg_answers": ["d", "e"]}])
     data = build(path, 2, max_pairs_per_prompt=4)
-    assert (len(data.train), data.report.num_dropped_pairs) == (4, 2)
-    assert len({data.train[i]["row_id"] for i in range(4)}) == 4
+    assert (len(data.train), data.report.num_dropped_pairs) == (6, 2), "epochs draw from all"
+    assert len({data.train[i]["row_id"] for i in range(6)}) == 6
+    assert set(data.train.numbers("prompt_index").tolist()) == {0}
+    assert len(build(path, 2, max_pairs_per_prompt=4, num_stored_epochs=1).train) == 4
     assert (len(build(path, 1).train), len(build(path, 3).train)) == (3, 1)
+    rows = [{"prompt": f"q{n}", "ranked_answers": list("abcd")} for n in range(12)]
+    data = build(write_rows(rows, "ranked.jsonl"), 2, max_pairs_per_prompt=4, eval_fraction=0.5)
+    for table, num_pairs in ((data.train, 6), (data.eval, 4)):
+        numbers = table.numbers("prompt_index").tolist()
+        assert len(set(numbers)) > 1 and {numbers.count(n) for n in numbers} == {num_pairs}
 
 
 # ---- shares
