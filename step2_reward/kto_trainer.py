@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from common.data.packed_batch import PackedBatch, to_device
 from common.engine.engine_step import Stat
+from common.models.router_loss import add_router_loss
 from common.programs.single_model import Trainer
 from common.ranks import distributed
 from common.ranks.step_costs import COSTS
@@ -111,7 +112,8 @@ class KTOTrainer(Trainer):
         log_ratios = self.compute_log_ratios(batch, ANSWER)
         losses = self.compute_losses(log_ratios, labels, self.baseline)
         ratios, is_good = log_ratios.detach(), labels == 1
-        return losses.sum(), {
+        loss, more = add_router_loss(self.engine, losses.sum(), batch, self.count)
+        return loss, more | {
             "kl": self.baseline * len(batch),
             "accuracy": wins((ratios - self.baseline) * (2 * labels - 1)).sum(),
             "desirable_reward": (self.args.beta * ratios[is_good].sum(), is_good.sum()),

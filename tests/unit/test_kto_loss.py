@@ -54,7 +54,8 @@ def test_the_pairs_of_a_prompt_weigh_as_one(loss):
     """Three pairs of one prompt and one of another: the mean of two means, in the loss and in the figures."""
     values = torch.tensor([3.0, 1.0, -2.0, 0.5])  # chosen less rejected
     kind = DPOTrainer if loss == "dpo" else RewardTrainer
-    trainer = kind(torch.nn.Identity(), RewardArguments(loss=loss), is_packed=False, logger=Mock())
+    engine = Mock(router_loss=None)
+    trainer = kind(engine, RewardArguments(loss=loss), is_packed=False, logger=Mock())
     trainer.compute_losses = lambda batch: PairLosses(
         values, torch.zeros(4), torch.nn.functional.softplus(-values)
     )
