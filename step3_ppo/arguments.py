@@ -237,7 +237,10 @@ class HybridArguments(DecodeArguments):
         only_with="enable_hybrid_engine",
     )
     offload_states_for_generation: bool = flag(
-        False, "move the actor's optimizer state from the GPU to the CPU while it generates", may_change=True
+        False,
+        "move optimizer states from the GPU to the CPU while the actor generates: its own, and the critic's "
+        "where --critic_zero_stage and --critic_offload let them move",
+        may_change=True,
     )
     ema_decay: float = flag(
         0.0,

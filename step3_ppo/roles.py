@@ -259,6 +259,9 @@ def build_roles(
         load = partial(bases.load, "critic", load_ranker)
         engine = _build_engine(load, args, args.critic, num_tokens, num_optimizer_steps)
         critic = Critic(engine, **_layout(args, engine.module))
+        can_move_states = engine.zero_optimization_stage() > 0 and args.critic.offload not in ("param", "all")
+        if args.offload_states_for_generation and can_move_states:
+            hybrid_engine.offload_during_generation(engine)
     scorers = {}
     for spec in (spec for spec in rewards if spec.kind == "model"):
         flags = replace(args.critic, model_name_or_path=spec.target)

@@ -138,7 +138,8 @@ def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> Non
     is_away = role.zero.offload_optimizer is not None
     is_second = run.num_micro_batches > 1  # what the first pass left is there
     has_copy = run.args.dtype != "fp32" or stage > 0
-    is_lent = verb == "generate" and run.args.offload_states_for_generation
+    is_generating = moment.verb == "generate"
+    is_lent = is_generating and run.args.offload_states_for_generation and role.states_can_move
     o = DTYPES[run.args.optimizer_dtype].itemsize
     # Muon's share of the weights has one moment.
     share = role.model.num_in_matrices / trained if parse_optimizer(run.args.optimizer).has_muon else 0.0

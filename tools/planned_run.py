@@ -179,6 +179,11 @@ class Role:
         """Whether its weights wait on the CPU: under ZeRO 3 layer by layer, else between uses."""
         return self.is_offloaded or self.zero.offload_param is not None
 
+    @property
+    def states_can_move(self) -> bool:
+        """Whether --offload_states_for_generation moves its optimizer states."""
+        return self.is_trained and self.zero.stage > 0 and self.zero.offload_param is None
+
 
 class Run:
     """Everything that a plan depends on: the flags (PlanArguments' and the step's) and what they come to.

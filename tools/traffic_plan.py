@@ -93,10 +93,12 @@ def plan_update(run: Run, role: Role, times: float) -> Phase:
 
 def plan_switch(run: Run) -> Phase:
     """Return the entering of generate mode, once a step."""
-    phase, role = Phase(), run.actor
+    phase = Phase()
     if run.args.offload_states_for_generation:
-        shard = role.model.num_trained / (run.num_ranks if role.zero.stage else 1)
-        phase.host_bytes = 2 * 12 * shard
+        moved = sum(
+            r.model.num_trained for r in run.roles if r.states_can_move and not r.zero.offload_optimizer
+        )
+        phase.host_bytes = 2 * 12 * moved / run.num_ranks
     if run.gathers_by_layer:
         return phase
     switch, size = run.plan_switch(), run.num_ranks // run.tp_size

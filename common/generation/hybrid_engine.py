@@ -66,7 +66,9 @@ class HybridEngine:
 
     def __init__(self, engine: Any, options: HybridOptions) -> None:
         self.engine, self.options = engine, options
-        self._states = OptimizerStates(engine) if options.offload_states_for_generation else None
+        self._states: list[OptimizerStates] = []
+        if options.offload_states_for_generation:
+            self.offload_during_generation(engine)
         self.received_bytes = 0  # on this rank, by the last switch; a checkpoint keeps it
         self.module = language_model(engine.module)
         self._weights = weights = trained_weights(self.module)
@@ -88,6 +90,12 @@ class HybridEngine:
                 tp_group=self.groups.tp_group,
                 use_cuda_graphs=not options.no_cuda_graphs,
             )
+
+    def offload_during_generation(self, engine: Any) -> None:
+        """Have the optimizer states of this ZeRO engine, or of another one, wait on the CPU while this one
+        generates.
+        """
+        self._states.append(OptimizerStates(engine))
 
     def _use_layout(self, tp_size: int) -> None:
         is_contiguous = self.options.inference_tp_groups == "contiguous"
@@ -124,8 +132,8 @@ class HybridEngine:
             self.module.eval()
         try:
             with watchdog.phase("the switch to generation", clock="switch"):
-                if self._states:
-                    self._states.offload()
+                for states in self._states:
+                    states.offload()
                 if not self.gather_by_layer:
                     self._attach_weights()
             yield self.inference_module
@@ -135,8 +143,8 @@ class HybridEngine:
                     self.generator.release()
                 if not self.gather_by_layer:
                     self._inference.detach(keep_slices=self.generator.has_graphs)
-                if self._states:
-                    self._states.reload()
+                for states in self._states:
+                    states.reload()
             self.module.train(was_training)
 
     def _attach_weights(self) -> None:

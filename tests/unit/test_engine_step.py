@@ -306,3 +306,24 @@ def test_what_is_refused_in_fp16_and_that_it_says_nothing_about_the_scale(scale)
     else:
         assert take_steps([gradients]) == [{"loss": 1.0, "grad_norm": math.inf}]
         assert engine.optimizer.loss_scaler.cur_scale == scale / 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_engine_in_fp16_halves_its_scale_and_raises_at_the_lowest(stage):
+    """Gradients that overflow at every scale: steps are skipped down to scale 1, where it is an error."""
+    with pretended_gpu():
+        model = torch.nn.Linear(2, 1, bias=False)
+        overrides = {"fp16": {"initial_scale_power": 2, "hysteresis": 1}}
+        config = build_config(zero_stage=stage, dtype="fp16", gradient_clipping=0.0, overrides=overrides)
+        engine = build_engine(model.half(), config, SFTArguments(learning_rate=0.1), 10)
+        (weight,) = engine.module.parameters()
+        before, scales = weight.detach().clone(), []
+        batch = torch.tensor([[300.0, 1.0]], dtype=torch.float16, device=weight.device)
+        # A finite loss of about 1e5, whose gradient is above fp16's 65,504.
+        terms = [LossTerm("loss", [batch], lambda b: (engine(b).float().sum() * 1e3, {}), lambda b: 1.0)]
+        with pytest.raises(StepRefused, match=GRADIENT):
+            for _ in range(5):
+                scales.append(engine.optimizer.loss_scaler.cur_scale)
+                assert math.isinf(update_engine(engine, terms)["grad_norm"])
+        assert scales == [4.0, 2.0, 1.0] and weight.equal(before)
+        engine.destroy()

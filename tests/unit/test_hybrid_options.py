@@ -1,6 +1,7 @@
 """The hybrid engine's flags: what is refused, and what reaches the engine."""
 
 import pytest
+import torch
 from planned_runs import OPT_1B, OPT_350M, ppo
 from tiny_configs import tiny_config
 
@@ -9,6 +10,8 @@ from common.flags.args import Problems, parse_args
 from common.ranks import distributed
 from step3_ppo import checks, roles
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.rewards.reward_specs import RewardSpec
+from tools.memory_plan import MemoryPlan
 
 REQUIRED = "--data_path x --actor_model_name_or_path a --critic_model_name_or_path c"
 
@@ -86,6 +89,41 @@ def test_actor_and_critic_are_offloaded_one_by_one(words, expected, monkeypatch)
     assert ["offload_optimizer" in config["zero_optimization"] for config in configs] == expected
     run = ppo(OPT_1B, OPT_350M, *words.split(), "--actor_zero_stage", "2", "--critic_zero_stage", "2")
     assert [bool(role.zero.offload_optimizer) for role in run.roles if role.is_trained] == expected
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("words", "has_left"),
+    [("--critic_zero_stage 2", True), ("--critic_zero_stage 0", False), ("--critic_zero_stage 2", None)],
+)
+def test_the_critics_states_wait_on_the_cpu_while_the_actor_generates(
+    words, has_left, tiny_model_folder, tiny_tokenizer
+):
+    """They leave where they can move; without the flag (None) they stay."""
+    words += " --actor_zero_stage 2 --dtype fp32" + (
+        "" if has_left is None else " --offload_states_for_generation"
+    )
+    folder = tiny_model_folder("llama")
+    args = parse(f"{words} --actor_model_name_or_path {folder} --critic_model_name_or_path {folder}")
+    reward = [RewardSpec("model", folder, 1.0, "reward")]
+    built = roles.build_roles(args, tiny_tokenizer, reward, 8, has_critic=True)
+    optimizer = built.critic.model.optimizer
+    states = (
+        getattr(optimizer, "single_partition_of_fp32_groups", None) or optimizer.param_groups[0]["params"]
+    )
+    before = [state.detach().clone() for state in states]
+    homes = [state.data_ptr() for state in states]
+    with built.actor.generation_mode():
+        assert [state.data_ptr() != home for state, home in zip(states, homes, strict=True)] == [
+            bool(has_left)
+        ] * len(states)
+    assert all(map(torch.equal, before, states))
+    built.actor.model.destroy(), built.critic.model.destroy()
+
+    plan = MemoryPlan(ppo(OPT_1B, OPT_350M, *words.split()))
+    (moment,) = (moment for moment in plan.moments if moment.verb == "generate")
+    assert (("critic", "optimizer") in moment.cpu) == (("critic", "optimizer") not in moment.gpu)
+    assert (("critic", "optimizer") in moment.cpu) == bool(has_left)
 
 
 @pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])

@@ -1,7 +1,7 @@
 """Traffic plans: bytes by hand, and groups as the hybrid engine makes them."""
 
 import pytest
-from planned_runs import LLAMA_7B, LLAMA_70B, NUM_7B, ppo, single
+from planned_runs import LLAMA_7B, LLAMA_70B, NUM_1B, NUM_7B, NUM_350M, OPT_1B, OPT_350M, ppo, single
 
 from tools.memory_plan import MemoryPlan
 from tools.planned_run import Run
@@ -96,6 +96,16 @@ def test_gathering_layer_by_layer_receives_all_weights_for_every_token():
 def test_an_offloaded_reference_crosses_the_link_from_the_cpu_and_nothing_comes_back():
     phases = plan_rloo("--offload_reference_model")
     assert phases["score reference"].host_bytes == 2 * NUM_7B
+
+
+def test_states_that_wait_on_the_cpu_cross_the_link_twice():
+    flags = ("--offload_states_for_generation", "--num_gpus", "4")
+    both, actor_alone, neither = (
+        plan_traffic(ppo(OPT_1B, OPT_350M, *more))["switch"].host_bytes
+        for more in (flags, (*flags, "--critic_offload", "param", "--critic_zero_stage", "3"), flags[1:])
+    )
+    assert both == pytest.approx(2 * 12 * (NUM_1B + NUM_350M) / 4) and neither == 0
+    assert actor_alone == pytest.approx(2 * 12 * NUM_1B / 4)
 
 
 def test_a_step_has_its_phases_and_scores_the_actor_only_where_its_numbers_are_not_the_samplers():
