@@ -66,6 +66,16 @@ def test_the_gradient_is_that_of_the_global_mean(stage):
     torch.testing.assert_close(engine.module.weight.data, expected, atol=1e-4, rtol=0)
 
 
+def test_items_may_weigh_less_than_1_together():
+    """As the pairs of one prompt of which a batch has a part."""
+    means = []
+    for weight in (0.1, 1.0):
+        engine = build()
+        some = LossTerm("loss", MICRO_BATCHES, squared_sums(engine), lambda batch, w=weight: w * len(batch))
+        means.append(update_engine(engine, [some])["loss"])
+    assert means[0] == pytest.approx(10 * means[1], rel=1e-6)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_loaded_engine_goes_on_as_the_saved_one(stage, tmp_path):
     """Weights, moments and their step, schedule and counters: each shows in the updates or in the numbers."""

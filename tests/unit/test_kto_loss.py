@@ -1,6 +1,7 @@
 """KTO and IPO: the losses by hand and against plain loops in float64, KTO's baseline and its rows."""
 
 import math
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -54,7 +55,7 @@ def test_the_pairs_of_a_prompt_weigh_as_one(loss):
     """Three pairs of one prompt and one of another: the mean of two means, in the loss and in the figures."""
     values = torch.tensor([3.0, 1.0, -2.0, 0.5])  # chosen less rejected
     kind = DPOTrainer if loss == "dpo" else RewardTrainer
-    engine = Mock(router_loss=None)
+    engine = SimpleNamespace(router_loss=None)
     trainer = kind(engine, RewardArguments(loss=loss), is_packed=False, logger=Mock())
     trainer.compute_losses = lambda batch: PairLosses(
         values, torch.zeros(4), torch.nn.functional.softplus(-values)
