@@ -39,6 +39,7 @@ from common.models.output_head import (
     GPU_CHUNK_ELEMENTS,
     GPU_KEPT_ELEMENTS,
 )
+from common.models.saved_adapters import is_adapter
 from tools.planned_run import PlannedModel, Role, Run
 
 TRAINING = ("backward", "reduce", "step")  # all activations, all gradients, the optimizer's copies
@@ -106,11 +107,15 @@ def _fill(run: Run, moment: Moment) -> Moment:
         verb = "wait" if (role.name, moment.role, moment.verb) in WAITS else "idle"
         verb = moment.verb if role.name == moment.role else verb
         if not role.is_adapter_off:
-            weights = run.num_bytes * role.model.num_params / (run.num_ranks if role.is_sharded else 1)
+            num_own = role.model.num_params - role.num_shared
+            weights = run.num_bytes * num_own / (run.num_ranks if role.is_sharded else 1)
             is_away = role.params_on_cpu and (role.is_sharded or verb == "idle")
             moment.hold(role.name, "weights", weights, on_cpu=is_away)
             if role.params_on_cpu and not (is_away or run.is_cpu):  # the pinned originals stay
                 moment.hold(role.name, "weights", weights, on_cpu=True)
+        elif is_adapter(role.model.path):  # as they began, and while they take the place of what they are now
+            began = run.num_bytes * role.model.num_trained / run.num_ranks
+            moment.hold(role.name, "adapters", began * (2 if verb == "score" else 1))
         if role.is_trained:
             _hold_training_state(run, role, verb, moment)
         _hold_activations(run, role, verb, moment)

@@ -89,6 +89,7 @@ def head_lines(run: Run) -> list[str]:
     for role in run.roles:
         model = role.model
         family = model.plain.config.model_type + (", adapters off" if role.is_adapter_off else "")
+        family += ", base above" if role.num_shared and not role.is_adapter_off else ""
         trained = f"{model.num_trained / 1e6:,.1f}" if role.is_trained else "-"
         stage = str(role.zero.stage) if role.is_trained or role.is_sharded else "-"
         rows.append([role.name, family, f"{model.num_params / 1e6:,.1f}", trained, stage])

@@ -25,13 +25,15 @@ from common.generation.resharding import Route, TPLayout, group_by_layers, plan_
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
 from common.models.attention import takes_own_kernels
 from common.models.loading import DTYPES, plain_model
-from common.models.lora import LoraOptions, add_lora, trained_weights
+from common.models.lora import LoraOptions, build_lora, trained_weights
 from common.models.model_flops import DEVICES
+from common.models.saved_adapters import base_of
 from common.programs import startup
 from common.ranks import distributed
 from step3_ppo.algorithms import find_algorithm
 from step3_ppo.checks import check_flags
 from step3_ppo.rewards.reward_specs import parse_rewards
+from step3_ppo.shared_base import Place, describe_places, fill_ranks, find_places
 from tools.step_flags import StageArguments
 
 SHAPES = Path(__file__).resolve().parents[1] / "training_scripts/model_shapes.json"  # by hub name
@@ -43,14 +45,16 @@ class PlannedModel:
     Raises ValueError for a classifier without a `score` head, and where no linear layer would get an adapter.
     """
 
-    def __init__(self, plain: PreTrainedModel, lora: LoraOptions | None = None) -> None:
+    def __init__(self, plain: PreTrainedModel, lora: LoraOptions | None = None, path: str = "") -> None:
         self.plain = self.module = plain
+        self.path = path
         if lora:
             with torch.device("meta"):
-                self.module = add_lora(copy.deepcopy(plain), lora)
+                self.module = build_lora(copy.deepcopy(plain), lora)
         text = plain.config.get_text_config()
         self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
         self.num_params = sum(p.numel() for p in self.module.parameters())  # a tied weight once
+        self.num_in_backbone = sum(p.numel() for p in getattr(plain, plain.base_model_prefix).parameters())
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.num_trained = sum(p.numel() for p in trained.values())
         in_matrices = [p.numel() for name, p in trained.items() if is_hidden_matrix(name, p)]  # of Muon
@@ -78,7 +82,7 @@ class PlannedModel:
 @cache
 def with_adapters(model: PlannedModel, lora: LoraOptions) -> PlannedModel:
     """Return the model with adapters, itself where `lora` asks for none."""
-    return PlannedModel(model.plain, lora) if lora.dim else model
+    return PlannedModel(model.plain, lora, model.path) if lora.dim or lora.folder else model
 
 
 # ---- the switch to generation ---------------------------------------------------------------------------
@@ -167,7 +171,8 @@ class Role:
     is_trained: bool
     is_checkpointed: bool
     is_offloaded: bool  # frozen, its weights on the CPU between uses
-    is_adapter_off: bool = False  # the actor without its adapters: no weights of its own
+    is_adapter_off: bool = False  # the actor without its adapters, or with its first: no weights of its own
+    num_shared: int = 0  # parameters that a role before it holds for both
 
     @property
     def is_sharded(self) -> bool:
@@ -259,6 +264,8 @@ def sequence_length(args: Any) -> int:
 def build_roles(args: Any, models: Models) -> list[Role]:
     """Return the roles as the steps make them, the actor first."""
     roles: list[Role] = []
+    places = find_places(args, shared_paths(models)) if args.stage == 3 else {}
+    held: set[Place] = set()
     for name, model in models.items():
         if name == "reference" and args.actor_lora_dim:
             roles.append(replace(roles[0], name=name, is_trained=False, is_adapter_off=True))
@@ -266,11 +273,12 @@ def build_roles(args: Any, models: Models) -> list[Role]:
         flags = args  # the role's own
         if args.stage == 3:
             flags = args.actor if name in ("actor", "reference") else args.critic
+            if name not in ("actor", "critic"):
+                flags = replace(flags, model_name_or_path=model.path, lora_dim=0)
         is_trained = args.stage < 3 or name in ("actor", "critic")
         is_offloaded = False
-        if is_trained:
-            model = with_adapters(model, LoraOptions.of(args, flags))
-        else:
+        model = with_adapters(model, LoraOptions.of(args, flags))
+        if not is_trained:
             is_offloaded = args.offload_reference_model if name == "reference" else args.offload_reward_model
         offload = flags.offload if is_trained else "param" if is_offloaded else "none"
         config = config_of(
@@ -280,8 +288,22 @@ def build_roles(args: Any, models: Models) -> list[Role]:
             config = with_buckets(config, model.num_trained, args.num_gpus * args.num_nodes)
         zero = DeepSpeedZeroConfig(**config["zero_optimization"])
         is_checkpointed = is_trained and flags.gradient_checkpointing
-        roles.append(Role(name, model, zero, is_trained, is_checkpointed, is_offloaded))
+        place = places.get(name)
+        num_shared = model.num_in_backbone if place in held else 0
+        held |= {place} if place else set()
+        roles.append(
+            Role(name, model, zero, is_trained, is_checkpointed, is_offloaded, num_shared=num_shared)
+        )
     return roles
+
+
+def shared_paths(models: Models) -> dict[str, str]:
+    """Return the paths of roles that may have a base in common: adapters, and folders that are there.
+
+    A hub name stands for what a step before will have exported, each a model of its own.
+    """
+    paths = {name: model.path for name, model in models.items() if name != "reference"}
+    return {name: path for name, path in paths.items() if Path(path).is_dir()}
 
 
 # ---- from the flags -------------------------------------------------------------------------------------
@@ -316,7 +338,12 @@ def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
     startup.check_offload(args, args.dtype, problems)
     check_optimizer(args, args.dtype, problems)
     if args.stage == 3:
+        args = replace(args)
+        if args.reward and not args.critic_model_name_or_path:
+            args.critic_model_name_or_path = args.actor_model_name_or_path
+        fill_ranks(args, problems)
         check_flags(args, args.num_gpus * args.num_nodes, args.dtype, problems)
+        describe_places(args, shared_paths(models), problems)
     if problems.messages:
         return None
     with problems.catch():
@@ -329,7 +356,11 @@ def read_models(args: Any, problems: Problems) -> Models:
     read: dict[Source, PlannedModel] = {}
     sources = find_sources(args, problems)
     for flag_name, path, is_value_model in dict.fromkeys(sources.values()):
-        config = known_config(path) or startup.check_model(flag_name, path, args, problems)
+        config = None
+        with problems.catch():
+            config = known_config(base_of(path)) or startup.check_model(
+                flag_name, path, args, problems, takes_adapter=args.stage == 3
+            )
         if config is None:
             continue
         startup.check_length(config, sequence_length(args), flag_name, problems)
@@ -337,7 +368,7 @@ def read_models(args: Any, problems: Problems) -> Models:
             config.num_labels = 1
         auto_class = AutoModelForSequenceClassification if is_value_model else AutoModelForCausalLM
         try:
-            model = PlannedModel(startup.empty_model(config, args, auto_class))
+            model = PlannedModel(startup.empty_model(config, args, auto_class), path=path)
             read[flag_name, path, is_value_model] = model
         except ValueError as error:
             problems.add(f"{flag_name} {path}: {error}")

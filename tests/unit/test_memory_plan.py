@@ -311,7 +311,12 @@ def test_a_real_engine_holds_what_is_planned(
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
-    "more", ["--actor_zero_stage 2 --enable_ema", "--dtype fp32 --offload_reference_model"]
+    "more",
+    [
+        "--actor_zero_stage 2 --enable_ema",
+        "--dtype fp32 --offload_reference_model",
+        "--dtype fp32 --actor_lora_dim 4 --critic_lora_dim 4",  # one base for all
+    ],
 )
 def test_the_roles_of_ppo_hold_what_is_planned(more, tiny_model_folder, tiny_tokenizer):
     folder = tiny_model_folder("llama")
