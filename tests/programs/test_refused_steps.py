@@ -132,7 +132,7 @@ def test_numbers_that_json_has_no_word_for_leave_json(forks, tiny, tmp_path):
 
 def test_a_ppo_step_all_of_whose_minibatches_are_refused(forks, tiny, tmp_path):
     """Its numbers are those of its rollout; the next step learns."""
-    at = "step3_ppo.ppo_losses:clipped_surrogate"
+    at = "step3_ppo.ppo_losses:PPOLosses._policy_sums"
     hooks = [{"at": at, "call": call, "do": "nan", "when": "after"} for call in range(5, 9)]
     done = forks.run(3, short_flags(tiny, 3, 0, output_dir=tmp_path / "output"), hooks=hooks)
     assert done.codes == [0], done.text()
