@@ -30,11 +30,12 @@ from step3_ppo.ppo_math import (
     discounted_returns,
     generalized_advantages,
     group_baselines,
+    group_centre,
     group_whiten,
     kl_estimate,
     kl_penalised_rewards,
 )
-from step3_ppo.rewards.score_shaping import shape_scores
+from step3_ppo.rewards.score_shaping import parse_truncated, shape_scores
 from step3_ppo.rollout_batch import sampled_mask, tokens, with_tokens
 
 AddAdvantages = Callable[[PackedBatch, PPOArguments, float], PackedBatch]
@@ -51,6 +52,7 @@ class Algorithm:
     name: str
     add_advantages: AddAdvantages
     needs_critic: bool = False  # its batch has old_values, and it fills in returns
+    needs_greedy: bool = False  # its batch has the greedy answer's greedy_scores, _is_finished and _lengths
     needs_group: bool = False  # compares responses to one prompt: --num_samples_per_prompt above 1
     kl_in: str = "reward"
     adv_norm: str = "none"
@@ -97,13 +99,31 @@ def unused_flags(algorithm: Algorithm, given: set[str]) -> list[str]:
 
 def shaped_scores(batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
     """Return the scores (b,) fp32 as the flags of the score group leave them. Every rank must call this."""
-    return shape_scores(
-        batch.numbers("scores"),
-        batch.lengths["response_ids"],
-        batch.numbers("is_finished"),
-        args,
-        distributed.reduce_sum,
-    )
+    numbers = (batch.numbers(key) for key in ("scores", "is_finished", "group_ids"))
+    return _shape(args, *numbers, batch.lengths["response_ids"])
+
+
+def scores_with_greedy(batch: PackedBatch, args: PPOArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `shaped_scores` and those of the greedy answers to the same prompts, (b,) fp32 each.
+
+    They are whitened together. Every rank must call this.
+    """
+    keys = ("scores", "is_finished", "group_ids")
+    columns = [batch.numbers(key) for key in keys] + [batch.lengths["response_ids"]]
+    greedy = [batch.numbers(f"greedy_{key}") for key in ("scores", "is_finished")]
+    greedy += [batch.numbers("group_ids"), batch.numbers("greedy_lengths")]
+    shaped = _shape(args, *(torch.cat(pair) for pair in zip(columns, greedy, strict=True)))
+    return shaped.split(len(batch))
+
+
+def _shape(
+    args: PPOArguments,
+    scores: torch.Tensor,
+    is_finished: torch.Tensor,
+    group_ids: torch.Tensor,
+    lengths: torch.Tensor,
+) -> torch.Tensor:
+    return shape_scores(scores, lengths, is_finished, group_ids, args, distributed.reduce_sum)
 
 
 def step_mean(numbers: torch.Tensor) -> torch.Tensor:
@@ -167,6 +187,9 @@ def with_advantages(
         mask = mask & batch.numbers("is_finished")[:, None]
     if args.adv_norm == "batch":
         advantages = whiten(advantages, mask, reduce_sum=distributed.reduce_sum)
+    elif args.adv_norm == "group_mean_batch_std":
+        centred = group_centre(advantages, mask, batch.numbers("group_ids"))
+        advantages = whiten(centred, mask, reduce_sum=distributed.reduce_sum)
     elif args.adv_norm == "group":
         advantages = group_whiten(advantages, mask, batch.numbers("group_ids"))
     else:
@@ -188,7 +211,7 @@ def add_ppo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -
     """
     rewards = token_rewards(batch, shaped_scores(batch, args), args, kl_coef)
     # A finished response ends in a terminal state of value 0; the critic values what follows a cut one.
-    is_bootstrapped = ~batch.numbers("is_finished") & (args.truncated == "bootstrap")
+    is_bootstrapped = ~batch.numbers("is_finished") & parse_truncated(args.truncated)[1]
     advantages, returns = generalized_advantages(
         rewards,
         tokens(batch, "old_values"),
@@ -258,5 +281,18 @@ def add_reinforce_baseline_advantages(batch: PackedBatch, args: PPOArguments, kl
     scores = shaped_scores(batch, args)
     group = group_baselines(scores, batch.numbers("group_ids"))
     compared = token_rewards(batch, (scores.double() - group.mean).float(), args, kl_coef)
+    advantages = discounted_returns(compared, sampled_mask(batch), gamma=args.gamma)
+    return with_advantages(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
+
+
+@register_algorithm("remax", needs_greedy=True, ignores=("gae_lambda",))
+@torch.no_grad()
+def add_remax_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
+    """Return the batch with the discounted rewards from each token on, the greedy answer's score taken off.
+
+    ReMax, arXiv:2310.10505. The greedy answer to the same prompt is in no loss.
+    """
+    scores, greedy_scores = scores_with_greedy(batch, args)
+    compared = token_rewards(batch, scores - greedy_scores, args, kl_coef)
     advantages = discounted_returns(compared, sampled_mask(batch), gamma=args.gamma)
     return with_advantages(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)

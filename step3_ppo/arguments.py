@@ -66,8 +66,8 @@ class ScoreArguments:
     reward: list[str] = flag(
         [],
         "rewards: [WEIGHT*]model:PATH, classifier:PATH[:LABEL], function:MODULE:NAME, http://... or "
-        "judge:URL[:MODEL][#TEMPLATE_FILE]; their weighted sum is the score, weight 0 is only logged; empty: "
-        "the critic's initial model",
+        "judge:URL[:MODEL][#TEMPLATE_FILE], or a number, which is added; their weighted sum is the score, "
+        "weight 0 is only logged; empty: the critic's initial model",
     )
     environment: str = flag(
         "",
@@ -96,7 +96,12 @@ class ScoreArguments:
         " it VALUE, mask leaves it out of losses, means and baselines",
     )
     reward_clip: float = flag(5.0, "clip scores to +- this; 0: off", low=0)
-    whiten_scores: bool = flag(False, "whiten each step's scores before clipping")
+    whiten_scores: str = flag(
+        "none",
+        "whiten scores before clipping, over the step or over each prompt's responses",
+        choices=("none", "batch", "group"),
+        const="batch",
+    )
     length_reward_tokens: int = flag(
         0, "penalty of short responses: 1 for an empty one, falling linearly to 0 at N tokens; 0: off", low=0
     )
@@ -108,8 +113,8 @@ class ScoreArguments:
     )
     truncated: str = flag(
         "score",
-        "a response cut at max_answer_seq_len: score it as it is, bootstrap from the critic, mask it out of "
-        "the loss, or a number that replaces its score",
+        "a response cut at max_answer_seq_len: score it as it is, bootstrap from the critic too, mask it out "
+        "of the loss, or a number that replaces its score; bootstrap:0: both, that and the critic",
     )
 
 
@@ -119,7 +124,7 @@ class PPOMathArguments:
 
     algorithm: str = flag(
         "ppo",
-        "advantage estimator: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, one that "
+        "advantage estimator: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, remax, one that "
         "--plugins registers, or MODULE:FUNCTION",
     )
     kl_coef: float = flag(0.1, "weight of the KL penalty to the reference", low=0)
@@ -134,9 +139,9 @@ class PPOMathArguments:
     gae_lambda: float = flag(0.95, "lambda of GAE", low=0, high=1)
     adv_norm: str = flag(
         "",
-        "whiten advantages over the step (batch) or over each prompt's responses (group); empty: the "
-        "algorithm's default",
-        choices=("", "none", "batch", "group"),
+        "whiten advantages over the step (batch) or over each prompt's responses (group), or take off the "
+        "mean of the group and divide by the step's deviation; empty: the algorithm's default",
+        choices=("", "none", "batch", "group", "group_mean_batch_std"),
     )
     policy_loss: str = flag(
         "ppo",

@@ -98,6 +98,16 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
     with problems.catch():
         parse_correction(args.rollout_correction)
     problems.check(
+        not (args.ref_ema_decay and args.actor_lora_dim),
+        f"{given('ref_ema_decay')} averages whole weights, and with {given('actor_lora_dim')} the reference "
+        "is the actor without its adapters; leave one of them out",
+    )
+    problems.check(
+        not (args.ref_ema_decay and args.offload_reference_model),
+        f"--offload_reference_model has nothing to offload with {given('ref_ema_decay')}: the averages are a "
+        "share on each rank, and no model; leave it out",
+    )
+    problems.check(
         not args.offload_states_for_generation or effective_zero_stage(args.actor_zero_stage, dtype) > 0,
         "--offload_states_for_generation needs --actor_zero_stage 1, 2 or 3",
     )
@@ -153,7 +163,8 @@ def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems
     name, rounds = f"--algorithm {algorithm.name}", args.dynamic_sampling_rounds
     compares_responses = {
         name: algorithm.needs_group,
-        "--adv_norm group": args.adv_norm == "group",
+        f"--adv_norm {args.adv_norm}": args.adv_norm.startswith("group"),
+        "--whiten_scores group": args.whiten_scores == "group",
         f"--dynamic_sampling_rounds {rounds}": rounds > 0,
     }
     for flag, compares in compares_responses.items():
@@ -167,8 +178,8 @@ def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems
         f"{name} has a critic: give --critic_model_name_or_path, the export/ of step 2",
     )
     problems.check(
-        args.truncated != "bootstrap" or algorithm.needs_critic,
-        f"--truncated bootstrap asks a critic, and {name} has none; use score, mask or a number",
+        not args.truncated.startswith("bootstrap") or algorithm.needs_critic,
+        f"--truncated {args.truncated} asks a critic, and {name} has none; use score, mask or a number",
     )
 
 

@@ -35,7 +35,7 @@ from step3_ppo.checks import PPOStart, check_start_up
 from step3_ppo.environments import KIND, Environments
 from step3_ppo.evaluation import choose_prompts
 from step3_ppo.ppo_trainer import PPOTrainer
-from step3_ppo.rewards.reward_specs import build_text_reward
+from step3_ppo.rewards.reward_specs import build_text_reward, reward_bias
 from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.rewards.text_rewards import parse_on_error
 from step3_ppo.roles import build_roles
@@ -94,8 +94,9 @@ def build_trainer(
     if args.environment:
         parts = (start.template, start.decode, args.max_prompt_seq_len)
         environments = Environments(args.environment, *parts)
-    scores = ScoreSum(specs, texts, start.decode, parse_on_error(args.reward_on_error), environments)
-    rollout = Rollout(args, roles, scores)
+    on_error, bias = parse_on_error(args.reward_on_error), reward_bias(args.reward)
+    scores = ScoreSum(specs, texts, start.decode, on_error, environments, bias)
+    rollout = Rollout(args, roles, scores, needs_greedy=algorithm.needs_greedy)
     logger = build_logger(args, COLUMNS, num_steps)
     return PPOTrainer(args, algorithm, rollout, prompts, pretraining, logger, held_out)
 
@@ -113,6 +114,8 @@ def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data
         parts["critic"] = EngineState(roles.critic.model)
     if trainer.ema:
         parts["ema"] = trainer.ema
+    if trainer.ref_average:
+        parts["ref_ema"] = trainer.ref_average
     parts["trainer"] = TrainerState(trainer)
     return Run(args, start.earlier, trainer.logger, data, rows, parts)
 

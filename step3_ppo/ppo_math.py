@@ -222,13 +222,23 @@ def group_whiten(x: torch.Tensor, mask: torch.Tensor, group_ids: torch.Tensor) -
     x (B, R), mask (B, R) bool, True = counts. The same as `whiten` called with the rows of one group after
     another; the variance divides by the count. AReaL's `group_adv_norm`. Constant entries give exactly 0.
     """
+    centred = group_centre(x, mask, group_ids)
+    return (centred * torch.rsqrt(_group_means(centred.square(), mask, group_ids) + 1e-8)).float()
+
+
+@torch.no_grad()
+def group_centre(x: torch.Tensor, mask: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    """Return x less the mean over the counting tokens of each group: (B, R) float64, else 0."""
+    x = x.float().double()
+    return torch.where(mask, x - _group_means(x, mask, group_ids), 0.0)
+
+
+def _group_means(x: torch.Tensor, mask: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    """Return the mean of x (B, R) over the counting tokens of each row's group: (B, 1)."""
     _, rows, sizes = group_ids.unique(return_inverse=True, return_counts=True)  # (B,), (G,)
-    kept = torch.where(mask, x.float().double(), 0.0)
     counts = _sums(mask.sum(1).double(), rows, len(sizes)).clamp(min=1)  # (G,)
-    means = _sums(kept.sum(1), rows, len(sizes)) / counts
-    centred = torch.where(mask, kept - means[rows, None], 0.0)
-    variances = _sums(centred.square().sum(1), rows, len(sizes)) / counts
-    return (centred * torch.rsqrt(variances + 1e-8)[rows, None]).float()
+    sums = _sums(torch.where(mask, x, 0.0).sum(1), rows, len(sizes))
+    return (sums / counts)[rows, None]
 
 
 def _sums(x: torch.Tensor, rows: torch.Tensor, num_groups: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from step3_ppo import metrics
 from step3_ppo.algorithms import Algorithm, on_every_token, step_mean
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import Evaluation
+from step3_ppo.hooks import run_hooks
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController, loss_weights
 from step3_ppo.rollout import Rollout, join_scores
@@ -63,6 +64,8 @@ class PPOTrainer:
             self.value_normaliser = ValueNormaliser(args.value_norm)
         if args.ema_decay:
             self.ema = ExponentialMovingAverage(self.roles.actor.model.module, args.ema_decay)
+        # With --ref_ema_decay: the reference's weights.
+        self.ref_average = self.roles.reference.average if args.ref_ema_decay else None
         if held_out:
             self.evaluation = Evaluation(args, rollout, logger, held_out)
         # Rollout batches that wait to be used, the oldest first: --rollout_staleness of them between steps.
@@ -77,11 +80,16 @@ class PPOTrainer:
         """
         COSTS.begin_step()
         if self.open_step is None:
+            run_hooks("before_step", self, None)
             batch = self.collect(step, run)  # generate, score
+            batch = run_hooks("before_advantages", self, batch)
             self.open_step = self.add_advantages(step, batch)  # rewards, advantages, returns
+            self.open_step.batch = run_hooks("after_advantages", self, self.open_step.batch)
         for micro_batches in self.minibatches(self.open_step):  # ppo_epochs passes
+            micro_batches = run_hooks("before_update", self, micro_batches)
             try:
                 self.update(self.open_step, micro_batches)
+                run_hooks("after_update", self, micro_batches)
             except StepRefused as error:
                 run.refuse(step, error, self.open_step.position)
             run.point(step, self.open_step.position)
@@ -91,7 +99,9 @@ class PPOTrainer:
         """Return the rollout batch of a step, values in real units: statistics may move before it is used."""
         while len(self.waiting) <= self.args.rollout_staleness:
             with watchdog.phase("the rollout", step):
+                run_hooks("before_rollout", self, None)
                 batch = self.rollout.collect(self.prompts, version=step - 1)
+                batch = run_hooks("after_rollout", self, batch)
                 for name in ("old_values", "next_values") if self.value_normaliser else ():
                     values = self.value_normaliser.denormalise(batch.data[name])
                     batch = batch.with_key(name, values, like=name)
@@ -220,6 +230,9 @@ class PPOTrainer:
         if advice:
             self.logger.note(f"step {step}: {advice}")
         self._write_responses(step, current.batch)
+        if self.ref_average:
+            self.ref_average.update()
+        run_hooks("after_step", self, current.batch)
         self.open_step = None
         return numbers
 

@@ -55,6 +55,12 @@ class RoleArguments:
         may_change=True,
         only_with="actor_lora_dim=0",
     )
+    ref_ema_decay: float = flag(
+        0.0,
+        "the reference is a moving average of the actor: this share of it stays at each step; 0: as it began",
+        low=0,
+        below=1,
+    )
     offload_reward_model: bool = flag(
         False, "keep the reward model's weights on the CPU between uses", may_change=True
     )

@@ -30,6 +30,7 @@ from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.role_arguments import RoleFlags
 from step3_ppo.shared_base import Bases, find_places, model_paths
+from step3_ppo.trainer_state import ExponentialMovingAverage
 
 
 @dataclass
@@ -135,6 +136,20 @@ class LoraReference(Reference):
             yield
 
 
+class MovingReference(Reference):
+    """A moving average of the actor: its engine, which has the averages in place of the weights meanwhile."""
+
+    def __init__(self, engine: Any, decay: float, **layout: bool) -> None:
+        super().__init__(engine, **layout)
+        self.average = ExponentialMovingAverage(engine.module, decay)
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Have the engine compute with the averages. Every rank must call this."""
+        with super().scoring(), self.average.averaged_weights():
+            yield
+
+
 class Actor(Policy):
     """The policy that is trained."""
 
@@ -153,14 +168,16 @@ class Actor(Policy):
         *,
         num_samples: int,
         on_turns: TurnCallback | None = None,
+        is_greedy: bool = False,
     ) -> Generation:
         """Return `num_samples` responses for each left-padded prompt, in the block of `generation_mode`.
 
         Every rank must call this.
         """
         with watchdog.phase("the generation", clock="generate"):
+            how = replace(self.sampling, top_k=1) if is_greedy else self.sampling
             generation = self.hybrid_engine.generate(
-                prompt_ids, prompt_mask, sample_ids, self.sampling, num_samples=num_samples, on_turns=on_turns
+                prompt_ids, prompt_mask, sample_ids, how, num_samples=num_samples, on_turns=on_turns
             )
             lengths = prompt_mask.sum(1), generation.response_mask.sum(1).cpu()
             flops = self.model.module.flops.of_generation(*lengths, num_samples)
@@ -272,7 +289,9 @@ def build_roles(
         scorers[spec.name] = _build_frozen(Reward, load, args, flags, num_tokens, is_offloaded)
     if args.actor_lora_dim:
         has_new_adapters = not is_adapter(args.actor_model_name_or_path)
-        reference = LoraReference(actor.model, has_new_adapters=has_new_adapters, **layout)
+        reference: Reference = LoraReference(actor.model, has_new_adapters=has_new_adapters, **layout)
+    elif args.ref_ema_decay:
+        reference = MovingReference(actor.model, args.ref_ema_decay, **layout)
     else:
         is_offloaded = args.offload_reference_model
         reference = _build_frozen(Reference, load_policy, args, args.actor, num_tokens, is_offloaded)

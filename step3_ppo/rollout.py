@@ -20,7 +20,10 @@ from step3_ppo.rewards.score_sum import PREFIX, PromptTexts, ScoreSum
 from step3_ppo.roles import Roles
 from step3_ppo.rollout_batch import TokenCap, gather_ids, in_order, replace_rows
 
-SCORED = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "scores", "old_values", "next_values")
+SCORED = (
+    *("rollout_logprobs", "old_logprobs", "ref_logprobs", "scores"),
+    *("greedy_scores", "old_values", "next_values"),
+)
 MAX_LOGPROB_GAP = 1e-3  # mean difference a token, in nats, up to which the sampler is trusted
 
 
@@ -31,12 +34,16 @@ class Rollout:
     `recomputes`, from one more forward pass.
     """
 
-    def __init__(self, args: PPOArguments, roles: Roles, scores: ScoreSum) -> None:
+    def __init__(
+        self, args: PPOArguments, roles: Roles, scores: ScoreSum, *, needs_greedy: bool = False
+    ) -> None:
+        """`needs_greedy`: each prompt has a greedy answer too, which is scored, and is no row of a batch."""
         self.args, self.roles, self.scores = args, roles, scores
         self.environments = scores.environments
         most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
         actor = roles.actor
         self.cap = TokenCap(args.max_tokens_per_micro_batch or most, actor.is_packed, actor.shares_prompts)
+        self.needs_greedy = needs_greedy
         self.refilled_fraction = 0.0  # of the last batch's groups
         self.source = "recompute" if args.replay_sampling_support else args.old_logprobs
         self.recomputes = self.source != "rollout"
@@ -84,11 +91,33 @@ class Rollout:
         # Prompts are numbered through the run, the same for any number of ranks.
         first = prompts.num_drawn * prompts.global_rows
         with watchdog.phase("the reading of prompts", clock="data"):
-            prompt_batches = next(prompts)
-        return self.score(*self.sample(prompt_batches, version, self.args.num_samples_per_prompt, first))
+            prompt_batches = list(next(prompts))
+        batch, texts = self.sample(prompt_batches, version, self.args.num_samples_per_prompt, first)
+        if self.needs_greedy:
+            batch = self._add_greedy(batch, *self.sample(prompt_batches, version, 1, first, is_greedy=True))
+        return self.score(batch, texts)
+
+    def _add_greedy(self, batch: PackedBatch, answers: PackedBatch, texts: PromptTexts) -> PackedBatch:
+        """Return the batch with scores, lengths and is_finished of the greedy answers to the same prompts."""
+        micro_batches = self.cap.cut(answers)
+        found = self.scores.ask(micro_batches, texts)(self.roles.rewards)
+        answers = join_scores(answers.ids, micro_batches, {}, {"scores": found["scores"]})
+        row_of = {group: row for row, group in enumerate(answers.numbers("group_ids").tolist())}
+        rows = [row_of[group] for group in batch.numbers("group_ids").tolist()]
+        columns = {key: answers.numbers(key) for key in ("scores", "is_finished")}
+        columns["lengths"] = answers.lengths["response_ids"]
+        for key, column in columns.items():
+            batch = batch.with_numbers(f"greedy_{key}", column[rows])
+        return batch
 
     def sample(
-        self, prompt_batches: Iterable[PackedBatch], version: int, num_samples: int, first: int
+        self,
+        prompt_batches: Iterable[PackedBatch],
+        version: int,
+        num_samples: int,
+        first: int,
+        *,
+        is_greedy: bool = False,
     ) -> tuple[PackedBatch, PromptTexts]:
         """Return `num_samples` responses to each of this rank's prompts, and the prompts' texts by number.
 
@@ -106,7 +135,9 @@ class Rollout:
                 if self.environments:
                     with watchdog.phase("the beginning of the conversations", clock=KIND):
                         prompts, conversations = self.environments.begin(prompts, num_samples)
-                parts.append(self._sample_batch(prompts, numbers, version, num_samples, conversations))
+                parts.append(
+                    self._sample_batch(prompts, numbers, version, num_samples, conversations, is_greedy)
+                )
                 texts |= zip(numbers.tolist(), prompt_texts(prompts), strict=True)
         return PackedBatch.concat(parts), texts
 
@@ -117,6 +148,7 @@ class Rollout:
         version: int,
         num_samples: int,
         conversations: Sequence[Conversation],
+        is_greedy: bool,
     ) -> PackedBatch:
         """Return the responses to prompts with these numbers (rows,) int64; with an environment each in a
         conversation.
@@ -127,7 +159,12 @@ class Rollout:
             sample_ids = group_ids * num_samples + torch.arange(num_samples).repeat(len(numbers))
         on_turns = partial(self.environments.answer, conversations) if self.environments else None
         generation = self.roles.actor.generate(
-            prompt_ids, prompt_mask, sample_ids, num_samples=num_samples, on_turns=on_turns
+            prompt_ids,
+            prompt_mask,
+            sample_ids,
+            num_samples=num_samples,
+            on_turns=on_turns,
+            is_greedy=is_greedy,
         )
         with watchdog.phase("the unpadding of the responses", clock="gather"):
             generation = type(generation)(*(x.cpu() for x in generation))

@@ -21,6 +21,7 @@ the rank that trains on them, a minibatch at a time.
     group_ids         a number    int64, one for all responses to a prompt
     is_finished       a number    bool, False where the length limit cut the response
     num_turns         a number    int64, turns that the environment was shown; with an environment
+    greedy_scores, greedy_is_finished, greedy_lengths  a number, of the greedy answer (remax)
     scores            a number    fp32, the weighted sum of the rewards; score/NAME has each of them
     rewards, advantages, returns  a token  fp32, filled in by the algorithm
 

@@ -149,8 +149,8 @@ def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> Non
     # Muon's share of the weights has one moment.
     share = role.model.num_in_matrices / trained if parse_optimizer(run.args.optimizer).has_muon else 0.0
     moment.hold(name, "optimizer", o * (has_copy + 2 - share) * shard, on_cpu=is_away or is_lent)
-    if role is run.actor and run.args.ema_decay:
-        moment.hold(name, "EMA", 4.0 * trained / run.num_ranks, on_cpu=role.params_on_cpu)
+    if role is run.actor and (num_averages := bool(run.args.ema_decay) + bool(run.args.ref_ema_decay)):
+        moment.hold(name, "EMA", num_averages * 4.0 * trained / run.num_ranks, on_cpu=role.params_on_cpu)
     # Gradients: all of them, and the rank's own part, which under offload lies on the CPU, and there in fp32.
     whole, part = b * trained, 0.0 if is_away else b * shard
     if is_away:

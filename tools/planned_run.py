@@ -171,7 +171,7 @@ class Role:
     is_trained: bool
     is_checkpointed: bool
     is_offloaded: bool  # frozen, its weights on the CPU between uses
-    is_adapter_off: bool = False  # the actor without its adapters, or with its first: no weights of its own
+    is_adapter_off: bool = False  # the actor with adapters off or as they began, or with averages: no weights
     num_shared: int = 0  # parameters that a role before it holds for both
 
     @property
@@ -267,7 +267,7 @@ def build_roles(args: Any, models: Models) -> list[Role]:
     places = find_places(args, shared_paths(models)) if args.stage == 3 else {}
     held: set[Place] = set()
     for name, model in models.items():
-        if name == "reference" and args.actor_lora_dim:
+        if name == "reference" and (args.actor_lora_dim or args.ref_ema_decay):
             roles.append(replace(roles[0], name=name, is_trained=False, is_adapter_off=True))
             continue
         flags = args  # the role's own

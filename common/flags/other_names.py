@@ -32,6 +32,8 @@ def rename_flags(saved: dict[str, Any]) -> dict[str, Any]:
         flags.pop("ema_decay", None)  # it had a value that did nothing
     if "kl_estimator" in flags:  # a flag of now was two
         flags["kl_in"] += f":{flags.pop('kl_estimator')}"
+    if isinstance(flags.get("whiten_scores"), bool):
+        flags["whiten_scores"] = "batch" if flags["whiten_scores"] else "none"
     if isinstance(flags.get("clip_range"), float):
         flags["clip_range"] = str(flags["clip_range"])
     return flags

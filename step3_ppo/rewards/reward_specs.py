@@ -2,10 +2,11 @@
 loaded, and those that read text.
 
 [WEIGHT*]model:PATH  [WEIGHT*]classifier:PATH[:LABEL]  [WEIGHT*]function:MODULE:NAME  [WEIGHT*]http://HOST:PORT/PATH
-[WEIGHT*]judge:URL[:MODEL][#TEMPLATE_FILE]
+[WEIGHT*]judge:URL[:MODEL][#TEMPLATE_FILE]  NUMBER
 """
 
 import difflib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,20 +41,25 @@ class RewardSpec:
 
 
 def parse_rewards(texts: Sequence[str]) -> list[RewardSpec]:
-    """Return the rewards that `--reward` names, each under a name of its own; [] for none.
+    """Return the rewards that `--reward` names, each under a name of its own; [] for none. Numbers are none.
 
     Raises:
         ValueError: an entry is of no known form (see `parse_reward`), or nothing has a weight.
     """
     specs: list[RewardSpec] = []
-    for text in texts:
+    for text in (text for text in texts if read_number(text) is None):
         specs.append(parse_reward(text, {spec.name for spec in specs}))
-    if specs and not any(spec.weight for spec in specs):
+    if texts and not any(spec.weight for spec in specs):
         raise ValueError(
             f"--reward {' '.join(texts)}: every weight is 0, so there is nothing to learn from; give one of "
             "them a weight, such as 1*"
         )
     return specs
+
+
+def reward_bias(texts: Sequence[str]) -> float:
+    """Return the sum of the entries of `--reward` that are plain numbers: it is added to every score."""
+    return math.fsum(number for text in texts if (number := read_number(text)) is not None)
 
 
 def parse_reward(text: str, taken: set[str]) -> RewardSpec:

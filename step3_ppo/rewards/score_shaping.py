@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from common.models.tensor_ops import whiten
+from step3_ppo.ppo_math import group_whiten
 
 
 def length_shortfall(response_lengths: torch.Tensor, enough_tokens: int) -> torch.Tensor:
@@ -32,26 +33,32 @@ def overlong_share(
     return (over.float() / buffer_tokens).clamp(0.0, 1.0)
 
 
-def parse_truncated(text: str) -> float | None:
-    """Return the score that --truncated gives to a cut response, None where its own score stays.
+def parse_truncated(text: str) -> tuple[float | None, bool]:
+    """Return the score that --truncated gives to a cut response, None where its own stays, and whether the
+    critic's value of what would follow is added to it.
 
     Raises ValueError for what is neither a number nor one of the words.
     """
     if text in ("score", "bootstrap", "mask"):
-        return None
+        return None, text == "bootstrap"
+    number = text.removeprefix("bootstrap:")
     try:
-        score = float(text)
+        score = float(number)
     except ValueError:
         score = math.nan
     if not math.isfinite(score):
-        raise ValueError(f"--truncated {text}: choose score, bootstrap or mask, or give a number, such as -1")
-    return score
+        raise ValueError(
+            f"--truncated {text}: choose score, bootstrap or mask, or give a number, such as -1 or "
+            "bootstrap:0"
+        )
+    return score, number != text
 
 
 def shape_scores(
     scores: torch.Tensor,
     response_lengths: torch.Tensor,
     is_finished: torch.Tensor,
+    group_ids: torch.Tensor,
     args: Any,
     reduce_sum: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
@@ -59,15 +66,18 @@ def shape_scores(
     a cut response, the two length terms; `args` are the flags of step 3.
 
     Those come after clipping, else a response at the clip could be shortened, or drawn out, for nothing.
-    scores, response_lengths, is_finished (B,). `reduce_sum` adds a float64 vector up over ranks that each
-    have some of the scores; with it every rank must call this.
+    scores, response_lengths, is_finished, group_ids (B,), groups whole. `reduce_sum` adds a float64 vector up
+    over ranks that each have some of the scores; with it every rank must call this.
     """
     shaped = scores.float()
-    if args.whiten_scores:
-        shaped = whiten(shaped, torch.ones_like(shaped, dtype=torch.bool), reduce_sum=reduce_sum)
+    everything = torch.ones_like(shaped, dtype=torch.bool)
+    if args.whiten_scores == "batch":
+        shaped = whiten(shaped, everything, reduce_sum=reduce_sum)
+    elif args.whiten_scores == "group":
+        shaped = group_whiten(shaped[:, None], everything[:, None], group_ids)[:, 0]
     if args.reward_clip:
         shaped = shaped.clamp(-args.reward_clip, args.reward_clip)
-    cut_score = parse_truncated(args.truncated)
+    cut_score, _ = parse_truncated(args.truncated)
     if cut_score is not None:
         shaped = torch.where(is_finished, shaped, cut_score)
     if args.length_reward_tokens:

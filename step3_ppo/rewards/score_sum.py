@@ -31,6 +31,7 @@ class ScoreSum:
     decode: Callable[[torch.Tensor], str] | None = None
     on_error: float | None = None  # the score of an answer without one, see `parse_on_error`
     environments: Environments | None = None  # their scores are in the batches already
+    bias: float = 0.0  # added to the sum
     first_failure: str = field(default="", init=False)  # of all ranks, of the last scores
     costs: dict[str, float] = field(default_factory=dict, init=False)  # of all ranks' judges, not logged yet
     _beside: Future[None] | None = field(default=None, init=False)  # what is asked in a thread
@@ -111,7 +112,7 @@ class ScoreSum:
             if self.bears_failures:
                 default = 0.0 if math.isnan(self.on_error) else self.on_error
                 numbers = [(weight, torch.where(x.isnan(), default, x)) for weight, x in numbers]
-            total.append(sum(weight * x for weight, x in numbers).float())
+            total.append(sum((weight * x for weight, x in numbers), self.bias).float())
         return {"scores": total} | {PREFIX + spec.name: found[spec.name] for spec in self.specs}
 
     def compare(

@@ -148,6 +148,8 @@ FLAGS = [
         policy_loss="gsop", clip_range="0.2,wide", rollout_correction="mis:2,1", kl_in="reward:k4"),
         ["--policy_loss gsop is unknown; did you mean gspo", "--rollout_correction mis:2,1: '2,1' is neither",
          "--kl_in reward:k4: choose from"], count=3),
+    Row("a reference that cannot move", 3, flag(ref_ema_decay=0.9, actor_lora_dim=4, whiten_scores="group"),
+        ["--ref_ema_decay 0.9 averages whole weights", "--whiten_scores group compares the"], count=2),
     Row("a range that is none", 3, flag(clip_range="0.2,wide"), ["--clip_range 0.2,wide: give one number"]),
     Row("a GPU without bf16", 1, flag(dtype="bf16"), ["--dtype bf16", "emulates bf16", "use fp16 or fp32"],
         gpu={"capability": [7, 5]}),

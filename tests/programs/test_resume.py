@@ -49,12 +49,13 @@ def flags(tiny, tiny_tokenizer, tmp_path_factory):
     single = step_flags(tiny, 1, model_name_or_path=tiny.gpt2, **from_words(SINGLE))  # it has dropout
     ppo = step_flags(tiny, 3, **from_words(PPO))
     two = ppo | {"generation_batches": 1, "per_device_training_batch_size": 1, "inference_tp_size": 2}
+    zero_3 = {"actor_zero_stage": 3, "critic_zero_stage": 3, "ref_ema_decay": 0.7}
     zero_2 = {"actor_zero_stage": 2, "critic_zero_stage": 2, "dtype": "bf16", "offload": "optimizer"}
     adapter = tiny_inputs.save_random_adapter(tmp_path_factory.mktemp("a") / "a", tiny.base, tiny_tokenizer)
     adapted = {"actor_model_name_or_path": adapter, "critic_model_name_or_path": tiny.base, "packed": True}
     adapted |= {"reward": f"model:{tiny.reward}", "critic_lora_dim": 4}  # actor and critic share their base
     mixed = {"unsupervised_dataset_name": tiny.text, "max_prompt_seq_len": 24}
-    mixed |= {"num_samples_per_prompt": 2, "per_device_generation_batch_size": 2}
+    mixed |= {"num_samples_per_prompt": 2, "per_device_generation_batch_size": 2, "ref_ema_decay": 0.7}
     muon = {"zero_stage": 3, "per_device_train_batch_size": 1, "dtype": "bf16", "optimizer_dtype": "bf16"}
     muon |= {"optimizer": "muon:1e-3"}
     return {
@@ -69,7 +70,7 @@ def flags(tiny, tiny_tokenizer, tmp_path_factory):
         "ppo": (3, 1, ppo | mixed),
         "ppo, stale": (3, 1, ppo | {"rollout_staleness": 1, "rollout_correction": "seq_tis"}),
         "ppo, LoRA": (3, 1, ppo | adapted),
-        "ppo, two ranks, ZeRO 3": (3, 2, two | {"actor_zero_stage": 3, "critic_zero_stage": 3}),
+        "ppo, two ranks, ZeRO 3": (3, 2, two | zero_3),
         "ppo, two ranks, ZeRO 2, bf16": (3, 2, two | zero_2),
     }
 

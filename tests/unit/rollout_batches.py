@@ -36,6 +36,9 @@ def make_rollout_batch(sample_ids, prompt_lengths, response_lengths, *, num_samp
             "is_finished": torch.tensor([num_response < 5]),
             "next_values": torch.rand(1, generator=g),
             "scores": torch.randn(1, generator=g),
+            "greedy_scores": torch.tensor([0.25]),
+            "greedy_is_finished": torch.tensor([True]),
+            "greedy_lengths": torch.tensor([3]),
         }
         parts.append(
             PackedBatch.build(

@@ -25,10 +25,10 @@ from step3_ppo.algorithms import (
     unused_flags,
 )
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.ppo_math import group_whiten
+from step3_ppo.ppo_math import group_centre, group_whiten
 from step3_ppo.rollout_batch import response_mask, tokens, with_tokens
 
-NAMES = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline")
+NAMES = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline", "remax")
 
 
 def make_args(**changes) -> PPOArguments:
@@ -43,6 +43,9 @@ def make_rollout(lengths, group_ids, scores, **tensors) -> PackedBatch:
         "group_ids": torch.tensor(group_ids),
         "scores": torch.as_tensor(scores, dtype=torch.float32),
         "next_values": values[:, 0],
+        "greedy_scores": torch.full((len(lengths),), 0.5),
+        "greedy_is_finished": torch.ones(len(lengths)).bool(),
+        "greedy_lengths": torch.full((len(lengths),), 9),
     }
     padded = {"rollout_logprobs": rollout, "old_logprobs": old, "ref_logprobs": ref, "old_values": values}
     made |= {name: x[:, :width] for name, x in padded.items()}
@@ -64,6 +67,7 @@ def by_hand() -> PackedBatch:
         [2, 1, 1, 2], [8, 3, 8, 3], [1.0, 4.0, 3.0, 4.0],
         ref_logprobs=ref, old_logprobs=ref + kl,
         old_values=torch.full((4, 3), 0.5), next_values=torch.full((4,), 7.0),
+        greedy_scores=torch.tensor([2.0, 5.0, 2.0, 5.0]),
     )  # fmt: skip
 
 
@@ -81,6 +85,8 @@ BY_HAND = {  # rewards; advantages with gamma 0.5, lambda 0.5 and no normalisati
     "reinforce++": (WITH_KL, [[0.5, 1.1], [3.8, 0], [2.9, 0], [1.95, 3.9]]),
     # scores -1, 0, 1, 0; -0.05 + 0.5 * (-1 + 0.1)
     "reinforce++-baseline": (WITH_KL, [[-0.5, -0.9], [-0.2, 0], [0.9, 0], [-0.05, -0.1]]),
+    # scores less the greedy 2 and 5: -1, -1, 1, -1; -0.05 + 0.5 * (-1 + 0.1); 0.5 * (-1 - 0.1)
+    "remax": (WITH_KL, [[-0.5, -0.9], [-1.2, 0], [0.9, 0], [-0.55, -1.1]]),
 }
 
 
@@ -134,6 +140,7 @@ def test_adv_norm_of_every_algorithm(name):
         "none": plain,
         "batch": whiten(plain, mask),
         "group": group_whiten(plain, mask, batch.numbers("group_ids")),
+        "group_mean_batch_std": whiten(group_centre(plain, mask, batch.numbers("group_ids")), mask),
     }
     for adv_norm, wanted in expected.items():
         assert torch.equal(run(name, batch, make_args(adv_norm=adv_norm)).advantages, wanted)
@@ -185,7 +192,7 @@ def test_a_cut_response_under_truncated_mask_counts_in_no_loss(name):
 SCORE_FLAGS = [
     ({}, [1.0, 9.0]),
     ({"reward_clip": 2.0}, [1.0, 2.0]),
-    ({"whiten_scores": True}, [-1.0, 1.0]),
+    ({"whiten_scores": "group"}, [-1.0, 1.0]),
     ({"length_reward_tokens": 8}, [1.0 - 0.5, 9.0]),
     ({"truncated": "-7"}, [1.0, -7.0]),
     # 9 tokens of 10, the last 4 of them in the buffer: 3 / 4
@@ -196,7 +203,8 @@ SCORE_FLAGS = [
 @pytest.mark.parametrize("name", NAMES)
 def test_every_algorithm_reads_the_flags_of_scores(name):
     """O6, A31."""
-    batch = make_rollout([4, 9], [0, 0], [1.0, 9.0], is_finished=torch.tensor([True, False]))
+    scores, finished = torch.tensor([1.0, 9.0]), torch.tensor([True, False])
+    batch = make_rollout([4, 9], [0, 0], scores, greedy_scores=scores, is_finished=finished)
     for flags, expected in SCORE_FLAGS:
         rewards = run(name, batch, make_args(**{"reward_clip": 0.0} | flags), 0.0).rewards
         close(rewards[[0, 1], [3, 8]], expected)
@@ -210,6 +218,8 @@ def test_every_algorithm_reads_the_flags_of_scores(name):
         ("bootstrap", False, 2.0 + 3.0),  # the critic's
         ("-1", False, -1.0),
         ("-1", True, 2.0),
+        ("bootstrap:0", False, 3.0),  # no score of its own, as in ReaL
+        ("bootstrap:0", True, 2.0),
     ],
 )
 def test_what_becomes_of_a_cut_response(truncated, finished, last):
@@ -221,6 +231,22 @@ def test_what_becomes_of_a_cut_response(truncated, finished, last):
     )  # fmt: skip
     args = make_args(truncated=truncated, gamma=1.0, gae_lambda=1.0)
     close(run("ppo", batch, args, 0.0).returns[0, 1], last)
+
+
+def test_remax_shapes_the_greedy_score_as_the_sampled_one():
+    """R43: clipped, replaced where cut, and with its own length's penalty."""
+    batch = make_rollout(
+        [4, 9], [0, 1], [9.0, 1.0],
+        greedy_scores=torch.tensor([7.0, 7.0]), greedy_is_finished=torch.tensor([True, False]),
+        greedy_lengths=torch.tensor([2, 10]),
+    )  # fmt: skip
+    flags = {"reward_clip": 5.0, "truncated": "-2", "length_reward_tokens": 8}
+    found = run("remax", batch, make_args(**flags), 0.0)
+    # 5 - 0.5 less 5 - 0.75; 1 less -2 (and no shortfall of 9 and 10 tokens)
+    close(found.advantages[:, 0], [0.25, 3.0])
+    together = run("remax", batch, make_args(whiten_scores="batch", reward_clip=0.0), 0.0)
+    deviation = math.sqrt((9 + 25 + 1 + 1) / 4)  # of 9, 1, 7 and 7, whose mean is 6
+    close(together.advantages[:, 0], [2 / deviation, -6 / deviation], atol=1e-5)
 
 
 # --- how one is found ---

@@ -11,12 +11,14 @@ import torch
 from right_or_wrong import close, forms, judge
 from rollout_batches import PADDING, fill, random_batch
 
+from common.models.tensor_ops import whiten
 from step3_ppo.ppo_math import (
     KLController,
     constant_groups,
     discounted_returns,
     generalized_advantages,
     group_baselines,
+    group_centre,
     group_whiten,
     kl_estimate,
     kl_loss_terms,
@@ -148,6 +150,16 @@ def test_constant_groups_by_hand():
     assert constant_groups(scores, ids, everything).tolist() == expected
     scores, ids = equal_scores()
     assert constant_groups(scores, ids, torch.ones_like(ids).bool()).all()
+
+
+def test_a_group_is_centred_by_hand():
+    """A7: means of groups {0, 2} and {1} over what counts: (1 + 3 + 8) / 3 and 5; padding is not read."""
+    x = torch.tensor([[1.0, 3.0], [5.0, math.nan], [8.0, math.inf]])
+    mask, groups = torch.tensor([[True, True], [True, False], [True, False]]), torch.tensor([7, 2, 7])
+    found = group_centre(x, mask, groups)
+    close(found, [[-3.0, -1.0], [0.0, 0.0], [4.0, 0.0]])
+    # The deviation of the step: sqrt((9 + 1 + 0 + 16) / 4), whose mean is 0
+    close(whiten(found, mask), found / math.sqrt(6.5), atol=1e-5)
 
 
 def test_group_whiten_by_hand():

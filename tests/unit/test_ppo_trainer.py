@@ -9,6 +9,7 @@ from rollout_batches import make_rollout_batch
 
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.hooks import HOOKS, register_hook
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.rollout_batch import TokenCap
@@ -73,6 +74,37 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
         # The losses compare what the critic says before its update with returns that it is to learn.
         assert torch.allclose(learned_from["old_values"], critic_says, atol=1e-4)
         assert torch.allclose(normaliser.denormalise(learned_from["returns"]), worth, rtol=1e-5)
+
+
+def test_hooks_run_before_and_after_each_phase(monkeypatch):
+    """R37: in the order of the phases, each with what the phase begins or ends with, which it may change."""
+    seen = []
+    monkeypatch.setattr("step3_ppo.hooks.HOOKS", {point: [] for point in HOOKS})
+    for point in HOOKS:
+        register_hook(point)(lambda trainer, batch, point=point: seen.append((point, batch)))
+
+    @register_hook("after_rollout")
+    def double(trainer, batch):
+        return batch.with_numbers("scores", 2 * batch.numbers("scores"))
+
+    with pytest.raises(ValueError, match="there is no hook 'after_rolout'; choose from before_step"):
+        register_hook("after_rolout")
+    algorithm, rollout = ALGORITHMS["ppo"], KnowingCritic()
+    rollout.normaliser = ValueNormaliser("exp")
+    logger, run = SimpleNamespace(log=lambda *_: None), SimpleNamespace(point=lambda *_: None)
+    args = fill_defaults(PPOArguments(reward_clip=0.0, kl_coef=0.0), algorithm)
+    trainer = PPOTrainer(args, algorithm, rollout, None, None, logger)
+    trainer.minibatches = lambda current: [["first"], ["second"]]
+    trainer.update = lambda current, micro_batches: seen.append(("update", micro_batches))
+    trainer._write_responses = lambda *_: None
+    numbers = trainer.train_step(1, run)
+    update = ["before_update", "update", "after_update"]
+    begin = ["before_step", "before_rollout", "after_rollout", "before_advantages", "after_advantages"]
+    assert [point for point, _ in seen] == [*begin, *update, *update, "after_step"]
+    of_point = dict(seen)
+    assert of_point["before_rollout"] is None and of_point["after_update"] == ["second"]
+    assert numbers["objective/score"] == pytest.approx(2 * 7.0)  # of 3, 6 and 12
+    assert "advantages" in of_point["after_advantages"].data and of_point["after_step"] is not None
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def learned(name, batch, on_error, **flags):
         "adv_norm": "batch",
         "clip_range": "0.2",
     } | flags
-    args = dataclasses.replace(PPOArguments(), whiten_scores=True, value_norm="exp", **flags)
+    args = dataclasses.replace(PPOArguments(), whiten_scores="batch", value_norm="exp", **flags)
     specs = [RewardSpec("function", "m:f", 1.0, "function_f")]
     scores = ScoreSum(specs, on_error=parse_on_error(on_error))
     rollout = SimpleNamespace(scores=scores, recomputes=False, roles=None)

@@ -10,7 +10,7 @@ import transformers
 from common.flags.args import Problems
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import check_models, find_rewards
-from step3_ppo.rewards.reward_specs import build_text_reward, check_rewards, parse_rewards
+from step3_ppo.rewards.reward_specs import build_text_reward, check_rewards, parse_rewards, reward_bias
 from step3_ppo.rewards.text_rewards import Answers, checked_scores
 
 LENGTH = "function:step3_ppo.rewards.examples.length:brevity"
@@ -69,6 +69,15 @@ def test_weights_that_are_all_zero_are_refused():
     with pytest.raises(ValueError, match=r"0\*model:A 0\*model:B: every weight is 0"):
         parse_rewards(["0*model:A", "0*model:B"])
     assert len(parse_rewards(["0*model:A", "-1*model:B"])) == 2
+    with pytest.raises(ValueError, match="every weight is 0"):
+        parse_rewards(["0*model:A", "3"])
+
+
+def test_a_plain_number_is_a_bias():
+    """A31, R56: it is added to the sum, and is no reward of its own."""
+    texts = ["0.5*model:A", "-1.5", "function:m:f", "1e-1"]
+    assert [spec.name for spec in parse_rewards(texts)] == ["model", "function_f"]
+    assert reward_bias(texts) == pytest.approx(-1.4)
 
 
 # ---- checked_scores

@@ -26,7 +26,7 @@ from step3_ppo.algorithms import ALGORITHMS, add_ppo_advantages, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import ScoreSum
-from step3_ppo.roles import LoraReference, Reference, Roles
+from step3_ppo.roles import LoraReference, MovingReference, Reference, Roles
 from step3_ppo.rollout import Rollout, add_sampling_mask
 
 DIRECTIONS = ("copy to the device", "copy to the host")
@@ -42,10 +42,10 @@ class FakeActor:
         self.num_switches += 1
         yield
 
-    def generate(self, prompt_ids, prompt_mask, sample_ids, *, num_samples, on_turns=None):
+    def generate(self, prompt_ids, prompt_mask, sample_ids, *, num_samples, on_turns=None, is_greedy=False):
         assert len(sample_ids) == num_samples * len(prompt_ids)
-        lengths = torch.arange(num_samples).repeat(len(prompt_ids)) + 1
-        mask = torch.arange(num_samples) < lengths[:, None]
+        lengths = torch.arange(num_samples).repeat(len(prompt_ids)) + 1 + 2 * is_greedy
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
         ids = torch.where(mask, sample_ids[:, None] + 1, 0)
         logprobs = torch.where(mask, -0.5, 0.0)
         return Generation(ids, mask, logprobs, logprobs + 0.25, lengths < num_samples, mask)
@@ -64,7 +64,7 @@ class FakeReward:
         return [torch.tensor([float(self.score_of(i)) for i in batch.ids]) for batch in batches]
 
 
-def build(score_of=lambda sample: sample, *, rounds=0, source="rollout", staleness=0, texts=None):
+def build(score_of=lambda x: x, *, rounds=0, source="rollout", staleness=0, texts=None, bias=0.0, **how):
     def values(batches):
         return [(batch.data["rollout_logprobs"] * 2, torch.zeros(len(batch))) for batch in batches]
 
@@ -81,9 +81,9 @@ def build(score_of=lambda sample: sample, *, rounds=0, source="rollout", stalene
         rollout_staleness=staleness,
         max_tokens_per_micro_batch=64,
     )
-    return Rollout(
-        args, roles, ScoreSum(specs, {"function_f": texts} if texts else {}, lambda ids: f"<{len(ids)}>")
-    )
+    texts = {"function_f": texts} if texts else {}
+    scores = ScoreSum(specs, texts, lambda ids: f"<{len(ids)}>", bias=bias)
+    return Rollout(args, roles, scores, **how)
 
 
 class EndlessPrompts:
@@ -115,6 +115,17 @@ def test_a_rollout_batch_has_a_response_an_item_in_the_order_of_the_samples():
     assert first.data["ref_logprobs"].eq(-1.5).all() and first.data["old_values"].eq(-1.0).all()
     assert first.data["old_logprobs"].eq(-0.5).all()
     assert first.texts(ROW_IDS) == ["file:0", "file:0", "file:1", "file:1", "file:2", "file:2"]
+
+
+def test_each_prompt_has_a_greedy_answer_that_is_scored_and_in_no_row():
+    """R43: ReMax's baseline. The bias of --reward is added to every score."""
+    batch = build(lambda sample: sample, bias=-1.5, needs_greedy=True).collect(EndlessPrompts(), version=0)
+    batch.check()
+    assert batch.ids == tuple(range(6)) and batch.lengths["response_ids"].tolist() == [1, 2] * 3
+    assert batch.numbers("scores").tolist() == [-1.5, -0.5, 0.5, 1.5, 2.5, 3.5]
+    assert batch.numbers("greedy_scores").tolist() == [-1.5, -1.5, -0.5, -0.5, 0.5, 0.5]  # samples 0, 1, 2
+    assert batch.numbers("greedy_lengths").tolist() == [3] * 6
+    assert "greedy_scores" not in build().collect(EndlessPrompts(), version=0).data
 
 
 def test_the_page_names_what_a_rollout_batch_holds():
@@ -207,6 +218,30 @@ def test_the_sampler_is_trusted_as_long_as_it_agrees():
     assert recompute.recomputes and recompute.judge_gap(1e-9) is None and recompute.recomputes
     stale = build(source="auto", staleness=1)
     assert stale.judge_gap(1e-9) is None and stale.recomputes
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_moving_reference_is_an_average_of_the_actor(tiny_model_folder):
+    """R63: ref <- 0.75 ref + 0.25 actor; the actor's own weights are back after the scores."""
+    model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
+    engine = build_engine(PolicyModel(model, num_valid_tokens=320), build_config(), SFTArguments(), 9)
+    reference, batch = MovingReference(engine, 0.75, is_packed=False), make_rollout_batch([0], [3], [4])
+    actor = Reference(engine, is_packed=False)
+    (before,) = actor.score([batch])
+    assert reference.score([batch])[0].equal(before)
+    beginning = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    with torch.no_grad():
+        for p in engine.module.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())), alpha=0.1)
+    (moved,) = actor.score([batch])
+    assert reference.score([batch])[0].equal(before) and actor.score([batch])[0].equal(moved)
+    reference.average.update()
+    (averaged,) = reference.score([batch])
+    with torch.no_grad():
+        for name, p in engine.module.named_parameters():
+            p.copy_(0.75 * beginning[name] + 0.25 * p)
+    torch.testing.assert_close(averaged, actor.score([batch])[0], rtol=0, atol=1e-5)
+    assert (averaged - before).abs().max() > 1e-3 and (averaged - moved).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(

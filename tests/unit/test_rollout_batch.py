@@ -138,7 +138,7 @@ def look(rank: int, world_size: int) -> dict:
         found["received"] += sum(n for i, n in of_rows.items() if i not in own)
         found["trained"] += sum(of_rows.values())
         found["micro_batches"].append(micro_batch.ids)
-    args = fill_defaults(PPOArguments(whiten_scores=True), ALGORITHMS["ppo"])
+    args = fill_defaults(PPOArguments(whiten_scores="batch"), ALGORITHMS["ppo"])
     done = ALGORITHMS["ppo"].add_advantages(batch, args, 0.1)
     found["advantages"] = dict(zip(done.ids, done.sequences("advantages"), strict=True))
     found["summary"] = metrics.summarise(done)

@@ -13,10 +13,10 @@ FINISHED = torch.tensor([True, True, False, False])
 SCORES = torch.tensor([1.0, -9.0, 9.0, 2.0])
 
 
-def shape_scores(scores, lengths, finished, *, reward_clip=0.0, **flags):
-    return score_shaping.shape_scores(
-        scores, lengths, finished, PPOArguments(reward_clip=reward_clip, **flags)
-    )
+def shape_scores(scores, lengths, finished, groups=None, *, reward_clip=0.0, **flags):
+    groups = torch.zeros(len(scores)) if groups is None else groups
+    args = PPOArguments(reward_clip=reward_clip, **flags)
+    return score_shaping.shape_scores(scores, lengths, finished, groups, args)
 
 
 def test_the_length_term_by_hand():
@@ -34,17 +34,21 @@ def test_clip_then_penalty_then_length():
 def test_scores_are_whitened_before_they_are_clipped():
     scores = torch.tensor([1.0, 1.0, 1.0, 1.0, 6.0])  # mean 2, deviation 2: whitened -1/2 and 2
     lengths, finished = torch.full((5,), 10), torch.ones(5, dtype=torch.bool)
-    found = shape_scores(scores, lengths, finished, whiten_scores=True, reward_clip=1.5)
+    found = shape_scores(scores, lengths, finished, whiten_scores="batch", reward_clip=1.5)
     close(found, [-0.5, -0.5, -0.5, -0.5, 1.5])
+    groups = torch.tensor([3, 8, 3, 8, 8])  # A31: 1 1, and 1 1 6 with mean 8/3 and deviation 5 sqrt(2) / 3
+    found = shape_scores(scores, lengths, finished, groups, whiten_scores="group", reward_clip=1.2)
+    close(found, [0.0, -(0.5**0.5), 0.0, -(0.5**0.5), 1.2])
 
 
 def test_a_number_is_the_score_of_a_cut_response():
     """R57, A32: score only when it ended, told by the flag; "mask" is the loss's business."""
     for truncated in ("score", "bootstrap", "mask"):
-        assert parse_truncated(truncated) is None
+        assert parse_truncated(truncated) == (None, truncated == "bootstrap")
+    assert parse_truncated("-1") == (-1.0, False) and parse_truncated("bootstrap:-0.5") == (-0.5, True)
     found = shape_scores(SCORES, LENGTHS, FINISHED, truncated="0")
     assert found.tolist() == [1.0, -9.0, 0.0, 0.0]
-    for text in ("penalty", "", "nan", "inf"):
+    for text in ("penalty", "", "nan", "inf", "bootstrap:", "mask:0"):
         with pytest.raises(ValueError, match=f"--truncated {text}: choose score, bootstrap or mask, or give"):
             parse_truncated(text)
 

@@ -1,0 +1,45 @@
+"""Functions of one's own before and after each phase of a PPO step, registered by a module of `--plugins`:
+
+    @register_hook("after_rollout")
+    def halve_scores(trainer, batch):
+        return batch.with_numbers("scores", batch.numbers("scores") / 2)
+
+A hook gets the trainer and the batch, and may return another batch; None keeps it. Every rank runs it, with
+its own rows. A step that a resumed run finds begun is not begun again: what came before the stop is in its
+batch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+# Phase: what its hooks get, before it and after it.
+#   step        None; the rollout batch that was learned from
+#   rollout     None; the rollout batch (step3_ppo/rollout_batch.py)
+#   advantages  the rollout batch; the same with all that the losses read
+#   update      the micro-batches of a minibatch, a list; the same
+PHASES = ("step", "rollout", "advantages", "update")
+Hook = Callable[[Any, Any], Any]
+HOOKS: dict[str, list[Hook]] = {f"{when}_{phase}": [] for phase in PHASES for when in ("before", "after")}
+
+
+def register_hook(point: str) -> Callable[[Hook], Hook]:
+    """Return a decorator: the function is called at this point, after those that were registered before.
+
+    Raises ValueError for what is no key of HOOKS.
+    """
+    if point not in HOOKS:
+        raise ValueError(f"there is no hook {point!r}; choose from {', '.join(HOOKS)}")
+
+    def register(hook: Hook) -> Hook:
+        HOOKS[point].append(hook)
+        return hook
+
+    return register
+
+
+def run_hooks(point: str, trainer: Any, batch: Any) -> Any:
+    """Return the batch as the hooks of a point leave it. Every rank must call this."""
+    for hook in HOOKS[point]:
+        returned = hook(trainer, batch)
+        batch = batch if returned is None else returned
+    return batch
