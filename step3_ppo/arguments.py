@@ -32,6 +32,13 @@ class PromptArguments:
     unsup_coef: float = flag(
         27.8, "weight of the loss on that text", low=0, only_with="unsupervised_dataset_name"
     )
+    unsup_step: str = flag(
+        "joint",
+        "that loss is added to the policy's in one optimizer step, or makes one of its own behind it, as "
+        "DeepSpeed-Chat does",
+        choices=("joint", "own"),
+        only_with="unsupervised_dataset_name",
+    )
     temperature: float = flag(1.0, "sampling temperature, also of all log-probabilities", above=0)
     top_k: int = flag(0, "top-k sampling; 0: off", low=0)
     top_p: float = flag(1.0, "top-p (nucleus) sampling; 1: off", above=0, high=1)
@@ -179,9 +186,10 @@ class PPOMathArguments:
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     old_logprobs: str = flag(
         "auto",
-        "log-probabilities at rollout: the sampler's, recomputed by a forward pass, or auto: recomputed "
-        "until sampler and trainer have agreed for a step",
-        choices=("auto", "rollout", "recompute"),
+        "log-probabilities at rollout: the sampler's (rollout; strict: refuse an optimizer step where the "
+        "trainer's differ too far), recomputed by a forward pass, or auto: recomputed until sampler and "
+        "trainer have agreed for a step",
+        choices=("auto", "rollout", "strict", "recompute"),
         only_with="replay_sampling_support=False",
     )
     replay_sampling_support: bool = flag(
@@ -328,5 +336,5 @@ class PPOArguments(
 
     @property
     def updates_per_step(self) -> int:
-        """The optimizer steps of a PPO step."""
+        """The minibatches of a PPO step, for each of which actor and critic make an optimizer step."""
         return self.ppo_epochs * (self.samples_per_step // self.samples_per_update)

@@ -108,6 +108,11 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
         "share on each rank, and no model; leave it out",
     )
     problems.check(
+        args.old_logprobs != "strict" or args.rollout_staleness == 0,
+        "--old_logprobs strict compares the sampler with the policy before its update, and with "
+        f"{given('rollout_staleness')} that has moved on; use --old_logprobs auto, which recomputes them",
+    )
+    problems.check(
         not args.offload_states_for_generation or effective_zero_stage(args.actor_zero_stage, dtype) > 0,
         "--offload_states_for_generation needs --actor_zero_stage 1, 2 or 3",
     )

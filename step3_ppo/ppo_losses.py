@@ -3,6 +3,7 @@
 # S responses of a micro-batch, total response tokens of all
 """
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -21,7 +22,7 @@ from step3_ppo.ppo_math import (
     kl_loss_terms,
     value_loss_terms,
 )
-from step3_ppo.roles import Roles
+from step3_ppo.roles import Roles, has_text_steps
 
 Sums = tuple[torch.Tensor, dict[str, Stat]]
 
@@ -36,26 +37,39 @@ class PPOLosses:
         self.args, self.roles, self.kl, self.pretraining = args, roles, kl, pretraining
         self.policy_loss = build_policy_loss(args.policy_loss, args.clip_range)
 
-    def update(self, micro_batches: list[PackedBatch]) -> dict[str, float]:
+    def update(self, micro_batches: list[PackedBatch], max_gap: float = math.inf) -> dict[str, float]:
         """Return the means after the optimizer steps of the actor and, if there is one, the critic: both are
-        made or neither.
+        made or neither, which is so above a `max_gap` between sampler and trainer, in nats a token.
 
         Every rank must call this. Raises StepRefused.
         """
         gradients = {"policy": self.compute_actor_gradients(micro_batches)}
         if self.roles.critic:
             gradients["value"] = self.compute_critic_gradients(micro_batches)
-        means = {}
-        for kind, of_engine in zip(gradients, take_steps(list(gradients.values())), strict=True):
-            means |= {name if "/" in name else f"{kind}/{name}": value for name, value in of_engine.items()}
+        means, gap = {}, gradients["policy"].means["policy/logprob_gap"]
+        doubt = (
+            f"sampler and trainer differ by {gap:.2g} nats a token, and --old_logprobs strict allows "
+            f"{max_gap}; --old_logprobs auto recomputes what the sampler says"
+        )
+        steps = take_steps(list(gradients.values()), doubt if gap > max_gap else "")
+        for kind, of_engine in zip(gradients, steps, strict=True):
+            means |= _named(kind, of_engine)
         return means
+
+    def update_by_text(self) -> dict[str, float]:
+        """Return the means after an optimizer step of the actor on pretraining text alone (--unsup_step own).
+
+        Every rank must call this. Raises StepRefused.
+        """
+        with watchdog.phase("the update of the actor by text", clock="actor_update"):
+            gradients = compute_gradients(self.roles.actor.model, [self._text_term()])
+        return _named("unsup", take_steps([gradients])[0])
 
     def compute_actor_gradients(self, micro_batches: list[PackedBatch]) -> Gradients:
         """Return the gradients of an optimizer step of the actor. Every rank must call this."""
         terms = [LossTerm("policy/loss", micro_batches, self._policy_sums, sum_of("loss_counts"))]
-        if self.pretraining is not None:
-            texts, weight = next(self.pretraining), self.args.unsup_coef
-            terms.append(LossTerm("policy/unsup_loss", texts, self._pretraining_sums, count_targets, weight))
+        if self.pretraining is not None and not has_text_steps(self.args):
+            terms.append(self._text_term())
         with watchdog.phase("the update of the actor", clock="actor_update"):
             return compute_gradients(self.roles.actor.model, terms)
 
@@ -64,6 +78,10 @@ class PPOLosses:
         terms = [LossTerm("value/loss", micro_batches, self._value_sums, sum_of("loss_mask"))]
         with watchdog.phase("the update of the critic", clock="critic_update"):
             return compute_gradients(self.roles.critic.model, terms)
+
+    def _text_term(self) -> LossTerm:
+        texts, weight = next(self.pretraining), self.args.unsup_coef
+        return LossTerm("policy/unsup_loss", texts, self._pretraining_sums, count_targets, weight)
 
     def _policy_sums(self, batch: PackedBatch) -> Sums:
         args, actor, data = self.args, self.roles.actor, with_rows(batch).to(distributed.device()).data
@@ -134,6 +152,11 @@ def loss_tokens(
     # A masked entry becomes 0 before anything is computed from it, so that its NaN reaches no gradient.
     found = {name: torch.where(mask, x.float(), 0.0) for name, x in found.items()}
     return LossTokens(**found, mask=mask, rows=data["rows"], num_rows=num_rows)
+
+
+def _named(kind: str, means: dict[str, float]) -> dict[str, float]:
+    """Return an engine's means under the names of the log."""
+    return {name if "/" in name else f"{kind}/{name}": value for name, value in means.items()}
 
 
 def sum_of(key: str) -> Callable[[PackedBatch], float]:

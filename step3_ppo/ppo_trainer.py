@@ -3,8 +3,9 @@
 # b responses of this rank, total their tokens, R tokens of the longest
 """
 
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from step3_ppo.evaluation import Evaluation
 from step3_ppo.hooks import run_hooks
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController, loss_weights
+from step3_ppo.roles import has_text_steps
 from step3_ppo.rollout import Rollout, join_scores
 from step3_ppo.rollout_batch import (
     cut_minibatches,
@@ -87,8 +89,12 @@ class PPOTrainer:
             self.open_step.batch = run_hooks("after_advantages", self, self.open_step.batch)
         for micro_batches in self.minibatches(self.open_step):  # ppo_epochs passes
             micro_batches = run_hooks("before_update", self, micro_batches)
+            # Only before the first update are sampler and trainer the same policy.
+            max_gap = math.inf if self.open_step.means else self.rollout.max_gap
             try:
-                self.update(self.open_step, micro_batches)
+                self.update(self.open_step, self.losses.update, micro_batches, max_gap)
+                if has_text_steps(self.args):
+                    self.update(self.open_step, self.losses.update_by_text)
                 run_hooks("after_update", self, micro_batches)
             except StepRefused as error:
                 run.refuse(step, error, self.open_step.position)
@@ -199,15 +205,16 @@ class PPOTrainer:
             current.num_minibatches += 1
             yield micro_batches
 
-    def update(self, current: OpenStep, micro_batches: list[PackedBatch]) -> None:
-        """Make an optimizer step of actor and critic, or of neither: StepRefused leaves all as it was."""
+    def update(self, current: OpenStep, make_step: Callable[..., dict[str, float]], *what: Any) -> None:
+        """Make an optimizer step of the losses, and keep its means: StepRefused leaves all as it was."""
         with watchdog.phase("the updates", current.step):
-            means = self.losses.update(micro_batches)
+            means = make_step(*what)
         for name, value in means.items():
             current.means.setdefault(name, []).append(value)
         if self.ema:
             self.ema.update()
-        current.is_done = 0 < self.args.early_stop_kl < means["policy/approx_kl"]
+        if "policy/approx_kl" in means:  # a step on text has none
+            current.is_done = 0 < self.args.early_stop_kl < means["policy/approx_kl"]
 
     def finish_step(self, current: OpenStep) -> dict[str, float]:
         """Log the step, let the controllers move, write responses; return the step's numbers."""

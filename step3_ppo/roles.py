@@ -260,14 +260,16 @@ def build_roles(
     *,
     has_critic: bool,
 ) -> Roles:
-    """Return all of them; both learning-rate schedules last for `num_optimizer_steps`.
+    """Return all of them; learning-rate schedules last for `num_optimizer_steps`, the actor's for twice as
+    many where it has steps on text.
 
     Every rank must call this.
     """
     num_tokens = len(tokenizer)
+    of_actor = num_optimizer_steps * (2 if has_text_steps(args) else 1)
     bases = Bases(find_places(args, model_paths(args, rewards, has_critic=has_critic)))
     load = partial(bases.load, "actor", load_policy)
-    engine = _build_engine(load, args, args.actor, num_tokens, num_optimizer_steps)
+    engine = _build_engine(load, args, args.actor, num_tokens, of_actor)
     hybrid_engine = HybridEngine(engine, HybridOptions.of(args))
     layout = _layout(args, engine.module)
     actor = Actor(hybrid_engine, sampling_options(args, tokenizer), **layout)
@@ -296,6 +298,11 @@ def build_roles(
         is_offloaded = args.offload_reference_model
         reference = _build_frozen(Reference, load_policy, args, args.actor, num_tokens, is_offloaded)
     return Roles(actor, reference, critic, scorers)
+
+
+def has_text_steps(args: PPOArguments) -> bool:
+    """Return whether the actor makes a second optimizer step behind each, on pretraining text."""
+    return bool(args.unsupervised_dataset_name) and args.unsup_step == "own"
 
 
 def sampling_options(args: PPOArguments, tokenizer: Any) -> SamplingOptions:

@@ -3,6 +3,7 @@
 # b responses of this rank, R response
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -46,7 +47,8 @@ class Rollout:
         self.needs_greedy = needs_greedy
         self.refilled_fraction = 0.0  # of the last batch's groups
         self.source = "recompute" if args.replay_sampling_support else args.old_logprobs
-        self.recomputes = self.source != "rollout"
+        self.recomputes = self.source in ("auto", "recompute")
+        self.max_gap = MAX_LOGPROB_GAP if self.source == "strict" else math.inf  # else an update is refused
 
     def judge_gap(self, gap: float) -> str | None:
         """Take the mean gap between sampler and trainer in a step; return what to tell the user, if anything.

@@ -106,22 +106,26 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
         return Gradients(engine, terms, means, _combine(engine, norms), norms)
 
 
-def take_steps(gradients: Sequence[Gradients]) -> list[dict[str, float]]:
+def take_steps(gradients: Sequence[Gradients], doubt: str = "") -> list[dict[str, float]]:
     """Let all engines make their optimizer step, or none; return each one's means.
+
+    A `doubt` that is not empty, the same on every rank, is a reason to make none.
 
     A result holds the losses under their names, the statistics, `grad_norm`, and the `learning_rate` and
     `lora_learning_rate` that the step was made with, where it has such parameters. Every rank must call this.
-    Raises StepRefused, on every rank, when a loss or a gradient of any engine is not finite: weights,
-    optimizers and schedules are as before, and the next steps can be made.
+    Raises StepRefused, on every rank, for a doubt, and when a loss or a gradient of any engine is not finite:
+    weights, optimizers and schedules are as before, and the next steps can be made.
     """
     bad = {id(g): g.find_bad() for g in gradients}
-    if any(bad.values()):
+    if doubt or any(bad.values()):
         for g in gradients:
             _skip_step(g.engine)
-        refused = [g for g in gradients if bad[id(g)]]
+        refused = [g for g in gradients if doubt or bad[id(g)]]
+        names = ", ".join(name for g in refused for name in bad[id(g)])
         raise StepRefused(
-            f"not finite: {', '.join(name for g in refused for name in bad[id(g)])}. Where that comes back, "
-            "lower the learning rate, or use --dtype bf16 or fp32 in place of fp16",
+            doubt
+            or f"not finite: {names}. Where that comes back, lower the learning rate, or use --dtype bf16 or "
+            "fp32 in place of fp16",
             list({id(m): m for g in refused for term in g.terms for m in term.micro_batches}.values()),
         )
     results = []

@@ -101,6 +101,7 @@ ACTS: dict[int, dict[str, Any]] = {
         "max_answer_seq_len": 4,
         "unsupervised_dataset_name": "{text}",
         "unsup_coef": (1.0, {"unsupervised_dataset_name": "{text}"}),
+        "unsup_step": ("own", {"unsupervised_dataset_name": "{text}"}),
         "temperature": 0.7,
         "top_k": 3,
         "top_p": 0.5,

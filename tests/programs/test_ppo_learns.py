@@ -121,6 +121,27 @@ def test_the_unsupervised_loss_falls_only_when_it_has_weight(ppo, tiny):
     assert norms[0] == pytest.approx(norms[1], rel=1e-5), "the weight is not the policy's own"
 
 
+@pytest.mark.parametrize("unsup_step", ["joint", "own"])
+def test_the_score_rises_beside_unsupervised_text(ppo, lover, tiny, unsup_step):
+    """As much as without, and the text is learned too."""
+    text = {"unsupervised_dataset_name": tiny.text, "unsup_coef": 0.5, "unsup_step": unsup_step}
+    flags = {"critic_model_name_or_path": lover, "max_train_steps": 24, "ppo_epochs": 2, "kl_coef": 0.0}
+    output = ppo(actor_learning_rate=1e-2, **flags, **text)
+    scores = read_curve(output, "objective/score")
+    assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 2.0, scores
+    losses = read_curve(output, "policy/unsup_loss")
+    assert losses[-1] < losses[0] - 0.3, losses
+
+
+def test_steps_on_text_are_steps_of_the_schedule(ppo, tiny):
+    """Two steps of the policy and two on text: a linear schedule of four."""
+    text = {"unsupervised_dataset_name": tiny.text, "unsup_step": "own"}
+    output = ppo(**text, lr_scheduler_type="linear", actor_learning_rate=4e-3)
+    assert read_curve(output, "policy/learning_rate") == pytest.approx([4e-3, 2e-3])
+    assert read_curve(output, "unsup/learning_rate") == pytest.approx([3e-3, 1e-3])
+    assert all(norm > 0 for norm in read_curve(output, "unsup/grad_norm"))
+
+
 def test_ema_is_the_average_of_the_weights_after_each_update(ppo, tiny):
     """Of each optimizer step, two in one PPO step here."""
     decay, updates = 0.6, {"max_train_steps": 1, "ppo_epochs": 2}

@@ -55,6 +55,7 @@ def flags(tiny, tiny_tokenizer, tmp_path_factory):
     adapted = {"actor_model_name_or_path": adapter, "critic_model_name_or_path": tiny.base, "packed": True}
     adapted |= {"reward": f"model:{tiny.reward}", "critic_lora_dim": 4}  # actor and critic share their base
     mixed = {"unsupervised_dataset_name": tiny.text, "max_prompt_seq_len": 24}
+    by_text = mixed | {"unsup_step": "own"}
     mixed |= {"num_samples_per_prompt": 2, "per_device_generation_batch_size": 2, "ref_ema_decay": 0.7}
     muon = {"zero_stage": 3, "per_device_train_batch_size": 1, "dtype": "bf16", "optimizer_dtype": "bf16"}
     muon |= {"optimizer": "muon:1e-3"}
@@ -68,7 +69,7 @@ def flags(tiny, tiny_tokenizer, tmp_path_factory):
         "kto": (2, 1, single | {"loss": "kto"}),
         "reward, two ranks, ZeRO 3": (2, 2, single | {"zero_stage": 3, "per_device_train_batch_size": 1}),
         "ppo": (3, 1, ppo | mixed),
-        "ppo, stale": (3, 1, ppo | {"rollout_staleness": 1, "rollout_correction": "seq_tis"}),
+        "ppo, stale": (3, 1, ppo | by_text | {"rollout_staleness": 1, "rollout_correction": "seq_tis"}),
         "ppo, LoRA": (3, 1, ppo | adapted),
         "ppo, two ranks, ZeRO 3": (3, 2, two | zero_3),
         "ppo, two ranks, ZeRO 2, bf16": (3, 2, two | zero_2),

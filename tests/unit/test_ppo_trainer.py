@@ -1,5 +1,6 @@
 """The loop of step 3 without engines: what it makes of rollout batches, when roles say what they are told."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -7,13 +8,15 @@ import torch
 from right_or_wrong import close
 from rollout_batches import make_rollout_batch
 
+from common.ranks.failures import StepRefused
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.hooks import HOOKS, register_hook
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.score_sum import ScoreSum
+from step3_ppo.roles import has_text_steps
 from step3_ppo.rollout_batch import TokenCap
-from step3_ppo.trainer_state import ValueNormaliser
+from step3_ppo.trainer_state import OpenStep, ValueNormaliser
 
 ENGINE = SimpleNamespace(received_bytes=0)
 
@@ -27,13 +30,65 @@ def test_the_schedules_are_as_long_as_the_optimizer_steps():
     assert args.updates_per_step == 3 * 6
 
 
+def open_trainer(**flags):
+    """A trainer with one step open, of two minibatches, and the list of what its losses are asked for."""
+    args, algorithm, rollout, asked = PPOArguments(**flags), ALGORITHMS["ppo"], KnowingCritic(), []
+    rollout.max_gap = 1e-3
+    trainer = PPOTrainer(fill_defaults(args, algorithm), algorithm, rollout, None, None, None)
+    trainer.open_step = OpenStep(1, None, {})
+
+    def minibatches(current):
+        for current.num_minibatches in (1, 2):
+            yield [f"minibatch {current.num_minibatches}"]
+
+    def update(what, max_gap=None):
+        asked.append((*what, max_gap))
+        if fails and what[0] in fails:
+            raise StepRefused("no")
+        return {"policy/approx_kl": 0.0} if max_gap else {"policy/unsup_loss": 1.0}
+
+    fails = []
+    trainer.minibatches, trainer.finish_step = minibatches, lambda current: dict(current.means)
+    trainer.losses = SimpleNamespace(update=update, update_by_text=lambda: update(["text"]))
+    run = SimpleNamespace(point=lambda *_: None, refuse=lambda *_: asked.append("refused"))
+    return trainer, run, asked, fails
+
+
+def test_a_gap_is_looked_at_until_the_policy_has_moved():
+    trainer, run, asked, fails = open_trainer()
+    fails.append("minibatch 1")
+    trainer.train_step(1, run)
+    assert asked == [("minibatch 1", 1e-3), "refused", ("minibatch 2", 1e-3)]
+    trainer, run, asked, _ = open_trainer()
+    trainer.train_step(1, run)
+    assert asked == [("minibatch 1", 1e-3), ("minibatch 2", math.inf)]
+
+
+def test_a_step_on_text_follows_each_step_that_was_made():
+    """A restart behind a refused step must make the same ones."""
+    text = {"unsupervised_dataset_name": "x", "unsup_step": "own"}
+    trainer, run, asked, fails = open_trainer(**text)
+    assert trainer.train_step(1, run) == {"policy/approx_kl": [0.0] * 2, "policy/unsup_loss": [1.0] * 2}
+    assert [one[0] for one in asked] == ["minibatch 1", "text", "minibatch 2", "text"]
+    trainer, run, asked, fails = open_trainer(**text)
+    fails += ["minibatch 1", "text"]
+    means = trainer.train_step(1, run)
+    assert [one if one == "refused" else one[0] for one in asked] == [
+        "minibatch 1", "refused", "minibatch 2", "text", "refused",
+    ]  # fmt: skip
+    assert means == {"policy/approx_kl": [0.0]}, "what was made before counts"
+    assert [has_text_steps(PPOArguments(**text | {name: value})) for name, value in (
+        ("unsup_step", "own"), ("unsup_step", "joint"), ("unsupervised_dataset_name", "")
+    )] == [True, False, False]  # fmt: skip
+
+
 class KnowingCritic:
     """Rollouts with a critic that is right: a state is worth the score, that after the last token nothing.
 
     Its values are in the units of the statistics at that time. Scores grow from rollout to rollout.
     """
 
-    recomputes, judge_gap = True, lambda self, gap: None
+    recomputes, max_gap, judge_gap = True, math.inf, lambda self, gap: None
     scores = ScoreSum([])
     roles = SimpleNamespace(actor=SimpleNamespace(hybrid_engine=ENGINE))
 
@@ -46,6 +101,8 @@ class KnowingCritic:
         batch, says = make_rollout_batch([0, 1, 2], [2, 1, 1], [3, 1, 6]), self.normaliser.normalise
         scores = torch.tensor([1.0, 2.0, 4.0]) * 3**self.num_rollouts
         values = scores.repeat_interleave(batch.lengths["response_ids"])
+        versions = torch.full((10,), version)  # of the policy that gave each token
+        batch = batch.with_key("versions", versions, like="response_ids")
         batch = batch.with_numbers("scores", scores).with_numbers("next_values", says(torch.zeros(3)))
         return batch.with_key("old_values", says(values), like="response_ids")
 
@@ -69,6 +126,8 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
         metrics, learned_from = trainer.train_step(step, run), learned[-1].data
         assert learned_from["advantages"].abs().max() < 1e-3, step  # of scores up to 324
         assert metrics["value/explained_variance"] == pytest.approx(1.0)
+        # A27: the flag bounds the age of what is learned from; the first steps have younger rollouts.
+        assert metrics.get("rollout/staleness", 0) == min(step - 1, staleness)
         gaps = (learned_from["old_logprobs"] - learned_from["rollout_logprobs"]).abs()
         assert metrics["policy/logprob_gap"] == pytest.approx(float(gaps.sum()) / 10)  # tokens
         # The losses compare what the critic says before its update with returns that it is to learn.

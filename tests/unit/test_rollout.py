@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from contextlib import contextmanager
 from pathlib import Path
@@ -213,7 +214,9 @@ def test_the_sampler_is_trusted_as_long_as_it_agrees():
     assert auto.judge_gap(0.01) is None and auto.recomputes
     rollout = build(source="rollout")
     assert not rollout.recomputes and "--old_logprobs recompute" in rollout.judge_gap(0.01)
-    assert not rollout.recomputes
+    assert not rollout.recomputes and rollout.max_gap == math.inf
+    strict = build(source="strict")
+    assert not strict.recomputes and strict.max_gap == 1e-3, "an update above it is refused"
     recompute = build(source="recompute")
     assert recompute.recomputes and recompute.judge_gap(1e-9) is None and recompute.recomputes
     stale = build(source="auto", staleness=1)

@@ -1,0 +1,88 @@
+"""The optimizer steps of PPO: one on text behind the policy's, and one that is refused for a gap."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from common.data.packed_batch import PackedBatch
+from common.engine.ds_config import build_config, build_engine
+from common.ranks.failures import StepRefused
+from step1_sft.arguments import SFTArguments
+from step3_ppo import ppo_losses
+from step3_ppo.algorithms import ALGORITHMS, fill_defaults
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.ppo_losses import PPOLosses
+from step3_ppo.ppo_math import KLController
+
+
+class LinearLosses(PPOLosses):
+    """The losses of one linear layer: squares of its output for fixed inputs; the sampler is `gap` off."""
+
+    gap = 0.0
+
+    def _policy_sums(self, batch):
+        gap = torch.tensor(self.gap), torch.tensor(1)
+        return self.roles.actor.model(POLICY_INPUT).square().sum(), {"policy/logprob_gap": gap}
+
+    def _pretraining_sums(self, batch):
+        return self.roles.actor.model(TEXT_INPUT).square().sum(), {}
+
+
+POLICY_INPUT, TEXT_INPUT, START = torch.tensor([[1.0, 1.0]]), torch.tensor([[3.0, -1.0]]), [[0.5, -0.25]]
+
+
+@pytest.fixture
+def linear_losses(process_group):
+    def make(**flags) -> tuple[LinearLosses, Any, list[PackedBatch]]:
+        """Return the losses, their engine, and a minibatch."""
+        model = torch.nn.Linear(2, 1, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor(START))
+        args = SFTArguments(learning_rate=0.1, lr_scheduler_type="constant")
+        engine = build_engine(model, build_config(gradient_clipping=0.0), args, 10)
+        batches = [PackedBatch.build([0], {"loss_counts": [torch.ones(1)]})]
+        roles = SimpleNamespace(actor=SimpleNamespace(model=engine), critic=None)
+        args = PPOArguments(unsupervised_dataset_name="x", unsup_coef=0.5, **flags)
+        args = fill_defaults(args, ALGORITHMS["ppo"])
+        return LinearLosses(args, roles, KLController(0.1), iter([batches] * 2)), engine, batches
+
+    return make
+
+
+def test_a_step_on_text_is_its_own_behind_that_of_the_policy(linear_losses, monkeypatch):
+    """D60: AdamW's two steps, the second on the text's gradient alone, where the first has led."""
+    monkeypatch.setattr(ppo_losses, "count_targets", lambda batch: 1.0)
+    losses, engine, batches = linear_losses(unsup_step="own")
+    weight = torch.tensor(START, requires_grad=True)
+    betas = engine.optimizer.param_groups[0]["betas"]
+    adam = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0, betas=betas)
+    found = []
+    steps = [(POLICY_INPUT, 1.0, lambda: losses.update(batches)), (TEXT_INPUT, 0.5, losses.update_by_text)]
+    for inputs, coef, step in steps:
+        loss = (inputs @ weight.T).square().sum()
+        adam.zero_grad()
+        (coef * loss).backward()
+        adam.step()
+        found.append(step())
+        torch.testing.assert_close(engine.module.weight.data, weight.data, atol=1e-6, rtol=0)
+    assert "policy/unsup_loss" not in found[0]
+    assert found[1]["policy/unsup_loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+    assert found[1]["unsup/grad_norm"] == pytest.approx(float(weight.grad.norm()), abs=1e-5)
+    joint, engine, batches = linear_losses(unsup_step="joint")
+    assert joint.update(batches)["policy/unsup_loss"] == pytest.approx(1.75**2)  # 3 * 0.5 + 0.25
+    assert not torch.allclose(engine.module.weight, weight, atol=1e-2), "one step of the sum"
+
+
+def test_a_gap_above_the_bound_makes_no_step(linear_losses):
+    """V27: --old_logprobs strict. The next step can be made."""
+    losses, engine, batches = linear_losses(unsup_step="own")
+    losses.gap = 2e-3
+    with pytest.raises(StepRefused, match="differ by 0.002 nats .* strict allows 0.001; --old") as refused:
+        losses.update(batches, max_gap=1e-3)
+    assert engine.module.weight.tolist() == START and refused.value.batches == batches
+    losses.update(batches)
+    losses.gap = 0.5e-3
+    losses.update(batches, max_gap=1e-3)
+    assert engine.module.weight.tolist() != START and engine.global_steps == 2
