@@ -24,6 +24,7 @@ from common.data.registry import FunctionsByName
 from common.models.tensor_ops import masked_sum, whiten
 from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.distillation import parse_distill_loss
 from step3_ppo.policy_losses import find_policy_loss
 from step3_ppo.ppo_math import (
     GroupBaselines,
@@ -54,6 +55,7 @@ class Algorithm:
     needs_critic: bool = False  # its batch has old_values, and it fills in returns
     needs_greedy: bool = False  # its batch has the greedy answer's greedy_scores, _is_finished and _lengths
     needs_group: bool = False  # compares responses to one prompt: --num_samples_per_prompt above 1
+    needs_teacher: bool = False  # --teacher_model_name_or_path; needs no scores then, and no reference
     kl_in: str = "reward"
     adv_norm: str = "none"
     loss_aggregation: str = "token"
@@ -70,7 +72,8 @@ def fill_defaults(args: PPOArguments, algorithm: Algorithm) -> PPOArguments:
 
     Raises ValueError for a policy loss that there is not.
     """
-    kl_in, loss = args.kl_in or algorithm.kl_in, find_policy_loss(args.policy_loss)[0]
+    kl_in = algorithm.kl_in if "kl_in" in algorithm.ignores else args.kl_in or algorithm.kl_in
+    loss = find_policy_loss(args.policy_loss)[0]
     return dataclasses.replace(
         args,
         kl_in=kl_in if ":" in kl_in else f"{kl_in}:{USUAL_ESTIMATORS[kl_in]}",
@@ -296,3 +299,28 @@ def add_remax_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float)
     compared = token_rewards(batch, scores - greedy_scores, args, kl_coef)
     advantages = discounted_returns(compared, sampled_mask(batch), gamma=args.gamma)
     return with_advantages(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)
+
+
+@register_algorithm(
+    "distill",
+    needs_teacher=True,
+    ignores=("gamma", "gae_lambda", "kl_coef", "kl_in", "kl_target"),
+)
+@torch.no_grad()
+def add_distill_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
+    """Return the batch with the advantages of RLOO where there are rewards, else 0.
+
+    --distill_loss sampled adds weight x (log-probability under the teacher - under the actor) to those of
+    each token: it answers for its own divergence alone. K. Lu 2025, "On-Policy Distillation". The teacher is
+    the batch's reference.
+    """
+    scores = shaped_scores(batch, args) if "scores" in batch.data else torch.zeros(len(batch))
+    group = group_baselines(scores, batch.numbers("group_ids"))
+    advantages = on_every_token(scores - group.leave_one_out_mean, batch)
+    batch = with_advantages(batch, args, token_rewards(batch, scores, args, 0.0), advantages)
+    loss = parse_distill_loss(args.distill_loss)
+    if loss.beta is not None:
+        return batch
+    gain = loss.weight * (batch.data["ref_logprobs"] - batch.data["old_logprobs"])
+    advantages = batch.data["advantages"] + torch.where(batch.data["loss_mask"], gain, 0.0)
+    return batch.with_key("advantages", advantages, like="response_ids")

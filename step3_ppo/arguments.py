@@ -131,8 +131,14 @@ class PPOMathArguments:
 
     algorithm: str = flag(
         "ppo",
-        "advantage estimator: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, remax, one that "
-        "--plugins registers, or MODULE:FUNCTION",
+        "advantage estimator: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, remax, distill, "
+        "one that --plugins registers, or MODULE:FUNCTION",
+    )
+    distill_loss: str = flag(
+        "reverse_kl",
+        "divergence from the teacher: [WEIGHT*]reverse_kl, forward_kl or jsd:BETA over the whole vocabulary, "
+        "or sampled: reverse_kl by the sampled token, as its advantage",
+        only_with="teacher_model_name_or_path",
     )
     kl_coef: float = flag(0.1, "weight of the KL penalty to the reference", low=0)
     kl_in: str = flag(

@@ -22,6 +22,7 @@ from common.ranks import distributed
 from common.runs.export import read_metadata
 from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unused_flags
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.distillation import parse_distill_loss
 from step3_ppo.environments import KIND, import_environment
 from step3_ppo.policy_losses import build_policy_loss
 from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
@@ -64,9 +65,10 @@ def check_start_up(description: str) -> PPOStart:
             args.critic_model_name_or_path = args.actor_model_name_or_path
         fill_ranks(args, problems)
         check_algorithm(args, algorithm, problems)
+        check_teacher(args, algorithm, problems)
         idle = ", ".join(f"--{name}" for name in unused_flags(algorithm, given_flags()))
         start.notes += [f"--algorithm {algorithm.name} does not use {idle}"] if idle else []
-    start.rewards = find_rewards(args, problems)
+    start.rewards = find_rewards(args, start.algorithm, problems)
     start.tokenizer = check_models(args, start.algorithm, start.rewards, problems)
     has_critic = start.algorithm is not None and start.algorithm.needs_critic
     start.notes += describe_places(args, model_paths(args, start.rewards, has_critic=has_critic), problems)
@@ -106,6 +108,11 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
         not (args.ref_ema_decay and args.offload_reference_model),
         f"--offload_reference_model has nothing to offload with {given('ref_ema_decay')}: the averages are a "
         "share on each rank, and no model; leave it out",
+    )
+    problems.check(
+        not (args.ref_ema_decay and args.teacher_model_name_or_path),
+        f"{given('ref_ema_decay')} moves the reference, and --teacher_model_name_or_path has a teacher in its "
+        "place, which stays as it is; leave it out",
     )
     problems.check(
         args.old_logprobs != "strict" or args.rollout_staleness == 0,
@@ -188,9 +195,43 @@ def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems
     )
 
 
-def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:
+def check_teacher(args: PPOArguments, algorithm: Algorithm, problems: Problems) -> None:
+    """Add the problems of flags that go with a teacher, or do not."""
+    name, teacher = f"--algorithm {algorithm.name}", args.teacher_model_name_or_path
+    if not algorithm.needs_teacher:
+        problems.check(
+            not teacher,
+            f"--teacher_model_name_or_path {teacher} teaches nobody: {name} has no teacher; use distill",
+        )
+        return
+    problems.check(bool(teacher), f"{name} learns from a teacher: give --teacher_model_name_or_path")
+    with problems.catch():
+        loss = parse_distill_loss(args.distill_loss)
+        problems.check(
+            loss.beta is None or not args.replay_sampling_support,
+            f"--distill_loss {args.distill_loss} compares whole vocabularies, and --replay_sampling_support "
+            "leaves tokens out; use --distill_loss sampled, or leave that flag out",
+        )
+    compared = {
+        "--dynamic_sampling_rounds": args.dynamic_sampling_rounds > 0,
+        "--keep_best": bool(args.keep_best),
+    }
+    has_rewards = bool(args.reward or args.environment or args.critic_model_name_or_path)
+    for flag, compares in compared.items():
+        problems.check(
+            has_rewards or not compares,
+            f"{flag} compares scores, and {name} has none without --reward; give one",
+        )
+    problems.check(
+        args.num_samples_per_prompt > 1 or not has_rewards,
+        f"{name} with rewards compares the responses to one prompt: --num_samples_per_prompt "
+        f"{args.num_samples_per_prompt} must be 2 or more",
+    )
+
+
+def find_rewards(args: PPOArguments, algorithm: Algorithm | None, problems: Problems) -> list[RewardSpec]:
     """Return where scores come from: --environment, --reward, or without them the reward model, which is the
-    critic's by default.
+    critic's by default; [] where a teacher takes their place.
     """
     path = args.critic_model_name_or_path
     with problems.catch():
@@ -208,6 +249,8 @@ def find_rewards(args: PPOArguments, problems: Problems) -> list[RewardSpec]:
         )
     if args.reward or args.environment:
         return specs
+    if not path and algorithm and algorithm.needs_teacher:
+        return []
     if not path:
         problems.add(
             "nothing gives scores: give --reward, --environment, or a reward model as "
@@ -254,6 +297,7 @@ def check_models(
     found = [
         ("actor", "--actor_model_name_or_path", args.actor_model_name_or_path, args.actor),
         ("critic", "--critic_model_name_or_path", critic, args.critic),
+        ("teacher", "--teacher_model_name_or_path", args.teacher_model_name_or_path, None),
         *(("reward", flag, name, None) for name in scorers if name != critic),
     ]
     actor = None  # its tokenizer
@@ -277,10 +321,15 @@ def check_models(
             )
         difference = actor and tokenizer and vocabulary_difference(actor, tokenizer)
         if difference:
+            cure = (
+                "take both from one family of models"
+                if role == "teacher"
+                else "train the reward model from the same base, or give it as "
+                f"--reward classifier:{name}, which reads text"
+            )
             problems.add(
                 f"--actor_model_name_or_path and {flag} have other vocabularies, and the same token ids are "
-                f"given to both: {difference}; train the reward model from the same base, or give it as "
-                f"--reward classifier:{name}, which reads text"
+                f"given to both: {difference}; {cure}"
             )
     return actor
 

@@ -24,6 +24,7 @@ from common.models.tensor_ops import wilson_interval
 from common.ranks import distributed
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import kept_random_numbers
+from step3_ppo.algorithms import step_mean
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import VERIFIABLE
 from step3_ppo.environments import NUM_TURNS
@@ -131,7 +132,10 @@ def measure(batch: PackedBatch, checks: Sequence[str]) -> dict[str, float]:
     # NaN: a reward whose failure is borne.
     means = {name: float(values.double().nanmean()) for name, values in everyone.items()}
     names = [name for name in means if name.startswith(PREFIX)]
-    metrics = {"eval/score": means["scores"]}
+    metrics = {"eval/score": means["scores"]} if "scores" in means else {}
+    if "divergences" in batch.data:
+        sampled = batch.data.get("sampled_mask", ...)
+        metrics["eval/divergence"] = float(step_mean(batch.data["divergences"][sampled]))
     if len(names) > 1:
         metrics |= {f"eval/score_{name.removeprefix(PREFIX)}": means[name] for name in names}
     if checks:
@@ -174,12 +178,13 @@ class Evaluation:
         """
         batch, scores = self._answer(step), self.rollout.scores
         has_score = scores.counts(batch)
-        judged = judge(batch, torch.where(has_score, batch.numbers("scores"), torch.nan))
-        if step == 0:
-            self.before = judged
         checks = [spec.name for spec in scores.specs if spec.kind in VERIFIABLE]
         metrics = measure(batch.select(has_score.nonzero()[:, 0]), checks)
-        metrics |= compare(judged, self.before) if self.before else {}
+        if scores.specs:
+            judged = judge(batch, torch.where(has_score, batch.numbers("scores"), torch.nan))
+            if step == 0:
+                self.before = judged
+            metrics |= compare(judged, self.before) if self.before else {}
         if scores.judges and self.before:
             metrics |= self._compare_by_judges(batch) | scores.take_costs("eval")
         if scores.bears_failures:

@@ -46,6 +46,7 @@ EXPORT_BEST = "export_best"
 COLUMNS = (
     "objective/score",
     "objective/kl",
+    "distill/divergence",
     "policy/loss",
     "policy/entropy",
     "value/loss",
@@ -126,7 +127,8 @@ def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
 
     def train_step(step: int) -> None:
         metrics = trainer.train_step(step, run)
-        run.facts = {name: metrics[name] for name in ("objective/score", "objective/kl")}
+        names = ("objective/score", "objective/kl", "distill/divergence")
+        run.facts = {name: metrics[name] for name in names if name in metrics}
 
     best = Path(start.args.output_dir, EXPORT_BEST)
     if start.args.output_dir and not start.earlier.checkpoints and distributed.is_main() and best.is_dir():

@@ -36,16 +36,20 @@ def gather_responses(batch: PackedBatch, **more: torch.Tensor) -> dict[str, torc
 def summarise(batch: PackedBatch) -> dict[str, float]:
     """Return the means of a batch with rewards; `objective/kl` is in nats a response (k1).
 
-    Every rank must call this.
+    What is of scores is left out where there are none. Every rank must call this.
     """
     rewards = masked_sum(tokens(batch, "rewards"), response_mask(batch), dim=1)
     everyone = gather_responses(batch, rewards=rewards)
-    metrics = {
-        "objective/score": float(everyone["scores"].mean()),
-        "objective/score_std": float(everyone["scores"].std(correction=0)),
+    metrics = {}
+    if "scores" in everyone:
+        metrics = {
+            "objective/score": float(everyone["scores"].mean()),
+            "objective/score_std": float(everyone["scores"].std(correction=0)),
+            "objective/reward": float(everyone["rewards"].mean()),
+            "objective/score_length_correlation": float(correlation(everyone["scores"], everyone["lengths"])),
+        }
+    metrics |= {
         "objective/kl": float(everyone["kl"].mean()),
-        "objective/reward": float(everyone["rewards"].mean()),
-        "objective/score_length_correlation": float(correlation(everyone["scores"], everyone["lengths"])),
         "rollout/response_tokens": float(everyone["lengths"].mean()),
         "rollout/finished_fraction": float(everyone["is_finished"].mean()),
         "rollout/distinct_1": distinct_ngrams(batch.sequences("response_ids"), 1),

@@ -15,6 +15,7 @@ from common.models.policy_model import compute_nll_sum, count_targets
 from common.models.router_loss import add_router_loss
 from common.ranks import distributed, watchdog
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.distillation import parse_distill_loss
 from step3_ppo.policy_losses import LossTokens, build_policy_loss
 from step3_ppo.ppo_math import (
     KLController,
@@ -24,7 +25,7 @@ from step3_ppo.ppo_math import (
 )
 from step3_ppo.roles import Roles, has_text_steps
 
-Sums = tuple[torch.Tensor, dict[str, Stat]]
+Sums = tuple[torch.Tensor | float, dict[str, Stat]]
 
 
 class PPOLosses:
@@ -36,6 +37,8 @@ class PPOLosses:
         """`pretraining` is the text of the actor's second loss."""
         self.args, self.roles, self.kl, self.pretraining = args, roles, kl, pretraining
         self.policy_loss = build_policy_loss(args.policy_loss, args.clip_range)
+        has_teacher = bool(args.teacher_model_name_or_path)
+        self.distill = parse_distill_loss(args.distill_loss) if has_teacher else None
 
     def update(self, micro_batches: list[PackedBatch], max_gap: float = math.inf) -> dict[str, float]:
         """Return the means after the optimizer steps of the actor and, if there is one, the critic: both are
@@ -85,7 +88,7 @@ class PPOLosses:
 
     def _policy_sums(self, batch: PackedBatch) -> Sums:
         args, actor, data = self.args, self.roles.actor, with_rows(batch).to(distributed.device()).data
-        logprobs, entropies = actor.compute_logprobs(batch, with_entropy=True)
+        logprobs, entropies, (divergence, of_teacher) = self._compute_scores(batch, data)
         tokens = loss_tokens(data, len(batch), logprobs, entropies)
         losses, of_loss = self.policy_loss(tokens)
         mask, losses = tokens.mask, losses * tokens.weights
@@ -106,9 +109,35 @@ class PPOLosses:
             }
             for name, numbers in of_tokens.items():
                 stats[f"policy/{name}"] = (torch.where(mask, numbers, 0).sum(), num_counted)
-        loss_sum = (losses * data["loss_weights"]).sum()
+        loss_sum = (losses * data["loss_weights"]).sum() + divergence
         loss, more = add_router_loss(actor.model, loss_sum, batch, sum_of("loss_counts"))
-        return loss, stats | {f"policy/{name}": stat for name, stat in more.items()}
+        return loss, stats | of_teacher | {f"policy/{name}": stat for name, stat in more.items()}
+
+    def _compute_scores(
+        self, batch: PackedBatch, data: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, Sums]:
+        """Return logprobs and entropies of the response tokens, and what a teacher adds to the sums."""
+        actor, distill = self.roles.actor, self.distill
+        if distill is None:
+            return *actor.compute_logprobs(batch, with_entropy=True), (0.0, {})
+        mask, weights, ref_logprobs = data["loss_mask"], data["loss_weights"], data["ref_logprobs"]
+        if distill.beta is None:
+            logprobs, entropies = actor.compute_logprobs(batch, with_entropy=True)
+            divergences = logprobs.detach() - ref_logprobs
+            total, added = (divergences * weights).sum(), 0.0  # the advantages have it
+        else:
+            logprobs, entropies, total, divergences = actor.compute_divergence(
+                batch, self.roles.reference, distill.beta, weights
+            )
+            added = distill.weight * total
+            if "scores" not in data:
+                logprobs = logprobs.detach()  # no advantage: a backward pass of zeros less
+        stats = {
+            "distill/loss": distill.weight * total.detach(),
+            "distill/divergence": (torch.where(mask, divergences, 0.0).sum(), mask.sum()),
+            "distill/teacher_logprob": (torch.where(mask, ref_logprobs, 0.0).sum(), mask.sum()),
+        }
+        return logprobs, entropies, (added, stats)
 
     def _value_sums(self, batch: PackedBatch) -> Sums:
         critic, data = self.roles.critic, batch.to(distributed.device()).data

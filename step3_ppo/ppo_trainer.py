@@ -131,7 +131,9 @@ class PPOTrainer:
                 gaps = gaps[scored.data.get("sampled_mask", ...)]
                 summary["policy/logprob_gap"] = float(step_mean(gaps))
             batch = put_back(self._normalise_values(scored), batch)
-            batch = batch.with_numbers("scores", torch.where(has_score, batch.numbers("scores"), torch.nan))
+            if not bool(has_score.all()):
+                scores = torch.where(has_score, batch.numbers("scores"), torch.nan)
+                batch = batch.with_numbers("scores", scores)
             summary |= metrics.summarise_scores(batch, self.rollout.scores) | metrics.summarise_turns(batch)
             summary |= self.rollout.scores.take_costs("reward")
             if self.args.rollout_staleness:

@@ -30,12 +30,18 @@ class RoleArguments:
         "initial critic: a reward model, or with --reward a language model too (new head), or an adapter of "
         "one; empty with --reward: the actor's",
     )
+    teacher_model_name_or_path: str = flag(
+        "", "model that the actor learns from, in the reference's place: --algorithm distill"
+    )
     actor_learning_rate: float = flag(9.65e-6, "peak learning rate of the actor", low=0)
     critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", low=0)
     actor_weight_decay: float = flag(0.0, "AdamW weight decay of the actor's matrices", low=0)
     critic_weight_decay: float = flag(0.0, "AdamW weight decay of the critic's matrices", low=0)
     actor_zero_stage: int = flag(
-        0, "ZeRO stage of the actor; 3 shards the reference too", choices=(0, 1, 2, 3), may_change=True
+        0,
+        "ZeRO stage of the actor; 3 shards the reference, or teacher",
+        choices=(0, 1, 2, 3),
+        may_change=True,
     )
     critic_zero_stage: int = flag(
         0, "ZeRO stage of the critic; 3 shards the reward too", choices=(0, 1, 2, 3), may_change=True
@@ -51,9 +57,9 @@ class RoleArguments:
     critic_gradient_checkpointing: bool = flag(False, "recompute the critic's activations", may_change=True)
     offload_reference_model: bool = flag(
         False,
-        "keep the reference model's weights on the CPU between uses",
+        "keep the weights of the reference, or the teacher, on the CPU between uses",
         may_change=True,
-        only_with="actor_lora_dim=0",
+        only_with="actor_lora_dim=0 teacher_model_name_or_path",
     )
     ref_ema_decay: float = flag(
         0.0,

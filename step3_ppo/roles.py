@@ -1,4 +1,4 @@
-"""The four roles: actor, reference, critic, reward. What each says of a rollout batch (`score`, see
+"""The roles: actor, reference or teacher, critic, reward. What each says of a rollout batch (`score`, see
 `step3_ppo.rollout_batch`; the actor can `generate` too), and how they are built.
 
 # b responses of a batch, total response tokens of all
@@ -18,14 +18,16 @@ from common.engine.ds_config import build_engine, config_of
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation, TurnCallback
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
+from common.models.divergence import TeacherLogits, hidden_states, scores_and_divergence
+from common.models.loading import plain_model
 from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.output_head import SamplingMask, kept_tokens
-from common.models.policy_model import language_model
+from common.models.policy_model import PolicyModel, language_model
 from common.models.saved_adapters import is_adapter
 from common.programs.training_loop import load_policy, load_ranker, runs_packed
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
-from common.ranks.zero3 import local_shard, swapped_shards
+from common.ranks.zero3 import gather_whole, local_shard, swapped_shards
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.role_arguments import RoleFlags
@@ -93,21 +95,47 @@ class Policy(Role):
         return self.compute_logprobs(batch)[0]
 
     def compute_logprobs(
-        self, batch: PackedBatch, *, with_entropy: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logprobs (total,) fp32 of the response tokens and, if asked for, their entropies."""
+        self, batch: PackedBatch, *, with_entropy: bool = False, **how: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Return logprobs (total,) fp32 of the response tokens and, if asked for, their entropies; more with
+        another `score` of a PolicyModel in `how`.
+        """
         inputs, slots = self.build_inputs(batch)
         mask = None
         if "support_ids" in batch.data:
             (token_ids,) = to_device([batch.data["support_ids"]], distributed.device())
             mask = SamplingMask(token_ids, batch.data["support_counts"])
-        return self.model(inputs, slots, batch.data["response_ids"], with_entropy=with_entropy, mask=mask)
+        how |= {"with_entropy": with_entropy, "mask": mask}
+        return self.model(inputs, slots, batch.data["response_ids"], **how)
 
 
 class Reference(Policy):
     """The frozen policy that the KL penalty is measured against."""
 
     name, clock = "reference", "reference"
+
+
+class Teacher(Reference):
+    """The frozen policy that the actor learns from, in the reference's place."""
+
+    name = "teacher"
+
+    @contextmanager
+    def logits_of(self, batch: PackedBatch) -> Iterator[TeacherLogits]:
+        """Have what the logits of the response tokens are made from in the block. Every rank must call this.
+
+        It is made when a micro-batch is learned from: hidden states kept since the rollout would be a vector
+        a token of the whole step, sent and saved with its rows; one more pass of the teacher needs no memory.
+        Of an offloaded teacher the output head alone stays for the block.
+        """
+        inputs, slots = self.build_inputs(batch)
+        with self.scoring():
+            hidden = self.model(inputs, slots, batch.data["response_ids"], score=hidden_states)
+        policy: PolicyModel = getattr(self.model, "module", self.model)
+        head = plain_model(policy.causal_lm).get_output_embeddings()
+        with gather_whole(list(head.parameters())):
+            weight, bias = (x if x is None else x.data.to(hidden.device) for x in (head.weight, head.bias))
+            yield TeacherLogits(hidden, weight, bias, policy.options)
 
 
 class LoraReference(Reference):
@@ -184,6 +212,24 @@ class Actor(Policy):
             COSTS.count(int(lengths[1].sum()), flops)
             return generation
 
+    def compute_divergence(
+        self, batch: PackedBatch, teacher: Teacher, beta: float, token_weights: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return logprobs and entropies of the response tokens, and what `summed_divergence` says of them:
+        token_weights (total,). Every rank must call this.
+        """
+        with teacher.logits_of(batch) as logits:
+            compared = {"teacher": logits, "beta": beta, "token_weights": token_weights}
+            score = partial(scores_and_divergence, **compared)
+            return self.compute_logprobs(batch, with_entropy=True, score=score)
+
+    def find_divergences(
+        self, batches: Sequence[PackedBatch], teacher: Teacher, beta: float
+    ) -> list[torch.Tensor]:
+        """Return the divergence of each response token, (total,) fp32 a batch. Every rank must call this."""
+        with self.scoring():
+            return [self.compute_divergence(batch, teacher, beta)[3] for batch in batches]
+
     def find_sampling_masks(self, batches: Sequence[PackedBatch]) -> list[SamplingMask]:
         """Return the tokens that the sampler could draw, for each batch. Every rank must call this."""
         how = {"score": kept_tokens, "top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
@@ -224,7 +270,9 @@ class Critic(Role):
 
 @dataclass
 class Roles:
-    """The models of a run: `critic` is None for algorithms without one; rewards go by their logged names."""
+    """The models of a run: the reference may be a Teacher; `critic` is None for algorithms without one;
+    rewards go by their logged names.
+    """
 
     actor: Actor
     reference: Reference
@@ -289,7 +337,11 @@ def build_roles(
             args.offload_reward_model,
         )
         scorers[spec.name] = _build_frozen(Reward, load, args, flags, num_tokens, is_offloaded)
-    if args.actor_lora_dim:
+    if args.teacher_model_name_or_path:
+        flags = replace(args.actor, model_name_or_path=args.teacher_model_name_or_path)
+        is_offloaded = args.offload_reference_model
+        reference = _build_frozen(Teacher, load_policy, args, flags, num_tokens, is_offloaded)
+    elif args.actor_lora_dim:
         has_new_adapters = not is_adapter(args.actor_model_name_or_path)
         reference: Reference = LoraReference(actor.model, has_new_adapters=has_new_adapters, **layout)
     elif args.ref_ema_decay:

@@ -15,6 +15,7 @@ from common.models.output_head import SamplingMask
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.distillation import parse_distill_loss
 from step3_ppo.environments import KIND, NUM_TURNS, Conversation, scores_of
 from step3_ppo.ppo_math import constant_groups
 from step3_ppo.rewards.score_sum import PREFIX, PromptTexts, ScoreSum
@@ -210,6 +211,8 @@ class Rollout:
             old_logprobs = [m.data["rollout_logprobs"] for m in micro_batches]
         columns = {"old_logprobs": old_logprobs, "ref_logprobs": roles.reference.score(micro_batches)}
         numbers = {}
+        if self.args.teacher_model_name_or_path and not is_trained_on:
+            columns["divergences"] = self._find_divergences(micro_batches, **columns)
         if is_trained_on and roles.critic:
             values, last_values = zip(*roles.critic.score(micro_batches), strict=True)
             columns["old_values"], numbers["next_values"] = values, last_values
@@ -222,6 +225,18 @@ class Rollout:
             scored = join_scores(batch.ids, micro_batches, columns, numbers)
             self._refuse_if_not_finite(scored)
             return scored
+
+    def _find_divergences(
+        self,
+        micro_batches: list[PackedBatch],
+        old_logprobs: Sequence[torch.Tensor],
+        ref_logprobs: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Return how far each token's distribution is from the teacher's, as --distill_loss measures it."""
+        beta = parse_distill_loss(self.args.distill_loss).beta
+        if beta is None:
+            return [old - ref for old, ref in zip(old_logprobs, ref_logprobs, strict=True)]
+        return self.roles.actor.find_divergences(micro_batches, self.roles.reference, beta)
 
     def _refuse_if_not_finite(self, batch: PackedBatch) -> None:
         own = [n for n in SCORED if n in batch.data and not bool(batch.data[n].isfinite().all())]

@@ -10,7 +10,7 @@ the rank that trains on them, a minibatch at a time.
     versions          a token     int64, PPO steps that the policy had made when it sampled the token
     rollout_logprobs  a token     fp32, the sampler's own
     old_logprobs      a token     fp32, of the policy that sampled: what the ratio is taken to
-    ref_logprobs      a token     fp32, of the frozen reference
+    ref_logprobs      a token     fp32, of the frozen reference, or the teacher
     prox_logprobs     a token     fp32, of the policy before the step's updates, with --rollout_correction;
                                   the ratio is taken to it then
     correction_weights  a token   fp32, what losses are multiplied by, with --rollout_correction
@@ -22,7 +22,8 @@ the rank that trains on them, a minibatch at a time.
     is_finished       a number    bool, False where the length limit cut the response
     num_turns         a number    int64, turns that the environment was shown; with an environment
     greedy_scores, greedy_is_finished, greedy_lengths  a number, of the greedy answer (remax)
-    scores            a number    fp32, the weighted sum of the rewards; score/NAME has each of them
+    scores            a number    fp32, the weighted sum of the rewards, if any; score/NAME has each of them
+    divergences       a token     fp32, from the teacher; of held-out prompts
     rewards, advantages, returns  a token  fp32, filled in by the algorithm
 
 # b responses of this rank, B of all, R tokens of the longest of this rank

@@ -267,7 +267,8 @@ def build_roles(args: Any, models: Models) -> list[Role]:
     places = find_places(args, shared_paths(models)) if args.stage == 3 else {}
     held: set[Place] = set()
     for name, model in models.items():
-        if name == "reference" and (args.actor_lora_dim or args.ref_ema_decay):
+        is_actors = args.actor_lora_dim or args.ref_ema_decay
+        if name == "reference" and is_actors and not args.teacher_model_name_or_path:
             roles.append(replace(roles[0], name=name, is_trained=False, is_adapter_off=True))
             continue
         flags = args  # the role's own
@@ -386,7 +387,9 @@ def find_sources(args: Any, problems: Problems) -> dict[str, Source]:
     of_actor = ("--actor_model_name_or_path", args.actor_model_name_or_path, False)
     critic = args.critic_model_name_or_path or (args.actor_model_name_or_path if has_reward else "")
     of_critic = ("--critic_model_name_or_path", critic, True)
-    found: dict[str, Source] = {"actor": of_actor, "reference": of_actor}
+    of_teacher = ("--teacher_model_name_or_path", args.teacher_model_name_or_path, False)
+    found: dict[str, Source] = {"actor": of_actor}
+    found["reference"] = of_teacher if args.teacher_model_name_or_path else of_actor
     with problems.catch():
         if find_algorithm(args.algorithm).needs_critic:
             cure = "give it, or an --algorithm without a critic, such as grpo"
@@ -394,7 +397,7 @@ def find_sources(args: Any, problems: Problems) -> dict[str, Source]:
             found["critic"] = of_critic
         if not has_reward:
             found["reward"] = of_critic
-        for spec in parse_rewards(args.reward):
+        for spec in parse_rewards(args.reward, has_teacher=bool(args.teacher_model_name_or_path)):
             if spec.kind == "model":
                 found[spec.name] = ("--reward model:", spec.target, True)
     return {role: source for role, source in found.items() if source[1]}

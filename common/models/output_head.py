@@ -123,7 +123,7 @@ def summed_logprobs(
     Every token has the same gradient, so it is made in the forward pass: a quarter less arithmetic than
     making the logits twice.
     """
-    return _SummedLogprobs.apply(hidden, weight, bias, token_ids, options)
+    return _SummedLogprobs.of(hidden, weight, bias, token_ids, options)
 
 
 @torch.no_grad()
@@ -139,7 +139,7 @@ def kept_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the fields of a SamplingMask: what top_k and top_p left at each slot, and the sampled token."""
     kept, counts = [], []
-    for rows in _chunks(hidden, weight):
+    for rows in chunks(hidden, weight):
         is_kept = sampling_mask(
             options.transform(F.linear(hidden[rows], weight, bias)),
             temperature=options.temperature,
@@ -227,7 +227,7 @@ class _TokenScores(torch.autograd.Function):
         entropies, normalisers = torch.zeros_like(logprobs), torch.empty_like(logprobs)
         room = CPU_KEPT_ELEMENTS if hidden.device.type == "cpu" else GPU_KEPT_ELEMENTS
         ctx.kept = {}  # first row of a chunk: its logits
-        for rows in _chunks(hidden, weight):
+        for rows in chunks(hidden, weight):
             leaf = F.linear(hidden[rows], weight, bias)
             room -= leaf.numel()
             if room >= 0 and any(ctx.needs_input_grad[:3]):
@@ -247,12 +247,12 @@ class _TokenScores(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropies):
         hidden, weight, bias, token_ids, entropies, normalisers, *rest = ctx.saved_tensors
         mask = SamplingMask(*rest) if rest else None
-        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalisers)
-        for rows in _chunks(hidden, weight):
+        for rows in chunks(hidden, weight):
             kept = ctx.kept.pop(rows.start, None)
-            leaf, logits = _differentiable_logits(hidden, weight, bias, ctx.options, mask, rows, kept)
+            leaf, logits = differentiable_logits(hidden, weight, bias, ctx.options, mask, rows, kept)
             of_entropies = (entropies[rows], grad_entropies[rows]) if grad_entropies is not None else ()
             scored = logits.detach(), token_ids[rows], normalisers[rows]
             of_logits = _softmax_gradient(*scored, ctx.options, grad_logprobs[rows], *of_entropies)
@@ -260,37 +260,55 @@ class _TokenScores(torch.autograd.Function):
         return *gradients.result(hidden.dtype), None, None, None, None
 
 
-class _SummedLogprobs(torch.autograd.Function):
-    """Makes the gradient of the sum while the logits are there; the backward pass scales it."""
+class SummedOverTokens(torch.autograd.Function):
+    """A weighted sum over tokens, whose gradient is made while the logits are there; the backward pass scales
+    it. A subclass takes hidden, weight and bias first, and gives its HeadGradients to `keep`.
+    """
 
+    @classmethod
+    def of(cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *more: Any) -> Any:
+        """Return what `apply` does, which cannot tell where no gradient is wanted."""
+        inputs = hidden, weight, bias
+        if not torch.is_grad_enabled():
+            inputs = [x if x is None else x.detach() for x in inputs]
+        return cls.apply(*inputs, *more)
+
+    @staticmethod
+    def keep(ctx, gradients: "HeadGradients | None", dtype: torch.dtype) -> None:
+        """Let the gradients wait for the backward pass, which returns them in the dtype of the inputs."""
+        ctx.dtype = dtype
+        # fp16 ends at 65504: the sum over many tokens may pass that before it is scaled down.
+        kept = torch.float32 if dtype == torch.float16 else dtype
+        ctx.gradients = gradients.result(kept) if gradients else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_total, *_):
+        """Return the gradients of hidden, weight and bias, and None for all else."""
+        gradients, ctx.gradients = ctx.gradients, None  # they are as large as the weight: kept no longer
+        scaled = [g if g is None else g.mul_(grad_total.to(g.dtype)).to(ctx.dtype) for g in gradients]
+        return *scaled, *[None] * (len(ctx.needs_input_grad) - len(scaled))
+
+
+class _SummedLogprobs(SummedOverTokens):
     @staticmethod
     def forward(ctx, hidden, weight, bias, token_ids, options):
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         needs = ctx.needs_input_grad[:3]
-        gradients = _Gradients(hidden, weight, bias, needs) if any(needs) else None
-        for rows in _chunks(hidden, weight):
-            leaf, logits = _differentiable_logits(hidden, weight, bias, options, None, rows)
+        gradients = HeadGradients(hidden, weight, bias, needs) if any(needs) else None
+        for rows in chunks(hidden, weight):
+            leaf, logits = differentiable_logits(hidden, weight, bias, options, None, rows)
             scored = logits.detach(), token_ids[rows]
             logprobs, _, normalisers = _softmax_scores(*scored, options, with_entropy=False)
             total += logprobs.double().sum()
             if gradients:
                 ones = torch.ones_like(logprobs)
                 gradients.add(rows, leaf, logits, _softmax_gradient(*scored, normalisers, options, ones))
-        ctx.dtype = hidden.dtype
-        # fp16 ends at 65504: the sum over many tokens may pass that before it is scaled down.
-        kept = torch.float32 if ctx.dtype == torch.float16 else ctx.dtype
-        ctx.gradients = gradients.result(kept) if gradients else None
+        _SummedLogprobs.keep(ctx, gradients, hidden.dtype)
         return total.float()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_total):
-        gradients, ctx.gradients = ctx.gradients, None  # they are as large as the weight: kept no longer
-        scaled = [g if g is None else g.mul_(grad_total.to(g.dtype)).to(ctx.dtype) for g in gradients]
-        return *scaled, None, None
 
-
-def _differentiable_logits(
+def differentiable_logits(
     hidden, weight, bias, options, mask, rows, kept=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return raw logits (n, V), and what transform and mask make of them, which autograd has followed."""
@@ -308,7 +326,7 @@ def _masked(logits: torch.Tensor, mask: SamplingMask | None, rows: slice) -> tor
     return logits.masked_fill(~mask.of_rows(rows, logits.shape[1]), -torch.inf)
 
 
-class _Gradients:
+class HeadGradients:
     """Gradients of hidden, weight and bias, added up chunk by chunk; the weight's in fp32 or better."""
 
     def __init__(self, hidden, weight, bias, needs) -> None:
@@ -334,11 +352,15 @@ class _Gradients:
             self.of_bias += of_logits.sum(0, dtype=self.of_bias.dtype)
 
     def result(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
+        """Return the three in a dtype, None for those that are not needed."""
         return [g if g is None else g.to(dtype) for g in (self.of_hidden, self.of_weight, self.of_bias)]
 
 
-def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
+def chunks(hidden: torch.Tensor, weight: torch.Tensor, *, at_once: int = 1) -> Iterator[slice]:
+    """Yield the rows of hidden (N, H) whose logits, by weight (V, H), make a chunk, or one of `at_once` that
+    share its room.
+    """
     elements = CPU_CHUNK_ELEMENTS if hidden.device.type == "cpu" else GPU_CHUNK_ELEMENTS
-    size = max(1, elements // len(weight))
+    size = max(1, elements // (at_once * len(weight)))
     for first in range(0, len(hidden), size):
         yield slice(first, min(first + size, len(hidden)))

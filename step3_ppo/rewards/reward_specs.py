@@ -40,16 +40,17 @@ class RewardSpec:
     name: str  # under which its scores are logged, such as `function_polite_2`
 
 
-def parse_rewards(texts: Sequence[str]) -> list[RewardSpec]:
+def parse_rewards(texts: Sequence[str], *, has_teacher: bool = False) -> list[RewardSpec]:
     """Return the rewards that `--reward` names, each under a name of its own; [] for none. Numbers are none.
 
     Raises:
-        ValueError: an entry is of no known form (see `parse_reward`), or nothing has a weight.
+        ValueError: an entry is of no known form (see `parse_reward`), or nothing has a weight and there is no
+            teacher to learn from.
     """
     specs: list[RewardSpec] = []
     for text in (text for text in texts if read_number(text) is None):
         specs.append(parse_reward(text, {spec.name for spec in specs}))
-    if texts and not any(spec.weight for spec in specs):
+    if texts and not has_teacher and not any(spec.weight for spec in specs):
         raise ValueError(
             f"--reward {' '.join(texts)}: every weight is 0, so there is nothing to learn from; give one of "
             "them a weight, such as 1*"
@@ -120,7 +121,7 @@ def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
     """
     specs: list[RewardSpec] = []
     with problems.catch():
-        specs = parse_rewards(args.reward)
+        specs = parse_rewards(args.reward, has_teacher=bool(args.teacher_model_name_or_path))
     for spec in specs:
         with problems.catch():
             if spec.kind == "function":

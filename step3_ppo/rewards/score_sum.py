@@ -49,10 +49,11 @@ class ScoreSum:
     def ask(self, batches: Sequence[PackedBatch], texts: PromptTexts) -> Callable[[dict[str, Any]], Scores]:
         """Ask functions and servers in a thread; return a function of the Reward roles by name, which waits.
 
-        It returns {"scores": the weighted sum, "score/NAME": one reward's}: for each batch (B,) fp32. Every
-        rank must call this, and that, with as many batches. That raises StepRefused, naming the reward, when
-        a text reward gives something other than a finite number a response. Where failures are borne,
-        "score/NAME" is NaN for such a response, and counts as the default, or 0, in the sum: see `counts`.
+        It returns {"scores": the weighted sum, "score/NAME": one reward's}: for each batch (B,) fp32; without
+        rewards {}. Every rank must call this, and that, with as many batches. That raises StepRefused, naming
+        the reward, when a text reward gives something other than a finite number a response. Where failures
+        are borne, "score/NAME" is NaN for such a response, and counts as the default, or 0, in the sum: see
+        `counts`.
         """
         found: Scores = {}
 
@@ -98,6 +99,8 @@ class ScoreSum:
         return Answers([texts[n][0] for n in numbers], responses, [texts[n][1] for n in numbers])
 
     def _add_up(self, found: Scores, num_batches: int) -> Scores:
+        if not self.specs:
+            return {}
         if self.bears_failures:
             found = {n: [torch.where(x.isfinite(), x, torch.nan) for x in of] for n, of in found.items()}
             failed = [name for name, of_batches in found.items() if torch.cat(of_batches).isnan().any()]

@@ -126,6 +126,17 @@ def adapters(**flags: Any) -> Prepare:
     return prepare
 
 
+def teacher(place: Place, **changes: Any) -> dict[str, Any]:
+    """Return what makes a good distillation, with changes."""
+    flags = {"algorithm": "distill", "teacher_model_name_or_path": place.tiny.gpt2}
+    return flags | {"critic_model_name_or_path": None} | changes
+
+
+def other_teacher(place: Place) -> dict[str, Any]:
+    tiny_inputs.save_causal_lm(place.folder / "other", place.make_tokenizer(290))
+    return teacher(place, teacher_model_name_or_path=place.folder / "other")
+
+
 def other_vocabulary(place: Place) -> dict[str, Any]:
     tiny_inputs.save_reward_model(place.folder / "other", place.make_tokenizer(290))
     return {"critic_model_name_or_path": place.folder / "other"}
@@ -151,6 +162,14 @@ FLAGS = [
     Row("a reference that cannot move", 3, flag(ref_ema_decay=0.9, actor_lora_dim=4, whiten_scores="group"),
         ["--ref_ema_decay 0.9 averages whole weights", "--whiten_scores group compares the"], count=2),
     Row("a range that is none", 3, flag(clip_range="0.2,wide"), ["--clip_range 0.2,wide: give one number"]),
+    Row("no teacher", 3, lambda p: teacher(p, teacher_model_name_or_path=None),
+        ["--algorithm distill", "give --teacher_model_name_or_path"]),
+    Row("a teacher of nobody", 3, lambda p: {"teacher_model_name_or_path": p.tiny.gpt2},
+        ["--teacher_model_name_or_path", "--algorithm ppo has no teacher", "distill"]),
+    Row("no such divergence", 3, lambda p: teacher(p, distill_loss="0.5*reverse"),
+        ["--distill_loss 0.5*reverse", "did you mean reverse_kl?"]),
+    Row("distilled without scores", 3, lambda p: teacher(p, keep_best="eval/score", eval_fraction=0.2),
+        ["--keep_best", "has none without --reward"]),
     Row("a GPU without bf16", 1, flag(dtype="bf16"), ["--dtype bf16", "emulates bf16", "use fp16 or fp32"],
         gpu={"capability": [7, 5]}),
     Row("no such optimizer", 3, flag(optimizer="muon:fast"), ["--optimizer muon:fast", "such as muon:1e-3"]),
@@ -189,6 +208,8 @@ MODELS = [
         ["base of actor, critic; of reward model", "--offload_reward_model", "or none"]),
     Row("an adapter of another model", 3, adapters(),
         ["actor is no adapter of", "give the export/ folder of the run"]),
+    Row("a teacher of another vocabulary", 3, other_teacher,
+        ["--actor_model_name_or_path and --teacher_model_name_or_path", "one family"]),
     Row("no reward model", 3, lambda p: {"critic_model_name_or_path": p.tiny.base},
         ["--critic_model_name_or_path", "score head"]),
 ]  # fmt: skip

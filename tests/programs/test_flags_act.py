@@ -79,6 +79,7 @@ TALKS = "class Talk:\n    def reset(self, row):\n        return row['messages']\
 TALKS += (
     "    def step(self, messages):\n        return messages[:1], len(messages[-1]['content']) % 2, False\n"
 )
+TAUGHT = {"algorithm": "distill", "teacher_model_name_or_path": "{gpt2}", "num_samples_per_prompt": 2}
 ADAPTERS = {"actor_lora_dim": 4, "critic_lora_dim": 4}
 ACTS: dict[int, dict[str, Any]] = {
     1: OF_ONE_MODEL | {"loss_on": "all", "sft_only_data_path": "{text}"},
@@ -126,6 +127,8 @@ ACTS: dict[int, dict[str, Any]] = {
         "overlong_buffer_tokens": 8,
         "truncated": ["bootstrap", "-3", "mask", ("bootstrap:0", {"truncated": "bootstrap"})],
         "algorithm": [("grpo", {"num_samples_per_prompt": 2}), ("remax", {"algorithm": "reinforce++"})],
+        "teacher_model_name_or_path": ("{base}", TAUGHT),
+        "distill_loss": [(loss, TAUGHT) for loss in ("forward_kl", "jsd:0.5", "0.5*reverse_kl", "sampled")],
         "kl_coef": 1.0,
         "kl_in": ["loss", "reward:k2", ("loss:k1", {"kl_in": "loss", "kl_coef": 1.0})],
         "kl_target": 0.01,

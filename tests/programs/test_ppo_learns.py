@@ -204,3 +204,19 @@ def test_replayed_support_makes_ratio_and_kl_exact(ppo, flags):
         assert row["objective/kl"] == pytest.approx(0.0, abs=1e-5)
     (cut,) = read_metrics(ppo(max_train_steps=1, **flags))
     assert row["policy/entropy"] < cut["policy/entropy"] - 0.5, "entropy is that of what could be drawn"
+
+
+@pytest.mark.parametrize("loss", ["reverse_kl", "sampled"])
+def test_a_student_comes_nearer_to_its_teacher_without_a_reward(ppo, tiny, loss):
+    taught = {"algorithm": "distill", "teacher_model_name_or_path": tiny.gpt2, "distill_loss": loss}
+    output = ppo(**taught, critic_model_name_or_path="", eval_fraction=0.3, max_train_steps=12)
+    curve, (before, after) = read_curve(output, "distill/divergence"), read_curve(output, "eval/divergence")
+    assert len(curve) == 12 and sum(curve[-3:]) < 0.8 * sum(curve[:3]) and 0 < after < 0.8 * before
+    assert not any(
+        name.endswith(("/score", "/reward", "/win_rate")) for row in read_metrics(output) for name in row
+    )
+    for row in read_metrics(output, "policy/loss"):
+        if loss == "reverse_kl":  # the loss is the divergence alone, a mean over tokens
+            assert row["policy/loss"] == pytest.approx(row["distill/loss"], abs=1e-6)
+            assert row["distill/loss"] == pytest.approx(row["distill/divergence"], abs=1e-6)
+        assert row["distill/teacher_logprob"] < 0

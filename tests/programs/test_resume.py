@@ -59,6 +59,11 @@ def flags(tiny, tiny_tokenizer, tmp_path_factory):
     mixed |= {"num_samples_per_prompt": 2, "per_device_generation_batch_size": 2, "ref_ema_decay": 0.7}
     muon = {"zero_stage": 3, "per_device_train_batch_size": 1, "dtype": "bf16", "optimizer_dtype": "bf16"}
     muon |= {"optimizer": "muon:1e-3"}
+    # Without rewards there are none of their numbers in the state.
+    taught = {
+        name: value for name, value in ppo.items() if name not in ("critic_model_name_or_path", "keep_best")
+    }
+    taught |= {"algorithm": "distill", "teacher_model_name_or_path": tiny.gpt2}
     return {
         "sft": (1, 1, single | {"dropout": 0.1}),
         "sft, two ranks, ZeRO 2": (1, 2, single | {"zero_stage": 2, "per_device_train_batch_size": 1}),
@@ -71,6 +76,7 @@ def flags(tiny, tiny_tokenizer, tmp_path_factory):
         "ppo": (3, 1, ppo | mixed),
         "ppo, stale": (3, 1, ppo | by_text | {"rollout_staleness": 1, "rollout_correction": "seq_tis"}),
         "ppo, LoRA": (3, 1, ppo | adapted),
+        "distill, LoRA": (3, 1, taught | {"actor_lora_dim": 4}),
         "ppo, two ranks, ZeRO 3": (3, 2, two | zero_3),
         "ppo, two ranks, ZeRO 2, bf16": (3, 2, two | zero_2),
     }
@@ -214,7 +220,8 @@ def test_ppo_stopped(forks, flags, finished, tmp_path, point, do):
 
 
 @pytest.mark.parametrize(
-    "variant", ["ppo, stale", "ppo, LoRA", "ppo, two ranks, ZeRO 3", "ppo, two ranks, ZeRO 2, bf16"]
+    "variant",
+    ["ppo, stale", "ppo, LoRA", "distill, LoRA", "ppo, two ranks, ZeRO 3", "ppo, two ranks, ZeRO 2, bf16"],
 )
 def test_ppo_variants(forks, flags, finished, tmp_path, variant):
     """Rollouts that wait, adapters, shards."""

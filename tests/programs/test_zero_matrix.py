@@ -28,6 +28,7 @@ COMPARED = {
     ),
 }  # fmt: skip
 ROUTERS = {1: ["sft/router_loss"], 3: ["policy/router_loss", "policy/unsup_router_loss"]}
+DISTILLED = ("distill/loss", "distill/divergence", "distill/teacher_logprob")
 NORMS_APART = 1e-4  # a norm is summed in another order by every stage
 EXPORTS = {1: ("export",), 2: ("export",), 3: ("export", "export_ema")}
 # Two responses to a prompt, compared, used a step late, with all that an algorithm may ask for.
@@ -37,6 +38,8 @@ GROUPS = {
     "policy_loss": "ppo:dual_clip=3",
     "ppo_epochs": 2,
 }  # fmt: skip
+# Beside the rewards of groups: a teacher of another family.
+TAUGHT = {"num_samples_per_prompt": 2, "ppo_epochs": 2, "temperature": 0.8, "distill_loss": "2*jsd:0.3"}
 COMMON = {"lr_scheduler_type": "linear", "num_warmup_steps": 2, "gradient_clipping": 1.0, "seed": 7}
 COMMON |= {"save_interval": 0}  # test_resume.py has what a checkpoint holds
 
@@ -133,10 +136,12 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
             "release_inference_cache": job.lora,
         }
     if job.algorithm:
-        flags |= GROUPS | {"algorithm": job.algorithm, "reward": f"model:{tiny.reward}"}
+        is_taught = job.algorithm == "distill"
+        flags |= TAUGHT | {"teacher_model_name_or_path": tiny.gpt2} if is_taught else GROUPS
+        flags |= {"algorithm": job.algorithm, "reward": f"model:{tiny.reward}"}
         flags |= {"critic_model_name_or_path": None}
     else:
-        flags |= {"critic_learning_rate": 1e-3, "critic_zero_stage": job.zero, "critic_lora_dim": lora}
+        flags |= {"critic_learning_rate": 1e-3, "critic_lora_dim": lora}
     flags |= {
         "actor_model_name_or_path": getattr(tiny, job.family),
         "unsupervised_dataset_name": tiny.text,
@@ -147,6 +152,7 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
         "actor_learning_rate": 1e-3,
         "actor_lora_learning_rate": rate,
         "actor_zero_stage": job.zero,
+        "critic_zero_stage": job.zero,
         "actor_lora_dim": lora,
         "offload_reference_model": job.offload != "none",
         "offload_reward_model": job.offload != "none",
@@ -191,6 +197,12 @@ def make_jobs() -> list[Job]:
     jobs += [Job(3, 0, True, adapters="shared", tp=2), Job(3, 2, True, adapters="shared")]
     jobs += [Job(3, 3, True, adapters="shared"), Job(3, 3, True, "all", adapters="shared", threshold=None)]
     jobs += [Job(3, 3, True, adapters="shared", tp=2), Job(3, 2, True, dtype="bf16", adapters="shared")]
+    jobs += [Job(3, ranks=1, algorithm="distill"), Job(3, ranks=1, lora=True, algorithm="distill")]
+    jobs += [
+        Job(3, accumulation=2, packed=64, algorithm="distill"),
+        Job(3, 3, offload="all", algorithm="distill"),
+    ]
+    jobs += [Job(3, 2, True, "optimizer", algorithm="distill")]
     return jobs + [Job(3, 2, algorithm="grpo", tp=1), Job(3, 3, algorithm="grpo", tp=2, packed=64)]
 
 
@@ -260,6 +272,7 @@ def test_every_run_ends_well(results, wanted):
 def check_same(job: Job, found: Path, expected: Path) -> None:
     """Fail where losses, norms, samples or exported weights of two runs are apart."""
     names = [n for n in COMPARED[job.step] if not (job.algorithm and n.startswith("value/"))]
+    names += list(DISTILLED) if job.algorithm == "distill" else []
     for name in names + ROUTERS.get(job.step, []) * (job.family == "mixtral"):
         tolerance = NORMS_APART if "norm" in name else TOLERANCE
         assert read_curve(found, name) == pytest.approx(read_curve(expected, name), abs=tolerance), name

@@ -1,4 +1,5 @@
-"""What tests of formulas share: one check for right and wrong forms, a comparison, played ranks."""
+"""What tests of formulas share: one check for right and wrong forms, a comparison, the largest
+tensor, played ranks."""
 
 import threading
 from collections.abc import Callable
@@ -6,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def judge(check: Callable[[Any], None], form: Any, is_right: bool) -> None:
@@ -29,6 +32,18 @@ def close(actual: torch.Tensor, expected: Any, atol: float = 1e-6) -> None:
     if not isinstance(expected, torch.Tensor):
         expected = torch.tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=atol)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation makes."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.num_elements = max([self.num_elements, *sizes])
+        return result
 
 
 def play_ranks(programs: list[Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]]) -> list[Any]:

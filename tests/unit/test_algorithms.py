@@ -28,7 +28,7 @@ from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_math import group_centre, group_whiten
 from step3_ppo.rollout_batch import response_mask, tokens, with_tokens
 
-NAMES = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline", "remax")
+NAMES = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline", "remax", "distill")
 
 
 def make_args(**changes) -> PPOArguments:
@@ -82,6 +82,7 @@ BY_HAND = {  # rewards; advantages with gamma 0.5, lambda 0.5 and no normalisati
     "dr_grpo": (SCORE_ONLY, [[-1, -1], [0, 0], [1, 0], [0, 0]]),
     # 1 + 0.05 against 3 - 0.1; 4 - 0.2 against 4 - 0.1
     "rloo": (WITH_KL, [[-1.85, -1.85], [-0.1, 0], [1.85, 0], [0.1, 0.1]]),
+    "distill": (SCORE_ONLY, [[-2, -2], [0, 0], [2, 0], [0, 0]]),  # as rloo, without a penalty
     "reinforce++": (WITH_KL, [[0.5, 1.1], [3.8, 0], [2.9, 0], [1.95, 3.9]]),
     # scores -1, 0, 1, 0; -0.05 + 0.5 * (-1 + 0.1)
     "reinforce++-baseline": (WITH_KL, [[-0.5, -0.9], [-0.2, 0], [0.9, 0], [-0.05, -0.1]]),
@@ -119,6 +120,23 @@ def test_the_penalty_in_the_other_place_by_hand(name, kl_in, rewards, first):
     if kl_in == "loss":  # the reference is not even read
         blind = with_tokens(by_hand(), ref_logprobs=torch.full((4, 2), math.nan))
         assert torch.equal(run(name, blind, args, 0.1).advantages, found.advantages)
+
+
+def test_distillation_by_hand():
+    """Rewards: score - mean of the others. sampled: weight x (teacher - student), each token for itself."""
+    batch = by_hand()
+    gain = -(tokens(batch, "old_logprobs") - tokens(batch, "ref_logprobs"))
+    of_rewards = run("rloo", batch, make_args(kl_in="loss")).advantages
+    for loss, weight in (("jsd:0.5", 0.0), ("sampled", 1.0), ("0.25*sampled", 0.25)):
+        args = make_args(distill_loss=loss, gamma=0.5, kl_in="loss", kl_coef=9.0)
+        close(run("distill", batch, args).advantages, of_rewards + weight * gain)
+        unscored = PackedBatch(batch.ids, dict(batch.data), dict(batch.lengths))
+        del unscored.data["scores"], unscored.lengths["scores"]
+        close(run("distill", unscored, args).advantages, weight * gain)
+        masked = batch.with_key("loss_mask", torch.zeros(6).bool(), like="response_ids")
+        assert run("distill", masked, args).advantages.eq(0).all()
+    # The penalty of the policy loss, which would be paid to the teacher, is left out too.
+    assert fill_defaults(args, ALGORITHMS["distill"]).kl_in == "reward:k1"
 
 
 def random_rollout(num=24) -> PackedBatch:
@@ -306,7 +324,8 @@ def test_flags_that_an_algorithm_does_not_read(name):
     critic = {"critic_learning_rate", "critic_lora_dim", "value_clip_range", "value_norm", "gae_lambda"}
     given = critic | {"gamma", "kl_coef", "critic_model_name_or_path", "critic_zero_stage"}
     expected = set() if name == "ppo" else critic
-    expected |= {"gamma"} if name in ("grpo", "dr_grpo", "rloo") else set()
+    expected |= {"gamma"} if name in ("grpo", "dr_grpo", "rloo", "distill") else set()
+    expected |= {"kl_coef"} if name == "distill" else set()
     assert unused_flags(ALGORITHMS[name], given) == sorted(expected)
     # The critic's model scores, unless --reward says what does.
     both = {"critic_model_name_or_path", "reward"}

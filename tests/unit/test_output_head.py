@@ -6,9 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from plain_logits import plain_logprobs
-from right_or_wrong import close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from right_or_wrong import LargestTensor, close
 
 from common.models import output_head
 from common.models.output_head import (
@@ -129,18 +127,6 @@ def test_vocabulary_padding_is_out_of_the_softmax_and_gets_no_gradient(padding):
     assert leaf.grad[50:].eq(0).all() and leaf.grad.isfinite().all()
 
 
-class LargestFloat(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that any operation makes."""
-
-    num_elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.num_elements = max([self.num_elements, *sizes])
-        return result
-
-
 @pytest.mark.parametrize(("num_kept", "num_products"), [(0, 13 + 13), (12, 13 + 11), (64, 13)])
 def test_no_more_logits_than_a_chunks_are_held_or_saved_but_for_those_that_may_wait(
     num_kept, num_products, monkeypatch
@@ -152,7 +138,7 @@ def test_no_more_logits_than_a_chunks_are_held_or_saved_but_for_those_that_may_w
     hidden, weight = torch.randn(64, 4).requires_grad_(), torch.randn(300, 4).requires_grad_()
     ids, saved = torch.zeros(64, dtype=torch.int64), []
     with (
-        LargestFloat() as largest,
+        LargestTensor() as largest,
         torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
     ):
         logprobs, entropies = token_scores(hidden, weight, None, ids, LogitOptions(), with_entropy=True)

@@ -140,7 +140,7 @@ def test_all_problems_are_told_at_once(tmp_path):
     models = {f"{role}_model_name_or_path": f"{tmp_path}/lm" for role in ("actor", "critic")}
     for rewards, is_refused in (([], True), ([f"model:{tmp_path}/lm"], True), ([LENGTH], False)):
         args, problems = make_args(*rewards, **models), Problems()
-        check_models(args, None, find_rewards(args, problems), problems)
+        check_models(args, None, find_rewards(args, None, problems), problems)
         told = f"{tmp_path}/lm is no reward model (it has no score head); give the export/ of step 2"
         assert any(told in message for message in problems.messages) == is_refused
 

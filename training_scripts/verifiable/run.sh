@@ -4,12 +4,13 @@
 # each; word problems about 6 minutes for SFT, then 2 each. They need `pip install --no-deps reasoning-gym`.
 #   bash training_scripts/verifiable/run.sh grpo [further flags of step 3]
 #   LEVEL=gsm bash training_scripts/verifiable/run.sh grpo
-#   ALGORITHM: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, or MODULE:FUNCTION
+#   ALGORITHM: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, distill, or MODULE:FUNCTION
+#   distill learns from what grpo trained, made first where it is not there; no reward is learned from.
 # Knobs (environment): LEVEL (sums or gsm, default sums), OUTPUT_DIR (default output/verifiable/LEVEL).
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../.."
 
-ALGORITHM=${1:?"error: name an algorithm: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline"}
+ALGORITHM=${1:?"error: name an algorithm: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, distill"}
 shift
 LEVEL=${LEVEL:-sums}
 OUTPUT_DIR=${OUTPUT_DIR:-output/verifiable/$LEVEL}
@@ -59,8 +60,6 @@ gsm)
   ;;
 *) echo "error: LEVEL=$LEVEL is neither sums nor gsm" >&2 && exit 1 ;;
 esac
-CRITIC_FLAGS=()
-if [ "$ALGORITHM" = ppo ]; then CRITIC_FLAGS=(--critic_learning_rate "$CRITIC_LEARNING_RATE"); fi # others have none
 mkdir -p "$RUN_DIR"
 
 if [ ! -d "$OUTPUT_DIR/sft/export" ]; then
@@ -79,11 +78,22 @@ if [ ! -d "$OUTPUT_DIR/sft/export" ]; then
     "${SFT_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/sft.log"
 fi
 
+REWARD=function:step3_ppo.rewards.examples.arithmetic:right_answer
+OWN_FLAGS=(--reward "$REWARD" --kl_coef 0.01)
+case "$ALGORITHM" in
+  ppo) OWN_FLAGS+=(--critic_learning_rate "$CRITIC_LEARNING_RATE") ;; # the others have no critic
+  distill)
+    TEACHER="$OUTPUT_DIR/grpo/export"
+    if [ ! -d "$TEACHER" ]; then LEVEL="$LEVEL" OUTPUT_DIR="$OUTPUT_DIR" bash training_scripts/verifiable/run.sh grpo; fi
+    OWN_FLAGS=(--teacher_model_name_or_path "$TEACHER" --reward "0*$REWARD") # right answers are only counted,
+    if [ "$LEVEL" = sums ]; then OWN_FLAGS+=(--eval_fraction 0.2); fi        # those of sums that are held out
+    ;;
+esac
+
 echo "== $ALGORITHM"
 python step3_ppo/main.py \
   --algorithm "$ALGORITHM" \
   --actor_model_name_or_path "$OUTPUT_DIR/sft/export" \
-  --reward function:step3_ppo.rewards.examples.arithmetic:right_answer \
   --data_path "$OUTPUT_DIR/inputs/prompts.jsonl" \
   --data_split 0,0,1 \
   --data_output_path "$OUTPUT_DIR/cache" \
@@ -94,8 +104,7 @@ python step3_ppo/main.py \
   --packed \
   --num_warmup_steps 0 \
   --lr_scheduler_type constant \
-  --kl_coef 0.01 \
   --num_train_epochs 100 \
   --log_interval 10 \
-  "${FLAGS[@]}" "${CRITIC_FLAGS[@]}" "$@" 2>&1 | tee -i "$RUN_DIR/train.log"
+  "${FLAGS[@]}" "${OWN_FLAGS[@]}" "$@" 2>&1 | tee -i "$RUN_DIR/train.log"
 echo "report: $RUN_DIR/report.html"

@@ -1,0 +1,137 @@
+"""How far a student's next tokens are from a teacher's, straight from the hidden states of both.
+
+PURE: imports torch and pure files. As in output_head.py logits exist for one chunk of tokens at a time, here
+those of both models. The student's gradient is made while they are there: of the vocabulary's size only the
+weight's gradient waits for the backward pass.
+
+# N tokens, H hidden size of the student, V its vocabulary, n tokens of a chunk
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from common.models.output_head import (
+    HeadGradients,
+    LogitOptions,
+    SummedOverTokens,
+    chunks,
+    differentiable_logits,
+    token_scores,
+)
+
+FORWARD_KL, REVERSE_KL = 0.0, 1.0  # as `beta`
+# Logits, log-probabilities and probabilities of both models, their mixture and the slope stand side by side.
+TENSORS_OF_A_CHUNK = 4  # times what the scores of one model need
+_LOWEST = -1e30  # in place of -inf: 0 * -inf would be NaN
+
+
+class TeacherLogits(NamedTuple):
+    """What a teacher's logits of the N tokens are made from; its hidden size and its padding are its own."""
+
+    hidden: torch.Tensor  # (N, its hidden size)
+    weight: torch.Tensor  # (its vocabulary, its hidden size)
+    bias: torch.Tensor | None
+    options: LogitOptions
+
+    def logprobs(self, rows: slice) -> torch.Tensor:
+        """Return log-probabilities (n, valid tokens) in fp32."""
+        logits = F.linear(self.hidden[rows], self.weight, self.bias)
+        return _logprobs(self.options.transform(logits), self.options)
+
+
+def hidden_states(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Return the hidden states (N, H): what a PolicyModel says as its `score`."""
+    return hidden
+
+
+def divergence(
+    student: torch.Tensor, teacher: torch.Tensor, beta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (JSD(beta) (n,), its gradient (n, V) with respect to the student's logits).
+
+    student, teacher: log-probabilities (n, V), finite. With q the student's and p the teacher's distribution
+    and m = beta p + (1 - beta) q it is beta KL(p || m) + (1 - beta) KL(q || m): GKD, arXiv:2306.13649. That
+    is 0 at both ends, where, as in TRL, its limits by beta and by 1 - beta stand in its place: KL(p || q)
+    for FORWARD_KL, KL(q || p) for REVERSE_KL.
+    """
+    q, p = student.exp(), teacher.exp()
+    if beta == FORWARD_KL:
+        return (p * (teacher - student)).sum(-1), q - p
+    if beta == REVERSE_KL:
+        mixture, share = teacher, 1.0
+    else:
+        mixture, share = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta)), 1 - beta
+    # What depends on q through m cancels out: d JSD / d q_j = (1 - beta) (log q_j - log m_j) + a constant.
+    slope = share * (student - mixture)
+    mean = (q * slope).sum(-1, keepdim=True)
+    of_teacher = beta * (p * (teacher - mixture)).sum(-1)
+    return mean[:, 0] + of_teacher, q * (slope - mean)
+
+
+def summed_divergence(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: LogitOptions,
+    *,
+    teacher: TeacherLogits,
+    beta: float,
+    token_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (the sum over tokens of token weight x divergence, a scalar; the divergences (N,), without
+    gradient), both fp32, in nats.
+
+    hidden (N, H), weight (V, H) and bias (V,) are the student's, which alone gets gradients; token_weights
+    (N,), None: 1 each. The softmax of each model is taken as its own options say.
+    """
+    if token_weights is None:
+        token_weights = torch.ones(len(hidden), device=hidden.device)
+    return _SummedDivergence.of(hidden, weight, bias, options, teacher, beta, token_weights)
+
+
+def scores_and_divergence(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    token_ids: torch.Tensor,
+    options: LogitOptions,
+    *,
+    teacher: TeacherLogits,
+    beta: float,
+    token_weights: torch.Tensor | None = None,
+    **how: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Return what `token_scores` says and then what `summed_divergence` says, in one pass of a model."""
+    scores = token_scores(hidden, weight, bias, token_ids, options, **how)
+    compared = {"teacher": teacher, "beta": beta, "token_weights": token_weights}
+    return *scores, *summed_divergence(hidden, weight, bias, options, **compared)
+
+
+def _logprobs(logits: torch.Tensor, options: LogitOptions) -> torch.Tensor:
+    """Return log-probabilities (n, valid tokens) in fp32, or float64 of float64, for logits (n, V)."""
+    valid = logits[:, : options.num_valid_tokens]
+    scaled = valid.to(torch.promote_types(valid.dtype, torch.float32)) / options.temperature
+    return scaled.log_softmax(-1).clamp_(min=_LOWEST)
+
+
+class _SummedDivergence(SummedOverTokens):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, options, teacher, beta, token_weights):
+        of_tokens = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        needs = ctx.needs_input_grad[:3]
+        gradients = HeadGradients(hidden, weight, bias, needs) if any(needs) else None
+        widest = max(weight, teacher.weight, key=len)
+        for rows in chunks(hidden, widest, at_once=TENSORS_OF_A_CHUNK):
+            leaf, logits = differentiable_logits(hidden, weight, bias, options, None, rows)
+            student = _logprobs(logits.detach(), options)
+            of_tokens[rows], slopes = divergence(student, teacher.logprobs(rows), beta)
+            if gradients:
+                slopes.mul_(token_weights[rows, None] / options.temperature)
+                padding = logits.shape[1] - slopes.shape[1]
+                gradients.add(rows, leaf, logits, F.pad(slopes.to(logits.dtype), (0, padding)))
+        ctx.mark_non_differentiable(of_tokens)
+        _SummedDivergence.keep(ctx, gradients, hidden.dtype)
+        return (of_tokens.double() * token_weights).sum().float(), of_tokens
