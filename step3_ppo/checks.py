@@ -111,8 +111,8 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
     )
     problems.check(
         not (args.ref_ema_decay and args.teacher_model_name_or_path),
-        f"{given('ref_ema_decay')} moves the reference, and --teacher_model_name_or_path has a teacher in its "
-        "place, which stays as it is; leave it out",
+        f"{given('ref_ema_decay')} moves the reference, and with --teacher_model_name_or_path a teacher "
+        "stands in its place; leave it out",
     )
     problems.check(
         args.old_logprobs != "strict" or args.rollout_staleness == 0,

@@ -33,11 +33,11 @@ def test_the_reward_rises(output, algorithm):
     assert (folder / "report.html").stat().st_size > 10_000
 
 
-def test_a_student_learns_the_right_answers_of_its_teacher(output):
-    """It is given no reward for them, and its teacher was: by grpo, on other sums too."""
+def test_a_student_comes_close_to_its_teacher(output):
+    """Without a reward, on held-out sums; the teacher is what grpo made of the same SFT model."""
     start(output, "distill", "--max_train_steps", "40")
-    right, divergence = (read_curve(output / "distill", f"eval/{n}") for n in ("pass_rate", "divergence"))
-    assert divergence[-1] < 0.5 * divergence[0] and right[-1] >= right[0], (divergence, right)
+    divergence = read_curve(output / "distill", "eval/divergence")
+    assert divergence[-1] < 0.5 * divergence[0], divergence
     assert set(read_curve(output / "distill", "objective/score")) == {0.0}
 
 
