@@ -267,8 +267,8 @@ def build_roles(args: Any, models: Models) -> list[Role]:
     places = find_places(args, shared_paths(models)) if args.stage == 3 else {}
     held: set[Place] = set()
     for name, model in models.items():
-        is_actors = args.actor_lora_dim or args.ref_ema_decay
-        if name == "reference" and is_actors and not args.teacher_model_name_or_path:
+        is_reference = name == "reference" and not args.teacher_model_name_or_path
+        if is_reference and (args.actor_lora_dim or args.ref_ema_decay):
             roles.append(replace(roles[0], name=name, is_trained=False, is_adapter_off=True))
             continue
         flags = args  # the role's own

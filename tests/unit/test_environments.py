@@ -285,8 +285,12 @@ def interrupted(noise: float):
         for row, numbers in enumerate(plain.sequences(name)):
             values[row, SAMPLED[row].nonzero()[:, 0]] = numbers
         columns[name] = values
-    columns |= {name: plain.numbers(name) for name in ("group_ids", "scores", "is_finished", "next_values")}
+    columns |= {name: plain.numbers(name) for name in NUMBERS}
     return make_batch(LENGTHS, **columns, loss_mask=SAMPLED, sampled_mask=SAMPLED)
+
+
+NUMBERS = ("group_ids", "scores", "is_finished", "next_values")
+NUMBERS += ("greedy_scores", "greedy_is_finished", "greedy_lengths")  # of remax
 
 
 def kept(padded: torch.Tensor) -> list[list[float]]:

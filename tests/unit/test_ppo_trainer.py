@@ -154,7 +154,7 @@ def test_hooks_run_before_and_after_each_phase(monkeypatch):
     args = fill_defaults(PPOArguments(reward_clip=0.0, kl_coef=0.0), algorithm)
     trainer = PPOTrainer(args, algorithm, rollout, None, None, logger)
     trainer.minibatches = lambda current: [["first"], ["second"]]
-    trainer.update = lambda current, micro_batches: seen.append(("update", micro_batches))
+    trainer.update = lambda current, make_step, micro_batches, *_: seen.append(("update", micro_batches))
     trainer._write_responses = lambda *_: None
     numbers = trainer.train_step(1, run)
     update = ["before_update", "update", "after_update"]
