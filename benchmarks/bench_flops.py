@@ -233,10 +233,12 @@ def count_rollouts(
     rollouts: list[PackedBatch] = []
     update = PPOTrainer.update
 
-    def record(trainer: Any, current: Any, micro_batches: list[PackedBatch]) -> None:
+    def record(
+        trainer: Any, current: Any, make_step: Any, micro_batches: list[PackedBatch], *more: Any
+    ) -> None:
         rollouts[:] = [current.batch]
         updates.append(micro_batches)
-        update(trainer, current, micro_batches)
+        update(trainer, current, make_step, micro_batches, *more)
 
     with mock.patch.object(PPOTrainer, "update", record):
         step = bench_ppo_step.our_step(ppo_prompts(64, 1, MAX_PROMPT), models["reward"], **flags)
