@@ -27,10 +27,10 @@ class Place(NamedTuple):
 
 def fill_ranks(args: Any, problems: Problems) -> None:
     """Give roles that begin with a saved adapter its rank, as by the flag; add where that says another."""
-    for role in ("actor", "critic"):
-        path, flag = getattr(args, f"{role}_model_name_or_path"), f"{role}_lora_dim"
+    for flag, role in {"actor_lora_dim": args.actor, "critic_lora_dim": args.critic}.items():
+        path, given = role.model_name_or_path, role.lora_dim
         with problems.catch():
-            rank, given = adapter_rank(path), getattr(args, flag)
+            rank = adapter_rank(path)
             problems.check(
                 rank == 0 or given in (0, rank),
                 f"--{flag} {given}: the adapter {path} has rank {rank} and goes on with that; leave the flag "
