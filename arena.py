@@ -9,6 +9,7 @@ python arena.py export preferences.jsonl
 import itertools
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,12 +129,13 @@ def _named_paths(words: list[str], problems: Problems) -> dict[str, str]:
     return found
 
 
-def main() -> None:
-    """Serve, or export what was judged."""
-    if sys.argv[1:2] == ["export"]:
-        export(sys.argv[2:])
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve, or export what was judged; `argv`: words in place of this process's."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["export"]:
+        export(words[1:])
     else:
-        serve(sys.argv[1:])
+        serve(words)
 
 
 def run() -> None:

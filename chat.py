@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -272,12 +272,14 @@ def load_session(args: ChatArguments, problems: Problems) -> Session:
     return Session(conversations, SideBySide() if is_wide else OneAfterAnother(), score, args.system)
 
 
-def main() -> None:
-    """Read a line, answer it, until there is none."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read a line, answer it, until there is none; `argv`: words in place of this process's."""
     problems = Problems()
-    args = parse_args(ChatArguments, description=__doc__.splitlines()[0], problems=problems, leading="path")
+    args = parse_args(
+        ChatArguments, argv, description=__doc__.splitlines()[0], problems=problems, leading="path"
+    )
     problems.exit_if_any()
-    startup.print_notes(args)
+    startup.print_notes(args, argv)
     session = load_session(args, problems)
     if hasattr(sys.stdin, "reconfigure"):  # bytes that are no text must not end a conversation
         sys.stdin.reconfigure(errors="replace")

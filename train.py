@@ -15,6 +15,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -193,10 +194,10 @@ def report(args: TrainArguments) -> None:
         print(f"talk to it: python chat.py {step_folder(args, 3) / 'export'}")
 
 
-def main() -> None:
-    """Check, run the steps that are asked for, report."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check, run the steps that are asked for, report; `argv`: words in place of this process's."""
     problems = Problems()
-    words = [_with_underscores(word) for word in sys.argv[1:]]
+    words = [_with_underscores(word) for word in (sys.argv[1:] if argv is None else argv)]
     args = parse_args(TrainArguments, words, description=__doc__.splitlines()[0], problems=problems)
     check(args, problems)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -52,6 +52,10 @@ A list takes several words: `--data_path a.jsonl b.jsonl`. A switch is on by its
 have otherwise than before. A flag *without effect* is accepted for DeepSpeed-Chat's scripts, and the program
 says why it does nothing.
 
+From Python a program is a function of the same words: `from step1_sft.main import main`, then
+`main(["--data_path", "a.jsonl", "--max_train_steps", "5"])`. It raises `SystemExit` where it would leave,
+and one process can run one program after the other.
+
 ## Programs
 
 A program has the flags of the sections that are named here.

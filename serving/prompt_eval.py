@@ -9,6 +9,7 @@ The prompts are a few built-in questions, or those of --data_path.
 
 import itertools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,10 +60,10 @@ class PromptEvalArguments(AnsweringArguments):
     seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
 
 
-def main() -> None:
-    """Check, ask all models, print."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check, ask all models, print; `argv`: words in place of this process's."""
     problems = Problems()
-    args = parse_args(PromptEvalArguments, description=__doc__.splitlines()[0], problems=problems)
+    args = parse_args(PromptEvalArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     import_plugins(args.plugins, problems)
     problems.exit_if_any()
     trained = args.model_name_or_path_finetune  # whose form all are asked in
@@ -82,7 +83,7 @@ def main() -> None:
         for prompt, template in itertools.product(prompts, templates.values()):
             template.prompt_text(prompt)  # a chat template may refuse a dialogue
     problems.exit_if_any()
-    startup.print_notes(args)
+    startup.print_notes(args, argv)
     sampling = Sampling(
         args.max_new_tokens,
         temperature=1.0 if args.num_return_sequences > 1 else 0.0,

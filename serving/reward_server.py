@@ -11,6 +11,7 @@ TRIPTYCH_TOKEN in the environment, every request must bear that token: Authoriza
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,10 +112,10 @@ def load_scorer(args: ServeArguments, tokenizer: PreTrainedTokenizerFast) -> Rew
     )
 
 
-def main() -> None:
-    """Check, load, serve until Ctrl-C."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check, load, serve until Ctrl-C; `argv`: words in place of this process's."""
     problems = Problems()
-    args = parse_args(ServeArguments, description=__doc__.splitlines()[0], problems=problems)
+    args = parse_args(ServeArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     token = server_token(args.token_file, problems)
     name = args.model_name_or_path
     config = startup.check_model("--model_name_or_path", name, args, problems, takes_adapter=True)
@@ -126,7 +127,7 @@ def main() -> None:
     tokenizer = config and startup.check_tokenizer("--model_name_or_path", name, args, problems)
     bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
     problems.exit_if_any()
-    startup.print_notes(args)
+    startup.print_notes(args, argv)
     if not token and not is_loopback(bound):
         startup.print_note(
             f"--host {args.host} without a token: whoever reaches the port can use it; give --token_file"

@@ -9,6 +9,7 @@ OUT/export loads with AutoModelForCausalLM.from_pretrained.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:  # run as a script: import from the repository root, not from this folder
@@ -22,9 +23,9 @@ from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
 
 
-def main() -> None:
-    """Check everything, load, train, evaluate, export."""
-    start = single_model.begin(SFTArguments, 1, __doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check everything, load, train, evaluate, export; `argv`: words in place of this process's."""
+    start = single_model.begin(SFTArguments, 1, __doc__.splitlines()[0], argv)
     if start is None:
         return
     args = start.args

@@ -12,6 +12,7 @@ with AutoModelForCausalLM.from_pretrained.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:  # run as a script: import from the repository root, not from this folder
@@ -28,9 +29,9 @@ from step2_reward.pair_trainer import DPOTrainer, RewardTrainer
 from step2_reward.reference import Reference
 
 
-def main() -> None:
-    """Check everything, load, train, evaluate, export."""
-    start = single_model.begin(RewardArguments, 2, __doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check everything, load, train, evaluate, export; `argv`: words in place of this process's."""
+    start = single_model.begin(RewardArguments, 2, __doc__.splitlines()[0], argv)
     if start is None:
         return
     args = start.args

@@ -9,6 +9,7 @@ object.
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:  # run as a script: import from the repository root, not from this folder
@@ -31,10 +32,10 @@ from step2_reward.arguments import RewardEvalArguments
 from step2_reward.pair_trainer import judge_pairs
 
 
-def main() -> None:
-    """Check, load, score, print."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check, load, score, print; `argv`: words in place of this process's."""
     problems = Problems()
-    args = parse_args(RewardEvalArguments, description=__doc__.splitlines()[0], problems=problems)
+    args = parse_args(RewardEvalArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     import_plugins(args.plugins, problems)
     name = args.model_name_or_path
     config = startup.check_model("--model_name_or_path", name, args, problems, takes_adapter=True)
@@ -49,7 +50,7 @@ def main() -> None:
         problems.add(problem)
     template, notes = startup.find_template("--model_name_or_path", name, args, tokenizer, problems)
     problems.exit_if_any()
-    startup.print_notes(args)
+    startup.print_notes(args, argv)
     startup.print_note(*notes)
     distributed.start()
     with startup.as_problem(problems):

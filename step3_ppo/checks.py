@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,12 +48,12 @@ class PPOStart(Start):
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-def check_start_up(description: str) -> PPOStart:
+def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOStart:
     """Return the command line with the algorithm's defaults filled in, and what the run is made of.
 
-    Leaves with all that is wrong. No model is loaded.
+    `argv` are its words, None for this process's. Leaves with all that is wrong. No model is loaded.
     """
-    start = startup.read_flags(PPOArguments, 3, description, PPOStart)
+    start = startup.read_flags(PPOArguments, 3, description, argv, PPOStart)
     args, problems = start.args, start.problems
     check_flags(args, distributed.world_size(), distributed.dtype_name(args.dtype), problems)
     with problems.catch():
@@ -66,7 +67,7 @@ def check_start_up(description: str) -> PPOStart:
         fill_ranks(args, problems)
         check_algorithm(args, algorithm, problems)
         check_teacher(args, algorithm, problems)
-        idle = ", ".join(f"--{name}" for name in unused_flags(algorithm, given_flags()))
+        idle = ", ".join(f"--{name}" for name in unused_flags(algorithm, given_flags(start.argv)))
         start.notes += [f"--algorithm {algorithm.name} does not use {idle}"] if idle else []
     start.rewards = find_rewards(args, start.algorithm, problems)
     start.tokenizer = check_models(args, start.algorithm, start.rewards, problems)

@@ -38,7 +38,7 @@ from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import build_text_reward, reward_bias
 from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.rewards.text_rewards import parse_on_error
-from step3_ppo.roles import build_roles
+from step3_ppo.roles import Roles, build_roles
 from step3_ppo.rollout import Rollout
 from step3_ppo.trainer_state import TrainerState
 
@@ -100,6 +100,16 @@ def build_trainer(
     rollout = Rollout(args, roles, scores, needs_greedy=algorithm.needs_greedy)
     logger = build_logger(args, COLUMNS, num_steps)
     return PPOTrainer(args, algorithm, rollout, prompts, pretraining, logger, held_out)
+
+
+def topology_lines(args: PPOArguments, roles: Roles) -> list[str]:
+    """Return which ranks work together on what, for a run of several."""
+    num_ranks, critic = distributed.world_size(), f", critic {args.critic_zero_stage}" if roles.critic else ""
+    told = (
+        f"{num_ranks} ranks share every batch and the ZeRO stages (actor {args.actor_zero_stage}{critic}); "
+    )
+    told += f"generation by {roles.actor.hybrid_engine.layout.describe()}"
+    return [told] if num_ranks > 1 else []
 
 
 def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data: StageData) -> Run:
@@ -185,10 +195,10 @@ def save_all(start: PPOStart, trainer: PPOTrainer, facts: dict[str, float]) -> N
             save_export(folder, actor, start.tokenizer, metadata=metadata)
 
 
-def main() -> None:
-    """Check everything, load, train, export."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check everything, load, train, export; `argv`: words in place of this process's."""
     # ---- flags and checks: no model yet -----------------------------------------------------------------
-    start = check_start_up(__doc__.splitlines()[0])
+    start = check_start_up(__doc__.splitlines()[0], argv)
     if not startup.enter(start):
         return
     args, problems = start.args, start.problems
@@ -215,7 +225,8 @@ def main() -> None:
         run = build_run(start, trainer, prompts, data)
         run.begin()  # the first to write: all models are there
     if run.step == 0:
-        for line in [*data.report.lines(), *([told] if told else [])]:
+        topology = topology_lines(args, trainer.roles)
+        for line in [*data.report.lines(), *([told] if told else []), *topology]:
             trainer.logger.note(line)
 
     # ---- training ---------------------------------------------------------------------------------------

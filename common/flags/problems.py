@@ -9,7 +9,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from common.flags.other_names import IGNORED, OLDER_NAMES
@@ -108,13 +108,13 @@ def has_hub_form(name: str) -> bool:
     return not name.startswith(("/", ".", "~")) and name.count("/") < 2
 
 
-def given_flags(argv: list[str] | None = None) -> set[str]:
+def given_flags(argv: Sequence[str] | None = None) -> set[str]:
     """Return the names, without dashes, of the flags on the command line."""
     words = sys.argv[1:] if argv is None else argv
     return {word.split("=")[0].removeprefix("--") for word in words if word.startswith("--")}
 
 
-def no_effect_notes(args: Any, argv: list[str] | None = None) -> list[str]:
+def no_effect_notes(args: Any, argv: Sequence[str] | None = None) -> list[str]:
     """Return one line for each flag that was given and does nothing: in any run, or without another flag.
 
     One that would only do something with another, and has its default, is not told of.

@@ -36,6 +36,8 @@ from common.models.lora import TrainedWeight
 from common.ranks import distributed
 from common.ranks.zero3 import is_sharded
 
+MAX_SHOWN = 8  # replicas in a line
+
 
 @dataclass(frozen=True)
 class TPLayout:
@@ -66,6 +68,15 @@ class TPLayout:
     def tp_rank(self) -> int:
         """The slice that this rank holds."""
         return self.tp_rank_of(self.rank)
+
+    def describe(self) -> str:
+        """Return which ranks hold a replica together, in the order of their slices; a replica's number is its
+        data-parallel coordinate.
+        """
+        replicas, word = self.ranks.T.tolist(), "ranks" if self.tp_size > 1 else "rank"
+        shown = [f"replica {i} of {word} {', '.join(map(str, ranks))}" for i, ranks in enumerate(replicas)]
+        more = [f"{len(shown) - MAX_SHOWN} more"] if len(shown) > MAX_SHOWN else []
+        return "; ".join(shown[:MAX_SHOWN] + more)
 
 
 class Route(Enum):

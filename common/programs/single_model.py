@@ -24,12 +24,12 @@ from common.runs.saved_state import EngineState, Stateful
 CPU_PASS_TOKENS = 2048
 
 
-def begin(flags: type, stage: int, description: str) -> Start | None:
+def begin(flags: type, stage: int, description: str, argv: Sequence[str] | None) -> Start | None:
     """Return the start of step `stage` (1 or 2) by its command line; None where there is nothing to do.
 
-    Leaves with all problems where there are any.
+    `argv` are its words, None for this process's. Leaves with all problems where there are any.
     """
-    start = startup.read_flags(flags, stage, description)
+    start = startup.read_flags(flags, stage, description, argv)
     args, problems, flag = start.args, start.problems, "--model_name_or_path"
     config = startup.check_model(flag, args.model_name_or_path, args, problems)
     startup.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,22 +57,25 @@ class Start:
     options: DataOptions
     problems: Problems
     notes: list[str] = field(default_factory=list)
+    argv: Sequence[str] | None = None  # the command line, None for this process's
     tokenizer: Any = None
     template: Template | None = None
     earlier: EarlierRun = field(default_factory=EarlierRun)
     ds_config: dict[str, Any] = field(default_factory=dict)  # of steps 1 and 2, which train one model
 
 
-def read_flags(flags: type, stage: int, description: str, kind: type[Start] = Start) -> Any:
+def read_flags(
+    flags: type, stage: int, description: str, argv: Sequence[str] | None, kind: type[Start] = Start
+) -> Any:
     """Return the flags of a step as a `kind`, and the problems that every step may have with them."""
     problems = Problems()
-    args = parse_args(flags, description=description, problems=problems)
+    args = parse_args(flags, argv, description=description, problems=problems)
     import_plugins(args.plugins, problems)
     notes = check_run(args, problems)
     options = DataOptions.of(args, stage)
     for problem in check_sources(options):
         problems.add(problem)
-    return kind(args, options, problems, notes)
+    return kind(args, options, problems, notes, argv)
 
 
 def finish_checks(start: Start, flag: str) -> None:
@@ -85,7 +88,7 @@ def finish_checks(start: Start, flag: str) -> None:
     start.template, notes = find_template(flag, name, args, start.tokenizer, problems)
     start.earlier = find_run(args, problems)
     problems.exit_if_any()
-    print_notes(args)
+    print_notes(args, start.argv)
     print_note(*start.notes, *notes)
 
 
@@ -290,7 +293,7 @@ def check_length(config: Any, num_tokens: int, flags: str, problems: Problems) -
         problems.add(f"{flags}: {num_tokens} tokens are more than the model's {limit} positions; lower it")
 
 
-def print_notes(args: Any, argv: list[str] | None = None) -> None:
+def print_notes(args: Any, argv: Sequence[str] | None = None) -> None:
     """Say once, on the first process, which flags do nothing."""
     print_note(*no_effect_notes(args, argv))
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -95,12 +94,11 @@ def run_here(step: int, values: dict[str, Any] | Sequence[str], *, module: str =
     """Run a program's main function in this process, which must be (or become) a process group."""
     words = as_flags(values) if isinstance(values, dict) else list(values)
     program = importlib.import_module(f"{STEPS[step]}.{module}")
-    with mock.patch.object(sys, "argv", [f"{STEPS[step]}/{module}.py", *words]):
-        try:
-            program.main()
-        except SystemExit as left:  # as startup.run_program does for a process of its own
-            run_files.release_lock(left.code)
-            raise
+    try:
+        program.main(words)
+    except SystemExit as left:  # as startup.run_program does for a process of its own
+        run_files.release_lock(left.code)
+        raise
 
 
 def files_in(folder: Path) -> set[str]:

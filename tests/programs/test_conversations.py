@@ -102,6 +102,7 @@ def finished(here, flags_of, tmp_path_factory):
             outputs[name] = tmp_path_factory.mktemp("run") / "output"
             done = here.run(3, flags_of(**flags, output_dir=outputs[name]), ranks=ranks, seconds=300)
             assert done.codes == [0] * ranks, done.text()
+            (outputs[name] / "said.txt").write_text(done.text())
         return outputs[name]
 
     return make
@@ -113,6 +114,23 @@ def test_ranks_slots_and_kept_keys_change_no_text_and_no_weight(name, finished):
     mine, others = rollouts(output), rollouts(plain)
     assert mine == others and len({row["answer"] for row in mine}) == len(mine) >= 8
     assert largest_difference(read_weights(output / "export"), read_weights(plain / "export")) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("ppo, plain", None),
+        ("grpo, two ranks, ZeRO 3, cut", "(actor 3); generation by replica 0 of ranks 0, 1"),
+        (
+            "ppo, two ranks, ZeRO 2",
+            "(actor 2, critic 0); generation by replica 0 of rank 0; replica 1 of rank 1",
+        ),
+    ],
+)
+def test_step3_on_two_ranks_says_which_hold_a_replica(name, told, finished):
+    lines = (finished(name) / "said.txt").read_text().splitlines()
+    expected = [f"2 ranks share every batch and the ZeRO stages {told}"] if told else []
+    assert [line for line in lines if "replica" in line or " ranks " in line] == expected
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -39,11 +39,8 @@ def said(main: Callable[[], None], capsys: pytest.CaptureFixture) -> str:
 
 def run_top(program: Any, words: list[str]) -> None:
     """Run a program that trains nothing."""
-    with (
-        mock.patch.object(sys, "argv", ["program", *words]),
-        mock.patch.object(sys, "stdin", io.StringIO("How are you?\n")),
-    ):
-        program.main()
+    with mock.patch.object(sys, "stdin", io.StringIO("How are you?\n")):
+        program.main(words)
 
 
 def answers(start: Callable[[], None], path: str, body: dict[str, Any]) -> None:

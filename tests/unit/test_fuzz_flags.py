@@ -104,14 +104,13 @@ def outcome_of(program: str, words: list[str]) -> tuple[str, str]:
     module = importlib.import_module(program)
     said = io.StringIO()
     with (
-        mock.patch.object(sys, "argv", [program, *words]),
         contextlib.ExitStack() as patches,
         contextlib.redirect_stderr(said),
     ):
         for name in PROGRAMS[program][1]:
             patches.enter_context(mock.patch(f"{program}.{name}", mock.Mock(side_effect=Reached)))
         try:
-            module.main()
+            module.main(words)
         except Reached:
             return "reached", said.getvalue()
         except SystemExit as left:

@@ -81,6 +81,12 @@ def test_layout_of_four_ranks(tp_size, is_contiguous, tp_groups, gather_groups):
         assert rank in gather_groups[layout.tp_rank]
 
 
+def test_a_layout_is_told():
+    assert TPLayout(4, 2).describe() == "replica 0 of ranks 0, 2; replica 1 of ranks 1, 3"
+    assert TPLayout(4, 2, 3, True).describe() == "replica 0 of ranks 0, 1; replica 1 of ranks 2, 3"
+    assert TPLayout(64, 1).describe().endswith("; replica 7 of rank 7; 56 more")
+
+
 @pytest.mark.parametrize(
     ("shape", "cut", "expected"),
     [
