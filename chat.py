@@ -249,7 +249,7 @@ def load_score(args: ChatArguments, problems: Problems) -> Score | None:
             segments = template.segments(messages[:-1], messages[-1].content)
         except ValueError as error:  # the model of --reward may have a form that refuses a system message
             return f"no score: {error}"
-        row = template.encode(segments, scorer.max_tokens).input_ids
+        row = template.encode(segments, scorer.max_tokens)
         return f"score {scorer.score_rows([row])[0]:.3f}"
 
     return score

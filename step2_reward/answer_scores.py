@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.data.packed_batch import PackedBatch, to_device, token_positions
+from common.data.packed_batch import PackedBatch, sum_by_sequence, to_device, token_positions
 from common.models.model_inputs import ModelInputs, build_model_inputs
+from common.models.value_model import compute_scores
 
 SIDES = ("chosen", "rejected")
 
@@ -51,14 +52,15 @@ def shared_length(row: dict[str, Any]) -> int:
 def compute_pair_scores(
     model: Any, batch: PackedBatch, *, with_values: bool = False, **layout: bool
 ) -> PairScores:
-    """Return the scores of both answers: the value at the last real token, end-of-turn token included; and
-    the values of all tokens if asked for.
+    """Return the scores of both answers, see `compute_scores`; or, if asked for, the values of all tokens and
+    as scores those at the last tokens.
 
     `model` is a ValueModel or its engine, `layout` goes to `build_pair_inputs`.
     """
     _, lengths, inputs = build_pair_inputs(batch, **layout)
     if not with_values:
-        scores = model(inputs, inputs.last_slots)
+        is_response = token_positions(lengths) >= response_starts(batch).repeat_interleave(lengths)
+        scores = compute_scores(model, inputs, lengths, is_response)
         return PairScores(scores[0::2], scores[1::2])
     values = model(inputs)
     (last,) = to_device([lengths.cumsum(0) - 1], values.device)
@@ -78,12 +80,14 @@ def compute_answer_logprobs(
     first = first_scored(batch, sides)  # (2N,)
     is_answer = token_positions(lengths) >= first.repeat_interleave(lengths)  # (total,)
     logprobs, _ = model(inputs, inputs.slots_before(is_answer), token_ids[is_answer])
-    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)[is_answer]
-    (sequence,) = to_device([sequence], logprobs.device)
-    return torch.zeros(len(lengths), device=logprobs.device).index_add(0, sequence, logprobs)
+    return sum_by_sequence(logprobs, is_answer, lengths)
+
+
+def response_starts(batch: PackedBatch, sides: Sequence[str] = SIDES) -> torch.Tensor:
+    """Return where each answer begins behind its prompt: (2N,) int64."""
+    return torch.stack([batch.numbers(f"{side}_response_start") for side in sides], dim=1).flatten()
 
 
 def first_scored(batch: PackedBatch, sides: Sequence[str] = SIDES) -> torch.Tensor:
     """Return where the tokens of each answer that have a probability begin: (2N,) int64."""
-    starts = [batch.numbers(f"{side}_response_start") for side in sides]
-    return torch.stack(starts, dim=1).flatten().clamp(min=1)
+    return response_starts(batch, sides).clamp(min=1)

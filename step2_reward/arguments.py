@@ -22,10 +22,17 @@ class RewardArguments(PairArguments, SharingArguments, SingleModelArguments):
     model_name_or_path: str = flag(REQUIRED, "base, SFT or reward model: a folder or a hub name")
     loss: str = flag(
         "end_score",
-        "end_score: Bradley-Terry on the last token's score; token_wise: on every token from the first "
+        "end_score: Bradley-Terry on the scores; token_wise: on every token from the first "
         "difference on; dpo, ipo: train a chat model on the pairs, without a reward model; kto: the same on "
         "answers that are labelled good or bad each by itself",
         choices=("end_score", "token_wise", "dpo", "ipo", "kto"),
+    )
+    reward_pooling: str = flag(
+        "last",
+        "how values make the score of an answer, wherever the model scores: the one at its last token, or "
+        "their mean over its tokens",
+        choices=("last", "mean"),
+        only_with="loss=end_score loss=token_wise",
     )
     use_margin: bool = flag(
         False,

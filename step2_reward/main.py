@@ -6,7 +6,8 @@ With --loss dpo, ipo or kto a chat model learns it instead, and there is no step
 deepspeed --num_gpus 2 step2_reward/main.py --model_name_or_path SFT --data_path PAIRS --output_dir OUT
 python step2_reward/main.py --model_name_or_path SFT --data_path PAIRS --output_dir OUT     (one process)
 
-OUT/export loads with AutoModelForSequenceClassification.from_pretrained, after --loss dpo, ipo and kto
+OUT/export loads with AutoModelForSequenceClassification.from_pretrained, whose score is the one at the last
+token whatever --reward_pooling says; after --loss dpo, ipo and kto
 with AutoModelForCausalLM.from_pretrained.
 --help lists the usual flags, --help_all all of them.
 """
@@ -14,12 +15,15 @@ with AutoModelForCausalLM.from_pretrained.
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from common.data.packed_batch import collate_pairs
 from common.data.stage_datasets import build_data
+from common.flags.args import Problems
+from common.models.saved_adapters import POOLING
 from common.programs import single_model, startup, training_loop
 from common.ranks import watchdog
 from step2_reward.answer_scores import shared_length
@@ -29,9 +33,24 @@ from step2_reward.pair_trainer import DPOTrainer, RewardTrainer
 from step2_reward.reference import Reference
 
 
+def check_pooling(config: Any, args: RewardArguments, problems: Problems) -> None:
+    """Add a problem where --reward_pooling fits neither the loss nor the scores of the model's own head."""
+    problems.check(
+        args.reward_pooling == "last" or args.loss != "token_wise",
+        "--reward_pooling mean: --loss token_wise compares two answers value by value and trains no mean; "
+        "use --loss end_score",
+    )
+    recorded = getattr(config, POOLING, "last")
+    problems.check(
+        args.kind != "reward" or recorded in ("last", args.reward_pooling),
+        f"--reward_pooling {args.reward_pooling}: {args.model_name_or_path} is a reward model whose head was "
+        f"trained for the {recorded}; give --reward_pooling {recorded}",
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Check everything, load, train, evaluate, export; `argv`: words in place of this process's."""
-    start = single_model.begin(RewardArguments, 2, __doc__.splitlines()[0], argv)
+    start = single_model.begin(RewardArguments, 2, __doc__.splitlines()[0], argv, check_pooling)
     if start is None:
         return
     args = start.args

@@ -24,6 +24,7 @@ from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.output_head import SamplingMask, kept_tokens
 from common.models.policy_model import PolicyModel, language_model
 from common.models.saved_adapters import is_adapter
+from common.models.value_model import compute_scores
 from common.programs.training_loop import load_policy, load_ranker, runs_packed
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
@@ -31,6 +32,7 @@ from common.ranks.zero3 import gather_whole, local_shard, swapped_shards
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.role_arguments import RoleFlags
+from step3_ppo.rollout_batch import sampled_positions
 from step3_ppo.shared_base import Bases, find_places, model_paths
 from step3_ppo.trainer_state import ExponentialMovingAverage
 
@@ -242,14 +244,14 @@ class Actor(Policy):
 
 
 class Reward(Role):
-    """A frozen reward model; scores (b,) fp32 are read at the last real token."""
+    """A frozen reward model; scores (b,) fp32 are of the response, by what the model sampled of it."""
 
     name, clock = "reward model", "reward"
 
     def answer(self, batch: PackedBatch) -> torch.Tensor:
         """Return scores (b,) fp32."""
         inputs, _ = self.build_inputs(batch)
-        return self.model(inputs, inputs.last_slots)
+        return compute_scores(self.model, inputs, *sampled_positions(batch))
 
 
 class Critic(Role):

@@ -73,6 +73,17 @@ def num_tokens(batch: PackedBatch) -> torch.Tensor:
     return batch.lengths["prompt_ids"] + batch.lengths["response_ids"]
 
 
+def sampled_positions(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens (b,) int64 of each prompt with its response, and which of all of them the model
+    sampled: (total,) bool; both on the CPU.
+    """
+    responses = batch.data.get("sampled_mask", torch.ones(len(batch.data["response_ids"]), dtype=torch.bool))
+    masks = {"prompt_ids": torch.zeros(len(batch.data["prompt_ids"]), dtype=torch.bool)}
+    for like, mask in (masks | {"response_ids": responses.cpu()}).items():
+        batch = batch.with_key(f"{like} sampled", mask, like=like)
+    return num_tokens(batch), batch.interleave("prompt_ids sampled", "response_ids sampled")[0]
+
+
 def put_back(kept: PackedBatch, batch: PackedBatch) -> PackedBatch:
     """Return `batch` with what an algorithm has added to some of its rows; zeros for the others, which count
     in no loss.

@@ -207,8 +207,16 @@ def pad_sequences(
     return flat.view(*shape, *data.shape[1:]), mask.view(shape)
 
 
+def sum_by_sequence(x: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The sums (S,) over each of S sequences laid end to end of x (n,), which has a number for each token
+    that `mask` (total,) bool selects; mask and lengths (S,) int64 on the CPU.
+    """
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)[mask]  # (n,)
+    return x.new_zeros(len(lengths)).index_add(0, *to_device([sequence], x.device), x)
+
+
 def score_by_length(
-    rows: list[list[int]], batch_size: int, score_batch: Callable[[list[list[int]]], list[float]]
+    rows: list[Any], batch_size: int, score_batch: Callable[[list[Any]], list[float]]
 ) -> list[float]:
     """Return a score for each row; rows of about the same length share a batch, which has little padding."""
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))

@@ -20,7 +20,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.models.loading import init_weight, plain_model
-from common.models.saved_adapters import ADAPTER_WEIGHTS, SCORE_HEAD, is_adapter, read_adapter_config
+from common.models.saved_adapters import (
+    ADAPTER_WEIGHTS,
+    POOLING,
+    SCORE_HEAD,
+    is_adapter,
+    read_adapter_config,
+)
 from common.ranks.failures import first_line
 from common.ranks.zero3 import gather_whole
 
@@ -124,7 +130,7 @@ def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.
 
 def _read_lora_config(folder: str) -> LoraConfig:
     """Return the configuration of a saved adapter, without dropout and without what PEFT adds for a task."""
-    config = read_adapter_config(folder)
+    config = {name: value for name, value in read_adapter_config(folder).items() if name != POOLING}
     config |= {"task_type": None, "modules_to_save": None, "lora_dropout": 0.0, "inference_mode": False}
     try:
         return LoraConfig(**config)

@@ -3,22 +3,26 @@
 It *is* transformers' AutoModelForSequenceClassification with one label, so a saved reward model loads with
 plain `from_pretrained` and an SFT model, a base model or a reward model can all be its beginning.
 
-# N slots
+# N slots, S sequences, total tokens of all
 """
 
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
+from common.data.packed_batch import sum_by_sequence
 from common.models.loading import ModelOptions, compute_hidden, init_weight, load_pretrained, plain_model
 from common.models.lora import LoraOptions, add_lora, share_backbone
 from common.models.model_flops import ModelFlops
 from common.models.model_inputs import ModelInputs
-from common.models.saved_adapters import base_of, has_score_head, is_adapter
+from common.models.saved_adapters import POOLING, base_of, has_score_head, is_adapter, read_adapter_config
 from common.ranks import distributed
+
+POOLINGS = ("last", "mean")  # how the values of a response make its score
 
 
 class ScoreHead(nn.Linear):
@@ -41,18 +45,37 @@ class ValueModel(nn.Module):
         """What passes cost, by what is trained when it is asked for first."""
         return ModelFlops(self.classifier, plain_model(self.classifier).score)
 
+    @property
+    def pooling(self) -> str:
+        """How values make a score, one of POOLINGS: see `compute_scores`. Its configuration records it."""
+        return getattr(plain_model(self.classifier).config, POOLING, "last")
+
     def forward(self, inputs: ModelInputs, slots: torch.Tensor | None = None) -> torch.Tensor:
         """Return values (N,) fp32 at `slots` (N,) int64 of the inputs, rows end to end; by default those of
         all tokens in the packed order.
-
-        A sequence's score is the value at its last token, end-of-turn token included: `inputs.last_slots`.
-        It comes from the length, never from a search for PAD: PAD may be EOS.
         """
         plain = plain_model(self.classifier)
         slots = inputs.token_slots if slots is None else slots
         inputs, slots = inputs.to(distributed.device(), slots)
         self.flops.count(inputs, len(slots))
         return plain.score(compute_hidden(plain, inputs)[slots]).squeeze(-1)
+
+
+def compute_scores(
+    model: Any, inputs: ModelInputs, lengths: torch.Tensor, is_response: torch.Tensor
+) -> torch.Tensor:
+    """Return the score (S,) fp32 of each sequence's response, end-of-turn token included: as the model was
+    trained, the value at its last token, or the mean of the values over its tokens.
+
+    `model` is a ValueModel or its engine. lengths (S,) int64 and is_response (total,) bool, both on the CPU,
+    are of the packed order; a response has a token at least. Where it stands comes from them, never from a
+    search for PAD: PAD may be EOS.
+    """
+    if getattr(model, "module", model).pooling == "last":
+        return model(inputs, inputs.last_slots)
+    values = model(inputs, inputs.token_slots[is_response])
+    counts = sum_by_sequence(torch.ones_like(values), is_response, lengths)
+    return sum_by_sequence(values, is_response, lengths) / counts
 
 
 def load_value_model(
@@ -62,14 +85,18 @@ def load_value_model(
     *,
     seed: int = 0,
     owner: nn.Module | None = None,
+    pooling: str = "",
 ) -> ValueModel:
     """Return a value model from a base, SFT or reward model; the head is new unless a saved one is there.
 
-    `owner` is a model of the same base whose frozen backbone it shares: see `share_backbone`.
+    `owner` is a model of the same base whose frozen backbone it shares: see `share_backbone`. `pooling` is
+    one of POOLINGS; empty: what the saved model, or adapter, records.
     Raises ValueError for a family without a `score` head in transformers.
     Every rank must call this.
     """
-    classifier = load_pretrained(AutoModelForSequenceClassification, options, num_tokens, num_labels=1)
+    saved = lora.folder if lora and lora.folder else options.name_or_path
+    changes = {"num_labels": 1, POOLING: pooling or saved_pooling(saved)}
+    classifier = load_pretrained(AutoModelForSequenceClassification, options, num_tokens, **changes)
     if not isinstance(getattr(classifier, "score", None), nn.Linear):
         raise ValueError(
             f"{options.name_or_path}: {type(classifier).__name__} has no linear `score` head; "
@@ -82,6 +109,22 @@ def load_value_model(
     if owner is not None:
         share_backbone(classifier, owner)
     return ValueModel(add_lora(classifier, lora, seed) if lora else classifier)
+
+
+def saved_pooling(name_or_path: str) -> str:
+    """Return which of POOLINGS a saved model records; of an adapter what it records, else its base.
+
+    Raises ValueError for another.
+    """
+    config = read_adapter_config(name_or_path) if is_adapter(name_or_path) else {}
+    if POOLING not in config:
+        config, _ = PreTrainedConfig.get_config_dict(base_of(name_or_path))
+    pooling = config.get(POOLING, "last")
+    if pooling not in POOLINGS:
+        raise ValueError(
+            f"{name_or_path}: its configuration says {POOLING} {pooling!r}; known: {', '.join(POOLINGS)}"
+        )
+    return pooling
 
 
 def has_saved_head(name_or_path: str) -> bool:

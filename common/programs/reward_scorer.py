@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from common.data.dialogue import build_template
+from common.data.dialogue import Tokenised, build_template
 from common.data.example import Message
 from common.data.packed_batch import pack_rows, score_by_length
 from common.flags.args import TokenizerArguments
@@ -15,12 +15,12 @@ from common.models.loading import ModelOptions
 from common.models.lora import LoraOptions
 from common.models.model_inputs import build_model_inputs
 from common.models.saved_adapters import base_of, is_adapter
-from common.models.value_model import ValueModel, load_value_model
+from common.models.value_model import ValueModel, compute_scores, load_value_model
 from common.ranks import distributed
 
 
 class RewardScorer:
-    """Scores texts as step 3 scores finished responses: the value at their last token, the end of turn."""
+    """Scores texts as step 3 scores finished responses, which end with the end of turn."""
 
     def __init__(
         self,
@@ -44,20 +44,23 @@ class RewardScorer:
         """Return one fp32 score for each response, batched by length."""
         return self.score_rows([self.encode(p, r) for p, r in zip(prompts, responses, strict=True)])
 
-    def score_rows(self, rows: list[list[int]]) -> list[float]:
-        """Return one fp32 score for each row of token ids, which ends with the end of turn."""
+    def score_rows(self, rows: list[Tokenised]) -> list[float]:
+        """Return one fp32 score for each row, whose response ends with the end of turn."""
+        tokens = [list(zip(row.input_ids, row.response_mask, strict=True)) for row in rows]
         with self._lock:
-            return score_by_length(rows, self.batch_size, self._score_batch)
+            return score_by_length(tokens, self.batch_size, self._score_batch)
 
-    def encode(self, prompt: str, response: str) -> list[int]:
-        """Return the token ids of both and of the end of turn, as a row of training has them."""
+    def encode(self, prompt: str, response: str) -> Tokenised:
+        """Return the tokens of both and of the end of turn, as a row of training has them."""
         segments = self.template.segments([Message("user", prompt)], response)
-        return self.template.encode(segments, self.max_tokens).input_ids
+        return self.template.encode(segments, self.max_tokens)
 
     @torch.no_grad()
-    def _score_batch(self, rows: list[list[int]]) -> list[float]:
-        inputs = build_model_inputs(*pack_rows(rows), is_packed=False)
-        return self.model(inputs, inputs.last_slots).tolist()
+    def _score_batch(self, rows: list[list[tuple[int, bool]]]) -> list[float]:
+        token_ids, lengths = pack_rows([[token_id for token_id, _ in row] for row in rows])
+        is_response = torch.tensor([is_response for row in rows for _, is_response in row])
+        inputs = build_model_inputs(token_ids, lengths, is_packed=False)
+        return compute_scores(self.model, inputs, lengths, is_response).tolist()
 
 
 def load_frozen_value_model(

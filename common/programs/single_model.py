@@ -11,6 +11,7 @@ from common.data.packed_batch import PackedBatch
 from common.data.stage_datasets import StageData
 from common.engine.ds_config import build_engine, config_of
 from common.engine.engine_step import LossTerm, compute_gradients, take_steps
+from common.flags.args import Problems
 from common.programs import startup
 from common.programs.startup import Start
 from common.programs.training_loop import build_logger, run_steps, runs_packed, save_model
@@ -24,15 +25,24 @@ from common.runs.saved_state import EngineState, Stateful
 CPU_PASS_TOKENS = 2048
 
 
-def begin(flags: type, stage: int, description: str, argv: Sequence[str] | None) -> Start | None:
+def begin(
+    flags: type,
+    stage: int,
+    description: str,
+    argv: Sequence[str] | None,
+    check: Callable[[Any, Any, Problems], None] | None = None,
+) -> Start | None:
     """Return the start of step `stage` (1 or 2) by its command line; None where there is nothing to do.
 
-    `argv` are its words, None for this process's. Leaves with all problems where there are any.
+    `argv` are its words, None for this process's. `check(model's configuration, flags, problems)` adds a
+    step's own problems. Leaves with all problems where there are any.
     """
     start = startup.read_flags(flags, stage, description, argv)
     args, problems, flag = start.args, start.problems, "--model_name_or_path"
     config = startup.check_model(flag, args.model_name_or_path, args, problems)
     startup.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)
+    if check and config:
+        check(config, args, problems)
     if args.lora_dim:
         startup.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
     start.tokenizer = config and startup.check_tokenizer(flag, args.model_name_or_path, args, problems)

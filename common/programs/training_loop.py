@@ -11,6 +11,7 @@ from common.models.loading import DTYPES, ModelOptions, load_causal_lm, plain_mo
 from common.models.lora import LoraOptions, add_lora
 from common.models.model_flops import own_peak_flops
 from common.models.policy_model import PolicyModel
+from common.models.saved_adapters import POOLING
 from common.models.value_model import ValueModel, load_value_model
 from common.programs.startup import Start
 from common.ranks import distributed
@@ -46,7 +47,8 @@ def load_ranker(
     """Return the reward model, or critic, that an engine trains; see `load_policy` and `load_value_model`."""
     role = role or args
     options = ModelOptions.of(args, role, ds_config, dropout=dropout)
-    return load_value_model(options, num_tokens, LoraOptions.of(args, role), seed=args.seed, owner=owner)
+    lora, pooling = LoraOptions.of(args, role), getattr(args, POOLING, "")  # a flag of step 2
+    return load_value_model(options, num_tokens, lora, seed=args.seed, owner=owner, pooling=pooling)
 
 
 def count_steps(args: Any, steps_per_epoch: int) -> int:

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from common.models.loading import plain_model
 from common.models.lora import TrainedWeight, trained_weights
+from common.models.saved_adapters import ADAPTER_CONFIG, POOLING
 from common.ranks import distributed, watchdog
 from common.ranks.zero3 import gather_whole
 from common.runs.durable_files import WRITING, SaveFailed, publish_folder, without_nan
@@ -151,7 +152,7 @@ def save_adapter(
     folder: Path | str, model: nn.Module, tokenizer: PreTrainedTokenizerFast, metadata: dict[str, Any]
 ) -> None:
     """Write what was trained beside the base model, to load with PEFT or chat.py: the LoRA factors and the
-    score head, with tokenizer and metadata.
+    score head with its pooling, with tokenizer and metadata.
 
     Nothing is written when more was trained (--only_optimize_lora false): the export alone is the model then.
     Every rank must call this.
@@ -160,6 +161,7 @@ def save_adapter(
     others = [name for name in trained if ".lora_" not in name]
     if not hasattr(model, "peft_config") or any(not name.endswith("score.weight") for name in others):
         return
+    pooling = getattr(plain_model(model).config, POOLING, "last")
     weights = _gather({name.replace(".default.", "."): TrainedWeight(p) for name, p in trained.items()})
 
     def fill(temporary: Path) -> None:
@@ -167,6 +169,9 @@ def save_adapter(
         config.base_model_name_or_path = model.get_base_model().name_or_path
         config.task_type, config.inference_mode = "SEQ_CLS" if others else "CAUSAL_LM", True
         config.save_pretrained(temporary)
+        if others and pooling != "last":  # PEFT has no field for it: it says that it does not know the name
+            saved = json.loads((temporary / ADAPTER_CONFIG).read_text()) | {POOLING: pooling}
+            (temporary / ADAPTER_CONFIG).write_text(json.dumps(saved, indent=2, sort_keys=True))
         save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
 
     _replace(Path(folder), fill, tokenizer, metadata)

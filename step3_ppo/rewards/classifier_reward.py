@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from common.data.packed_batch import pad_rows, score_by_length
 from common.models.loading import DTYPES, load_weights
+from common.models.saved_adapters import POOLING
 from common.ranks import distributed
 from common.ranks.failures import first_line
 from step3_ppo.rewards.text_rewards import Answers, Checked, TextReward, checked_scores
@@ -85,6 +86,11 @@ def load_parts(target: str, *, trust_remote_code: bool = False) -> tuple[str, An
         raise ValueError(
             f"{flag}: {path} is a {kind}, not a sequence classifier; give a model that was saved from "
             "AutoModelForSequenceClassification"
+        )
+    if getattr(config, POOLING, "last") != "last":  # transformers knows no other
+        raise ValueError(
+            f"{flag}: {path} is a reward model of --reward_pooling {getattr(config, POOLING)}, which a "
+            f"classifier's logit at the last token is not; give --reward model:{path}"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

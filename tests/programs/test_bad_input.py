@@ -142,6 +142,14 @@ def other_vocabulary(place: Place) -> dict[str, Any]:
     return {"critic_model_name_or_path": place.folder / "other"}
 
 
+def mean_reward_model(place: Place) -> dict[str, Any]:
+    """Return what begins step 2 with a reward model of --reward_pooling mean."""
+    folder = shutil.copytree(place.tiny.reward, place.folder / "mean")
+    config = json.loads((folder / "config.json").read_text()) | {"reward_pooling": "mean"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return {"model_name_or_path": folder}
+
+
 FLAGS = [
     Row("two shares", 1, flag(data_split="1,2"), ["--data_split", "1,2", "such as 2,4,4"]),
     Row("few rows", 1, flag(per_device_train_batch_size=500),
@@ -175,6 +183,8 @@ FLAGS = [
     Row("no such optimizer", 3, flag(optimizer="muon:fast"), ["--optimizer muon:fast", "such as muon:1e-3"]),
     Row("nothing for Muon", 1, flag(optimizer="muon", lora_dim=4),
         ["--optimizer muon", "--only_optimize_lora"]),
+    Row("a mean of values that are trained each", 2, flag(loss="token_wise", reward_pooling="mean"),
+        ["--reward_pooling mean: --loss token_wise", "use --loss end_score"]),
     Row("states in bf16 of fp32", 2, flag(optimizer_dtype="bf16", dtype="fp32"),
         ["--optimizer_dtype bf16 needs --dtype bf16"]),
     Row("output is a file", 1, lambda p: p.file("output_dir", "", "output"),
@@ -210,6 +220,8 @@ MODELS = [
         ["actor is no adapter of", "give the export/ folder of the run"]),
     Row("a teacher of another vocabulary", 3, other_teacher,
         ["--actor_model_name_or_path and --teacher_model_name_or_path", "one family"]),
+    Row("a head of another pooling", 2, mean_reward_model,
+        ["--reward_pooling last:", "trained for the mean", "give --reward_pooling mean"]),
     Row("no reward model", 3, lambda p: {"critic_model_name_or_path": p.tiny.base},
         ["--critic_model_name_or_path", "score head"]),
 ]  # fmt: skip

@@ -85,6 +85,7 @@ ACTS: dict[int, dict[str, Any]] = {
     1: OF_ONE_MODEL | {"loss_on": "all", "sft_only_data_path": "{text}"},
     2: {  # and those of step 1, by the same code
         "loss": ["token_wise", "dpo", "ipo", "kto"],
+        "reward_pooling": "mean",
         "use_margin": (True, {"data_path": "{margins}"}),
         "center_coef": 0.5,
         "beta": [(0.5, {"loss": loss}) for loss in ("dpo", "ipo", "kto")],

@@ -78,6 +78,11 @@ def test_padding_changes_no_score(family, folder_of):
         torch.testing.assert_close(torch.tensor(reward.score(ANSWERS)), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_reward_model_of_another_pooling_is_refused(folder_of):
+    with pytest.raises(ValueError, match="of --reward_pooling mean.*; give --reward model:"):
+        reward_of(folder_of("llama", num_labels=1, reward_pooling="mean"))
+
+
 def test_an_eos_that_ends_a_text_is_read(folder_of, tiny_tokenizer):
     """PAD = EOS would make transformers read the token before it."""
     folder = folder_of("llama", num_labels=1)

@@ -124,6 +124,8 @@ PAD = packed_batch.pad_sequences
 @pytest.mark.parametrize("kind", ["sft", "pairs", "dpo", "responses"])
 def test_tokens_are_padded_once_from_rows_to_the_model_or_never(kind, is_packed, monkeypatch):
     class Model:
+        pooling = "last"
+
         def __call__(self, inputs, *args, **options):
             shape = (1, num_tokens) if is_packed else (num_rows, inputs.input_ids.shape[1])
             assert inputs.input_ids.shape == shape

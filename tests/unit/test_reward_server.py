@@ -4,8 +4,11 @@ server, and how much.
 
 import asyncio
 import http.client
+import json
+import shutil
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +19,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from common.data.dialogue import build_template, load_tokenizer
 from common.data.example import Message
-from common.data.packed_batch import PackedBatch
+from common.data.packed_batch import PackedBatch, collate_pairs
 from common.flags.access_token import client_token, server_token
 from common.flags.args import Problems
 from common.models.loading import ModelOptions
 from common.models.value_model import load_value_model
 from serving import reward_server as serve
+from step2_reward.answer_scores import SIDES, compute_pair_scores
 from step3_ppo.roles import Reward
 
 PROMPTS = [
@@ -63,16 +67,42 @@ def test_a_score_is_read_at_the_end_of_turn_that_is_added(reward_export, client)
     assert torch.tensor(expected).std() > 1e-2
 
 
-def test_a_score_is_that_of_step_3s_reward_role_for_the_same_token_ids(reward_export, client):
-    tokenizer = AutoTokenizer.from_pretrained(reward_export)
+def pooled(export: str, folder: Path, pooling: str) -> str:
+    """Return a copy of an export that scores so."""
+    shutil.copytree(export, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"reward_pooling": pooling}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_score_is_that_of_step_3s_reward_role_for_the_same_token_ids(
+    pooling, is_packed, reward_export, tmp_path
+):
+    """And of step 2's evaluation."""
+    export = pooled(reward_export, tmp_path / "export", pooling)
+    client = TestClient(serve.create_app(load_scorer(export), serve.ServeArguments()))
+    tokenizer = AutoTokenizer.from_pretrained(export)
     prompt_ids = [torch.tensor(tokenizer(text)["input_ids"]) for text in PROMPTS]
     response_ids = [
         torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in RESPONSES
     ]
     batch = PackedBatch.build(range(3), {"prompt_ids": prompt_ids, "response_ids": response_ids})
-    model = load_value_model(ModelOptions(reward_export, dropout=0.0), len(tokenizer))
-    role = Reward(model, is_packed=False)
+    model = load_value_model(ModelOptions(export, dropout=0.0), len(tokenizer))
+    role = Reward(model, is_packed=is_packed)
     (expected,) = role.score([batch])
+    rows = [
+        {f"{side}_ids": [*p, *r] for side in SIDES}
+        | {f"{side}_response_start": len(p) for side in SIDES}
+        | {"row_id": ""}
+        for p, r in zip(prompt_ids, response_ids, strict=True)
+    ]
+    with torch.no_grad():
+        of_step_2 = compute_pair_scores(model.eval(), collate_pairs(rows), is_packed=is_packed)
+    torch.testing.assert_close(of_step_2.chosen, expected, atol=1e-5, rtol=1e-5)
+    last = role.model(role.build_inputs(batch)[0], role.build_inputs(batch)[0].last_slots)
+    assert torch.allclose(expected, last, atol=1e-4) == (pooling == "last")
 
     body = {
         "prompts": [tokenizer.decode(ids) for ids in prompt_ids],
@@ -88,8 +118,8 @@ def test_token_ids_are_those_of_training(reward_export):
     messages = [Message("user", "How are you today?")]
     row = template.encode(template.segments(messages, "I am fine."), 100)
     prompt, eos = template.prompt_text(messages), scorer.template.tokenizer.eos_token
-    assert scorer.encode(prompt, " I am fine.") == row.input_ids
-    assert scorer.encode(prompt, f" I am fine.{eos}") == row.input_ids, "no second end of turn"
+    assert scorer.encode(prompt, " I am fine.") == row
+    assert scorer.encode(prompt, f" I am fine.{eos}") == row, "no second end of turn"
 
 
 def test_a_score_that_is_not_finite_is_an_error_with_its_cure(reward_export):

@@ -26,6 +26,7 @@ from step3_ppo.rollout_batch import (
     put_back,
     replace_rows,
     response_mask,
+    sampled_positions,
     tokens,
     with_tokens,
 )
@@ -39,6 +40,18 @@ def test_tokens_are_padded_and_packed_again():
     changed = with_tokens(batch, old_logprobs=tokens(batch, "old_logprobs") * 2)
     assert changed.data["old_logprobs"].equal(batch.data["old_logprobs"] * 2)
     assert changed.lengths["old_logprobs"].tolist() == [2, 6]
+
+
+def test_what_the_model_sampled_stands_behind_the_prompts():
+    batch = make_rollout_batch([0, 1], [2, 1], [3, 2])
+    lengths, is_sampled = sampled_positions(batch)
+    assert lengths.tolist() == [5, 3] and is_sampled.tolist() == [False] * 2 + [True] * 3 + [
+        False,
+        True,
+        True,
+    ]
+    batch = batch.with_key("sampled_mask", torch.tensor([1, 0, 1, 0, 1]).bool(), like="response_ids")
+    assert sampled_positions(batch)[1].int().tolist() == [0, 0, 1, 0, 1, 0, 0, 1]
 
 
 def test_rows_that_no_algorithm_saw_count_in_no_loss():

@@ -39,7 +39,8 @@ def adapters(tiny_model_folder, tiny_tokenizer, tmp_path_factory) -> Path:
         if role == "actor":
             model = add_lora(load_causal_lm(options, 320), lora, seed)
         else:
-            model = load_value_model(options, 320, lora, seed=seed).classifier
+            pooling = "mean" if role == "reward" else ""
+            model = load_value_model(options, 320, lora, seed=seed, pooling=pooling).classifier
         torch.manual_seed(seed)
         for weight in trained_weights(model).values():
             if weight.lora_b is not None:
@@ -133,6 +134,7 @@ def test_each_role_begins_with_its_own_adapter_and_head(adapters, tiny_tokenizer
     """As PEFT itself has them; the reference stays there while the actor learns."""
     roles = build({role: adapters / role for role in ROLES}, tiny_tokenizer)
     batch = make_rollout_batch([0, 1], [3, 2], [4, 2])
+    assert [module.pooling for module in modules_of(roles)[1:]] == ["last", "mean"]
     (before,) = roles.reference.score([batch])
     assert before.equal(roles.actor.score([batch])[0])
     ids = torch.arange(1, 9)

@@ -8,7 +8,7 @@ from tiny_configs import FAMILIES
 from common.models.loading import ModelOptions, plain_model
 from common.models.lora import LoraOptions
 from common.models.model_inputs import build_model_inputs
-from common.models.value_model import has_saved_head, load_value_model
+from common.models.value_model import compute_scores, has_saved_head, load_value_model, saved_pooling
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [11, 12, 13, 14, 15]])
 
@@ -38,6 +38,40 @@ def test_a_score_is_the_value_at_the_last_real_token(tiny_model_folder):
     scores = model(inputs, inputs.last_slots)
     alone = torch.stack([values_of(model, [row])[-1] for row in rows])
     torch.testing.assert_close(scores, alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+def test_a_mean_is_over_the_response_alone(is_packed, tiny_model_folder):
+    """Against a plain loop in float64; 0 is EOS and PAD, and stands in prompts too."""
+    model = load(tiny_model_folder("llama"), pooling="mean")
+    prompts = [[5, 6, 0, 7], [5, 6, 0, 7], [8], [9, 10, 11, 12, 13, 0]]
+    responses = [[21, 22, 0], [21, 23, 24, 25, 0], [26, 27, 28, 0], [0]]
+    rows = [torch.tensor(prompt + response) for prompt, response in zip(prompts, responses, strict=True)]
+    expected = []
+    for row, response in zip(rows, responses, strict=True):
+        values = values_of(model, [row]).double().tolist()
+        expected.append(sum(values[-len(response) :]) / len(response))
+    lengths = torch.tensor(list(map(len, rows)))
+    parts = [[False] * len(p) + [True] * len(r) for p, r in zip(prompts, responses, strict=True)]
+    inputs = build_model_inputs(
+        torch.cat(rows), lengths, is_packed=is_packed, group_sizes=torch.tensor([2, 1, 1])
+    )
+    scores = compute_scores(model, inputs, lengths, torch.tensor(sum(parts, [])))
+    torch.testing.assert_close(scores.double(), torch.tensor(expected).double(), atol=1e-6, rtol=1e-5)
+    last = model(inputs, inputs.last_slots)
+    assert (scores - last)[:3].abs().min() > 1e-3 and scores[3].isclose(last[3], atol=1e-6)
+
+
+def test_a_folder_says_how_it_scores_and_no_other_way_is_known(tiny_model_folder, tmp_path):
+    folder = tiny_model_folder("llama")
+    assert load(folder).pooling == saved_pooling(folder) == "last"
+    load(folder, pooling="mean").classifier.save_pretrained(tmp_path)
+    assert load(str(tmp_path)).pooling == saved_pooling(str(tmp_path)) == "mean"
+    assert load(str(tmp_path), pooling="last").pooling == "last"
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace('"mean"', '"median"'))
+    with pytest.raises(ValueError, match="reward_pooling 'median'; known: last, mean"):
+        load(str(tmp_path))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
