@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = config and startup.check_tokenizer("--model_name_or_path", name, args, problems)
     # Nothing is shared out or held out: an evaluation takes the rows it is given.
     options = DataOptions.of(args, 2, data_split="0,1,0", eval_fraction=0.0, num_stored_epochs=1)
-    for problem in check_sources(options):
+    for problem in check_sources(options, tokenizer):
         problems.add(problem)
     template, notes = startup.find_template("--model_name_or_path", name, args, tokenizer, problems)
     problems.exit_if_any()

@@ -73,7 +73,7 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
     start.tokenizer = check_models(args, start.algorithm, start.rewards, problems)
     has_critic = start.algorithm is not None and start.algorithm.needs_critic
     start.notes += describe_places(args, model_paths(args, start.rewards, has_critic=has_critic), problems)
-    check_evaluation(args, start.options, start.rewards, problems)
+    check_evaluation(args, start.options, start.rewards, problems, start.tokenizer)
     startup.finish_checks(start, "--actor_model_name_or_path")
     startup.print_note(*doubts_about_rewards(args, start.rewards))
     return start
@@ -145,11 +145,15 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
 
 
 def check_evaluation(
-    args: PPOArguments, options: DataOptions, rewards: list[RewardSpec], problems: Problems
+    args: PPOArguments,
+    options: DataOptions,
+    rewards: list[RewardSpec],
+    problems: Problems,
+    tokenizer: Any = None,
 ) -> None:
     """Add the problems of the flags that judge a run, as far as they can be seen without its data."""
     own = dataclasses.replace(options, data_path=args.eval_data_path, data_split="0,0,1", eval_fraction=0.0)
-    for problem in check_sources(own) if args.eval_data_path else ():
+    for problem in check_sources(own, tokenizer) if args.eval_data_path else ():
         problems.add(problem.replace("--data_path", "--eval_data_path"))
     problems.check(
         not (args.eval_data_path and args.eval_fraction),

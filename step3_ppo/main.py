@@ -65,6 +65,7 @@ def build_pretraining_batches(args: PPOArguments, tokenizer: Any) -> GlobalBatch
         args.unsupervised_dataset_config_name or None,
         args.max_prompt_seq_len + args.max_answer_seq_len,
         tokenizer,
+        seed=args.seed,
         cache_dir=args.data_output_path,
         max_bad_rows=args.max_bad_rows,
     )

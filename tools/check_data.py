@@ -102,7 +102,7 @@ def check_flags(args: Any, options: DataOptions, problems: Problems) -> Template
 
 def build_source(options: DataOptions, template: Template) -> StageData:
     """Return the rows of a data set. Raises ValueError: the step could not use it."""
-    found = check_sources(options)
+    found = check_sources(options, template.tokenizer)
     if found:
         raise ValueError("\n".join(found))
     return build_data(options, template)

@@ -14,7 +14,7 @@ from common.data.adapters.base import DEFAULT_SCORE_COLUMN, AnyForm
 from common.data.adapters.row_forms import accepted_forms
 from common.data.example import BadRow, missing_for
 from common.data.raw_rows import RawRows, canonical
-from common.data.registry import RawSource, load_source
+from common.data.registry import NoTokenizer, RawSource, load_source
 
 DEFAULT_CACHE = Path("~/.cache/triptych")
 NUM_READ = 200  # rows of each file that are read before the start; the rest is counted when the data is built
@@ -47,6 +47,10 @@ class DataOptions:
         given = {name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)}
         given["max_tokens"] = args.max_prompt_seq_len if stage == 3 else args.max_seq_len
         return cls(**given | {"stage": stage, "cache_dir": args.data_output_path} | changes)
+
+    def load_source(self, name: str, tokenizer: Any, max_rows: int | None = None) -> RawSource:
+        """The source that an entry of --data_path names. Raises ValueError: see `registry.load_source`."""
+        return load_source(name, self.score_column, max_rows, seed=self.seed, tokenizer=tokenizer)
 
     @property
     def kind(self) -> str:
@@ -112,9 +116,9 @@ def is_held_out(row: object, eval_fraction: float, seed: int) -> bool:
     return int.from_bytes(digest) < eval_fraction * 2**64
 
 
-def check_sources(options: DataOptions) -> list[str]:
+def check_sources(options: DataOptions, tokenizer: Any = None) -> list[str]:
     """Problems of the options and of every source, each with its flag, value and cure, known before a model
-    is loaded; nothing is tokenised.
+    is loaded; nothing is tokenised. Without a tokenizer a class that takes one is not looked at.
 
     Of a file only the first rows are read. A hub data set is looked at only where the hub may not be asked:
     it must lie in the library's cache then.
@@ -123,10 +127,12 @@ def check_sources(options: DataOptions) -> list[str]:
     for path in dict.fromkeys([*options.data_path, *options.sft_only_data_path]):
         flag = "--data_path" if path in options.data_path else "--sft_only_data_path"
         try:
-            source = load_source(path, options.score_column, NUM_READ)
+            source = options.load_source(path, tokenizer, NUM_READ)
             if source.needs_hub and not hub_data.is_offline():
                 continue
             found = _row_problems(source, options)
+        except NoTokenizer:
+            continue
         except (ValueError, OSError) as error:
             found = [str(error) if "--data_path" in str(error) else f"--data_path {path}: {error}"]
         problems += [problem.replace("--data_path", flag, 1) for problem in found]

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import importlib
 import inspect
+import json
 import os
 import re
 import sys
@@ -22,11 +23,14 @@ from common.data.adapters.base import (
     DEFAULT_SCORE_COLUMN,
     Adapter,
     AnyForm,
+    MapStyle,
+    make_own,
+    parameters_of,
     register_dataset,
 )
 from common.data.adapters.ported_class import PortedClass
 from common.data.hub_data import digest_local, load_local
-from common.data.raw_rows import RawRows, extension_of
+from common.data.raw_rows import RawRows, canonical, extension_of
 from common.flags.problems import Problems, has_hub_form
 from common.ranks.failures import kind_and_line
 
@@ -36,6 +40,11 @@ T = TypeVar("T")
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _CLASS_PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.+))?")
+_ARGUMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+
+
+class NoTokenizer(ValueError):
+    """A class wants the tokenizer where there is none."""
 
 
 class RawSource:
@@ -79,38 +88,43 @@ class RawSource:
                 if rows is not None:
                     rows.update_digest(total)
             data_digest = total.hexdigest()
-        return f"{Path(self.name).name} {data_digest} {self.adapter.code_digest()}"
+        arguments = canonical(self.adapter.arguments).decode()
+        return f"{Path(self.name).name} {data_digest} {self.adapter.code_digest()} {arguments}"
 
 
 def load_source(
-    source: str, score_column: str = DEFAULT_SCORE_COLUMN, max_rows: int | None = None
+    source: str,
+    score_column: str = DEFAULT_SCORE_COLUMN,
+    max_rows: int | None = None,
+    **offered: Any,
 ) -> RawSource:
     """The source that a `--data_path` entry names.
 
-    It is, in this order: `module:Class` or `module:Class:NAME` (a class of your own; NAME is the file, folder
-    or hub data set that it reads), a file or folder, a registered name, a hub name. A local folder or file
-    under a registered name (`/data/openai/webgpt_comparisons`) is read by that adapter. The class is an
-    Adapter, or one with the methods of DeepSpeed-Chat's. `score_column` orders the responses to a prompt
-    where each has scores. `max_rows`: only the first rows of each file are read. Raises ValueError: it is
-    none of them; the message names the nearest registered name.
+    It is, in this order: a class of your own (`module:Class`; `module:Class:NAME`, where NAME is the file,
+    folder or hub data set that it reads; `module:Class:ARGUMENT=VALUE,...`), a file or folder, a registered
+    name, a hub name. A local folder or file under a registered name (`/data/openai/webgpt_comparisons`) is
+    read by that adapter. The class is an Adapter, one with the methods of DeepSpeed-Chat's, or one with a
+    length and an index. `score_column` orders the responses to a prompt where each has scores. `max_rows`:
+    only the first rows of each file are read. `offered` are `seed` and `tokenizer`, for a constructor that
+    has them. Raises ValueError: it is none of them; the message names the nearest registered name.
     """
-    adapter = _find_adapter(source)
+    adapter = _find_adapter(source, offered)
     adapter.score_column, adapter.max_rows = score_column, max_rows
     return RawSource(source, adapter)
 
 
-def _find_adapter(source: str) -> Adapter:
+def _find_adapter(source: str, offered: dict[str, Any]) -> Adapter:
     class_path, path = _CLASS_PATH.fullmatch(source), Path(source)
     if class_path and not path.exists():
-        return _own_adapter(source, *class_path.groups(default=""))
+        return _own_adapter(source, *class_path.groups(default=""), offered)
     # A folder called OWNER/NAME is a copy of that data set; one called like a set without an owner is not.
     is_local = path.exists() and ("/" in source or source not in ADAPTERS)
     name = source if source in ADAPTERS else "/".join(path.resolve().parts[-2:])
     is_file_name = extension_of(path) is not None or source.startswith(".")
     if name in ADAPTERS and (is_local or name == source):
-        return _build_adapter(ADAPTERS[name], source, name, path if is_local else None)
+        return _build_adapter(ADAPTERS[name], source, name, path if is_local else None, {}, offered)
     if is_local or (_HUB_NAME.fullmatch(source) and not is_file_name):
-        return _build_adapter(AnyForm, source, source, path if is_local else None)
+        return _build_adapter(AnyForm, source, source, path if is_local else None, {}, offered)
     near = difflib.get_close_matches(source, ADAPTERS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     if is_file_name or not has_hub_form(source):
@@ -121,8 +135,10 @@ def _find_adapter(source: str) -> Adapter:
     )
 
 
-def _own_adapter(source: str, module_name: str, class_name: str, dataset_name: str) -> Adapter:
-    """`module:Class[:NAME]`."""
+def _own_adapter(
+    source: str, module_name: str, class_name: str, rest: str, offered: dict[str, Any]
+) -> Adapter:
+    """`module:Class[:NAME or arguments]`."""
     try:
         kind = get_from(import_own_module(module_name), class_name)
         if not isinstance(kind, type):
@@ -130,8 +146,12 @@ def _own_adapter(source: str, module_name: str, class_name: str, dataset_name: s
     except ImportError as error:
         raise ValueError(
             f"--data_path {source}: {error}; MODULE:CLASS must name a subclass of "
-            "common.data.registry.Adapter, or a class with DeepSpeed-Chat's methods"
+            "common.data.registry.Adapter, or a class with DeepSpeed-Chat's methods, or with a length and an "
+            "index"
         ) from error
+    dataset_name, arguments = _read_arguments(source, rest)
+    if issubclass(kind, Adapter):
+        dataset_name = str(arguments.pop("source", dataset_name))
     reads_itself = not issubclass(kind, Adapter) or kind.load is not Adapter.load
     if not dataset_name and not reads_itself:
         raise ValueError(
@@ -139,15 +159,66 @@ def _own_adapter(source: str, module_name: str, class_name: str, dataset_name: s
             f"--data_path {source}:NAME, a file, a folder or a hub data set"
         )
     path = Path(dataset_name)
-    return _build_adapter(kind, source, dataset_name, None if reads_itself or not path.exists() else path)
+    local = None if reads_itself or not path.exists() else path
+    return _build_adapter(kind, source, dataset_name, local, arguments, offered)
 
 
-def _build_adapter(kind: type, source: str, name: str, local: Path | None) -> Adapter:
+def _read_arguments(source: str, text: str) -> tuple[str, dict[str, Any]]:
+    """NAME, and arguments by name, of what stands behind `module:Class:`; one of them is empty.
+
+    Arguments are ARGUMENT=VALUE,ARGUMENT=VALUE, a value JSON or else text, or a JSON object. Raises
+    ValueError: they are neither.
+    """
+    if Path(text).exists() or not (text.startswith("{") or _ARGUMENT.match(text)):
+        return text, {}
+    try:
+        if text.startswith("{"):
+            return "", json.loads(text)
+        given: dict[str, Any] = {}
+        for part in text.split(","):
+            found = _ARGUMENT.fullmatch(part)
+            if found is None or found[1] in given:
+                raise ValueError(f"{part!r} is {'there twice' if found else 'no ARGUMENT=VALUE'}")
+            given[found[1]] = _value_of(found[2])
+        return "", given
+    except ValueError as error:
+        raise ValueError(
+            f"--data_path {source}: {error}; write MODULE:CLASS:ARGUMENT=VALUE,ARGUMENT=VALUE, or a JSON "
+            "object in their place where a value has a comma"
+        ) from error
+
+
+def _value_of(text: str) -> Any:
+    """What a text says in JSON, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _build_adapter(
+    kind: type,
+    source: str,
+    name: str,
+    local: Path | None,
+    arguments: dict[str, Any],
+    offered: dict[str, Any],
+) -> Adapter:
     """What reads the rows of the data set `name`: from `local`, where there is such a file or folder."""
-    if not issubclass(kind, Adapter):
-        return PortedClass(kind, source, str(local or name))
-    adapter = kind(name or source)
-    adapter.local = local or adapter.local
+    is_adapter = issubclass(kind, Adapter)
+    is_ported = hasattr(kind, "get_prompt") and not is_adapter
+    wanted = {"tokenizer"} if is_ported else {"seed", "tokenizer"}  # a ported class has its SEED
+    taken = {key: offered.get(key) for key in sorted(wanted & parameters_of(kind))} | arguments
+    if taken.get("tokenizer", "") is None:
+        raise NoTokenizer(f"--data_path {source}: {kind.__name__} takes a tokenizer, and here is none")
+    if is_ported:
+        adapter: Adapter = PortedClass(kind, source, str(local or name), taken)
+    elif is_adapter:
+        adapter = make_own(kind, source, [name or source], taken)
+        adapter.local = local or adapter.local
+    else:
+        adapter = MapStyle(kind, source, [name] if name else [], taken)
+    adapter.arguments = arguments
     return adapter
 
 

@@ -62,10 +62,11 @@ def build_data(options: DataOptions, template: Template) -> StageData:
     """
 
     def plan() -> tuple[dict[str, Any], Any]:
-        shares = [_Share(load_source(name, options.score_column), False) for name in options.data_path]
+        tokenizer = template.tokenizer
+        shares = [_Share(options.load_source(name, tokenizer), False) for name in options.data_path]
         if options.stage == 1:
             names = options.sft_only_data_path
-            shares += [_Share(load_source(name, options.score_column), True) for name in names]
+            shares += [_Share(options.load_source(name, tokenizer), True) for name in names]
         key = {name: value for name, value in vars(options).items() if name not in NOT_IN_KEY}
         key |= {
             "sources": [(share.source.digest(), share.is_whole) for share in shares],
@@ -85,7 +86,7 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
     """
     lines = []
     for name in [*options.data_path, *options.sft_only_data_path]:
-        source = load_source(name, options.score_column, NUM_READ)
+        source = options.load_source(name, template.tokenizer, NUM_READ)
         if source.needs_hub and not is_offline():
             lines.append(f"{name} is on the hub: its rows are read at the start")
             continue
@@ -253,6 +254,7 @@ def build_pretraining(
     block_tokens: int,
     tokenizer: PreTrainedTokenizerFast,
     *,
+    seed: int = 1234,
     cache_dir: str = "",
     max_bad_rows: int = 100,
 ) -> TokenTable:
@@ -265,7 +267,7 @@ def build_pretraining(
 
     def plan() -> tuple[dict[str, Any], Any]:
         try:
-            raw = load_source(source)
+            raw = load_source(source, seed=seed, tokenizer=tokenizer)
         except ValueError as error:
             raise ValueError(str(error).replace("--data_path", "--unsupervised_dataset_name", 1)) from error
         raw.adapter.hub_config = config_name

@@ -78,7 +78,8 @@ class SourceArguments:
 
     data_path: list[str] = flag(
         ["Dahoas/rm-static"],
-        "data sets: files, folders, saved `datasets` folders, registered or hub names, MODULE:CLASS[:NAME]",
+        "data sets: files, folders, saved `datasets` folders, registered or hub names, "
+        "MODULE:CLASS[:NAME or :ARGUMENT=VALUE,...]",
     )
     data_output_path: str = flag("", "folder of the token cache; empty: ~/.cache/triptych", may_change=True)
     template: str = flag(

@@ -72,18 +72,18 @@ def read_flags(
     args = parse_args(flags, argv, description=description, problems=problems)
     import_plugins(args.plugins, problems)
     notes = check_run(args, problems)
-    options = DataOptions.of(args, stage)
-    for problem in check_sources(options):
-        problems.add(problem)
-    return kind(args, options, problems, notes, argv)
+    return kind(args, DataOptions.of(args, stage), problems, notes, argv)
 
 
 def finish_checks(start: Start, flag: str) -> None:
-    """Find the template of the model that `flag` names, and an earlier run; print what is to be noted.
+    """Check the data; find the template of the model that `flag` names, and an earlier run; print what is to
+    be noted.
 
     Leaves with all problems where there are any.
     """
     args, problems = start.args, start.problems
+    for problem in check_sources(start.options, start.tokenizer):
+        problems.add(problem)
     name = getattr(args, flag.removeprefix("--"))
     start.template, notes = find_template(flag, name, args, start.tokenizer, problems)
     start.earlier = find_run(args, problems)

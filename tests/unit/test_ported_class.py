@@ -1,4 +1,4 @@
-"""common/data/adapters/ported_class.py: classes of DeepSpeed-Chat's shape, unchanged."""
+"""Classes of the user's own: of DeepSpeed-Chat's shape, unchanged, or with a length and an index."""
 
 import sys
 import textwrap
@@ -207,13 +207,14 @@ def test_constructors_of_many_forms(write_module, signature):
     ("body", "reason"),
     [
         ("pass", "Mine needs get_prompt, as DeepSpeed-Chat's"),
-        (f"def __init__(self, tokenizer):\n        pass\n{METHODS}", "its constructor needs tokenizer"),
+        (f"def __init__(self, words):\n        pass\n{METHODS}", "its constructor needs words"),
+        (f"def __init__(self, tokenizer):\n        pass\n{METHODS}", "Mine takes a tokenizer"),
         (
             f"def get_train_data(self):\n        raise OSError('disk')\n{METHODS}",
             "get_train_data raised OSError: disk",
         ),
     ],
-    ids=["no get_prompt", "constructor", "no rows"],
+    ids=["no get_prompt", "constructor", "tokenizer", "no rows"],
 )
 def test_what_cannot_be_used_is_told_by_the_source(write_module, body, reason):
     with pytest.raises(ValueError, match=f"^--data_path my_sets:Mine: .*{reason}"):
@@ -242,3 +243,128 @@ def test_an_adapter_of_ones_own_reads_the_file_that_is_named(write_module, tmp_p
     assert load_source("my_sets:Mine:team/set").needs_hub
     with pytest.raises(ValueError, match="Mine has no load.*--data_path my_sets:Mine:NAME, a file"):
         load_source("my_sets:Mine")
+
+
+# ---- a class of one's own, and what its constructor is given
+
+OWN = """
+from common.data.registry import Adapter
+
+class Rows:
+    def __init__(self, count=2, word="hello", tokenizer=None, seed=0):
+        self.count, self.word, self.tokenizer, self.seed = count, word, tokenizer, seed
+    def __len__(self):
+        return self.count
+    def __getitem__(self, index):
+        if index == 1:
+            return ["no", "row"] if self.word == "list" else {}[self.word]
+        return {"prompt": "hi", "chosen": self.word, "rejected": f"{self.tokenizer} {self.seed}"}
+
+class Plain(Rows):
+    def __init__(self, count=2):
+        super().__init__(count)
+
+class Mine(Adapter):
+    def __init__(self, source="", suffix="", seed=0):
+        super().__init__(source)
+        self.suffix, self.seed = suffix, seed
+    def get_prompt(self, row):
+        return row["prompt"]
+    def get_chosen(self, row):
+        return f"{row['chosen']}{self.suffix}{self.seed}"
+
+class Ported:
+    def __init__(self, output_path, seed, local_rank, dataset_name, tokenizer=None, suffix=""):
+        self.told = f"{seed} {dataset_name} {tokenizer} {suffix}"
+    def get_train_data(self):
+        return [{}]
+    def get_prompt(self, row):
+        return self.told
+
+class Empty:
+    pass
+"""
+
+
+@pytest.fixture
+def own(write_module, tmp_path):
+    write_module(OWN)
+    return tmp_path
+
+
+def test_a_class_with_a_length_and_an_index_gives_rows(own):
+    source = load_source("my_sets:Plain:count=3")
+    assert len(source.train) == 3 and source.eval is None and not source.needs_hub
+    example = first_example(source)
+    assert (example.prompt, example.chosen, example.rejected) == (HI, "hello", "None 0")
+    assert source.train.row_id(2) == "my_sets:Plain:count=3:3"
+    for name, reason in (
+        ("my_sets:Plain", "the index raised KeyError: 'hello'"),
+        ("my_sets:Rows:word=list", "type list"),
+    ):
+        with pytest.raises(BadRow, match=reason):
+            load_source(name, tokenizer="T").train[1]
+    before = source.digest()
+    assert before == load_source("my_sets:Plain:count=3").digest()
+    (own / "my_sets.py").write_text(OWN + "# edited")
+    assert before != load_source("my_sets:Plain:count=3").digest()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("my_sets:Rows", ("hello", "T 7")),
+        ("my_sets:Rows:word=some text,seed=3", ("some text", "T 3")),
+        ('my_sets:Rows:{"word": "a, b=c", "count": 1}', ("a, b=c", "T 7")),
+        ("my_sets:Mine:source={file},suffix=!", (" hello!7", None)),
+        ("my_sets:Mine:{file}", (" hello7", None)),
+    ],
+)  # fmt: skip
+def test_a_constructor_gets_its_arguments_the_seed_and_the_tokenizer(own, name, expected):
+    file = write_rows(own / "a.jsonl", [PAIR])
+    example = first_example(load_source(name.replace("{file}", file), seed=7, tokenizer="T"))
+    assert (example.chosen, example.rejected) == expected
+
+
+def test_a_ported_class_gets_arguments_and_the_tokenizer_and_keeps_its_seed(own):
+    source = load_source("my_sets:Ported:suffix=!,dataset_name=team/x", seed=7, tokenizer="T")
+    assert first_example(source).prompt[0].content == "1234 team/x T !"
+
+
+def test_the_cache_follows_arguments_that_no_row_shows(own):
+    file = write_rows(own / "a.jsonl", [PAIR])
+    names = [f"my_sets:Mine:{text}source={file}" for text in ("", "suffix=a,", "suffix=b,")]
+    assert len({load_source(name).digest() for name in names}) == 3
+    assert load_source(names[1]).digest() == load_source(names[1]).digest()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("my_sets:Rows:count=3,oops", "'oops' is no ARGUMENT=VALUE; write MODULE:CLASS:ARGUMENT=VALUE,"),
+        ("my_sets:Rows:count=3,count=4", "'count=4' is there twice"),
+        ('my_sets:Rows:{"count": 3', "Expecting.*; write MODULE:CLASS"),
+        ("my_sets:Rows:cuont=3", "unexpected keyword argument 'cuont'; give it other arguments"),
+        ("my_sets:Mine:sufix=a,source=x", "unexpected keyword argument 'sufix'"),
+        ("my_sets:Ported:sufix=a", "takes no sufix"),
+        ("my_sets:Plain:count=0", "it has no rows"),
+        ("my_sets:Plain:count=-1", "its length raised ValueError"),
+        (
+            "my_sets:Empty",
+            "Empty needs get_prompt, as.*or __len__ and __getitem__ that give rows, or must derive",
+        ),
+    ],
+)
+def test_what_a_class_cannot_be_made_of_is_one_message(own, name, reason):
+    with pytest.raises(ValueError, match=reason) as told:
+        len(load_source(name, seed=7, tokenizer="T").train)
+    assert str(told.value).startswith(f"--data_path {name}: ") and "\n" not in str(told.value)
+
+
+def test_without_a_tokenizer_only_the_classes_that_take_none_are_checked(own, tmp_path):
+    options = make_options("my_sets:Rows:count=1", 2, tmp_path)
+    assert check_sources(options) == check_sources(options, "T") == []
+    (problem,) = check_sources(make_options("my_sets:Rows:cuont=1", 2, tmp_path), "T")
+    assert problem.startswith("--data_path my_sets:Rows:cuont=1: the constructor of Rows raised TypeError")
+    with pytest.raises(ValueError, match="Rows takes a tokenizer, and here is none"):
+        load_source("my_sets:Rows")

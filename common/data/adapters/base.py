@@ -1,6 +1,7 @@
 """What an adapter is: it reads a data set's rows and says what a row means; and those of the usual forms."""
 
 import hashlib
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from common.data.adapters import row_forms
 from common.data.adapters.row_parts import messages_from_prompt, reply_text
 from common.data.example import BadRow, EmptyRow, Example
 from common.data.raw_rows import RawRows, readable
+from common.ranks.failures import kind_and_line
 
 DEFAULT_SCORE_COLUMN = "helpfulness"  # HelpSteer2's
 ADAPTERS: dict[str, type] = {}  # Adapters, and classes that PortedClass can wrap
@@ -41,6 +43,7 @@ class Adapter:
     """
 
     notes: tuple[str, ...] = ()  # for the data report, when the rows have been read
+    arguments: dict[str, Any] = {}  # of its constructor, by --data_path
     score_column: str = DEFAULT_SCORE_COLUMN  # --score_column
     local: Path | None = None  # the file or folder to read in place of what `load` gives
     max_rows: int | None = None  # of each file, where the first ones are enough; None: all
@@ -153,6 +156,61 @@ class AnyForm(Adapter):
         if row_forms.SCORED in row:
             return row_forms.scored_responses(row, self.score_column)
         return row_forms.read_row(row)
+
+
+def parameters_of(kind: type) -> set[str]:
+    """The names that a class's constructor takes."""
+    try:
+        return set(inspect.signature(kind).parameters)
+    except ValueError:  # a built-in's
+        return set()
+
+
+def make_own(kind: type, source: str, args: list[Any], named: dict[str, Any]) -> Any:
+    """An object of a class of the user's. Raises ValueError: its constructor takes others, or raised."""
+    try:
+        return kind(*args, **named)
+    except Exception as error:  # TypeError for other arguments, or the class's own
+        raise ValueError(
+            f"--data_path {source}: the constructor of {kind.__name__} raised {kind_and_line(error)}; give "
+            "it other arguments, MODULE:CLASS:ARGUMENT=VALUE,ARGUMENT=VALUE, or mend it"
+        ) from error
+
+
+class MapStyle(AnyForm):
+    """The rows of a class with a length and an index, which need not derive from anything of ours."""
+
+    def __init__(self, kind: type, source: str, args: list[Any], named: dict[str, Any]) -> None:
+        """The class is made of these arguments. Raises ValueError: see `make_own`; it has not both."""
+        super().__init__(source)
+        if not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
+            raise ValueError(
+                f"--data_path {source}: {kind.__name__} needs get_prompt, as DeepSpeed-Chat's classes have, "
+                "or __len__ and __getitem__ that give rows, or must derive from common.data.registry.Adapter"
+            )
+        self._kind, self._rows = kind, make_own(kind, source, args, named)
+
+    def load(self) -> tuple[RawRows, None]:
+        """See Adapter; a row that cannot be had is a bad row. Raises ValueError: there is none."""
+        try:
+            num_rows = len(self._rows)
+        except Exception as error:  # the class's own
+            raise ValueError(
+                f"--data_path {self.source}: its length raised {kind_and_line(error)}; mend it"
+            ) from error
+        if num_rows == 0:
+            raise ValueError(f"--data_path {self.source}: it has no rows; it must hold at least one")
+        return RawRows(range(num_rows), self.source, read=self._read), None
+
+    def _read(self, index: int) -> Any:
+        try:
+            return self._rows[index]
+        except Exception as error:  # the class's own
+            raise BadRow(f"the index raised {kind_and_line(error)}") from error
+
+    def code_digest(self) -> str:
+        """See Adapter; the user's file counts."""
+        return super().code_digest() + digest_code(self._kind)
 
 
 @register_dataset("local/jsonfile")

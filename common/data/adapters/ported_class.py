@@ -38,19 +38,17 @@ class PortedClass(Adapter):
     they say the same of every row.
     """
 
-    def __init__(self, kind: type, source: str, dataset_name: str = "") -> None:
+    def __init__(
+        self, kind: type, source: str, dataset_name: str = "", given: Mapping[str, Any] | None = None
+    ) -> None:
         """`dataset_name` is what the constructor is given; empty: the name that the class has for itself.
 
-        Raises ValueError: it has no get_prompt.
+        `given` are further arguments of its constructor; its seed is SEED, unless they have another.
         """
         super().__init__(source)
         self._kind = kind
-        self._name = dataset_name or _own_name(kind)
-        if not hasattr(kind, "get_prompt"):
-            raise self._refusal(
-                f"{kind.__name__} needs get_prompt, as DeepSpeed-Chat's classes have, or must derive from "
-                "common.data.registry.Adapter"
-            )
+        self._given = {name: value for name, value in (given or {}).items() if name != "dataset_name"}
+        self._name = str((given or {}).get("dataset_name") or dataset_name or _own_name(kind))
 
     def load(self) -> tuple[Any, Any]:
         """See Adapter. Raises ValueError: the class cannot be made, or has no rows."""
@@ -116,7 +114,7 @@ class PortedClass(Adapter):
             "chat_path": os.getcwd(),  # of its local/jsonfile: the folder that holds data/
         }
         try:
-            args, named = _arguments(self._kind, values)
+            args, named = _arguments(self._kind, values, self._given)
             return self._kind(*args, **named)
         except Exception as error:  # the network's, the disk's, or the class's own
             call = f"{self._kind.__name__}({', '.join(f'{k}={v!r}' for k, v in values.items())})"
@@ -171,9 +169,9 @@ def _own_name(kind: type) -> str:
     return found[1] if found else ""
 
 
-def _arguments(kind: type, values: dict[str, Any]) -> tuple[list, dict[str, Any]]:
+def _arguments(kind: type, values: dict[str, Any], given: dict[str, Any]) -> tuple[list, dict[str, Any]]:
     """What a constructor is called with: by name where it uses DeepSpeed-Chat's, else the first four or all
-    five by their order, or nothing.
+    five by their order, or nothing; always with what is `given` by name.
 
     Raises TypeError: it needs something else.
     """
@@ -182,8 +180,10 @@ def _arguments(kind: type, values: dict[str, Any]) -> tuple[list, dict[str, Any]
     ways = [([], named)] if named else []
     for args, names in (*ways, (ordered[:4], {}), (ordered, {}), ([], {})):
         with contextlib.suppress(TypeError):
-            signature.bind(*args, **names)
-            return args, names
+            signature.bind(*args, **names | given)
+            return args, names | given
+    if strange := [name for name in given if name not in signature.parameters]:
+        raise TypeError(f"its constructor takes no {', '.join(strange)}")
     unknown = ", ".join(name for name in signature.parameters if name not in values)
     raise TypeError(f"its constructor needs {unknown}, besides {', '.join(values)}; give it a default")
 
