@@ -247,12 +247,13 @@ def read_prompts(
         order = generator.sample(range(len(rows)), len(rows)) if generator else range(len(rows))
         for index in order:
             try:
-                examples = source.adapter.to_examples(rows[index])
+                row = rows[index]
+                examples = source.adapter.to_examples(row)
             except BadRow:
                 continue
             if prompt := next((example.prompt for example in examples if example.prompt), None):
                 num_found += 1
-                yield prompt, rows.row_id(index)
+                yield prompt, rows.row_id(index, row)
         if num_found and generator is None:
             return
     raise ValueError(f"--data_path {source.name} has no prompts; give a data set of questions")

@@ -30,6 +30,7 @@ csv.field_size_limit(2**31 - 1)  # a reply may be longer than the csv module's 1
 
 EXTENSIONS = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".csv", ".parquet")
 BOM = codecs.BOM_UTF8
+LONGEST_ID = 256  # characters
 _TRAIN_NAMES = {"train", "training"}
 _EVAL_NAMES = {"eval", "evaluation", "test", "valid", "validation", "dev"}
 
@@ -71,8 +72,15 @@ class RawRows:
         origin, line = self.origin_and_line(index)
         return f"{origin}:{line}"
 
-    def row_id(self, index: int) -> str:
-        """A name for the row that does not depend on the folder it lies in."""
+    def row_id(self, index: int, row: dict[str, Any]) -> str:
+        """A name for the row at `index`, which does not depend on the folder it lies in: what its column `id`
+        says, where that is a number or a short line of text, else file:line.
+        """
+        own = row.get("id")
+        if isinstance(own, int | str) and not isinstance(own, bool):
+            name = str(own).strip()
+            if name and name.isprintable() and len(name) <= LONGEST_ID:
+                return name
         origin, line = self.origin_and_line(index)
         return f"{PurePath(origin).name}:{line}"
 
@@ -143,18 +151,25 @@ def join_rows(parts: Sequence[RawRows]) -> RawRows:
 def group_rows(
     base: RawRows, keys: dict[int, Hashable], build: Callable[[list[dict[str, Any]]], dict[str, Any]]
 ) -> RawRows:
-    """Rows with equal keys as one, made by `build`, in the place of the first; one without a key alone."""
+    """Rows with equal keys as one, made by `build`, in the place and with the `id` of the first; one without
+    a key alone.
+    """
     by_key: dict[Hashable, list[int]] = {}
     for index in range(len(base)):
         key = ("key", keys[index]) if index in keys else ("row", index)
         by_key.setdefault(key, []).append(index)
     groups = list(by_key.values())
+
+    def read(group: list[int]) -> dict[str, Any]:
+        rows = [base[index] for index in group]
+        return build(rows) | ({"id": rows[0]["id"]} if "id" in rows[0] else {})
+
     return RawRows(
         groups,
         base.origin,
         base.fingerprint,
         locate=lambda i: base.origin_and_line(groups[i][0]),
-        read=lambda group: build([base[index] for index in group]),
+        read=read,
     )
 
 

@@ -161,7 +161,7 @@ def _items(
     eval_fraction = options.eval_fraction if source.eval is None else 0.0
     for rows, indexes in parts:
         for index, (row, examples) in report.read(rows, indexes, read, options.max_bad_rows):
-            row_id = rows.row_id(index)
+            row_id = rows.row_id(index, row)
             fields = build_row_fields(row) if stage == 3 else "{}"
             # Many rows may have one prompt: step 3 must not train on those that it judges by.
             is_eval = [

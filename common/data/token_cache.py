@@ -23,7 +23,7 @@ from common.data.example import BadRow, EmptyRow
 from common.data.raw_rows import RawRows
 from common.ranks.distributed import make_on_first_rank
 
-FORMAT_VERSION = 4  # raise it when the same key would mean other tokens
+FORMAT_VERSION = 5  # raise it when the same key would mean other rows
 REPORT_NAME = "report.json"
 NUM_NAMED = 5  # bad rows named in a message
 

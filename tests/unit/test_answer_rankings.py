@@ -128,10 +128,10 @@ def test_rows_of_one_prompt_make_a_pair_by_the_chosen_column(monkeypatch, tmp_pa
 
 
 def test_rows_of_one_prompt_need_not_be_neighbours_and_keep_their_place(tmp_path):
-    rows = [HELPSTEER2[0], HELPSTEER2[2], HELPSTEER2[1]]
+    rows = [HELPSTEER2[0], HELPSTEER2[2] | {"id": "own"}, HELPSTEER2[1]]
     train = load_source(write_rows(tmp_path / "scored.jsonl", rows)).train
     assert [len(train[i][SCORED]) for i in range(len(train))] == [2, 1]
-    assert [train.row_id(i) for i in (0, 1)] == ["scored.jsonl:1", "scored.jsonl:2"]
+    assert [train.row_id(i, train[i]) for i in (0, 1)] == ["scored.jsonl:1", "own"]
 
 
 def test_a_response_without_a_score_is_a_bad_row_and_harms_no_other_prompt(tmp_path, tiny_tokenizer):

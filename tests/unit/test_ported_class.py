@@ -177,7 +177,7 @@ def test_rows_may_come_from_a_file_that_is_named(write_module, tmp_path):
     module = write_module("class Mine:\n" + METHODS)
     source = load_source(f"{module}:Mine:{tmp_path}/rows.jsonl")
     assert texts(first_example(source)) == ["hello", "no"]
-    assert source.train.row_id(0) == "rows.jsonl:1"
+    assert source.train.row_id(0, {}) == "rows.jsonl:1"
     with pytest.raises(ValueError, match=r"Mine has no rows: .*--data_path my_sets:Mine:NAME"):
         len(load_source(f"{module}:Mine").train)
 
@@ -297,7 +297,7 @@ def test_a_class_with_a_length_and_an_index_gives_rows(own):
     assert len(source.train) == 3 and source.eval is None and not source.needs_hub
     example = first_example(source)
     assert (example.prompt, example.chosen, example.rejected) == (HI, "hello", "None 0")
-    assert source.train.row_id(2) == "my_sets:Plain:count=3:3"
+    assert source.train.row_id(2, {}) == "my_sets:Plain:count=3:3"
     for name, reason in (
         ("my_sets:Plain", "the index raised KeyError: 'hello'"),
         ("my_sets:Rows:word=list", "type list"),

@@ -59,7 +59,7 @@ def test_places_are_lines_of_the_file(tmp_path):
     path.write_bytes(b'\n{"text": "a"}\n\n{"text": \n[1]\n{"text": "\xff"}\n')
     rows = load_source(str(path)).train
     assert [rows.origin_and_line(i)[1] for i in range(len(rows))] == [2, 4, 5, 6]
-    assert rows.location(1) == f"{path}:4" and rows.row_id(1) == "a.jsonl:4"
+    assert rows.location(1) == f"{path}:4" and rows.row_id(1, {}) == "a.jsonl:4"
     for index, reason in ((1, "not JSON"), (2, "a JSON list, not an object"), (3, "not UTF-8")):
         with pytest.raises(BadRow, match=reason):
             rows[index]
@@ -78,7 +78,7 @@ def test_folder_of_train_and_eval_files(tmp_path):
     (tmp_path / "README.md").write_text("x")
     source = load_source(str(tmp_path))
     assert (len(source.train), len(source.eval)) == (3, 1)
-    assert source.train[2]["chosen"] == "x" and source.train.row_id(2) == "train-1.jsonl:2"
+    assert source.train[2]["chosen"] == "x" and source.train.row_id(2, ROW) == "train-1.jsonl:2"
 
 
 def test_folder_saved_by_datasets_says_nothing(tmp_path, capfd):
@@ -158,7 +158,7 @@ def test_an_adapter_of_ones_own_needs_no_registration(tmp_path, monkeypatch):
     assert (example.prompt, example.chosen, example.rejected) == (HI, "hello", None)
     (example,) = source.adapter.to_examples(source.train[1])
     assert example.chosen is None and isinstance(example.absence, EmptyRow)
-    assert source.train.row_id(0) == "my_rows:Mine:1"
+    assert source.train.row_id(0, {}) == "my_rows:Mine:1"
     assert source.digest() == load_source("my_rows:Mine").digest()
     sys.modules.pop("my_rows")
     with pytest.raises(

@@ -140,11 +140,13 @@ def test_the_page_needs_nothing_else_and_runs_nothing(tmp_path):
 
 def test_what_changed_in_the_answer_to_a_prompt_is_marked(tmp_path):
     samples = [
-        {"step": 1, "prompt": "Hi?", "answer": "I am very fine today"},
+        {"step": 1, "prompt": "Hi?", "answer": "I am very fine today", "row_id": "greeting-1"},
+        {"step": 1, "prompt": "Well?", "answer": "Well.", "row_id": "<once>"},
         {"step": 5, "prompt": "Hi?", "answer": "I am so fine today"},
         {"step": 9, "prompt": "Hi?", "answer": "I am so fine today"},
     ]
     text = build_page([read_run(write_run(tmp_path, over_steps(9, **PPO), samples))])
+    assert "greeting-1 3 steps" in text and "<span>&lt;once&gt;</span>" in text
     assert "I am <del>very</del><ins>so</ins> fine today" in text
     assert text.count("<ins>") == 2, "one in the explanation" and "(unchanged)" in text
 

@@ -136,6 +136,19 @@ def test_fields_are_json_of_what_json_holds():
     assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON")) == expected
 
 
+@pytest.mark.parametrize(
+    ("own", "name"),
+    [("gsm-17", "gsm-17"), (17, "17"), (" a b ", "a b"), (0, "0")]
+    + [(bad, "rows.jsonl:2") for bad in (None, "", " ", True, 1.5, ["a"], "a\nb", "\ud800", "x" * 257)],
+)
+def test_a_row_is_called_by_its_own_id_wherever_it_goes(own, name, write_rows, build):
+    rows = [{"prompt": "p"}, {"prompt": "q", "pos_answers": ["a", "b"], "neg_answers": ["c"], "id": own}]
+    path = write_rows(rows)
+    assert build(path, 3).train[1]["row_id"] == name
+    data = build(path, 2, max_bad_rows=1)
+    assert [data.train[i]["row_id"] for i in range(2)] == [f"{name}#0", f"{name}#1"]
+
+
 def test_answer_lists_give_pairs_up_to_a_limit_and_answers_once(write_rows, build):
     path = write_rows([{"prompt": "q", "pos_answers": ["a", "b", "c"], "neg_answers": ["d", "e"]}])
     data = build(path, 2, max_pairs_per_prompt=4)

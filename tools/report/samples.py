@@ -29,6 +29,7 @@ class Answer:
     index: int
     text: str
     score: float | None
+    row_id: str = ""  # of the prompt; a run of an older version tells none
     changes: Changes = field(default_factory=list)  # to the answer it is compared with
     same_as: int | None = None  # the run that has given this very answer before
 
@@ -59,7 +60,9 @@ def group_answers(runs: Sequence[RunFiles]) -> dict[str, list[Answer]]:
         seen: Counter[tuple[str, int]] = Counter()
         for row in run.samples:
             prompt, step = row["prompt"], row["step"]
-            answer = Answer(step, number, seen[prompt, step], row["answer"], row.get("score"))
+            answer = Answer(
+                step, number, seen[prompt, step], row["answer"], row.get("score"), row.get("row_id", "")
+            )
             groups.setdefault(prompt, []).append(answer)
             seen[prompt, step] += 1
     return {prompt: sorted(of, key=lambda a: (a.step, a.run, a.index)) for prompt, of in groups.items()}
@@ -81,7 +84,7 @@ def mark_changes(answers: Sequence[Answer]) -> None:
 def build_samples(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """Return `cards`: prompts that were answered several times, `singles`: once, by step, and `num_singles`.
 
-    Each has `prompt`, `num_steps` and `answers` with their changes.
+    Each has `prompt`, `row_id`, `num_steps` and `answers` with their changes.
     """
     cards, singles = [], []
     for prompt, answers in group_answers(runs).items():
@@ -99,7 +102,8 @@ def _build_card(prompt: str, answers: Sequence[Answer]) -> dict[str, Any]:
     steps = sorted({answer.step for answer in answers})
     kept = [answer for answer in answers if answer.step in spread(steps, MAX_ANSWERS)]
     mark_changes(kept)
-    return {"prompt": cut(prompt, MAX_PROMPT_CHARACTERS), "num_steps": len(steps), "answers": kept}
+    told = {"prompt": cut(prompt, MAX_PROMPT_CHARACTERS), "row_id": kept[0].row_id, "num_steps": len(steps)}
+    return told | {"answers": kept}
 
 
 def cut(text: str, most: int = MAX_CHARACTERS) -> str:
