@@ -7,12 +7,15 @@ import pytest
 import torch
 from program_runs import ROOT, run
 
+from benchmarks import bench_evidence
 from benchmarks.bench_flops import Work, build_counter, forward_flops
+from benchmarks.evidence.faults import FAULTS
 from benchmarks.workload import small_llama_config
 from common.models.output_head import LogitOptions, token_scores
 
 KEYS = {"name", "device", "threads", "ours", "peer", "ratio", "runs"}  # benchmarks/README.md says so
-PROGRAMS = sorted((ROOT / "benchmarks").glob("bench_*.py"))
+EVIDENCE = ROOT / "benchmarks/bench_evidence.py"
+PROGRAMS = sorted({*(ROOT / "benchmarks").glob("bench_*.py")} - {EVIDENCE})
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +30,16 @@ def test_a_quick_run_ends_with_its_line(program):
     is_alone = "--trl_python is not given" in done.stdout
     assert is_alone == ("peer_environment" in program.read_text())
     assert all((found[key] is None) == is_alone for key in ("peer", "ratio", "ratios") if key in found)
+
+
+@pytest.mark.parametrize("name", bench_evidence.NAMES)
+def test_evidence_is_made_again(name):
+    done = run([sys.executable, str(EVIDENCE), name, "--quick"], seconds=300)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["name"] == name and found["command"].endswith(f"{name} --quick")
+    if name == "stability":  # each mistake moves the numbers
+        moved = [of["kl"] for of in found["cases"].values()]
+        assert len(set(moved)) == len(moved) == 1 + len(FAULTS)
 
 
 def test_a_quick_grpo_step_has_eight_responses_to_a_prompt():

@@ -2,6 +2,7 @@
 
 import math
 import re
+from xml.dom import minidom
 
 import pytest
 from made_runs import Page, over_steps, write_run
@@ -14,6 +15,7 @@ from tools.report.charts import (
     draw_curve,
     draw_trail,
     is_noisy,
+    render_picture,
     render_svg,
     shown,
     smooth,
@@ -41,6 +43,19 @@ def panel_of(x, y, **how) -> str:
 
 def page_of(*folders) -> Page:
     return Page(build_page([read_run(folder) for folder in folders]))
+
+
+def test_a_picture_is_a_file_of_its_own_and_names_its_curves_in_their_colors():
+    curve = Curve([0, 1, 2], [0.1, 0.3, 0.2])
+    picture = render_picture({"a < b": {"one": curve, "two": curve}, "c": {"one": curve}}, "GPUs")
+    texts = [node.firstChild.data for node in minidom.parseString(picture).getElementsByTagName("tspan")]
+    assert texts == ["one", "two", "one"]
+    assert (
+        'fill="var(--c1)">two' in picture
+        and ">a &lt; b</text>" in picture
+        and picture.count("GPUs</text>") == 2
+    )
+    assert "prefers-color-scheme: dark" in picture
 
 
 # --- Files

@@ -1,10 +1,11 @@
-"""Curves by matplotlib: panels as SVG for the page, which colours them."""
+"""Curves by matplotlib: panels as SVG for the page, which colours them, or as a picture of their own."""
 
 import io
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -15,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from tools.report.run_reader import Curve
 
+PAGE = Path(__file__).with_name("report.html")  # its style sheet has the colors
 WIDTH, HEIGHT = 360, 190  # of a panel, in points: SVG's unit
 COLORS = ("#2463c5", "#d2600f", "#11835a", "#8e44ad", "#b58612", "#c0304d")  # of runs
 QUIET, GRID, CARD = "#68707a", "#eceef0", "#fffffe"
@@ -150,3 +152,29 @@ def render_svg(
             body += f"<title>{escape(f'{told} {shown(x)}: {shown(y)}')}</title></circle>"
     head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label, quote=True)}">'
     return f"{head}{body}</svg>"
+
+
+def render_picture(panels: Mapping[str, Mapping[str, Curve]], x_name: str = "step") -> str:
+    """Return {title: {name: curve}} as an SVG file: two columns of panels, in the colors of the page.
+
+    A name stands in its color under the title of its panel.
+    """
+    style = re.search(r"<style>(.*?)</style>", PAGE.read_text(), re.S)[1]
+    head, gap = 44, 16  # of a title and its names; between panels
+    rows = -(-len(panels) // 2)
+    width, height = 2 * WIDTH + 3 * gap, rows * (HEIGHT + head + gap) + gap
+    body = f'<style>{style}</style><rect width="{width}" height="{height}" fill="var(--card)"/>'
+    for place, (title, curves) in enumerate(panels.items()):
+        left, top = gap + place % 2 * (WIDTH + gap), gap + place // 2 * (HEIGHT + head + gap)
+        names = [
+            f'<tspan dx="{9 * bool(i)}" fill="var(--c{i % len(COLORS)})">{escape(name)}</tspan>'
+            for i, name in enumerate(curves)
+        ]
+        body += f'<text x="{left}" y="{top + 12}" font-weight="600" fill="var(--ink)">{escape(title)}</text>'
+        body += f'<text x="{left}" y="{top + 30}">{"".join(names)}</text>'
+        panel = render_svg([(i, *of) for i, of in enumerate(curves.items())], title, x_name=x_name)
+        body += f'<svg x="{left}" y="{top + head}" width="{WIDTH}" height="{HEIGHT}"' + panel.removeprefix(
+            "<svg"
+        )
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return f'<svg {names} viewBox="0 0 {width} {height}" font-size="12.5">{body}</svg>\n'

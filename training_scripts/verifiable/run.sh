@@ -6,7 +6,8 @@
 #   LEVEL=gsm bash training_scripts/verifiable/run.sh grpo
 #   ALGORITHM: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, distill, or MODULE:FUNCTION
 #   distill learns from what grpo trained, made first where it is not there; no reward is learned from.
-# Knobs (environment): LEVEL (sums or gsm, default sums), OUTPUT_DIR (default output/verifiable/LEVEL).
+# Knobs (environment): LEVEL (sums or gsm, default sums), OUTPUT_DIR (default output/verifiable/LEVEL), RUN_DIR
+# (default OUTPUT_DIR/ALGORITHM).
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../.."
 
@@ -14,7 +15,7 @@ ALGORITHM=${1:?"error: name an algorithm: ppo, grpo, dr_grpo, rloo, reinforce++,
 shift
 LEVEL=${LEVEL:-sums}
 OUTPUT_DIR=${OUTPUT_DIR:-output/verifiable/$LEVEL}
-RUN_DIR="$OUTPUT_DIR/${ALGORITHM//[:\/]/_}"
+RUN_DIR=${RUN_DIR:-$OUTPUT_DIR/${ALGORITHM//[:\/]/_}}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the model is small: a second thread would only wait
 export TQDM_DISABLE=1                         # libraries' own bars would fill the logs
 

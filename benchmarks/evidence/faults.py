@@ -1,0 +1,119 @@
+"""Mistakes of PPO programs, each put into ours by `--plugins benchmarks.evidence.faults`: FAULT names one.
+
+Nothing else of the run changes. FAULT is a variable of the environment.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from common.generation import decode, generate
+from common.models import loading, output_head
+from step3_ppo import algorithms, ppo_losses
+
+DROPOUT = 0.1
+
+
+def length_searched_for_pad() -> None:
+    """The stop token is taken for padding, as where EOS is PAD and a response ends at the first PAD.
+
+    It is in no loss, and the score stands on the token before it.
+    """
+    plain = generate.collect_responses
+
+    def collect(state: Any, options: Any) -> generate.Generation:
+        found = plain(state, options)
+        mask = found.response_mask & (found.response_ids != options.stop_token_id)
+        mask[:, 0] = True  # a response without a token cannot be held
+        kept = {"logprobs": found.logprobs, "truncated_logprobs": found.truncated_logprobs}
+        kept = {name: torch.where(mask, numbers, 0.0) for name, numbers in kept.items()}
+        return found._replace(response_mask=mask, sampled_mask=mask & found.sampled_mask, **kept)
+
+    generate.collect_responses = collect
+
+
+def score_lost_with_eos() -> None:
+    """The score of a response that has ended stands behind its last token, where no loss looks."""
+    plain = algorithms.shaped_scores
+
+    def scores(batch: Any, args: Any) -> torch.Tensor:
+        return torch.where(batch.numbers("is_finished"), 0.0, plain(batch, args))
+
+    algorithms.shaped_scores = scores
+
+
+def bf16_logprobs() -> None:
+    """Log-probabilities are rounded to bf16 wherever they come from: sampler, trainer, reference."""
+    plain_scores, plain_sample = output_head._TokenScores.apply, decode.sample_tokens
+
+    def rounded(logprobs: torch.Tensor) -> torch.Tensor:
+        return logprobs + (logprobs.bfloat16().float() - logprobs).detach()
+
+    def scores(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropies = plain_scores(*args)
+        return rounded(logprobs), entropies
+
+    def sample(*args: Any, **options: Any) -> Any:
+        found = plain_sample(*args, **options)
+        return found._replace(logprobs=rounded(found.logprobs))
+
+    output_head._TokenScores.apply, decode.sample_tokens = scores, sample
+
+
+def mean_of_each_micro_batch() -> None:
+    """A loss is the mean over the tokens of its micro-batch, and a step the mean of these."""
+    plain = ppo_losses.LossTerm
+
+    def term(name: str, batches: Any, compute_sums: Callable, count: Callable, weight: float = 1.0) -> Any:
+        def mean(batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+            total, stats = compute_sums(batch)
+            share = 1 / count(batch)
+            return total * share, {k: x if isinstance(x, tuple) else x * share for k, x in stats.items()}
+
+        return plain(name, batches, mean, lambda batch: 1.0, weight)
+
+    ppo_losses.LossTerm = term
+
+
+def dropout_in_updates() -> None:
+    """The passes of the updates have dropout; those of the rollout have none."""
+    plain = loading.set_dropout
+    loading.set_dropout = lambda owner, dropout: plain(owner, DROPOUT)
+
+
+def one_pass_whitening() -> None:
+    """The variance of advantages is E[x^2] - E[x]^2 in fp32."""
+
+    def whiten(x: torch.Tensor, mask: torch.Tensor, *, reduce_sum: Callable) -> torch.Tensor:
+        kept = torch.where(mask, x.float(), 0.0)
+        count = mask.sum()
+        mean = kept.sum() / count
+        variance = kept.square().sum() / count - mean.square()
+        return torch.where(mask, (kept - mean) * torch.rsqrt(variance + 1e-8), 0.0)
+
+    algorithms.whiten = whiten
+
+
+def no_whitening_mask() -> None:
+    """Advantages are whitened with the zeros of the padding among them."""
+    plain = algorithms.whiten
+
+    def whiten(x: torch.Tensor, mask: torch.Tensor, *, reduce_sum: Callable) -> torch.Tensor:
+        return torch.where(mask, plain(x, torch.ones_like(mask), reduce_sum=reduce_sum), 0.0)
+
+    algorithms.whiten = whiten
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "length searched for PAD": length_searched_for_pad,
+    "score lost with EOS": score_lost_with_eos,
+    "log-probabilities in bf16": bf16_logprobs,
+    "mean of each micro-batch": mean_of_each_micro_batch,
+    "dropout in updates": dropout_in_updates,
+    "one-pass whitening": one_pass_whitening,
+    "padding in the whitening": no_whitening_mask,
+}
+if os.environ.get("FAULT"):
+    FAULTS[os.environ["FAULT"]]()

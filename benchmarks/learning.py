@@ -1,0 +1,82 @@
+"""Runs of training_scripts/verifiable/run.sh, several at a time, and their curves on held-out problems."""
+
+import os
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.runs.run_files import FINISHED_FILE
+from tools.report.run_reader import Curve, read_run
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = "training_scripts/verifiable/run.sh"
+SCORE, KL = "eval/pass_rate", "eval/kl"
+NUM_JOBS = len(os.sched_getaffinity(0))  # runs at a time, one thread each
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a curve is of: the script's words."""
+
+    name: str
+    words: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """The script's level, where its runs go, and the flags that all of them have."""
+
+    level: str
+    folder: Path
+    flags: str
+
+    def prepare(self) -> None:
+        """Make what all runs need: the SFT model, and what grpo trains of it, the teacher of distill."""
+        self.call(f"grpo {self.flags}", self.folder / "grpo")
+
+    def call(self, words: str, folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        """Run the script; what it prints is shown where it fails."""
+        knobs = {
+            "LEVEL": self.level,
+            "OUTPUT_DIR": str(self.folder),
+            "RUN_DIR": str(folder),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = ["bash", SCRIPT, *words.split()]
+        env = os.environ | knobs | (environment or {})
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"error: {' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+
+    def run_all(self, cases: Sequence[Case], num_seeds: int) -> dict[str, list[dict[str, Any]]]:
+        """Return the runs of each case, seeds from 1 on; what is there already is only read."""
+        jobs = [(case, seed) for seed in range(1, num_seeds + 1) for case in cases]
+        with ThreadPoolExecutor(NUM_JOBS) as pool:
+            runs = list(pool.map(lambda job: self._run(*job), jobs))
+        return {case.name: [run for run in runs if run["name"] == case.name] for case in cases}
+
+    def _run(self, case: Case, seed: int) -> dict[str, Any]:
+        """Return a run's evaluations by step, with the run's clock at the end of each."""
+        folder = self.folder / f"{case.name}-{seed}".replace(":", "_").replace(" ", "_")
+        if not (folder / FINISHED_FILE).is_file():
+            self.call(f"{case.words} {self.flags} --seed {seed}", folder, case.environment)
+        run = read_run(folder)
+        score, kl = run.curves[SCORE], run.curves[KL]
+        clock = {row["step"]: row["seconds"] for row in run.rows if "seconds" in row}
+        seconds = [round(clock.get(step, 0.0)) for step in score.steps]
+        shown = ", ".join(f"{value:.3f}" for value in score.values)
+        print(f"{case.name}, seed {seed}: {shown}; {seconds[-1]} seconds", flush=True)
+        found = {"steps": score.steps, "seconds": seconds, "scores": score.values, "kl": kl.values}
+        return {"name": case.name, "seed": seed} | found
+
+
+def mean_curve(runs: Sequence[dict[str, Any]], what: str = "scores") -> Curve:
+    """Return the mean of the runs' curves."""
+    return Curve(
+        runs[0]["steps"], [statistics.fmean(of) for of in zip(*(run[what] for run in runs), strict=True)]
+    )
