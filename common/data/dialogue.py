@@ -246,14 +246,21 @@ class HumanAssistantTemplate(Template):
     def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
         """White space around a turn is dropped."""
         result: list[Segment] = []
-        context = ""
+        context, cue = "", self._LABELS["assistant"].rstrip()
         for message in prompt:
             if learn_all_turns and message.role == "assistant":
-                result += [Segment(context + "\n\nAssistant:", False), self._response(message.content)]
+                result += [Segment(context + cue, False), self._response(message.content)]
                 context = ""
             else:
                 context += self._LABELS[message.role] + message.content.strip()
-        return [*result, Segment(context + "\n\nAssistant:", False)]
+        return [*result, Segment(context + cue, False)]
+
+
+class OneLineTemplate(HumanAssistantTemplate):
+    """DeepSpeed-Chat's own form: " Human: q Assistant:" + " reply" + eot, turns on one line."""
+
+    name = "one_line"
+    _LABELS = {"system": "", "user": " Human: ", "assistant": " Assistant: "}
 
 
 class PlainTemplate(HumanAssistantTemplate):
@@ -347,7 +354,7 @@ class ChatTemplate(Template):
             raise BadRow(f"the chat template refuses this dialogue: {error}") from error
 
 
-_TEMPLATES = {template.name: template for template in (HumanAssistantTemplate, ChatTemplate, PlainTemplate)}
+_TEMPLATES = {t.name: t for t in (HumanAssistantTemplate, OneLineTemplate, ChatTemplate, PlainTemplate)}
 TEMPLATE_NAMES = tuple(_TEMPLATES)
 
 

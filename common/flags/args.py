@@ -84,9 +84,9 @@ class SourceArguments:
     data_output_path: str = flag("", "folder of the token cache; empty: ~/.cache/triptych", may_change=True)
     template: str = flag(
         "",
-        "dialogue form: Human:/Assistant:, the tokenizer's own, or the prompt as it is; empty: what the "
-        "model's triptych.json says, else human_assistant",
-        choices=("human_assistant", "chat", "plain"),
+        "dialogue form: Human:/Assistant: on lines of their own or on one, the tokenizer's own, or the "
+        "prompt as it is; empty: what the model's triptych.json says, else human_assistant",
+        choices=("human_assistant", "one_line", "chat", "plain"),
     )
     max_bad_rows: int = flag(100, "stop when more than N rows cannot be read", may_change=True, low=0)
     score_column: str = flag(

@@ -48,7 +48,7 @@ EVERYWHERE: dict[str, Any] = {
     "num_train_epochs": (2, {"max_train_steps": 5, "data_path": "{few}"}),
     "data_path": "{ranked}",
     "data_split": "3,1,2",
-    "template": "plain",
+    "template": ["plain", "one_line"],
     "score_column": ("quality", {"data_path": "{scored}"}),
     "eot_token": "a",
     "add_eot_token": (True, {"eot_token": "<|eot|>"}),

@@ -35,10 +35,12 @@ def make_options(source: str, step: int, cache: Path, **changes: Any) -> DataOpt
     return DataOptions([source], step, cache_dir=str(cache), **given | changes)
 
 
-def build(source: str, step: int, tokenizer: Any, cache: Path, **changes: Any) -> StageData:
+def build(
+    source: str, step: int, tokenizer: Any, cache: Path, template: str = "human_assistant", **changes: Any
+) -> StageData:
     """The step's rows of one source, all of them to train on."""
     options = make_options(source, step, cache / "cache", **changes)
-    return build_data(options, build_template("human_assistant", tokenizer))
+    return build_data(options, build_template(template, tokenizer))
 
 
 def texts(data: StageData, step: int, tokenizer: Any) -> list[Any]:

@@ -53,6 +53,23 @@ def test_default_template_is_the_form_of_hh_rlhf(tiny_tokenizer):
     assert template.prompt_text(prompt).endswith("Good!\n\nAssistant:")
 
 
+def test_one_line_is_the_form_of_deepspeed_chat(tiny_tokenizer):
+    template = build_template("one_line", tiny_tokenizer)
+    prompt = (*SAID, Message("user", " Good! "))
+    segments = template.segments(prompt, "Bye.", learn_all_turns=True)
+    assert [tuple(segment) for segment in segments] == [
+        ("Be kind. Human: How are you today? Assistant:", False),
+        (" Fine.<|endoftext|>", True),
+        (" Human: Good! Assistant:", False),
+        (" Bye.<|endoftext|>", True),
+    ]
+    (row,) = template.tokenise_batch([template.segments(QUESTION, "I am fine.")])
+    whole = " Human: How are you today? Assistant: I am fine.<|endoftext|>"
+    assert row.input_ids == tiny_tokenizer(whole).input_ids
+    assert response_text(template, row) == " I am fine.<|endoftext|>"
+    assert template.digest() != build_template("human_assistant", tiny_tokenizer).digest()
+
+
 def test_ids_are_those_of_the_whole_text_and_the_mask_is_the_response(tiny_tokenizer):
     template = build_template("human_assistant", tiny_tokenizer)
     (row,) = template.tokenise_batch([template.segments(QUESTION, "I am fine é漢.")])

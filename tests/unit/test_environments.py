@@ -119,6 +119,7 @@ def reply(template, text: str) -> list[int]:
     ("name", "said"),
     [
         ("human_assistant", "\n\nHuman: Hm\n\nAssistant:"),
+        ("one_line", " Human: Hm Assistant:"),
         ("plain", "Hm"),
         ("chat", "\n<|user|>\nHm<|endoftext|>\n<|assistant|>\n"),
     ],
@@ -130,7 +131,7 @@ def test_a_conversation_of_three_turns(name, said, echo, make_tokenizer):
     environments = make(template, "Echo")
     prompts, (talk,) = environments.begin(prompts_of(template, {}), 1)
     assert prompts.data["prompt_ids"].equal(prompts_of(template, {}).data["prompt_ids"])
-    lead = {"human_assistant": " ", "plain": "", "chat": ""}[name]
+    lead = {"human_assistant": " ", "one_line": " ", "plain": "", "chat": ""}[name]
     response = reply(template, f"{lead}Hm")
     (answer,) = environments.answer([talk], [(0, list(response))])
     assert tokenizer.decode(answer) == said

@@ -117,6 +117,8 @@ def test_none_leaves_a_row_out_and_prints_are_dropped(saved, tmp_path, tiny_toke
     prompts = build(name, 3, tiny_tokenizer, tmp_path, max_bad_rows=0)
     assert len(prompts.train) == 34
     assert prompts.train[0]["prompt_text"] == "\n\nHuman: q0\n\nAssistant:"
+    as_it_is = build(name, 3, tiny_tokenizer, tmp_path, max_bad_rows=0, template="one_line")
+    assert [row["prompt_text"] for row in as_it_is.train][:30] == [row["prompt"] for row in rows[:30]]
     (problem,) = check_sources(make_options(name, 2, tmp_path))
     assert "no pair of a chosen and a rejected answer; step 1 can" in problem
     assert "(get_prompt_and_rejected gave None)" in problem
