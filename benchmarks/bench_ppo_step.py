@@ -88,7 +88,10 @@ def our_step(
     trainer = build_trainer(start, 10**6, batches)
     trainer.logger.open()
     data = StageData(prompts, prompts, DataReport())
-    run, steps = Run(args, start.earlier, trainer.logger, data, {}, {}), iter(range(1, 10**6))
+    run, steps = (
+        Run(args, start.earlier, trainer.logger, data, {}, {}, steps_per_epoch=1),
+        iter(range(1, 10**6)),
+    )
     return lambda: trainer.train_step(next(steps), run)
 
 

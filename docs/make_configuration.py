@@ -19,6 +19,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[0] = str(ROOT)
 
 from common.flags.args import CheckpointArguments, field_type
+from common.flags.interval import Interval
 from common.flags.other_names import IGNORED, OLDER_NAMES, SWITCHES
 from common.flags.problems import describe_range
 
@@ -163,7 +164,8 @@ def _values(field: dataclasses.Field) -> str:
     choices = [str(choice) for choice in field.metadata["choices"]]
     if choices:
         return ", ".join(f"`{choice}`" if choice else "empty" for choice in choices)
-    kind = {bool: "switch", int: "whole number", float: "number", str: "text"}[scalar]
+    kinds = {bool: "switch", int: "whole number", float: "number", str: "text"}
+    kind = (kinds | {Interval: "steps, `epoch`, or a time: `90s`, `30m`, `2h`"})[scalar]
     limits = describe_range(field.metadata["range"])
     return ", ".join(filter(None, [kind, limits, "several" if is_list else ""]))
 

@@ -13,6 +13,7 @@ from common.flags.args import (
     TokenizerArguments,
     flag,
 )
+from common.flags.interval import Interval
 from common.flags.optimizer import OptimizerArguments
 from step3_ppo.role_arguments import RoleArguments
 
@@ -281,8 +282,11 @@ class EvaluationArguments:
 
     eval_data_path: list[str] = flag([], "evaluate on these prompts, used whole, not on held-out ones")
     eval_prompts: int = flag(256, "maximum held-out prompts per evaluation; 0: no evaluation", low=0)
-    eval_interval: int = flag(
-        0, "evaluate every so many PPO steps too; 0: only before and after", may_change=True, low=0
+    eval_interval: Interval = flag(
+        Interval("0"),
+        "evaluate every so many PPO steps, after each epoch, or after a time such as 30m, too; 0: only "
+        "before and after",
+        may_change=True,
     )
     save_rollouts: int = flag(
         0,
@@ -322,11 +326,11 @@ class PPOArguments(
     eval_fraction: float = flag(
         0.0, "held-out share of the prompts of a data set that brings no evaluation part", low=0, below=1
     )
-    save_interval: int = flag(
-        20,
-        "save the whole state every so many PPO steps, and at the end; 0: only when stopped",
+    save_interval: Interval = flag(
+        Interval("20"),
+        "save the whole state every so many PPO steps, after each epoch, or after a time such as 30m, and at "
+        "the end; 0: only when stopped",
         may_change=True,
-        low=0,
     )
 
     @property

@@ -22,6 +22,7 @@ from common.data.packed_batch import PackedBatch, collate_prompts
 from common.data.stage_datasets import StageData, build_data
 from common.models.tensor_ops import wilson_interval
 from common.ranks import distributed
+from common.runs.run import IntervalClock
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import kept_random_numbers
 from step3_ppo.algorithms import step_mean
@@ -152,10 +153,16 @@ class Evaluation:
     """Answers the same prompts now and then."""
 
     def __init__(
-        self, args: PPOArguments, rollout: Rollout, logger: RunLogger, rows: Sequence[dict[str, Any]]
+        self,
+        args: PPOArguments,
+        rollout: Rollout,
+        logger: RunLogger,
+        rows: Sequence[dict[str, Any]],
+        steps_per_epoch: int,
     ) -> None:
         """`rows` (W,) are of `build_data`, the same ones on every rank."""
         self.args, self.rollout, self.logger, self.rows = args, rollout, logger, rows
+        self.clock = IntervalClock(args.eval_interval, steps_per_epoch)
         self.step = -1  # of the last evaluation
         self.metrics: dict[str, float] = {}  # its numbers
         self.before: Judged | None = None  # of the policy before training
@@ -164,10 +171,11 @@ class Evaluation:
         self.prompts = hashlib.sha256(token_ids.encode()).hexdigest()  # a resumed run must have the same
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Return whether the prompts are to be judged after this step; 0 is before the first."""
-        interval = self.args.eval_interval
-        is_wanted = step in (0, num_steps) or (interval > 0 and step % interval == 0)
-        return is_wanted and step > self.step
+        """Return whether the prompts are to be judged after this step; 0 is before the first.
+
+        Every rank must call this.
+        """
+        return step > self.step and (step in (0, num_steps) or self.clock.is_due(step))
 
     @kept_random_numbers()
     def evaluate(self, step: int) -> dict[str, float]:

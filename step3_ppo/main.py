@@ -129,7 +129,7 @@ def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data
     if trainer.ref_average:
         parts["ref_ema"] = trainer.ref_average
     parts["trainer"] = TrainerState(trainer)
-    return Run(args, start.earlier, trainer.logger, data, rows, parts)
+    return Run(args, start.earlier, trainer.logger, data, rows, parts, steps_per_epoch=len(prompts))
 
 
 def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:

@@ -69,7 +69,7 @@ class PPOTrainer:
         # With --ref_ema_decay: the reference's weights.
         self.ref_average = self.roles.reference.average if args.ref_ema_decay else None
         if held_out:
-            self.evaluation = Evaluation(args, rollout, logger, held_out)
+            self.evaluation = Evaluation(args, rollout, logger, held_out, len(prompts))
         # Rollout batches that wait to be used, the oldest first: --rollout_staleness of them between steps.
         self.waiting: deque[PackedBatch] = deque()
         self.open_step: OpenStep | None = None

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from common.flags.interval import Interval
 from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES
 from common.flags.problems import KINDS, RANGE, Problems, describe_range, is_usable, shortened
 
@@ -222,11 +223,11 @@ class RunArguments:
 class CheckpointArguments:
     """Stopping, going on, and what goes wrong meanwhile."""
 
-    save_interval: int = flag(
-        500,
-        "save the whole state every so many steps, and at the end; 0: only when stopped",
+    save_interval: Interval = flag(
+        Interval("500"),
+        "save the whole state every so many steps, after each epoch, or after a time such as 30m, and at the "
+        "end; 0: only when stopped",
         may_change=True,
-        low=0,
     )
     save_total_limit: int = flag(2, "checkpoints that are kept, the newest; 0: all", may_change=True, low=0)
     resume: str = flag(

@@ -11,6 +11,7 @@ from common.flags.args import (
     TokenizerArguments,
     flag,
 )
+from common.flags.interval import Interval
 from common.flags.optimizer import OptimizerArguments
 
 
@@ -54,8 +55,10 @@ class TrainArguments:
     dropout: float | None = flag(
         None, "dropout everywhere in the model; empty: the model's own", low=0, high=1
     )
-    eval_interval: int = flag(
-        0, "evaluate every so many steps too; 0: only before, and after each epoch", may_change=True, low=0
+    eval_interval: Interval = flag(
+        Interval("0"),
+        "evaluate every so many steps, or after a time such as 30m, too; 0: before and after each epoch only",
+        may_change=True,
     )
     eval_iters: int = flag(
         100, "maximum evaluation batches per rank; 0: the whole held-out part", may_change=True, low=0

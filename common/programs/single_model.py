@@ -17,7 +17,7 @@ from common.programs.startup import Start
 from common.programs.training_loop import build_logger, run_steps, runs_packed, save_model
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
-from common.runs.run import Run
+from common.runs.run import IntervalClock, Run
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import EngineState, Stateful
 
@@ -171,11 +171,13 @@ def train(
     """
     args, logger = start.args, trainer.logger
     rows = {"--per_device_train_batch_size x --gradient_accumulation_steps": batches.global_rows}
-    run = Run(args, start.earlier, logger, data, rows, {"model": EngineState(trainer.engine)} | (parts or {}))
+    parts = {"model": EngineState(trainer.engine)} | (parts or {})
+    run = Run(args, start.earlier, logger, data, rows, parts, steps_per_epoch=len(batches))
+    eval_clock = IntervalClock(args.eval_interval, len(batches))
 
     def evaluate(step: int) -> None:
         is_due = step == logger.num_steps or step % len(batches) == 0
-        if not len(held_out) or not (is_due or (args.eval_interval and step % args.eval_interval == 0)):
+        if not len(held_out) or not (is_due or eval_clock.is_due(step)):
             return
         some = evaluation_batches(
             held_out,

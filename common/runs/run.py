@@ -20,6 +20,7 @@ import torch
 
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.data.stage_datasets import StageData
+from common.flags.interval import Interval
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps, say
 from common.runs import run_files
@@ -62,6 +63,8 @@ class Run(Stateful):
         data: StageData,
         rows: dict[str, int],
         parts: Mapping[str, Stateful],
+        *,
+        steps_per_epoch: int,
     ) -> None:
         self.args, self.earlier, self.logger, self.data, self.rows = args, earlier, logger, data, rows
         self.step, self.num_refused = 0, 0  # steps that are done, and those of them that were refused
@@ -70,6 +73,7 @@ class Run(Stateful):
         self.folder = Path(args.output_dir) if args.output_dir else None
         self.flags = dataclasses.asdict(args) | {"resolved_dtype": distributed.dtype_name(args.dtype)}
         self.stop, self.last_saved = StopRequest(), ""
+        self.save_clock = IntervalClock(args.save_interval, steps_per_epoch)
 
     def json_state(self) -> dict[str, Any]:
         """Return how far it is, and of which data."""
@@ -168,10 +172,11 @@ class Run(Stateful):
         A run that was asked to stop saves at a `position` within the step too, and leaves: raises Stopped, or
         SaveFailed when that checkpoint could not be written.
         """
-        name, interval = checkpoint_name(step, position), self.args.save_interval
-        is_due = interval > 0 and step > 0 and (step % interval == 0 or step == self.logger.num_steps)
+        name, is_due = checkpoint_name(step, position), False
         must_stop = self.folder is not None and self.stop.is_asked_anywhere()
-        if must_stop or (is_due and not position):
+        if self.args.save_interval and step > 0 and not position:
+            is_due = step == self.logger.num_steps or self.save_clock.is_due(step)
+        if must_stop or is_due:
             self._save(name, must_stop=must_stop)
         if must_stop:
             raise Stopped(f"stopped after {name}, saved in {self.folder / FOLDER}; the same command resumes")
@@ -233,6 +238,27 @@ def _rows(batch: PackedBatch) -> Iterator[dict[str, Any]]:
         columns[ROW_IDS] = batch.texts(ROW_IDS)
     for index, item_id in enumerate(batch.ids):
         yield {"id": str(item_id)} | {key: of_items[index] for key, of_items in columns.items()}
+
+
+class IntervalClock:
+    """Tells when an interval has passed since the last time that it had, or since this was made.
+
+    Of a time the first rank's clock decides, for all of them: ranks that save apart wait for one another
+    without end.
+    """
+
+    def __init__(self, interval: Interval, steps_per_epoch: int) -> None:
+        self.interval, self.steps_per_epoch = interval, steps_per_epoch
+        self._last = time.monotonic()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the interval has passed at the end of `step` (from 1). Every rank must call this."""
+        seconds = time.monotonic() - self._last if self.interval.seconds else 0.0
+        is_due = self.interval.is_due(step, self.steps_per_epoch, seconds)
+        if self.interval.seconds:
+            is_due = distributed.max_float(float(is_due and distributed.is_main())) > 0
+        self._last += seconds if is_due else 0.0
+        return is_due
 
 
 class StopRequest:

@@ -187,6 +187,9 @@ FLAGS = [
         ["--reward_pooling mean: --loss token_wise", "use --loss end_score"]),
     Row("states in bf16 of fp32", 2, flag(optimizer_dtype="bf16", dtype="fp32"),
         ["--optimizer_dtype bf16 needs --dtype bf16"]),
+    Row("how often it is saved", 1, flag(save_interval="30x", eval_interval="0h"),
+        ["--save_interval 30x: expected a number of steps, epoch, or a time such as", "--eval_interval 0h: "],
+        count=2),
     Row("output is a file", 1, lambda p: p.file("output_dir", "", "output"),
         ["output cannot be used (File exists)", "--output_dir"]),
     Row("all together", 1, lambda p: {

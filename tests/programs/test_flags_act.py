@@ -155,7 +155,10 @@ ACTS: dict[int, dict[str, Any]] = {
         "eval_fraction": 0.3,
         "eval_data_path": "{ranked}",
         "eval_prompts": (2, EVALUATED),
-        "eval_interval": (1, EVALUATED),
+        "eval_interval": [
+            (1, EVALUATED),
+            ("epoch", EVALUATED | {"num_train_epochs": 2, "max_train_steps": 3, "data_path": "{few}"}),
+        ],
         "keep_best": ("eval/score", EVALUATED),
         "ema_decay": [0.992, (0.5, {"ema_decay": 0.992})],
         "lora_alpha": [(1.0, {"actor_lora_dim": 4}), (1.0, {"critic_lora_dim": 4})],

@@ -28,10 +28,11 @@ def whole_program(test):
     return pytest.mark.slow(pytest.mark.smoke(test))
 
 
-def checkpoint(*parts: str, ranks: int = 1) -> set[str]:
-    """Return the files of the last step's checkpoint."""
+def checkpoints(*parts: str, epochs: tuple[int, ...] = (), ranks: int = 1) -> set[str]:
+    """Return the files of the checkpoints: of the last step, and of those that end an epoch."""
     pieces = {f"{part}-rank-{rank:05d}.safetensors" for part in (*parts, "random") for rank in range(ranks)}
-    return within(f"checkpoints/step-{NUM_STEPS:06d}", pieces | {"meta.json"})
+    found = [within(f"checkpoints/step-{step:06d}", pieces | {"meta.json"}) for step in (*epochs, NUM_STEPS)]
+    return set().union(*found)
 
 
 def within(folder: str, names: set[str]) -> set[str]:
@@ -40,7 +41,8 @@ def within(folder: str, names: set[str]) -> set[str]:
 
 def short_flags(tiny, step: int, **more) -> dict:
     flags = {} if step == 3 else {"num_train_epochs": 2, "learning_rate": 1e-3, "eval_fraction": 0.2}
-    return step_flags(tiny, step, **{"max_train_steps": NUM_STEPS} | flags | more)
+    shared = {"max_train_steps": NUM_STEPS, "save_interval": "epoch"}
+    return step_flags(tiny, step, **shared | flags | more)
 
 
 def check_log(text: str, output: Path, num_steps: int, num_evaluations: int) -> None:
@@ -76,6 +78,7 @@ def pipeline(tiny, tmp_path_factory) -> dict:
     start("step2_reward/rw_eval.py", {"model_name_or_path": reward / "export"} | rows)
     models = {"actor_model_name_or_path": sft / "export", "critic_model_name_or_path": reward / "export"}
     more = {"output_dir": ppo, "enable_ema": True, "print_answers": True}
+    more |= {"per_device_generation_batch_size": 8, "num_train_epochs": 2}  # of 2 steps each
     start("step3_ppo/main.py", short_flags(tiny, 3, **models, **more))
     return {"sft": sft, "reward": reward, "ppo": ppo, "done": done}
 
@@ -91,7 +94,7 @@ def test_step1_leaves(pipeline):
     output, done = pipeline["sft"], pipeline["done"]["step1_sft/main.py"]
     adapter = {"adapter_config.json", "adapter_model.safetensors"}
     adapter |= {"tokenizer.json", "tokenizer_config.json", "triptych.json"}
-    expected = within("export", EXPORT) | within("adapter", adapter) | checkpoint("model")
+    expected = within("export", EXPORT) | within("adapter", adapter) | checkpoints("model", epochs=(2,))
     assert files_in(output) == ALWAYS | expected
     # 10 rows make 2 steps of 4 at most: the third step is in the second epoch
     assert len(read_metrics(output, "sft/loss")) == NUM_STEPS
@@ -120,7 +123,7 @@ def test_step1_leaves(pipeline):
 @whole_program
 def test_step2_leaves(pipeline):
     output, done = pipeline["reward"], pipeline["done"]["step2_reward/main.py"]
-    assert files_in(output) == ALWAYS | within("export", CLASSIFIER) | checkpoint("model")
+    assert files_in(output) == ALWAYS | within("export", CLASSIFIER) | checkpoints("model")
     assert len(read_metrics(output, "reward/loss")) == NUM_STEPS
     evaluations = read_metrics(output, "reward/eval_accuracy")
     check_log(done.stdout, output, NUM_STEPS, len(evaluations))
@@ -160,14 +163,15 @@ def test_step3_leaves(pipeline):
     assert files_in(output) == (
         ALWAYS
         | {"samples.jsonl"}
-        | checkpoint("actor", "critic", "ema")
+        | checkpoints("actor", "critic", "ema", epochs=(2,))
         | within("export", EXPORT)
         | within("export_ema", EXPORT)
     )
     rows = read_metrics(output)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
-    names = [{name for name in row if not name.startswith("perf/actor_score_")} for row in rows]
-    assert names == names[:1] * NUM_STEPS  # but for the pass that --old_logprobs auto makes in the first step
+    not_all = ("perf/actor_score_", "perf/save_")  # --old_logprobs auto: in the first step; after an epoch
+    names = [{name for name in row if not name.startswith(not_all)} for row in rows]
+    assert names == names[:1] * NUM_STEPS
     assert "perf/actor_score_seconds" in rows[0] and "perf/actor_score_seconds" not in rows[1]
     check_log(done.stdout, output, NUM_STEPS, 0)
     samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
@@ -198,7 +202,7 @@ def test_torchrun_prints_once(tiny, output):
     flags = {"output_dir": output, "data_split": "0,1,0", "per_device_train_batch_size": 2, "dtype": "auto"}
     flags = short_flags(tiny, 2, **flags)
     done = run(torchrun("main.py", *as_flags(flags)), cwd=ROOT / "step2_reward")  # from its own folder
-    assert files_in(output) == ALWAYS | within("export", CLASSIFIER) | checkpoint("model", ranks=2)
+    assert files_in(output) == ALWAYS | within("export", CLASSIFIER) | checkpoints("model", ranks=2)
     check_log(done.stdout, output, NUM_STEPS, len(read_metrics(output, "reward/eval_accuracy")))
     assert len(read_curve(output, "reward/loss")) == NUM_STEPS
     chosen = json.loads((output / "args.json").read_text())["resolved_dtype"]

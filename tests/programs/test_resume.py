@@ -230,6 +230,26 @@ def test_ppo_variants(forks, flags, finished, tmp_path, variant):
     assert_same_run(tmp_path / "output", finished(variant))
 
 
+def test_saved_by_the_clock_of_the_first_rank(forks, flags, finished, tmp_path):
+    """Another one that runs ahead makes no rank wait for one that does not save; and it resumes as any."""
+    step, ranks, values = flags["sft, two ranks, ZeRO 2"]
+    values = values | {"output_dir": tmp_path / "output", "save_interval": "30m", "save_total_limit": 0}
+    ticks = "exec:import itertools, types; from common.runs import run; run.time = types.SimpleNamespace("
+    ticks += "monotonic=itertools.count(step={}).__next__)"
+    hooks = [
+        {"at": "common.runs.run:IntervalClock.__init__", "rank": rank, "do": ticks.format(seconds)}
+        for rank, seconds in enumerate((1000, 10**6))
+    ]
+    hooks.append({"at": "step1_sft.sft_trainer:SFTTrainer.train_step", "call": 4, "do": "kill"})
+    first = forks.run(step, values, ranks=ranks, hooks=hooks, seconds=60)
+    assert first.codes[0] == KILLED, first.text()
+    found, _ = find_checkpoints(tmp_path / "output")
+    assert [checkpoint.folder.name for checkpoint in found] == ["step-000003", "step-000001"]
+    again = forks.run(step, values, ranks=ranks)
+    assert again.codes == [0] * ranks and "resumes from" in again.text(), again.text()
+    assert_same_run(tmp_path / "output", finished("sft, two ranks, ZeRO 2"))
+
+
 EXPORTED = ["sft, LoRA, bf16", "reward, two ranks, ZeRO 3", "ppo, two ranks, ZeRO 3", "ppo, LoRA"]
 
 

@@ -224,6 +224,19 @@ def test_negative_values_of_every_form_are_values():
     assert args.reward == ["-2*model:a", "model:b"]
 
 
+def test_how_often_is_steps_an_epoch_or_a_time():
+    def read(text: str) -> tuple[int, int, bool]:
+        found, messages = parse(SFTArguments, f"--model_name_or_path m --save_interval {text}")
+        assert messages == []
+        return found.save_interval.steps, found.save_interval.seconds, bool(found.save_interval)
+
+    assert [read(text) for text in ("0", "7", "epoch")] == [(0, 0, False), (7, 0, True), (0, 0, True)]
+    assert [read(text)[:2] for text in ("90s", "30m", "2h")] == [(0, 90), (0, 1800), (0, 7200)]
+    for text in ("-1", "1.5", "0m", "h", "2d", "epochs", "1e3", "\u0663", "9" * 99):
+        _, messages = parse(SFTArguments, f"--model_name_or_path m --eval_interval={text}")
+        assert messages and messages[0].startswith(f"--eval_interval {text.split()[0][:60]}"), text
+
+
 @pytest.mark.parametrize("cls", [SFTArguments, RewardArguments, PPOArguments])
 def test_help_shows_the_usual_flags_on_two_screens_and_all_on_demand(cls, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")

@@ -14,6 +14,7 @@ from common.data.dialogue import build_template
 from common.data.packed_batch import ROW_IDS
 from common.data.stage_datasets import build_data
 from common.flags.args import Problems
+from common.flags.interval import Interval
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import check_evaluation
 from step3_ppo.evaluation import Evaluation, choose_prompts, compare, judge, measure
@@ -147,14 +148,16 @@ def test_wrong_flags_have_one_message(flags, message, tmp_path):
 
 
 def evaluation(**flags) -> Evaluation:
-    return Evaluation(PPOArguments(**flags), None, None, [{"prompt_ids": [1, 2, i]} for i in range(5)])
+    rows = [{"prompt_ids": [1, 2, i]} for i in range(5)]
+    return Evaluation(PPOArguments(**flags), None, None, rows, steps_per_epoch=3)
 
 
 def test_when_it_is_due():
     def due(**flags):
         return [step for step in range(11) if evaluation(**flags).is_due(step, 10)]
 
-    assert due() == [0, 10] and due(eval_interval=4) == [0, 4, 8, 10]
+    assert due() == [0, 10] and due(eval_interval=Interval("4")) == [0, 4, 8, 10]
+    assert due(eval_interval=Interval("epoch")) == [0, 3, 6, 9, 10]
 
 
 def test_answers_are_judged_in_the_order_of_the_sample_ids():

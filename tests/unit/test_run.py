@@ -17,22 +17,28 @@ from made_runs import start_logger
 from common.data.packed_batch import ROW_IDS, PackedBatch, collate_pairs, collate_sft
 from common.data.stage_datasets import StageData
 from common.data.token_cache import DataReport
+from common.flags.interval import Interval
 from common.ranks import distributed
 from common.ranks.failures import StepRefused, TooManyBadSteps
 from common.runs import run as run_module
 from common.runs.checkpoints import find_checkpoints
 from common.runs.resume import EarlierRun
-from common.runs.run import Run, StopRequest
+from common.runs.run import IntervalClock, Run, StopRequest
 from common.runs.saved_state import Stateful, TensorReader
 from step1_sft.arguments import SFTArguments
 
 
-def build(folder, most: int = 3, earlier: EarlierRun | None = None, **parts: Stateful) -> Run:
+def build(
+    folder, most: int = 3, earlier: EarlierRun | None = None, saves: str = "500", **parts: Stateful
+) -> Run:
     """A run of five rows that keeps these parts."""
-    args = SFTArguments(model_name_or_path="m", output_dir=str(folder), max_bad_steps=most, dtype="fp32")
+    args = SFTArguments(
+        model_name_or_path="m", output_dir=str(folder), max_bad_steps=most, dtype="fp32", save_total_limit=0,
+        save_interval=Interval(saves),
+    )  # fmt: skip
     data = StageData(None, None, DataReport(num_train=5, notes=["n"], cache_folder="digest"))
     rows = {"--batch": 16, "--update": 8}
-    return Run(args, earlier or EarlierRun(), start_logger(folder), data, rows, parts)
+    return Run(args, earlier or EarlierRun(), start_logger(folder), data, rows, parts, steps_per_epoch=4)
 
 
 # ---- Refused steps
@@ -116,6 +122,48 @@ def test_a_batch_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, capsy
     with files_up_to(6000):
         run.refuse(1, StepRefused("no", [batch]))
     assert "its batch could not be written to" in capsys.readouterr().out
+
+
+# ---- When the state is saved
+
+
+@pytest.mark.parametrize(
+    ("saves", "steps"),  # of 9, each of which takes 1,000 seconds
+    [
+        ("0", []),
+        ("2", [2, 4, 6, 8, 9]),
+        ("epoch", [4, 8, 9]),
+        ("2000s", [2, 4, 6, 8, 9]),
+        ("2001s", [3, 6, 9]),
+        ("30m", [2, 4, 6, 8, 9]),
+        ("2h", [8, 9]),
+    ],
+)
+def test_a_run_is_saved_by_steps_epochs_and_time(saves, steps, tmp_path, monkeypatch):
+    clock = [50.0]
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: clock[0])
+    run = build(tmp_path, saves=saves)
+    for step in range(10):
+        run.step = step
+        run.point(step)
+        run.point(step + 1, "update-0001")  # in the middle of the next one
+        clock[0] += 1000
+    assert [int(c.folder.name[5:]) for c in reversed(find_checkpoints(tmp_path)[0])] == steps
+
+
+def test_the_first_ranks_clock_decides(monkeypatch):
+    """Each rank answers as the largest of what they give, which is the first one's."""
+    given, answer = [], [0.0]
+    monkeypatch.setattr(distributed, "max_float", lambda value: given.append(value) or answer[0])
+    for rank in (0, 1):
+        monkeypatch.setattr(distributed, "is_main", lambda rank=rank: rank == 0)
+        clock = IntervalClock(Interval("1s"), 1)
+        for seconds, own, of_all in ((0.5, 0.0, 0.0), (0.6, 1.0, 1.0), (0.9, 0.0, 0.0), (0.2, 1.0, 1.0)):
+            clock._last -= seconds
+            answer[0] = of_all
+            assert clock.is_due(1) == bool(of_all) and given.pop() == (own if rank == 0 else 0.0)
+    IntervalClock(Interval("3"), 1).is_due(3)
+    assert not given, "steps need no other rank"
 
 
 # ---- run.json

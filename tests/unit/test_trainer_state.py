@@ -216,7 +216,7 @@ def test_an_engine_computes_and_exports_with_the_average_and_trains_on_without_i
 
 def make_trainer(rows=5):
     """The parts of a trainer that a checkpoint keeps, as they begin."""
-    evaluation = Evaluation(PPOArguments(), None, None, [{"prompt_ids": [1, i]} for i in range(rows)])
+    evaluation = Evaluation(PPOArguments(), None, None, [{"prompt_ids": [1, i]} for i in range(rows)], 1)
     return SimpleNamespace(
         rollout=SimpleNamespace(
             refilled_fraction=0.0, recomputes=True, scores=SimpleNamespace(judges={"judge": None}, costs={})

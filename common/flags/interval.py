@@ -1,0 +1,36 @@
+"""How often something is done: saving, evaluating. PURE."""
+
+import re
+
+UNITS = {"s": 1, "m": 60, "h": 3600}  # in seconds
+
+
+class Interval(str):
+    """The text of a flag: a number of steps (0: never), `epoch`, or a time such as 90s, 30m or 2h.
+
+    Raises ValueError for another text.
+    """
+
+    steps: int  # 0 for one that is not counted in steps
+    seconds: int  # 0 for one that is no time
+
+    def __new__(cls, text: str) -> "Interval":
+        """Read the text, which stays what it is: JSON and `==` know it as such."""
+        found = re.fullmatch(r"epoch|([0-9]{1,9})|([0-9]{0,6}[1-9][0-9]{0,6})([smh])", text)
+        if found is None:
+            raise ValueError(text)
+        interval = super().__new__(cls, text)
+        interval.steps = int(found[1] or 0)
+        interval.seconds = int(found[2] or 0) * UNITS.get(found[3], 0)
+        return interval
+
+    def __bool__(self) -> bool:
+        """Whether it is ever due."""
+        return self == "epoch" or self.steps + self.seconds > 0
+
+    def is_due(self, step: int, steps_per_epoch: int, seconds: float) -> bool:
+        """Return whether it has passed at the end of `step` (from 1), `seconds` after the last time."""
+        if self.seconds:
+            return seconds >= self.seconds
+        num_steps = steps_per_epoch if self == "epoch" else self.steps
+        return num_steps > 0 and step % num_steps == 0
