@@ -1,0 +1,151 @@
+#!/usr/bin/env python
+"""Memory of PPO with LoRA where actor, critic and reward model are adapters of one base, and of copies.
+
+python benchmarks/bench_shared_base.py [--quick]
+
+  shared  three saved adapters of one base: its parameters are held once
+  copies  the same adapters, each of a base of its own
+
+Each case is a process of its own that builds the four roles of a random Llama (fp32; workload.py), takes a
+short step, and then one of 4 prompts with answers of up to 32 tokens. `held` is what resident memory has
+grown by from before the models were loaded to the end of the first step, `peak` what it had at its highest
+during the second; `planned` is what `tools.plan` says of the same flags without what no tensor holds.
+
+The last line is a JSON object, in MiB; `ratio` is the copies' peak over that of the shared base.
+"""
+
+import multiprocessing
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: import from the repository root, not from this folder
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from benchmarks.measuring import peak_since, print_result, read_args, start_peak
+from benchmarks.workload import TINY, VOCABULARY, build_tokenizer, ppo_prompts, size_of, small_llama_config
+
+SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+SIZES |= {"num_key_value_heads": 8}
+RANK, NUM_PROMPTS, MAX_PROMPT, MAX_RESPONSE = 8, 4, 64, 32
+ROLES = ("actor", "critic", "reward")
+MIB = 2**20
+
+
+def save_adapters(folder: Path, sizes: dict[str, int], *, is_shared: bool) -> dict[str, str]:
+    """Return the folders of an adapter for each role; all of one base, or each of a base of its own."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from common.models.loading import ModelOptions, load_causal_lm
+    from common.models.lora import LoraOptions, add_lora
+    from common.models.value_model import load_value_model
+    from common.programs import startup
+    from common.runs.export import save_adapter
+
+    startup.quiet_libraries()
+    tokenizer, lora = build_tokenizer(), LoraOptions(RANK)
+    for role in ROLES:
+        base = folder / ("base" if is_shared else f"{role}_base")
+        if not base.exists():
+            torch.manual_seed(0)
+            LlamaForCausalLM(small_llama_config(**sizes)).save_pretrained(base)
+        options = ModelOptions(str(base), dropout=0.0)
+        if role == "actor":
+            model = add_lora(load_causal_lm(options, VOCABULARY), lora)
+        else:
+            model = load_value_model(options, VOCABULARY, lora, seed=0).classifier
+        save_adapter(folder / role, model, tokenizer, {})
+    return {role: str(folder / role) for role in ROLES}
+
+
+def ppo_flags(folders: dict[str, str]) -> dict[str, Any]:
+    """Return the flags of step 3 for these adapters."""
+    return {
+        "actor_model_name_or_path": folders["actor"],
+        "critic_model_name_or_path": folders["critic"],
+        "actor_lora_dim": RANK,
+        "critic_lora_dim": RANK,
+        "max_prompt_seq_len": MAX_PROMPT,
+        "max_answer_seq_len": MAX_RESPONSE,
+        "per_device_training_batch_size": NUM_PROMPTS,
+        "dtype": "fp32",
+    }
+
+
+def measure(folders: dict[str, str]) -> dict[str, float]:
+    """Return the bytes held and at the peak in this process, which must be a new one."""
+    from benchmarks.bench_ppo_step import our_step
+    from common.programs import startup
+    from common.ranks import distributed
+
+    startup.quiet_libraries()
+    distributed.start()
+    prompts = ppo_prompts(64, 1, MAX_PROMPT)
+    before = start_peak()
+    step = our_step(prompts, folders["reward"], num_prompts=NUM_PROMPTS, **ppo_flags(folders))
+    step()
+    held = start_peak() - before
+    step()
+    peak = peak_since(before)
+    distributed.stop()
+    return {"held": held, "peak": peak}
+
+
+def plan_bytes(folders: dict[str, str]) -> dict[str, float]:
+    """Return what the plan has for the weights of all roles, and in all, of what tensors hold at the peak."""
+    from common.flags.args import Problems
+    from tools.memory_plan import MemoryPlan
+    from tools.planned_run import PlanArguments, read_run
+    from tools.step_flags import parse_step_args
+
+    words = [
+        "--stage",
+        "3",
+        "--gpu",
+        "cpu",
+        "--enable_hybrid_engine",
+        "--reward",
+        f"model:{folders['reward']}",
+    ]
+    flags = ppo_flags(folders) | {"per_device_generation_batch_size": NUM_PROMPTS}
+    words += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    problems = Problems()
+    run = read_run(parse_step_args(PlanArguments, words, problems=problems), problems)
+    held = MemoryPlan(run).peak.gpu
+    return {
+        "weights": sum(size for (_, what), size in held.items() if what == "weights"),
+        "planned": sum(size for (_, what), size in held.items() if what != "reserved"),
+    }
+
+
+def main() -> None:
+    """Measure both."""
+    args = read_args(__doc__)
+    sizes = TINY if args.quick else SIZES
+    found: dict[str, dict[str, float]] = {}
+    print("MiB       held    peak  planned, of it weights")
+    for name in ("shared", "copies"):
+        with tempfile.TemporaryDirectory() as folder:
+            folders = save_adapters(Path(folder), sizes, is_shared=name == "shared")
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                measured = pool.submit(measure, folders).result() | plan_bytes(folders)
+        found[name] = {what: round(size / MIB, 2) for what, size in measured.items()}
+        shown = (found[name][what] for what in ("held", "peak", "planned", "weights"))
+        print(f"{name:<8}{''.join(f'{mib:>8.0f}' for mib in shown)}", flush=True)
+    print_result(
+        "shared_base",
+        found["shared"]["peak"],
+        found["copies"]["peak"],
+        is_lower_better=True,
+        runs=1,
+        unit="MiB",
+        model=f"random Llama, {size_of(**sizes)}; LoRA of rank {RANK}",
+        cases=found,
+    )
+
+
+if __name__ == "__main__":
+    main()
