@@ -11,7 +11,10 @@ class PairArguments:
     """Pairs of answers."""
 
     max_pairs_per_prompt: int = flag(
-        10, "maximum pairs of one prompt's answers, in an epoch drawn anew and in an evaluation", low=1
+        10,
+        "maximum pairs of one prompt's answers, in an epoch drawn anew and in an evaluation",
+        low=1,
+        only_with="loss!=kto",
     )
 
 

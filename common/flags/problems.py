@@ -127,6 +127,7 @@ def no_effect_notes(args: Any, argv: Sequence[str] | None = None) -> list[str]:
     lines = [f"--{name} has no effect: {IGNORED[name]}" for name in sorted(ignored)]
     for field in (f for f in fields if given & {f.name, OLDER_NAMES.get(f.name)}):
         partners = re.findall(r"(\w+)(!?=|)(\S*)", field.metadata["only_with"])  # name, sign, value
+        partners = [partner for partner in partners if hasattr(args, partner[0])]  # a program may lack one
         acts = not partners or any(_is_set(args, *partner) for partner in partners)
         if _is_set(args, field.name) and not acts:
             shown = [
