@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
 from benchmarks.measuring import print_result, read_args, take_turns, timed
-from benchmarks.several_ranks import run_ranks
+from benchmarks.several_ranks import received_bytes, run_ranks
 from benchmarks.workload import small_llama_config
 from common.generation.resharding import Resharder, TPGroups, TPLayout, group_by_layers
 from common.generation.tp_plans import Cut, build_cuts
@@ -56,15 +56,8 @@ class SwitchMeter(TorchDispatchMode):
         self._known: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name == "c10d::_allgather_base_":
-            self.received_bytes += args[0].nbytes - args[1].nbytes
-        elif name == "c10d::alltoall_base_":
-            sizes = list(args[3])
-            sizes.pop(distributed.rank())
-            self.received_bytes += sum(sizes) * args[0].element_size()
-        elif name.startswith("c10d::"):
-            raise NotImplementedError(f"bytes of {name} are not counted")
+        if func.namespace == "c10d":
+            self.received_bytes += received_bytes(func, args)
         self._note((args, kwargs), is_new=False)
         result = func(*args, **(kwargs or {}))
         self._note(result, is_new=True)

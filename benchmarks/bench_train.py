@@ -36,7 +36,7 @@ from benchmarks import workload
 from benchmarks.measuring import PeakShares, Peer, best, print_rates, print_result, read_args, take_turns
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_pairs, collate_sft
-from common.engine.ds_config import build_config
+from common.engine.ds_config import config_of
 from common.programs import single_model, startup, training_loop
 from common.programs.startup import Start
 from common.ranks import distributed
@@ -72,7 +72,9 @@ PAIR = ("chosen_ids", "rejected_ids")
 COLUMNS = {"sft": ("input_ids",), "reward": PAIR, "dpo": PAIR}  # whose tokens are trained on
 
 
-def our_pass(section: str, rows: list[dict[str, Any]], folder: str, *, is_packed: bool) -> Callable[[], None]:
+def our_pass(
+    section: str, rows: list[dict[str, Any]], folder: str, *, is_packed: bool, **flags: Any
+) -> Callable[[], None]:
     """Return a function that trains a model of `folder` for one pass, as the program does with --packed, or
     padded.
     """
@@ -86,18 +88,21 @@ def our_pass(section: str, rows: list[dict[str, Any]], folder: str, *, is_packed
         lr_scheduler_type="constant",
         log_interval=10**9,
         **({"loss": "dpo"} if is_dpo else {}),
+        **flags,
     )
     lengths = [tuple(len(row[key]) for key in COLUMNS[section]) for row in rows]
     batches = GlobalBatches(
         rows,
         collate_sft if is_sft else collate_pairs,
         rows_per_micro_batch=ROWS_PER_STEP,
+        accumulation=args.gradient_accumulation_steps,
         seed=1,
         row_lengths=lengths,
         max_tokens=ROWS_PER_STEP * len(lengths[0]) * MAX_SEQ_LEN if is_packed else 0,
         shared_lengths=list(map(shared_length, rows)) if is_packed and not is_sft else (),
     )
-    start = Start(args, None, None, ds_config=build_config(micro_batch_size=ROWS_PER_STEP))  # type: ignore[arg-type]
+    config = config_of(args, zero_stage=args.zero_stage, offload="none", micro_batch_size=ROWS_PER_STEP)
+    start = Start(args, None, None, ds_config=config)  # type: ignore[arg-type]
     model = load(args, start.ds_config, workload.VOCABULARY, dropout=0.0)
     trainer = single_model.build_trainer(TRAINERS[section], start, model, batches, 10**9)
     trainer.is_packed = batches.is_packed = is_packed

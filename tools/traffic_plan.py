@@ -6,9 +6,11 @@
     of which from other machines               (machines - 1) / machines M / ranks of a machine
     ZeRO 0, 1, 2                               all-reduce of gradients, by 2 in every micro-batch; by 1 and 2
                                                an all-gather of weights
-    ZeRO 3, each micro-batch                   two all-gathers of weights, a reduce-scatter of gradients
+    ZeRO 3, each micro-batch                   two all-gathers of weights, of some three (gathers_of_pass), a
+                                               reduce-scatter of gradients
     hybrid switch                              (N - t) / (N t) M and more, see generation/resharding.py
-    a token step                               2 all-reduces a layer, a gather of logits
+    a token that replicas of t read            2 all-reduces a layer, one of its embedding; where the next is
+                                               sampled, a gather of logits
 
 ZeRO 1 and 2 of DeepSpeed 0.19 all-reduce (use_multi_rank_bucket_allreduce) where a reduce-scatter would do.
 Adapters that ZeRO 3 shards, which are gathered at the switch too, come to less than 2 % and are left out.
@@ -17,6 +19,8 @@ Adapters that ZeRO 3 shards, which are gathered at the switch too, come to less 
 import math
 from dataclasses import dataclass
 
+from common.generation.generate import PREFILL_TOKENS
+from common.generation.resharding import group_by_layers
 from tools.planned_run import Role, Run
 
 
@@ -77,9 +81,7 @@ def plan_update(run: Run, role: Role, times: float) -> Phase:
     phase, num_passes = Phase(), run.num_micro_batches * times
     gradients = run.num_bytes * role.model.num_trained
     if role.is_sharded:
-        window = role.zero.max_reuse_distance / (3 if role.is_checkpointed else 2)
-        again = 1 - min(window / role.model.num_params, 1.0)
-        phase.gather_weights(run, role, num_passes * (1 + again))
+        phase.gather_weights(run, role, num_passes * gathers_of_pass(role))
         phase.gather(run, run.num_ranks, gradients * num_passes)
     else:
         reductions = num_passes if role.zero.stage == 2 else times
@@ -89,6 +91,25 @@ def plan_update(run: Run, role: Role, times: float) -> Phase:
     if role.zero.offload_optimizer:  # gradients there, weights back
         phase.host_bytes += 2 * gradients * times / (run.num_ranks if role.zero.stage else 1)
     return phase
+
+
+def gathers_of_pass(role: Role) -> float:
+    """Return how often ZeRO 3 gathers the weights of a trained model in a micro-batch: forward and backward,
+    but once what is used again within the reuse distance.
+
+    Where layers are recomputed, what one uses longer before its end than half of it comes a third time.
+    """
+    size, distance = role.model.num_params, role.zero.max_reuse_distance
+    if not role.is_checkpointed:
+        return 2 - min(distance / 2 / size, 1.0)
+    matrices = {name: p.numel() for name, p in role.model.module.named_parameters() if p.dim() > 1}
+    thrice = 0
+    for names in group_by_layers(list(matrices), 1):
+        behind = 0  # of its layer
+        for name in reversed(names):
+            thrice += matrices[name] if 2 * behind > distance else 0
+            behind += matrices[name]
+    return 2 - min(distance / 3 / size, 1.0) + thrice / size
 
 
 def plan_switch(run: Run) -> Phase:
@@ -113,14 +134,21 @@ def plan_switch(run: Run) -> Phase:
 
 
 def plan_generation(run: Run) -> Phase:
-    """Return the reading of all prompts and all token steps of a replica, every response at full length."""
+    """Return the reading of all prompts and all token steps of a replica, every response at full length: its
+    first token is sampled from what its prompt gave, its last one is not read.
+    """
     phase, args, model, t = Phase(), run.args, run.actor.model, run.tp_size
-    samples = args.per_device_generation_batch_size * t * args.num_samples_per_prompt
-    steps = math.ceil(samples / run.num_slots) * args.max_answer_seq_len * args.generation_batches
+    num_prompts = args.per_device_generation_batch_size * t
+    num_samples = num_prompts * args.num_samples_per_prompt
+    rounds = math.ceil(num_samples / run.num_slots)
     if run.gathers_by_layer:
-        phase.gather_weights(run, run.actor, args.generation_batches + steps)
+        readings = math.ceil(num_prompts * args.max_prompt_seq_len / PREFILL_TOKENS)
+        passes = max(readings, rounds) + rounds * (args.max_answer_seq_len - 1)
+        phase.gather_weights(run, run.actor, passes * args.generation_batches)
     sums = 2 * (2 * model.num_layers + 1) * model.hidden_size  # of a token: all-reduces
-    of_token = (sums + model.head.weight.shape[0]) * run.num_bytes
+    num_sampled_from = num_prompts + num_samples * (args.max_answer_seq_len - 1)
+    num_read = num_sampled_from + num_prompts * (args.max_prompt_seq_len - 1)
+    num_bytes = (num_read * sums + num_sampled_from * model.head.weight.shape[0]) * run.num_bytes
     stride = 1 if run.has_contiguous_groups else run.num_ranks // t
-    phase.gather(run, t, of_token * run.num_slots * steps, stride=stride)
+    phase.gather(run, t, num_bytes * args.generation_batches, stride=stride)
     return phase

@@ -49,6 +49,25 @@ def test_bytes_of_an_update_by_stage(tmp_path):
     assert anew - received(*three) == pytest.approx(2 * 2 * 5e8 * share)
 
 
+def test_what_a_recomputed_layer_uses_early_is_gathered_a_third_time(tmp_path):
+    def received_with(distance: float, *flags: str) -> float:
+        file = tmp_path / "ds.json"
+        file.write_text(f'{{"zero_optimization": {{"stage3_max_reuse_distance": {distance:.0f}}}}}')
+        return received("--zero_stage", "3", "--ds_config", str(file), *flags)
+
+    attention, mlp = 4 * 4096 * 4096, 4096 * 11008  # of a layer: 4 matrices together, one of 3
+    # The last matrix is there when the backward pass begins. Behind gate_proj are two of the MLP, recomputed
+    # and then used backwards; behind up_proj one, behind o_proj three.
+    for distance, thrice in (
+        (0, attention + 2 * mlp),
+        (3 * mlp, attention + mlp),
+        (5 * mlp, attention),
+        (4e8, 0),
+    ):
+        again, kept = received_with(distance, "--gradient_checkpointing"), received_with(distance * 2 / 3)
+        assert again - kept == pytest.approx(2 * 32 * thrice * 7 / 8, abs=10)
+
+
 def test_the_switchs_bytes_cross_machines_where_ranks_do():
     flags = (*ZERO3, HYBRID, "--inference_tp_size", "2")
     near = plan_rloo(*flags, "--num_gpus", "4")["switch"]
@@ -63,10 +82,18 @@ def test_the_switchs_bytes_cross_machines_where_ranks_do():
 def test_sums_over_a_replicas_ranks_cross_the_network_where_it_spans_machines():
     flags = (HYBRID, *ZERO3, "--inference_tp_size", "8", "--max_answer_seq_len", "1", "--num_gpus", "8")
     near, far = (plan_rloo(*flags, "--num_nodes", n)["generate"] for n in "18")
-    # 2 all-reduces a layer, one of the embedding, one gather of logits, for 128 sequences in bf16
-    sums, logits = 65 * 128 * 4096 * 2 * 2, 128 * 32000 * 2
+    # 2 all-reduces a layer, one of the embedding for each token of 128 prompts; one gather of their logits
+    sums, logits = 65 * 128 * 256 * 4096 * 2 * 2, 128 * 32000 * 2
     assert near.intra_bytes == pytest.approx((sums + logits) * 7 / 8) and near.inter_bytes == 0
     assert far.inter_bytes == pytest.approx((sums + logits) * 7 / 8) and far.intra_bytes == 0
+
+
+def test_a_token_that_is_sampled_is_read_but_for_the_last():
+    flags = (HYBRID, *ZERO3, "--inference_tp_size", "2", "--num_gpus", "2", "--num_samples_per_prompt", "3")
+    one, three = (plan_rloo(*flags, "--max_answer_seq_len", n)["generate"].intra_bytes for n in "13")
+    sums, logits = 65 * 4096 * 2 * 2, 32000 * 2
+    # 2 tokens more of each of 2 x 16 x 3 responses; half of what two ranks gather comes from the other
+    assert three - one == pytest.approx(2 * 96 * (sums + logits) / 2)
 
 
 def test_neighbours_sum_on_their_machine_and_fetch_their_slices_from_others():
@@ -89,7 +116,7 @@ def test_neighbours_sum_on_their_machine_and_fetch_their_slices_from_others():
 def test_gathering_layer_by_layer_receives_all_weights_for_every_token():
     unpinned = plan_rloo(HYBRID, *ZERO3, "--num_gpus", "8", "--unpin_actor_parameters")
     assert unpinned["switch"] == Phase()
-    passes = 1 + 256  # the prompts, then each token of a response
+    passes = 1 + 255  # 16 prompts of 256 tokens, then each token of a response but the last
     assert unpinned["generate"].intra_bytes == pytest.approx(passes * 2 * NUM_7B * 7 / 8)
 
 

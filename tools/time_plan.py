@@ -1,0 +1,209 @@
+"""Seconds of each phase of a step on machines of GPUs, from what is computed, read and sent. Not run.
+
+    score, train   the longer of arithmetic and of gathers, which go on beside it
+    switch         its gathers, and the copies of states that wait on the CPU
+    generate       prompts: arithmetic. A token step: weights, keys and values are read, kernels start, a
+                   replica's ranks sum; nothing of it goes on beside the rest
+    gathers        the longer of both links' bytes, and the hops of a ring for each matrix
+
+Left out: the optimizer's step, advantages, the exchange of rows, rewards but models', ranks that wait for one
+another. Every response is at full length, as in the other plans.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from common.generation.kv_cache import kv_bytes_per_token
+from common.models.model_flops import DEVICES, ModelFlops
+from tools.planned_run import PlannedModel, Role, Run
+from tools.traffic_plan import Phase, gathers_of_pass, plan_traffic
+
+
+class Machines(NamedTuple):
+    """GPUs and what joins them: rates in FLOPs or bytes a second, one way, and seconds."""
+
+    flops: float
+    memory: float
+    near: float  # to a GPU of the same machine
+    far: float  # to another machine, of each GPU
+    host: float  # to the CPU's memory
+    arithmetic_share: float  # of `flops` that passes reach
+    memory_share: float  # of `memory` that a token step reaches
+    link_share: float  # of `near`, `far` and `host` that collectives and copies reach
+    layer_seconds: float  # of a layer in a token step, beside the reading of memory
+    ring: tuple[float, float, float]  # a gather: its start, a hop inside a machine, one between machines
+    tree: tuple[float, float, float]  # a small all-reduce: the same
+
+
+# flops, memory, near: NVIDIA's data sheet of the H100 SXM. far: 400 Gbit/s of InfiniBand for each GPU, as in
+# a DGX H100. host: PCIe 5.0 x16. ring, tree: the latencies of NCCL's own model (src/graph/tuning.cc, LL128).
+# arithmetic_share: torchtitan's Llama-3.1-8B on 8 H100 reaches about 0.39, nanochat 0.40 to 0.46.
+# layer_seconds: what DeepSpeed's 2.8 ms for a token step of OPT-1.3B by a CUDA graph on an H100 (its pull
+# request 8271) leave for each of 24 layers. memory_share, link_share: assumed.
+H100 = Machines(
+    flops=1e12 * DEVICES["h100-80g"].tflops_16bit,
+    memory=3.35e12,
+    near=450e9,
+    far=50e9,
+    host=64e9,
+    arithmetic_share=0.4,
+    memory_share=0.8,
+    link_share=0.8,
+    layer_seconds=75e-6,
+    ring=(14e-6, 1.9e-6, 4.0e-6),
+    tree=(14e-6, 1.25e-6, 8.5e-6),
+)
+
+
+@dataclass
+class PhaseTime:
+    """Seconds of a phase by cause."""
+
+    arithmetic: float = 0.0
+    memory: float = 0.0
+    kernels: float = 0.0
+    links: float = 0.0
+    hops: float = 0.0
+    host: float = 0.0
+    is_overlapped: bool = False  # what is sent goes on beside the arithmetic
+
+    @property
+    def causes(self) -> dict[str, float]:
+        """The seconds by cause."""
+        return {name: value for name, value in vars(self).items() if name != "is_overlapped"}
+
+    @property
+    def seconds(self) -> float:
+        """All of the phase."""
+        total = sum(self.causes.values())
+        return max(self.arithmetic, total - self.arithmetic) if self.is_overlapped else total
+
+    @property
+    def bound(self) -> str:
+        """The cause that takes longest."""
+        return max(self.causes, key=self.causes.__getitem__)
+
+
+def plan_times(run: Run, machines: Machines = H100) -> dict[str, PhaseTime]:
+    """Return the phases of `plan_traffic` with their seconds."""
+    times = {}
+    for name, phase in plan_traffic(run).items():
+        verb, _, role_name = name.partition(" ")
+        time = PhaseTime(is_overlapped=verb in ("score", "train"))
+        moved = max(phase.intra_bytes / machines.near, phase.inter_bytes / machines.far)
+        time.links = moved / machines.link_share
+        time.host = phase.host_bytes / (machines.host * machines.link_share)
+        if name == "switch":
+            time.hops = _switch_hops(run, phase, machines)
+        elif name == "generate":
+            _add_generation(run, time, machines)
+        else:
+            role = next((role for role in run.roles if role.name == role_name), run.roles[0])
+            is_training = verb == "train"
+            time.arithmetic = _pass_flops(run, role, is_training=is_training) / _reached(machines)
+            time.hops = _gather_hops(run, role, machines, is_training=is_training)
+        times[name] = time
+    return times
+
+
+def _reached(machines: Machines) -> float:
+    return machines.flops * machines.arithmetic_share
+
+
+@cache
+def flops_of(model: PlannedModel) -> ModelFlops:
+    """Return what passes of a planned model cost."""
+    return ModelFlops(model.module, model.head)
+
+
+def _pass_flops(run: Run, role: Role, *, is_training: bool) -> float:
+    """Return a rank's FLOPs of a step's scoring, or training with all its epochs."""
+    args, flops = run.args, flops_of(role.model)
+    rows = run.num_samples if run.actor else run.sequences_per_update
+    num_tokens, num_pairs = rows * run.length, rows * run.length**2
+    num_scored = rows * args.max_answer_seq_len if run.actor else num_tokens
+    if not is_training:
+        return flops.of_pass(num_tokens, num_pairs, num_scored, is_training=False)
+    found = flops.of_pass(num_tokens, num_pairs, num_scored, is_training=True)
+    if role.is_checkpointed:
+        found += flops.of_pass(num_tokens, num_pairs, 0, is_training=False)
+    return found * (args.ppo_epochs if run.actor else 1)
+
+
+def ring_seconds(run: Run, size: int, machines: Machines, stride: int = 1) -> float:
+    """Return what the hops of a gather by `size` ranks take, each `stride` after the one before."""
+    if size == 1:
+        return 0.0
+    num_nodes = size // max(min(run.args.num_gpus // stride, size), 1)
+    start, near, far = machines.ring
+    return start + (size - num_nodes) * near + (num_nodes - 1) * far
+
+
+def tree_seconds(run: Run, size: int, machines: Machines, stride: int = 1) -> float:
+    """Return what the hops of a small all-reduce take, up a tree and down: a chain in each machine."""
+    if size == 1:
+        return 0.0
+    per_node = max(min(run.args.num_gpus // stride, size), 1)
+    start, near, far = machines.tree
+    return start + 2 * ((per_node - 1) * near + math.log2(size // per_node) * far)
+
+
+def count_matrices(role: Role) -> int:
+    """Return the weights that ZeRO 3 gathers: those that are too large to stay whole."""
+    bound = role.zero.param_persistence_threshold
+    return sum(p.numel() > bound for p in role.model.module.parameters())
+
+
+def _gather_hops(run: Run, role: Role, machines: Machines, *, is_training: bool) -> float:
+    ring = ring_seconds(run, run.num_ranks, machines)
+    num_buckets = math.ceil(role.model.num_trained / max(role.zero.reduce_bucket_size, 1))
+    num_updates = run.args.ppo_epochs * run.num_samples / run.sequences_per_update if run.actor else 1
+    passes = run.num_micro_batches * num_updates
+    if not is_training:
+        passes = math.ceil(run.count_tokens(run.num_samples) / run.tokens_per_pass)
+        return ring * count_matrices(role) * passes if role.is_sharded else 0.0
+    if role.is_sharded:
+        return ring * passes * (count_matrices(role) * gathers_of_pass(role) + num_buckets)
+    return ring * num_buckets * 2 * (passes if role.zero.stage == 2 else num_updates)
+
+
+def _switch_hops(run: Run, phase: Phase, machines: Machines) -> float:
+    if not phase.intra_bytes + phase.inter_bytes:
+        return 0.0
+    size, t = run.num_ranks, run.tp_size
+    exchanges = math.ceil(run.actor.model.num_layers / run.args.tp_gather_partition_size) + 1
+    hops = exchanges * ring_seconds(run, size, machines) if t > 1 else 0.0
+    if t == 1 or not run.has_contiguous_groups:
+        hops += count_matrices(run.actor) * ring_seconds(run, size // t, machines)
+    return hops
+
+
+def _add_generation(run: Run, time: PhaseTime, machines: Machines) -> None:
+    args, model, t = run.args, run.actor.model, run.tp_size
+    flops = flops_of(model)
+    num_prompts = args.per_device_generation_batch_size * t
+    num_samples = num_prompts * args.num_samples_per_prompt
+    prompt, answer, batches = args.max_prompt_seq_len, args.max_answer_seq_len, args.generation_batches
+    reading = flops.of_pass(num_prompts * prompt, num_prompts * prompt**2, num_prompts, is_training=False)
+    time.arithmetic = batches * reading / t / _reached(machines)
+    slots = min(run.num_slots, num_samples)
+    steps = batches * math.ceil(num_samples / slots) * (answer - 1)
+    lengths = torch.full((num_prompts,), prompt), torch.full((num_samples,), answer)
+    decoding = flops.of_generation(*lengths, args.num_samples_per_prompt) - reading
+    weights = (flops.body + flops.head) * run.num_bytes / t
+    keys = slots * (prompt + answer / 2) * kv_bytes_per_token(model.plain.config, run.num_bytes, t)
+    read = steps * (weights + keys) / (machines.memory * machines.memory_share)
+    time.memory = max(read, batches * decoding / t / _reached(machines))
+    time.kernels = steps * model.num_layers * machines.layer_seconds
+    stride = 1 if run.has_contiguous_groups else run.num_ranks // t
+    time.hops = steps * (2 * model.num_layers + 2) * tree_seconds(run, t, machines, stride)
+
+
+def step_seconds(times: Iterable[PhaseTime]) -> float:
+    """Return the seconds of all phases, one after the other."""
+    return sum(time.seconds for time in times)
