@@ -23,7 +23,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 from benchmarks.measuring import describe_machine
 from tools.report.charts import render_picture
 
-NAMES = ("stability",)
+NAMES = ("stability", "scale")
 
 
 def main() -> None:
@@ -32,10 +32,10 @@ def main() -> None:
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is kept")
     args = parser.parse_args()
-    measure = importlib.import_module(f"benchmarks.evidence.{args.name}").measure
-    facts, panels = measure(args.quick)
+    section = importlib.import_module(f"benchmarks.evidence.{args.name}")
+    facts, panels = section.measure(args.quick)
     facts = {"name": args.name} | describe_machine() | facts
-    picture = render_picture(panels)
+    picture = render_picture(panels, getattr(section, "X_NAME", "step"))
     if not args.quick:
         kept = ROOT / "docs/results"
         kept.mkdir(exist_ok=True)

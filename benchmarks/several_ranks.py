@@ -41,6 +41,7 @@ def start_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",  # any free port
         max_restarts=0,
+        start_method="spawn" if torch.cuda.device_count() else "fork",  # which imports nothing again
     )
     return elastic_launch(config, _be_rank)(work, *args)[0]
 

@@ -22,6 +22,7 @@ MODELS = {name: f"meta-llama/{path}" for name, path in (
 )}  # fmt: skip
 GPUS, GPUS_OF_MACHINE = (8, 16, 32, 64, 128, 256, 512, 1024), 8
 RANKS = (2, 4, 8, 16)
+X_NAME = "GPUs"
 # A step of all sizes: so many prompts with a response each, and one optimizer step.
 NUM_PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 1024, 1024, 1024
 MOST_ROWS, MOST_SLOTS, NUM_TP_SIZES = 8, 128, 3  # of a micro-batch, of a replica, sizes that are tried
@@ -47,7 +48,7 @@ def measure(quick: bool) -> tuple[dict[str, Any], dict[str, dict[str, Curve]]]:
     counted = count_all(QUICK_CASES, [2]) if quick else count_all(list(CASES), list(RANKS))
     for row in counted:
         check_counted(row)
-    names, sizes = (["7B"], (8, 64)) if quick else (list(MODELS), GPUS)
+    names, sizes = (["7B"], (8,)) if quick else (list(MODELS), GPUS)
     planned = [plan_fastest(name, num_gpus) for name in names for num_gpus in sizes]
     anchor = make_run("meta-llama/Llama-3.1-8B", f"{FLAGS} {ANCHOR}", has_critic=False)
     facts = {
