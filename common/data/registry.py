@@ -181,7 +181,7 @@ def _read_arguments(source: str, text: str) -> tuple[str, dict[str, Any]]:
                 raise ValueError(f"{part!r} is {'there twice' if found else 'no ARGUMENT=VALUE'}")
             given[found[1]] = _value_of(found[2])
         return "", given
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"--data_path {source}: {error}; write MODULE:CLASS:ARGUMENT=VALUE,ARGUMENT=VALUE, or a JSON "
             "object in their place where a value has a comma"
@@ -192,7 +192,7 @@ def _value_of(text: str) -> Any:
     """What a text says in JSON, else the text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or too deep a list
         return text
 
 
