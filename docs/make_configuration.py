@@ -19,9 +19,9 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[0] = str(ROOT)
 
 from common.flags.args import CheckpointArguments, field_type
-from common.flags.interval import Interval
 from common.flags.other_names import IGNORED, OLDER_NAMES, SWITCHES
 from common.flags.problems import describe_range
+from common.flags.value_forms import Interval, TokenCaps
 
 PAGE = ROOT / "docs/configuration.md"
 COMMAND = "python docs/make_configuration.py"
@@ -165,7 +165,11 @@ def _values(field: dataclasses.Field) -> str:
     if choices:
         return ", ".join(f"`{choice}`" if choice else "empty" for choice in choices)
     kinds = {bool: "switch", int: "whole number", float: "number", str: "text"}
-    kind = (kinds | {Interval: "steps, `epoch`, or a time: `90s`, `30m`, `2h`"})[scalar]
+    kinds |= {
+        Interval: "steps, `epoch`, or a time: `90s`, `30m`, `2h`",
+        TokenCaps: "tokens, or `TRAIN,SCORE`",
+    }
+    kind = kinds[scalar]
     limits = describe_range(field.metadata["range"])
     return ", ".join(filter(None, [kind, limits, "several" if is_list else ""]))
 

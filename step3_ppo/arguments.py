@@ -13,8 +13,8 @@ from common.flags.args import (
     TokenizerArguments,
     flag,
 )
-from common.flags.interval import Interval
 from common.flags.optimizer import OptimizerArguments
+from common.flags.value_forms import Interval
 from step3_ppo.role_arguments import RoleArguments
 
 

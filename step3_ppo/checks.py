@@ -92,10 +92,10 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
         samples % update == 0,
         f"{sampled} = {samples} samples a rank must be a multiple of {trained} = {update}",
     )
-    cap, longest = args.max_tokens_per_micro_batch, args.max_prompt_seq_len + args.max_answer_seq_len
+    caps, longest = args.max_tokens_per_micro_batch, args.max_prompt_seq_len + args.max_answer_seq_len
     problems.check(
-        cap == 0 or cap >= longest,
-        f"--max_tokens_per_micro_batch {cap} holds no whole sequence of "
+        min(caps.train or longest, caps.score or longest) >= longest,
+        f"--max_tokens_per_micro_batch {caps} holds no whole sequence of "
         f"{given('max_prompt_seq_len', 'max_answer_seq_len', by=' + ')}; raise it to at least {longest}",
     )
     with problems.catch():

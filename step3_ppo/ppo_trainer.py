@@ -184,7 +184,7 @@ class PPOTrainer:
         if is_current and self.rollout.recomputes:
             batch = batch.with_key("prox_logprobs", batch.data["old_logprobs"], like="response_ids")
         else:
-            parts = self.rollout.cap.cut(batch)
+            parts = self.rollout.score_cap.cut(batch)
             batch = join_scores(batch.ids, parts, {"prox_logprobs": self.roles.actor.score(parts)}, {})
         keys = ("prox_logprobs", "rollout_logprobs", "loss_mask")
         prox, sampled, mask = (tokens(batch, key) for key in keys)

@@ -44,7 +44,8 @@ class Rollout:
         self.environments = scores.environments
         most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
         actor = roles.actor
-        self.cap = TokenCap(args.max_tokens_per_micro_batch or most, actor.is_packed, actor.shares_prompts)
+        caps, how = args.max_tokens_per_micro_batch, (actor.is_packed, actor.shares_prompts)
+        self.cap, self.score_cap = TokenCap(caps.train or most, *how), TokenCap(caps.score or most, *how)
         self.needs_greedy = needs_greedy
         self.refilled_fraction = 0.0  # of the last batch's groups
         self.source = "recompute" if args.replay_sampling_support else args.old_logprobs
@@ -102,7 +103,7 @@ class Rollout:
 
     def _add_greedy(self, batch: PackedBatch, answers: PackedBatch, texts: PromptTexts) -> PackedBatch:
         """Return the batch with scores, lengths and is_finished of the greedy answers to the same prompts."""
-        micro_batches = self.cap.cut(answers)
+        micro_batches = self.score_cap.cut(answers)
         found = self.scores.ask(micro_batches, texts)(self.roles.rewards)
         answers = join_scores(answers.ids, micro_batches, {}, {"scores": found["scores"]})
         row_of = {group: row for row, group in enumerate(answers.numbers("group_ids").tolist())}
@@ -200,7 +201,7 @@ class Rollout:
         """
         roles = self.roles
         with watchdog.phase("the cut into micro-batches", clock="gather"):
-            micro_batches = self.cap.cut(batch)
+            micro_batches = self.score_cap.cut(batch)
         get_scores = self.scores.ask(micro_batches, texts)
         if is_trained_on and self.args.replay_sampling_support:
             masks = roles.actor.find_sampling_masks(micro_batches)

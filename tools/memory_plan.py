@@ -293,7 +293,7 @@ def _hold_activations(run: Run, role: Role, verb: str, moment: Moment) -> None:
     if role.is_sharded and run.num_ranks > 1:
         moment.hold(role.name, "gathered weights", _gathered(run, role, verb))
     model, traced = role.model, trace_activations(role.model, run.args.dtype, run.length)
-    num_tokens = run.tokens_per_evaluation if verb == "score" and not run.actor else run.tokens_per_pass
+    num_tokens = run.tokens_per_score if verb == "score" else run.tokens_per_pass
     num_sequences = num_tokens / run.length
     states = num_tokens * model.hidden_size * run.num_bytes  # between two layers
     if verb == "backward":

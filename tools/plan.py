@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from common.flags.args import Problems
+from common.flags.value_forms import TokenCaps
 from common.generation.tp_plans import working_tp_sizes
 from common.programs import startup
 from common.ranks.failures import first_line
@@ -166,7 +167,8 @@ def assumption_lines(run: Run) -> list[str]:
     cpu = f"{args.cpu_memory_gib:g} GiB" if args.cpu_memory_gib else "not known, so not checked"
     lines = [
         f"CPU memory {cpu}; attention as transformers has it for the family, without flash-attn",
-        f"sequences are full: {run.length} tokens; a pass has {run.tokens_per_pass:,}, and an optimizer step "
+        f"sequences are full: {run.length} tokens; a pass has {run.tokens_per_pass:,}, one without gradients "
+        f"{run.tokens_per_score:,}, and an optimizer step "
         f"passes: {run.num_micro_batches}",
     ]
     if run.actor:
@@ -237,9 +239,12 @@ def candidate_changes(run: Run) -> Iterator[Change]:
         yield Change({"dtype": "fp16"}, "16 bits: rounder numbers, and faster")
     recompute = {f"{role}gradient_checkpointing": True for role in roles}
     yield Change(recompute, "a third more arithmetic in training")
-    if args.max_tokens_per_micro_batch:
-        for n in halvings(args.max_tokens_per_micro_batch, run.row_length):
-            yield Change({"max_tokens_per_micro_batch": n}, "more and smaller passes")
+    caps = args.max_tokens_per_micro_batch
+    if caps.score != caps.train:
+        yield Change({"max_tokens_per_micro_batch": TokenCaps(f"{caps.train}")}, "smaller passes for scores")
+    if caps:
+        for n in halvings(caps.train, run.row_length):
+            yield Change({"max_tokens_per_micro_batch": TokenCaps(f"{n}")}, "more and smaller passes")
     else:
         name = "per_device_training_batch_size" if is_ppo else "per_device_train_batch_size"
         yield from _in_parts(args, name, "gradient_accumulation_steps", "more and smaller passes")

@@ -61,7 +61,7 @@ def plan_traffic(run: Run) -> dict[str, Phase]:
         phases[f"score {role.name}"] = phase = Phase()
         if role.is_sharded:
             phase.gather_weights(
-                run, role, math.ceil(run.count_tokens(run.num_samples) / run.tokens_per_pass)
+                run, role, math.ceil(run.count_tokens(run.num_samples) / run.tokens_per_score)
             )
         elif role.params_on_cpu:  # nothing comes back
             phase.host_bytes = float(run.num_bytes * role.model.num_params)

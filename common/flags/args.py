@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from common.flags.interval import Interval
 from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES
 from common.flags.problems import KINDS, RANGE, Problems, describe_range, is_usable, shortened
+from common.flags.value_forms import Interval, TokenCaps
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
@@ -149,12 +149,11 @@ class PackingArguments:
         "cut micro-batches by tokens: --max_tokens_per_micro_batch, or what its rows may have",
         may_change=True,
     )
-    max_tokens_per_micro_batch: int = flag(
-        0,
-        "size micro-batches by tokens that are computed, not by rows; 0: by rows; "
-        "steps 1 and 2 on a CPU: 2,048",
+    max_tokens_per_micro_batch: TokenCaps = flag(
+        TokenCaps("0"),
+        "size micro-batches by tokens that are computed, not by rows; TRAIN,SCORE: step 3's passes without "
+        "gradients by SCORE; 0: by rows; steps 1 and 2 on a CPU: 2,048",
         may_change=True,
-        low=0,
     )
 
 

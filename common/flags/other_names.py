@@ -36,7 +36,7 @@ def rename_flags(saved: dict[str, Any]) -> dict[str, Any]:
         flags["whiten_scores"] = "batch" if flags["whiten_scores"] else "none"
     if isinstance(flags.get("clip_range"), float):
         flags["clip_range"] = str(flags["clip_range"])
-    for name in ("save_interval", "eval_interval"):
+    for name in ("save_interval", "eval_interval", "max_tokens_per_micro_batch"):
         if isinstance(flags.get(name), int):
             flags[name] = str(flags[name])
     return flags

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from common.flags.interval import Interval
 from common.flags.other_names import IGNORED, OLDER_NAMES
+from common.flags.value_forms import Interval, TokenCaps
 
 # Beyond it float64 skips numbers; of fp32, in which losses are computed.
 LARGEST = {int: 2**53, float: 3.4e38}
@@ -22,6 +22,7 @@ KINDS = {
     int: "a whole number, 2**53 at most",
     float: "a number that fp32 can hold",
     str: f"UTF-8 text without NUL, {LONGEST_PATH} bytes and names of {LONGEST_NAME} at most",
+    TokenCaps: "a number of tokens, or two, TRAIN,SCORE, such as 4096,16384",
     Interval: "a number of steps, epoch, or a time such as 90s, 30m or 2h",
 }
 LONGEST_SHOWN = 60  # characters

@@ -40,6 +40,12 @@ def begin(
     start = startup.read_flags(flags, stage, description, argv)
     args, problems, flag = start.args, start.problems, "--model_name_or_path"
     config = startup.check_model(flag, args.model_name_or_path, args, problems)
+    caps = args.max_tokens_per_micro_batch
+    problems.check(
+        caps.score == caps.train,
+        f"--max_tokens_per_micro_batch {caps}: this step's passes without gradients are as large as "
+        f"--per_device_eval_batch_size says; give {caps.train} alone",
+    )
     startup.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)
     if check and config:
         check(config, args, problems)
@@ -66,7 +72,7 @@ def build_global_batches(
     `columns` are the sequences of a row; `shared_length` tells of a row with how many tokens all of them
     begin, where that is computed once.
     """
-    max_tokens = args.max_tokens_per_micro_batch
+    max_tokens = args.max_tokens_per_micro_batch.train
     if args.packed and not max_tokens:
         max_tokens = args.per_device_train_batch_size * len(columns) * args.max_seq_len
     return GlobalBatches(

@@ -20,7 +20,7 @@ import torch
 
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.data.stage_datasets import StageData
-from common.flags.interval import Interval
+from common.flags.value_forms import Interval
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps, say
 from common.runs import run_files

@@ -190,6 +190,8 @@ FLAGS = [
     Row("how often it is saved", 1, flag(save_interval="30x", eval_interval="0h"),
         ["--save_interval 30x: expected a number of steps, epoch, or a time such as", "--eval_interval 0h: "],
         count=2),
+    Row("caps for scores", 1, flag(max_tokens_per_micro_batch="64,128"),
+        ["--max_tokens_per_micro_batch 64,128", "--per_device_eval_batch_size", "give 64 alone"]),
     Row("output is a file", 1, lambda p: p.file("output_dir", "", "output"),
         ["output cannot be used (File exists)", "--output_dir"]),
     Row("all together", 1, lambda p: {

@@ -112,7 +112,8 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
     if job.step > 1 and job == job.reference:
         flags["no_share_prompts"] = True
     if job.packed:
-        flags |= {"packed": True, "max_tokens_per_micro_batch": job.packed}
+        caps = f"{job.packed},{2 * job.packed}" if job.step == 3 else job.packed  # to train, to score
+        flags |= {"packed": True, "max_tokens_per_micro_batch": caps}
     if job.step < 3:
         flags |= {
             "model_name_or_path": getattr(tiny, job.family),

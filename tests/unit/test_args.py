@@ -240,6 +240,19 @@ def test_how_often_is_steps_an_epoch_or_a_time():
         assert messages and messages[0].startswith(f"--eval_interval {text.split()[0][:60]}"), text
 
 
+def test_caps_of_tokens_are_one_or_two():
+    def read(text: str) -> tuple[int, int]:
+        found, messages = parse(SFTArguments, f"--model_name_or_path m --max_tokens_per_micro_batch {text}")
+        assert messages == []
+        return found.max_tokens_per_micro_batch.train, found.max_tokens_per_micro_batch.score
+
+    found = [read(text) for text in ("0", "4096", "4096,16384", "0,512")]
+    assert found == [(0, 0), (4096, 4096), (4096, 16384), (0, 512)]
+    for text in ("-1", "64,0", "64,", ",64", "1,2,3", "64;8", "4k"):
+        _, (message,) = parse(SFTArguments, f"--model_name_or_path m --max_tokens_per_micro_batch={text}")
+        assert message.startswith(f"--max_tokens_per_micro_batch {text}: expected a number of tokens, or two")
+
+
 @pytest.mark.parametrize("cls", [SFTArguments, RewardArguments, PPOArguments])
 def test_help_shows_the_usual_flags_on_two_screens_and_all_on_demand(cls, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")

@@ -14,7 +14,7 @@ from common.data.dialogue import build_template
 from common.data.packed_batch import ROW_IDS
 from common.data.stage_datasets import build_data
 from common.flags.args import Problems
-from common.flags.interval import Interval
+from common.flags.value_forms import Interval
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import check_evaluation
 from step3_ppo.evaluation import Evaluation, choose_prompts, compare, judge, measure

@@ -135,6 +135,16 @@ def test_a_recomputed_layer_stands_beside_all_inputs():
     assert items(MemoryPlan(run), "train policy", "backward")["activations"] == 16 * of_sequence
 
 
+def test_scoring_has_a_cap_of_its_own():
+    def activations(caps: str) -> dict[str, float]:
+        plan = MemoryPlan(ppo(OPT_1B, OPT_350M, "--max_tokens_per_micro_batch", caps))
+        return {m.phase + m.verb: m.gpu.get((m.role, "activations"), 0.0) for m in plan.moments if m.role}
+
+    small, large, both = (activations(caps) for caps in ("1024", "4096", "1024,4096"))
+    assert both == {name: (large if name.startswith("score") else small)[name] for name in both}
+    assert all(small[name] < large[name] for name in ("scorescore", "train actorbackward"))
+
+
 def test_a_frozen_head_has_no_gradient():
     plain, frozen = (single(OPT_350M, *words) for words in ((), ("--lora_dim", "8")))
     held = [head_bytes(run, run.roles[0], 512, is_training=True) for run in (plain, frozen)]

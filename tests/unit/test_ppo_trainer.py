@@ -183,7 +183,7 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
 
     actor = SimpleNamespace(score=score, hybrid_engine=ENGINE)
     rollout = SimpleNamespace(
-        roles=SimpleNamespace(actor=actor), scores=ScoreSum([]), recomputes=recomputes, cap=TokenCap(8)
+        roles=SimpleNamespace(actor=actor), scores=ScoreSum([]), recomputes=recomputes, score_cap=TokenCap(8)
     )
     args = fill_defaults(PPOArguments(rollout_correction="tis:1.2"), algorithm)
     trainer = PPOTrainer(args, algorithm, rollout, None, None, None)

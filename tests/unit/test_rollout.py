@@ -7,6 +7,7 @@ import re
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rollout_batches import make_rollout_batch
 from common.data.packed_batch import ROW_IDS, PackedBatch, collate_prompts
 from common.engine.ds_config import build_config, build_engine
 from common.engine.engine_step import LossTerm, compute_gradients, take_steps
+from common.flags.value_forms import TokenCaps
 from common.generation.generate import Generation
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora, trained_weights
@@ -65,7 +67,9 @@ class FakeReward:
         return [torch.tensor([float(self.score_of(i)) for i in batch.ids]) for batch in batches]
 
 
-def build(score_of=lambda x: x, *, rounds=0, source="rollout", staleness=0, texts=None, bias=0.0, **how):
+def build(
+    score_of=lambda x: x, *, rounds=0, source="rollout", staleness=0, texts=None, bias=0.0, caps="64", **how
+):
     def values(batches):
         return [(batch.data["rollout_logprobs"] * 2, torch.zeros(len(batch))) for batch in batches]
 
@@ -80,7 +84,7 @@ def build(score_of=lambda x: x, *, rounds=0, source="rollout", staleness=0, text
         dynamic_sampling_rounds=rounds,
         old_logprobs=source,
         rollout_staleness=staleness,
-        max_tokens_per_micro_batch=64,
+        max_tokens_per_micro_batch=TokenCaps(caps),
     )
     texts = {"function_f": texts} if texts else {}
     scores = ScoreSum(specs, texts, lambda ids: f"<{len(ids)}>", bias=bias)
@@ -116,6 +120,20 @@ def test_a_rollout_batch_has_a_response_an_item_in_the_order_of_the_samples():
     assert first.data["ref_logprobs"].eq(-1.5).all() and first.data["old_values"].eq(-1.0).all()
     assert first.data["old_logprobs"].eq(-0.5).all()
     assert first.texts(ROW_IDS) == ["file:0", "file:0", "file:1", "file:1", "file:2", "file:2"]
+
+
+@pytest.mark.parametrize(
+    ("caps", "num_passes", "trained"),
+    [("6", 5, 6), ("6,64", 1, 6), ("64,6", 5, 64), ("0,6", 5, 16 * 512), ("0", 1, 16 * 512)],
+)
+def test_passes_without_gradients_have_a_cap_of_their_own(caps, num_passes, trained):
+    """Of 4, 5, 5, 6, 2 and 3 tokens; the last two are 6 with their padding. No score depends on it."""
+    rollout = build(caps=caps)
+    reward = rollout.roles.rewards["model"]
+    with patch.object(reward, "score", wraps=reward.score) as score:
+        batch = rollout.collect(EndlessPrompts(), version=0)
+    assert len(score.call_args.args[0]) == num_passes and rollout.cap.max_tokens == trained
+    assert batch.numbers("scores").tolist() == list(range(6))
 
 
 def test_each_prompt_has_a_greedy_answer_that_is_scored_and_in_no_row():

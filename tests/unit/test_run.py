@@ -17,7 +17,7 @@ from made_runs import start_logger
 from common.data.packed_batch import ROW_IDS, PackedBatch, collate_pairs, collate_sft
 from common.data.stage_datasets import StageData
 from common.data.token_cache import DataReport
-from common.flags.interval import Interval
+from common.flags.value_forms import Interval
 from common.ranks import distributed
 from common.ranks.failures import StepRefused, TooManyBadSteps
 from common.runs import run as run_module

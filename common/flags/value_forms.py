@@ -1,4 +1,4 @@
-"""How often something is done: saving, evaluating. PURE."""
+"""Values of flags that are more than a number: how often, how many tokens. PURE."""
 
 import re
 
@@ -34,3 +34,28 @@ class Interval(str):
             return seconds >= self.seconds
         num_steps = steps_per_epoch if self == "epoch" else self.steps
         return num_steps > 0 and step % num_steps == 0
+
+
+class TokenCaps(str):
+    """The text of a flag: the most tokens of a pass, or TRAIN,SCORE: of one that trains, and of one without
+    gradients; TRAIN 0: by rows.
+
+    Raises ValueError for another text.
+    """
+
+    train: int
+    score: int  # TRAIN where it is not given
+
+    def __new__(cls, text: str) -> "TokenCaps":
+        """Read the text, which stays what it is."""
+        found = re.fullmatch(r"([0-9]{1,9})(,0*[1-9][0-9]{0,8})?", text)
+        if found is None:
+            raise ValueError(text)
+        caps = super().__new__(cls, text)
+        caps.train = int(found[1])
+        caps.score = int((found[2] or found[1]).lstrip(","))
+        return caps
+
+    def __bool__(self) -> bool:
+        """Whether training is cut by tokens."""
+        return self.train > 0
