@@ -21,7 +21,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 from common.flags.args import CheckpointArguments, field_type
 from common.flags.other_names import IGNORED, OLDER_NAMES, SWITCHES
 from common.flags.problems import describe_range
-from common.flags.value_forms import Interval, TokenCaps
+from common.flags.value_forms import Interval, KLLimit, TokenCaps
 
 PAGE = ROOT / "docs/configuration.md"
 COMMAND = "python docs/make_configuration.py"
@@ -169,6 +169,7 @@ def _values(field: dataclasses.Field) -> str:
         Interval: "steps, `epoch`, or a time: `90s`, `30m`, `2h`",
         TokenCaps: "tokens, or `TRAIN,SCORE`",
     }
+    kinds |= {KLLimit: "number, at least 0, or `KL:skip`"}
     kind = kinds[scalar]
     limits = describe_range(field.metadata["range"])
     return ", ".join(filter(None, [kind, limits, "several" if is_list else ""]))

@@ -14,7 +14,7 @@ from common.flags.args import (
     flag,
 )
 from common.flags.optimizer import OptimizerArguments
-from common.flags.value_forms import Interval
+from common.flags.value_forms import Interval, KLLimit
 from step3_ppo.role_arguments import RoleArguments
 
 
@@ -179,8 +179,10 @@ class PPOMathArguments:
         "sampler's: tis:2 (truncated at 2), mis:0.5,2 (masked outside), seq_tis and seq_mis (responses), "
         "geo_rs:0.999,1.001 (responses masked by their geometric mean)",
     )
-    early_stop_kl: float = flag(
-        0.0, "stop a step's updates when a minibatch's approximate KL per token exceeds this; 0: never", low=0
+    early_stop_kl: KLLimit = flag(
+        KLLimit("0"),
+        "stop a step's updates after a minibatch whose approximate KL per token exceeds this; KL:skip: leave "
+        "out the update of each such minibatch instead; 0: never",
     )
     value_clip_range: float = flag(0.2, "value clip range around the old value; 0: no clipping", low=0)
     value_loss: str = flag("mse", "value loss: squared error or Huber", choices=("mse", "huber"))

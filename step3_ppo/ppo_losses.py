@@ -10,7 +10,7 @@ import torch
 
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import PackedBatch
-from common.engine.engine_step import Gradients, LossTerm, Stat, compute_gradients, take_steps
+from common.engine.engine_step import Gradients, LossTerm, Stat, compute_gradients, skip_step, take_steps
 from common.models.policy_model import compute_nll_sum, count_targets
 from common.models.router_loss import add_router_loss
 from common.ranks import distributed, watchdog
@@ -44,9 +44,13 @@ class PPOLosses:
         """Return the means after the optimizer steps of the actor and, if there is one, the critic: both are
         made or neither, which is so above a `max_gap` between sampler and trainer, in nats a token.
 
-        Every rank must call this. Raises StepRefused.
+        {} where --early_stop_kl leaves both out. Every rank must call this. Raises StepRefused.
         """
         gradients = {"policy": self.compute_actor_gradients(micro_batches)}
+        limit = self.args.early_stop_kl
+        if limit.is_skip and limit.is_exceeded(gradients["policy"].means["policy/approx_kl"]):
+            skip_step(self.roles.actor.model)
+            return {}
         if self.roles.critic:
             gradients["value"] = self.compute_critic_gradients(micro_batches)
         means, gap = {}, gradients["policy"].means["policy/logprob_gap"]

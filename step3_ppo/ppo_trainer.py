@@ -92,10 +92,10 @@ class PPOTrainer:
             # Only before the first update are sampler and trainer the same policy.
             max_gap = math.inf if self.open_step.means else self.rollout.max_gap
             try:
-                self.update(self.open_step, self.losses.update, micro_batches, max_gap)
-                if has_text_steps(self.args):
-                    self.update(self.open_step, self.losses.update_by_text)
-                run_hooks("after_update", self, micro_batches)
+                if self.update(self.open_step, self.losses.update, micro_batches, max_gap):
+                    if has_text_steps(self.args):
+                        self.update(self.open_step, self.losses.update_by_text)
+                    run_hooks("after_update", self, micro_batches)
             except StepRefused as error:
                 run.refuse(step, error, self.open_step.position)
             run.point(step, self.open_step.position)
@@ -207,16 +207,22 @@ class PPOTrainer:
             current.num_minibatches += 1
             yield micro_batches
 
-    def update(self, current: OpenStep, make_step: Callable[..., dict[str, float]], *what: Any) -> None:
-        """Make an optimizer step of the losses, and keep its means: StepRefused leaves all as it was."""
+    def update(self, current: OpenStep, make_step: Callable[..., dict[str, float]], *what: Any) -> bool:
+        """Make an optimizer step of the losses, and keep its means; return whether it was made.
+
+        StepRefused leaves all as it was.
+        """
         with watchdog.phase("the updates", current.step):
             means = make_step(*what)
+        if not means:
+            return False
         for name, value in means.items():
             current.means.setdefault(name, []).append(value)
         if self.ema:
             self.ema.update()
         if "policy/approx_kl" in means:  # a step on text has none
-            current.is_done = 0 < self.args.early_stop_kl < means["policy/approx_kl"]
+            current.is_done = self.args.early_stop_kl.is_exceeded(means["policy/approx_kl"])
+        return True
 
     def finish_step(self, current: OpenStep) -> dict[str, float]:
         """Log the step, let the controllers move, write responses; return the step's numbers."""
@@ -226,7 +232,7 @@ class PPOTrainer:
             numbers["policy/logprob_gap"] = current.means["policy/logprob_gap"][0]
         numbers |= current.summary  # with the gap of the whole rollout, where it was recomputed
         if args.early_stop_kl:
-            numbers["policy/num_updates"] = current.num_minibatches
+            numbers["policy/num_updates"] = len(current.means.get("policy/approx_kl", ()))
         numbers["hybrid/received_gib"] = self.roles.actor.hybrid_engine.received_bytes / 2**30
         numbers["objective/kl_coef"] = self.kl_controller.coef
         self.kl_controller.update(numbers["objective/kl"], len(current.batch) * distributed.world_size())

@@ -65,8 +65,8 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
 
     A loss is a mean over the global batch: the item count is summed over ranks and micro-batches first, each
     backward pass then adds its share. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
-    Every rank must call this with as many micro-batches, and `take_steps` before the engine's next pass with
-    gradients. The host waits for the device once, after the last pass.
+    Every rank must call this with as many micro-batches, and `take_steps` or `skip_step` before the engine's
+    next pass with gradients. The host waits for the device once, after the last pass.
     """
     engine.train()
     world_size = distributed.world_size()
@@ -119,7 +119,7 @@ def take_steps(gradients: Sequence[Gradients], doubt: str = "") -> list[dict[str
     bad = {id(g): g.find_bad() for g in gradients}
     if doubt or any(bad.values()):
         for g in gradients:
-            _skip_step(g.engine)
+            skip_step(g.engine)
         refused = [g for g in gradients if doubt or bad[id(g)]]
         names = ", ".join(name for g in refused for name in bad[id(g)])
         raise StepRefused(
@@ -189,8 +189,11 @@ def _knowing(engine: Any, norms: Sequence[torch.Tensor]) -> Iterator[None]:
         attributes.update(before)
 
 
-def _skip_step(engine: Any) -> None:
-    """Leave out an optimizer step: DeepSpeed's own way out for an overflow drops the gradients."""
+def skip_step(engine: Any) -> None:
+    """Leave out an optimizer step: DeepSpeed's own way out for an overflow drops the gradients.
+
+    Every rank must call this.
+    """
     if not engine.zero_optimization():
         engine.zero_grad()
         return

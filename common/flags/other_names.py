@@ -39,6 +39,8 @@ def rename_flags(saved: dict[str, Any]) -> dict[str, Any]:
     for name in ("save_interval", "eval_interval", "max_tokens_per_micro_batch"):
         if isinstance(flags.get(name), int):
             flags[name] = str(flags[name])
+    if isinstance(flags.get("early_stop_kl"), float):
+        flags["early_stop_kl"] = f"{flags['early_stop_kl']:g}"
     return flags
 
 

@@ -1,5 +1,6 @@
-"""Values of flags that are more than a number: how often, how many tokens. PURE."""
+"""Values of flags that are more than a number: how often, how many tokens, how far. PURE."""
 
+import math
 import re
 
 UNITS = {"s": 1, "m": 60, "h": 3600}  # in seconds
@@ -59,3 +60,27 @@ class TokenCaps(str):
     def __bool__(self) -> bool:
         """Whether training is cut by tokens."""
         return self.train > 0
+
+
+class KLLimit(str):
+    """The text of a flag: KL, or KL:skip; KL 0: no limit. Raises ValueError for another text."""
+
+    kl: float  # a token, in nats
+    is_skip: bool  # what exceeds it is left out, and not the last
+
+    def __new__(cls, text: str) -> "KLLimit":
+        """Read the text, which stays what it is."""
+        number, colon, word = text.partition(":")
+        limit = super().__new__(cls, text)
+        limit.kl, limit.is_skip = float(number), word == "skip"
+        if word != "skip" * len(colon) or not 0 <= limit.kl < math.inf:
+            raise ValueError(text)
+        return limit
+
+    def __bool__(self) -> bool:
+        """Whether there is a limit."""
+        return self.kl > 0
+
+    def is_exceeded(self, kl: float) -> bool:
+        """Return whether a minibatch's KL a token is too far."""
+        return 0 < self.kl < kl

@@ -164,9 +164,10 @@ FLAGS = [
     Row("no critic", 3, flag(algorithm="rloo", num_samples_per_prompt=2, truncated="bootstrap"),
         ["--truncated bootstrap", "--algorithm rloo has none"]),
     Row("how it learns", 3, flag(
-        policy_loss="gsop", clip_range="0.2,wide", rollout_correction="mis:2,1", kl_in="reward:k4"),
+        policy_loss="gsop", clip_range="0.2,wide", rollout_correction="mis:2,1", kl_in="reward:k4",
+        early_stop_kl="0.1:stop"),
         ["--policy_loss gsop is unknown; did you mean gspo", "--rollout_correction mis:2,1: '2,1' is neither",
-         "--kl_in reward:k4: choose from"], count=3),
+         "--kl_in reward:k4: choose from", "--early_stop_kl 0.1:stop: expected a KL in nats"], count=4),
     Row("a reference that cannot move", 3, flag(ref_ema_decay=0.9, actor_lora_dim=4, whiten_scores="group"),
         ["--ref_ema_decay 0.9 averages whole weights", "--whiten_scores group compares the"], count=2),
     Row("a range that is none", 3, flag(clip_range="0.2,wide"), ["--clip_range 0.2,wide: give one number"]),

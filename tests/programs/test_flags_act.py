@@ -144,7 +144,7 @@ ACTS: dict[int, dict[str, Any]] = {
             *((form, STALE) for form in ("tis", "seq_mis:0.9,1.1", "geo_rs")),
             *((f"{form}:1", STALE | {"rollout_correction": form}) for form in ("tis", "mis", "seq_tis")),
         ],
-        "early_stop_kl": 1e-9,
+        "early_stop_kl": [1e-9, ("1e-9:skip", {"early_stop_kl": 1e-9})],
         "value_clip_range": 0.001,
         "value_loss": "huber",
         "value_norm": ["exp", ("ma", {"value_norm": "exp"})],

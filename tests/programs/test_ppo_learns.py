@@ -173,6 +173,18 @@ def test_updates_end_early_when_the_policy_has_moved(ppo):
     assert row["policy/num_updates"] == 2, "the last minibatch decides, not the mean of all"
 
 
+def test_an_update_that_goes_too_far_is_left_out(ppo, one_step):
+    """ReaL's rule: actor and critic are those of the first minibatch, and each later one is looked at."""
+    flags = {"max_train_steps": 1, "reward_clip": 0, "ema_decay": 0.5}
+    output = ppo(early_stop_kl="1e-7:skip", ppo_epochs=4, **flags)
+    (row,) = read_metrics(output)
+    assert row["policy/num_updates"] == 1 and "perf/bad_steps" not in row
+    plain = ppo(**flags)
+    for export in ("export", "export_ema"):
+        assert largest_difference(read_weights(output / export), read_weights(plain / export)) == 0
+    assert largest_difference(read_weights(output / "export"), read_weights(one_step / "export")) == 0
+
+
 def test_a_correction_tells_how_far_the_sampler_is(ppo):
     flags = {"rollout_correction": "mis:0.999,1.001", "max_train_steps": 3}
     for row in read_metrics(ppo(**flags)):  # the sampler is the policy before the updates, up to rounding

@@ -13,6 +13,7 @@ from common.flags import args
 from common.flags.args import Problems, TokenizerArguments, field_type, parse_args
 from common.flags.other_names import OLDER_NAMES, REMOVED, SWITCHES
 from common.flags.problems import is_usable, no_effect_notes
+from common.flags.value_forms import KLLimit
 from common.generation.hybrid_engine import HybridOptions
 from docs.make_configuration import find_programs
 from step1_sft.arguments import SFTArguments
@@ -238,6 +239,19 @@ def test_how_often_is_steps_an_epoch_or_a_time():
     for text in ("-1", "1.5", "0m", "h", "2d", "epochs", "1e3", "\u0663", "9" * 99):
         _, messages = parse(SFTArguments, f"--model_name_or_path m --eval_interval={text}")
         assert messages and messages[0].startswith(f"--eval_interval {text.split()[0][:60]}"), text
+
+
+def test_a_limit_of_the_kl_and_what_becomes_of_what_exceeds_it():
+    found = [KLLimit(text) for text in ("0", "0.1", "1e-2:skip")]
+    assert [(x.kl, x.is_skip, bool(x)) for x in found] == [
+        (0, False, False),
+        (0.1, False, True),
+        (0.01, True, True),
+    ]
+    assert [x.is_exceeded(0.05) for x in found] == [False, False, True]
+    for text in ("", "-0.1", "nan", "inf", "0.1:", "0.1:stop", ":skip", "0.1:skip:skip"):
+        with pytest.raises(ValueError):
+            KLLimit(text)
 
 
 def test_caps_of_tokens_are_one_or_two():

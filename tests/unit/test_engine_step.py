@@ -304,7 +304,7 @@ def test_what_is_refused_in_fp16_and_that_it_says_nothing_about_the_scale(scale)
     engine = HalfPrecisionEngine(scale)
     before = dict(vars(engine.optimizer.loss_scaler))
     for _ in range(3):
-        engine_step._skip_step(engine)
+        engine_step.skip_step(engine)
         assert engine.optimizer.overflow and engine.optimizer.scaled_global_norm is None
         assert vars(engine.optimizer.loss_scaler) == before
     engine.optimizer.param_groups = []

@@ -8,6 +8,7 @@ import torch
 
 from common.data.packed_batch import PackedBatch
 from common.engine.ds_config import build_config, build_engine
+from common.flags.value_forms import KLLimit
 from common.ranks.failures import StepRefused
 from step1_sft.arguments import SFTArguments
 from step3_ppo import ppo_losses
@@ -20,11 +21,12 @@ from step3_ppo.ppo_math import KLController
 class LinearLosses(PPOLosses):
     """The losses of one linear layer: squares of its output for fixed inputs; the sampler is `gap` off."""
 
-    gap = 0.0
+    gap = approx_kl = 0.0
 
     def _policy_sums(self, batch):
-        gap = torch.tensor(self.gap), torch.tensor(1)
-        return self.roles.actor.model(POLICY_INPUT).square().sum(), {"policy/logprob_gap": gap}
+        stats = {"policy/logprob_gap": self.gap, "policy/approx_kl": self.approx_kl}
+        stats = {name: (torch.tensor(number), torch.tensor(1)) for name, number in stats.items()}
+        return self.roles.actor.model(POLICY_INPUT).square().sum(), stats
 
     def _pretraining_sums(self, batch):
         return self.roles.actor.model(TEXT_INPUT).square().sum(), {}
@@ -73,6 +75,18 @@ def test_a_step_on_text_is_its_own_behind_that_of_the_policy(linear_losses, monk
     joint, engine, batches = linear_losses(unsup_step="joint")
     assert joint.update(batches)["policy/unsup_loss"] == pytest.approx(1.75**2)  # 3 * 0.5 + 0.25
     assert not torch.allclose(engine.module.weight, weight, atol=1e-2), "one step of the sum"
+
+
+def test_a_minibatch_beyond_the_kl_makes_no_step_and_the_next_one_does(linear_losses):
+    losses, engine, batches = linear_losses(unsup_step="own", early_stop_kl=KLLimit("0.125:skip"))
+    losses.approx_kl = 0.25
+    assert losses.update(batches) == {} and engine.module.weight.tolist() == START
+    losses.approx_kl = 0.125
+    assert losses.update(batches)["policy/approx_kl"] == 0.125
+    assert engine.module.weight.tolist() != START and engine.global_steps == 1
+    losses, engine, batches = linear_losses(unsup_step="own", early_stop_kl=KLLimit("0.125"))
+    losses.approx_kl = 0.25
+    assert losses.update(batches) and engine.module.weight.tolist() != START, "the rest is left out, not this"
 
 
 def test_a_gap_above_the_bound_makes_no_step(linear_losses):

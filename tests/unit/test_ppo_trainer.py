@@ -153,13 +153,18 @@ def test_hooks_run_before_and_after_each_phase(monkeypatch):
     logger, run = SimpleNamespace(log=lambda *_: None), SimpleNamespace(point=lambda *_: None)
     args = fill_defaults(PPOArguments(reward_clip=0.0, kl_coef=0.0), algorithm)
     trainer = PPOTrainer(args, algorithm, rollout, None, None, logger)
-    trainer.minibatches = lambda current: [["first"], ["second"]]
-    trainer.update = lambda current, make_step, micro_batches, *_: seen.append(("update", micro_batches))
+    trainer.minibatches = lambda current: [["first"], ["second"], ["left out"]]
+
+    def update(current, make_step, micro_batches, *_):
+        seen.append(("update", micro_batches))
+        return micro_batches != ["left out"]
+
+    trainer.update = update
     trainer._write_responses = lambda *_: None
     numbers = trainer.train_step(1, run)
     update = ["before_update", "update", "after_update"]
     begin = ["before_step", "before_rollout", "after_rollout", "before_advantages", "after_advantages"]
-    assert [point for point, _ in seen] == [*begin, *update, *update, "after_step"]
+    assert [point for point, _ in seen] == [*begin, *update, *update, *update[:2], "after_step"]
     of_point = dict(seen)
     assert of_point["before_rollout"] is None and of_point["after_update"] == ["second"]
     assert numbers["objective/score"] == pytest.approx(2 * 7.0)  # of 3, 6 and 12
