@@ -21,7 +21,7 @@ import torch
 from common.generation.kv_cache import kv_bytes_per_token
 from common.models.model_flops import DEVICES, ModelFlops
 from tools.planned_run import PlannedModel, Role, Run
-from tools.traffic_plan import Phase, gathers_of_pass, plan_traffic
+from tools.traffic_plan import Phase, gathers_of_pass, plan_traffic, scoring_passes
 
 
 class Machines(NamedTuple):
@@ -85,8 +85,11 @@ class PhaseTime:
 
     @property
     def bound(self) -> str:
-        """The cause that takes longest."""
-        return max(self.causes, key=self.causes.__getitem__)
+        """The cause that takes longest; in what goes on beside arithmetic, where that has ended before."""
+        causes = self.causes
+        if self.is_overlapped and self.arithmetic < self.seconds:
+            del causes["arithmetic"]
+        return max(causes, key=causes.__getitem__)
 
 
 def plan_times(run: Run, machines: Machines = H100) -> dict[str, PhaseTime]:
@@ -165,8 +168,7 @@ def _gather_hops(run: Run, role: Role, machines: Machines, *, is_training: bool)
     num_updates = run.args.ppo_epochs * run.num_samples / run.sequences_per_update if run.actor else 1
     passes = run.num_micro_batches * num_updates
     if not is_training:
-        passes = math.ceil(run.count_tokens(run.num_samples) / run.tokens_per_pass)
-        return ring * count_matrices(role) * passes if role.is_sharded else 0.0
+        return ring * count_matrices(role) * scoring_passes(run) if role.is_sharded else 0.0
     if role.is_sharded:
         return ring * passes * (count_matrices(role) * gathers_of_pass(role) + num_buckets)
     return ring * num_buckets * 2 * (passes if role.zero.stage == 2 else num_updates)

@@ -60,14 +60,17 @@ def plan_traffic(run: Run) -> dict[str, Phase]:
             continue
         phases[f"score {role.name}"] = phase = Phase()
         if role.is_sharded:
-            phase.gather_weights(
-                run, role, math.ceil(run.count_tokens(run.num_samples) / run.tokens_per_score)
-            )
+            phase.gather_weights(run, role, scoring_passes(run))
         elif role.params_on_cpu:  # nothing comes back
             phase.host_bytes = float(run.num_bytes * role.model.num_params)
     num_updates = run.args.ppo_epochs * run.num_samples / run.sequences_per_update
     trained = [role for role in run.roles if role.is_trained]
     return phases | {f"train {role.name}": plan_update(run, role, num_updates) for role in trained}
+
+
+def scoring_passes(run: Run) -> int:
+    """Return the passes in which a rank scores the responses of a step."""
+    return math.ceil(run.count_tokens(run.num_samples) / run.tokens_per_score)
 
 
 def is_recomputed(run: Run) -> bool:

@@ -50,7 +50,7 @@ def test_the_readme_says_the_same():
 # ---- every committed run --------------------------------------------------------------------------------
 
 RESULTS = (ROOT / "docs/results.md").read_text()
-ROWS = [line for line in RESULTS.splitlines() if line.startswith("| ")][1:]
+ROWS = [line for line in RESULTS.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
 
 
 def row_of(file: str) -> str:
@@ -100,3 +100,54 @@ def test_the_word_problems_are_told_with_their_intervals():
         assert f"| {told_cells} |" in page
         last.setdefault(run["algorithm"], []).append(f"{rates[-1].value:.2f}")
     assert all(f"{name} {', '.join(values)}" in row for name, values in last.items())
+
+
+# ---- scale, planned -------------------------------------------------------------------------------------
+
+SCALE = json.loads((ROOT / "docs/results/scale.json").read_text())
+[SCALE_SECTION] = re.findall(r"^## Scale, planned$.*?(?=^## |\Z)", RESULTS, re.M | re.S)
+
+
+def kind_seconds(row: dict, kind: str) -> str:
+    """The seconds of a kind of phase, as the page writes them."""
+    return f"{sum(of['seconds'] for name, of in row['phases'].items() if name.split()[0] == kind):.1f}"
+
+
+@pytest.mark.parametrize("case", dict.fromkeys(row["case"] for row in SCALE["counted"]))
+def test_bytes_on_ranks_are_told_beside_the_plans(case):
+    rows = [row for row in SCALE["counted"] if row["case"] == case]
+    gaps = [
+        abs(found / row["planned"][phase] - 1)
+        for row in rows
+        for phase, found in row["received"].items()
+        if found
+    ]
+    sent = max(row["on_wire"] / row["expected_on_wire"] - 1 for row in rows)
+    cells = [f"{sum(row['received'].values()) / 1e6:.1f}" for row in rows]
+    cells += [
+        f"{100 * max(gaps):.1f} %",
+        f"{100 * sent:.1f} %",
+        f"{max(row['control'] for row in rows) / 1e3:.0f}",
+    ]
+    assert f"| {case} | {' | '.join(cells)} |" in SCALE_SECTION
+
+
+@pytest.mark.parametrize("row", SCALE["planned"], ids=lambda row: f"{row['model']}-{row['gpus']}")
+def test_planned_seconds_are_told(row):
+    cells = [row["model"], f"{row['gpus']:,}", f"{row['gib']:,.1f}"]
+    if row["fits"]:
+        of_kinds = [kind_seconds(row, kind) for kind in ("switch", "generate", "score", "train")]
+        bound = f"{row['largest']}: {row['phases'][row['largest']]['bound']}"
+        cells += [f"t = {row['flags']['inference_tp_size']}", *of_kinds, f"{row['seconds']:.1f}", bound]
+    else:
+        cells.append("does not fit")
+    is_told = f"| {' | '.join(cells)} |" in SCALE_SECTION
+    assert is_told == (row["gpus"] in (8, 64, 256, 1024))
+
+
+def test_the_scale_section_names_its_command_its_file_and_its_anchor():
+    assert f"```bash\n{SCALE['command']}\n```" in SCALE_SECTION
+    assert f"[scale.json](results/scale.json), commit {SCALE['commit']}" in SCALE_SECTION
+    anchor = SCALE["anchor"]
+    assert f"{anchor['planned']} seconds where {anchor['published']} are published" in SCALE_SECTION
+    assert "(results/scale.svg)" in SCALE_SECTION and "not run" in SCALE_SECTION

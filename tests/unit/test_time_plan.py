@@ -1,11 +1,17 @@
 """Time plans: seconds by hand, on machines with round numbers."""
 
+import json
+from pathlib import Path
+
 import pytest
 from planned_runs import LLAMA_7B, NUM_7B, ppo, single
 
+from benchmarks.evidence.counted_traffic import CASES
+from benchmarks.evidence.scale import check_counted, plan_fastest
 from tools.time_plan import Machines, PhaseTime, count_matrices, plan_times, ring_seconds, tree_seconds
 from tools.traffic_plan import plan_traffic
 
+SCALE = json.loads((Path(__file__).resolve().parents[2] / "docs/results/scale.json").read_text())
 ROUND = Machines(
     flops=2e12,
     memory=4e9,
@@ -48,8 +54,10 @@ def test_a_ring_goes_through_all_and_a_tree_up_and_down():
 def test_what_is_sent_goes_on_beside_arithmetic_in_passes_alone():
     causes = {"arithmetic": 5.0, "links": 2.0, "hops": 4.0}
     beside, behind = PhaseTime(**causes, is_overlapped=True), PhaseTime(**causes)
-    assert (beside.seconds, behind.seconds, beside.bound) == (6.0, 11.0, "arithmetic")
-    assert PhaseTime(**causes | {"hops": 1.0}, is_overlapped=True).seconds == 5.0
+    assert (beside.seconds, beside.bound) == (6.0, "hops")
+    assert (behind.seconds, behind.bound) == (11.0, "arithmetic")
+    shorter = PhaseTime(**causes | {"hops": 1.0}, is_overlapped=True)
+    assert (shorter.seconds, shorter.bound) == (5.0, "arithmetic")
 
 
 def test_an_update_is_three_passes_and_its_gathers():
@@ -96,3 +104,29 @@ def test_step_1_has_one_phase():
     time = plan_times(single(LLAMA_7B, *flags), ROUND)["train"]
     assert time.arithmetic == pytest.approx(6 * (256 * (BODY + HEAD) + 2 * 128**2 * ATTENTION) / 1e12)
     assert time.links == time.hops == 0  # one rank
+
+
+# ---- docs/results/scale.json ----------------------------------------------------------------------------
+
+
+def test_the_committed_plan_is_what_is_planned_now():
+    [row] = [row for row in SCALE["planned"] if (row["model"], row["gpus"]) == ("7B", 64)]
+    assert plan_fastest("7B", 64) == row
+
+
+@pytest.mark.parametrize("row", SCALE["counted"], ids=lambda row: f"{row['case']}-{row['ranks']}")
+def test_committed_bytes_are_the_plans(row):
+    assert row["case"] in CASES
+    check_counted(row)
+
+
+@pytest.mark.parametrize("name", ["received", "planned"])
+def test_bytes_that_are_not_the_plans_are_refused(name):
+    row = SCALE["counted"][0]
+    [phase] = row["planned"]
+    with pytest.raises(RuntimeError, match=rf"^SFT, ZeRO 2 on 2 ranks, {phase}: "):
+        check_counted(row | {name: {phase: 1.03 * row[name][phase]}})
+    with pytest.raises(RuntimeError, match="all, on sockets"):
+        check_counted(row | {"on_wire": 1.03 * row["expected_on_wire"]})
+    with pytest.raises(RuntimeError, match="switch: 1 bytes of 0"):
+        check_counted(row | {"received": row["received"] | {"switch": 1}})
