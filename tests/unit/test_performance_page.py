@@ -150,4 +150,24 @@ def test_the_scale_section_names_its_command_its_file_and_its_anchor():
     assert f"[scale.json](results/scale.json), commit {SCALE['commit']}" in SCALE_SECTION
     anchor = SCALE["anchor"]
     assert f"{anchor['planned']} seconds where {anchor['published']} are published" in SCALE_SECTION
+    shares = [f"{100 * share:.0f} %" for share in SCALE["generation_share"].values()]
+    told = re.findall(r"\d+ %", SCALE_SECTION.partition("generation's share of that")[2])
+    assert told == shares
     assert "(results/scale.svg)" in SCALE_SECTION and "not run" in SCALE_SECTION
+
+
+def test_the_next_bottleneck_is_what_the_plan_says():
+    rows = {(row["model"], row["gpus"]): row for row in SCALE["planned"]}
+    few, many = rows["70B", 64], rows["70B", 1024]
+    token, update = (many["phases"][name]["by_cause"] for name in ("generate", "train actor"))
+    told = [
+        f"a 70B model's step becomes {few['seconds'] / many['seconds']:.1f} times shorter",
+        f"read all weights ({token['memory']:.1f} seconds), start their kernels ({token['kernels']:.1f})",
+        f"sum over 8 ranks ({token['hops']:.1f})",
+        f"{update['hops']:.1f} seconds of the actor's update",
+        f"whose arithmetic takes {update['arithmetic']:.1f}",
+    ]
+    for row, verb in ((few, "from "), (many, "it grows to ")):
+        share = row["phases"]["generate"]["seconds"] / row["seconds"]
+        told.append(f"{verb}{100 * share:.0f} %")
+    assert [words for words in told if words not in SCALE_SECTION] == []

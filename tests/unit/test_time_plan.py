@@ -7,7 +7,7 @@ import pytest
 from planned_runs import LLAMA_7B, NUM_7B, ppo, single
 
 from benchmarks.evidence.counted_traffic import CASES
-from benchmarks.evidence.scale import check_counted, plan_fastest
+from benchmarks.evidence.scale import check_counted, generation_share, plan_fastest
 from tools.time_plan import Machines, PhaseTime, count_matrices, plan_times, ring_seconds, tree_seconds
 from tools.traffic_plan import plan_traffic
 
@@ -112,6 +112,9 @@ def test_step_1_has_one_phase():
 def test_the_committed_plan_is_what_is_planned_now():
     [row] = [row for row in SCALE["planned"] if (row["model"], row["gpus"]) == ("7B", 64)]
     assert plan_fastest("7B", 64) == row
+    [row] = [row for row in SCALE["planned"] if (row["model"], row["gpus"]) == ("70B", 1024)]
+    shares = SCALE["generation_share"]
+    assert shares == {doubt: generation_share(row, doubt) for doubt in shares}
 
 
 @pytest.mark.parametrize("row", SCALE["counted"], ids=lambda row: f"{row['case']}-{row['ranks']}")
