@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,14 @@ import pytest
 from program_runs import largest_difference, read_curve, read_metrics, read_weights
 from test_resume import PPO_POINTS, assert_same_run, stop_and_resume
 from tiny_inputs import step_flags, write_rows
+
+from training_scripts.verifiable.build_inputs import (
+    CHARACTERS,
+    SEED,
+    build_tokenizer,
+    save_base_model,
+    sums,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -163,3 +172,42 @@ def test_a_stopped_run_ends_as_one_that_was_not(here, flags_of, tmp_path):
     at, _ = PPO_POINTS["between two minibatches"]
     stop_and_resume(here, (3, 1, flags), tmp_path / "output", {"at": at, "call": 2, "do": "term"})
     assert_same_run(tmp_path / "output", tmp_path / "whole")
+
+
+# ---- a game is learned
+
+
+def careless_call(draw: random.Random) -> dict[str, str]:
+    """A sum that the model asks the calculator for, and its repetition: three in five times rightly, each."""
+    prompt, _ = draw.choice(sums())
+    first, second = prompt[0], prompt[2] if draw.random() < 0.6 else draw.choice("0123456789")
+    value = int(first) + int(second)
+    answer = value if draw.random() < 0.6 else draw.randint(0, 18)
+    return {"prompt": prompt, "chosen": f"{first}+{second}<eos>{value}{answer}"}
+
+
+def test_a_calculator_is_learned_to_be_asked(here, tmp_path):
+    draw = random.Random(SEED)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    save_base_model(tmp_path / "base", build_tokenizer([CHARACTERS], "."), **shape)
+    taught = write_rows(tmp_path / "sft.jsonl", [careless_call(draw) for _ in range(4000)])
+    prompts = [{"prompt": prompt, "answer": str(value)} for prompt, value in sums()]
+    shared = {"template": "plain", "save_interval": 0, "data_output_path": tmp_path / "cache"}
+    sft = shared | {
+        "model_name_or_path": tmp_path / "base", "data_path": taught, "data_split": "1,0,0",
+        "max_seq_len": 16, "per_device_train_batch_size": 64, "learning_rate": 5e-3, "num_train_epochs": 4,
+        "eval_iters": 1, "output_dir": tmp_path / "sft",
+    }  # fmt: skip
+    ppo = shared | {
+        "actor_model_name_or_path": tmp_path / "sft/export", "algorithm": "grpo",
+        "environment": "examples.own_environment.games:Calculator", "data_split": "0,0,1",
+        "data_path": write_rows(tmp_path / "prompts.jsonl", prompts * 2), "enable_hybrid_engine": True,
+        "packed": True, "max_prompt_seq_len": 8, "max_answer_seq_len": 12, "num_samples_per_prompt": 4,
+        "per_device_generation_batch_size": 49, "per_device_training_batch_size": 98, "kl_coef": 0.01,
+        "num_warmup_steps": 0, "actor_learning_rate": 1e-3, "lr_scheduler_type": "constant",
+        "num_train_epochs": 100, "max_train_steps": 12, "output_dir": tmp_path / "ppo",
+    }  # fmt: skip
+    done = here.run_all([(1, sft), (3, ppo)], seconds=500)
+    assert done.code == 0, done.text()
+    scores = read_curve(tmp_path / "ppo", "objective/score")
+    assert 0.1 < scores[0] < 0.6 and sum(scores[-3:]) / 3 > scores[0] + 0.2, scores
