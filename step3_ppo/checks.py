@@ -14,6 +14,7 @@ from common.engine.ds_config import effective_zero_stage
 from common.flags.args import Problems
 from common.flags.problems import given_flags
 from common.generation.tp_plans import NoPlan, build_cuts
+from common.models.four_bit import refusals
 from common.models.saved_adapters import is_adapter
 from common.models.tensor_ops import wilson_interval
 from common.models.value_model import has_saved_head
@@ -65,6 +66,8 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
         if algorithm.needs_critic and has_rewards and not args.critic_model_name_or_path:
             args.critic_model_name_or_path = args.actor_model_name_or_path
         fill_ranks(args, problems)
+        for refusal in refusals(args):
+            problems.add(refusal)
         check_algorithm(args, algorithm, problems)
         check_teacher(args, algorithm, problems)
         idle = ", ".join(f"--{name}" for name in unused_flags(algorithm, given_flags(start.argv)))

@@ -97,6 +97,10 @@ class RoleArguments:
     only_optimize_lora: bool = flag(
         True, "train adapters and the critic's head alone", only_with="actor_lora_dim critic_lora_dim"
     )
+    load_in_4bit: bool = flag(
+        False,
+        "hold the bases of adapters in 4 bits (NF4, by bitsandbytes; needs --actor_lora_dim or critic's)",
+    )
 
     @property
     def actor(self) -> RoleFlags:

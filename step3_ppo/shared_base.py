@@ -23,6 +23,7 @@ class Place(NamedTuple):
     base: str  # folder or hub name
     is_sharded: bool  # by ZeRO 3
     is_on_cpu: bool  # between uses
+    is_in_4bit: bool
 
 
 def fill_ranks(args: Any, problems: Problems) -> None:
@@ -62,7 +63,8 @@ def find_places(args: Any, paths: Mapping[str, str]) -> dict[str, Place]:
             is_on_cpu = is_sharded and flags.offload in ("param", "all")
         base = base_of(path)
         base = str(Path(base).resolve()) if Path(base).is_dir() else base
-        places[role] = Place(base, is_sharded, is_on_cpu)
+        is_in_4bit = args.load_in_4bit and (role in ("actor", "critic") or is_adapter(path))
+        places[role] = Place(base, is_sharded, is_on_cpu, is_in_4bit)
     return places
 
 
@@ -97,6 +99,8 @@ def _why_apart(args: Any, places: Mapping[Place, Any]) -> str:
     if len({place.is_sharded for place in places}) > 1:
         stages = f"--actor_zero_stage {args.actor_zero_stage}, --critic_zero_stage {args.critic_zero_stage}"
         return f"{stages} shard it for one and not for the other; give both 3, or neither"
+    if len({place.is_in_4bit for place in places}) > 1:
+        return "--load_in_4bit packs it under adapters alone; leave it out, or give adapters for all"
     flags = [f"--offload {args.offload}"]
     flags += [f"--critic_offload {args.critic_offload}"] if args.critic_offload else []
     flags += ["--offload_reward_model"] if args.offload_reward_model else []

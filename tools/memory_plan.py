@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from common.flags.optimizer import parse_optimizer
 from common.generation.generate import PREFILL_TOKENS
 from common.generation.kv_cache import kv_bytes_per_token
+from common.models.four_bit import BYTES_PER_WEIGHT
 from common.models.loading import DTYPES, set_dropout
 from common.models.output_head import (
     CPU_CHUNK_ELEMENTS,
@@ -108,7 +109,9 @@ def _fill(run: Run, moment: Moment) -> Moment:
         verb = moment.verb if role.name == moment.role else verb
         if not role.is_adapter_off:
             num_own = role.model.num_params - role.num_shared
-            weights = run.num_bytes * num_own / (run.num_ranks if role.is_sharded else 1)
+            in_4bit = role.num_packed * BYTES_PER_WEIGHT
+            weights = run.num_bytes * (num_own - role.num_packed) + in_4bit
+            weights /= run.num_ranks if role.is_sharded else 1
             is_away = role.params_on_cpu and (role.is_sharded or verb == "idle")
             moment.hold(role.name, "weights", weights, on_cpu=is_away)
             if role.params_on_cpu and not (is_away or run.is_cpu):  # the pinned originals stay

@@ -24,10 +24,11 @@ from common.generation.generate import DEFAULT_SLOTS
 from common.generation.resharding import Route, TPLayout, group_by_layers, plan_weight
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
 from common.models.attention import takes_own_kernels
+from common.models.four_bit import refusals
 from common.models.loading import DTYPES, plain_model
-from common.models.lora import LoraOptions, build_lora, trained_weights
+from common.models.lora import LoraOptions, build_lora, linear_module_names, trained_weights
 from common.models.model_flops import DEVICES
-from common.models.saved_adapters import base_of
+from common.models.saved_adapters import base_of, is_adapter
 from common.programs import startup
 from common.ranks import distributed
 from step3_ppo.algorithms import find_algorithm
@@ -59,6 +60,8 @@ class PlannedModel:
         self.num_trained = sum(p.numel() for p in trained.values())
         in_matrices = [p.numel() for name, p in trained.items() if is_hidden_matrix(name, p)]  # of Muon
         self.num_in_matrices, self.largest_matrix = sum(in_matrices), max(in_matrices, default=0)
+        self.linear_names = linear_module_names(plain)
+        self.num_in_linear = sum(plain.get_submodule(n).weight.numel() for n in self.linear_names)
         self.is_value_model = isinstance(getattr(plain, "score", None), nn.Linear)
         adapted = plain_model(self.module)
         self.head = adapted.score if self.is_value_model else adapted.get_output_embeddings()
@@ -106,10 +109,11 @@ def plan_switch(
     is_sharded: bool,
     at_once: int,
     is_contiguous: bool = False,
+    is_packed: bool = False,
 ) -> Switch:
     """Return what the hybrid engine moves and holds, by its own plan.
 
-    Not `is_sharded`: every rank has all weights whole, as under ZeRO 0 to 2.
+    Not `is_sharded`: every rank has all weights whole. `is_packed`: those of linear layers in 4 bits.
     """
     cuts = model.find_cuts(tp_size)
     rank = int(is_contiguous and num_ranks > 1)  # most others have nothing of their slice either
@@ -130,7 +134,8 @@ def plan_switch(
                 elif plan.route is Route.WHOLE and plan.cut is not None:
                     staged += num_ranks * plan.shard_size
             # W + scaling B A is a new tensor, whatever W's slice was.
-            is_merged = weights[name].lora_a is not None
+            is_linear = name.removesuffix(".weight") in model.linear_names
+            is_merged = weights[name].lora_a is not None or (is_packed and is_linear)
             new += 0 if is_view and not is_merged else prod(plan.local_shape)
         most_staged, most_new = max(most_staged, staged), max(most_new, new - before)
     return Switch(new, near, far, most_staged, most_new)
@@ -173,6 +178,7 @@ class Role:
     is_offloaded: bool  # frozen, its weights on the CPU between uses
     is_adapter_off: bool = False  # the actor with adapters off or as they began, or with averages: no weights
     num_shared: int = 0  # parameters that a role before it holds for both
+    num_packed: int = 0  # parameters of its own that are in 4 bits
 
     @property
     def is_sharded(self) -> bool:
@@ -247,8 +253,8 @@ class Run:
     def plan_switch(self) -> Switch:
         """Return what the change to generate mode moves and holds, in elements of a rank."""
         actor, layers = self.actor, self.args.tp_gather_partition_size
-        ranks = self.num_ranks, self.tp_size
-        return plan_switch(actor.model, *ranks, actor.is_sharded, layers, self.has_contiguous_groups)
+        how = self.num_ranks, self.tp_size, actor.is_sharded, layers, self.has_contiguous_groups
+        return plan_switch(actor.model, *how, is_packed=actor.num_packed > 0)
 
 
 def shares_prompts(args: Any, model: PlannedModel) -> bool:
@@ -295,9 +301,10 @@ def build_roles(args: Any, models: Models) -> list[Role]:
         place = places.get(name)
         num_shared = model.num_in_backbone if place in held else 0
         held |= {place} if place else set()
-        roles.append(
-            Role(name, model, zero, is_trained, is_checkpointed, is_offloaded, num_shared=num_shared)
-        )
+        is_packed = args.load_in_4bit and (flags.lora_dim > 0 or is_adapter(flags.model_name_or_path))
+        num_packed = model.num_in_linear if is_packed and not num_shared else 0
+        kind = is_trained, is_checkpointed, is_offloaded, False, num_shared, num_packed
+        roles.append(Role(name, model, zero, *kind))
     return roles
 
 
@@ -348,6 +355,7 @@ def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
         fill_ranks(args, problems)
         check_flags(args, args.num_gpus * args.num_nodes, args.dtype, problems)
         describe_places(args, shared_paths(models), problems)
+    problems.messages += refusals(args, is_planned=True)
     if problems.messages:
         return None
     with problems.catch():

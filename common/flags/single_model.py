@@ -33,6 +33,9 @@ class LoraArguments:
         "freeze all but adapters and the score head; false: all but the adapted matrices train",
         only_with="lora_dim",
     )
+    load_in_4bit: bool = flag(
+        False, "hold the frozen matrices of the base in 4 bits (NF4, by bitsandbytes; needs --lora_dim)"
+    )
     lora_learning_rate: float = flag(1e-4, "learning rate of the adapters", low=0, only_with="lora_dim")
 
 

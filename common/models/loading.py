@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.integrations import HfDeepSpeedConfig
 
 from common.models.attention import IS_PACKED, choose_attention, narrow_last_layer, takes_packed
+from common.models.four_bit import quantisation, settle
 from common.models.model_inputs import ModelInputs
 from common.models.router_loss import router_coefficient
-from common.models.saved_adapters import base_of
+from common.models.saved_adapters import base_of, is_adapter
 from common.ranks import distributed
 from common.ranks.failures import first_line
 from common.ranks.zero3 import gather_whole
@@ -36,6 +37,7 @@ class ModelOptions:
     gradient_checkpointing: bool = False
     pad_vocab_multiple: int = 1
     trust_remote_code: bool = False
+    load_in_4bit: bool = False
     ds_config: dict[str, Any] | None = None
 
     @classmethod
@@ -43,15 +45,17 @@ class ModelOptions:
         """Return how a program's flags want a model loaded.
 
         `role` has the flags of the model itself: `args.actor` or `args.critic` in step 3, else `args`. Of a
-        saved adapter it is the base.
+        saved adapter it is the base. A model without adapters is never in 4 bits.
         """
+        path = role.model_name_or_path
         return cls(
-            base_of(role.model_name_or_path),
+            base_of(path),
             dtype=distributed.dtype_name(args.dtype),
             dropout=dropout,
             gradient_checkpointing=role.gradient_checkpointing,
             pad_vocab_multiple=args.pad_vocab_multiple,
             trust_remote_code=args.trust_remote_code,
+            load_in_4bit=args.load_in_4bit and (role.lora_dim > 0 or is_adapter(path)),
             ds_config=ds_config,
         )
 
@@ -147,15 +151,19 @@ def load_pretrained(
     zero = (options.ds_config or {}).get("zero_optimization", {})
     # transformers looks for this object while it loads and resizes: it shards from the first layer on.
     sharding = HfDeepSpeedConfig(options.ds_config) if zero.get("stage") == 3 else None
+    dtype = DTYPES[options.dtype]
+    packed = {"quantization_config": quantisation(dtype)} if options.load_in_4bit else {}
     model_class = auto_class._model_mapping.get(type(config), None)  # None: remote code
     model = load_weights(
         auto_class,
         options.name_or_path,
         config=config,
-        dtype=DTYPES[options.dtype],
+        dtype=dtype,
         trust_remote_code=options.trust_remote_code,
         attn_implementation=choose_attention(model_class, config, options.dtype),
+        **packed,
     )
+    settle(model)
     _grow_vocabulary(model, num_tokens, options.pad_vocab_multiple)
     del sharding
     if options.dropout is not None:  # code of its own may have numbers that no configuration names

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from common.models.four_bit import packing_of, unpacked
 from common.models.loading import init_weight, plain_model
 from common.models.saved_adapters import (
     ADAPTER_WEIGHTS,
@@ -184,13 +185,17 @@ def share_backbone(model: PreTrainedModel, owner: nn.Module) -> None:
 
 
 class TrainedWeight(NamedTuple):
-    """A weight and, where LoRA adapts it, the factors and the scaling of its adapter."""
+    """A weight and, where LoRA adapts it, the factors and the scaling of its adapter.
+
+    `packing`: the weight is in 4 bits, and this is what unpacks it.
+    """
 
     parameter: torch.Tensor
     lora_a: torch.Tensor | None = None  # (r, I)
     lora_b: torch.Tensor | None = None  # (O, r)
     scaling: float = 0.0
     is_stored_transposed: bool = False  # GPT-2's Conv1D keeps (I, O)
+    packing: Any = None
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the weight and, if it has an adapter, the adapter's factors A and B."""
@@ -205,16 +210,19 @@ class TrainedWeight(NamedTuple):
     ) -> torch.Tensor:
         """Return weight + scaling B A in the weight's dtype, added in fp32; without adapter itself.
 
+        What is in 4 bits is unpacked.
+
         Nothing is edited. Where the weight is a part of the whole one, `take(factor, dim)` must return the
         same part along dimension `dim` (of the weight as it is stored) of a factor that has that dimension.
         """
+        weight = unpacked(self.parameter, self.packing) if self.packing else self.parameter
         if self.lora_a is None:
-            return self.parameter
+            return weight
         left, right = self.lora_b.float(), self.lora_a.float()
         if self.is_stored_transposed:
             left, right = right.T, left.T
         delta = self.scaling * (take(left, 0) @ take(right, 1))
-        return (self.parameter.float() + delta).to(self.parameter.dtype)
+        return (weight.float() + delta).to(weight.dtype)
 
 
 def trained_weights(model: nn.Module) -> dict[str, TrainedWeight]:
@@ -225,10 +233,12 @@ def trained_weights(model: nn.Module) -> dict[str, TrainedWeight]:
     for name, parameter in plain.named_parameters():
         if ".lora_" in name:
             continue
-        weight, layer = TrainedWeight(parameter), layers.get(name.removesuffix(".base_layer.weight"))
+        weight = TrainedWeight(parameter, packing=packing_of(parameter))
+        layer = layers.get(name.removesuffix(".base_layer.weight"))
         if layer is not None and layer.lora_A:  # empty where an embedding is adapted: only PEFT does that
             factors = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
             is_transposed = bool(getattr(layer, "fan_in_fan_out", False))
-            weight = TrainedWeight(parameter, *factors, layer.scaling["default"], is_transposed)
+            scaling = layer.scaling["default"]
+            weight = TrainedWeight(parameter, *factors, scaling, is_transposed, packing_of(parameter))
         weights[name.replace(".base_layer.", ".")] = weight
     return weights

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from common.models.attention import narrowed_modules
+from common.models.four_bit import whole_shape
 from common.models.loading import DTYPES, plain_model
 from common.models.model_inputs import ModelInputs
 from common.ranks import distributed
@@ -45,7 +46,7 @@ class ModelFlops:
         self.num_layers = text.num_hidden_layers
         self.body = self.trained_body = self.narrowed = self.trained_narrowed = 0.0
         for parameter in model.parameters():
-            shape = getattr(parameter, "ds_shape", parameter.shape)  # whole, under ZeRO 3 too
+            shape = whole_shape(parameter)
             if len(shape) < 2 or id(parameter) in embeddings or parameter is head.weight:
                 continue
             experts = getattr(text, "num_experts_per_tok", None) if len(shape) == 3 else None
@@ -55,7 +56,7 @@ class ModelFlops:
             if id(parameter) in of_narrowed:
                 self.narrowed += numel
                 self.trained_narrowed += numel * parameter.requires_grad
-        self.head = getattr(head.weight, "ds_shape", head.weight.shape).numel()
+        self.head = whole_shape(head.weight).numel()
         self.trained_head = self.head * head.weight.requires_grad
         self.is_trained = any(p.requires_grad for p in model.parameters())
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

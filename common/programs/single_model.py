@@ -12,6 +12,7 @@ from common.data.stage_datasets import StageData
 from common.engine.ds_config import build_engine, config_of
 from common.engine.engine_step import LossTerm, compute_gradients, take_steps
 from common.flags.args import Problems
+from common.models.four_bit import refusals
 from common.programs import startup
 from common.programs.startup import Start
 from common.programs.training_loop import build_logger, run_steps, runs_packed, save_model
@@ -51,6 +52,8 @@ def begin(
         check(config, args, problems)
     if args.lora_dim:
         startup.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
+    for refusal in refusals(args):
+        problems.add(refusal)
     start.tokenizer = config and startup.check_tokenizer(flag, args.model_name_or_path, args, problems)
     startup.finish_checks(start, flag)
     rows = args.per_device_train_batch_size

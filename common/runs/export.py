@@ -114,6 +114,9 @@ def _write_model(
     exported = copy.copy(plain)  # the same modules, with configurations of its own
     exported.config = copy.deepcopy(plain.config)
     exported.config.update({"use_cache": True, **token_ids})
+    if getattr(plain, "hf_quantizer", None):  # the weights are unpacked
+        exported.hf_quantizer = None
+        del exported.config.quantization_config
     exported.config.get_text_config().vocab_size = num_rows
     if getattr(plain, "generation_config", None) is not None:
         exported.generation_config = _savable_generation_config(plain.generation_config, token_ids)

@@ -21,6 +21,7 @@ import torch
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.data.stage_datasets import StageData
 from common.flags.value_forms import Interval
+from common.models.four_bit import whole_shape
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps, say
 from common.runs import run_files
@@ -315,7 +316,7 @@ def _versions() -> dict[str, str]:
 
 def _count_parameters(module: torch.nn.Module) -> dict[str, int]:
     """Return how many parameters a model has, and how many of them are trained, whatever is sharded."""
-    counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in module.parameters()]
+    counts = [(whole_shape(p).numel(), p.requires_grad) for p in module.parameters()]
     return {"all": sum(n for n, _ in counts), "trained": sum(n for n, is_trained in counts if is_trained)}
 
 

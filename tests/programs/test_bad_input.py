@@ -6,6 +6,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,6 +161,9 @@ FLAGS = [
         ["--max_answer_seq_len 120", "144 tokens", "128 positions"], count=2),
     Row("no such layers", 3, flag(actor_lora_dim=4, actor_lora_module_name="nothing."),
         ["--actor_lora_module_name", "'nothing.'", "q_proj"]),
+    Row("packed and trained", 3, flag(load_in_4bit=True, actor_zero_stage=3),
+        ["without --actor_lora_dim or --critic_lora_dim", "--actor_zero_stage 3 exclude each other"],
+        count=2 + (find_spec("bitsandbytes") is None)),
     Row("no group", 3, flag(algorithm="grpo"), ["--algorithm grpo", "--num_samples_per_prompt 1 must be 2"]),
     Row("no critic", 3, flag(algorithm="rloo", num_samples_per_prompt=2, truncated="bootstrap"),
         ["--truncated bootstrap", "--algorithm rloo has none"]),

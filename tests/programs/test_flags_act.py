@@ -70,6 +70,7 @@ OF_ONE_MODEL = EVERYWHERE | {
     "lora_module_name": ("q_proj", {"lora_dim": 4}),
     "lora_learning_rate": (1e-2, {"lora_dim": 4}),
     "only_optimize_lora": (False, {"lora_dim": 4, "only_optimize_lora": True}),
+    "load_in_4bit": (True, {"lora_dim": 4}),  # it is refused without bitsandbytes
 }
 EVALUATED = {"eval_fraction": 0.3}
 STALE = {"rollout_staleness": 1, "max_train_steps": 3}
@@ -111,6 +112,7 @@ ACTS: dict[int, dict[str, Any]] = {
         "actor_model_name_or_path": "{gpt2}",
         "critic_model_name_or_path": "{reward2}",
         "only_optimize_lora": (False, ADAPTERS | {"only_optimize_lora": True}),
+        "load_in_4bit": (True, ADAPTERS),
         "num_train_epochs": (2, {"max_train_steps": 4, "data_path": "{few}"}),
         "score_column": ("nothing", {"data_path": "{scored}"}),
         "per_device_generation_batch_size": 4,

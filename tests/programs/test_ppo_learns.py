@@ -218,6 +218,20 @@ def test_replayed_support_makes_ratio_and_kl_exact(ppo, flags):
     assert row["policy/entropy"] < cut["policy/entropy"] - 0.5, "entropy is that of what could be drawn"
 
 
+def test_a_base_in_4_bits_samples_as_it_is_trained(ppo, tiny):
+    """Sampler, policy and reference read the same packed weights; the export has them unpacked."""
+    pytest.importorskip("bitsandbytes")
+    lora = {"actor_lora_dim": 4, "critic_lora_dim": 4, "actor_lora_learning_rate": 1e-2}
+    outputs = [ppo(**lora, load_in_4bit=is_on, enable_hybrid_engine=True) for is_on in (True, False)]
+    rows, others = map(read_metrics, outputs)
+    for row in rows:
+        assert row["policy/logprob_gap"] < 1e-5 and row["policy/ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert rows[0]["objective/kl"] == pytest.approx(0.0, abs=1e-5) and rows[1]["objective/kl"] != 0
+    assert abs(rows[0]["policy/entropy"] - others[0]["policy/entropy"]) > 1e-4, "nothing was packed"
+    export, base = read_weights(outputs[0] / "export"), read_weights(tiny.base)
+    assert export.keys() == base.keys() and all(export[n].shape == base[n].shape for n in base)
+
+
 @pytest.mark.parametrize("loss", ["reverse_kl", "sampled"])
 def test_a_student_comes_nearer_to_its_teacher_without_a_reward(ppo, tiny, loss):
     taught = {"algorithm": "distill", "teacher_model_name_or_path": tiny.gpt2, "distill_loss": loss}

@@ -1,0 +1,77 @@
+"""The frozen base of LoRA in 4 bits (bitsandbytes, QLoRA, arXiv:2305.14314): NF4, scales quantised again."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
+
+# A weight: 4 bits, of 64 an 8-bit scale, of 256 scales an fp32 one.
+BYTES_PER_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
+
+
+def refusals(args: Any, *, is_planned: bool = False) -> Iterator[str]:
+    """Yield why the flags of a program cannot be had with --load_in_4bit; those of all its roles count.
+
+    A run that `is_planned` needs no bitsandbytes yet.
+    """
+    if not args.load_in_4bit:
+        return
+    if not is_planned and not find_spec("bitsandbytes"):
+        yield "--load_in_4bit needs bitsandbytes, which is not installed; pip install bitsandbytes"
+    ranks = [name for name in vars(args) if name.endswith("lora_dim")]
+    if not any(getattr(args, name) for name in ranks):
+        flags = " or ".join(f"--{name}" for name in ranks)
+        yield f"--load_in_4bit holds the base of adapters, and without {flags} all weights train; give one"
+    elif not args.only_optimize_lora:
+        yield "--load_in_4bit holds a base that stays as it is; leave --only_optimize_lora false out"
+    for name in (name for name in vars(args) if name.endswith("zero_stage")):
+        if getattr(args, name) == 3:
+            yield f"--load_in_4bit and --{name} 3 exclude each other: packed weights are not sharded; use 2"
+    tp_size = getattr(args, "inference_tp_size", 1)
+    if tp_size > 1:
+        yield f"--load_in_4bit packs weights whole, and --inference_tp_size {tp_size} cuts them; give one"
+
+
+def quantisation(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """Return how linear layers are loaded that compute in `dtype`; heads and embeddings are left out."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def settle(model: nn.Module) -> None:
+    """Have packed weights stay as they were packed, and be the same in every pass.
+
+    On CPUs with AVX512-BF16 bitsandbytes would pack them anew for passes in eval mode, and round otherwise
+    there. Raises ValueError for GPT-2's Conv1D, which is packed the other way round.
+    """
+    for module in model.modules():
+        if getattr(module, "source_cls", None) is Conv1D:
+            raise ValueError("--load_in_4bit takes no model whose layers are Conv1D (GPT-2); leave it out")
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def packing_of(parameter: torch.Tensor) -> Any:
+    """Return the scales and the shape of a packed weight, None of one that is not packed."""
+    return getattr(parameter, "quant_state", None)
+
+
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """Return a weight's shape, whole where it is sharded or packed."""
+    packing = packing_of(parameter)
+    return torch.Size(packing.shape) if packing else getattr(parameter, "ds_shape", parameter.shape)
+
+
+def unpacked(weight: torch.Tensor, packing: Any) -> torch.Tensor:
+    """Return the weight (O, I) in the dtype that it was loaded in."""
+    from bitsandbytes.functional import dequantize_4bit  # optional
+
+    return dequantize_4bit(weight.data, packing)

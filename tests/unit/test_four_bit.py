@@ -1,0 +1,146 @@
+"""--load_in_4bit: what is asked for, what is refused, and, where bitsandbytes is, what packed weights are."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from common.models import four_bit
+from common.models.four_bit import BYTES_PER_WEIGHT, refusals, whole_shape
+from common.models.loading import ModelOptions, load_causal_lm, load_pretrained
+from common.models.lora import LoraOptions, add_lora, trained_weights
+from common.models.model_flops import ModelFlops
+from common.runs.export import save_export
+from step1_sft.arguments import SFTArguments
+from step3_ppo.arguments import PPOArguments
+
+
+@pytest.fixture
+def library():
+    return pytest.importorskip("bitsandbytes")
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (SFTArguments(load_in_4bit=True), ["without --lora_dim"]),
+        (SFTArguments(load_in_4bit=True, lora_dim=4, zero_stage=3), ["--zero_stage 3"]),
+        (
+            SFTArguments(load_in_4bit=True, lora_dim=4, only_optimize_lora=False),
+            ["--only_optimize_lora false"],
+        ),
+        (PPOArguments(load_in_4bit=True), ["without --actor_lora_dim or --critic_lora_dim"]),
+        (
+            PPOArguments(load_in_4bit=True, critic_lora_dim=4, critic_zero_stage=3, inference_tp_size=2),
+            ["--critic_zero_stage 3", "--inference_tp_size 2"],
+        ),
+        (PPOArguments(load_in_4bit=True, critic_lora_dim=4, actor_zero_stage=2), []),
+        (SFTArguments(zero_stage=3), []),
+    ],
+)
+def test_what_is_refused(args, told, monkeypatch):
+    monkeypatch.setattr(four_bit, "find_spec", lambda name: name)
+    found = list(refusals(args))
+    assert len(found) == len(told) and all(words in line for words, line in zip(told, found, strict=True))
+    monkeypatch.setattr(four_bit, "find_spec", lambda name: None)
+    lacking = [line for line in refusals(args) if "pip install bitsandbytes" in line]
+    assert len(lacking) == args.load_in_4bit and len(list(refusals(args, is_planned=True))) == len(told)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_the_base_of_adapters_is_loaded_in_4_bits_and_no_other(role, tiny_model_folder, monkeypatch):
+    """The loader stands in for bitsandbytes: what it is asked for."""
+    asked = []
+
+    def load(auto_class, path, **more):
+        asked.append(more.get("quantization_config"))
+        return AutoModelForCausalLM.from_pretrained(path, dtype=more["dtype"])
+
+    monkeypatch.setattr("common.models.loading.load_weights", load)
+    path = tiny_model_folder("llama")
+    args = PPOArguments(
+        actor_model_name_or_path=path, critic_model_name_or_path=path, critic_lora_dim=4, load_in_4bit=True,
+        dtype="bf16",
+    )  # fmt: skip
+    options = ModelOptions.of(args, getattr(args, role), {}, dropout=0.0)
+    load_pretrained(AutoModelForCausalLM, options, 320)
+    [config] = asked
+    if role == "actor":
+        assert config is None
+    else:
+        assert isinstance(config, BitsAndBytesConfig) and config.load_in_4bit
+        assert config.bnb_4bit_quant_type == "nf4" and config.bnb_4bit_use_double_quant
+        assert config.bnb_4bit_compute_dtype == torch.bfloat16 and config.llm_int8_skip_modules is None
+
+
+@pytest.fixture
+def packed(library, tiny_model_folder):
+    """A tiny Llama in 4 bits with adapters that move it, and its whole base."""
+    path = tiny_model_folder("llama")
+    model = add_lora(load_causal_lm(ModelOptions(path, load_in_4bit=True), 320), LoraOptions(4, alpha=2.0))
+    for weight in trained_weights(model).values():
+        if weight.lora_b is not None:
+            nn.init.normal_(weight.lora_b, std=0.1)
+    return model.eval(), AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+def test_linear_layers_alone_are_packed_and_count_as_what_they_are(packed):
+    model, whole = packed
+    shapes = {name: weight.shape for name, weight in whole.named_parameters()}
+    weights = trained_weights(model)
+    in_4bit = {name for name, weight in weights.items() if weight.packing is not None}
+    assert in_4bit == {name for name in shapes if "_proj." in name} and weights.keys() == shapes.keys()
+    assert all(whole_shape(weights[name].parameter) == shape for name, shape in shapes.items())
+    num_bytes = sum(weights[name].parameter.nbytes for name in in_4bit)
+    num_weights = sum(shapes[name].numel() for name in in_4bit)
+    assert num_bytes == num_weights / 2 and BYTES_PER_WEIGHT == pytest.approx(0.5159, abs=1e-4)
+    head = model.get_base_model().lm_head
+    plain = ModelFlops(add_lora(whole, LoraOptions(4)), whole.lm_head)
+    assert ModelFlops(model, head).body == plain.body
+
+
+def test_a_merged_weight_is_what_its_layer_computes(packed):
+    """Each output by the layer's own pass of unit vectors, and near to the weight that was packed."""
+    model, whole = packed
+    layers = dict(model.get_base_model().named_modules())
+    for name, weight in trained_weights(model).items():
+        if weight.packing is None:
+            continue
+        merged, layer = weight.merged(), layers[name.removesuffix(".weight")]
+        with torch.no_grad():
+            by_unit_vectors = layer(torch.eye(merged.shape[1])).T
+        torch.testing.assert_close(merged, by_unit_vectors, rtol=1e-4, atol=1e-5)
+        own = whole.get_parameter(name)
+        base = weight._replace(lora_a=None, lora_b=None).merged()
+        assert 0.01 < (base - own).norm() / own.norm() < 0.5  # so far off are matrices as small as these
+
+
+def test_an_export_says_what_the_packed_model_says(packed, tiny_tokenizer, tmp_path):
+    model, _ = packed
+    ids = torch.arange(4, 24).view(2, 10)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        save_export(tmp_path / "export", model, tiny_tokenizer)
+        assert model(input_ids=ids).logits.equal(expected), "the export left the model as it was"
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+        assert not hasattr(loaded.config, "quantization_config")
+        torch.testing.assert_close(loaded(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_pass_in_eval_mode_packs_nothing_anew(packed, library):
+    """Where bitsandbytes would: on CPUs with AVX512-BF16."""
+    model, _ = packed
+    ids = torch.arange(4, 24).view(2, 10)
+    before = {name: weight.parameter.clone() for name, weight in trained_weights(model).items()}
+    with torch.no_grad():
+        in_eval = model.eval()(input_ids=ids).logits
+        assert model.train()(input_ids=ids).logits.equal(in_eval)
+    assert all(weight.parameter.equal(before[name]) for name, weight in trained_weights(model).items())
+
+
+def test_gpt2s_layers_are_refused():
+    layer = SimpleNamespace(source_cls=four_bit.Conv1D)
+    with pytest.raises(ValueError, match=r"--load_in_4bit .*GPT-2"):
+        four_bit.settle(SimpleNamespace(modules=lambda: [layer]))
