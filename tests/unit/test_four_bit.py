@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from planned_runs import OPT_1B, OPT_350M, ppo
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -15,6 +16,7 @@ from common.models.model_flops import ModelFlops
 from common.runs.export import save_export
 from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
+from tools.memory_plan import MemoryPlan
 
 
 @pytest.fixture
@@ -144,3 +146,15 @@ def test_gpt2s_layers_are_refused():
     layer = SimpleNamespace(source_cls=four_bit.Conv1D)
     with pytest.raises(ValueError, match=r"--load_in_4bit .*GPT-2"):
         four_bit.settle(SimpleNamespace(modules=lambda: [layer]))
+
+
+def test_a_plan_has_the_packed_bases_and_unpacked_weights_to_generate():
+    """A layer of OPT has 12 H^2 weights in matrices. The critic has no adapters, and is not packed."""
+    flags = ("--dtype", "bf16", "--actor_lora_dim", "8", "--enable_hybrid_engine")
+    plain, packed = (ppo(OPT_1B, OPT_350M, *flags, *more) for more in ((), ("--load_in_4bit",)))
+    matrices = 24 * 12 * 2048**2
+    assert [role.num_packed for role in packed.roles if not role.is_adapter_off] == [matrices, 0, 0]
+    held, before = (MemoryPlan(run).of_phase("generate").gpu for run in (packed, plain))
+    saved = before["actor", "weights"] - held["actor", "weights"]
+    assert saved == pytest.approx(matrices * (2 - BYTES_PER_WEIGHT))
+    assert held["actor", "slices of weights"] == before["actor", "slices of weights"]
