@@ -29,11 +29,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Task:
-    """The script's level, where its runs go, and the flags that all of them have."""
+    """The script's level, where its runs go, the flags that all of them have, and the metrics that are kept.
+
+    `every`: a point of a curve is the mean of so many values.
+    """
 
     level: str
     folder: Path
     flags: str
+    score: str = SCORE
+    kl: str = KL
+    every: int = 1
 
     def prepare(self) -> None:
         """Make what all runs need: the SFT model, and what grpo trains of it, the teacher of distill."""
@@ -66,13 +72,20 @@ class Task:
         if not (folder / FINISHED_FILE).is_file():
             self.call(f"{case.words} {self.flags} --seed {seed}", folder, case.environment)
         run = read_run(folder)
-        score, kl = run.curves[SCORE], run.curves[KL]
+        score, kl = (thin(run.curves[name], self.every) for name in (self.score, self.kl))
         clock = {row["step"]: row["seconds"] for row in run.rows if "seconds" in row}
         seconds = [round(clock.get(step, 0.0)) for step in score.steps]
         shown = ", ".join(f"{value:.3f}" for value in score.values)
         print(f"{case.name}, seed {seed}: {shown}; {seconds[-1]} seconds", flush=True)
         found = {"steps": score.steps, "seconds": seconds, "scores": score.values, "kl": kl.values}
         return {"name": case.name, "seed": seed} | found
+
+
+def thin(curve: Curve, every: int) -> Curve:
+    """Return the curve of the means of `every` values, each at the last one's step."""
+    starts = range(0, len(curve.values) - every + 1, every)
+    steps = [curve.steps[start + every - 1] for start in starts]
+    return Curve(steps, [statistics.fmean(curve.values[start : start + every]) for start in starts])
 
 
 def mean_curve(runs: Sequence[dict[str, Any]], what: str = "scores") -> Curve:

@@ -1,0 +1,67 @@
+"""What it costs when the sampler's log-probabilities are not the trainer's: sums whose answers are checked.
+
+Each run is training_scripts/verifiable/run.sh: 300 steps of 25 sums with 4 answers each, which are drawn by a
+sampler with an error of so many nats a token (sampler_error.py). The trainer computes log-probabilities anew,
+as most PPO programs do; a corrected run weighs them by `--rollout_correction tis:2`. A run has collapsed when
+the score of its last 30 steps is below that of its first 30.
+"""
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.learning import ROOT, Case, Task, mean_curve
+from tools.report.run_reader import Curve
+
+NATS = ("1e-3", "1e-2", "3e-2")
+CORRECTED = ", corrected"
+
+
+def build_cases() -> dict[str, dict[str, Case]]:
+    """Return the cases of each panel by the name of their curve; those without an error are in two panels."""
+    panels = {}
+    for algorithm in ("ppo", "reinforce++"):
+        exact = Case(f"{algorithm} 0", algorithm)
+        for kind in ("biased", "unbiased"):
+            panels[f"{algorithm}, {kind} error"] = cases = {"0": exact}
+            for more, how in (("", "none"), (CORRECTED, "tis:2")):
+                words = f"{algorithm} --plugins benchmarks.evidence.sampler_error --rollout_correction {how}"
+                for nats in NATS:
+                    name = f"{algorithm} {kind} {nats}{more}"
+                    cases[f"{nats}{more}"] = Case(name, words, {"SAMPLER_ERROR": f"{kind}:{nats}"})
+    return panels
+
+
+def measure(quick: bool) -> tuple[dict[str, Any], dict[str, dict[str, Curve]]]:
+    """Return what each case ended with, and the curves of the means of its seeds."""
+    metrics = {"score": "objective/score", "kl": "objective/kl"}
+    flags = "--per_device_generation_batch_size 25 --max_train_steps 300"
+    task = Task("sums", ROOT / "output/evidence/mismatch", flags, **metrics, every=30)
+    panels = build_cases()
+    cases = {case.name: case for panel in panels.values() for case in panel.values()}
+    with tempfile.TemporaryDirectory() as folder:
+        if quick:
+            task = Task("sums", Path(folder), "--max_train_steps 2", **metrics)
+            cases = {
+                name: cases[name] for name in ("ppo 0", "ppo biased 3e-2", "ppo unbiased 3e-2, corrected")
+            }
+        task.prepare()
+        runs = task.run_all(list(cases.values()), 1 if quick else 8)
+    found = {
+        name: {
+            "after": statistics.fmean(run["scores"][-1] for run in of),
+            "lowest": min(run["scores"][-1] for run in of),
+            "highest": max(run["scores"][-1] for run in of),
+            "kl": statistics.fmean(run["kl"][-1] for run in of),
+            "collapsed": sum(run["scores"][-1] < run["scores"][0] for run in of),
+        }
+        for name, of in runs.items()
+    }
+    curves: dict[str, dict[str, Curve]] = {}
+    for title, panel in panels.items():
+        kept = {name: case for name, case in panel.items() if case.name in runs}
+        of_title = {name: runs[case.name] for name, case in kept.items() if name != f"1e-3{CORRECTED}"}
+        curves[f"score: {title}"] = {name: mean_curve(of) for name, of in of_title.items()}
+        curves[f"KL: {title}"] = {name: mean_curve(of, "kl") for name, of in of_title.items()}
+    return {"cases": found, "runs": [run for of in runs.values() for run in of]}, curves

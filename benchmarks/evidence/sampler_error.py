@@ -1,0 +1,53 @@
+"""A sampler that differs from the trainer, by `--plugins benchmarks.evidence.sampler_error`.
+
+SAMPLER_ERROR, a variable of the environment, is KIND:NATS. The sampler's logits get Gaussian noise, of a size
+that holds the mean |log-probability of the sampler - of the trainer| of sampled tokens at NATS. Tokens and
+log-probabilities are those of the noisy logits.
+
+biased      the same noise for a token of the vocabulary at all times, as of weights that are rounded
+unbiased    fresh noise for every logit, as of sums in another order
+"""
+
+import os
+from typing import Any
+
+import torch
+
+from common.generation import decode
+
+TOKENS = 2000  # after so many the size is set anew
+
+
+class SamplerError:
+    """Stands before `sample_tokens`; `size` is the noise's standard deviation."""
+
+    def __init__(self, kind: str, nats: float, seed: int = 0) -> None:
+        self.is_biased = {"biased": True, "unbiased": False}[kind]
+        self.nats, self.size = nats, nats
+        self.draw = torch.Generator().manual_seed(seed)
+        self.fixed = torch.empty(0)
+        self.total, self.count = 0.0, 0
+        self.plain = decode.sample_tokens
+
+    def sample_tokens(self, logits: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """Return what is sampled from the logits with noise."""
+        if self.is_biased and self.fixed.numel() != logits.shape[-1]:
+            self.fixed = torch.randn(logits.shape[-1], generator=self.draw)
+        noise = self.fixed if self.is_biased else torch.randn(logits.shape, generator=self.draw)
+        found = self.plain(logits.float() + self.size * noise, *args, **options)
+        logprobs = (
+            logits.float().div(options["temperature"])[:, : options["num_valid_tokens"]].log_softmax(-1)
+        )
+        own = logprobs.gather(-1, found.token_ids[:, None]).squeeze(-1)
+        self.total += float((found.logprobs - own).abs().sum())
+        self.count += len(own)
+        if self.count >= TOKENS:
+            factor = self.nats / max(self.total / self.count, 1e-9)
+            self.size *= min(max(factor, 0.5), 2.0)
+            self.total, self.count = 0.0, 0
+        return found
+
+
+if os.environ.get("SAMPLER_ERROR"):
+    KIND, _, NATS = os.environ["SAMPLER_ERROR"].partition(":")
+    decode.sample_tokens = SamplerError(KIND, float(NATS)).sample_tokens
