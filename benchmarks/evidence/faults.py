@@ -96,16 +96,6 @@ def one_pass_whitening() -> None:
     algorithms.whiten = whiten
 
 
-def no_whitening_mask() -> None:
-    """Advantages are whitened with the zeros of the padding among them."""
-    plain = algorithms.whiten
-
-    def whiten(x: torch.Tensor, mask: torch.Tensor, *, reduce_sum: Callable) -> torch.Tensor:
-        return torch.where(mask, plain(x, torch.ones_like(mask), reduce_sum=reduce_sum), 0.0)
-
-    algorithms.whiten = whiten
-
-
 FAULTS: dict[str, Callable[[], None]] = {
     "length searched for PAD": length_searched_for_pad,
     "score lost with EOS": score_lost_with_eos,
@@ -113,7 +103,6 @@ FAULTS: dict[str, Callable[[], None]] = {
     "mean of each micro-batch": mean_of_each_micro_batch,
     "dropout in updates": dropout_in_updates,
     "one-pass whitening": one_pass_whitening,
-    "padding in the whitening": no_whitening_mask,
 }
 if os.environ.get("FAULT"):
     FAULTS[os.environ["FAULT"]]()

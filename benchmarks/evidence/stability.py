@@ -22,7 +22,7 @@ PLUGIN = "ppo --plugins benchmarks.evidence.faults"
 def measure(quick: bool) -> tuple[dict[str, Any], dict[str, dict[str, Curve]]]:
     """Return what each case ended with, and the curves of their means and of the lowest seeds."""
     flags = "--num_samples_per_prompt 4 --per_device_training_batch_size 32 --max_tokens_per_micro_batch 800"
-    flags += " --max_train_steps 20 --eval_interval 5"
+    flags += " --max_train_steps 20 --eval_interval 10"
     task = Task("gsm", ROOT / "output/evidence/stability", flags)
     cases = [Case(OURS, "ppo"), *(Case(name, PLUGIN, {"FAULT": name}) for name in FAULTS)]
     with tempfile.TemporaryDirectory() as folder:
