@@ -43,7 +43,9 @@ class Task:
 
     def prepare(self) -> None:
         """Make what all runs need: the SFT model, and what grpo trains of it, the teacher of distill."""
-        self.call(f"grpo {self.flags}", self.folder / "grpo")
+        teacher = self.folder / "grpo"
+        if not (teacher / FINISHED_FILE).is_file():
+            self.call(f"grpo {self.flags}", teacher)
 
     def call(self, words: str, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         """Run the script; what it prints is shown where it fails."""
