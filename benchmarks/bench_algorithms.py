@@ -29,7 +29,7 @@ from tools.report.charts import render_picture
 STALE = "--rollout_staleness 4 --rollout_correction"
 # By the panel that shows it: the name of a curve, and the script's words. A name stands where it comes first.
 PANELS = {
-    "no groups: a critic, the step's mean, the greedy answer": {
+    "one answer at a time": {
         "ppo": "ppo",
         "reinforce++": "reinforce++",
         "remax": "remax",
