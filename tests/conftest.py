@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when a library is imported; a look-up by mistake fails at once
+os.environ["NO_PLAN"] = "1"  # a memory plan, made by a process of its own, takes longer than a tiny run
 
 import pytest
 from tiny_configs import tiny_config

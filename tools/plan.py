@@ -6,8 +6,8 @@ python -m tools.plan --stage 3 --actor_model_name_or_path SFT --critic_model_nam
 The flags are those of the step, and the machines'. Nothing is loaded and no GPU is needed: figures are worked
 out from the models' configurations (`memory_plan.py`, `traffic_plan.py`). Exit code 1 where it does not fit.
 
-run.sh and train.py call it with --gpu here before a step starts: exit code 2 where that does not fit, and 0
-after one line where nobody can tell.
+run.sh, train.py and the steps' programs call it with --gpu here before a step starts: exit code 2 where that
+does not fit, and 0 after one line where nobody can tell.
 """
 
 import math

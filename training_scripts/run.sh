@@ -86,5 +86,6 @@ if [[ -z "${NO_PLAN:-}" ]] && { type -P nvidia-smi || type -P rocm-smi; } >/dev/
     python -m tools.plan --gpu here --num_gpus "$NUM_GPUS" --num_nodes "$num_nodes" --stage "${folder:4:1}" "${words[@]}" \
         2>&1 | tee -ai "$log" || code=$?
     case $code in 2 | 130) exit "$code" ;; esac # any other is no verdict
+    export NO_PLAN=1                            # the program need not plan again
 fi
 "${launch[@]}" "$folder/main.py" "${words[@]}" 2>&1 | tee -ai "$log"

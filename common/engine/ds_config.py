@@ -203,8 +203,7 @@ def _share_cores(ds_config: dict[str, Any]) -> None:
     """
     is_offloaded = distributed.has_gpu() and "offload_optimizer" in ds_config["zero_optimization"]
     if is_offloaded and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        num_ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1
-        torch.set_num_threads(max(len(os.sched_getaffinity(0)) // int(num_ranks), 1))
+        torch.set_num_threads(max(len(os.sched_getaffinity(0)) // distributed.num_ranks_here(), 1))
 
 
 def build_engine(

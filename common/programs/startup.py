@@ -28,6 +28,7 @@ from common.flags.optimizer import check_optimizer
 from common.flags.problems import has_hub_form, no_effect_notes
 from common.models.lora import linear_module_names, lora_targets
 from common.models.saved_adapters import base_of, is_adapter, tokenizer_of
+from common.programs.memory_check import check_memory
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps, first_line, say
 from common.runs import run_files
@@ -139,8 +140,8 @@ def check_device(dtype: str, problems: Problems) -> list[str]:
         problems.check(dtype != "fp16", "--dtype fp16 needs a GPU; use fp32 or bf16 on a CPU")
         return _check_hidden_gpu(problems) if distributed.has_hidden_gpu() else []
     rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    told = [int(os.environ.get(f"LOCAL_{name}", "0")) for name in ("WORLD_SIZE", "SIZE")]  # by the launcher
-    num_ranks, shown = max(rank + 1, *told), os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
+    num_ranks = max(rank + 1, distributed.num_ranks_here())
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
     problems.check(
         num_ranks <= num_gpus,
         f"{num_ranks} ranks on a machine that shows {num_gpus} GPUs (CUDA_VISIBLE_DEVICES {shown}), and each "
@@ -343,6 +344,7 @@ def enter(start: Start) -> bool:
         if distributed.is_main():
             print(earlier.finished)
         return False
+    check_memory(start.options.stage, start.argv)
     if distributed.is_main():
         with as_problem(start.problems):
             run_files.take_lock(args.output_dir)

@@ -93,7 +93,7 @@ def _joining() -> Iterator[None]:
 def text_of_first_rank(key: str, make: Callable[[], str]) -> str:
     """Return what `make()` gives on rank 0: for checks, which come before `start`. Every rank must call this.
 
-    Leaves with exit code 2 where the others cannot be joined.
+    Rank 0 returns once all have the text. Leaves with exit code 2 where the others cannot be joined.
     """
     global _early_store
     if world_size() == 1:
@@ -102,7 +102,12 @@ def text_of_first_rank(key: str, make: Callable[[], str]) -> str:
         _early_store = _early_store or next(dist.rendezvous("env://"))[0]
         if rank() == 0:
             _early_store.set(key, make())
-        return _early_store.get(key).decode()
+        text = _early_store.get(key).decode()
+        if _early_store.add(f"{key}: readers", 1) == world_size():
+            _early_store.set(f"{key}: is read", "")
+        if rank() == 0:  # it may be about to leave, and the store with it
+            _early_store.wait([f"{key}: is read"])
+        return text
 
 
 def stop(code: int = 0, cause: BaseException | None = None) -> None:
@@ -157,6 +162,11 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of processes, 1 before start-up."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def num_ranks_here() -> int:
+    """Return the number of this machine's processes, as torchrun or DeepSpeed's launcher tells; else 1."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
 def is_main() -> bool:

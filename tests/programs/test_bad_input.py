@@ -319,6 +319,24 @@ def test_a_port_in_use(place):
     assert all(word in done.text() for word in ("MASTER_PORT=", "address already in use", "choose a port"))
 
 
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_gpu_that_is_too_small(place, step):
+    """The first rank's plan says so, and no rank loads a model; the planner is pretended."""
+    planner = place.folder / "planner"
+    says = 'echo "$@" > words\necho does not fit\necho error: too small >&2\nexit 2\n'
+    planner.write_text(f"#!/bin/bash\n{says}")
+    planner.chmod(0o755)
+    do = f"exec:import sys; sys.executable = {str(planner)!r}"
+    hook = {"at": "common.programs.startup:finish_checks", "do": do}
+    more = {"env": {"NO_PLAN": ""}, "cwd": str(place.folder), "gpu": {}, "hooks": [hook], "seconds": 60}
+    done = place.forks.run(step, good_flags(place.tiny, place.output, step), ranks=2, **more)
+    assert done.codes == [BAD, BAD] and not place.output.exists()
+    assert done.text(0).endswith("does not fit\nerror: too small\n") and done.text(1) == ""
+    assert not done.seen(0)["launches"] and not done.seen(1)["launches"]
+    words = (place.folder / "words").read_text()
+    assert f"-m tools.plan --gpu here --num_gpus 2 --num_nodes 1 --stage {step} --" in words
+
+
 def test_output_of_an_earlier_run(place, output):
     output.mkdir()
     (output / "metrics.jsonl").write_text('{"step": 1, "sft/loss": 2.0}\n')

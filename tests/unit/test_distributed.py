@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,11 @@ def be_a_rank(rank: int, folder: Path, port: int) -> None:
     of_group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in of_group.items()}
     assert distributed.text_of_first_rank("key", lambda: f"rank {rank}") == "rank 0"
+    if rank == 1:
+        time.sleep(0.2)
+        (folder / "late").touch()
+    assert distributed.text_of_first_rank("next", lambda: "text") == "text"
+    assert (folder / "late").exists(), "the first rank may leave now, and the store with it"
     with pretended_gpu() as gpu:
         distributed.start()
         check_what_stays_on_the_host(gpu, rank, folder)

@@ -41,6 +41,7 @@ echo "a line of output"
 echo "a line of complaint" >&2
 pwd > "$RECORD/cwd"
 printf '%s\\0' "$@" > "$RECORD/arguments"
+echo "${NO_PLAN:-}" > "$RECORD/no_plan"
 exit "${FAKE_EXIT_CODE:-0}"
 """
 # nvidia-smi says that there is a GPU; a plan is written down and judges as it is told.
@@ -166,6 +167,7 @@ def test_run_sh_starts_what_is_not_planned_to_fail(launcher, plan_code: str, cod
     assert (tmp_path / "arguments").exists() == (code == 0)
     if code == 0:
         assert " ".join(run.program_words) in (tmp_path / "plan").read_text()
+        assert (tmp_path / "no_plan").read_text() == "1\n", "the program would plan again"
     elif not launcher:
         assert launch(RUN, tmp_path, *words, PLAN_EXIT_CODE="2", NO_PLAN="1").exit_code == 0
 

@@ -125,6 +125,7 @@ def test_what_does_not_fit_is_not_started(monkeypatch, capsys):
         return (2 if "3" in words else 1 if "2" in words else 0), False  # a plan that fails is no verdict
 
     monkeypatch.setattr(train, "run_group", run)
+    monkeypatch.delenv("NO_PLAN", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: name == "nvidia-smi")
     flags = ["--actor_model", "1.3b", "--deployment_type", "single_node", "--reward_flags", "--seed 7"]
     monkeypatch.setattr(sys, "argv", ["train.py", *flags])

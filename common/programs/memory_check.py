@@ -1,0 +1,60 @@
+"""Whether a step is planned to fit its GPUs: told before a model is loaded, as run.sh and train.py do."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from common.ranks import distributed, watchdog
+from common.ranks.failures import say
+from common.runs.run_logger import ROOT
+
+PLAN_SECONDS = 300
+FITS, TOO_LARGE = 0, 2  # exit codes of the plan; the latter becomes that of all ranks
+
+
+def check_memory(stage: int, argv: Sequence[str] | None = None) -> None:
+    """Print the memory plan of step `stage` for this machine's GPUs; leave with 2 where it does not fit.
+
+    `argv` are the words of the command line, None for this process's. Nothing is planned on a CPU, nor where
+    rank 0's environment has NO_PLAN: run.sh and train.py set it once they have planned. Every rank must call
+    this, before `distributed.start`.
+    """
+    if not distributed.has_gpu():
+        return
+    words = sys.argv[1:] if argv is None else argv
+
+    def verdict() -> str:
+        return "" if os.environ.get("NO_PLAN") or print_plan(stage, words) else "too large"
+
+    if distributed.text_of_first_rank("memory plan", verdict):
+        raise SystemExit(TOO_LARGE)
+
+
+def print_plan(stage: int, words: Sequence[str]) -> bool:
+    """Return whether a step with these flags may start, after saying what is planned or why nothing is.
+
+    The plan is made in a process of its own: no rank imports tools.
+    """
+    num_gpus = distributed.num_ranks_here()
+    machines = {"gpu": "here", "num_gpus": num_gpus, "num_nodes": -(-distributed.world_size() // num_gpus)}
+    given = [word for name, value in machines.items() for word in (f"--{name}", str(value))]
+    # -P: in the user's folder, which may have a `tools` of its own.
+    command = [sys.executable, "-P", "-m", "tools.plan", *given, "--stage", str(stage), *words]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    how = {"env": os.environ | {"PYTHONPATH": path}, "capture_output": True, "errors": "replace"}
+    try:
+        with watchdog.phase("the memory plan"):
+            done = subprocess.run(command, timeout=PLAN_SECONDS, **how)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        say(f"no memory plan: {type(error).__name__}")
+        return True
+    code, complaints = done.returncode, done.stderr.strip()
+    if code not in (FITS, TOO_LARGE):  # no verdict
+        last_line = complaints.rpartition("\n")[2]
+        say(f"no memory plan: {last_line or f'exit code {code}'}")
+        return True
+    say(done.stdout.rstrip())
+    if code == TOO_LARGE:
+        say(complaints)
+    return code == FITS

@@ -1,0 +1,131 @@
+"""A step that is started itself: its memory plan, whose process is pretended here but for one."""
+
+import subprocess
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from common.flags.args import Problems
+from common.programs import memory_check
+from common.programs.memory_check import check_memory
+from common.ranks import distributed
+from tools.planned_run import PlanArguments
+from tools.step_flags import parse_step_args
+
+WORDS = ["--model_name_or_path", "a/b", "--local_rank=0"]
+CRASH = 'Traceback (most recent call last):\n  File "x.py"\nKeyError: 7\n'
+Planner = Callable[..., list[list[str]]]
+
+
+@pytest.fixture
+def planner(monkeypatch) -> Planner:
+    """Have a GPU, and a planner that ends as it is told; return the command lines that it gets."""
+    monkeypatch.setattr(distributed, "has_gpu", lambda: True)
+    monkeypatch.delenv("NO_PLAN", raising=False)
+
+    def pretend(code: int = 0, out: str = "", complaints: str = "", error: Exception | None = None):
+        commands = []
+
+        def run(command: list[str], **more):
+            commands.append(command)
+            if error:
+                raise error
+            return subprocess.CompletedProcess(command, code, out, complaints)
+
+        # In its own name: the module is everyone's.
+        pretended = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
+        monkeypatch.setattr(memory_check, "subprocess", pretended)
+        return commands
+
+    return pretend
+
+
+def test_what_fits_is_started_after_its_plan(planner, capfd):
+    planner(0, "step 1, SFT, on 1 x H100\nfits: 3 GiB are left\n", "a library's warning\n")
+    check_memory(1, WORDS)
+    assert capfd.readouterr().err == "step 1, SFT, on 1 x H100\nfits: 3 GiB are left\n"
+
+
+def test_what_does_not_fit_leaves_with_2_after_plan_and_cure(planner, capfd):
+    planner(2, "does not fit\nchange: --offload all\n", "error: step 1 was not started; NO_PLAN=1\n")
+    with pytest.raises(SystemExit) as left:
+        check_memory(1, WORDS)
+    told = "does not fit\nchange: --offload all\nerror: step 1 was not started; NO_PLAN=1\n"
+    assert left.value.code == 2 and capfd.readouterr().err == told
+
+
+@pytest.mark.parametrize(
+    ("ending", "told"),
+    [
+        ({"code": 1, "out": "half a plan", "complaints": CRASH}, "KeyError: 7"),
+        ({"code": -9}, "exit code -9"),
+        ({"error": subprocess.TimeoutExpired("python", 300)}, "TimeoutExpired"),
+        ({"error": BlockingIOError(11, "no more processes")}, "BlockingIOError"),
+    ],
+)
+def test_a_planner_without_a_verdict_stops_nobody(ending, told, planner, capfd):
+    commands = planner(**ending)
+    check_memory(1, WORDS)
+    assert commands and capfd.readouterr().err == f"no memory plan: {told}\n"
+
+
+def test_nothing_is_planned_where_it_is_not_wanted_or_on_a_cpu(planner, monkeypatch, capfd):
+    commands = planner(2, "does not fit")
+    monkeypatch.setenv("NO_PLAN", "1")
+    check_memory(1, WORDS)
+    monkeypatch.delenv("NO_PLAN")
+    monkeypatch.setattr(distributed, "has_gpu", lambda: False)
+    check_memory(1, WORDS)
+    assert not commands and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("rank", "code", "asked"), [(0, 0, True), (0, 2, True), (1, 2, False)])
+def test_all_ranks_follow_the_first_ones_planner(rank, code, asked, planner, monkeypatch):
+    """Also one whose own environment has NO_PLAN: none may wait for a verdict that others do not."""
+    commands = planner(code)
+    monkeypatch.setenv("NO_PLAN", "" if rank == 0 else "1")
+    first = "too large" if code else ""
+    told = lambda key, make: make() if rank == 0 else first  # noqa: E731
+    monkeypatch.setattr(distributed, "text_of_first_rank", told)
+    if code:
+        with pytest.raises(SystemExit, match="2"):
+            check_memory(3, WORDS)
+    else:
+        check_memory(3, WORDS)
+    assert bool(commands) == asked
+
+
+@pytest.mark.parametrize(
+    ("launcher", "machines"),
+    [
+        ({}, (1, 1)),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, (8, 2)),  # torchrun
+        ({"WORLD_SIZE": "4", "LOCAL_SIZE": "4"}, (4, 1)),  # DeepSpeed's launcher
+        ({"WORLD_SIZE": "3", "LOCAL_SIZE": "2"}, (2, 2)),  # the last machine has fewer
+    ],
+)
+def test_the_plan_is_of_the_step_its_flags_and_its_machines(launcher, machines, planner, monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    commands = planner()
+    memory_check.print_plan(2, WORDS)
+    words = commands[0][commands[0].index("tools.plan") + 1 :]
+    args = parse_step_args(PlanArguments, words, problems=(problems := Problems()))
+    assert not problems.messages
+    assert (args.stage, args.gpu, args.num_gpus, args.num_nodes) == (2, "here", *machines)
+    assert args.model_name_or_path == "a/b" and args.seed == 1234
+
+
+def test_the_real_planner_is_found_from_the_users_folder(tmp_path, monkeypatch, capfd):
+    """Which has `tools` of its own, and relative paths of models."""
+    (tmp_path / "tools.py").write_text("raise SystemExit(2)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NO_PLAN", raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # of the planner
+    monkeypatch.setattr(distributed, "has_gpu", lambda: True)
+    monkeypatch.setattr("sys.argv", ["main.py", *WORDS])
+    check_memory(1)
+    assert capfd.readouterr().err == "no memory plan: torch sees no GPU\n"
