@@ -16,13 +16,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
+import torch
+
 from common.flags.args import Problems
 from common.flags.value_forms import TokenCaps
 from common.generation.tp_plans import working_tp_sizes
 from common.programs import startup
+from common.ranks import distributed
 from common.ranks.failures import first_line
 from tools.memory_plan import TRAINING, Holdings, MemoryPlan
-from tools.planned_run import HERE, PlanArguments, Run, build_run, read_models, read_run, with_own_gpu
+from tools.planned_run import HERE, PlanArguments, Run, build_run, read_models, read_run
 from tools.step_flags import STEP_NAMES, parse_step_args
 from tools.terminal import run_tool
 from tools.traffic_plan import is_recomputed, plan_traffic
@@ -66,6 +69,19 @@ def plan_start(args: Any, problems: Problems) -> None:
         cure = "make the change, or start it all the same: NO_PLAN=1, --no_plan of train.py"
         print(f"error: step {args.stage} was not started; {cure}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def with_own_gpu(args: Any) -> Any:
+    """Return the flags with name and memory of the smallest GPU that is used here, and with its precision.
+
+    Raises ValueError where torch sees none.
+    """
+    if not distributed.has_gpu():
+        raise ValueError("torch sees no GPU")
+    used = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())][: args.num_gpus]
+    smallest = min(used, key=lambda gpu: gpu.total_memory)
+    gib = args.gpu_memory_gib or smallest.total_memory / 2**30
+    return replace(args, gpu=smallest.name, gpu_memory_gib=gib, dtype=distributed.dtype_name(args.dtype))
 
 
 # ---- printing -------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from common.models.lora import LoraOptions, build_lora, linear_module_names, tra
 from common.models.model_flops import DEVICES
 from common.models.saved_adapters import base_of, is_adapter
 from common.programs import startup
-from common.ranks import distributed
 from step3_ppo.algorithms import find_algorithm
 from step3_ppo.checks import check_flags
 from step3_ppo.rewards.reward_specs import parse_rewards
@@ -320,19 +319,6 @@ def shared_paths(models: Models) -> dict[str, str]:
 # ---- from the flags -------------------------------------------------------------------------------------
 
 
-def with_own_gpu(args: Any) -> Any:
-    """Return the flags with name and memory of the smallest GPU that is used here, and with its precision.
-
-    Raises ValueError where torch sees none.
-    """
-    if not distributed.has_gpu():
-        raise ValueError("torch sees no GPU")
-    used = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())][: args.num_gpus]
-    smallest = min(used, key=lambda gpu: gpu.total_memory)
-    gib = args.gpu_memory_gib or smallest.total_memory / 2**30
-    return replace(args, gpu=smallest.name, gpu_memory_gib=gib, dtype=distributed.dtype_name(args.dtype))
-
-
 def read_run(args: Any, problems: Problems) -> Run:
     """Return the run that the flags describe, or leave with all that is wrong with them."""
     models = read_models(args, problems)
@@ -355,7 +341,8 @@ def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
         fill_ranks(args, problems)
         check_flags(args, args.num_gpus * args.num_nodes, args.dtype, problems)
         describe_places(args, shared_paths(models), problems)
-    problems.messages += refusals(args, is_planned=True)
+    for refusal in refusals(args, is_planned=True):
+        problems.add(refusal)
     if problems.messages:
         return None
     with problems.catch():

@@ -9,8 +9,7 @@ from planned_runs import GIB, LLAMA_7B, NUM_350M, OPT_1B, OPT_350M, make_run, pp
 from pretended_gpu import pretended_gpu
 
 from tools.memory_plan import MemoryPlan
-from tools.plan import apply, find_changes, main
-from tools.planned_run import with_own_gpu
+from tools.plan import apply, find_changes, main, with_own_gpu
 from tools.traffic_plan import plan_traffic
 
 Plan = Callable[..., tuple[int, str]]
